@@ -10,7 +10,7 @@ use std::time::Duration;
 use zenoh::Wait;
 use zenoh::sample::Sample;
 
-use crate::control::Control;
+use crate::control::{Control, QueueRoutes};
 use crate::error::{Error, Result};
 use crate::lane::{Ending, LaneReceiver, LaneSender};
 use crate::message::{Hello, Id, Message, PART_BYTES_MAX, Purpose};
@@ -51,6 +51,7 @@ pub(crate) struct Shared {
     pub(crate) me: Id,
     pub(crate) senders: RwLock<HashMap<Id, Arc<LaneSender>>>,
     pub(crate) receivers: RwLock<HashMap<Id, Arc<LaneReceiver>>>,
+    pub(crate) queues: RwLock<QueueRoutes>,
     pub(crate) status: Mutex<Status>,
     pub(crate) refused: AtomicU64,
     /// The bridges that are present, each with a number that is another one when it comes back.
@@ -106,6 +107,8 @@ impl Shared {
                 let reason = format!("the other end stopped it: {}", reason.escape_debug());
                 self.sender(&lane, &from)?.end(&reason);
             }
+            Message::Workers { lane, count } => self.workers(&from, &lane, count)?,
+            Message::Taken { lane, number } => self.taken(&from, &lane, number)?,
             Message::Hello(hello) => self.tell(Event::Hello { from, hello }),
             Message::Begin { lane, purpose } => self.tell(Event::Begin {
                 from,
@@ -167,6 +170,7 @@ impl Bridge {
             me: random_id(),
             senders: RwLock::default(),
             receivers: RwLock::default(),
+            queues: RwLock::default(),
             status: Mutex::default(),
             refused: AtomicU64::new(0),
             present: Mutex::default(),

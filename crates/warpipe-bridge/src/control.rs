@@ -1,6 +1,7 @@
 //! The control thread: which bridges there are, which names go to them, and which come from them.
 
 mod lanes;
+mod queues;
 mod report;
 
 use std::collections::HashMap;
@@ -11,6 +12,8 @@ use std::time::{Duration, Instant};
 
 use warpipe::{Publisher, Stream};
 
+pub(crate) use self::queues::QueueRoutes;
+use self::queues::Queues;
 use self::report::Meter;
 use crate::bridge::{Event, Shared};
 use crate::error::Result;
@@ -51,6 +54,7 @@ struct Peer {
 struct KnownHello {
     hello: Hello,
     imports: Vec<Pattern>,
+    queues: Vec<Pattern>,
 }
 
 struct ExportLane {
@@ -77,6 +81,7 @@ pub(crate) struct Control {
     /// By the exporter's home and the name.
     imports: HashMap<(u64, String), (Id, Arc<Import>)>,
     sent: HashMap<(u64, String), Arc<Mutex<Sent>>>,
+    queues: Queues,
     status: Option<(Publisher, Stream)>,
     looked: Instant,
     told: Instant,
@@ -102,6 +107,7 @@ impl Control {
             peers: HashMap::new(),
             imports: HashMap::new(),
             sent: HashMap::new(),
+            queues: Queues::default(),
             status: None,
             looked: now,
             told: now,
@@ -131,6 +137,7 @@ impl Control {
     }
 
     fn close(&mut self) {
+        self.close_queues();
         let bridges: Vec<Id> = self.peers.keys().copied().collect();
         for bridge in bridges {
             let Some(peer) = self.peers.remove(&bridge) else {
@@ -158,6 +165,7 @@ impl Control {
             .collect();
         greeting.iter().for_each(|bridge| self.greet(bridge));
         self.export_names();
+        self.look_after_queues();
         if self.told.elapsed() >= STATUS_INTERVAL {
             let elapsed = std::mem::replace(&mut self.told, Instant::now()).elapsed();
             self.tell_status(elapsed);
@@ -201,6 +209,7 @@ impl Control {
         let Some(peer) = self.peers.remove(bridge) else {
             return;
         };
+        self.cut_queues(bridge);
         self.end_lanes(&peer);
         if let Some(known) = &peer.hello {
             let node = known.hello.node.clone();
@@ -245,6 +254,7 @@ impl Control {
             node: self.options.node.clone(),
             home: self.home,
             imports: self.options.import.clone(),
+            queues: self.options.import_queues.clone(),
             has_yours: peer.hello.is_some(),
         };
         let _ = peer.outbox.send(&Message::Hello(hello), Vec::new());
@@ -256,7 +266,8 @@ impl Control {
         let Some(peer) = self.peers.get_mut(&from) else {
             return;
         };
-        let Ok(imports) = pattern::all(&hello.imports) else {
+        let patterns = (pattern::all(&hello.imports), pattern::all(&hello.queues));
+        let (Ok(imports), Ok(queues)) = patterns else {
             return;
         };
         let node = node_name(&hello.node);
@@ -273,7 +284,11 @@ impl Control {
             node: node.clone(),
             ..hello
         };
-        peer.hello = Some(KnownHello { hello, imports });
+        peer.hello = Some(KnownHello {
+            hello,
+            imports,
+            queues,
+        });
         if is_first {
             self.shared.notice(Notice::Reached { node });
         }

@@ -69,6 +69,7 @@ impl Peer {
             node: format!("peer-{home}"),
             home,
             imports: vec!["camera/**".into()],
+            queues: vec!["jobs".into()],
             has_yours: true,
         };
         let outbox = presence.outbox(me, &bridge).unwrap();
@@ -167,6 +168,7 @@ impl World {
         options.listen.push(endpoint.clone());
         options.export.push("camera/**".into());
         options.import.push("from/**".into());
+        options.import_queues.push("work".into());
         options.tensor_bytes_max = 1 << 20;
         let bridge = Bridge::open(options).unwrap();
         World {
@@ -317,4 +319,55 @@ fn names_that_wait_take_a_bounded_number_of_places_and_ended_ones_give_theirs_ba
     hostile.begin(lane, "from/one-more");
     assert!(hostile.stopped(lane).contains("are kept already"));
     honest.begun("from/kept");
+}
+
+#[test]
+fn messages_of_queues_that_break_the_protocol_end_their_own_lane() {
+    let world = World::new();
+    let (hostile, honest) = (world.peer(1), world.peer(2));
+    let begun = |peer: &Peer, purpose: Purpose| {
+        let lane = random_id();
+        peer.send(Message::Begin { lane, purpose });
+        lane
+    };
+    let jobs = |name: &str| Purpose::Jobs { name: name.into() };
+    let taken = |peer: &Peer, lane: Id| {
+        peer.wait(|message| match message {
+            Message::Ready { lane: of, .. } if of == lane => Some(()),
+            Message::Stop { lane: of, reason } if of == lane => panic!("{reason}"),
+            _ => None,
+        });
+    };
+    let kept = begun(&honest, jobs("work"));
+    taken(&honest, kept);
+    let lane = begun(&hostile, jobs("other"));
+    assert!(hostile.stopped(lane).contains("is not imported here"));
+    let lane = begun(&hostile, Purpose::Results { jobs: kept });
+    assert!(hostile.stopped(lane).contains("no such lane"));
+    // A sample, and a job of a size that is not allowed.
+    for (tag, bytes, expected) in [
+        (Tag::Sample { sequence: 1 }, 8, "something else"),
+        (Tag::Job { number: 1 }, 1 << 40, "not allowed"),
+    ] {
+        let lane = begun(&hostile, jobs("work"));
+        taken(&hostile, lane);
+        let layout = Layout::contiguous(DType::U8, &[bytes]).unwrap();
+        let part = Part {
+            lane,
+            number: 1,
+            offset: 0,
+            tensor: Some(Tensor::new(tag, &layout, b"")),
+        };
+        hostile.send_with(Message::Part(part), 8);
+        let reason = hostile.stopped(lane);
+        assert!(reason.contains(expected), "{reason}");
+    }
+    // Another peer's lane.
+    let number = 1;
+    hostile.send(Message::Taken { lane: kept, number });
+    let count = u32::MAX;
+    hostile.send(Message::Workers { lane: kept, count });
+    world.wait_for_refused();
+    let lane = begun(&hostile, jobs("work"));
+    taken(&hostile, lane);
 }

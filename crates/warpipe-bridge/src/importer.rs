@@ -183,7 +183,9 @@ impl Published {
             if assembly.is_some() {
                 return fault("a tensor began before the one before it was whole".into());
             }
-            let Tag::Sample { sequence } = tensor.tag;
+            let Tag::Sample { sequence } = tensor.tag else {
+                return fault("a lane of samples brought something else".into());
+            };
             if sequence == 0 || sequence > 1 << 62 || tensor.bytes > options.tensor_bytes_max {
                 return fault(format!(
                     "sample {sequence} of {} bytes is not allowed",
@@ -251,8 +253,7 @@ impl Published {
         lane: &LaneReceiver,
         whole: Assembly<Option<SampleMut>>,
     ) -> Result<Option<Ending>> {
-        let Tag::Sample { sequence } = whole.tag;
-        let Some(mut loan) = whole.target else {
+        let (Tag::Sample { sequence }, Some(mut loan)) = (whole.tag, whole.target) else {
             return Ok(None);
         };
         loan.set_metadata(&whole.metadata)?;

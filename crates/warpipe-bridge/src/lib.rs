@@ -29,6 +29,8 @@ mod lane;
 mod message;
 mod options;
 mod pattern;
+mod queue_exporter;
+mod queue_importer;
 mod session;
 mod status;
 

@@ -57,6 +57,10 @@ pub(crate) enum Message {
     End { lane: Id, end: End },
     /// The receiver of a lane ends it.
     Stop { lane: Id, reason: String },
+    /// The receiver of a lane of jobs has that many workers.
+    Workers { lane: Id, count: u32 },
+    /// The sender of a lane of jobs took a job's outcome, or wants none any more.
+    Taken { lane: Id, number: u64 },
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -67,6 +71,8 @@ pub(crate) struct Hello {
     pub(crate) home: u64,
     /// Patterns of the names that the sender imports.
     pub(crate) imports: Vec<String>,
+    /// Patterns of the queues whose jobs the sender does.
+    pub(crate) queues: Vec<String>,
     /// Whether the other end's `Hello` has come.
     pub(crate) has_yours: bool,
 }
@@ -75,6 +81,10 @@ pub(crate) struct Hello {
 pub(crate) enum Purpose {
     /// The samples of a publisher, by its name and the random bytes of its incarnation.
     Samples { name: String, generation: Id },
+    /// The jobs of a queue.
+    Jobs { name: String },
+    /// The outcomes of the jobs of another lane.
+    Results { jobs: Id },
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -104,6 +114,16 @@ pub(crate) struct Tensor {
 pub(crate) enum Tag {
     /// A sample with its publisher's number.
     Sample { sequence: u64 },
+    /// A job's input, with its number in the exporter's run.
+    Job { number: u64 },
+    /// A job's result.
+    Result { number: u64 },
+    /// No result: the words of the worker, and whether another attempt is useless. It has no bytes.
+    Failed {
+        number: u64,
+        reason: String,
+        is_final: bool,
+    },
 }
 
 /// Why the sender of a lane ended it.
@@ -152,6 +172,10 @@ impl Tensor {
             && self.shape.len() <= RANK_MAX
             && self.strides.len() <= RANK_MAX
             && self.dtype.len() <= 32
+            && match &self.tag {
+                Tag::Failed { reason, .. } => reason.len() <= TEXT_BYTES_MAX,
+                Tag::Sample { .. } | Tag::Job { .. } | Tag::Result { .. } => true,
+            }
     }
 }
 
@@ -159,10 +183,12 @@ impl Message {
     fn is_bounded(&self) -> bool {
         match self {
             Message::Hello(hello) => {
-                hello.imports.len() <= PATTERNS_MAX && hello.node.len() <= NODE_BYTES_MAX
+                hello.imports.len() <= PATTERNS_MAX
+                    && hello.queues.len() <= PATTERNS_MAX
+                    && hello.node.len() <= NODE_BYTES_MAX
             }
             Message::Begin {
-                purpose: Purpose::Samples { name, .. },
+                purpose: Purpose::Samples { name, .. } | Purpose::Jobs { name },
                 ..
             } => name.len() <= NAME_BYTES_MAX,
             Message::Part(part) => part.tensor.as_ref().is_none_or(Tensor::is_bounded),
@@ -171,7 +197,15 @@ impl Message {
                 ..
             }
             | Message::Stop { reason: text, .. } => text.len() <= TEXT_BYTES_MAX,
-            Message::Ready { .. } | Message::Credit { .. } | Message::End { .. } => true,
+            Message::Begin {
+                purpose: Purpose::Results { .. },
+                ..
+            }
+            | Message::Ready { .. }
+            | Message::Credit { .. }
+            | Message::End { .. }
+            | Message::Workers { .. }
+            | Message::Taken { .. } => true,
         }
     }
 

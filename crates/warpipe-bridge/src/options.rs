@@ -56,6 +56,12 @@ pub struct Options {
     pub export: Vec<String>,
     /// Patterns of the names that are imported.
     pub import: Vec<String>,
+    /// Patterns of the queues of which peers may do jobs.
+    pub export_queues: Vec<String>,
+    /// Patterns of the peers' queues of which workers here do jobs.
+    pub import_queues: Vec<String>,
+    /// How long an unreachable peer keeps jobs, and the jobs of an unreachable peer are kept.
+    pub lease: Duration,
     /// The action when an importer has no room.
     pub policy: Policy,
     /// Samples of a name that the exporter holds for a peer before the policy acts: fewer than the
@@ -94,6 +100,9 @@ impl Options {
             connect: Vec::new(),
             export: Vec::new(),
             import: Vec::new(),
+            export_queues: Vec::new(),
+            import_queues: Vec::new(),
+            lease: Duration::from_secs(30),
             policy: Policy::Block,
             held_max: 4,
             window: 32,
@@ -125,7 +134,9 @@ impl Options {
             500,
             600_000,
         )?;
-        for list in [&self.export, &self.import] {
+        in_range("lease (ms)", self.lease.as_millis() as u64, 500, 86_400_000)?;
+        let queues = [&self.export_queues, &self.import_queues];
+        for list in [&self.export, &self.import].into_iter().chain(queues) {
             in_range("patterns", list.len() as u64, 0, PATTERNS_MAX as u64)?;
         }
         for endpoint in self.listen.iter().chain(&self.connect) {
@@ -146,6 +157,8 @@ impl Options {
         Ok(Patterns {
             export: pattern::all(&self.export)?,
             import: pattern::all(&self.import)?,
+            export_queues: pattern::all(&self.export_queues)?,
+            import_queues: pattern::all(&self.import_queues)?,
         })
     }
 }
@@ -155,6 +168,8 @@ impl Options {
 pub(crate) struct Patterns {
     pub(crate) export: Vec<Pattern>,
     pub(crate) import: Vec<Pattern>,
+    pub(crate) export_queues: Vec<Pattern>,
+    pub(crate) import_queues: Vec<Pattern>,
 }
 
 fn in_range(option: &'static str, found: u64, least: u64, most: u64) -> Result<()> {

@@ -57,8 +57,11 @@ pub struct RemoteName {
     pub dropped: u64,
     /// Samples whose numbers were missing.
     pub missing: u64,
-    /// Samples that came a second time, and were not published.
+    /// Samples that came a second time, and were not published; results that came late or again.
     pub repeated: u64,
+    /// For a queue: the workers on the machine that does its jobs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub workers: Option<u32>,
 }
 
 /// Something that happened to a bridge.

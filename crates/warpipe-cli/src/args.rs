@@ -37,7 +37,7 @@ pub enum Command {
     Weights(WeightsArgs),
     Run(RunArgs),
     #[cfg(feature = "bridge")]
-    Bridge(crate::bridge::BridgeArgs),
+    Bridge(Box<crate::bridge::BridgeArgs>),
     Completions(CompletionsArgs),
     Man(ManArgs),
     #[command(hide = true)]

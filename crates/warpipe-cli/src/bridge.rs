@@ -38,6 +38,16 @@ pub struct BridgeArgs {
     /// Names that are imported from peers
     #[arg(long, value_name = "PATTERN")]
     pub import: Vec<String>,
+    /// Queues of this machine of which workers of the peers may do jobs
+    #[arg(long, value_name = "PATTERN")]
+    pub export_queue: Vec<String>,
+    /// Queues of peers of which workers of this machine do jobs
+    #[arg(long, value_name = "PATTERN")]
+    pub import_queue: Vec<String>,
+    /// Time after which the jobs of an unreachable peer go back to their queue, in seconds, 0.5 to
+    /// 86400
+    #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
+    pub lease: Duration,
     /// Action when an importer has no room for a sample
     #[arg(long, value_enum, default_value_t = BridgePolicy::Block)]
     pub policy: BridgePolicy,
@@ -124,6 +134,9 @@ fn options(args: &BridgeArgs) -> anyhow::Result<Options> {
     options.connect.clone_from(&args.connect);
     options.export.clone_from(&args.export);
     options.import.clone_from(&args.import);
+    options.export_queues.clone_from(&args.export_queue);
+    options.import_queues.clone_from(&args.import_queue);
+    options.lease = args.lease;
     options.policy = match args.policy {
         BridgePolicy::Block => Policy::Block,
         BridgePolicy::DropOldest => Policy::DropOldest,

@@ -2,6 +2,8 @@
 
 #[path = "bridge/links.rs"]
 mod links;
+#[path = "bridge/queues.rs"]
+mod queues;
 mod support;
 
 use std::net::TcpListener;

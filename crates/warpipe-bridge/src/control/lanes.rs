@@ -108,8 +108,11 @@ impl Control {
 
     /// A peer begins a lane to this end.
     pub(super) fn begin(&mut self, from: Id, lane: Id, purpose: Purpose) {
-        let Purpose::Samples { name, generation } = purpose;
-        let begun = self.import(from, lane, &name, generation);
+        let begun = match purpose {
+            Purpose::Samples { name, generation } => self.import(from, lane, &name, generation),
+            Purpose::Jobs { name } => self.begin_jobs(from, lane, &name),
+            Purpose::Results { jobs } => self.begin_results(from, lane, jobs),
+        };
         if let (Err(reason), Some(peer)) = (begun, self.peers.get(&from)) {
             let reason = bounded(&reason);
             let _ = peer

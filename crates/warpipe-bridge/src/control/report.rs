@@ -73,6 +73,7 @@ impl Control {
                 status.names.push(name);
             }
         }
+        status.names.extend(self.queue_rows(elapsed));
         status.names.sort_by(|a, b| a.name.cmp(&b.name));
         // Without it `warpipe ls` shows less; the bridge goes on.
         let _ = self.publish_status(&status);
@@ -120,6 +121,7 @@ fn remote_name(
         tensors: counts.tensors.load(Ordering::Relaxed),
         bytes: counts.bytes.load(Ordering::Relaxed),
         rate,
+        workers: None,
         credit: counts.credit.load(Ordering::Relaxed),
         dropped: counts.dropped.load(Ordering::Relaxed),
         missing: counts.missing.load(Ordering::Relaxed),

@@ -66,6 +66,14 @@ fn line(remote: &RemoteName) -> String {
     } else {
         styled(Style::Yellow, "unreachable")
     };
+    if let Some(workers) = remote.workers {
+        return format!(
+            "  {} {way} {}  {state}   queue, {workers} workers at the end that does its jobs, {:.1} jobs/s",
+            printable(&remote.name),
+            printable(&remote.node),
+            remote.rate,
+        );
+    }
     format!(
         "  {} {way} {}  {state}   {:.1} tensors/s, credit {}, {} missing, {} dropped",
         printable(&remote.name),

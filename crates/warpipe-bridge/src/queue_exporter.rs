@@ -1,0 +1,482 @@
+//! One queue, exported to one peer: ordinary workers here, whose jobs the peer's workers do.
+//!
+//! Each thread has a worker of the local queue and carries one job at a time: it sends the input,
+//! and the thread of the lane of results answers it. As many of them take jobs as the peer has
+//! workers. A job goes back to the local queue when the peer gave no word for the lease.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use warpipe::{AnswerHandle, Error as Local, Lease, Loan, Sample, Stream, Worker};
+use zenoh::bytes::ZBytes;
+
+use crate::error::Result;
+use crate::lane::{Assembly, Ending, LaneCounts, LaneReceiver, LaneSender, SLICE, upload};
+use crate::message::{End, Id, Message, Part, Tag, Tensor, bounded};
+use crate::options::Options;
+
+/// Jobs of a queue that one peer may have.
+pub(crate) const CARRIERS_MAX: usize = 16;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[derive(Debug)]
+pub(crate) struct QueueExport {
+    pub(crate) name: String,
+    pub(crate) peer: Id,
+    options: Arc<Options>,
+    lane: Mutex<Option<Arc<LaneSender>>>,
+    /// Workers that the peer has.
+    workers: AtomicUsize,
+    jobs: Mutex<HashMap<u64, Arc<Job>>>,
+    next: AtomicU64,
+    /// One tensor at a time is on its way.
+    sending: Mutex<()>,
+    /// Outcomes that came late or again.
+    repeated: AtomicU64,
+    is_queue: AtomicBool,
+    is_over: AtomicBool,
+}
+
+/// A job that the peer does.
+#[derive(Debug)]
+struct Job {
+    /// Taken by the first who answers it.
+    answer: Mutex<Option<AnswerHandle>>,
+    answered: Condvar,
+}
+
+impl Job {
+    fn take(&self) -> Option<AnswerHandle> {
+        let answer = lock(&self.answer).take();
+        self.answered.notify_all();
+        answer
+    }
+
+    /// Whether it is answered, at the latest after a slice.
+    fn wait(&self) -> bool {
+        let waits = |answer: &mut Option<AnswerHandle>| answer.is_some();
+        let waited = self
+            .answered
+            .wait_timeout_while(lock(&self.answer), SLICE, waits);
+        let (answer, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        answer.is_none()
+    }
+}
+
+impl QueueExport {
+    pub(crate) fn new(name: &str, peer: Id, options: &Arc<Options>) -> QueueExport {
+        QueueExport {
+            name: name.into(),
+            peer,
+            options: options.clone(),
+            lane: Mutex::default(),
+            workers: AtomicUsize::new(0),
+            jobs: Mutex::default(),
+            next: AtomicU64::new(1),
+            sending: Mutex::default(),
+            repeated: AtomicU64::new(0),
+            is_queue: AtomicBool::new(false),
+            is_over: AtomicBool::new(false),
+        }
+    }
+
+    /// Whether the name was found to be a queue's.
+    pub(crate) fn is_queue(&self) -> bool {
+        self.is_queue.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn is_over(&self) -> bool {
+        self.is_over.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn end(&self) {
+        self.is_over.store(true, Ordering::Release);
+        if let Some(lane) = self.lane() {
+            let (end, id) = (End::Closed, lane.lane);
+            if lane.ended().is_none() {
+                let _ = lane.send(&Message::End { lane: id, end });
+            }
+            lane.end("the queue is exported no more");
+        }
+    }
+
+    /// The lane of jobs, if it lives.
+    pub(crate) fn lane(&self) -> Option<Arc<LaneSender>> {
+        let lane = lock(&self.lane).clone();
+        lane.filter(|lane| lane.ended().is_none())
+    }
+
+    /// Jobs go over this lane from now on, also those that the peer has.
+    pub(crate) fn connect(&self, lane: Arc<LaneSender>) -> Option<Arc<LaneSender>> {
+        self.workers.store(0, Ordering::Release);
+        lock(&self.lane).replace(lane)
+    }
+
+    /// The peer has that many workers. Does not wait.
+    pub(crate) fn announced(&self, workers: u32) {
+        let workers = (workers as usize).min(CARRIERS_MAX);
+        self.workers.store(workers, Ordering::Release);
+    }
+
+    pub(crate) fn workers(&self) -> usize {
+        self.workers.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn repeated(&self) -> u64 {
+        self.repeated.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn held(&self) -> usize {
+        lock(&self.jobs).len()
+    }
+
+    /// The lane, while the peer is reachable and has a worker for this carrier.
+    fn lane_of(&self, carrier: usize) -> Option<Arc<LaneSender>> {
+        self.lane().filter(|_| carrier < self.workers())
+    }
+
+    /// Carries jobs one by one, until the export is over.
+    pub(crate) fn carry_all(&self, carrier: usize) {
+        let Ok(stream) = self.options.device.stream() else {
+            return self.end();
+        };
+        if carrier == 0 {
+            match self.worker() {
+                Ok(_) => self.is_queue.store(true, Ordering::Release),
+                Err(_) => return self.end(),
+            }
+        }
+        let mut worker = None;
+        while !self.is_over() {
+            if self.lane_of(carrier).is_none() {
+                // What was given to it and not leased goes to other workers.
+                worker = None;
+                std::thread::park_timeout(SLICE);
+                continue;
+            }
+            let current = match worker.take().map_or_else(|| self.worker(), Ok) {
+                Ok(current) => worker.insert(current),
+                Err(_) => {
+                    std::thread::park_timeout(SLICE);
+                    continue;
+                }
+            };
+            match current.lease_timeout(&stream, SLICE) {
+                Ok(lease) => self.carry(carrier, lease, &stream),
+                Err(Local::Timeout { .. }) => {}
+                Err(_) => worker = None,
+            }
+        }
+    }
+
+    fn worker(&self) -> Result<Worker> {
+        let worker = Worker::builder(&self.name)
+            .domain(&self.options.domain)
+            .device(&self.options.device)
+            .memory_limit(self.options.memory_limit)
+            .timeout(SLICE)
+            .build()?;
+        Ok(worker)
+    }
+
+    fn carry(&self, carrier: usize, lease: Lease, stream: &Stream) {
+        let metadata = lease.metadata().to_vec();
+        let (input, answer) = lease.split();
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let job = Arc::new(Job {
+            answer: Mutex::new(Some(answer)),
+            answered: Condvar::new(),
+        });
+        lock(&self.jobs).insert(number, job.clone());
+        let mut last_word = Instant::now();
+        let mut sent_on = None;
+        while !job.wait_briefly(sent_on.is_none()) {
+            if self.is_over() || last_word.elapsed() >= self.options.lease {
+                self.give_back(&job, number);
+                break;
+            }
+            let Some(lane) = self.lane_of(carrier) else {
+                sent_on = sent_on.or(Some(Id::default()));
+                continue;
+            };
+            last_word = Instant::now();
+            if sent_on != Some(lane.lane) {
+                sent_on = Some(lane.lane);
+                if let Err(reason) = self.send(&lane, &input, number, &metadata, stream) {
+                    if let Some(answer) = job.take() {
+                        until_done(answer, |answer| answer.fail(&reason));
+                    }
+                    break;
+                }
+            }
+        }
+        lock(&self.jobs).remove(&number);
+    }
+
+    fn give_back(&self, job: &Job, number: u64) {
+        if let Some(answer) = job.take() {
+            until_done(answer, AnswerHandle::requeue);
+        }
+        if let Some(lane) = self.lane() {
+            let lane_id = lane.lane;
+            let _ = lane.send(&Message::Taken {
+                lane: lane_id,
+                number,
+            });
+        }
+    }
+
+    /// Sends the input. An error for a job that cannot be sent at all; a lane that ends is none.
+    fn send(
+        &self,
+        lane: &LaneSender,
+        input: &Sample,
+        number: u64,
+        metadata: &[u8],
+        stream: &Stream,
+    ) -> Result<(), String> {
+        let bytes = input.layout().bytes();
+        if bytes > self.options.tensor_bytes_max {
+            return Err(format!("its {bytes} bytes are more than the bridge takes"));
+        }
+        loop {
+            match input.wait(SLICE) {
+                Ok(()) => break,
+                Err(Local::Timeout { .. }) if lane.ended().is_none() => {}
+                Err(Local::Timeout { .. }) => return Ok(()),
+                Err(error) => return Err(error.to_string()),
+            }
+        }
+        let _one = lock(&self.sending);
+        let tensor = Tensor::new(Tag::Job { number }, input.layout(), metadata);
+        // SAFETY: the data is complete, and the caller keeps the input, which keeps its slot mapped
+        // and unwritten.
+        let sent =
+            unsafe { lane.send_tensor(tensor, input.slot_ptr(), stream, self.options.part_bytes) };
+        if let Err(error) = sent {
+            lane.end(&error.to_string());
+        }
+        Ok(())
+    }
+
+    /// Answers jobs with the results that a lane brings, until it ends.
+    pub(crate) fn take_results(&self, lane: &LaneReceiver) {
+        let ended = self.answer_all(lane);
+        let reason = match ended {
+            Ok(Ending::Fault(reason)) => reason,
+            Ok(_) => "the results' lane ended".to_owned(),
+            Err(error) => error.to_string(),
+        };
+        let lane_id = lane.lane;
+        let reason = bounded(&reason);
+        let _ = lane.send(&Message::Stop {
+            lane: lane_id,
+            reason: reason.clone(),
+        });
+        // Jobs without results help nobody: both lanes begin anew.
+        if let Some(jobs) = self.lane() {
+            jobs.end(&reason);
+        }
+    }
+
+    fn answer_all(&self, lane: &LaneReceiver) -> Result<Ending> {
+        let stream = self.options.device.stream()?;
+        lane.accept(0)?;
+        let mut assembly = None;
+        loop {
+            match lane.next() {
+                Ok(Some((part, payload))) => {
+                    if let Err(reason) =
+                        self.take_part(lane, &mut assembly, part, &payload, &stream)?
+                    {
+                        return Ok(Ending::Fault(reason));
+                    }
+                    drop(payload);
+                    lane.taken()?;
+                }
+                Ok(None) if self.is_over() => return Ok(Ending::Cut),
+                Ok(None) => {}
+                Err(ending) => return Ok(ending),
+            }
+        }
+    }
+
+    fn take_part(
+        &self,
+        lane: &LaneReceiver,
+        assembly: &mut Option<Assembly<Option<Loan>>>,
+        mut part: Part,
+        payload: &ZBytes,
+        stream: &Stream,
+    ) -> Result<Result<(), String>> {
+        if let Some(tensor) = part.tensor.take() {
+            if assembly.is_some() {
+                return Ok(Err(
+                    "a result began before the one before it was whole".into()
+                ));
+            }
+            let layout = match tensor.layout() {
+                Ok(layout) if layout.bytes() <= self.options.tensor_bytes_max => layout,
+                Ok(layout) => {
+                    return Ok(Err(format!("{} bytes are not allowed", layout.bytes())));
+                }
+                Err(reason) => return Ok(Err(reason)),
+            };
+            let target = match tensor.tag {
+                Tag::Result { number } => self.output(number, &layout)?,
+                Tag::Failed { .. } => None,
+                Tag::Sample { .. } | Tag::Job { .. } => {
+                    return Ok(Err("a lane of results brought something else".into()));
+                }
+            };
+            *assembly = Some(Assembly::new(tensor, layout, target));
+        }
+        let Some(current) = assembly else {
+            return Ok(Err("a part came without its tensor".into()));
+        };
+        if let Err(reason) = current.add(&part, payload.len() as u64) {
+            return Ok(Err(reason));
+        }
+        if let Some(loan) = &current.target {
+            // SAFETY: `add` found the range inside the slot, which is this loan's alone until the
+            // answer, behind the same stream.
+            unsafe {
+                upload(
+                    payload,
+                    &self.options.device,
+                    stream,
+                    loan.slot_ptr() + part.offset,
+                )?;
+            }
+        }
+        if !current.is_whole() {
+            return Ok(Ok(()));
+        }
+        match assembly.take() {
+            Some(whole) => self.answer(lane, whole, stream).map(Ok),
+            None => Ok(Ok(())),
+        }
+    }
+
+    /// Memory for the result of a job that waits for it.
+    fn output(&self, number: u64, layout: &warpipe::Layout) -> Result<Option<Loan>> {
+        let Some(job) = lock(&self.jobs).get(&number).cloned() else {
+            return Ok(None);
+        };
+        loop {
+            let answer = lock(&job.answer);
+            let Some(handle) = answer.as_ref() else {
+                return Ok(None);
+            };
+            match handle.output(layout) {
+                Ok(loan) => return Ok(Some(loan)),
+                Err(Local::MemoryLimit { bytes, limit, .. }) if bytes <= limit => {}
+                Err(Local::Timeout { .. }) => {}
+                Err(Local::PeerGone { .. }) => return Ok(None),
+                Err(error) => return Err(error.into()),
+            }
+            if self.is_over() {
+                return Ok(None);
+            }
+            drop(answer);
+            std::thread::yield_now();
+        }
+    }
+
+    fn answer(
+        &self,
+        lane: &LaneReceiver,
+        whole: Assembly<Option<Loan>>,
+        stream: &Stream,
+    ) -> Result<()> {
+        let (Tag::Result { number } | Tag::Failed { number, .. }) = whole.tag else {
+            return Ok(());
+        };
+        let job = lock(&self.jobs).get(&number).cloned();
+        match (job.and_then(|job| job.take()), whole.tag, whole.target) {
+            (Some(answer), Tag::Result { .. }, Some(mut loan)) => {
+                let _ = loan.set_metadata(&whole.metadata);
+                complete(answer, loan, stream);
+                LaneCounts::add(&lane.counts.tensors, 1);
+                LaneCounts::add(&lane.counts.bytes, whole.layout.bytes());
+            }
+            (
+                Some(answer),
+                Tag::Failed {
+                    reason, is_final, ..
+                },
+                _,
+            ) => {
+                until_done(answer, |answer| {
+                    if is_final {
+                        answer.reject(&reason)
+                    } else {
+                        answer.fail(&reason)
+                    }
+                });
+            }
+            // It came a second time, or after the job had gone back.
+            (None, ..) => LaneCounts::add(&self.repeated, 1),
+            (Some(answer), ..) => until_done(answer, AnswerHandle::requeue),
+        }
+        if let Some(jobs) = self.lane() {
+            let taken = Message::Taken {
+                lane: jobs.lane,
+                number,
+            };
+            jobs.send(&taken)?;
+        }
+        Ok(())
+    }
+}
+
+impl Job {
+    /// As [`wait`](Self::wait); at once before the job was sent at all.
+    fn wait_briefly(&self, is_first: bool) -> bool {
+        !is_first && self.wait()
+    }
+}
+
+/// How often an answer is tried that has no room yet, a slice apart.
+const ANSWER_ATTEMPTS: u32 = 100;
+
+/// Answers without a result, and again while there is no room.
+fn until_done(
+    mut answer: AnswerHandle,
+    mut reply: impl FnMut(AnswerHandle) -> std::result::Result<(), warpipe::AnswerError>,
+) {
+    for _ in 0..ANSWER_ATTEMPTS {
+        answer.set_timeout(SLICE);
+        match reply(answer) {
+            Err(failed) if matches!(failed.error, Local::Timeout { .. }) => {
+                match failed.answer_handle {
+                    Some(handle) => answer = *handle,
+                    None => return,
+                }
+            }
+            _ => return,
+        }
+    }
+}
+
+/// Answers with a result, and again while the queue's owner holds all earlier ones.
+fn complete(mut answer: AnswerHandle, mut output: Loan, stream: &Stream) {
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_secs(60) {
+        answer.set_timeout(SLICE);
+        match answer.complete(Some(output), stream) {
+            Err(failed) if matches!(failed.error, Local::Timeout { .. }) => {
+                match (failed.answer_handle, failed.output) {
+                    (Some(handle), Some(loan)) => (answer, output) = (*handle, *loan),
+                    _ => return,
+                }
+            }
+            _ => return,
+        }
+    }
+}

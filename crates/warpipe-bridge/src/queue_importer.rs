@@ -1,0 +1,547 @@
+//! One queue, imported from one machine: an ordinary queue here, whose jobs come over lanes.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use warpipe::{
+    Error as Local, JobHandle, JobResult, Layout, Loan, Queue, ResultOrder, Stream, SubmitError,
+};
+use zenoh::bytes::ZBytes;
+
+use crate::error::Result;
+use crate::lane::{Assembly, Ending, LaneCounts, LaneReceiver, LaneSender, SLICE, upload};
+use crate::message::{Id, Message, Part, Purpose, Tag, Tensor, bounded};
+use crate::options::Options;
+
+/// Jobs of one exporter that are not forgotten yet: more than it may have under way.
+const JOBS_MAX: usize = 256;
+/// Acknowledgements that wait.
+const TAKEN_MAX: usize = 4096;
+/// How often a name that is taken is tried again, a slice apart.
+const TAKEN_ATTEMPTS: u32 = 10;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[derive(Debug)]
+pub(crate) struct QueueImport {
+    pub(crate) name: String,
+    pub(crate) node: String,
+    options: Arc<Options>,
+    queue: Mutex<Option<Arc<Queue>>>,
+    state: Mutex<State>,
+    taken: Mutex<Vec<(Id, u64)>>,
+    workers: AtomicUsize,
+    is_over: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// By the exporter's run.
+    sessions: HashMap<Id, Session>,
+    /// By the job's number in the queue here: the exporter's run, and the number there.
+    jobs: HashMap<u64, (Id, u64)>,
+}
+
+#[derive(Debug)]
+struct Session {
+    lane: Arc<LaneReceiver>,
+    results: Arc<LaneSender>,
+    known: HashMap<u64, Known>,
+    /// The number of workers that was said on this lane.
+    told: Option<usize>,
+    /// Since when there is no lane.
+    lost: Option<Instant>,
+}
+
+/// A job that came.
+#[derive(Debug)]
+enum Known {
+    Waiting(JobHandle),
+    /// Its outcome, and the lane that it was sent on. It stays until it is taken.
+    Done(Arc<Answer>, Option<Id>),
+}
+
+#[derive(Debug)]
+enum Answer {
+    Result(JobResult),
+    Failed { reason: String, is_final: bool },
+}
+
+impl QueueImport {
+    pub(crate) fn new(name: &str, node: &str, options: &Arc<Options>) -> QueueImport {
+        QueueImport {
+            name: name.into(),
+            node: node.into(),
+            options: options.clone(),
+            queue: Mutex::default(),
+            state: Mutex::default(),
+            taken: Mutex::default(),
+            workers: AtomicUsize::new(0),
+            is_over: AtomicBool::new(false),
+        }
+    }
+
+    pub(crate) fn is_over(&self) -> bool {
+        self.is_over.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn end(&self) {
+        self.is_over.store(true, Ordering::Release);
+    }
+
+    /// The exporter wants nothing more of a job. Does not wait; false if too many are waiting.
+    pub(crate) fn put_taken(&self, peer: Id, number: u64) -> bool {
+        let mut taken = lock(&self.taken);
+        taken.len() < TAKEN_MAX && {
+            taken.push((peer, number));
+            true
+        }
+    }
+
+    /// A lane of jobs begins, with a lane of results beside it.
+    pub(crate) fn connect(&self, lane: &Arc<LaneReceiver>, results: &Arc<LaneSender>) {
+        let mut state = lock(&self.state);
+        let known = match state.sessions.remove(&lane.peer) {
+            Some(older) => {
+                older.lane.end(Ending::Cut);
+                older.results.end("a new lane replaces it");
+                older.known
+            }
+            None => HashMap::new(),
+        };
+        let session = Session {
+            lane: lane.clone(),
+            results: results.clone(),
+            known,
+            told: None,
+            lost: None,
+        };
+        state.sessions.insert(lane.peer, session);
+    }
+
+    /// Submits the jobs that a lane brings, until it ends.
+    pub(crate) fn take_jobs(&self, lane: &LaneReceiver, results: &LaneSender) {
+        let ending = match self.submit_all(lane, results) {
+            Ok(ending) => ending,
+            Err(error) => Ending::Fault(error.to_string()),
+        };
+        if let Ending::Fault(reason) = &ending {
+            let (lane, reason) = (lane.lane, bounded(reason));
+            let _ = results.send(&Message::Stop { lane, reason });
+        }
+        results.end("the lane of jobs has ended");
+        let mut state = lock(&self.state);
+        let is_closed = matches!(ending, Ending::Sender(_));
+        if let Some(session) = state.sessions.get_mut(&lane.peer)
+            && session.lane.lane == lane.lane
+        {
+            session.lost = Some(Instant::now());
+            if is_closed {
+                // The exporter has ended: nobody waits for these jobs.
+                state.drop_session(&lane.peer);
+            }
+        }
+    }
+
+    fn submit_all(&self, lane: &LaneReceiver, results: &LaneSender) -> Result<Ending> {
+        let Some(queue) = self.open(lane)? else {
+            return Ok(Ending::Cut);
+        };
+        let stream = self.options.device.stream()?;
+        lane.accept(0)?;
+        let (begun, purpose) = (results.lane, Purpose::Results { jobs: lane.lane });
+        results.send(&Message::Begin {
+            lane: begun,
+            purpose,
+        })?;
+        let mut assembly = None;
+        loop {
+            match lane.next() {
+                Ok(Some((part, payload))) => {
+                    let took =
+                        self.take_part(lane, &queue, &mut assembly, part, &payload, &stream)?;
+                    if let Err(reason) = took {
+                        return Ok(Ending::Fault(reason));
+                    }
+                    drop(payload);
+                    lane.taken()?;
+                }
+                // The exporter began it, so it must keep it.
+                Ok(None) => match results.ended() {
+                    Some(reason) => return Ok(Ending::Fault(reason)),
+                    None if self.is_over() => return Ok(Ending::Cut),
+                    None => {}
+                },
+                Err(ending) => return Ok(ending),
+            }
+        }
+    }
+
+    /// The queue: under the name here, or `remote/HOST/NAME` where another process has it.
+    fn open(&self, lane: &LaneReceiver) -> Result<Option<Arc<Queue>>> {
+        let build = |name: &str| {
+            Queue::builder(name)
+                .domain(&self.options.domain)
+                .device(&self.options.device)
+                .memory_limit(self.options.memory_limit)
+                // The exporter's queue tries again.
+                .max_attempts(1)
+                .prefetch(1)
+                .order(ResultOrder::Completion)
+                .submit_timeout(SLICE)
+                .build()
+        };
+        let mut open = lock(&self.queue);
+        if let Some(queue) = open.as_ref() {
+            return Ok(Some(queue.clone()));
+        }
+        let mut attempts = 0;
+        let queue = loop {
+            if lane.is_cut() {
+                return Ok(None);
+            }
+            match build(&self.name) {
+                Err(Local::NameTaken { .. }) if attempts < TAKEN_ATTEMPTS => {
+                    lane.wait_for_end(SLICE);
+                    attempts += 1;
+                }
+                Err(Local::NameTaken { .. }) => {
+                    break build(&format!("remote/{}/{}", self.node, self.name))?;
+                }
+                other => break other?,
+            }
+        };
+        Ok(Some(open.insert(Arc::new(queue)).clone()))
+    }
+
+    fn take_part(
+        &self,
+        lane: &LaneReceiver,
+        queue: &Queue,
+        assembly: &mut Option<Assembly<Option<Loan>>>,
+        mut part: Part,
+        payload: &ZBytes,
+        stream: &Stream,
+    ) -> Result<Result<(), String>> {
+        if let Some(tensor) = part.tensor.take() {
+            if assembly.is_some() {
+                return Ok(Err("a job began before the one before it was whole".into()));
+            }
+            let Tag::Job { number } = tensor.tag else {
+                return Ok(Err("a lane of jobs brought something else".into()));
+            };
+            let layout = match tensor.layout() {
+                Ok(layout) if layout.bytes() <= self.options.tensor_bytes_max => layout,
+                Ok(layout) => {
+                    return Ok(Err(format!("{} bytes are not allowed", layout.bytes())));
+                }
+                Err(reason) => return Ok(Err(reason)),
+            };
+            let (is_known, count) = {
+                let state = lock(&self.state);
+                let known = state.sessions.get(&lane.peer).map(|it| &it.known);
+                known.map_or((true, 0), |it| (it.contains_key(&number), it.len()))
+            };
+            if count >= JOBS_MAX {
+                return Ok(Err(format!("{JOBS_MAX} jobs are here already")));
+            }
+            let target = if is_known {
+                LaneCounts::add(&lane.counts.repeated, 1);
+                None
+            } else {
+                match self.loan(lane, queue, &layout)? {
+                    Some(loan) => Some(loan),
+                    None => return Ok(Err("the lane was cut".into())),
+                }
+            };
+            *assembly = Some(Assembly::new(tensor, layout, target));
+        }
+        let Some(current) = assembly else {
+            return Ok(Err("a part came without its tensor".into()));
+        };
+        if let Err(reason) = current.add(&part, payload.len() as u64) {
+            return Ok(Err(reason));
+        }
+        if let Some(loan) = &current.target {
+            // SAFETY: `add` found the range inside the slot, which is this loan's alone until it is
+            // submitted, behind the same stream.
+            unsafe {
+                upload(
+                    payload,
+                    &self.options.device,
+                    stream,
+                    loan.slot_ptr() + part.offset,
+                )?;
+            }
+        }
+        if current.is_whole()
+            && let Some(whole) = assembly.take()
+        {
+            self.submit(lane, queue, whole, stream)?;
+        }
+        Ok(Ok(()))
+    }
+
+    fn loan(&self, lane: &LaneReceiver, queue: &Queue, layout: &Layout) -> Result<Option<Loan>> {
+        while !lane.is_cut() && !self.is_over() {
+            match queue.loan(layout) {
+                Ok(loan) => return Ok(Some(loan)),
+                Err(Local::MemoryLimit { bytes, limit, .. }) if bytes <= limit => {}
+                Err(Local::Timeout { .. }) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(None)
+    }
+
+    fn submit(
+        &self,
+        lane: &LaneReceiver,
+        queue: &Queue,
+        whole: Assembly<Option<Loan>>,
+        stream: &Stream,
+    ) -> Result<()> {
+        let (Tag::Job { number }, Some(mut loan)) = (whole.tag, whole.target) else {
+            return Ok(());
+        };
+        loan.set_metadata(&whole.metadata)?;
+        while !lane.is_cut() && !self.is_over() {
+            let room = queue.wait_for_room(SLICE);
+            if room.is_err() {
+                continue;
+            }
+            // Under the lock: its result finds it there.
+            let mut state = lock(&self.state);
+            if !state.sessions.contains_key(&lane.peer) {
+                return Ok(());
+            }
+            match queue.submit_timeout(loan, stream, std::time::Duration::ZERO) {
+                Ok(job) => {
+                    state.jobs.insert(job.id(), (lane.peer, number));
+                    if let Some(session) = state.sessions.get_mut(&lane.peer) {
+                        session.known.insert(number, Known::Waiting(job));
+                    }
+                    LaneCounts::add(&lane.counts.tensors, 1);
+                    LaneCounts::add(&lane.counts.bytes, whole.layout.bytes());
+                    return Ok(());
+                }
+                Err(SubmitError {
+                    error: Local::QueueFull { .. } | Local::Timeout { .. },
+                    loan: Some(back),
+                }) => loan = *back,
+                Err(failed) => return Err(failed.error.into()),
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends outcomes, and the number of workers, until the import is over: when no exporter had a
+    /// lane for the lease.
+    pub(crate) fn send_results(&self) {
+        let Ok(stream) = self.options.device.stream() else {
+            return self.end();
+        };
+        let start = Instant::now();
+        while !self.is_over() {
+            self.forget();
+            if lock(&self.state).sessions.is_empty() && start.elapsed() >= self.options.lease {
+                break;
+            }
+            let queue = lock(&self.queue).clone();
+            let Some(queue) = queue else {
+                std::thread::park_timeout(SLICE);
+                continue;
+            };
+            let outcome = queue.next_result(&stream, SLICE);
+            self.keep(outcome);
+            let workers = queue.state().map_or(0, |state| state.workers.len());
+            self.workers.store(workers, Ordering::Relaxed);
+            for (results, message) in self.news(workers) {
+                let _ = results.send(&message);
+            }
+            for (results, number, answer) in self.unsent() {
+                if let Err(error) = self.send(&results, number, &answer, &stream) {
+                    results.end(&error.to_string());
+                }
+            }
+        }
+        self.end();
+        let mut state = lock(&self.state);
+        for session in state.sessions.values() {
+            session.lane.end(Ending::Cut);
+        }
+        *state = State::default();
+        drop(state);
+        *lock(&self.queue) = None;
+    }
+
+    /// Forgets what was taken, and exporters that gave no word for the lease.
+    fn forget(&self) {
+        let taken = std::mem::take(&mut *lock(&self.taken));
+        let mut state = lock(&self.state);
+        for (peer, number) in taken {
+            let session = state.sessions.get_mut(&peer);
+            let known = session.and_then(|session| session.known.remove(&number));
+            if let Some(Known::Waiting(job)) = known {
+                let _ = job.cancel();
+                state.jobs.remove(&job.id());
+            }
+        }
+        let is_lost =
+            |it: &Session| (it.lost).is_some_and(|lost| lost.elapsed() >= self.options.lease);
+        let sessions = state.sessions.iter();
+        let lost: Vec<Id> = sessions
+            .filter(|(_, it)| is_lost(it))
+            .map(|(id, _)| *id)
+            .collect();
+        lost.iter().for_each(|peer| state.drop_session(peer));
+    }
+
+    fn keep(&self, outcome: std::result::Result<JobResult, Local>) {
+        let (job, answer) = match outcome {
+            Ok(result) => (result.job(), Answer::Result(result)),
+            Err(Local::DeadLettered { job, reasons, .. }) => {
+                let reason = reasons.last().map_or("no reason", String::as_str);
+                let reason = bounded(&format!("on {:?}: {reason}", self.options.node));
+                (
+                    job,
+                    Answer::Failed {
+                        reason,
+                        is_final: false,
+                    },
+                )
+            }
+            Err(Local::Rejected { job, reason, .. }) => {
+                let reason = bounded(&format!("on {:?}: {reason}", self.options.node));
+                (
+                    job,
+                    Answer::Failed {
+                        reason,
+                        is_final: true,
+                    },
+                )
+            }
+            Err(_) => return,
+        };
+        let mut state = lock(&self.state);
+        if let Some((peer, number)) = state.jobs.remove(&job)
+            && let Some(session) = state.sessions.get_mut(&peer)
+        {
+            let done = Known::Done(Arc::new(answer), None);
+            session.known.insert(number, done);
+        }
+    }
+
+    fn news(&self, workers: usize) -> Vec<(Arc<LaneSender>, Message)> {
+        let mut state = lock(&self.state);
+        let sessions = state.sessions.values_mut();
+        let changed = sessions.filter(|it| it.lost.is_none() && it.told != Some(workers));
+        changed
+            .filter(|it| it.results.wait_ready(std::time::Duration::ZERO).is_some())
+            .map(|session| {
+                session.told = Some(workers);
+                let (lane, count) = (session.lane.lane, workers.min(256) as u32);
+                (session.results.clone(), Message::Workers { lane, count })
+            })
+            .collect()
+    }
+
+    /// Outcomes that were not sent on the present lane.
+    fn unsent(&self) -> Vec<(Arc<LaneSender>, u64, Arc<Answer>)> {
+        let mut unsent = Vec::new();
+        for session in lock(&self.state).sessions.values_mut() {
+            let results = &session.results;
+            if results.wait_ready(std::time::Duration::ZERO).is_none() {
+                continue;
+            }
+            for (number, known) in &mut session.known {
+                if let Known::Done(answer, sent) = known
+                    && *sent != Some(results.lane)
+                {
+                    *sent = Some(results.lane);
+                    unsent.push((results.clone(), *number, answer.clone()));
+                }
+            }
+        }
+        unsent
+    }
+
+    fn send(
+        &self,
+        lane: &LaneSender,
+        number: u64,
+        answer: &Answer,
+        stream: &Stream,
+    ) -> Result<bool> {
+        match answer {
+            Answer::Result(result) if result.layout().bytes() <= self.options.tensor_bytes_max => {
+                let tag = Tag::Result { number };
+                let tensor = Tensor::new(tag, result.layout(), result.metadata());
+                let part_bytes = self.options.part_bytes;
+                // SAFETY: a result's data is complete, and it keeps its slot mapped and unwritten.
+                unsafe { lane.send_tensor(tensor, result.slot_ptr(), stream, part_bytes) }
+            }
+            Answer::Result(result) => {
+                let bytes = result.layout().bytes();
+                let reason = format!("its result of {bytes} bytes is more than the bridge takes");
+                self.send_failure(lane, number, &reason, false, stream)
+            }
+            Answer::Failed { reason, is_final } => {
+                self.send_failure(lane, number, reason, *is_final, stream)
+            }
+        }
+    }
+
+    fn send_failure(
+        &self,
+        lane: &LaneSender,
+        number: u64,
+        reason: &str,
+        is_final: bool,
+        stream: &Stream,
+    ) -> Result<bool> {
+        let tag = Tag::Failed {
+            number,
+            reason: reason.into(),
+            is_final,
+        };
+        let tensor = Tensor::new(tag, &Layout::bytes_only(0)?, &[]);
+        // SAFETY: no bytes are read.
+        unsafe { lane.send_tensor(tensor, 0, stream, self.options.part_bytes) }
+    }
+
+    /// Whether a lane brings jobs to it.
+    pub(crate) fn has(&self, lane: &LaneReceiver) -> bool {
+        let state = lock(&self.state);
+        let session = state.sessions.get(&lane.peer);
+        session.is_some_and(|session| session.lane.lane == lane.lane)
+    }
+
+    pub(crate) fn workers(&self) -> usize {
+        self.workers.load(Ordering::Relaxed)
+    }
+
+    /// The name that the queue has here.
+    pub(crate) fn local_name(&self) -> String {
+        let queue = self.queue.try_lock().ok().and_then(|queue| queue.clone());
+        queue.map_or_else(|| self.name.clone(), |queue| queue.name().to_owned())
+    }
+}
+
+impl State {
+    fn drop_session(&mut self, peer: &Id) {
+        self.jobs.retain(|_, (of, _)| of != peer);
+        let Some(session) = self.sessions.remove(peer) else {
+            return;
+        };
+        for known in session.known.into_values() {
+            if let Known::Waiting(job) = known {
+                let _ = job.cancel();
+            }
+        }
+    }
+}

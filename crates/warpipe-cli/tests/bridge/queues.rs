@@ -1,0 +1,224 @@
+//! Queues whose jobs another machine does.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+use warpipe::{DType, Device, Domain, Error, Layout, Queue, Worker};
+
+use super::support::{PATIENCE, Running};
+use super::{LONG, Pair};
+
+const SLICE: Duration = Duration::from_millis(50);
+
+fn queue(domain: &Domain) -> Queue {
+    let builder = Queue::builder("jobs").domain(domain).limit(4096);
+    // A killed bridge is a dead worker: an attempt.
+    let builder = builder.device(&Device::host()).max_attempts(1000);
+    builder.build().unwrap()
+}
+
+/// Starts the bridge that gives jobs of `near` away, or the one that takes them in `far`.
+fn start(pair: &Pair, is_exporter: bool) -> Running {
+    let common = [
+        "--device",
+        "host",
+        "--lease",
+        "1",
+        "--link-timeout",
+        "1",
+        "--json",
+    ];
+    let own = if is_exporter {
+        [
+            "bridge",
+            "--name",
+            "near",
+            "--export-queue",
+            "jobs",
+            "--listen",
+            &pair.endpoint,
+        ]
+    } else {
+        [
+            "bridge",
+            "--name",
+            "far",
+            "--import-queue",
+            "jobs",
+            "--connect",
+            &pair.endpoint,
+        ]
+    };
+    let world = if is_exporter { &pair.near } else { &pair.far };
+    world.start(&[&own[..], &common].concat())
+}
+
+/// Does jobs of `name`: the result has each byte plus one, and the input's layout and metadata.
+struct Doing {
+    is_over: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Doing {
+    fn start(domain: &Domain, name: &'static str) -> Doing {
+        let (domain, is_over) = (domain.clone(), Arc::new(AtomicBool::new(false)));
+        let stop = is_over.clone();
+        let work = move || {
+            let device = Device::host();
+            let stream = device.stream().unwrap();
+            while !stop.load(Ordering::Relaxed) {
+                let builder = Worker::builder(name).domain(&domain).device(&device);
+                let Ok(mut worker) = builder.build() else {
+                    // The queue is not there, or its bridge was killed.
+                    std::thread::park_timeout(SLICE);
+                    continue;
+                };
+                while !stop.load(Ordering::Relaxed) {
+                    let lease = match worker.lease_timeout(&stream, SLICE) {
+                        Ok(lease) => lease,
+                        Err(Error::Timeout { .. }) => continue,
+                        Err(_) => break,
+                    };
+                    let mut bytes = lease.to_vec(LONG).unwrap();
+                    if bytes == b"bad" {
+                        let _ = lease.reject("the input is bad");
+                        continue;
+                    }
+                    bytes
+                        .iter_mut()
+                        .for_each(|byte| *byte = byte.wrapping_add(1));
+                    let Ok(mut output) = lease.output(lease.layout()) else {
+                        break;
+                    };
+                    output.write(&stream, &bytes).unwrap();
+                    output.set_metadata(lease.metadata()).unwrap();
+                    let _ = lease.complete_with(output, &stream);
+                }
+            }
+        };
+        Doing {
+            is_over,
+            thread: Some(std::thread::spawn(work)),
+        }
+    }
+}
+
+impl Drop for Doing {
+    fn drop(&mut self) {
+        self.is_over.store(true, Ordering::Relaxed);
+        let _ = self.thread.take().unwrap().join();
+    }
+}
+
+#[test]
+fn workers_of_another_machine_do_jobs_and_each_result_has_its_bytes_and_layout() {
+    let pair = Pair::new();
+    let (near, far) = pair.domains();
+    let (queue, stream) = (queue(&near), Device::host().stream().unwrap());
+    let _bridges = (start(&pair, true), start(&pair, false));
+    let _doing = (Doing::start(&far, "jobs"), Doing::start(&far, "jobs"));
+    let layout = Layout::strided(DType::F32, &[2, 3], &[4, 1], 1).unwrap();
+    let submit = |number: u8| {
+        let mut input = queue.loan(&layout).unwrap();
+        let bytes = vec![number; layout.bytes() as usize];
+        input.write(&stream, &bytes).unwrap();
+        input.set_metadata(&[number]).unwrap();
+        queue.submit(input, &stream).map_err(Error::from).unwrap()
+    };
+    let jobs: Vec<_> = (0..50).map(submit).collect();
+    for (number, job) in (0..).zip(jobs) {
+        let result = job.wait(&stream, LONG).unwrap();
+        assert_eq!(
+            (result.layout(), result.metadata()),
+            (&layout, &[number][..])
+        );
+        assert_eq!(
+            result.to_vec().unwrap(),
+            vec![number + 1; layout.bytes() as usize]
+        );
+    }
+    let bad = queue.submit_bytes(b"bad", &stream).unwrap();
+    let error = bad.wait(&stream, LONG).unwrap_err().to_string();
+    assert!(
+        error.contains("the input is bad") && error.contains("far"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_queue_whose_name_is_taken_has_the_name_of_its_machine_before_it() {
+    let pair = Pair::new();
+    let (near, far) = pair.domains();
+    let (queue, taken) = (queue(&near), self::queue(&far));
+    let stream = Device::host().stream().unwrap();
+    let _bridges = (start(&pair, true), start(&pair, false));
+    let _doing = Doing::start(&far, "remote/near/jobs");
+    let job = queue.submit_bytes(&[1], &stream).unwrap();
+    assert_eq!(job.wait(&stream, LONG).unwrap().to_vec().unwrap(), [2]);
+    drop(taken);
+}
+
+#[test]
+fn a_job_of_an_unreachable_machine_goes_back_when_its_lease_ends_and_has_one_outcome() {
+    let pair = Pair::new();
+    let (near, far) = pair.domains();
+    let (queue, stream) = (queue(&near), Device::host().stream().unwrap());
+    let (_exporter, importer) = (start(&pair, true), start(&pair, false));
+    let builder = Worker::builder("jobs").domain(&far).device(&Device::host());
+    let mut there = builder.wait_for_queue(Some(LONG)).build().unwrap();
+    let job = queue.submit_bytes(&[7], &stream).unwrap();
+    let held = there.lease_timeout(&stream, LONG).unwrap();
+    importer.signal(Signal::STOP);
+    let _doing = Doing::start(&near, "jobs");
+    let result = job.wait(&stream, LONG).unwrap();
+    assert_eq!((result.to_vec().unwrap(), result.attempt()), (vec![8], 1));
+    // The late result finds no job.
+    importer.signal(Signal::CONT);
+    let mut output = held.output(&Layout::bytes_only(1).unwrap()).unwrap();
+    output.write(&stream, &[0]).unwrap();
+    let _ = held.complete_with(output, &stream);
+    assert!(queue.next_result(&stream, SLICE).is_err());
+}
+
+#[test]
+fn every_job_has_one_right_outcome_while_both_bridges_are_killed_at_random() {
+    let pair = Pair::new();
+    let (near, far) = pair.domains();
+    let (queue, stream) = (queue(&near), Device::host().stream().unwrap());
+    let _doing = (Doing::start(&far, "jobs"), Doing::start(&far, "jobs"));
+    let mut bridges = [false, true].map(|which| Some(start(&pair, which)));
+    let mut rng = fastrand::Rng::with_seed(11);
+    let mut jobs = Vec::new();
+    for _ in 0..20 {
+        for _ in 0..12 {
+            let number = jobs.len() as u64;
+            let job = queue.submit_bytes(&number.to_le_bytes(), &stream).unwrap();
+            jobs.push((number, job));
+        }
+        // Some moment: before any job of this round is done, at the first one, or later.
+        for _ in 0..rng.u32(1..30) {
+            let (_, job) = &jobs[jobs.len() - rng.usize(1..=12)];
+            if job.is_done().unwrap() {
+                break;
+            }
+            std::thread::park_timeout(SLICE);
+        }
+        let which = rng.usize(..2);
+        let killed = bridges[which].take().unwrap();
+        killed.signal(Signal::KILL);
+        killed.end();
+        bridges[which] = Some(start(&pair, which == 1));
+    }
+    let begun = Instant::now();
+    for (number, job) in jobs {
+        let result = job.wait(&stream, LONG).unwrap();
+        let expected: Vec<u8> = number.to_le_bytes().map(|byte| byte.wrapping_add(1)).into();
+        assert_eq!(result.to_vec().unwrap(), expected);
+        assert!(begun.elapsed() < 4 * PATIENCE, "job {number}");
+    }
+    let again = queue.next_result(&stream, SLICE);
+    assert!(matches!(again, Err(Error::Timeout { .. })), "{again:?}");
+}
