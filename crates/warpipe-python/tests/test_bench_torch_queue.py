@@ -53,7 +53,7 @@ def test_its_arguments_have_the_requirements_as_defaults():
     assert torch_queue.arguments(["--quick"]).kills == 4
     asked = torch_queue.arguments(["--allocator", "pool", "--allocator", "segments", "--kills", "0"])
     assert asked.allocator == ["pool", "segments"] and asked.kills == 0
-    for wrong in (["--at-once", "0"], ["--kills", "-1"], ["--allocator", "other"]):
+    for wrong in (["--at-once", "0"], ["--kills", "-1"], ["--allocator", "other"], ["--devices", "2", "--device", "cuda:0"]):
         with pytest.raises(SystemExit):
             torch_queue.arguments(wrong)
 

@@ -32,6 +32,8 @@ ALLOCATORS = {
 }
 SIZES = {"cuda": [4 << 10, 64 << 20, 1 << 30], "host": [4 << 10, 64 << 20]}
 QUICK_SIZES = [4 << 10, 1 << 20]
+# With two GPUs the tensors lie on the first one, and the answers on this one.
+FIRST, SECOND = "cuda:0", "cuda:1"
 TURNS, QUICK_TURNS = 100, 5
 KILLS, AT_ONCE = 200, 8
 QUICK_KILLS, QUICK_AT_ONCE = 4, 2
@@ -48,6 +50,7 @@ FILES_SLACK = 8
 def arguments(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m warpipe.bench.torch_queue", description=__doc__)
     parser.add_argument("--device", help="a GPU if there is one")
+    parser.add_argument("--devices", type=int, choices=[1, 2], default=1, help="2: the answers lie on a second GPU")
     parser.add_argument("--quick", action="store_true", help="shows that everything runs, not how fast it is")
     parser.add_argument("--allocator", choices=list(ALLOCATORS), action="append", help="all if left out")
     parser.add_argument("--kills", type=int, help=f"receivers that are killed for each allocator ({KILLS})")
@@ -59,6 +62,8 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
         asked.kills = QUICK_KILLS if asked.quick else KILLS
     if asked.at_once is None:
         asked.at_once = QUICK_AT_ONCE if asked.quick else AT_ONCE
+    if asked.devices == 2 and asked.device is not None:
+        parser.error(f"two devices are {FIRST} and {SECOND}: leave out --device")
     if asked.kills < 0 or asked.at_once < 1:
         parser.error("--kills is a number from 0, --at-once one from 1")
     return asked
@@ -86,6 +91,8 @@ class Bench:
             "--domain", str(self.domain), "--sizes", *map(str, sizes), "--turns", str(turns),
             "--kills", str(self.asked.kills if way == "warpipe" else 0), "--at-once", str(self.asked.at_once),
         ]  # fmt: skip
+        if self.asked.devices == 2:
+            command += ["--answers", SECOND]
         settings = {"PYTORCH_CUDA_ALLOC_CONF": ALLOCATORS[allocator]} if allocator in ALLOCATORS else {}
         run: dict[str, Any] = {"way": way, "allocator": allocator, "status": "measured", "trips": [], "kills": []}
         self.process = Process(command, {**os.environ, **settings})
@@ -130,13 +137,13 @@ class Bench:
         found = {
             (run["allocator"], trip["bytes"], run["way"]): trip["ns"]["p50"] / 1e3 for run in self.runs for trip in run["trips"]
         }
-        made = []
+        made, place = [], "two devices" if self.asked.devices == 2 else "one device"
         for (allocator, nbytes, way), ours in found.items():
             # Memory of a pool has its like in PyTorch's segments.
             floor = found.get(("segments" if allocator == "pool" else allocator, nbytes, "plain"))
             if way == "warpipe" and floor:
                 made.append({
-                    "bench": "torch_queue", "name": f"{figures.size_name(nbytes)}, {allocator}: a round trip, beside PyTorch's",
+                    "bench": "torch_queue", "name": f"{figures.size_name(nbytes)}, {allocator}, {place}: a round trip, beside PyTorch's",
                     "unit": "us", "ours": ours, "floor": floor, "ratio": ours / floor, "wanted": {"ratio_at_most": WANTED}, "met": ours / floor <= WANTED,
                 })  # fmt: skip
         return made
@@ -157,12 +164,11 @@ def main(given: list[str] | None = None) -> int:
         print("this benchmark needs torch: pip install torch", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, end)
-    device = warpipe.Device(asked.device)
+    device = warpipe.Device(FIRST if asked.devices == 2 else asked.device)
     mode = asked.mode or sharing(device.kind)
     print(f"device: {device.name} ({device.uuid}), {mode}: {device.why}", flush=True)
     if asked.quick:
         print("quick: this shows that everything runs; the figures mean little", flush=True)
-    asked.devices = 1
     ended, started = None, time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         name = "host" if device.kind == "host" else f"cuda:{device.ordinal}"

@@ -94,9 +94,9 @@ def hold(inbox: Any, ready: Any) -> None:
         ready.put(len(held))
 
 
-def trips(context: Any, memory: Memory, where: tuple[str, ...], sizes: list[int], turns: int) -> None:
+def trips(context: Any, memory: Memory, answers: tuple[str, ...], sizes: list[int], turns: int) -> None:
     there, back = context.Queue(), context.Queue()
-    child = context.Process(target=echo, args=(there, back, *where), daemon=True)
+    child = context.Process(target=echo, args=(there, back, *answers), daemon=True)
     child.start()
     for nbytes in sizes:
         tensor, took = memory.zeros(nbytes), []
@@ -154,6 +154,7 @@ def main() -> int:
     parser.add_argument("way", choices=["plain", "warpipe"])
     parser.add_argument("allocator")
     parser.add_argument("--device", required=True)
+    parser.add_argument("--answers", help="the device of the answers (--device)")
     parser.add_argument("--domain", type=pathlib.Path, required=True)
     parser.add_argument("--sizes", type=int, nargs="+", required=True)
     parser.add_argument("--turns", type=int, required=True)
@@ -165,10 +166,9 @@ def main() -> int:
     context = torch.multiprocessing.get_context("spawn")
     if asked.way == "warpipe":
         warpipe.torch.install(domain=asked.domain, copy=False)
-    where = asked.device, asked.way, asked.allocator
-    memory = Memory(*where)
+    memory = Memory(asked.device, asked.way, asked.allocator)
     try:
-        trips(context, memory, where, asked.sizes, asked.turns)
+        trips(context, memory, (asked.answers or asked.device, asked.way, asked.allocator), asked.sizes, asked.turns)
         if asked.kills:
             kills(context, memory, asked.kills, asked.at_once)
     except Exception as error:
