@@ -241,6 +241,15 @@ fn a_name_that_is_taken_is_refused_with_its_holder() {
 struct DomainOf(u32);
 
 impl DomainOf {
+    /// Users of this test's process alone: the same test may run elsewhere on the machine, or have
+    /// been killed there.
+    fn make(ordinal: u32) -> Self {
+        let domain = Self(1_000_000_000 + 2 * std::process::id() + ordinal);
+        let _ = std::fs::remove_dir_all(domain.path());
+        std::fs::create_dir(domain.path()).unwrap();
+        domain
+    }
+
     fn path(&self) -> std::path::PathBuf {
         format!("/tmp/warpipe-{}", self.0).into()
     }
@@ -262,9 +271,7 @@ fn root_lists_the_domains_of_all_users_and_others_are_told_why_not() {
         assert!(refused.err.contains("only root"), "{}", refused.err);
         return println!("skipped: only root can list the domains of others");
     }
-    let (user, liar) = (DomainOf(61_301), DomainOf(61_302));
-    std::fs::create_dir(user.path()).unwrap();
-    std::fs::create_dir(liar.path()).unwrap();
+    let (user, liar) = (DomainOf::make(0), DomainOf::make(1));
     // The second is not its user's: root made it, as anybody may in `/tmp`.
     std::os::unix::fs::chown(user.path(), Some(user.0), Some(user.0)).unwrap();
     let listener = std::os::unix::net::UnixListener::bind(user.path().join("x.sock"));
@@ -274,9 +281,13 @@ fn root_lists_the_domains_of_all_users_and_others_are_told_why_not() {
     let rows = listed.json();
     let row = rows.iter().find(|row| row["uid"] == user.0).unwrap();
     assert_eq!((&row["name"], &row["live"]), (&"x".into(), &false.into()));
-    assert!(listed.err.contains("warpipe-61302"), "{}", listed.err);
+    assert!(
+        listed.err.contains(&format!("warpipe-{}", liar.0)),
+        "{}",
+        listed.err
+    );
     let text = world.run(&["ls", "--all-users"]).out;
-    assert!(text.contains("(user 61301)"), "{text}");
+    assert!(text.contains(&format!("(user {})", user.0)), "{text}");
 
     // The program itself may lie where another user cannot run it.
     let program = user.path().join("warpipe");
