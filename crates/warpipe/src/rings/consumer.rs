@@ -1,9 +1,9 @@
 //! A consumer's memory: the producer's slots and words as mapped here, and its own words.
 
 use std::os::fd::AsFd;
-use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{AcqRel, Acquire};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::layout::{DEPTH_MAX, WORDS_BYTES};
 use super::{RingEnd, RingGrant, SLOT_UNIT, SLOTS_BYTES_MAX, Side, WordsOffer, gone_offset};
@@ -17,8 +17,10 @@ use crate::runtime::closer::PeerFd;
 use crate::shm::page::SharedPage;
 
 pub(super) struct ConsumerMemory {
-    /// Dropped first: that tells the producer that no kernel of this side reads its slots.
-    session: ClientSession,
+    /// Dropped first: that tells the producer that no kernel of this side reads its slots. `None`
+    /// once it has been told.
+    session: Mutex<Option<ClientSession>>,
+    producer: i32,
     slots: Region,
     /// Where the producer spins.
     theirs: Region,
@@ -53,7 +55,8 @@ impl ConsumerMemory {
         })?;
         session.request_with_memory(&offer, mine.export()?.as_fd(), REPLY_TIMEOUT)?;
         let memory = ConsumerMemory {
-            session,
+            producer: session.pid(),
+            session: Mutex::new(Some(session)),
             slots,
             theirs,
             mine,
@@ -75,7 +78,17 @@ impl ConsumerMemory {
 
     /// The producer's process.
     pub(super) fn pid(&self) -> i32 {
-        self.session.pid()
+        self.producer
+    }
+
+    /// Tells the producer that the kernels of this side are done.
+    pub(super) fn close(&self) {
+        let session = self
+            .session
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        drop(session);
     }
 }
 

@@ -16,9 +16,9 @@ mod steps;
 mod tests;
 
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Release};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -177,7 +177,7 @@ impl KernelRingBuilder {
         )?);
         let ends = (self.shared).serve(&name, Kind::KernelRing, ring_server.clone())?;
         let memory = RingMemory::Producer(ProducerMemory {
-            _server: ends,
+            server: Mutex::new(Some(ends)),
             ring_server: OwnedPlaces(ring_server),
             slots,
         });
@@ -318,6 +318,15 @@ struct Held {
 enum RingMemory {
     Producer(ProducerMemory),
     Consumer(ConsumerMemory),
+}
+
+impl RingMemory {
+    fn close(&self) {
+        match self {
+            RingMemory::Producer(memory) => memory.close(),
+            RingMemory::Consumer(memory) => memory.close(),
+        }
+    }
 }
 
 impl KernelRing {
@@ -530,8 +539,8 @@ impl KernelRing {
     }
 
     /// Has the kernels of this side return from their waits, from now on: at once where they wait,
-    /// else within 256 items. The drop of the ring does so, too, and tells the peer when they are
-    /// done.
+    /// else within 256 items for each block. The drop of the ring does so, too, and tells the peer
+    /// when they are done.
     pub fn stop(&self) {
         if self.owner_process.is_current() {
             self.page.at::<AtomicU64>(STOP).store(1, Release);
@@ -542,6 +551,11 @@ impl KernelRing {
 impl Drop for KernelRing {
     fn drop(&mut self) {
         self.stop();
+        // Where its kernels are done, the peer is told here: the process may end right behind this,
+        // which would look like a death. Otherwise the reaper tells it.
+        if self.owner_process.is_current() && self.held.streams().fence_busy().is_reached() {
+            self.held.memory.close();
+        }
     }
 }
 

@@ -2,9 +2,9 @@
 //! takes the consumer's words, and says to the kernels which consumers have ended.
 
 use std::os::fd::AsFd;
-use std::sync::atomic::AtomicU64;
-use std::sync::atomic::Ordering::Release;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use super::layout::WORDS_BYTES;
@@ -13,6 +13,7 @@ use crate::backend::Access;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
+use crate::ipc::peer::{DeathEvidence, Process};
 use crate::ipc::{
     ClientInfo, Disconnected, IpcServer, OutgoingReply, Rejection, RequestHandler, ServerCore,
     decode,
@@ -26,10 +27,27 @@ const OFFER_BYTES_MAX: u64 = 64 << 20;
 
 /// The producer's name and its memory, once its kernels are done.
 pub(super) struct ProducerMemory {
-    /// Dropped first: that tells the consumers.
-    pub(super) _server: IpcServer,
+    /// Dropped first: that tells the consumers. `None` once they have been told.
+    pub(super) server: Mutex<Option<IpcServer>>,
     pub(super) ring_server: OwnedPlaces,
     pub(super) slots: Region,
+}
+
+impl ProducerMemory {
+    /// Tells the consumers that the kernels of this side are done, and frees the name.
+    pub(super) fn close(&self) {
+        let server = self.lock().take();
+        drop(server);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<IpcServer>> {
+        self.server.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    #[cfg(test)]
+    pub(super) fn server_core(&self) -> Arc<ServerCore> {
+        self.lock().as_ref().unwrap().server_core().clone()
+    }
 }
 
 /// The memory of all places, dropped here: the reactor may hold the server's handler for a moment
@@ -50,6 +68,14 @@ struct Place {
     mine: Region,
     /// Where the consumer spins, once it has brought that.
     theirs: Option<Region>,
+    process: Weak<Process>,
+}
+
+/// A consumer of a started ring, as the reactor looks at it.
+struct Watched {
+    process: Weak<Process>,
+    /// The tick before this one saw the proof.
+    was_dead: AtomicBool,
 }
 
 #[derive(Default)]
@@ -67,6 +93,8 @@ pub(super) struct RingServer {
     state: Mutex<RingState>,
     /// A consumer has come.
     changed: Condvar,
+    /// The consumers, once the ring has started.
+    watched: OnceLock<Vec<Watched>>,
 }
 
 impl RingServer {
@@ -88,6 +116,7 @@ impl RingServer {
             slots: slots.export()?,
             state: Mutex::new(state),
             changed: Condvar::new(),
+            watched: OnceLock::new(),
         })
     }
 
@@ -126,6 +155,11 @@ impl RingServer {
                 // thread and callers of this wait for it, and the copy has a limit.
                 write(&words)?;
                 state.has_started = true;
+                let watched = state.places.iter().flatten().map(|place| Watched {
+                    process: place.process.clone(),
+                    was_dead: AtomicBool::new(false),
+                });
+                let _ = self.watched.set(watched.collect());
                 return Ok(());
             }
             let left = timeout.saturating_sub(start.elapsed());
@@ -146,24 +180,66 @@ impl RingServer {
         }
     }
 
-    /// A consumer's end: before the start its place is free again, afterwards the kernels are told.
-    fn on_end(&self, client: &ClientInfo, end: RingEnd) {
+    /// Before the start, the consumer's place is free again. Afterwards the place stays its own:
+    /// this is its number.
+    fn leave(&self, server_core: &ServerCore, client: &ClientInfo) -> Option<usize> {
         let mut state = self.lock();
         let is_theirs = |place: &Option<Place>| {
             place
                 .as_ref()
                 .is_some_and(|place| place.client == client.id)
         };
-        let Some(index) = state.places.iter().position(is_theirs) else {
-            return;
-        };
+        let index = state.places.iter().position(is_theirs)?;
         if state.has_started {
-            let gone: &AtomicU64 = self.page.at(gone_offset(index));
-            return gone.store(end.status(), Release);
+            return Some(index);
         }
         let freed = state.places[index].take();
         drop(state);
-        drop(freed);
+        // Not on this thread: the driver may wait for a kernel of another ring, whose peer's end
+        // this thread tells.
+        server_core.reactor().defer_drop(Box::new(freed));
+        None
+    }
+
+    /// A consumer's end: before the start its place is free again, afterwards the kernels are told.
+    fn on_end(&self, server_core: &ServerCore, client: &ClientInfo, end: RingEnd) {
+        if let Some(index) = self.leave(server_core, client) {
+            self.tell(index, end);
+        }
+    }
+
+    /// Says to the kernels that a consumer has ended. An end stays as it is, but for an orphan's.
+    fn tell(&self, index: usize, end: RingEnd) {
+        let gone: &AtomicU64 = self.page.at(gone_offset(index));
+        let orphaned = RingEnd::Orphaned.status();
+        let _ = gone.fetch_update(AcqRel, Acquire, |now| {
+            (now == 0 || now == orphaned).then_some(end.status())
+        });
+    }
+
+    /// The place of a consumer that has not brought its words.
+    fn awaited<'a>(
+        state: &'a mut RingState,
+        client: &ClientInfo,
+    ) -> Result<&'a mut Place, Rejection> {
+        let mut places = state.places.iter_mut().flatten();
+        places
+            .find(|place| place.client == client.id && place.theirs.is_none())
+            .ok_or_else(|| Rejection::new("it has brought its words"))
+    }
+
+    /// The number of the place that a new consumer gets.
+    fn free_place(state: &RingState) -> Result<usize, Rejection> {
+        if state.has_started {
+            return Err(Rejection::new(
+                "the ring has started, and takes no consumer any more",
+            ));
+        }
+        let free = state.places.iter().position(Option::is_none);
+        free.ok_or_else(|| {
+            let consumers = state.places.len();
+            Rejection::new(format!("the ring has its {consumers} consumers"))
+        })
     }
 }
 
@@ -174,27 +250,20 @@ impl RequestHandler for RingServer {
         client: &ClientInfo,
         _: &[u8],
     ) -> Result<OutgoingReply, Rejection> {
+        // First: kernels of this ring may run, and the driver may wait for them.
+        Self::free_place(&self.lock())?;
         let mine = allocate(&self.device, WORDS_BYTES)?;
         let mut grant = self.grant.clone();
         grant.words_bytes = mine.bytes();
         let fds = vec![CloseOnForkFd::duplicate(&self.slots)?, mine.export()?];
         let reply = OutgoingReply::new(&grant, fds)?;
         let mut state = self.lock();
-        if state.has_started {
-            return Err(Rejection::new(
-                "the ring has started, and takes no consumer any more",
-            ));
-        }
-        let consumers = state.places.len();
-        let Some(free) = state.places.iter_mut().find(|place| place.is_none()) else {
-            return Err(Rejection::new(format!(
-                "the ring has its {consumers} consumers"
-            )));
-        };
-        *free = Some(Place {
+        let free = Self::free_place(&state)?;
+        state.places[free] = Some(Place {
             client: client.id,
             mine,
             theirs: None,
+            process: Weak::new(),
         });
         Ok(reply)
     }
@@ -221,6 +290,7 @@ impl RequestHandler for RingServer {
         let owner = client
             .device
             .ok_or_else(|| Rejection::new("a consumer names its device"))?;
+        Self::awaited(&mut self.lock(), client)?;
         let theirs = Region::import(
             &self.device,
             memory.as_fd(),
@@ -229,27 +299,29 @@ impl RequestHandler for RingServer {
             owner,
         )?;
         memory.approve();
+        let process = server_core.process_of(client.id);
         let mut state = self.lock();
-        let mut places = state.places.iter_mut().flatten();
-        let place = places.find(|place| place.client == client.id);
-        match place {
-            Some(place) if place.theirs.is_none() => place.theirs = Some(theirs),
-            _ => return Err(Rejection::new("it has brought its words")),
-        }
+        let place = Self::awaited(&mut state, client)?;
+        place.theirs = Some(theirs);
+        place.process = process.as_ref().map(Arc::downgrade).unwrap_or_default();
         drop(state);
         self.changed.notify_all();
         Ok(OutgoingReply::default())
     }
 
-    /// Before the start nothing of the ring has the consumer's memory.
-    fn on_suspect(&self, _: &ServerCore, client: &ClientInfo) {
-        if !self.has_started() {
-            self.on_end(client, RingEnd::Died);
-        }
+    /// Before the start nothing of the ring has the consumer's memory. Afterwards its kernels may
+    /// still run: only the proof is its end.
+    fn on_suspect(&self, server_core: &ServerCore, client: &ClientInfo) {
+        let _ = self.leave(server_core, client);
     }
 
-    fn on_orphaned(&self, _: &ServerCore, client: &ClientInfo) {
-        self.on_end(client, RingEnd::Orphaned);
+    fn on_orphaned(&self, server_core: &ServerCore, client: &ClientInfo) {
+        // Also called on the way to the proof. A producer of several consumers goes on behind that,
+        // and must not see an orphan in between.
+        let process = server_core.process_of(client.id);
+        if !process.is_some_and(|process| process.shows(DeathEvidence::Proven)) {
+            self.on_end(server_core, client, RingEnd::Orphaned);
+        }
     }
 
     fn holds_anything(&self, client: &ClientInfo) -> bool {
@@ -258,13 +330,28 @@ impl RequestHandler for RingServer {
         places.any(|place| place.client == client.id)
     }
 
-    fn on_disconnect(&self, _: &ServerCore, client: &ClientInfo, disconnected: Disconnected) {
-        self.on_end(
-            client,
-            match disconnected {
-                Disconnected::Closed => RingEnd::Closed,
-                Disconnected::ProcessDied => RingEnd::Died,
-            },
-        );
+    fn on_disconnect(
+        &self,
+        server_core: &ServerCore,
+        client: &ClientInfo,
+        disconnected: Disconnected,
+    ) {
+        let end = match disconnected {
+            Disconnected::Closed => RingEnd::Closed,
+            Disconnected::ProcessDied => RingEnd::Died,
+        };
+        self.on_end(server_core, client, end);
+    }
+
+    /// Tells the kernels of a death that the control thread has not told of since the last tick: a
+    /// driver may hold that thread up until the kernels end.
+    fn on_server_tick(&self, _: &ServerCore, _: u64) {
+        for (index, consumer) in self.watched.get().into_iter().flatten().enumerate() {
+            let process = consumer.process.upgrade();
+            let is_dead = process.is_some_and(|process| process.shows(DeathEvidence::Proven));
+            if is_dead && consumer.was_dead.swap(true, Relaxed) {
+                self.tell(index, RingEnd::Died);
+            }
+        }
     }
 }

@@ -1,5 +1,7 @@
 //! Rings on the host backend: threads and streams of one process on both sides.
 
+mod ends;
+
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::SeqCst;
 use std::thread;

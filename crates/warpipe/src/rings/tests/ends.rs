@@ -1,0 +1,214 @@
+//! Ends of rings: a consumer whose lifeline the test holds, and drivers that hold threads up.
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::pipe::{PipeFlags, pipe_with};
+use warpipe_testkit::eventually;
+
+use super::*;
+use crate::backend::testing::{Counting, Holding, Hook, Wrapped};
+use crate::fuzzing::packet;
+use crate::hostile::{alone, in_a_forked_child, send_raw};
+use crate::ipc::message::{self, Message, Received};
+use crate::ipc::peer::DeathEvidence;
+use crate::ipc::{ClientInfo, RequestHandler, encode};
+
+/// A consumer that is alive as long as its pipes are open, whatever becomes of this process.
+struct Puppet {
+    socket: OwnedFd,
+    lifeline: Vec<OwnedFd>,
+    words: Region,
+}
+
+impl Puppet {
+    fn open(place: &Place) -> Puppet {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let kind = SocketType::SEQPACKET;
+        let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None).unwrap();
+        let address = SocketAddrUnix::new(place.folder.join("ring.sock")).unwrap();
+        rustix::net::connect(&socket, &address).unwrap();
+        let [(end, end_held), (alarm, alarm_held)] =
+            [(); 2].map(|()| pipe_with(PipeFlags::CLOEXEC).unwrap());
+        let hello = Message::Hello {
+            generation: [7; 16],
+            device: Some(place.device.info().id),
+            kind: Kind::KernelRing,
+            body: vec![],
+        };
+        send_raw(&socket, &packet(&hello), &[end.as_fd(), alarm.as_fd()]).unwrap();
+        let puppet = Puppet {
+            socket,
+            lifeline: vec![end_held, alarm_held],
+            words: allocate(&place.device, layout::WORDS_BYTES).unwrap(),
+        };
+        assert!(matches!(puppet.hear(), Message::SessionOpened { .. }));
+        let bytes = puppet.words.bytes();
+        let offer = Message::MemoryRequest {
+            serial: 1,
+            body: encode(&WordsOffer { bytes }).unwrap(),
+        };
+        let words = puppet.words.export().unwrap();
+        message::send(puppet.socket.as_fd(), &offer, &[words.as_fd()]).unwrap();
+        assert!(matches!(puppet.hear(), Message::Reply { .. }));
+        puppet
+    }
+
+    fn hear(&self) -> Message {
+        message::wait_readable(self.socket.as_fd(), LIMIT);
+        match message::receive(self.socket.as_fd(), "ring") {
+            Ok(Received::Message(message, _)) => message,
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+fn wrapped<H: Hook + Default + 'static>(place: &mut Place) -> Arc<Wrapped<H>> {
+    let wrapped = Wrapped::new(Device::host().backend().clone(), H::default());
+    place.device = Device::from_backend(wrapped.clone());
+    wrapped
+}
+
+/// A driver may hold the control thread up until the very kernel ends that waits for the dead.
+#[test]
+fn a_proven_death_is_told_as_such_also_while_the_control_thread_is_held_up() {
+    let test = "a_proven_death_is_told_as_such_also_while_the_control_thread_is_held_up";
+    alone(module_path!(), test, || {
+        let place = Place::new();
+        let producer = place.builder().depth(1).consumers(2).build().unwrap();
+        let puppet = Puppet::open(&place);
+        let consumer = place.open().unwrap();
+        producer.wait_for_consumers(LIMIT).unwrap();
+        let RingMemory::Producer(memory) = &producer.held.memory else {
+            unreachable!("it was built");
+        };
+        let server_core = memory.server_core();
+        let client = ClientInfo {
+            id: 1,
+            uid: 0,
+            device: None,
+        };
+
+        let mut other = Place::new();
+        let driver = wrapped::<Holding>(&mut other);
+        let _held_up = other.builder().build().unwrap();
+        driver.hook().hold("allocate");
+        other.device = Device::host();
+        thread::scope(|scope| {
+            let opening = scope.spawn(|| other.open());
+            driver.hook().wait_for(1);
+
+            drop(puppet.lifeline);
+            let process = server_core.process_of(client.id).unwrap();
+            assert!(eventually(LIMIT, || process.shows(DeathEvidence::Proven)));
+            // As the control thread does on its way to the proof.
+            memory.ring_server.0.on_orphaned(&server_core, &client);
+            let gone = || producer.page.at::<AtomicU64>(gone_offset(0)).load(SeqCst);
+            assert_ne!(gone(), RingEnd::Orphaned.status(), "it left no orphan");
+            assert!(eventually(LIMIT, || gone() == RingEnd::Died.status()));
+            driver.hook().unblock();
+            opening.join().unwrap().unwrap();
+        });
+
+        // The producer goes on with the consumer that lives.
+        let ((writer, _writing), (reader, _reading)) = (side(&producer), side(&consumer));
+        for item in 0..3 {
+            writer.wait(item).unwrap();
+            writer.pass(item);
+            reader.wait(item).unwrap();
+            reader.pass(item);
+        }
+    });
+}
+
+#[test]
+fn a_suspect_consumer_of_a_started_ring_has_not_ended() {
+    let place = Place::new();
+    let producer = place.builder().build().unwrap();
+    let mut puppet = Puppet::open(&place);
+    producer.wait_for_consumers(LIMIT).unwrap();
+    let alarm = puppet.lifeline.pop();
+    drop((alarm, puppet.socket));
+    let RingMemory::Producer(memory) = &producer.held.memory else {
+        unreachable!("it was built");
+    };
+    let server_core = memory.server_core();
+    let process = server_core.process_of(1).unwrap();
+    assert!(eventually(LIMIT, || process.shows(DeathEvidence::Suspect)));
+    let client = ClientInfo {
+        id: 1,
+        uid: 0,
+        device: None,
+    };
+    memory.ring_server.0.on_suspect(&server_core, &client);
+    let gone = producer.page.at::<AtomicU64>(gone_offset(0));
+    assert_eq!(gone.load(SeqCst), 0, "its kernels may still read the slot");
+    drop(puppet.lifeline);
+    let is_dead = eventually(LIMIT, || gone.load(SeqCst) == RingEnd::Died.status());
+    assert!(is_dead);
+}
+
+/// Its kernels may run, and the driver may wait for them.
+#[test]
+fn a_ring_that_takes_no_consumer_refuses_one_without_a_call_of_the_driver() {
+    let mut place = Place::new();
+    let driver = wrapped::<Counting>(&mut place);
+    let producer = place.builder().build().unwrap();
+    place.device = Device::host();
+    let consumer = place.open().unwrap();
+    let refused = |why: &str| {
+        let before = driver.hook().calls();
+        match place.open() {
+            Err(Error::Refused { text, .. }) => assert!(text.contains(why), "{text}"),
+            other => panic!("{other:?}"),
+        }
+        assert_eq!(driver.hook().calls(), before);
+    };
+    refused("has its 1 consumers");
+    producer.wait_for_consumers(LIMIT).unwrap();
+    refused("has started");
+    drop(consumer);
+}
+
+#[test]
+fn a_place_is_free_again_although_the_driver_holds_its_memory() {
+    let test = "a_place_is_free_again_although_the_driver_holds_its_memory";
+    alone(module_path!(), test, || {
+        let mut place = Place::new();
+        let driver = wrapped::<Holding>(&mut place);
+        let producer = place.builder().build().unwrap();
+        place.device = Device::host();
+        let first = Puppet::open(&place);
+        driver.hook().hold("release");
+        drop(first);
+        driver.hook().wait_for(1);
+        let second = place.open().unwrap();
+        producer.wait_for_consumers(LIMIT).unwrap();
+        driver.hook().unblock();
+        drop(second);
+    });
+}
+
+#[test]
+fn a_ring_that_is_dropped_right_before_the_end_of_its_process_has_closed() {
+    let place = Place::new();
+    let producer = place.builder().depth(1).build().unwrap();
+    let (writer, _writing) = thread::scope(|scope| {
+        let published = scope.spawn(|| {
+            producer.wait_for_consumers(LIMIT).unwrap();
+            let (writer, stream) = side(&producer);
+            writer.wait(0).unwrap();
+            writer.pass(0);
+            (writer, stream)
+        });
+        in_a_forked_child(|| {
+            let consumer = place.open().unwrap();
+            let (reader, _stream) = side(&consumer);
+            let came = reader.wait(0);
+            drop(consumer);
+            came.is_ok()
+        });
+        published.join().unwrap()
+    });
+    assert_eq!(writer.wait(1), Err(RingEnd::Closed));
+}
