@@ -1323,7 +1323,7 @@ class KernelRing(Closeable):
         its kernels are done. ``depth``: slots, a power of two up to 1024.
         ``slot_bytes``: bytes of each, rounded up to a multiple of 128. ``consumers``: 1 to 8, each of
         which gets every item. ``spin_limit``: looks at a word after which a kernel's wait ends, 2**26
-        by default. ``allow_time_slices``: a consumer may use the same GPU without MPS, where a kernel
+        by default. ``allow_time_slices``: two of its processes may use one GPU without MPS, where a kernel
         that waits uses up its slice of time. ``allow_uids``, ``allow_gids``: users and groups that may
         open it beside this process's own user.
 
@@ -1337,8 +1337,8 @@ class KernelRing(Closeable):
         """Opens a ring as a consumer, waiting up to ``wait`` seconds (None: no limit) until it exists.
 
         Raises ``NotFoundError``, ``OtherKindError``, ``AccessDeniedError``, ``HandshakeError``,
-        ``RefusedError`` by a ring that has its consumers or has started, ``ArgumentError`` for the
-        producer's GPU without MPS, ``DeviceError``.
+        ``RefusedError`` by a ring that has its consumers, has started, or has one of another process on
+        this GPU without MPS, ``ArgumentError`` for the producer's GPU without MPS, ``DeviceError``.
         """
     @property
     def name(self) -> str:

@@ -200,6 +200,14 @@ impl ServerCore {
         self.lock().get(&id)?.peer.process().cloned()
     }
 
+    /// Whether two clients are known to be of one process.
+    pub(crate) fn are_of_one_process(&self, one: u64, other: u64) -> bool {
+        let connections = self.lock();
+        let [one, other] = [one, other].map(|id| connections.get(&id));
+        one.zip(other)
+            .is_some_and(|(one, other)| one.peer.id == other.peer.id)
+    }
+
     /// The place of a client in the limits. A handler that keeps anything for a client beyond the
     /// end of its session holds this as long, so that such sessions are limited, too.
     pub(crate) fn permit_of(&self, id: u64) -> Option<Arc<QuotaPermit>> {

@@ -6,8 +6,10 @@ use std::sync::atomic::Ordering::{AcqRel, Acquire};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::layout::{DEPTH_MAX, WORDS_BYTES};
-use super::{RingEnd, RingGrant, SLOT_UNIT, SLOTS_BYTES_MAX, Side, WordsOffer, gone_offset};
-use crate::backend::{Access, DeviceId, DeviceKind, DevicePtr};
+use super::{
+    RingEnd, RingGrant, SLOT_UNIT, SLOTS_BYTES_MAX, Side, WordsOffer, gone_offset, take_turns,
+};
+use crate::backend::{Access, DeviceId, DevicePtr};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::ipc::{ClientSession, REPLY_TIMEOUT, SessionObserver, encode};
@@ -52,6 +54,7 @@ impl ConsumerMemory {
         }))?;
         let offer = encode(&WordsOffer {
             bytes: mine.bytes(),
+            runs_beside: device.backend().runs_beside_other_processes(),
         })?;
         session.request_with_memory(&offer, mine.export()?.as_fd(), REPLY_TIMEOUT)?;
         let memory = ConsumerMemory {
@@ -142,8 +145,8 @@ pub(super) fn check(grant: &RingGrant, device: &Device, name: &str) -> Result<()
 /// Whether a consumer on this device, in another process, would take turns with the producer, and
 /// the producer has not allowed that.
 pub(super) fn takes_turns(grant: &RingGrant, device: DeviceId, runs_beside: bool) -> bool {
-    let is_shared = grant.device.kind == DeviceKind::Cuda && grant.device == device;
-    is_shared && !(grant.runs_beside && runs_beside) && !grant.allows_time_slices
+    let producer = (grant.device, grant.runs_beside);
+    take_turns(producer, (device, runs_beside)) && !grant.allows_time_slices
 }
 
 /// Refuses a GPU on which the two processes would take turns.

@@ -28,7 +28,7 @@ pub use self::host_ring::{HostRing, RingEnd};
 use self::layout::{CONSUMERS_MAX, DEPTH_MAX, block, peer};
 use self::server::{OwnedPlaces, ProducerMemory, RingServer};
 pub use self::steps::RING_STEPS;
-use crate::backend::{DeviceId, DevicePtr};
+use crate::backend::{DeviceId, DeviceKind, DevicePtr};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
@@ -71,9 +71,19 @@ struct RingGrant {
 #[derive(Debug, Serialize, Deserialize)]
 struct WordsOffer {
     bytes: u64,
+    /// Whether the consumer's kernels run beside those of other processes on its device.
+    runs_beside: bool,
 }
 
 crate::ipc::messages!(RingGrant, WordsOffer);
+
+/// The device of one side's kernels, and whether they run there beside those of other processes.
+type Seat = (DeviceId, bool);
+
+/// Whether the kernels of two processes would run in time slices.
+fn take_turns((device, runs_beside): Seat, (other, beside): Seat) -> bool {
+    device.kind == DeviceKind::Cuda && device == other && !(runs_beside && beside)
+}
 
 /// The options of a kernel ring. See [`KernelRing::builder`].
 #[derive(Debug, Clone)]
@@ -122,8 +132,8 @@ impl KernelRingBuilder {
         self
     }
 
-    /// Lets a consumer of another process use the producer's GPU without MPS. The kernels of the two
-    /// then take turns in time slices, and a kernel that waits uses up its slice.
+    /// Lets two of the ring's processes use one GPU without MPS. Their kernels then take turns in
+    /// time slices, and a kernel that waits uses up its slice.
     pub fn allow_time_slices(mut self) -> Self {
         self.allows_time_slices = true;
         self
@@ -191,9 +201,9 @@ impl Opener<KernelRing> {
     ///
     /// # Errors
     /// [`Error::NotFound`], [`Error::OtherKind`], [`Error::AccessDenied`], [`Error::Handshake`],
-    /// [`Error::Protocol`]; [`Error::Refused`] by a ring that has its consumers, or has started;
-    /// [`Error::Argument`] for the producer's GPU without MPS, where the two would take turns in
-    /// time slices; or an error of the device or the system.
+    /// [`Error::Protocol`]; [`Error::Refused`] by a ring that has its consumers, or has started,
+    /// or has one of another process on this GPU without MPS; [`Error::Argument`] for the producer's
+    /// GPU without MPS, where the two would take turns in time slices; or an error of the device or the system.
     pub fn open(self) -> Result<KernelRing> {
         let attachment = self.attach(Kind::KernelRing, &[])?;
         let (name, device) = (attachment.name.clone(), attachment.device.clone());

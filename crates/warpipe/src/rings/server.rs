@@ -8,7 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use super::layout::WORDS_BYTES;
-use super::{RingEnd, RingGrant, WordsOffer, allocate, gone_offset};
+use super::{RingEnd, RingGrant, Seat, WordsOffer, allocate, gone_offset, take_turns};
 use crate::backend::Access;
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -68,6 +68,8 @@ struct Place {
     mine: Region,
     /// Where the consumer spins, once it has brought that.
     theirs: Option<Region>,
+    /// As the consumer states it.
+    seat: Option<Seat>,
     process: Weak<Process>,
 }
 
@@ -228,6 +230,29 @@ impl RingServer {
             .ok_or_else(|| Rejection::new("it has brought its words"))
     }
 
+    /// Refuses a GPU on which a consumer would take turns with one of another process.
+    fn check_turns(
+        &self,
+        server_core: &ServerCore,
+        state: &RingState,
+        client: &ClientInfo,
+        seat: Seat,
+    ) -> Result<(), Rejection> {
+        let takes_turns = |other: &Place| {
+            other.seat.is_some_and(|other| take_turns(other, seat))
+                && !server_core.are_of_one_process(client.id, other.client)
+        };
+        if self.grant.allows_time_slices || !state.places.iter().flatten().any(takes_turns) {
+            return Ok(());
+        }
+        let (device, _) = seat;
+        Err(Rejection::new(format!(
+            "another consumer runs on {device}, where the two would take turns in time slices; \
+             allowed are another GPU, MPS with both processes its clients, or a ring whose \
+             producer allows time slices"
+        )))
+    }
+
     /// The number of the place that a new consumer gets.
     fn free_place(state: &RingState) -> Result<usize, Rejection> {
         if state.has_started {
@@ -263,6 +288,7 @@ impl RequestHandler for RingServer {
             client: client.id,
             mine,
             theirs: None,
+            seat: None,
             process: Weak::new(),
         });
         Ok(reply)
@@ -279,7 +305,7 @@ impl RequestHandler for RingServer {
         body: &[u8],
         memory: PeerFd,
     ) -> Result<OutgoingReply, Rejection> {
-        let WordsOffer { bytes } = decode(body, server_core.name())?;
+        let WordsOffer { bytes, runs_beside } = decode(body, server_core.name())?;
         let unit = self.device.backend().granularity();
         if !(WORDS_BYTES..=OFFER_BYTES_MAX).contains(&bytes) || !bytes.is_multiple_of(unit) {
             return Err(Rejection::new(format!(
@@ -290,7 +316,11 @@ impl RequestHandler for RingServer {
         let owner = client
             .device
             .ok_or_else(|| Rejection::new("a consumer names its device"))?;
-        Self::awaited(&mut self.lock(), client)?;
+        let seat = (owner, runs_beside);
+        let mut state = self.lock();
+        Self::awaited(&mut state, client)?;
+        self.check_turns(server_core, &state, client, seat)?;
+        drop(state);
         let theirs = Region::import(
             &self.device,
             memory.as_fd(),
@@ -303,6 +333,7 @@ impl RequestHandler for RingServer {
         let mut state = self.lock();
         let place = Self::awaited(&mut state, client)?;
         place.theirs = Some(theirs);
+        place.seat = Some(seat);
         place.process = process.as_ref().map(Arc::downgrade).unwrap_or_default();
         drop(state);
         self.changed.notify_all();

@@ -508,7 +508,11 @@ fn memory_that_is_no_consumers_words_is_refused_and_the_ring_goes_on() {
         });
         let session = session.expect("the place is free");
         session.observe(Arc::new(Deaf)).unwrap();
-        let offer = encode(&WordsOffer { bytes }).unwrap();
+        let offer = encode(&WordsOffer {
+            bytes,
+            runs_beside: true,
+        })
+        .unwrap();
         let refused = session.request_with_memory(&offer, memory, LIMIT);
         assert!(
             matches!(refused, Err(Error::Refused { .. })),

@@ -23,6 +23,11 @@ struct Puppet {
 
 impl Puppet {
     fn open(place: &Place) -> Puppet {
+        Puppet::on((place.device.info().id, true), place).unwrap()
+    }
+
+    /// One that says that its kernels run there; the ring's refusal.
+    fn on((device, runs_beside): Seat, place: &Place) -> std::result::Result<Puppet, String> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let kind = SocketType::SEQPACKET;
         let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None).unwrap();
@@ -32,7 +37,7 @@ impl Puppet {
             [(); 2].map(|()| pipe_with(PipeFlags::CLOEXEC).unwrap());
         let hello = Message::Hello {
             generation: [7; 16],
-            device: Some(place.device.info().id),
+            device: Some(device),
             kind: Kind::KernelRing,
             body: vec![],
         };
@@ -42,16 +47,23 @@ impl Puppet {
             lifeline: vec![end_held, alarm_held],
             words: allocate(&place.device, layout::WORDS_BYTES).unwrap(),
         };
-        assert!(matches!(puppet.hear(), Message::SessionOpened { .. }));
+        match puppet.hear() {
+            Message::SessionOpened { .. } => {}
+            Message::Refused { text, .. } => return Err(text),
+            other => panic!("{other:?}"),
+        }
         let bytes = puppet.words.bytes();
         let offer = Message::MemoryRequest {
             serial: 1,
-            body: encode(&WordsOffer { bytes }).unwrap(),
+            body: encode(&WordsOffer { bytes, runs_beside }).unwrap(),
         };
         let words = puppet.words.export().unwrap();
         message::send(puppet.socket.as_fd(), &offer, &[words.as_fd()]).unwrap();
-        assert!(matches!(puppet.hear(), Message::Reply { .. }));
-        puppet
+        match puppet.hear() {
+            Message::Reply { .. } => Ok(puppet),
+            Message::RequestFailed { text, .. } => Err(text),
+            other => panic!("{other:?}"),
+        }
     }
 
     fn hear(&self) -> Message {
@@ -211,4 +223,34 @@ fn a_ring_that_is_dropped_right_before_the_end_of_its_process_has_closed() {
         published.join().unwrap()
     });
     assert_eq!(writer.wait(1), Err(RingEnd::Closed));
+}
+
+#[test]
+fn consumers_of_two_processes_on_one_gpu_in_time_slices_are_refused_unless_that_is_allowed() {
+    use crate::backend::DeviceKind;
+    let [gpu, other] = [1, 2].map(|uuid| DeviceId {
+        kind: DeviceKind::Cuda,
+        uuid: [uuid; 16],
+    });
+    let place = Place::new();
+    let builder = place.builder().consumers(3);
+    let producer = builder.clone().build().unwrap();
+    let _first = Puppet::on((gpu, false), &place).unwrap();
+    let _of_this_process = Puppet::on((gpu, false), &place).unwrap();
+    in_a_forked_child(|| {
+        let refused = Puppet::on((gpu, true), &place).err();
+        let on_another = || eventually(LIMIT, || Puppet::on((other, false), &place).is_ok());
+        refused.is_some_and(|text| text.contains("MPS") && text.ends_with("time slices"))
+            && on_another()
+    });
+    drop(producer);
+
+    let name_is_free = || builder.clone().allow_time_slices().build().ok();
+    let mut producer = None;
+    assert!(eventually(LIMIT, || {
+        producer = name_is_free();
+        producer.is_some()
+    }));
+    let _first = Puppet::on((gpu, false), &place).unwrap();
+    in_a_forked_child(|| Puppet::on((gpu, false), &place).is_ok());
 }
