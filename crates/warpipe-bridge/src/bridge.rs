@@ -23,6 +23,9 @@ const EVENTS_MAX: usize = 4096;
 /// Notices that may wait for the caller; later ones are left out.
 const NOTICES_MAX: usize = 1024;
 
+/// How long a bridge that ends waits for links that take nothing.
+pub(crate) const CLOSE_PATIENCE: Duration = Duration::from_secs(1);
+
 /// Bridges of which it is known that they are present.
 const PRESENT_MAX: usize = 4096;
 
@@ -40,6 +43,18 @@ pub(crate) enum Event {
         from: Id,
         lane: Id,
         purpose: Purpose,
+    },
+    /// A peer waits for a source of this machine.
+    Waits {
+        from: Id,
+        name: String,
+        generation: Id,
+    },
+    /// A source of a peer has ended.
+    Gone {
+        from: Id,
+        name: String,
+        generation: Id,
     },
     /// A lane's thread has ended.
     Done,
@@ -115,6 +130,16 @@ impl Shared {
                 lane,
                 purpose,
             }),
+            Message::Waits { name, generation } => self.tell(Event::Waits {
+                from,
+                name,
+                generation,
+            }),
+            Message::Gone { name, generation } => self.tell(Event::Gone {
+                from,
+                name,
+                generation,
+            }),
         }
         Some(())
     }
@@ -152,6 +177,8 @@ pub struct Bridge {
     shared: Arc<Shared>,
     notices: Mutex<Receiver<Notice>>,
     control: Option<JoinHandle<()>>,
+    /// Ends with the control thread.
+    runs: Mutex<Receiver<()>>,
     session: zenoh::Session,
 }
 
@@ -181,7 +208,11 @@ impl Bridge {
         let session = presence.session.clone();
         let control = Control::new(options, patterns, shared.clone(), presence, incoming)?;
         let thread = std::thread::Builder::new().name("bridge-control".into());
-        let control = thread.spawn(move || control.run());
+        let (running, runs) = sync_channel(0);
+        let control = thread.spawn(move || {
+            control.run();
+            drop(running);
+        });
         let control = control.map_err(|source| Error::Thread {
             purpose: "a bridge",
             source,
@@ -190,6 +221,7 @@ impl Bridge {
             shared,
             notices: Mutex::new(told),
             control: Some(control),
+            runs: Mutex::new(runs),
             session,
         })
     }
@@ -211,10 +243,14 @@ impl Drop for Bridge {
     fn drop(&mut self) {
         // The queue may be full for a moment; the control thread empties it.
         let _ = self.shared.events.send(Event::Stop);
+        // A lane may be in the middle of a send to a peer that reads nothing: the end of the session
+        // ends it.
+        let runs = self.runs.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let _ = runs.recv_timeout(2 * CLOSE_PATIENCE);
+        let _ = self.session.close().wait();
         if let Some(control) = self.control.take() {
             let _ = control.join();
         }
-        let _ = self.session.close().wait();
     }
 }
 

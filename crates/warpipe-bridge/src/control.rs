@@ -15,7 +15,7 @@ use warpipe::{Publisher, Stream};
 pub(crate) use self::queues::QueueRoutes;
 use self::queues::Queues;
 use self::report::Meter;
-use crate::bridge::{Event, Shared};
+use crate::bridge::{CLOSE_PATIENCE, Event, Shared};
 use crate::error::Result;
 use crate::exporter::Sent;
 use crate::importer::{Import, Left};
@@ -38,6 +38,8 @@ const LANES_PER_PEER_MAX: usize = 128;
 const IMPORTS_MAX: usize = 1024;
 /// Homes and names of which it is known how far they were sent.
 const SENT_MAX: usize = 4096;
+/// Questions of peers between two looks at the domain.
+const QUESTIONS_MAX: usize = 1024;
 
 /// Another bridge that is present.
 struct Peer {
@@ -58,6 +60,8 @@ struct KnownHello {
 }
 
 struct ExportLane {
+    /// Whether it was said that the name goes to the peer.
+    is_told: bool,
     sender: Arc<LaneSender>,
     thread: JoinHandle<Result<End>>,
     meter: Meter,
@@ -82,6 +86,8 @@ pub(crate) struct Control {
     imports: HashMap<(u64, String), (Id, Arc<Import>)>,
     sent: HashMap<(u64, String), Arc<Mutex<Sent>>>,
     queues: Queues,
+    /// Sources for which peers wait: the peer, the name and the generation.
+    questions: Vec<(Id, String, Id)>,
     status: Option<(Publisher, Stream)>,
     looked: Instant,
     told: Instant,
@@ -108,6 +114,7 @@ impl Control {
             imports: HashMap::new(),
             sent: HashMap::new(),
             queues: Queues::default(),
+            questions: Vec::new(),
             status: None,
             looked: now,
             told: now,
@@ -124,6 +131,16 @@ impl Control {
                     lane,
                     purpose,
                 }) => self.begin(from, lane, purpose),
+                Ok(Event::Waits {
+                    from,
+                    name,
+                    generation,
+                }) => self.asked(from, name, generation),
+                Ok(Event::Gone {
+                    from,
+                    name,
+                    generation,
+                }) => self.gone(&from, name, generation),
                 Ok(Event::Done) => self.reap(),
                 Ok(Event::Stop) | Err(RecvTimeoutError::Disconnected) => break,
                 Err(RecvTimeoutError::Timeout) => {}
@@ -138,12 +155,14 @@ impl Control {
 
     fn close(&mut self) {
         self.close_queues();
+        let mut outboxes = Vec::new();
         let bridges: Vec<Id> = self.peers.keys().copied().collect();
         for bridge in bridges {
             let Some(peer) = self.peers.remove(&bridge) else {
                 continue;
             };
             self.end_lanes(&peer);
+            outboxes.push(peer.outbox.clone());
             // Each of them ends within a slice of its waits.
             for (_, lane) in peer.exports {
                 let _ = lane.thread.join();
@@ -152,6 +171,8 @@ impl Control {
                 let _ = lane.thread.join();
             }
         }
+        let deadline = Instant::now() + CLOSE_PATIENCE;
+        outboxes.iter().for_each(|outbox| outbox.flush(deadline));
     }
 
     fn tick(&mut self) {
@@ -169,6 +190,7 @@ impl Control {
         if self.told.elapsed() >= STATUS_INTERVAL {
             let elapsed = std::mem::replace(&mut self.told, Instant::now()).elapsed();
             self.tell_status(elapsed);
+            self.ask_for_sources();
         }
     }
 
@@ -257,7 +279,8 @@ impl Control {
             queues: self.options.import_queues.clone(),
             has_yours: peer.hello.is_some(),
         };
-        let _ = peer.outbox.send(&Message::Hello(hello), Vec::new());
+        // One that reads nothing is greeted again with the next tick.
+        peer.outbox.post(Message::Hello(hello));
     }
 
     fn greeted(&mut self, from: Id, hello: Hello) {

@@ -9,7 +9,7 @@ use warpipe::{Error as Local, Sample, Stream, Subscriber};
 
 use crate::error::{Error, Result};
 use crate::lane::{LaneCounts, LaneSender, SLICE};
-use crate::message::{End, Id, Message, Purpose, Tag, Tensor, bounded};
+use crate::message::{End, Id, Message, Purpose, Tag, Tensor};
 use crate::options::{Options, Policy};
 
 /// How long a peer may take to take a lane.
@@ -36,7 +36,7 @@ pub(crate) struct Export {
 #[derive(Debug, Default)]
 struct Held {
     samples: VecDeque<Sample>,
-    end: Option<End>,
+    is_over: bool,
 }
 
 #[derive(Debug, Default)]
@@ -52,7 +52,8 @@ impl Export {
         let end = self.export();
         let told = match &end {
             Ok(end) => end.clone(),
-            Err(error) => End::Failed(bounded(&error.to_string())),
+            // This says nothing of the source.
+            Err(_) => End::Paused,
         };
         let lane = self.sender.lane;
         let _ = self.sender.send(&Message::End { lane, end: told });
@@ -95,22 +96,18 @@ impl Export {
                 source,
             })?;
             let end = self.receive(&mut subscriber, &receiving, &shelf, after);
-            let end = match end {
-                Ok(end) => end,
-                Err(error) => End::Failed(bounded(&error.to_string())),
-            };
-            let is_failure = matches!(end, End::Failed(_));
+            let is_failure = matches!(end, Ok(End::Failed(_)) | Err(_));
             shelf
                 .held
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner)
-                .end = Some(end.clone());
+                .is_over = true;
             shelf.changed.notify_all();
             if is_failure {
                 self.sender.end("the export failed");
             }
             match sending.join() {
-                Ok(result) => result.map(|()| end),
+                Ok(result) => result.and(end),
                 Err(panic) => std::panic::resume_unwind(panic),
             }
         })
@@ -208,10 +205,10 @@ impl Export {
                 continue;
             }
             let held = shelf.held.lock().unwrap_or_else(PoisonError::into_inner);
-            let waits = |held: &mut Held| held.samples.is_empty() && held.end.is_none();
+            let waits = |held: &mut Held| held.samples.is_empty() && !held.is_over;
             let waited = shelf.changed.wait_timeout_while(held, SLICE, waits);
             let (mut held, _) = waited.unwrap_or_else(PoisonError::into_inner);
-            let (sample, is_over) = (held.samples.pop_front(), held.end.is_some());
+            let (sample, is_over) = (held.samples.pop_front(), held.is_over);
             drop(held);
             shelf.changed.notify_all();
             match sample {

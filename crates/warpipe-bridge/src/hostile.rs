@@ -10,10 +10,11 @@ use warpipe::{DType, Device, Domain, Layout};
 use zenoh::Wait;
 use zenoh::bytes::ZBytes;
 use zenoh::sample::Sample;
+use zenoh::{Config, Session};
 
 use crate::bridge::random_id;
 use crate::lane::{Ending, LaneReceiver, LaneSender, WINDOW_MAX};
-use crate::message::{End, Hello, Id, Message, Part, Purpose, Tag, Tensor};
+use crate::message::{End, Hello, Id, Message, Part, Purpose, Tag, Tensor, hex};
 use crate::session::{Events, Outbox, Presence};
 use crate::{Bridge, Notice, Options};
 
@@ -41,6 +42,21 @@ impl Events for Recorder {
         let attachment = sample.attachment().expect("a bridge sends an attachment");
         let (_, message) = Message::decode(&attachment.to_bytes()).expect("a bridge's message");
         let _ = self.0.send(Seen::Message(message));
+    }
+}
+
+/// A peer that greets, and reads nothing until the sender's other end is dropped.
+struct Deaf(std::sync::Mutex<Receiver<()>>, Sender<Id>);
+
+impl Events for Deaf {
+    fn presence(&self, bridge: Id, is_present: bool) {
+        if is_present {
+            let _ = self.1.send(bridge);
+        }
+    }
+
+    fn received(&self, _: &Sample) {
+        let _ = self.0.lock().unwrap().recv();
     }
 }
 
@@ -168,6 +184,7 @@ impl World {
         options.listen.push(endpoint.clone());
         options.export.push("camera/**".into());
         options.import.push("from/**".into());
+        options.import.push("bridge/*".into());
         options.import_queues.push("work".into());
         options.tensor_bytes_max = 1 << 20;
         let bridge = Bridge::open(options).unwrap();
@@ -248,7 +265,13 @@ fn a_lane_that_breaks_the_protocol_ends_with_its_reason_and_the_lane_of_another_
         assert!(reason.contains(expected), "{reason}");
         goes_on(16);
     }
-    for name in ["from/../../etc", "from//a", "camera/front", "from/\0"] {
+    for name in [
+        "from/../../etc",
+        "from//a",
+        "camera/front",
+        "from/\0",
+        "bridge/7",
+    ] {
         let lane = random_id();
         hostile.begin(lane, name);
         let reason = hostile.stopped(lane);
@@ -370,4 +393,125 @@ fn messages_of_queues_that_break_the_protocol_end_their_own_lane() {
     world.wait_for_refused();
     let lane = begun(&hostile, jobs("work"));
     taken(&hostile, lane);
+}
+
+/// A session of Zenoh in one of its modes, connected to the bridge; `None` if it is turned away.
+fn session(mode: &str, endpoint: &str) -> Option<Session> {
+    let mut config = Config::default();
+    for (key, value) in [
+        ("mode", format!("{mode:?}")),
+        ("listen/endpoints", "[]".into()),
+        ("connect/endpoints", format!("[{endpoint:?}]")),
+        ("connect/timeout_ms", "0".into()),
+        ("connect/exit_on_failure", "true".into()),
+        ("scouting/multicast/enabled", "false".into()),
+    ] {
+        config.insert_json5(key, &value).unwrap();
+    }
+    zenoh::open(config).wait().ok()
+}
+
+#[test]
+fn a_session_that_subscribes_to_everything_learns_of_no_other_peer_and_gets_none_of_its_messages() {
+    for mode in ["peer", "router", "client"] {
+        let world = World::new();
+        let first = world.peer(1);
+        let Some(spy) = session(mode, &world.endpoint) else {
+            continue;
+        };
+        let (sender, keys) = channel();
+        let watch = |key: &str| {
+            let (sender, all) = (sender.clone(), spy.declare_subscriber(key.to_owned()));
+            let all = all.callback(move |it| drop(sender.send(it.key_expr().to_string())));
+            all.wait().unwrap()
+        };
+        let _all = ["**", "warpipe/**", "warpipe/1/inbox/*"].map(watch);
+        let me = random_id();
+        let (answers, answered) = channel();
+        let own = spy.declare_subscriber(format!("warpipe/1/inbox/@{}", hex(&me)));
+        let own = own.callback(move |it| {
+            let message = it.attachment().unwrap().to_bytes();
+            let _ = answers.send(Message::decode(&message).unwrap());
+        });
+        let _own = own.wait().unwrap();
+        let present = spy.liveliness().declare_subscriber("**").history(true);
+        let (tokens, present_keys) = channel();
+        let present = present.callback(move |it| drop(tokens.send(it.key_expr().to_string())));
+        let _present = present.wait().unwrap();
+        let token = format!("warpipe/1/bridge/{}", hex(&me));
+        let _token = spy.liveliness().declare_token(token).wait().unwrap();
+        let (bridge, _) = answered.recv_timeout(LONG).unwrap();
+        // An answer comes behind all that went to others before.
+        let all_has_come = || {
+            let (lane, name) = (random_id(), "other".into());
+            let begin = Message::Begin {
+                lane,
+                purpose: Purpose::Jobs { name },
+            };
+            let inbox = format!("warpipe/1/inbox/@{}", hex(&bridge));
+            let put = spy.put(inbox, b"").attachment(begin.encode(&me));
+            put.wait().unwrap();
+            loop {
+                let (_, message) = answered.recv_timeout(LONG).unwrap();
+                if matches!(message, Message::Stop { lane: of, .. } if of == lane) {
+                    break;
+                }
+            }
+        };
+        all_has_come();
+        let second = world.peer(2);
+        for peer in [&first, &second] {
+            peer.begun(&format!("from/{}", peer.hello.home));
+        }
+        all_has_come();
+        let hidden = |key: &String| !key.contains(&hex(&me)) && !key.contains(&hex(&bridge));
+        let others: Vec<String> = keys.try_iter().filter(hidden).collect();
+        assert_eq!(others, [""; 0], "{mode}");
+        let others: Vec<String> = present_keys.try_iter().filter(hidden).collect();
+        assert_eq!(others, [""; 0], "{mode}");
+        let _ = spy.close().wait();
+    }
+}
+
+#[test]
+fn a_peer_that_reads_nothing_keeps_no_other_one_waiting_and_the_bridge_from_no_end() {
+    let world = World::new();
+    let mut options = Options::new(&world.domain, &Device::host());
+    options.connect.push(world.endpoint.clone());
+    let me = random_id();
+    let (reads, deafness) = channel();
+    let (sender, seen) = channel();
+    let deaf = Arc::new(Deaf(deafness.into(), sender));
+    let presence = Presence::open(&options, me, deaf).unwrap();
+    let bridges = std::iter::repeat_with(|| seen.recv_timeout(LONG).unwrap());
+    let bridge = { bridges }.find(|bridge| *bridge != me).unwrap();
+    let outbox = presence.outbox(me, &bridge).unwrap();
+    let hello = |has_yours| {
+        Message::Hello(Hello {
+            node: "deaf".into(),
+            home: 3,
+            imports: vec!["camera/**".into()],
+            queues: Vec::new(),
+            has_yours,
+        })
+    };
+    // Each is answered with the bridge's own: together more than the buffers of a link.
+    for _ in 0..60_000 {
+        outbox.send(&hello(false), Vec::new()).unwrap();
+    }
+    world.wait_for(|it| matches!(it, Notice::Reached { node } if node == "deaf"));
+    let honest = world.peer(1);
+    honest.begun("from/kept");
+    let is_lost = |it: &Notice| matches!(it, Notice::Unreachable { .. });
+    loop {
+        let notice = world.bridge.next_notice(LONG).unwrap();
+        assert!(!is_lost(&notice), "{notice}");
+        if matches!(&notice, Notice::Importing { name, .. } if name == "from/kept") {
+            break;
+        }
+    }
+    drop(honest);
+    drop(world);
+    drop(reads);
+    let _ = presence.session.close().wait();
 }

@@ -22,6 +22,8 @@ pub(crate) struct Import {
     pub(crate) node: String,
     /// Held by the lane's thread while it runs.
     published: Mutex<Option<Published>>,
+    /// The name that its publisher has here.
+    local_name: Mutex<String>,
 }
 
 /// The publisher for one incarnation of the source.
@@ -49,7 +51,34 @@ impl Import {
             name: name.into(),
             node: node.into(),
             published: Mutex::default(),
+            local_name: Mutex::new(name.into()),
         }
+    }
+
+    /// The name that its publisher has here: its own, or `remote/HOST/NAME`.
+    pub(crate) fn local_name(&self) -> String {
+        let name = self.local_name.lock();
+        name.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The incarnation of the source for which a publisher waits here without a lane.
+    pub(crate) fn waits_for(&self) -> Option<Id> {
+        let published = self.published.try_lock().ok()?;
+        published.as_ref().map(|published| published.generation)
+    }
+
+    /// That incarnation has ended, and so does the publisher here, if it waits for it.
+    pub(crate) fn end(&self, generation: Id) -> bool {
+        let Ok(mut published) = self.published.try_lock() else {
+            return false;
+        };
+        let waits = published
+            .as_ref()
+            .is_some_and(|it| it.generation == generation);
+        if waits {
+            *published = None;
+        }
+        waits
     }
 
     /// Whether its publisher waits here: no lane runs.
@@ -159,6 +188,10 @@ impl Import {
                 other => break other?,
             }
         };
+        *self
+            .local_name
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = publisher.name().to_owned();
         Ok(Published {
             stream: options.device.stream()?,
             publisher,

@@ -82,6 +82,11 @@ impl LaneSender {
         self.outbox.send(message, Vec::new())
     }
 
+    /// As [`Outbox::post`].
+    pub(crate) fn post(&self, message: Message) -> bool {
+        self.outbox.post(message)
+    }
+
     /// The receiver has taken the lane.
     pub(crate) fn ready(&self, after: u64, parts: u64) {
         lock(&self.state).after.get_or_insert(after);
@@ -109,6 +114,11 @@ impl LaneSender {
     pub(crate) fn end(&self, reason: &str) {
         lock(&self.state).ended.get_or_insert_with(|| reason.into());
         self.changed.notify_all();
+    }
+
+    /// Whether the receiver has taken the lane.
+    pub(crate) fn is_taken(&self) -> bool {
+        lock(&self.state).after.is_some()
     }
 
     /// Why the lane has ended, if it has.

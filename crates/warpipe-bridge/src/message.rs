@@ -5,6 +5,8 @@
 use serde::{Deserialize, Serialize};
 use warpipe::{DType, Layout, NAME_BYTES_MAX, RANK_MAX};
 
+use crate::status::STATUS_PREFIX;
+
 /// The version of keys and messages. Bridges of different versions do not see each other.
 pub(crate) const VERSION: u8 = 1;
 /// The most bytes of an attachment.
@@ -61,6 +63,10 @@ pub(crate) enum Message {
     Workers { lane: Id, count: u32 },
     /// The sender of a lane of jobs took a job's outcome, or wants none any more.
     Taken { lane: Id, number: u64 },
+    /// The receiver of samples waits, without a lane, for this incarnation of a source.
+    Waits { name: String, generation: Id },
+    /// That source has ended: nobody has its name.
+    Gone { name: String, generation: Id },
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -190,7 +196,9 @@ impl Message {
             Message::Begin {
                 purpose: Purpose::Samples { name, .. } | Purpose::Jobs { name },
                 ..
-            } => name.len() <= NAME_BYTES_MAX,
+            }
+            | Message::Waits { name, .. }
+            | Message::Gone { name, .. } => name.len() <= NAME_BYTES_MAX,
             Message::Part(part) => part.tensor.as_ref().is_none_or(Tensor::is_bounded),
             Message::End {
                 end: End::Failed(text),
@@ -239,6 +247,11 @@ pub(crate) fn bounded(text: &str) -> String {
         end -= 1;
     }
     text[..end].to_owned()
+}
+
+/// Whether a name is one that bridges make: such a name goes over no bridge.
+pub(crate) fn is_made_by_bridges(name: &str) -> bool {
+    name.starts_with(STATUS_PREFIX) || name.starts_with("remote/")
 }
 
 /// A machine's name that fits into a message and into the name of an endpoint.

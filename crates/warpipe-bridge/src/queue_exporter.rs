@@ -99,7 +99,7 @@ impl QueueExport {
         if let Some(lane) = self.lane() {
             let (end, id) = (End::Closed, lane.lane);
             if lane.ended().is_none() {
-                let _ = lane.send(&Message::End { lane: id, end });
+                lane.post(Message::End { lane: id, end });
             }
             lane.end("the queue is exported no more");
         }
@@ -200,7 +200,13 @@ impl QueueExport {
                 self.give_back(&job, number);
                 break;
             }
-            let Some(lane) = self.lane_of(carrier) else {
+            // A peer with fewer workers than before still does the jobs that it has.
+            let lane = if sent_on.is_none() {
+                self.lane_of(carrier)
+            } else {
+                self.lane().filter(|_| self.workers() > 0)
+            };
+            let Some(lane) = lane else {
                 sent_on = sent_on.or(Some(Id::default()));
                 continue;
             };

@@ -1,7 +1,7 @@
 //! One queue, imported from one machine: an ordinary queue here, whose jobs come over lanes.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -35,6 +35,8 @@ pub(crate) struct QueueImport {
     state: Mutex<State>,
     taken: Mutex<Vec<(Id, u64)>>,
     workers: AtomicUsize,
+    /// Jobs of the present lane that the status has counted.
+    counted: AtomicU64,
     is_over: AtomicBool,
 }
 
@@ -81,6 +83,7 @@ impl QueueImport {
             state: Mutex::default(),
             taken: Mutex::default(),
             workers: AtomicUsize::new(0),
+            counted: AtomicU64::new(0),
             is_over: AtomicBool::new(false),
         }
     }
@@ -129,8 +132,14 @@ impl QueueImport {
             Ok(ending) => ending,
             Err(error) => Ending::Fault(error.to_string()),
         };
-        if let Ending::Fault(reason) = &ending {
-            let (lane, reason) = (lane.lane, bounded(reason));
+        let reason = match &ending {
+            Ending::Fault(reason) => Some(bounded(reason)),
+            // The exporter may not know of it: it would keep the lane, and wait.
+            Ending::Cut => Some("the import of the queue has ended".into()),
+            Ending::Sender(_) => None,
+        };
+        if let Some(reason) = reason {
+            let lane = lane.lane;
             let _ = results.send(&Message::Stop { lane, reason });
         }
         results.end("the lane of jobs has ended");
@@ -201,7 +210,7 @@ impl QueueImport {
         }
         let mut attempts = 0;
         let queue = loop {
-            if lane.is_cut() {
+            if lane.is_cut() || self.is_over() {
                 return Ok(None);
             }
             match build(&self.name) {
@@ -523,6 +532,11 @@ impl QueueImport {
 
     pub(crate) fn workers(&self) -> usize {
         self.workers.load(Ordering::Relaxed)
+    }
+
+    /// The jobs that came since the last call, of those that a lane has brought in all.
+    pub(crate) fn new_jobs(&self, jobs: u64) -> u64 {
+        jobs.saturating_sub(self.counted.swap(jobs, Ordering::Relaxed))
     }
 
     /// The name that the queue has here.

@@ -2,6 +2,8 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::time::Instant;
 
 use zenoh::liveliness::LivelinessToken;
 use zenoh::pubsub::{Publisher, Subscriber};
@@ -33,11 +35,22 @@ pub(crate) struct Presence {
     _others: Subscriber<()>,
 }
 
+/// Messages to one bridge that may wait in its outbox: more only if it reads nothing.
+const POSTED_MAX: usize = 256;
+
 /// The messages to one bridge.
 #[derive(Debug)]
 pub(crate) struct Outbox {
     me: Id,
-    publisher: Publisher<'static>,
+    publisher: Arc<Publisher<'static>>,
+    posted: SyncSender<Posted>,
+}
+
+#[derive(Debug)]
+enum Posted {
+    Message(Message),
+    /// Says that all before it was sent.
+    Flush(SyncSender<()>),
 }
 
 impl Presence {
@@ -89,24 +102,64 @@ impl Presence {
             .congestion_control(CongestionControl::Block)
             .wait();
         let publisher = publisher.map_err(|error| Error::zenoh("open an outbox", error))?;
-        Ok(Outbox { me, publisher })
+        let publisher = Arc::new(publisher);
+        let (posted, waiting) = sync_channel(POSTED_MAX);
+        let sends = publisher.clone();
+        let thread = std::thread::Builder::new().name("bridge-post".into());
+        let thread = thread.spawn(move || send_posted(&waiting, &sends, &me));
+        thread.map_err(|source| Error::Thread {
+            purpose: "an outbox",
+            source,
+        })?;
+        Ok(Outbox {
+            me,
+            publisher,
+            posted,
+        })
     }
 }
 
 impl Outbox {
-    /// Sends a message. Whether it arrives, only an answer says; an error is that of a closed
-    /// session.
+    /// Sends a message, and waits while the link takes none. Whether it arrives, only an answer
+    /// says; an error is that of a closed session.
     pub(crate) fn send(&self, message: &Message, payload: Vec<u8>) -> Result<()> {
-        let put = self
-            .publisher
-            .put(payload)
-            .attachment(message.encode(&self.me));
-        put.wait().map_err(|error| Error::zenoh("send", error))
+        put(&self.publisher, &self.me, message, payload)
+    }
+
+    /// Sends a message soon, and does not wait: for threads that serve other peers too. False if
+    /// too many wait already.
+    pub(crate) fn post(&self, message: Message) -> bool {
+        self.posted.try_send(Posted::Message(message)).is_ok()
+    }
+
+    /// Waits until what was posted is sent, at the latest until `deadline`.
+    pub(crate) fn flush(&self, deadline: Instant) {
+        let (sender, sent) = sync_channel(1);
+        if self.posted.try_send(Posted::Flush(sender)).is_ok() {
+            let _ = sent.recv_timeout(deadline.saturating_duration_since(Instant::now()));
+        }
     }
 }
 
+/// Sends what is posted, until the outbox is dropped.
+fn send_posted(waiting: &Receiver<Posted>, publisher: &Publisher<'static>, me: &Id) {
+    while let Ok(posted) = waiting.recv() {
+        match posted {
+            Posted::Message(message) => drop(put(publisher, me, &message, Vec::new())),
+            Posted::Flush(sent) => drop(sent.try_send(())),
+        }
+    }
+}
+
+fn put(publisher: &Publisher<'static>, me: &Id, message: &Message, payload: Vec<u8>) -> Result<()> {
+    let put = publisher.put(payload).attachment(message.encode(me));
+    put.wait().map_err(|error| Error::zenoh("send", error))
+}
+
+/// No wildcard matches a part that begins with @: a peer that subscribes to everything gets the
+/// messages to no other.
 fn inbox_key(bridge: &Id) -> String {
-    format!("warpipe/{VERSION}/inbox/{}", hex(bridge))
+    format!("warpipe/{VERSION}/inbox/@{}", hex(bridge))
 }
 
 fn presence_key(bridge: &str) -> String {
@@ -130,6 +183,8 @@ fn config(options: &Options) -> Result<Config> {
     // Only the endpoints that were named.
     set("scouting/multicast/enabled", "false".into())?;
     set("scouting/gossip/enabled", "false".into())?;
+    // No peer is served as a client: a client is told of the others, and reaches them through here.
+    set("gateway", "{ south: [] }".into())?;
     set(
         "transport/unicast/max_sessions",
         options.peers_max.to_string(),

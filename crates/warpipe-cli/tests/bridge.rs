@@ -258,6 +258,56 @@ fn a_killed_exporter_proves_nothing_the_publisher_there_goes_on_and_what_is_miss
 }
 
 #[test]
+fn a_source_that_ended_while_its_bridge_was_down_is_gone_in_the_other_domain_when_it_is_back() {
+    let pair = Pair::new();
+    let (near, far) = pair.domains();
+    let publisher = publisher(&near);
+    let exporter = pair.exporter(&[]);
+    let mut importer = pair.importer(&["--json"]);
+    let builder = Subscriber::builder("camera/front").domain(&far);
+    let builder = builder.device(&Device::host()).timeout(LONG);
+    let mut once = builder.wait_for_publisher(Some(LONG)).build().unwrap();
+    publish_until_received(&publisher, &mut once);
+    exporter.signal(Signal::KILL);
+    exporter.end();
+    importer.wait_for_line("is unreachable");
+    drop(publisher);
+    // Nothing is known of it until its machine can be reached again.
+    let stream = Device::host().stream().unwrap();
+    loop {
+        match once.receive_timeout(&stream, Duration::from_millis(50)) {
+            Ok(_) => {}
+            Err(Error::Timeout { .. }) => break,
+            Err(error) => panic!("{error}"),
+        }
+    }
+    let _exporter = pair.exporter(&[]);
+    let gone = once.receive(&stream).map(|sample| sample.sequence());
+    assert!(matches!(gone, Err(Error::PeerGone { .. })), "{gone:?}");
+}
+
+#[test]
+fn an_exporter_that_was_evicted_comes_back_and_the_publisher_there_goes_on() {
+    let pair = Pair::new();
+    let (near, far) = pair.domains();
+    let builder = Publisher::builder("camera/front").domain(&near);
+    let builder = builder.evict_after(Some(Duration::from_secs(2)));
+    let publisher = builder.device(&Device::host()).build().unwrap();
+    let patient = ["--link-timeout", "600"];
+    let (exporter, _importer) = (pair.exporter(&patient), pair.importer(&patient));
+    let builder = Subscriber::builder("camera/front").domain(&far);
+    let builder = builder.device(&Device::host()).timeout(LONG);
+    let mut once = builder.wait_for_publisher(Some(LONG)).build().unwrap();
+    let before = publish_until_received(&publisher, &mut once);
+    exporter.signal(Signal::STOP);
+    let is_evicted = || publisher.subscribers().is_empty();
+    assert!(warpipe_testkit::eventually(PATIENCE, is_evicted));
+    exporter.signal(Signal::CONT);
+    let after = publish_until_received(&publisher, &mut once);
+    assert!(after > before, "{before} {after}");
+}
+
+#[test]
 fn a_killed_importer_comes_back_as_another_run_and_nothing_comes_twice() {
     let pair = Pair::new();
     let (near, far) = pair.domains();
@@ -530,6 +580,8 @@ fn a_name_that_is_taken_is_published_under_its_machine() {
         .wait_for_publisher(Some(LONG));
     let mut subscriber = builder.build().unwrap();
     publish_until_received(&source, &mut subscriber);
+    let row = listed(&pair.far, |row| row["tensors"].as_u64() > Some(0));
+    assert_eq!(row["name"], "remote/near/camera/front");
 }
 
 /// The row of `ls --json` about the name at one end, once it says what is wanted.

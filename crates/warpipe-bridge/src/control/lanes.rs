@@ -3,18 +3,24 @@
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use warpipe::EndpointName;
+use warpipe::{Endpoint, EndpointName};
 
 use super::report::Meter;
-use super::{Control, ExportLane, IMPORTS_MAX, ImportLane, LANES_PER_PEER_MAX, RETRY, SENT_MAX};
+use super::{
+    Control, ExportLane, IMPORTS_MAX, ImportLane, LANES_PER_PEER_MAX, QUESTIONS_MAX, RETRY,
+    SENT_MAX,
+};
 use crate::bridge::{Event, random_id};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::exporter::Export;
 use crate::importer::{Import, Left};
 use crate::lane::{Ending, LaneReceiver, LaneSender};
-use crate::message::{End, Id, Message, Purpose, bounded};
+use crate::message::{End, Id, Message, Purpose, bounded, is_made_by_bridges};
 use crate::session::Outbox;
-use crate::status::{Notice, STATUS_PREFIX};
+use crate::status::Notice;
+
+/// How long the name of something that is no publisher is left alone.
+const OTHER_KIND_REST: Duration = Duration::from_secs(5);
 
 impl Control {
     /// Begins a lane for each name that a peer wants and has not.
@@ -22,24 +28,91 @@ impl Control {
         let Ok(endpoints) = self.options.domain.endpoints() else {
             return;
         };
-        let me = std::process::id() as i32;
-        let is_ours = |name: &str| name.starts_with(STATUS_PREFIX) || name.starts_with("remote/");
+        self.answer_questions(&endpoints);
         for endpoint in endpoints {
             let name = endpoint.name.as_str();
-            // Names of this process are imported ones: they do not go back.
-            let holder = endpoint.holder.and_then(|holder| holder.pid);
             let is_exported = self
                 .patterns
                 .export
                 .iter()
                 .any(|pattern| pattern.matches(name));
-            if !is_exported || is_ours(name) || holder.is_none_or(|pid| pid == me) {
+            if !is_exported || is_made_by_bridges(name) || !self.is_elsewhere(&endpoint) {
                 continue;
             }
             let bridges: Vec<Id> = self.peers.keys().copied().collect();
             for bridge in bridges {
                 self.export_to(&bridge, name);
             }
+        }
+    }
+
+    /// Whether another process of this machine has the name. A name of this process is an imported
+    /// one, and does not go back.
+    pub(super) fn is_elsewhere(&self, endpoint: &Endpoint) -> bool {
+        let name = endpoint.name.as_str();
+        match endpoint.holder.as_ref().map(|holder| holder.pid) {
+            None => false,
+            Some(Some(pid)) => pid != std::process::id() as i32,
+            // A process in another PID namespace, which has no number here.
+            Some(None) => {
+                let mut imports = self.imports.values();
+                !imports.any(|(_, import)| import.local_name() == name)
+                    && !self.queues.has_published(name)
+            }
+        }
+    }
+
+    /// Asks the bridges of a machine whether a source of it lives for which a publisher waits here
+    /// without a lane: it may have ended while they could not be reached.
+    pub(super) fn ask_for_sources(&self) {
+        for ((home, name), (_, import)) in &self.imports {
+            let Some(generation) = import.waits_for() else {
+                continue;
+            };
+            let is_there = |known: &super::KnownHello| known.hello.home == *home;
+            for peer in self.peers.values() {
+                if peer.hello.as_ref().is_some_and(is_there) {
+                    let name = name.clone();
+                    peer.outbox.post(Message::Waits { name, generation });
+                }
+            }
+        }
+    }
+
+    /// A peer waits for a source of this machine. It gets its answer after the next look.
+    pub(super) fn asked(&mut self, from: Id, name: String, generation: Id) {
+        if self.questions.len() < QUESTIONS_MAX {
+            self.questions.push((from, name, generation));
+        }
+    }
+
+    /// A source whose name nobody holds has ended. Any other has its lane, or gets one.
+    fn answer_questions(&mut self, endpoints: &[Endpoint]) {
+        for (from, name, generation) in std::mem::take(&mut self.questions) {
+            let mut held = endpoints.iter().filter(|it| it.holder.is_some());
+            let Some(peer) = self.peers.get(&from) else {
+                continue;
+            };
+            if peer.hello.is_some() && !held.any(|it| it.name.as_str() == name) {
+                peer.outbox.post(Message::Gone { name, generation });
+            }
+        }
+    }
+
+    /// A source for which a publisher here waits has ended.
+    pub(super) fn gone(&mut self, from: &Id, name: String, generation: Id) {
+        let Some(known) = self.peers.get(from).and_then(|peer| peer.hello.as_ref()) else {
+            return;
+        };
+        let node = known.hello.node.clone();
+        let import = self.imports.get(&(known.hello.home, name.clone()));
+        if import.is_some_and(|(_, import)| import.end(generation)) {
+            self.shared.notice(Notice::ImportEnded {
+                name,
+                node,
+                reason: "its publisher ended while there was no link".into(),
+                waits: false,
+            });
         }
     }
 
@@ -87,17 +160,13 @@ impl Control {
         });
         match thread {
             Ok(thread) => {
-                let node = known.hello.node.clone();
                 let lane = ExportLane {
+                    is_told: false,
                     sender,
                     thread,
                     meter: Meter::default(),
                 };
                 peer.exports.insert(name.to_owned(), lane);
-                self.shared.notice(Notice::Exporting {
-                    name: name.into(),
-                    node,
-                });
             }
             Err(_) => {
                 peer.rests.insert(name.to_owned(), Instant::now() + RETRY);
@@ -115,9 +184,7 @@ impl Control {
         };
         if let (Err(reason), Some(peer)) = (begun, self.peers.get(&from)) {
             let reason = bounded(&reason);
-            let _ = peer
-                .outbox
-                .send(&Message::Stop { lane, reason }, Vec::new());
+            peer.outbox.post(Message::Stop { lane, reason });
         }
     }
 
@@ -127,7 +194,7 @@ impl Control {
             .import
             .iter()
             .any(|pattern| pattern.matches(name));
-        if !wants || EndpointName::new(name).is_err() {
+        if !wants || is_made_by_bridges(name) || EndpointName::new(name).is_err() {
             return Err(format!("{name:?} is not imported here"));
         }
         let peer = self.peers.get(&from).ok_or("there was no hello")?;
@@ -221,12 +288,19 @@ impl Control {
 
     /// Clears away the lanes that have ended.
     pub(super) fn reap(&mut self) {
-        let mut ended = Vec::new();
+        let (mut ended, mut unsaid) = (Vec::new(), Vec::new());
         for peer in self.peers.values_mut() {
             let node = peer
                 .hello
                 .as_ref()
                 .map_or_else(String::new, |known| known.hello.node.clone());
+            for (name, lane) in &mut peer.exports {
+                if !lane.is_told && lane.sender.is_taken() {
+                    lane.is_told = true;
+                    let (name, node) = (name.clone(), node.clone());
+                    self.shared.notice(Notice::Exporting { name, node });
+                }
+            }
             let done: Vec<String> = peer
                 .exports
                 .iter()
@@ -237,7 +311,14 @@ impl Control {
                 let Some(lane) = peer.exports.remove(&name) else {
                     continue;
                 };
-                let (reason, rest) = export_reason(&lane.sender, lane.thread.join());
+                let result = lane.thread.join();
+                if matches!(&result, Ok(Err(error)) if is_no_publisher(error)) {
+                    // A queue or a pool, say, which a wide pattern matches too.
+                    peer.rests.insert(name, Instant::now() + OTHER_KIND_REST);
+                    unsaid.push(lane.sender.lane);
+                    continue;
+                }
+                let (reason, rest) = export_reason(&lane.sender, result);
                 peer.rests.insert(name.clone(), Instant::now() + rest);
                 ended.push((
                     lane.sender.lane,
@@ -275,12 +356,18 @@ impl Control {
         // A name whose source has ended gives its place back: no lane and no publisher has it.
         self.imports
             .retain(|_, (_, import)| Arc::strong_count(import) > 1 || import.is_published());
+        unsaid.iter().for_each(|lane| self.forget_sender(lane));
         for (lane, notice) in ended {
             self.forget_sender(&lane);
             self.forget_receiver(&lane);
             self.shared.notice(notice);
         }
     }
+}
+
+/// Whether a name has an owner that publishes no samples.
+fn is_no_publisher(error: &Error) -> bool {
+    matches!(error, Error::Local(warpipe::Error::OtherKind { .. }))
 }
 
 /// Why an export ended, and how long its name rests.

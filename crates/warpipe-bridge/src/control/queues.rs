@@ -10,7 +10,7 @@ use warpipe::EndpointName;
 use super::{Control, RETRY};
 use crate::bridge::{Event, random_id};
 use crate::lane::{Ending, LaneCounts, LaneReceiver, LaneSender};
-use crate::message::{Id, Message, Purpose};
+use crate::message::{Id, Message, Purpose, is_made_by_bridges};
 use crate::queue_exporter::{CARRIERS_MAX, QueueExport};
 use crate::queue_importer::QueueImport;
 use crate::status::{Direction, Notice, RemoteName};
@@ -47,6 +47,13 @@ struct Export {
     tensors: u64,
 }
 
+impl Queues {
+    /// Whether a queue of this process has that name here.
+    pub(super) fn has_published(&self, name: &str) -> bool {
+        self.imports.values().any(|it| it.local_name() == name)
+    }
+}
+
 fn thread(name: &str, work: impl FnOnce() + Send + 'static) -> Option<JoinHandle<()>> {
     let thread = std::thread::Builder::new().name(name.into());
     thread.spawn(work).ok()
@@ -67,15 +74,13 @@ impl Control {
         let Ok(endpoints) = self.options.domain.endpoints() else {
             return;
         };
-        let me = std::process::id() as i32;
         for endpoint in endpoints {
             let name = endpoint.name.as_str();
-            let holder = endpoint.holder.and_then(|holder| holder.pid);
             let patterns = &self.patterns.export_queues;
             let is_exported = patterns.iter().any(|pattern| pattern.matches(name));
-            // A queue's workers have names below its own; queues of this process are imported ones.
-            let is_other = name.starts_with("remote/") || name.contains("/worker-");
-            if !is_exported || is_other || holder.is_none_or(|pid| pid == me) {
+            // A queue's workers have names below its own.
+            let is_other = is_made_by_bridges(name) || name.contains("/worker-");
+            if !is_exported || is_other || !self.is_elsewhere(&endpoint) {
                 continue;
             }
             for (bridge, peer) in &self.peers {
@@ -86,7 +91,9 @@ impl Control {
                     continue;
                 }
                 let key = (*bridge, name.to_owned());
-                let count = self.queues.exports.keys().filter(|key| key.0 == *bridge);
+                // Names that were found to be no queue's take no place.
+                let exports = self.queues.exports.iter();
+                let count = exports.filter(|(key, it)| key.0 == *bridge && !it.export.is_over());
                 if !self.queues.exports.contains_key(&key) && count.count() >= QUEUES_PER_PEER_MAX {
                     continue;
                 }
@@ -133,7 +140,7 @@ impl Control {
                 purpose,
             };
             self.shared.add_export(lane.lane, export);
-            if lane.send(&begin).is_err() {
+            if !lane.post(begin) {
                 lane.end("its begin was not sent");
             }
             if let Some(older) = export.connect(lane) {
@@ -226,7 +233,7 @@ impl Control {
     pub(super) fn begin_jobs(&mut self, from: Id, lane: Id, name: &str) -> Result<(), String> {
         let patterns = &self.patterns.import_queues;
         let wants = patterns.iter().any(|pattern| pattern.matches(name));
-        if !wants || EndpointName::new(name).is_err() {
+        if !wants || is_made_by_bridges(name) || EndpointName::new(name).is_err() {
             return Err(format!("queue {name:?} is not imported here"));
         }
         let peer = self.peers.get(&from).ok_or("there was no hello")?;
@@ -253,8 +260,8 @@ impl Control {
         }
         let node = known.hello.node.clone();
         let import = match self.queues.imports.get(&key) {
-            Some(import) => import.clone(),
-            None => {
+            Some(import) if !import.is_over() => import.clone(),
+            _ => {
                 let import = Arc::new(QueueImport::new(name, &node, &self.options));
                 let work = import.clone();
                 let sender = thread("bridge-results", move || work.send_results());
@@ -363,6 +370,7 @@ impl Control {
                 .find(|(lane, _, thread)| !thread.is_finished() && import.has(lane))
             {
                 fill(&mut row, &lane.counts);
+                row.rate = import.new_jobs(row.tensors) as f64 / elapsed.as_secs_f64().max(0.001);
             }
             rows.push(row);
         }

@@ -51,7 +51,7 @@ impl Control {
                 let counts = &lane.receiver.counts;
                 let rate = lane.meter.read(counts, elapsed);
                 status.names.push(remote_name(
-                    &lane.import.name,
+                    &lane.import.local_name(),
                     &node,
                     Direction::From,
                     counts,
@@ -67,8 +67,8 @@ impl Control {
         {
             if import.is_published() {
                 let counts = LaneCounts::default();
-                let mut name =
-                    remote_name(&import.name, &import.node, Direction::From, &counts, 0.0);
+                let (name, node) = (import.local_name(), &import.node);
+                let mut name = remote_name(&name, node, Direction::From, &counts, 0.0);
                 name.reachable = false;
                 status.names.push(name);
             }

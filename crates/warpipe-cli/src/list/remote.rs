@@ -68,10 +68,11 @@ fn line(remote: &RemoteName) -> String {
     };
     if let Some(workers) = remote.workers {
         return format!(
-            "  {} {way} {}  {state}   queue, {workers} workers at the end that does its jobs, {:.1} jobs/s",
+            "  {} {way} {}  {state}   queue, {workers} workers at the end that does its jobs, {:.1} jobs/s, credit {}",
             printable(&remote.name),
             printable(&remote.node),
             remote.rate,
+            remote.credit,
         );
     }
     format!(
