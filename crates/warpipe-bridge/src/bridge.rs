@@ -243,8 +243,8 @@ impl Drop for Bridge {
     fn drop(&mut self) {
         // The queue may be full for a moment; the control thread empties it.
         let _ = self.shared.events.send(Event::Stop);
-        // A lane may be in the middle of a send to a peer that reads nothing: the end of the session
-        // ends it.
+        // A lane may be in the middle of a send to a peer that reads nothing: the end of the
+        // session ends it.
         let runs = self.runs.get_mut().unwrap_or_else(PoisonError::into_inner);
         let _ = runs.recv_timeout(2 * CLOSE_PATIENCE);
         let _ = self.session.close().wait();

@@ -9,8 +9,8 @@ use crate::status::STATUS_PREFIX;
 
 /// The version of keys and messages. Bridges of different versions do not see each other.
 pub(crate) const VERSION: u8 = 1;
-/// The most bytes of an attachment.
-pub(crate) const MESSAGE_BYTES_MAX: usize = 8192;
+/// The most bytes of an attachment: more than a `Hello` with all patterns, the longest message.
+pub(crate) const MESSAGE_BYTES_MAX: usize = 16384;
 /// The most bytes of a tensor in one part.
 pub(crate) const PART_BYTES_MAX: usize = 4 << 20;
 /// The most bytes of an outcome's or an end's text.
@@ -270,6 +270,7 @@ pub(crate) fn node_name(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pattern::PATTERN_BYTES_MAX;
 
     fn examples() -> Vec<Message> {
         let layout = Layout::contiguous(DType::F32, &[2, 3]).unwrap();
@@ -280,8 +281,17 @@ mod tests {
             offset: 0,
             tensor: Some(tensor),
         };
+        let patterns = vec!["a".repeat(PATTERN_BYTES_MAX); PATTERNS_MAX];
+        let hello = Hello {
+            node: "n".repeat(NODE_BYTES_MAX),
+            home: u64::MAX,
+            imports: patterns.clone(),
+            queues: patterns,
+            has_yours: true,
+        };
         vec![
             Message::Part(part),
+            Message::Hello(hello),
             Message::Credit {
                 lane: [2; 16],
                 parts: 9,
@@ -306,7 +316,7 @@ mod tests {
         let mut rng = fastrand::Rng::with_seed(5);
         for message in examples() {
             let bytes = message.encode(&[9; 16]);
-            for length in 0..bytes.len() {
+            for length in (0..bytes.len()).rev().take(512) {
                 assert_eq!(Message::decode(&bytes[..length]), None);
             }
             let longer = [&bytes[..], &[0]].concat();

@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 
 /// The most bytes of a pattern.
-const BYTES_MAX: usize = 256;
+pub(crate) const PATTERN_BYTES_MAX: usize = 256;
 
 /// A checked pattern.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -17,7 +17,7 @@ impl Pattern {
                 reason,
             })
         };
-        if text.len() > BYTES_MAX {
+        if text.len() > PATTERN_BYTES_MAX {
             return refuse("is longer than 256 bytes");
         }
         let parts: Vec<String> = text.split('/').map(str::to_owned).collect();

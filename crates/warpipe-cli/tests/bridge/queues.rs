@@ -22,13 +22,18 @@ fn queue(domain: &Domain) -> Queue {
 
 /// Starts the bridge that gives jobs of `near` away, or the one that takes them in `far`.
 fn start(pair: &Pair, is_exporter: bool) -> Running {
+    start_with(pair, is_exporter, "jobs", "1")
+}
+
+/// As [`start`], for the queues of a pattern, and with a limit on the silence of the link.
+fn start_with(pair: &Pair, is_exporter: bool, queues: &str, link_timeout: &str) -> Running {
     let common = [
         "--device",
         "host",
         "--lease",
         "1",
         "--link-timeout",
-        "1",
+        link_timeout,
         "--json",
     ];
     let own = if is_exporter {
@@ -37,7 +42,7 @@ fn start(pair: &Pair, is_exporter: bool) -> Running {
             "--name",
             "near",
             "--export-queue",
-            "jobs",
+            queues,
             "--listen",
             &pair.endpoint,
         ]
@@ -47,7 +52,7 @@ fn start(pair: &Pair, is_exporter: bool) -> Running {
             "--name",
             "far",
             "--import-queue",
-            "jobs",
+            queues,
             "--connect",
             &pair.endpoint,
         ]
@@ -221,4 +226,50 @@ fn every_job_has_one_right_outcome_while_both_bridges_are_killed_at_random() {
     }
     let again = queue.next_result(&stream, SLICE);
     assert!(matches!(again, Err(Error::Timeout { .. })), "{again:?}");
+}
+
+#[test]
+fn a_job_of_a_machine_that_can_be_reached_does_not_go_back_when_workers_there_leave() {
+    let pair = Pair::new();
+    let (near, far) = pair.domains();
+    // A carrier of the bridge gets no second job while it has one.
+    let builder = Queue::builder("jobs").domain(&near).prefetch(1);
+    let queue = builder.device(&Device::host()).build().unwrap();
+    let stream = Device::host().stream().unwrap();
+    let _bridges = [true, false].map(|which| start_with(&pair, which, "jobs", "600"));
+    let lease = || {
+        let builder = Worker::builder("jobs").domain(&far).device(&Device::host());
+        let mut worker = builder.wait_for_queue(Some(LONG)).build().unwrap();
+        let job = queue.submit_bytes(&[1], &stream).unwrap();
+        let lease = worker.lease_timeout(&stream, LONG).unwrap();
+        (job, lease, worker)
+    };
+    let ((first, leased, leaves), (second, held, _stays)) = (lease(), lease());
+    leased.complete(&stream).unwrap();
+    let _ = first.wait(&stream, LONG).unwrap();
+    drop(leaves);
+    let _doing = Doing::start(&near, "jobs");
+    // More than twice the lease.
+    let waited = second.wait(&stream, Duration::from_millis(2500));
+    assert!(matches!(waited, Err(Error::Timeout { .. })), "{waited:?}");
+    let mut output = held.output(&Layout::bytes_only(1).unwrap()).unwrap();
+    output.write(&stream, &[9]).unwrap();
+    held.complete_with(output, &stream).unwrap();
+    assert_eq!(second.wait(&stream, LONG).unwrap().to_vec().unwrap(), [9]);
+}
+
+#[test]
+fn a_pattern_that_matches_many_names_of_publishers_still_finds_the_queue() {
+    let pair = Pair::new();
+    let (near, far) = pair.domains();
+    let publisher = |number: u32| {
+        let builder = warpipe::Publisher::builder(&format!("camera/{number}")).domain(&near);
+        builder.device(&Device::host()).build().unwrap()
+    };
+    let _publishers: Vec<_> = (0..20).map(publisher).collect();
+    let (queue, stream) = (queue(&near), Device::host().stream().unwrap());
+    let _bridges = [true, false].map(|which| start_with(&pair, which, "**", "600"));
+    let _doing = Doing::start(&far, "jobs");
+    let job = queue.submit_bytes(&[1], &stream).unwrap();
+    assert_eq!(job.wait(&stream, LONG).unwrap().to_vec().unwrap(), [2]);
 }
