@@ -7,11 +7,12 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::OnceLock;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use std::sync::atomic::{AtomicU64, fence};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{FileType, Mode, OFlags};
+use rustix::fs::{AtFlags, FileType, MemfdFlags, Mode, OFlags, Statx, StatxFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
 use super::layout::{
@@ -335,18 +336,41 @@ fn read_descriptor(pid: i32, fd: i32) -> Result<Process, Refusal> {
     read(pid, mapping.words())
 }
 
-/// Opens another process's descriptor, if it is a plain file: opening a device or a pipe may have
-/// an effect, or wait.
+/// Opens another process's descriptor, if it is a plain file where memfds are: opening a device or
+/// a pipe may have an effect, or wait, and a file system of that process's own (FUSE) may never
+/// answer.
 fn open(pid: i32, fd: i32) -> Result<OwnedFd, rustix::io::Errno> {
     let path = OFlags::PATH | OFlags::CLOEXEC;
     let found = rustix::fs::open(format!("/proc/{pid}/fd/{fd}"), path, Mode::empty())?;
-    let stat = rustix::fs::fstat(&found)?;
-    if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+    let stat = known_stat(&found)?;
+    let is_plain = FileType::from_raw_mode(stat.stx_mode.into()) == FileType::RegularFile;
+    if !is_plain || memfd_device().is_some_and(|device| device != device_of(&stat)) {
         return Err(rustix::io::Errno::INVAL);
     }
     let read = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
     let opened = format!("/proc/self/fd/{}", found.as_raw_fd());
     rustix::fs::open(opened, read, Mode::empty()).and_then(os::above_standard)
+}
+
+/// `statx(AT_STATX_DONT_SYNC)`: what the kernel knows of a file, without asking its file system.
+fn known_stat(file: &OwnedFd) -> Result<Statx, rustix::io::Errno> {
+    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+    rustix::fs::statx(file, "", flags, StatxFlags::TYPE)
+}
+
+fn device_of(stat: &Statx) -> [u32; 2] {
+    [stat.stx_dev_major, stat.stx_dev_minor]
+}
+
+/// The device of all memfds of this kernel. `None` where this process can make none.
+fn memfd_device() -> Option<[u32; 2]> {
+    static DEVICE: OnceLock<[u32; 2]> = OnceLock::new();
+    if let Some(device) = DEVICE.get() {
+        return Some(*device);
+    }
+    let made = rustix::fs::memfd_create(c"warpipe-device", MemfdFlags::CLOEXEC).ok()?;
+    let device = device_of(&known_stat(&made).ok()?);
+    Some(*DEVICE.get_or_init(|| device))
 }
 
 /// A page of another process, mapped for reading.

@@ -309,6 +309,16 @@ fn a_file_that_could_shrink_or_has_another_length_is_never_mapped() {
 }
 
 #[test]
+fn a_file_of_another_file_system_is_not_opened() {
+    // One of FUSE could let the opener wait for ever. A file on a disk stands for it.
+    let path = std::env::temp_dir().join(format!("warpipe-no-memfd-{}", std::process::id()));
+    let file = std::fs::File::create(&path).unwrap();
+    std::fs::remove_file(path).unwrap();
+    let found = observer::try_descriptor(std::process::id() as i32, file.as_raw_fd());
+    assert_eq!(found.unwrap_err(), None);
+}
+
+#[test]
 fn the_memory_of_an_owner_and_of_an_importer_has_one_identity() {
     use crate::{Access, Device, Memory};
     let device = Device::host();

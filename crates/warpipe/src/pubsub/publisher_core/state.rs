@@ -109,12 +109,12 @@ impl PublisherState {
         }
     }
 
-    /// Writes what is not counted with each sample: called with each tick.
     /// Counts an item that was copied although it was to be sent in place.
     pub(super) fn count_copy(&self, reason: SlowPath, bytes: u64) {
         self.row.copied(reason, bytes);
     }
 
+    /// Writes what is not counted with each sample: called with each tick.
     pub(super) fn write_statistics(&mut self) {
         self.links.iter().for_each(SubscriberLink::write_statistics);
         let in_flight: u64 = self.links.iter().map(SubscriberLink::in_flight).sum();
