@@ -254,7 +254,8 @@ Exit codes:
 /// Processes that share a GPU take turns in time slices; under MPS their kernels run beside each other,
 /// and hand over in microseconds. The daemon (`nvidia-cuda-mps-control`, which comes with NVIDIA's driver) has folders of
 /// its own: no other program uses it, and the machine's own daemon, if there is one, is not touched.
-/// It serves the GPUs that CUDA_VISIBLE_DEVICES names, as this command has it.
+/// It serves the GPUs that CUDA_VISIBLE_DEVICES names, as this command has it; the program sees
+/// these, from number 0 on, and does not get the variable if it lists numbers.
 ///
 /// Signals are passed on to the program. When this command is killed, the program gets SIGTERM, and the
 /// daemon ends all the same.

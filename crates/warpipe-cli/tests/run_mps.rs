@@ -19,6 +19,7 @@ pipe="$CUDA_MPS_PIPE_DIRECTORY"
 if [ "$1" = -f ]; then
     echo $$ > "$RECORD"
     echo "$pipe" > "$RECORD.pipe"
+    echo "${CUDA_VISIBLE_DEVICES-unset}" > "$RECORD.devices"
     [ -z "$FAILS" ] || { echo "no GPU here" >&2; exit 3; }
     [ -z "$MUTE" ] || exec tail -f /dev/null
     mkfifo "$pipe/control" && exec 3<>"$pipe/control"
@@ -67,6 +68,8 @@ impl Stage {
             .env("RECORD", &self.record)
             .env("TMPDIR", self.world.path("tmp"))
             .env_remove("XDG_RUNTIME_DIR")
+            .env_remove("CUDA_VISIBLE_DEVICES")
+            .env_remove("CUDA_MPS_PIPE_DIRECTORY")
             .stdin(Stdio::null());
         command
     }
@@ -109,6 +112,64 @@ fn a_program_finds_its_own_daemon_and_its_exit_code_is_passed_on() {
         "the daemon runs on"
     );
     assert!(stage.is_clean());
+}
+
+/// A daemon numbers the GPUs that its variable names anew.
+#[test]
+fn numbers_of_gpus_are_the_daemons_and_their_uuids_also_the_programs() {
+    for (devices, of_program) in [
+        ("1", "unset"),
+        ("2,0", "unset"),
+        ("GPU-12", "GPU-12"),
+        ("", ""),
+    ] {
+        let stage = Stage::new();
+        let mut command = stage.command(&["sh", "-c", "echo ${CUDA_VISIBLE_DEVICES-unset}"]);
+        let ended = command
+            .env("CUDA_VISIBLE_DEVICES", devices)
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&ended.stdout);
+        assert_eq!(said.trim_end(), of_program, "{ended:?}");
+        let of_daemon = fs::read_to_string(stage.record.with_extension("devices")).unwrap();
+        assert_eq!(of_daemon.trim_end(), devices);
+    }
+}
+
+#[test]
+fn a_daemon_inside_another_ones_program_is_refused() {
+    let stage = Stage::new();
+    let started = stage.world.path("started");
+    let inner = [
+        env!("CARGO_BIN_EXE_warpipe"),
+        "run",
+        "--mps",
+        "--",
+        "touch",
+        started.to_str().unwrap(),
+    ];
+    let ended = stage.command(&inner).output().unwrap();
+    let said = String::from_utf8_lossy(&ended.stderr);
+    assert_eq!(ended.status.code(), Some(1), "{said}");
+    assert!(
+        said.contains("run it without a daemon of its own"),
+        "{said}"
+    );
+    assert!(!started.exists() && stage.is_clean());
+}
+
+#[test]
+fn a_supervisor_removes_no_folder_that_was_there_before() {
+    let stage = Stage::new();
+    fs::create_dir(stage.world.path("mine")).unwrap();
+    let kept = stage.world.write("mine/notes.txt", b"a user's");
+    let folder = stage.world.path("mine");
+    let ended = stage
+        .world
+        .run(&["mps-daemon", "--folder", folder.to_str().unwrap()]);
+    assert_eq!(ended.code, Some(1), "{ended:?}");
+    assert!(ended.out.contains("is no empty folder"), "{ended:?}");
+    assert_eq!(fs::read(kept).unwrap(), b"a user's");
 }
 
 #[test]

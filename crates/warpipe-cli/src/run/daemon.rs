@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, anyhow};
+use anyhow::{Context as _, anyhow, ensure};
 use clap::Args;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{
@@ -52,10 +52,12 @@ pub fn run(args: &ChildArgs) -> anyhow::Result<Exit> {
     let interrupt = Interrupt::install()?;
     // The servers that the daemon forks become this process's children when the daemon ends.
     set_child_subreaper(Some(getpid()))?;
-    let outcome = supervise(&args.folder, &interrupt);
-    let removed = fs::remove_dir_all(&args.folder);
-    let failed = outcome
-        .and_then(|()| removed.with_context(|| format!("{} is left", args.folder.display())));
+    // Not before it is known to be a new one: it is removed with all that is in it.
+    let failed = make_folders(&args.folder).and_then(|()| {
+        let outcome = supervise(&args.folder, &interrupt);
+        let removed = fs::remove_dir_all(&args.folder);
+        outcome.and_then(|()| removed.with_context(|| format!("{} is left", args.folder.display())))
+    });
     match failed {
         Ok(()) => Ok(Exit::Done),
         Err(error) => {
@@ -69,10 +71,16 @@ pub fn run(args: &ChildArgs) -> anyhow::Result<Exit> {
     }
 }
 
-fn supervise(folder: &Path, interrupt: &Interrupt) -> anyhow::Result<()> {
+fn make_folders(folder: &Path) -> anyhow::Result<()> {
+    let is_empty = fs::read_dir(folder).is_ok_and(|mut files| files.next().is_none());
+    ensure!(is_empty, "{} is no empty folder", folder.display());
     for (_, made) in variables(folder) {
         fs::create_dir(&made).with_context(|| format!("{} cannot be made", made.display()))?;
     }
+    Ok(())
+}
+
+fn supervise(folder: &Path, interrupt: &Interrupt) -> anyhow::Result<()> {
     let mut daemon = Daemon::start(folder)?;
     let started = daemon.wait_until_it_answers(interrupt);
     if started.is_ok() {

@@ -8,7 +8,7 @@
 mod daemon;
 mod signals;
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::Permissions;
 use std::io::{BufRead, BufReader};
 use std::os::unix::ffi::OsStrExt;
@@ -25,11 +25,18 @@ use rustix::process::{Pid, Signal, getppid};
 pub use self::daemon::{ChildArgs, run as run_daemon};
 use self::signals::Signals;
 use crate::args::RunArgs;
+use crate::doctor::system::mps_answers_at;
 use crate::exit::{Exit, UsageError};
 use crate::process::{this_program, this_program_in_this_group};
 
 /// The longest that the supervisor takes to quit the daemon, and some.
 const QUIT_LIMIT: Duration = Duration::from_secs(60);
+
+/// The beginning of the name of a daemon's folder.
+const FOLDER_PREFIX: &str = "warpipe-mps-";
+
+/// The variable by which a client, and a daemon, is given some of the GPUs.
+const VISIBLE_DEVICES: &str = "CUDA_VISIBLE_DEVICES";
 
 /// The longest path of a Unix socket.
 const SOCKET_PATH_MAX: usize = 107;
@@ -55,7 +62,9 @@ pub fn run(args: &RunArgs) -> anyhow::Result<u8> {
         return Err(UsageError(text.into()).into());
     }
     let signals = Signals::catch().context("signals cannot be caught")?;
-    let started = folder().and_then(|folder| Ok((Supervisor::start(&folder, &signals)?, folder)));
+    let started = refuse_nesting()
+        .and_then(|()| folder())
+        .and_then(|folder| Ok((Supervisor::start(&folder, &signals)?, folder)));
     let (mut supervisor, folder) = match started {
         Ok((Ok(supervisor), folder)) => (supervisor, folder),
         // Nothing of the program is there that could be asked to end.
@@ -78,13 +87,29 @@ pub fn run(args: &RunArgs) -> anyhow::Result<u8> {
     Ok(code(status?))
 }
 
+/// A daemon inside another one's program would take turns with it: no hand-over between their
+/// clients would be fast.
+fn refuse_nesting() -> anyhow::Result<()> {
+    let pipes = std::env::var_os(PIPES).map(PathBuf::from);
+    let is_ours = |pipes: &&PathBuf| {
+        let folder = pipes.parent().and_then(Path::file_name);
+        folder.is_some_and(|name| name.as_bytes().starts_with(FOLDER_PREFIX.as_bytes()))
+    };
+    match pipes.as_ref().filter(is_ours) {
+        Some(pipes) if mps_answers_at(pipes) => bail!(
+            "this command runs under `warpipe run --mps`, and so does the program: run it without a daemon of its own"
+        ),
+        _ => Ok(()),
+    }
+}
+
 /// A new folder for the daemon's pipes and logs, for this user alone.
 fn folder() -> anyhow::Result<tempfile::TempDir> {
     let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
     let runtime = runtime.filter(|path| path.is_absolute() && path.is_dir());
     let parent = runtime.unwrap_or_else(std::env::temp_dir);
     let folder = tempfile::Builder::new()
-        .prefix("warpipe-mps-")
+        .prefix(FOLDER_PREFIX)
         .permissions(Permissions::from_mode(0o700))
         .tempdir_in(&parent)
         .with_context(|| format!("no folder can be made in {}", parent.display()))?;
@@ -98,10 +123,13 @@ fn folder() -> anyhow::Result<tempfile::TempDir> {
     Ok(folder)
 }
 
+/// The variable that names the folder of a daemon's pipes.
+const PIPES: &str = "CUDA_MPS_PIPE_DIRECTORY";
+
 /// The variables by which a client finds the daemon whose folder this is.
 fn variables(folder: &Path) -> [(&'static str, PathBuf); 2] {
     [
-        ("CUDA_MPS_PIPE_DIRECTORY", folder.join("pipe")),
+        (PIPES, folder.join("pipe")),
         ("CUDA_MPS_LOG_DIRECTORY", folder.join("log")),
     ]
 }
@@ -181,10 +209,22 @@ fn run_program(args: &RunArgs, folder: &Path, signals: &Signals) -> anyhow::Resu
         ])
         .args(&args.program)
         .envs(variables(folder));
+    if std::env::var_os(VISIBLE_DEVICES).is_some_and(|devices| lists_numbers(&devices)) {
+        // The daemon has the variable, and its clients number the GPUs that it names from 0 on.
+        command.env_remove(VISIBLE_DEVICES);
+    }
     let mut child = command.spawn().context("the program cannot be started")?;
     signals
         .pass_on_until_end(&mut child)
         .context("the wait for the program")
+}
+
+/// Whether the variable names GPUs by their numbers. Their UUIDs mean the same to any process.
+fn lists_numbers(devices: &OsStr) -> bool {
+    let first = devices
+        .to_str()
+        .and_then(|devices| devices.split(',').next());
+    first.is_some_and(|first| first.trim().parse::<u32>().is_ok())
 }
 
 fn code(status: ExitStatus) -> u8 {
