@@ -13,16 +13,21 @@ use std::path::Path;
 use std::time::{Duration, SystemTime};
 
 use anyhow::Context as _;
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{Access, AtFlags, CWD, Mode, OFlags};
+use rustix::io::Errno;
 use serde::Serialize;
 use warpipe::{Domain, EndpointName};
 
 use crate::args::GcArgs;
 use crate::exit::Exit;
-use crate::output::{Output, Style, printable, styled};
+use crate::observe::existing_domain;
+use crate::output::{Output, Style, counted, printable, styled};
 
 /// The widest column of names: a longer one moves its own line alone.
 const LABEL_WIDTH_MAX: usize = 40;
+
+/// The reason of a name that `--yes` could not remove.
+const READ_ONLY: &str = "its directory may not be written: its mode, or a read-only file system";
 
 /// The start of a lock file, before its author.
 const LOCK_MARK: &[u8] = b"warpipe ";
@@ -62,18 +67,26 @@ struct Total {
 /// Shows what dead processes left, and removes it with `--yes`.
 pub fn run(args: &GcArgs) -> anyhow::Result<Exit> {
     let output = Output::new(args.json);
-    let domain = Domain::from_environment()?;
-    let mut leftovers = look(&domain)?;
+    let path = Domain::environment_path();
+    let domain = existing_domain(&path)?;
+    let mut leftovers = domain.as_ref().map_or(Ok(Vec::new()), look)?;
     if let Some(least) = args.older_than {
         leftovers.retain(|leftover| Duration::from_secs(leftover.age_seconds) >= least);
     }
-    if args.yes {
+    let mut exit = Exit::Done;
+    if let Some(domain) = domain.filter(|_| args.yes) {
         for leftover in &mut leftovers {
             remove(&domain, leftover);
         }
+        if leftovers
+            .iter()
+            .any(|leftover| leftover.reason == READ_ONLY)
+        {
+            exit = Exit::System;
+        }
     }
-    report(output, &domain, &leftovers, args.yes)?;
-    Ok(Exit::Done)
+    report(output, &path, &leftovers, args.yes)?;
+    Ok(exit)
 }
 
 /// Names without an owner, sorted, and behind them files that are no name's.
@@ -214,15 +227,27 @@ fn remove(domain: &Domain, leftover: &mut Leftover) {
     };
     if domain.clean_name(&name) {
         leftover.state = State::Removed;
-    } else {
-        leftover.state = State::Kept;
-        leftover.reason = "in use again, removed already, or with a file of another program's";
+        return;
     }
+    leftover.state = State::Kept;
+    leftover.reason = if may_be_written(domain.path()) {
+        "in use again, removed already, or with a file of another program's"
+    } else {
+        READ_ONLY
+    };
+}
+
+/// Whether this process may remove files of a directory. One that has vanished has none.
+fn may_be_written(path: &Path) -> bool {
+    let wanted = Access::WRITE_OK | Access::EXEC_OK;
+    let refused = [Errno::ACCESS, Errno::PERM, Errno::ROFS];
+    let asked = rustix::fs::accessat(CWD, path, wanted, AtFlags::EACCESS);
+    !asked.is_err_and(|error| refused.contains(&error))
 }
 
 fn report(
     output: Output,
-    domain: &Domain,
+    path: &Path,
     leftovers: &[Leftover],
     is_removing: bool,
 ) -> anyhow::Result<()> {
@@ -237,7 +262,7 @@ fn report(
         dead: count(State::Dead),
         kept: count(State::Kept),
     };
-    let path = domain.path().display().to_string();
+    let path = path.display().to_string();
     output.human(|| styled(Style::Bold, &printable(&path)))?;
     let label = |leftover: &Leftover| match &leftover.name {
         Some(name) => printable(name),
@@ -260,10 +285,8 @@ fn report(
     let summary = || match (leftovers.is_empty(), is_removing) {
         (true, _) => "nothing is left by dead processes".to_string(),
         (false, false) if total.dead > 0 => {
-            format!(
-                "{} names of dead processes; `warpipe gc --yes` removes them",
-                total.dead
-            )
+            let names = counted(total.dead, "name", "names");
+            format!("{names} of dead processes; `warpipe gc --yes` removes what is shown as dead")
         }
         (false, false) => "no name of a dead process can be removed".to_string(),
         (false, true) => format!("{} removed, {} kept", total.removed, total.kept),

@@ -11,8 +11,8 @@ use warpipe::{Domain, Endpoint};
 
 use crate::args::LsArgs;
 use crate::exit::Exit;
-use crate::observe::{Source, text};
-use crate::output::{Output, Style, printable, styled};
+use crate::observe::{Source, existing_domain, missing, text};
+use crate::output::{Output, Style, counted, printable, styled};
 
 #[derive(Serialize)]
 struct Row<'a> {
@@ -30,12 +30,16 @@ pub fn run(args: &LsArgs) -> anyhow::Result<Exit> {
     if args.all_users {
         return list_all(output);
     }
-    let domain = Domain::from_environment()?;
+    let path = Domain::environment_path();
     if args.verbose {
-        let snapshot = Source::new(domain).look()?;
+        let snapshot = Source::new(path)?.look()?;
         output.say(|| text::all(&snapshot, &[]).join("\n"), &snapshot)?;
         return Ok(Exit::Done);
     }
+    let Some(domain) = existing_domain(&path)? else {
+        output.human(|| printable(&missing(&path)))?;
+        return Ok(Exit::Done);
+    };
     let endpoints = domain.endpoints()?;
     list(output, &domain, &endpoints, None)?;
     #[cfg(feature = "bridge")]
@@ -97,11 +101,9 @@ fn list(
 ) -> anyhow::Result<()> {
     output.human(|| {
         let user = uid.map_or_else(String::new, |uid| format!(" (user {uid})"));
-        let path = domain.path().display();
-        styled(
-            Style::Bold,
-            &format!("{path}{user}: {} names", endpoints.len()),
-        )
+        let path = printable(&domain.path().display().to_string());
+        let names = counted(endpoints.len(), "name", "names");
+        styled(Style::Bold, &format!("{path}{user}: {names}"))
     })?;
     let width = endpoints
         .iter()

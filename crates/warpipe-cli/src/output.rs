@@ -73,9 +73,7 @@ pub enum Style {
 
 /// `text` in a style, or as it is.
 pub fn styled(style: Style, text: &str) -> String {
-    if !io::stdout().is_terminal()
-        || std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty())
-    {
+    if !io::stdout().is_terminal() || !is_colour_wanted() {
         return text.to_owned();
     }
     let code = match style {
@@ -86,6 +84,11 @@ pub fn styled(style: Style, text: &str) -> String {
         Style::Yellow => "33",
     };
     format!("\x1b[{code}m{text}\x1b[0m")
+}
+
+/// Whether `NO_COLOR` is not set, or empty (<https://no-color.org>).
+pub fn is_colour_wanted() -> bool {
+    std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
 }
 
 /// A text from a peer or a file, fit for a terminal: control characters are escaped.
@@ -101,6 +104,12 @@ pub fn printable(text: &str) -> String {
             }
         })
         .collect()
+}
+
+/// A count of something, for people.
+pub fn counted(number: usize, one: &str, many: &str) -> String {
+    let noun = if number == 1 { one } else { many };
+    format!("{} {noun}", count(number as u64))
 }
 
 /// `1234567` as `1,234,567`.

@@ -334,6 +334,65 @@ fn a_directory_that_vanishes_meanwhile_is_no_fault_of_the_command() {
 }
 
 #[test]
+fn names_that_cannot_be_removed_are_an_error_that_says_why() {
+    // Also root may remove nothing there.
+    let read_only = |world: &World, line: &str| {
+        let mut command = Command::new("unshare");
+        command.args(["--user", "--map-root-user", "--mount", "sh", "-c"]);
+        let mounts = "mount --bind \"$1\" \"$1\" && mount -o remount,ro,bind \"$1\" && ";
+        command
+            .arg(format!("{mounts}{line}"))
+            .arg(env!("CARGO_BIN_EXE_warpipe"))
+            .arg(world.path("domain"))
+            .env("WARPIPE_DOMAIN", world.path("domain"));
+        command
+    };
+    let world = World::new();
+    drop(owner(&world));
+    let before = files(&world);
+    let may_mount = read_only(&world, "true").stderr(Stdio::null()).status();
+    if !may_mount.is_ok_and(|status| status.success()) {
+        return println!("declared skip: this user may make no namespaces");
+    }
+    let ended = read_only(&world, "exec \"$0\" gc --yes").output().unwrap();
+    let said = String::from_utf8_lossy(&ended.stdout);
+    assert_eq!(ended.status.code(), Some(7), "{ended:?}");
+    let why = "its directory may not be written";
+    assert_eq!(said.matches(why).count(), NAMES.len(), "{said}");
+    assert!(said.contains("0 removed, 3 kept"), "{said}");
+    assert_eq!(files(&world), before);
+}
+
+#[test]
+fn a_look_at_a_domain_without_a_directory_makes_none() {
+    let world = World::new();
+    let folder = world.path("domain");
+    for (arguments, word) in [
+        (&["gc"][..], "nothing is left by dead processes"),
+        (&["gc", "--yes"], "nothing is left by dead processes"),
+        (&["ls"], "there is no directory"),
+        (&["ls", "-v"], "there is no directory"),
+        (
+            &["top", "--once", "--interval", "0.1"],
+            "there is no directory",
+        ),
+    ] {
+        let ended = world.run(arguments);
+        assert_eq!(ended.code, Some(0), "{arguments:?} {ended:?}");
+        assert!(ended.out.contains(word), "{arguments:?} {ended:?}");
+        assert!(!folder.exists(), "{arguments:?} made {folder:?}");
+    }
+    assert!(world.run(&["ls", "--json"]).out.is_empty());
+    // What is there and cannot be a domain is an error as before.
+    symlink(world.path("elsewhere"), &folder).unwrap();
+    for command in ["gc", "ls", "top"] {
+        let once: &[&str] = if command == "top" { &["--once"] } else { &[] };
+        let ended = world.run(&[&[command], once].concat());
+        assert_eq!(ended.code, Some(2), "{command} {ended:?}");
+    }
+}
+
+#[test]
 fn a_domain_that_cannot_be_read_is_an_error() {
     let world = World::new();
     world.write("domain", b"no folder");

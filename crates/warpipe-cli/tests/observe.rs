@@ -10,7 +10,7 @@ use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 use serde_json::Value;
 use support::pty::OnTerminal;
 use support::{Ended, Running, World};
-use warpipe::{Device, Domain, Publisher, Subscriber};
+use warpipe::{Device, Domain, Pool, Publisher, Subscriber};
 use warpipe_testkit::{ChildProcess, eventually};
 
 /// A look of `top --once --json`.
@@ -99,6 +99,24 @@ fn a_look_says_rate_lag_latency_and_which_process_shares_the_memory() {
 }
 
 #[test]
+fn a_pool_is_shown_with_the_memory_that_it_shares_and_without_rates() {
+    const BLOCK: u64 = 1 << 20;
+    let world = World::new();
+    let domain = Domain::at(world.path("domain")).unwrap();
+    let pool = Pool::builder("scratch")
+        .domain(&domain)
+        .device(&Device::host());
+    let pool = pool.build().unwrap();
+    let block = pool.allocate(BLOCK).unwrap();
+    let seen = endpoint_when(&world, "scratch", |it| it["kind"] == "pool");
+    assert!(seen["memory"].as_u64() >= Some(BLOCK), "{seen:#}");
+    let text = world.run(&["top", "--once", "--interval", "0.1"]).out;
+    let line = text.lines().find(|line| line.contains("scratch")).unwrap();
+    assert!(line.contains("memory ") && !line.contains("/s"), "{line}");
+    drop(block);
+}
+
+#[test]
 fn a_stopped_publisher_and_a_stopped_subscriber_are_seen_with_their_counts() {
     let world = World::new();
     let (publisher, subscriber) = pair(&world, "camera/stopped");
@@ -158,14 +176,16 @@ fn a_screen_follows_keys_and_sizes_and_a_domain_that_vanishes() {
         top.until(is_drawn);
     }
     std::fs::remove_dir_all(world.path("domain")).unwrap();
-    top.until(|lines| lines[1].contains("is gone") && !lines[3].contains("camera/screen"));
+    top.until(|lines| {
+        lines[1].contains("there is no directory") && !lines[3].contains("camera/screen")
+    });
     // Another domain at the same place.
     let domain = Domain::at(world.path("domain")).unwrap();
     let publisher = Publisher::builder("camera/again")
         .domain(&domain)
         .device(&Device::host());
     let _publisher = publisher.build().unwrap();
-    top.until(|lines| lines[3].starts_with("camera/again") && !lines[1].contains("is gone"));
+    top.until(|lines| lines[3].starts_with("camera/again") && !lines[1].contains("there is no"));
     top.press("q");
     let (status, is_restored, lines) = top.end();
     assert!(status.success() && is_restored, "{status} {lines:#?}");
@@ -339,7 +359,6 @@ fn metrics_are_served_beside_many_silent_clients() {
 #[test]
 fn a_metrics_server_without_free_descriptors_answers_when_it_has_some() {
     let world = World::new();
-    Domain::at(world.path("domain")).unwrap();
     let mut command = Command::new("sh");
     let line = "ulimit -n 32 && exec \"$0\" metrics --listen 127.0.0.1:0";
     command.args(["-c", line, env!("CARGO_BIN_EXE_warpipe")]);
@@ -357,6 +376,7 @@ fn a_metrics_server_without_free_descriptors_answers_when_it_has_some() {
             .is_ok_and(|answer| answer.starts_with("HTTP/1.1 200 OK\r\n"))
     });
     assert!(answered);
+    assert!(!world.path("domain").exists(), "a look makes no directory");
     server.signal(Signal::TERM);
     assert_eq!(server.end().code, Some(130));
 }

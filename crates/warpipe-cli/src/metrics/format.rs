@@ -11,8 +11,8 @@ struct Metric(&'static str, &'static str, &'static str);
 /// The value of a metric for an endpoint.
 type Value = fn(&EndpointRow) -> u64;
 
-/// All metrics of an endpoint that is observed, with their values.
-const ENDPOINT: [(Metric, Value); 7] = [
+/// The metrics of an observed endpoint that sends samples, with their values.
+const SAMPLES: [(Metric, Value); 4] = [
     (
         Metric(
             "warpipe_endpoint_items_total",
@@ -45,6 +45,10 @@ const ENDPOINT: [(Metric, Value); 7] = [
         ),
         |it| it.in_flight,
     ),
+];
+
+/// Those of any observed endpoint.
+const ENDPOINT: [(Metric, Value); 3] = [
     (
         Metric(
             "warpipe_endpoint_peers",
@@ -57,7 +61,7 @@ const ENDPOINT: [(Metric, Value); 7] = [
         Metric(
             "warpipe_endpoint_memory_bytes",
             "gauge",
-            "Memory that the endpoint has allocated.",
+            "Memory that the endpoint has allocated, or shares.",
         ),
         |it| it.memory,
     ),
@@ -96,6 +100,12 @@ fn endpoints(page: &mut Page, snapshot: &Snapshot) {
         ];
         page.value("warpipe_endpoint_up", &labels, u64::from(is_up));
     }
+    for (metric, value) in &SAMPLES {
+        page.head(metric);
+        for endpoint in snapshot.endpoints.iter().filter(|it| it.has_samples()) {
+            page.value(metric.0, &endpoint_labels(endpoint), value(endpoint));
+        }
+    }
     for (metric, value) in &ENDPOINT {
         page.head(metric);
         for endpoint in snapshot.endpoints.iter().filter(|it| it.kind.is_some()) {
@@ -107,7 +117,7 @@ fn endpoints(page: &mut Page, snapshot: &Snapshot) {
         "summary",
         "Time between sending and receiving, of samples that say when they were sent.",
     ));
-    for endpoint in snapshot.endpoints.iter().filter(|it| it.kind.is_some()) {
+    for endpoint in snapshot.endpoints.iter().filter(|it| it.has_samples()) {
         let labels = endpoint_labels(endpoint);
         let seconds = endpoint.latency_ns as f64 / 1e9;
         page.value("warpipe_endpoint_latency_seconds_sum", &labels, seconds);
@@ -125,7 +135,7 @@ fn copies(page: &mut Page, snapshot: &Snapshot) {
         "counter",
         "Tensors that were to be sent where they lie and were copied.",
     ));
-    for endpoint in snapshot.endpoints.iter().filter(|it| it.kind.is_some()) {
+    for endpoint in snapshot.endpoints.iter().filter(|it| it.has_samples()) {
         let count = endpoint.copied.as_ref().map_or(0, |it| it.count);
         page.value(
             "warpipe_endpoint_copied_total",
@@ -302,6 +312,27 @@ mod tests {
         assert!(
             page.contains("warpipe_memory_bytes{state=\"borrowed\"} 4096\n"),
             "{page}"
+        );
+    }
+
+    #[test]
+    fn an_endpoint_that_counts_no_samples_has_no_count_of_them() {
+        let mut snapshot = sample();
+        let lidar = &mut snapshot.endpoints[1];
+        (lidar.depth, lidar.kind) = (0, Some("pool".into()));
+        let page = page(&snapshot);
+        let of_lidar: Vec<_> = page
+            .lines()
+            .filter(|line| line.contains("name=\"lidar\",kind"))
+            .filter_map(|line| line.split('{').next())
+            .collect();
+        assert_eq!(
+            of_lidar,
+            [
+                "warpipe_endpoint_peers",
+                "warpipe_endpoint_memory_bytes",
+                "warpipe_endpoint_memory_limit_bytes"
+            ]
         );
     }
 

@@ -25,12 +25,9 @@ pub fn run(args: &MetricsArgs) -> anyhow::Result<Exit> {
         ))
         .into());
     }
-    // Made if it does not exist: a server may be started before the first endpoint.
-    let domain = match &args.domain.path {
-        Some(path) => Domain::at(path)?,
-        None => Domain::from_environment()?,
-    };
-    let mut source = Source::new(domain);
+    // It need not exist: a server may be started before the first endpoint.
+    let path = args.domain.path.clone();
+    let mut source = Source::new(path.unwrap_or_else(Domain::environment_path))?;
     source.look()?;
     let listener = TcpListener::bind(args.listen).map_err(|error| {
         anyhow!(

@@ -1,12 +1,12 @@
 //! One look at a domain: its endpoints, its processes and their memory.
 
 use std::collections::BTreeMap;
+use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use anyhow::bail;
 use serde::Serialize;
-use warpipe::statistics::{Endpoint, Observation, Observer, Process, Role};
+use warpipe::statistics::{Endpoint, Observation, Observer, Process, Region, Role};
 use warpipe::{Domain, clock};
 
 use super::memory::{self, MemoryRow};
@@ -14,8 +14,10 @@ use super::process::{self, ProcessRow, ProcessState, SlowPathRow};
 
 /// What is looked at, and what the last look has found out.
 pub struct Source {
-    domain: Domain,
-    /// The device and the inode of the domain's directory.
+    /// The domain's directory. It may be missing: a look makes none.
+    path: PathBuf,
+    domain: Option<Domain>,
+    /// The device and the inode of the directory that `domain` has open.
     identity: [u64; 2],
     observer: Observer,
 }
@@ -79,10 +81,13 @@ pub struct EndpointRow {
     pub latency_ns: u64,
     pub in_flight: u64,
     pub dropped: u64,
+    /// Allocated for its samples, or shared by an endpoint without samples.
     pub memory: u64,
     pub memory_max: u64,
     /// Subscribers, or clients.
     pub peers: u64,
+    /// The samples that each subscriber may have in flight; 0 for an endpoint without samples,
+    /// which counts neither items nor drops.
     pub depth: u64,
     /// The tensors that were to be sent where they lie and had to be copied, and the last reason.
     pub copied: Option<SlowPathRow>,
@@ -106,33 +111,43 @@ pub struct SubscriberRow {
     pub silent_seconds: f64,
 }
 
+/// The domain in a directory of this user's; none if nothing is there. A command that only looks
+/// makes none.
+pub fn existing_domain(path: &Path) -> warpipe::Result<Option<Domain>> {
+    let found = path.symlink_metadata();
+    if found.is_err_and(|error| error.kind() == ErrorKind::NotFound) {
+        return Ok(None);
+    }
+    Domain::of_user(path, rustix::process::geteuid().as_raw()).map(Some)
+}
+
 impl Source {
-    pub fn new(domain: Domain) -> Source {
-        Source {
-            identity: identity(domain.path()).unwrap_or_default(),
-            domain,
+    /// # Errors
+    /// What is there cannot be a domain.
+    pub fn new(path: PathBuf) -> warpipe::Result<Source> {
+        Ok(Source {
+            identity: identity(&path).unwrap_or_default(),
+            domain: existing_domain(&path)?,
+            path,
             observer: Observer::new(),
-        }
+        })
     }
 
-    /// Takes a look.
+    /// Takes a look. A domain without a directory has no names; a note says so.
     ///
     /// # Errors
-    /// The domain's directory is gone, or cannot be read.
+    /// The domain's directory cannot be read.
     pub fn look(&mut self) -> anyhow::Result<Snapshot> {
-        let path = self.domain.path();
-        match identity(path) {
-            Some(now) if now == self.identity => {}
+        let was_there = self.domain.is_some();
+        match identity(&self.path) {
+            Some(now) if was_there && now == self.identity => {}
             // Another directory under the same path, which the domain's processes use from now on.
-            Some(now) => (self.domain, self.identity) = (Domain::at(path)?, now),
-            None => bail!(
-                "the domain's directory {} is gone; the next endpoint there makes it again",
-                path.display()
-            ),
+            Some(now) => (self.domain, self.identity) = (existing_domain(&self.path)?, now),
+            None => (self.domain, self.identity) = (None, [0; 2]),
         }
-        let names: BTreeMap<String, Option<i32>> = self
-            .domain
-            .endpoints()?
+        let found = self.domain.as_ref().map(Domain::endpoints).transpose()?;
+        let names: BTreeMap<String, Option<i32>> = found
+            .unwrap_or_default()
             .into_iter()
             .map(|endpoint| {
                 let holder = endpoint.holder.map(|holder| holder.pid.unwrap_or(0));
@@ -140,9 +155,21 @@ impl Source {
             })
             .collect();
         let observation = self.observer.observe();
-        let domain = self.domain.path().display().to_string();
-        Ok(Snapshot::of(domain, self.identity, &names, &observation))
+        let domain = self.path.display().to_string();
+        let mut snapshot = Snapshot::of(domain, self.identity, &names, &observation);
+        if self.domain.is_none() {
+            snapshot.notes.insert(0, missing(&self.path));
+        }
+        Ok(snapshot)
     }
+}
+
+/// The note of a domain without a directory.
+pub fn missing(path: &Path) -> String {
+    format!(
+        "there is no directory {}; the next endpoint there makes it",
+        path.display()
+    )
 }
 
 /// The device and the inode of a directory, if it is there.
@@ -228,6 +255,11 @@ fn endpoints_of(
 }
 
 impl EndpointRow {
+    /// Whether it sends samples, and its counts are known.
+    pub fn has_samples(&self) -> bool {
+        self.kind.is_some() && self.depth > 0
+    }
+
     fn unobserved(name: &str, holder: Option<i32>) -> EndpointRow {
         EndpointRow {
             name: name.to_owned(),
@@ -253,6 +285,13 @@ impl EndpointRow {
             generation: [0; 2],
         }
     }
+}
+
+/// The memory that an endpoint without samples shares: a pool's, or a version of weights.
+fn shared_memory(process: &Process, generation: [u64; 2]) -> u64 {
+    let is_of_it = |it: &&Region| it.generation == generation && it.role != Role::Peer;
+    let regions = process.regions.iter().filter(is_of_it);
+    regions.map(|it| it.bytes).fold(0, u64::saturating_add)
 }
 
 fn observed(
@@ -307,7 +346,11 @@ fn observed(
         latency_ns,
         in_flight: endpoint.in_flight,
         dropped: endpoint.dropped,
-        memory: endpoint.memory,
+        memory: if endpoint.depth > 0 {
+            endpoint.memory
+        } else {
+            shared_memory(process, endpoint.generation)
+        },
         memory_max: endpoint.memory_max,
         peers: endpoint.peers,
         depth: endpoint.depth,

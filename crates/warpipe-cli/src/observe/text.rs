@@ -27,8 +27,11 @@ pub fn endpoint(endpoint: &EndpointRow, rate: Option<Rate>, width: usize) -> Vec
         .map_or(String::new(), |pid| format!("  process {pid}"));
     match (&endpoint.kind, state) {
         (Some(kind), _) => {
-            let memory = output::bytes(endpoint.memory);
-            text += &format!("  {kind}{holder}  memory {memory}");
+            text += &format!("  {kind}{holder}");
+            // Not every endpoint without samples says which memory it shares.
+            if endpoint.has_samples() || endpoint.memory > 0 {
+                text += &format!("  memory {}", output::bytes(endpoint.memory));
+            }
         }
         (None, EndpointState::Stale) => text += "  left by a dead process",
         (None, _) => {
@@ -38,11 +41,11 @@ pub fn endpoint(endpoint: &EndpointRow, rate: Option<Rate>, width: usize) -> Vec
             );
         }
     }
-    if endpoint.kind.is_some() && endpoint.depth > 0 {
+    if endpoint.has_samples() {
         let (in_flight, dropped) = (endpoint.in_flight, output::count(endpoint.dropped));
         text += &format!("  in flight {in_flight}  dropped {dropped}");
     }
-    if let Some(rate) = rate {
+    if let Some(rate) = rate.filter(|_| endpoint.has_samples()) {
         let bytes = output::bytes(rate.bytes_per_second as u64);
         text += &format!("  {:.1}/s  {bytes}/s", rate.items_per_second);
         if let Some(ns) = rate.latency_ns {
@@ -118,10 +121,8 @@ pub fn memory(memory: &MemoryRow) -> String {
 pub fn all(snapshot: &Snapshot, rates: &[Option<Rate>]) -> Vec<String> {
     let domain = printable(&snapshot.domain);
     let title = |text: String| styled(Style::Bold, &text);
-    let mut lines = vec![title(format!(
-        "{domain}: {} names",
-        snapshot.endpoints.len()
-    ))];
+    let names = output::counted(snapshot.endpoints.len(), "name", "names");
+    let mut lines = vec![title(format!("{domain}: {names}"))];
     let widths = snapshot
         .endpoints
         .iter()
@@ -153,7 +154,8 @@ pub fn all(snapshot: &Snapshot, rates: &[Option<Rate>]) -> Vec<String> {
         }
         lines.extend(process.slow_paths.iter().map(slow_path));
     }
-    lines.push(title(format!("memory: {} regions", snapshot.memory.len())));
+    let regions = output::counted(snapshot.memory.len(), "region", "regions");
+    lines.push(title(format!("memory: {regions}")));
     lines.extend(snapshot.memory.iter().map(memory));
     lines.extend(snapshot.notes.iter().map(|note| printable(note)));
     lines

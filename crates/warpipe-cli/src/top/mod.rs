@@ -32,12 +32,15 @@ use crate::top::view::{View, Wish};
 /// Shows the domain until the user quits; with `--once` for one interval.
 pub fn run(args: &TopArgs) -> anyhow::Result<Exit> {
     let interrupt = Interrupt::install_for_terminal()?;
-    let domain = match &args.domain.path {
-        // A path that does not exist is a mistake, and not made: nothing changes here.
-        Some(path) => Domain::of_user(path, rustix::process::geteuid().as_raw())?,
-        None => Domain::from_environment()?,
+    let path = match &args.domain.path {
+        // A path that does not exist is a mistake. The one of the environment may not exist yet.
+        Some(path) => {
+            Domain::of_user(path, rustix::process::geteuid().as_raw())?;
+            path.clone()
+        }
+        None => Domain::environment_path(),
     };
-    let mut source = Source::new(domain);
+    let mut source = Source::new(path)?;
     if args.once {
         return once(args, &mut source, &interrupt);
     }
@@ -87,7 +90,7 @@ fn show(
     wakers: &Wakers,
     screen: &Screen,
 ) -> anyhow::Result<()> {
-    let mut terminal = Terminal::new(terminal::Output::default())?;
+    let mut terminal = Terminal::new(terminal::Output::new())?;
     let (mut view, mut meter) = (View::default(), Meter::default());
     let (mut bytes, mut due) = (Vec::new(), Instant::now());
     while !interrupt.came() {

@@ -187,16 +187,13 @@ fn pid(pid: Option<i32>) -> Cell {
 }
 
 fn endpoint_row(endpoint: &EndpointRow, rate: Option<Rate>) -> Row {
-    let known = |cell: Cell| {
-        if endpoint.kind.is_some() {
-            cell
-        } else {
-            unknown()
-        }
-    };
+    let if_so = |is_so: bool, cell: Cell| if is_so { cell } else { unknown() };
+    let known = |cell| if_so(endpoint.kind.is_some(), cell);
+    // An endpoint without samples, as a pool, does not count any: a 0 would say that it is idle.
+    let of_samples = |cell| if_so(endpoint.has_samples(), cell);
+    let rate = rate.filter(|_| endpoint.has_samples());
     let per_second = |of: fn(&Rate) -> f64, text: fn(f64) -> String| {
-        rate.filter(|_| endpoint.kind.is_some())
-            .map_or_else(unknown, |rate| Cell::number(text(of(&rate)), of(&rate)))
+        rate.map_or_else(unknown, |rate| Cell::number(text(of(&rate)), of(&rate)))
     };
     let latency = rate.and_then(|rate| rate.latency_ns);
     let drops = count(endpoint.dropped);
@@ -220,14 +217,18 @@ fn endpoint_row(endpoint: &EndpointRow, rate: Option<Rate>) -> Row {
             latency.map_or_else(unknown, |ns| {
                 Cell::number(output::duration(Duration::from_nanos(ns)), ns as f64)
             }),
-            known(count(endpoint.in_flight)),
-            known(if endpoint.dropped > 0 {
+            of_samples(count(endpoint.in_flight)),
+            of_samples(if endpoint.dropped > 0 {
                 drops.tone(Tone::Warning)
             } else {
                 drops
             }),
             known(count(endpoint.peers)),
-            known(bytes(endpoint.memory)),
+            // Not every endpoint without samples says which memory it shares.
+            known(if_so(
+                endpoint.has_samples() || endpoint.memory > 0,
+                bytes(endpoint.memory),
+            )),
         ],
         details: endpoint.subscribers.iter().map(subscriber).collect(),
     }

@@ -9,6 +9,8 @@ use ratatui_core::layout::{Position, Size};
 use ratatui_core::style::{Color, Modifier};
 use rustix::termios::{self, OptionalActions, Termios};
 
+use crate::output::is_colour_wanted;
+
 /// The other screen, and no cursor.
 const ENTER: &[u8] = b"\x1b[?1049h\x1b[?25l\x1b[2J";
 
@@ -82,9 +84,18 @@ fn lock() -> std::sync::MutexGuard<'static, Option<Termios>> {
 }
 
 /// Standard output, as frames are drawn on it. A frame goes out in one write.
-#[derive(Default)]
 pub struct Output {
     frame: Vec<u8>,
+    has_colours: bool,
+}
+
+impl Output {
+    pub fn new() -> Output {
+        Output {
+            frame: Vec::new(),
+            has_colours: is_colour_wanted(),
+        }
+    }
 }
 
 impl Backend for Output {
@@ -100,7 +111,12 @@ impl Backend for Output {
             if next != Some((x, y)) {
                 write!(self.frame, "\x1b[{};{}H", y + 1, x + 1)?;
             }
-            let wanted = (cell.fg, cell.modifier);
+            let colour = if self.has_colours {
+                cell.fg
+            } else {
+                Color::Reset
+            };
+            let wanted = (colour, cell.modifier);
             if style != Some(wanted) {
                 write_style(&mut self.frame, wanted.0, wanted.1)?;
                 style = Some(wanted);
@@ -182,4 +198,24 @@ fn write_style(frame: &mut Vec<u8>, color: Color, modifier: Modifier) -> io::Res
     }
     frame.push(b'm');
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_terminal_without_colours_gets_the_other_styles() {
+        let mut cell = Cell::new("x");
+        (cell.fg, cell.modifier) = (Color::Red, Modifier::BOLD);
+        for (has_colours, wanted) in [(true, "\x1b[0;1;31mx"), (false, "\x1b[0;1mx")] {
+            let mut output = Output {
+                frame: Vec::new(),
+                has_colours,
+            };
+            output.draw([(0, 0, &cell)].into_iter()).unwrap();
+            let drawn = String::from_utf8(output.frame).unwrap();
+            assert!(drawn.contains(wanted), "{drawn:?}");
+        }
+    }
 }

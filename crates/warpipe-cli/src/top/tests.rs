@@ -198,6 +198,23 @@ fn keys_choose_the_table_the_order_and_the_rows() {
 }
 
 #[test]
+fn what_is_not_known_is_last_in_either_order() {
+    let mut snapshot = sample();
+    // A pool counts no samples.
+    snapshot.endpoints[0].depth = 0;
+    let mut view = view_of(snapshot);
+    // By the rate.
+    type_text(&mut view, "ssss");
+    assert_eq!(names(&mut view), ["lidar", "camera/front", "old"]);
+    type_text(&mut view, "r");
+    assert_eq!(names(&mut view), ["lidar", "camera/front", "old"]);
+    let shown = lines(&frame(&mut view, 160, 20));
+    let camera = shown.iter().find(|line| line.contains("camera/front"));
+    let cells: Vec<&str> = camera.unwrap().split_whitespace().collect();
+    assert_eq!(cells[4..], ["-", "-", "-", "-", "-", "1", "8.0", "MiB"]);
+}
+
+#[test]
 fn a_thousand_endpoints_scroll_from_the_first_to_the_last() {
     let mut snapshot = sample();
     snapshot.endpoints = (0..1000)

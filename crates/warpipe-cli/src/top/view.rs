@@ -178,14 +178,13 @@ impl View {
             .retain(|row| wanted.is_empty() || row.has(&wanted));
         let order = self.orders[self.tab as usize];
         table.rows.sort_by(|a, b| {
-            let ordering = compare(&a.cells[order.column], &b.cells[order.column]);
-            let ordering = if order.is_reversed {
-                ordering.reverse()
-            } else {
-                ordering
-            };
+            let ordering = compare(
+                &a.cells[order.column],
+                &b.cells[order.column],
+                order.is_reversed,
+            );
             // The first column decides among equals, in the same direction each time.
-            ordering.then_with(|| compare(&a.cells[0], &b.cells[0]))
+            ordering.then_with(|| compare(&a.cells[0], &b.cells[0], false))
         });
         table.sorted_by = order.column;
         table.is_reversed = order.is_reversed;
@@ -218,12 +217,13 @@ impl View {
     }
 }
 
-/// Numbers from the largest on, texts in alphabetical order, what is unknown last.
-fn compare(a: &Cell, b: &Cell) -> Ordering {
-    match (a.sort, b.sort) {
+/// Numbers from the largest on, texts in alphabetical order, or the reverse; unknown numbers last.
+fn compare(a: &Cell, b: &Cell, is_reversed: bool) -> Ordering {
+    let known = match (a.sort, b.sort) {
         (Some(a), Some(b)) => b.total_cmp(&a),
-        (Some(_), None) => Ordering::Less,
-        (None, Some(_)) => Ordering::Greater,
+        (Some(_), None) => return Ordering::Less,
+        (None, Some(_)) => return Ordering::Greater,
         (None, None) => a.text.cmp(&b.text),
-    }
+    };
+    if is_reversed { known.reverse() } else { known }
 }

@@ -11,6 +11,7 @@ use warpipe::Domain;
 
 use crate::args::{DomainArg, WeightsArgs, WeightsCommand};
 use crate::exit::Exit;
+use crate::output::counted;
 
 pub use self::child::{ChildArgs, run as run_child};
 
@@ -28,10 +29,4 @@ fn domain(chosen: &DomainArg) -> warpipe::Result<Domain> {
         Some(path) => Domain::at(path),
         None => Domain::from_environment(),
     }
-}
-
-/// A count of something, for people.
-fn counted(number: usize, one: &str, many: &str) -> String {
-    let noun = if number == 1 { one } else { many };
-    format!("{} {noun}", crate::output::count(number as u64))
 }

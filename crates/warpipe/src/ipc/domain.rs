@@ -69,8 +69,14 @@ impl Domain {
     /// # Errors
     /// [`Error::Domain`] when the directory cannot be made or trusted.
     pub fn from_environment() -> Result<Domain> {
+        Domain::at(Domain::environment_path())
+    }
+
+    /// The directory of [`from_environment`](Self::from_environment), which may not exist. For a
+    /// program that looks at a domain and makes none: [`of_user`](Self::of_user) opens it.
+    pub fn environment_path() -> PathBuf {
         if let Some(path) = std::env::var_os("WARPIPE_DOMAIN") {
-            return Domain::at(path);
+            return path.into();
         }
         let uid = rustix::process::geteuid().as_raw();
         let runtime = std::env::var_os("XDG_RUNTIME_DIR")
@@ -78,9 +84,9 @@ impl Domain {
             .filter(|path| path.is_absolute());
         let runtime = runtime.unwrap_or_else(|| PathBuf::from(format!("/run/user/{uid}")));
         if runtime.is_dir() {
-            Domain::at(runtime.join("warpipe"))
+            runtime.join("warpipe")
         } else {
-            Domain::at(format!("/tmp/warpipe-{uid}"))
+            PathBuf::from(format!("/tmp/warpipe-{uid}"))
         }
     }
 
