@@ -59,6 +59,7 @@ hold! {
     an_item_is_read_whole_and_written_over_behind_its_release: kernel_ring::WHOLE;
     a_slot_is_written_again_when_every_consumer_has_released_it: kernel_ring::EVERY_CONSUMER;
     an_item_of_two_blocks_is_published_when_both_have_written: kernel_ring::SHARED;
+    the_next_item_of_two_blocks_is_published_when_both_have_written: kernel_ring::SHARED_AGAIN;
     an_item_published_before_the_end_counts: kernel_ring::ENDED;
 }
 
@@ -153,6 +154,7 @@ catch! {
     an_item_passed_on_without_a_fence: kernel_ring::WHOLE, "rings/host_ring.rs", "fence(AcqRel);", Fence, Omitted;
     a_release_awaited_in_no_order: kernel_ring::EVERY_CONSUMER, "rings/host_ring.rs", "while word.load(Acquire) < due", Load, Order(Relaxed);
     a_part_finished_in_no_order: kernel_ring::SHARED, "rings/host_ring.rs", "if arrivals.fetch_add(1, AcqRel) + 1 < blocks", Rmw, Order(Relaxed);
+    parts_that_are_counted_on: kernel_ring::SHARED_AGAIN, "rings/host_ring.rs", "arrivals.store(0, Relaxed)", Store, Omitted;
     an_end_told_in_no_order: kernel_ring::ENDED, "rings/host_ring.rs", "peer::GONE)).load(Acquire)", Load, Order(Relaxed);
     a_loss_seen_behind_its_word_in_no_order: rescue::LOST, "backend/word.rs", "self.value.load(Ordering::Acquire)", Load, Order(Relaxed);
 }

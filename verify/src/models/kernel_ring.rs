@@ -23,6 +23,11 @@ pub const SHARED: Model = Model {
     bound: 3,
     body: shared,
 };
+pub const SHARED_AGAIN: Model = Model {
+    name: "the next item that two blocks write in the same slot is published when both have",
+    bound: 2,
+    body: shared_again,
+};
 pub const ENDED: Model = Model {
     name: "what was published before the end counts",
     bound: 3,
@@ -198,6 +203,26 @@ fn shared() {
     reader.join().expect("the consumer");
     other.join().expect("the other block");
     assert_eq!(ring.producer().position(), 1);
+}
+
+/// Two items in one slot: what counts the blocks begins anew.
+fn shared_again() {
+    let ring = Ring::new(1);
+    let (reader, other) = (ring.clone(), ring.clone());
+    let reader = loom::thread::spawn(move || reader.consume(0, 2));
+    let part = |ring: &Ring, index: usize| {
+        for item in 0..2 {
+            if ring.producer().wait(item).is_err() {
+                return;
+            }
+            ring.slot.0[index].store(item + 10, Relaxed);
+            ring.producer().arrive(item, 2);
+        }
+    };
+    let other = loom::thread::spawn(move || part(&other, 1));
+    part(&ring, 0);
+    reader.join().expect("the consumer");
+    other.join().expect("the other block");
 }
 
 /// The producer publishes, and its end is told: a consumer that is told has seen the item first.

@@ -216,7 +216,13 @@ impl Opener<KernelRing> {
             (block::PEER + peer::MINE, memory.mine()),
             (block::PEER + peer::THEIRS, memory.theirs()),
         ];
-        let ring = KernelRing::new(&name, device, side, &grant, RingMemory::Consumer(memory))?;
+        let ring = KernelRing::new(
+            &name,
+            device,
+            side,
+            &grant,
+            RingMemory::Consumer(memory.into()),
+        )?;
         ring.write_block(&words)?;
         Ok(ring)
     }
@@ -327,7 +333,7 @@ struct Held {
 
 enum RingMemory {
     Producer(ProducerMemory),
-    Consumer(ConsumerMemory),
+    Consumer(Box<ConsumerMemory>),
 }
 
 impl RingMemory {
