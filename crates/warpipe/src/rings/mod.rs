@@ -201,9 +201,10 @@ impl Opener<KernelRing> {
     ///
     /// # Errors
     /// [`Error::NotFound`], [`Error::OtherKind`], [`Error::AccessDenied`], [`Error::Handshake`],
-    /// [`Error::Protocol`]; [`Error::Refused`] by a ring that has its consumers, or has started,
-    /// or has one of another process on this GPU without MPS; [`Error::Argument`] for the producer's
-    /// GPU without MPS, where the two would take turns in time slices; or an error of the device or the system.
+    /// [`Error::Protocol`]; [`Error::Refused`] by a ring that has its consumers, has started, or has
+    /// one of another process on this GPU without MPS; [`Error::Argument`] for the producer's GPU
+    /// without MPS, where the two would take turns in time slices; or an error of the device or the
+    /// system.
     pub fn open(self) -> Result<KernelRing> {
         let attachment = self.attach(Kind::KernelRing, &[])?;
         let (name, device) = (attachment.name.clone(), attachment.device.clone());

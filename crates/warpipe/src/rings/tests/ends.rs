@@ -1,18 +1,27 @@
 //! Ends of rings: a consumer whose lifeline the test holds, and drivers that hold threads up.
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::SeqCst;
+use std::thread;
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::pipe::{PipeFlags, pipe_with};
 use warpipe_testkit::eventually;
 
-use super::*;
+use super::{LIMIT, Place, side};
 use crate::backend::testing::{Counting, Holding, Hook, Wrapped};
+use crate::backend::{DeviceId, DeviceKind};
+use crate::device::Device;
+use crate::error::Error;
 use crate::fuzzing::packet;
 use crate::hostile::{alone, in_a_forked_child, send_raw};
 use crate::ipc::message::{self, Message, Received};
 use crate::ipc::peer::DeathEvidence;
-use crate::ipc::{ClientInfo, RequestHandler, encode};
+use crate::ipc::{ClientInfo, Kind, RequestHandler, encode};
+use crate::memory::region::Region;
+use crate::rings::{RingEnd, RingMemory, Seat, WordsOffer, allocate, gone_offset, layout};
 
 /// A consumer that is alive as long as its pipes are open, whatever becomes of this process.
 struct Puppet {
@@ -227,7 +236,6 @@ fn a_ring_that_is_dropped_right_before_the_end_of_its_process_has_closed() {
 
 #[test]
 fn consumers_of_two_processes_on_one_gpu_in_time_slices_are_refused_unless_that_is_allowed() {
-    use crate::backend::DeviceKind;
     let [gpu, other] = [1, 2].map(|uuid| DeviceId {
         kind: DeviceKind::Cuda,
         uuid: [uuid; 16],
