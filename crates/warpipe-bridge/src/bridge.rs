@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -172,7 +172,8 @@ impl Events for Shared {
     }
 }
 
-/// A bridge between the domain of its options and other machines, until it is dropped.
+/// A bridge between the domain of its options and other machines, until it is dropped. Dropping it
+/// takes a few seconds at most, also while a peer reads nothing.
 pub struct Bridge {
     shared: Arc<Shared>,
     notices: Mutex<Receiver<Notice>>,
@@ -244,11 +245,23 @@ impl Drop for Bridge {
         // The queue may be full for a moment; the control thread empties it.
         let _ = self.shared.events.send(Event::Stop);
         // A lane may be in the middle of a send to a peer that reads nothing: the end of the
-        // session ends it.
+        // session ends it. Zenoh takes up to 10 s for the end of such a link.
         let runs = self.runs.get_mut().unwrap_or_else(PoisonError::into_inner);
         let _ = runs.recv_timeout(2 * CLOSE_PATIENCE);
-        let _ = self.session.close().wait();
-        if let Some(control) = self.control.take() {
+        let (closing, closed) = sync_channel::<()>(0);
+        let session = self.session.clone();
+        let thread = std::thread::Builder::new().name("bridge-close".into());
+        let close = thread.spawn(move || {
+            let _ = session.close().wait();
+            drop(closing);
+        });
+        if close.is_err() {
+            let _ = self.session.close().wait();
+        }
+        let _ = closed.recv_timeout(CLOSE_PATIENCE);
+        // With several such peers its threads may outlive this; they end with their sends.
+        let is_over = runs.recv_timeout(CLOSE_PATIENCE) == Err(RecvTimeoutError::Disconnected);
+        if let Some(control) = self.control.take().filter(|_| is_over) {
             let _ = control.join();
         }
     }
