@@ -70,14 +70,35 @@ impl ForeignMemory {
     /// # Errors
     /// Those of the device and of [`AllocationServer::share`].
     pub fn share(self, server: &AllocationServer, stream: &Stream, seed: u64) -> Result<u64> {
-        let late = Duration::from_millis(20);
-        // SAFETY: the words lie in the memory, which its share keeps.
-        unsafe { fill_words(stream, self.ptr, self.words, seed, late)? };
-        let (ptr, bytes) = (self.ptr, 8 * self.words);
+        let (ptr, bytes) = self.fill(stream, seed)?;
         // SAFETY: the memory is freed by the owner's drop.
         let number = unsafe { server.share(stream, ptr, bytes, Box::new(self)) }?;
         stream.synchronize(PATIENCE)?;
         Ok(number)
+    }
+
+    /// As [`share`](Self::share), for reading alone.
+    ///
+    /// # Errors
+    /// Those of the device and of [`AllocationServer::share_read_only`].
+    pub fn share_read_only(
+        self,
+        server: &AllocationServer,
+        stream: &Stream,
+        seed: u64,
+    ) -> Result<u64> {
+        let (ptr, bytes) = self.fill(stream, seed)?;
+        // A refusal frees the memory.
+        stream.synchronize(PATIENCE)?;
+        // SAFETY: the memory is freed by the owner's drop.
+        Ok(unsafe { server.share_read_only(stream, ptr, bytes, Box::new(self)) }?)
+    }
+
+    fn fill(&self, stream: &Stream, seed: u64) -> Result<(DevicePtr, u64)> {
+        let late = Duration::from_millis(20);
+        // SAFETY: the words lie in the memory, which its share keeps.
+        unsafe { fill_words(stream, self.ptr, self.words, seed, late)? };
+        Ok((self.ptr, 8 * self.words))
     }
 }
 

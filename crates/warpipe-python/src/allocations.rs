@@ -16,6 +16,7 @@ use crate::interpreter_exit::LibraryHeld;
 use crate::memory_owner::{MemoryOwner, OwnedMemory};
 use crate::process::Home;
 use crate::stream::Consumer;
+use crate::torch_allocator;
 use crate::view::View;
 use crate::wait::{asking, in_slices_that_ask, seconds};
 
@@ -58,8 +59,9 @@ impl AllocationServer {
     }
 
     /// Shares ``nbytes`` bytes at ``address``, complete behind the work of ``stream`` so far, and
-    /// returns the number that one other process opens. ``owner`` keeps the memory allocated: it is
-    /// referenced until the share is over.
+    /// returns the number that one other process opens: for reading alone, if the memory is of
+    /// ``warpipe.torch.pool()``. ``owner`` keeps the memory allocated: it is referenced until the
+    /// share is over.
     ///
     /// Raises ``NotExportableError``, ``ArgumentError``, ``LegacyHandleError``, ``CapturingError``,
     /// ``ClosedError``, ``DriverError``.
@@ -86,6 +88,10 @@ impl AllocationServer {
                 Some(stream) => stream,
                 None => server.device().stream()?,
             };
+            if torch_allocator::has(address) {
+                // SAFETY: as below.
+                return Ok(unsafe { server.share_read_only(&stream, address, nbytes, owner) }?);
+            }
             // SAFETY: the caller of this private class passes the object that keeps the memory.
             Ok(unsafe { server.share(&stream, address, nbytes, owner) }?)
         };
@@ -100,7 +106,8 @@ impl AllocationServer {
         Ok(py.detach(withdraw)?)
     }
 
-    /// Whether a process has opened the share: False while it waits for one, None once it is over.
+    /// Whether a process has opened the share: False while it waits for one, or the process for its
+    /// contents, None once it is over.
     ///
     /// Raises ``ClosedError``.
     fn is_opened(&self, py: Python<'_>, number: u64) -> PyResult<Option<bool>> {

@@ -132,6 +132,7 @@ impl OwnedMemory {
         match self {
             OwnedMemory::Shared(inner) => inner.access() == Access::Read,
             OwnedMemory::Lent(block) => block.access() == Access::Read,
+            OwnedMemory::Foreign(inner) => inner.access() == Access::Read,
             OwnedMemory::Weights(_) => true,
             _ => false,
         }

@@ -5,7 +5,7 @@
 //! They take neither the interpreter nor a lock that is held while PyTorch is called, and wait for
 //! no thread of the library: such a thread may be in the middle of dropping a tensor.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
@@ -14,12 +14,28 @@ use warpipe::backend::DevicePtr;
 use warpipe::{Device, Memory, Stream};
 
 /// What PyTorch has, by its first byte.
-static ALLOCATED: LazyLock<Mutex<HashMap<DevicePtr, Memory>>> = LazyLock::new(Mutex::default);
+static ALLOCATED: LazyLock<Mutex<BTreeMap<DevicePtr, Memory>>> = LazyLock::new(Mutex::default);
 /// The process that has allocated.
 static PROCESS: AtomicU32 = AtomicU32::new(0);
 
-fn allocated() -> MutexGuard<'static, HashMap<DevicePtr, Memory>> {
+fn allocated() -> MutexGuard<'static, BTreeMap<DevicePtr, Memory>> {
     ALLOCATED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Whether the memory at `ptr` was allocated here. It is shared for reading alone.
+pub fn has(ptr: DevicePtr) -> bool {
+    find(ptr).is_some()
+}
+
+/// The memory around `ptr`, if that was allocated here, and where `ptr` lies in it.
+pub fn find(ptr: DevicePtr) -> Option<(Memory, u64)> {
+    if PROCESS.load(Ordering::Relaxed) != std::process::id() {
+        return None;
+    }
+    let known = allocated();
+    let (first, memory) = known.range(..=ptr).next_back()?;
+    let offset = ptr - first;
+    (offset < memory.bytes()).then(|| (memory.clone(), offset))
 }
 
 fn allocate(bytes: isize, ordinal: c_int) -> Option<DevicePtr> {

@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import subprocess
 import sys
@@ -160,6 +161,24 @@ def test_a_process_that_cannot_be_started_gives_its_arguments_back(device):
     assert counts() == (0, 0)
 
 
+def test_a_process_that_no_server_starts_gives_its_arguments_back(device, monkeypatch):
+    def refused(fds):
+        raise ConnectionRefusedError("no server here")
+
+    monkeypatch.setattr(multiprocessing.forkserver, "connect_to_new_process", refused)
+    child = multiprocessing.get_context("forkserver").Process(target=storages.started_with, args=(None, storages.plain(device)))
+    with pytest.raises(ConnectionRefusedError):
+        child.start()
+    assert counts() == (0, 0)
+
+
+def test_a_forked_process_is_not_in_the_middle_of_its_own_start(device):
+    child = multiprocessing.get_context("fork").Process(target=storages.end_in_no_message)
+    child.start()
+    child.join(LIMIT_SECONDS)
+    assert child.exitcode == 0
+
+
 def test_a_message_that_cannot_be_pickled_gives_its_storages_back(device):
     ours, theirs = spawn.Pipe()
     block = storages.plain(device)
@@ -230,6 +249,42 @@ def test_a_message_goes_while_no_thread_can_be_started_and_a_later_one_has_both_
     assert followed and TABLE.unclaimed.is_followed
     assert [theirs.recv().text for _ in range(2)] == ["hello"] * 2
     until(lambda: not TABLE.unclaimed.waiting, "the look at both")
+
+
+def test_an_interrupt_at_the_start_of_the_thread_takes_the_message_back_and_later_ones_are_followed(device, monkeypatch):
+    def interrupted(thread):
+        raise KeyboardInterrupt
+
+    ours, theirs = multiprocessing.Pipe()
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(threading.Thread, "start", interrupted)
+        ours.send(storages.plain(device))
+    assert counts() == (0, 0) and not TABLE.unclaimed.is_followed
+    ours.send(storages.plain(device))
+    assert TABLE.unclaimed.is_followed
+    assert theirs.recv().text == "hello"
+
+
+def test_a_share_whose_reader_waits_for_the_contents_is_followed_until_that_has_it_or_gives_it_back():
+    class Ended:
+        returncode = 0
+
+    class Server:
+        is_back = False
+
+        def is_opened(self, number):
+            return False
+
+        def withdraw(self, number):
+            return self.is_back
+
+    unclaimed, server = _unclaimed.Unclaimed(), Server()
+    unclaimed.waiting.append(_unclaimed.Waiting(server, 1, Ended(), None))
+    unclaimed.look(0.0)
+    assert len(unclaimed.waiting) == 1
+    server.is_back = True
+    unclaimed.look(0.0)
+    assert unclaimed.waiting == []
 
 
 def test_shares_are_followed_again_after_a_look_that_failed(device, monkeypatch):
@@ -331,7 +386,8 @@ def test_a_message_that_failed_to_be_pickled_does_not_show_that_earlier_ones_wer
 
 @HAS_PIECES
 @kills
-def test_memory_in_pieces_stays_valid_after_its_sender(domain, device):
+def test_memory_in_pieces_stays_valid_after_its_sender_as_long_as_its_receiver_uses_it(domain, device):
+    before = device.bytes_held
     with process(storages.send_blocks, domain, device, storages.in_pieces) as (sender, pipe):
         block = said(pipe)
         kill(sender)
@@ -339,6 +395,9 @@ def test_memory_in_pieces_stays_valid_after_its_sender(domain, device):
         assert block.text == "first"
         block.write("still")
         assert block.text == "still"
+        del block
+        assert TABLE.clients
+        until(lambda: gc.collect() >= 0 and device.bytes_held == before, "the end of the mapping")
 
 
 @kills
@@ -377,6 +436,23 @@ def test_storages_go_by_the_domain_that_is_asked_for_now(device, domain, tmp_pat
             pipe.send("end")
 
 
+def test_a_receiver_in_another_folder_finds_the_sender(device, tmp_path, monkeypatch):
+    with process(storages.write_into) as (_, pipe):
+        monkeypatch.chdir(tmp_path)
+        storages.configure("names")
+        pipe.send(storages.plain(device))
+        assert said(pipe) == (["hello"], 1)
+        pipe.send("end")
+
+
+def test_a_storage_that_cannot_be_sent_is_named_in_the_error(device, tmp_path):
+    storages.configure(tmp_path / "not" / "there")
+    ours, _ = multiprocessing.Pipe()
+    with pytest.raises(warpipe.DomainError, match="block of 64 bytes cannot be sent: .*cannot be made"):
+        ours.send(storages.plain(device))
+    assert counts() == (0, 0)
+
+
 def test_a_receiver_whose_environment_names_another_domain_finds_the_sender(device, tmp_path, monkeypatch):
     TABLE.options = _allocations.Options()
     monkeypatch.setenv("WARPIPE_DOMAIN", str(tmp_path / "ours"))
@@ -394,13 +470,16 @@ def test_a_receiver_whose_environment_names_another_domain_finds_the_sender(devi
 
 @HAS_PIECES
 @kills
-def test_memory_of_the_allocator_for_pytorch_outlives_its_process(domain, device):
+def test_memory_of_the_allocator_for_pytorch_is_read_by_others_alone_and_outlives_its_process(domain, device):
     with process(storages.send_blocks, domain, device, storages.of_allocator) as (sender, pipe):
         block = said(pipe)
-        block.write("first")
+        assert block.view.__cuda_array_interface__["data"][1], "it is read-only"
+        with pytest.raises(warpipe.ArgumentError, match="read"):
+            block.write("first")
+        found = block.text
         kill(sender)
         TABLE.received(id(block)).check()
-        assert block.text == "first"
+        assert block.text == found
 
 
 @HAS_PIECES

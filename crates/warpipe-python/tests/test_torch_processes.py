@@ -362,6 +362,26 @@ def test_after_uninstall_tensors_go_their_usual_way(ask, device):
     carried.uninstall()
 
 
+def test_a_message_in_progress_at_uninstall_goes_its_usual_way(monkeypatch):
+    def uninstalled(storage):
+        carried.uninstall()
+
+    monkeypatch.setattr(carried, "_device_of", uninstalled)
+    ours, theirs = multiprocessing.Pipe()
+    ours.send(torch.ones(2))
+    assert theirs.recv().tolist() == [1.0, 1.0]
+
+
+def test_one_reason_to_copy_is_one_whatever_the_process_and_the_address(device):
+    storage = carried._Storage(fresh(device, torch.ones(2)).untyped_storage(), device, "tensor")
+    reasons = [f"its memory is of process {pid} (name)" for pid in (7, 1234)]
+    reasons += [f"{address:#x} is in memory of a pool: none" for address in (0x7F00, 0xFE12)]
+    with pytest.warns(warpipe.CopyWarning) as told:
+        for why in reasons:
+            storage.warn(why)
+    assert len(told) == 2
+
+
 def test_a_joinable_queue_carries_tensors(device):
     queue = mp.JoinableQueue()
     tensor = fresh(device, torch.ones(3))
@@ -376,8 +396,11 @@ def test_a_joinable_queue_carries_tensors(device):
 def test_installing_again_changes_the_options(domain):
     carried.install(domain=domain, copy=False, timeout=5)
     assert carried.TABLE.options == (False, os.fspath(domain), 5.0)
-    with pytest.raises(warpipe.ArgumentError, match="timeout"):
-        carried.install(timeout=0)
+    for timeout in (0, float("inf"), float("nan")):
+        with pytest.raises(warpipe.ArgumentError, match="timeout"):
+            carried.install(timeout=timeout)
+    carried.install(domain="names")
+    assert carried.TABLE.options.domain == os.path.abspath("names")
     carried.install()
     assert carried.TABLE.options == (True, None, 60.0)
 

@@ -4,10 +4,11 @@
 use std::sync::mpsc::{Receiver, channel};
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{AllocationClient, AllocationServer, Error, Stream};
+use warpipe::{Access, AllocationClient, AllocationServer, Error, Stream};
 use warpipe_testkit::eventually;
 
 use super::Case;
+use super::backend::faulted;
 use crate::PATIENCE;
 use crate::context::{Backend, Context};
 use crate::device_words::wrong_words;
@@ -36,6 +37,11 @@ pub(super) const CASES: &[Case] = &[
     Case::new(
         "memory that came in pieces outlives the process that shared it",
         killed_exporter,
+    )
+    .ends_clients(),
+    Case::new(
+        "a receiver that writes into memory which is shared for reading faults",
+        read_only,
     )
     .ends_clients(),
     Case::new("memory that no process can open is not shared", not_shared),
@@ -201,6 +207,8 @@ fn killed_receiver(context: &Context) -> Result<()> {
 
 fn killed_exporter(context: &Context) -> Result<()> {
     let mut peer = context.peer()?;
+    let held = || context.device.backend().bytes_held();
+    let before = held();
     let number = peer.number(&Order::ShareSegment {
         name: NAME.into(),
         seed: 3,
@@ -228,9 +236,50 @@ fn killed_exporter(context: &Context) -> Result<()> {
         "wrong words"
     );
     match client.open_share(number + 1, PATIENCE) {
-        Err(Error::PeerGone { .. }) => Ok(()),
+        Err(Error::PeerGone { .. }) => (),
         other => bail!("a dead process answered {other:?}"),
     }
+    // The client is still there. Nobody tells it that the run has ended.
+    drop(memory);
+    ensure!(
+        eventually(PATIENCE, || held() == before),
+        "memory of the dead stays mapped: {} bytes",
+        held() - before
+    );
+    Ok(())
+}
+
+fn read_only(context: &Context) -> Result<()> {
+    let (server, stream) = (server(context)?, context.stream()?);
+    let (tell, freed) = channel();
+    let memory = ForeignMemory::segment(context, tell)?;
+    if context.settings.backend == Backend::Host {
+        // The host has legacy memory alone.
+        let refused = memory.share_read_only(&server, &stream, 3);
+        let fault = refused.map_err(|error| error.downcast::<Error>());
+        ensure!(
+            matches!(fault, Err(Ok(Error::Argument { .. }))),
+            "{fault:?}"
+        );
+        return Ok(());
+    }
+    let ptr = memory.ptr;
+    let number = memory.share_read_only(&server, &stream, 3)?;
+    // SAFETY: the share above keeps the memory.
+    let writable = unsafe { server.share(&stream, ptr, 64, Box::new(())) }?;
+    let client = client(context)?;
+    let writable = client.open_share(writable, PATIENCE)?;
+    ensure!(
+        writable.access() == Access::ReadWrite,
+        "{writable:?} is read-only"
+    );
+    let mut vandal = context.peer()?;
+    open(&mut vandal, number, 3)?;
+    vandal.send(&Order::OverwriteShare)?;
+    faulted(vandal)?;
+    drop(writable);
+    ensure!(is_freed(&freed), "a dead receiver's memory is not freed");
+    Ok(())
 }
 
 fn not_shared(context: &Context) -> Result<()> {

@@ -12,7 +12,7 @@ use super::Case;
 use crate::PATIENCE;
 use crate::context::Context;
 use crate::payload::{ErrorCounters, Payload};
-use crate::peer::{Batch, Order, PublisherPlan};
+use crate::peer::{Batch, Order, Peer, PublisherPlan};
 use crate::words::Words;
 
 pub(super) const CASES: &[Case] = &[
@@ -192,6 +192,14 @@ fn importers_cannot_write(context: &Context) -> Result<()> {
     vandal.subscribe("read-only")?;
     Payload::of(WORDS, 5).send(&publisher, &stream)?;
     vandal.send(&Order::Overwrite { subscriber: 0 })?;
+    faulted(vandal)?;
+    let wrong = context.error_counters()?.finish(reader.receive(&stream)?)?;
+    ensure!(wrong == 0, "the vandal changed {wrong} words");
+    Ok(())
+}
+
+/// Has a peer that was told to write into read-only memory fault, and end.
+pub(super) fn faulted(mut vandal: Peer) -> Result<()> {
     match vandal.answer() {
         Ok(Ok(answer)) => bail!("a write into an imported region gave {answer:?}"),
         Ok(Err(fault)) => {
@@ -213,8 +221,6 @@ fn importers_cannot_write(context: &Context) -> Result<()> {
             );
         }
     }
-    let wrong = context.error_counters()?.finish(reader.receive(&stream)?)?;
-    ensure!(wrong == 0, "the vandal changed {wrong} words");
     Ok(())
 }
 

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{
-    AllocationClient, AllocationServer, Error, LegacyMemory, Member, OpenAllocation, Publisher,
-    Sample, SampleMut, Stream, Subscriber,
+    AllocationClient, AllocationServer, DevicePtr, Error, LegacyMemory, Member, OpenAllocation,
+    Publisher, Sample, SampleMut, Stream, Subscriber,
 };
 
 use super::holder::Holder;
@@ -195,6 +195,7 @@ impl Actor {
                 .context("memory to close")?
                 .close(PATIENCE)?,
             Order::OpenShare { name, number, seed } => self.open_share(&name, number, seed)?,
+            Order::OverwriteShare => self.overwrite_share()?,
             Order::ReleaseShare => drop(self.shares.pop().context("a share to release")?),
             Order::ShareSegment { name, seed } => return self.share_segment(&name, seed),
             Order::Weights(order) => return self.weights.carry_out(&self.context, order),
@@ -358,13 +359,13 @@ impl Actor {
         let sample = self.subscriber(subscriber)?.receive(&stream)?;
         let words = sample.layout().bytes() / 8;
         ensure!(words > 0, "a sample of at least a word");
-        // SAFETY: none is claimed: the mapping is read-only, and that this faults is what is tried.
-        // The process has no other use.
-        unsafe {
-            crate::payload::fill_words(&stream, sample.slot_ptr(), words, 0, Duration::ZERO)?
-        };
-        stream.synchronize(PATIENCE)?;
-        Ok(())
+        overwrite(&stream, sample.slot_ptr(), words)
+    }
+
+    fn overwrite_share(&mut self) -> Result<()> {
+        let stream = self.streams()?.receiving.clone();
+        let memory = self.shares.last().context("a share to write into")?;
+        overwrite(&stream, memory.ptr(), memory.bytes() / 8)
     }
 
     fn release(&mut self) -> Result<Vec<Item>> {
@@ -507,6 +508,15 @@ fn conclude(
         Err(error @ Error::SampleLost { .. }) => item.fault = Some(Fault::of(&error)),
         Err(error) => bail!(error),
     }
+    Ok(())
+}
+
+/// Writes into memory that may only be read.
+fn overwrite(stream: &Stream, ptr: DevicePtr, words: u64) -> Result<()> {
+    // SAFETY: none is claimed: the mapping is read-only, and that this faults is what is tried. The
+    // process has no other use.
+    unsafe { crate::payload::fill_words(stream, ptr, words, 0, Duration::ZERO)? };
+    stream.synchronize(PATIENCE)?;
     Ok(())
 }
 

@@ -310,6 +310,8 @@ pub enum Order {
         /// The seed of its words.
         seed: u64,
     },
+    /// Write into what was opened last, against its right.
+    OverwriteShare,
     /// Release what was opened last.
     ReleaseShare,
     /// Share a part of an expandable segment. Answers with the share's number.

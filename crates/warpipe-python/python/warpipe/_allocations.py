@@ -182,8 +182,13 @@ class Table:
 
     def _share(self, exported: Exported) -> Token:
         source = exported.source
-        server, domain = self._server(source.device)
-        number = server.share(source.address, source.nbytes, exported, stream=source.stream)
+        try:
+            server, domain = self._server(source.device)
+            number = server.share(source.address, source.nbytes, exported, stream=source.stream)
+        except (NotExportableError, LegacyHandleError):
+            raise
+        except Error as error:
+            raise _told_here(error, source.what, "cannot be sent", "") from error
         self.shared[server.name, number] = exported
         message = _messages.current()
         if message is not None:
@@ -202,7 +207,8 @@ class Table:
             known = self.servers.get(wanted)
             if known is None:
                 name = f"torch/{os.getpid()}-{secrets.token_hex(6)}"
-                domain = self.options.domain or str(_warpipe.Domain().path)
+                # The receiver may be in another folder.
+                domain = os.path.abspath(self.options.domain or str(_warpipe.Domain().path))
                 known = self.servers[wanted] = _warpipe._AllocationServer(name, device, domain), domain
             return known
 
@@ -294,7 +300,9 @@ def _told(error: Error, token: Token, how: str, next_step: str) -> Error:
 
 def _told_here(error: Error, what: str, how: str, next_step: str) -> Error:
     said = f"{what} {how}: {error}"
-    return type(error)(f"{said}; {next_step}" if next_step else said)
+    told = type(error)(f"{said}; {next_step}" if next_step else said)
+    vars(told).update(vars(error))
+    return told
 
 
 def memory_for_copy(device: _warpipe.Device, nbytes: int) -> _warpipe.View:

@@ -1,14 +1,16 @@
-"""The messages of ``multiprocessing`` that this process pickles and sends: what is made for a message that is not sent is
-taken back. While it is followed, three methods of ``multiprocessing`` are this module's."""
+"""The messages of ``multiprocessing`` that this process pickles and sends, and the processes that it starts: what is made
+for a message that is not sent is taken back. While it is followed, four methods of ``multiprocessing`` are this module's."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import pickle
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from multiprocessing.queues import SimpleQueue
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -32,6 +34,14 @@ _usual: list[tuple[type, str, Any]] = []
 def current() -> Message | None:
     """This thread's."""
     return getattr(_state, "message", None)
+
+
+def _forget() -> None:
+    """Of a forked child: the start of its process is in progress for its parent alone."""
+    _state.message = None
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 @contextlib.contextmanager
@@ -99,6 +109,15 @@ def _putting(usual: Callable[..., Any]) -> Callable[..., Any]:
     return put
 
 
+def _starting(usual: Callable[..., Any]) -> Callable[..., Any]:
+    def start(process: BaseProcess) -> None:
+        # Its arguments are pickled before there is a process that could receive them.
+        with message(None, Exception):
+            usual(process)
+
+    return start
+
+
 def replace(cls: type, name: str, method: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Has a class use ``method(usual)`` in the place of the usual method until ``leave``."""
     _usual.append((cls, name, vars(cls).get(name)))
@@ -107,13 +126,15 @@ def replace(cls: type, name: str, method: Callable[[Callable[..., Any]], Callabl
 
 def follow() -> None:
     """Follows the messages of this process."""
-    for cls, name, method in ((ForkingPickler, "dump", _dumping), (Connection, "send", sending), (SimpleQueue, "put", _putting)):
+    methods = (ForkingPickler, "dump", _dumping), (Connection, "send", sending), (SimpleQueue, "put", _putting)
+    for cls, name, method in (*methods, (BaseProcess, "start", _starting)):
         replace(cls, name, method)
 
 
 def leave() -> None:
     """Gives all methods back. A message in progress ends as it began."""
-    for cls, name, usual in _usual:
+    # A method may have been replaced twice.
+    for cls, name, usual in reversed(_usual):
         if usual is None:
             # It has its base's again.
             delattr(cls, name)

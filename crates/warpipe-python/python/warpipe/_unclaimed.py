@@ -11,7 +11,6 @@ A message that no process has read yet keeps its tensors otherwise, as that of a
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing.connection
 import select
 import threading
@@ -73,6 +72,10 @@ class Unclaimed:
                 # The interpreter ends, or there are too many threads. The message goes all the same; the next one
                 # tries again.
                 self._ends_following()
+            except BaseException:
+                # An interrupt. A thread that has begun all the same ends by itself.
+                self._ends_following()
+                raise
 
     def forget(self, server: Any, number: int) -> None:
         """The share was not sent. Called before it is withdrawn, which shows nothing of a reader then."""
@@ -116,9 +119,9 @@ class Unclaimed:
                 if one.fifo is not None and not one.is_forgotten:
                     read.add(id(one.fifo))
             elif self._is_lost(one, id(one.fifo) in read, now):
-                with contextlib.suppress(ClosedError):
-                    one.server.withdraw(one.number)
-                over.add(one)
+                # A reader that waits for the contents has it: what it says comes first.
+                if _is_withdrawn(one):
+                    over.add(one)
         with self.lock:
             self.waiting = [one for one in self.waiting if one not in over]
 
@@ -132,11 +135,19 @@ class Unclaimed:
 
 
 def _waits(one: Waiting) -> bool:
+    """Whether nobody has it for good: a reader may give it back until its contents are complete."""
     try:
         return one.server.is_opened(one.number) is False
     except ClosedError:
         # This process ends.
         return False
+
+
+def _is_withdrawn(one: Waiting) -> bool:
+    try:
+        return bool(one.server.withdraw(one.number))
+    except ClosedError:
+        return True
 
 
 def _has_no_reader(pipe: Connection | None) -> bool:

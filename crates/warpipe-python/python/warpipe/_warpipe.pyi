@@ -2225,8 +2225,9 @@ class _AllocationServer(Closeable):
         """The name that clients open."""
     def share(self, address: int, nbytes: int, owner: object, *, stream: _StreamLike | None) -> int:
         """Shares ``nbytes`` bytes at ``address``, complete behind the work of ``stream`` so far, and
-        returns the number that one other process opens. ``owner`` keeps the memory allocated: it is
-        referenced until the share is over.
+        returns the number that one other process opens: for reading alone, if the memory is of
+        ``warpipe.torch.pool()``. ``owner`` keeps the memory allocated: it is referenced until the
+        share is over.
 
         Raises ``NotExportableError``, ``ArgumentError``, ``LegacyHandleError``, ``CapturingError``,
         ``ClosedError``, ``DriverError``.
@@ -2237,7 +2238,8 @@ class _AllocationServer(Closeable):
         Raises ``ClosedError``.
         """
     def is_opened(self, number: int) -> bool | None:
-        """Whether a process has opened the share: False while it waits for one, None once it is over.
+        """Whether a process has opened the share: False while it waits for one, or the process for its
+        contents, None once it is over.
 
         Raises ``ClosedError``.
         """

@@ -15,6 +15,8 @@ import functools
 import importlib
 import multiprocessing
 import os
+import re
+import threading
 import warnings
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -59,10 +61,11 @@ def install(*, copy: bool = True, domain: Any = None, timeout: float = 60.0) -> 
 
     Raises ``ImportError`` without PyTorch, ``ArgumentError``.
     """
-    if not timeout > 0:
-        raise ArgumentError(f"timeout is {timeout!r}; give a number of seconds above 0")
+    if not 0 < timeout <= threading.TIMEOUT_MAX:
+        allowed = f"a number of seconds above 0, and at most {threading.TIMEOUT_MAX:.0f}"
+        raise ArgumentError(f"timeout is {timeout!r}; give {allowed}")
     reductions = importlib.import_module("torch.multiprocessing.reductions")
-    options = Options(copy, None if domain is None else os.fspath(domain), float(timeout))
+    options = Options(copy, None if domain is None else os.path.abspath(os.fspath(domain)), float(timeout))
     TABLE.options = options
     _configuration()[_CONFIGURED] = _Installed(options)
     if _usual:
@@ -94,8 +97,8 @@ def uninstall() -> None:
 
 def pool(**options: Any) -> Any:
     """A ``torch.cuda.MemPool`` over memory of warpipe: tensors in it go to other processes by descriptors, whatever
-    PyTorch's allocator is configured to do, and stay valid there when this process dies. ``options`` are those of
-    ``MemPool``.
+    PyTorch's allocator is configured to do, and stay valid there when this process dies. Other processes have them for
+    reading alone: a kernel that writes there faults. ``options`` are those of ``MemPool``.
 
     >>> with torch.cuda.use_mem_pool(warpipe.torch.pool()):                # doctest: +SKIP
     ...     batch = torch.empty(1 << 20, device="cuda")
@@ -222,8 +225,8 @@ class _Storage:
         return memory_for_copy(self.device, self.nbytes).torch().copy_(_bytes(self.storage))
 
     def warn(self, why: str) -> None:
-        # Once for each reason, whatever the tensor.
-        reason = why.split(":")[0].split("(")[0]
+        # Once for each reason, whatever the tensor, its address and its process.
+        reason = re.sub(r"\b0x[0-9a-f]+|[0-9]+", "", why.split(":")[0].split("(")[0])
         if reason not in _warned:
             _warned.add(reason)
             warnings.warn(f"{self.what} is copied on its way to another process: {why}", CopyWarning, stacklevel=2)
@@ -292,7 +295,9 @@ def _check_leaf(tensor: Any, what: str) -> None:
 
 
 def _usual_reduce(found: Any) -> Any:
-    return _usual[type(found)](found)
+    # PyTorch has its own back if another thread has called ``uninstall`` in the middle of this message.
+    usual = _usual.get(type(found)) or ForkingPickler._extra_reducers[type(found)]  # type: ignore[attr-defined]
+    return usual(found)
 
 
 def _exported(storage: Any, device: _warpipe.Device, what: str) -> Any:

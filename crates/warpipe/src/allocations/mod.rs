@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 
 pub use self::server::{AllocationServer, AllocationServerBuilder, AllocationStats};
 pub use self::session::{AllocationClient, OpenAllocation};
-use crate::backend::{DeviceId, TimelineWord};
+use crate::backend::{Access, DeviceId, TimelineWord};
 
 crate::ipc::messages!(
     HelloReply,
@@ -107,6 +107,7 @@ enum Place {
         pieces: u32,
         piece: u64,
         offset: u64,
+        access: Access,
     },
     /// The bytes of a [`LegacyHandle`](crate::LegacyHandle).
     Legacy(Vec<u8>),

@@ -4,7 +4,7 @@ use std::any::Any;
 use std::sync::Arc;
 
 use super::shares::Shares;
-use crate::backend::DevicePtr;
+use crate::backend::{Access, DevicePtr};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
@@ -148,13 +148,46 @@ impl AllocationServer {
         bytes: u64,
         owner: Box<dyn Any + Send>,
     ) -> Result<u64> {
+        // SAFETY: the caller's promise.
+        unsafe { self.share_for(Access::ReadWrite, stream, (ptr, bytes), owner) }
+    }
+
+    /// As [`share`](Self::share), for memory of the virtual memory functions that its receiver may
+    /// read and not write: a store there faults in the receiver, enforced by the MMU.
+    ///
+    /// # Errors
+    /// As [`share`](Self::share); [`Error::Argument`] for memory of `cudaMalloc`, which cannot be
+    /// given for reading alone.
+    ///
+    /// # Safety
+    /// The memory stays allocated as long as `owner` lives.
+    pub unsafe fn share_read_only(
+        &self,
+        stream: &Stream,
+        ptr: DevicePtr,
+        bytes: u64,
+        owner: Box<dyn Any + Send>,
+    ) -> Result<u64> {
+        // SAFETY: the caller's promise.
+        unsafe { self.share_for(Access::Read, stream, (ptr, bytes), owner) }
+    }
+
+    /// # Safety
+    /// The memory stays allocated as long as `owner` lives.
+    unsafe fn share_for(
+        &self,
+        access: Access,
+        stream: &Stream,
+        range: (DevicePtr, u64),
+        owner: Box<dyn Any + Send>,
+    ) -> Result<u64> {
         let Inner { shares, .. } = self.inner.get()?;
-        if bytes == 0 {
-            return Err(Error::argument("bytes", bytes, "at least 1"));
+        if range.1 == 0 {
+            return Err(Error::argument("bytes", range.1, "at least 1"));
         }
         stream.check_usable(shares.device())?;
         // SAFETY: the caller's promise.
-        let (number, is_due) = unsafe { shares.share(stream, ptr, bytes, owner) }?;
+        let (number, is_due) = unsafe { shares.share(stream, range, access, owner) }?;
         if is_due {
             shares.collect(self.inner.server.server_core().reactor());
         }
@@ -172,7 +205,8 @@ impl AllocationServer {
         Ok(share.is_some())
     }
 
-    /// Whether a client has opened the share. False while it waits for one; `None` once it is over.
+    /// Whether a client has opened the share. False while it waits for one, or a client for its
+    /// contents, which may give it back; `None` once it is over.
     ///
     /// # Errors
     /// [`Error::Forked`].

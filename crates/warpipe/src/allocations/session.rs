@@ -134,13 +134,23 @@ impl AllocationClient {
 }
 
 /// Memory of another process's library, open in this process: for reading and writing, as in the
-/// process that shared it. The drop releases it there, once the recorded streams are past it. Its
-/// methods to read and write are those of [`DeviceSlice`].
+/// process that shared it, or for reading alone, as that process said. The drop releases it there,
+/// once the recorded streams are past it. Its methods to read and write are those of
+/// [`DeviceSlice`].
 #[derive(Debug)]
 pub struct OpenAllocation {
-    guard: LeakOnFork<ClaimGuard>,
+    hold: LeakOnFork<Hold>,
     slice: DeviceSlice,
-    is_legacy: bool,
+}
+
+/// What ends the claim.
+#[derive(Debug)]
+enum Hold {
+    /// The memory is mapped by descriptors, which need nothing of the server.
+    Run(ClaimGuard),
+    /// The mapping of a legacy handle has the claim: the server's library may free the memory once
+    /// it is released, and is not to while it is open here.
+    Legacy(Arc<AllocationSession>),
 }
 
 impl Deref for OpenAllocation {
@@ -158,25 +168,28 @@ impl OpenAllocation {
     /// # Errors
     /// [`Error::PeerGone`].
     pub fn check(&self) -> Result<()> {
-        let session = &self.guard.session.ipc;
-        if self.is_legacy && session.is_dead() {
-            return Err(session.owner_gone());
+        match &*self.hold {
+            Hold::Legacy(session) if session.ipc.is_dead() => Err(session.ipc.owner_gone()),
+            _ => Ok(()),
         }
-        Ok(())
     }
 }
 
 impl Drop for OpenAllocation {
     fn drop(&mut self) {
-        if self.guard.get().is_err() || self.guard.is_over {
+        if self.hold.get().is_err() {
             return;
         }
+        let Hold::Run(guard) = &mut *self.hold else {
+            // The mapping's end releases the share.
+            return;
+        };
         let mut fence = self.slice.streams().fence_busy();
         if fence.is_reached() {
             // The guard releases the share.
             return;
         }
-        let guard = self.guard.hand_over();
+        let guard = guard.hand_over();
         let reactor = guard.session.reactor.clone();
         reactor.drop_value_after(fence, guard);
     }
@@ -250,28 +263,42 @@ impl fmt::Debug for AllocationSession {
     }
 }
 
-/// The runs that a session has mapped, by the server's numbers. Never locked on the reactor's
-/// thread: the lock is held during driver calls.
+/// The runs that a session has mapped. Never locked on the reactor's thread: the lock is held
+/// during driver calls.
 #[derive(Debug, Default)]
 struct MappedRuns {
-    mapped: Mutex<HashMap<u32, Arc<MappedRegion>>>,
+    state: Mutex<RunTable>,
+}
+
+/// A run's number, which is the server's, and its mapping's access.
+type RunKey = (u32, Access);
+
+#[derive(Debug, Default)]
+struct RunTable {
+    mapped: HashMap<RunKey, Arc<MappedRegion>>,
+    /// The server has ended, and tells of no run's end any more: none is kept beyond its shares.
+    is_over: bool,
 }
 
 impl MappedRuns {
-    fn lock(&self) -> MutexGuard<'_, HashMap<u32, Arc<MappedRegion>>> {
-        self.mapped.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, RunTable> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Dropped by the reaper, it forgets a run that the server holds no longer.
-struct EndedRun {
+/// Dropped by the reaper, it forgets a run that the server holds no longer, or all of them.
+struct EndedRuns {
     runs: Arc<MappedRuns>,
-    number: u32,
+    number: Option<u32>,
 }
 
-impl Drop for EndedRun {
+impl Drop for EndedRuns {
     fn drop(&mut self) {
-        let ended = self.runs.lock().remove(&self.number);
+        let mut runs = self.runs.lock();
+        runs.is_over |= self.number.is_none();
+        let is_ended = |&(number, _): &RunKey| self.number.is_none_or(|ended| ended == number);
+        let ended: Vec<_> = runs.mapped.extract_if(|key, _| is_ended(key)).collect();
+        drop(runs);
         drop(ended);
     }
 }
@@ -283,7 +310,19 @@ struct AllocationObserver {
     reactor: Arc<Reactor>,
 }
 
+impl AllocationObserver {
+    fn end_runs(&self, number: Option<u32>) {
+        let runs = self.runs.clone();
+        self.reactor
+            .defer_drop(Box::new(EndedRuns { runs, number }));
+    }
+}
+
 impl SessionObserver for AllocationObserver {
+    fn on_closed(&self, _: bool) {
+        self.end_runs(None);
+    }
+
     fn on_stale_reply(&self, _: &[u8], incoming: IncomingReply) {
         if let Ok(AllocationReply::Opened(Grant { word, value, .. })) = decode(&incoming.body, "")
             && word < CLAIMS_MAX
@@ -295,8 +334,7 @@ impl SessionObserver for AllocationObserver {
 
     fn on_notification(&self, incoming: IncomingReply) {
         if let Ok(AllocationNotice::RunEnded(number)) = decode(&incoming.body, "") {
-            let runs = self.runs.clone();
-            self.reactor.defer_drop(Box::new(EndedRun { runs, number }));
+            self.end_runs(Some(number));
         }
     }
 }
@@ -392,18 +430,23 @@ impl AllocationSession {
             is_over: false,
         };
         let mut left = || timeout.saturating_sub(clock.elapsed());
-        let opened = self
-            .open_place(&grant, &mut left, is_called_off)
-            .and_then(|slice| {
-                self.wait_until_ready(&grant, timeout, &mut left, is_called_off)?;
-                Ok(slice)
-            });
+        let opened = self.open_place(&grant, &mut left, is_called_off);
+        let opened = opened.and_then(|opened| {
+            self.wait_until_ready(&grant, timeout, &mut left, is_called_off)?;
+            Ok(opened)
+        });
         match opened {
-            Ok(slice) => Ok(OpenAllocation {
-                guard: LeakOnFork::new(guard),
+            Ok(Opened::Run(slice)) => Ok(OpenAllocation {
+                hold: LeakOnFork::new(Hold::Run(guard)),
                 slice,
-                is_legacy: matches!(grant.place, Place::Legacy(_)),
             }),
+            Ok(Opened::Legacy(memory, owner)) => {
+                let slice = self.legacy_slice(memory, owner, guard)?;
+                Ok(OpenAllocation {
+                    hold: LeakOnFork::new(Hold::Legacy(self.clone())),
+                    slice,
+                })
+            }
             Err(error) => {
                 guard.give_back();
                 Err(error)
@@ -416,8 +459,7 @@ impl AllocationSession {
         grant: &Grant,
         left: &mut dyn FnMut() -> Duration,
         is_called_off: &dyn Fn() -> bool,
-    ) -> Result<DeviceSlice> {
-        let label: Arc<str> = self.name().into();
+    ) -> Result<Opened> {
         match &grant.place {
             Place::Legacy(bytes) => {
                 let handle = LegacyHandle::from_bytes(bytes)?;
@@ -425,21 +467,14 @@ impl AllocationSession {
                     let allowed = format!("{} bytes", grant.bytes);
                     return Err(self.wrong("handle", format!("{} bytes", handle.bytes()), allowed));
                 }
-                let memory = handle.open(&self.device)?;
-                let (ptr, bytes) = (memory.ptr(), memory.bytes());
-                let mapping = Arc::new(LegacyMapping {
-                    owner: handle.device(),
-                    device: self.device.clone(),
-                    memory: DropAfterFence::new(Arc::default(), memory)?,
-                });
-                // SAFETY: the handle's range, which stays open as long as `mapping`.
-                Ok(unsafe { DeviceSlice::new(mapping, ptr, bytes, Access::ReadWrite, &label) })
+                Ok(Opened::Legacy(handle.open(&self.device)?, handle.device()))
             }
             &Place::Run {
                 run,
                 pieces,
                 piece,
                 offset,
+                access,
             } => {
                 let total = piece
                     .checked_mul(u64::from(pieces))
@@ -451,47 +486,72 @@ impl AllocationSession {
                         self.wrong("pieces", found, format!("1 to {RUN_PIECES_MAX}"))
                     })?;
                 check_range(self.name(), offset, grant.bytes, total)?;
-                let mapping = self.run((run, pieces, piece), left, is_called_off)?;
-                mapping.slice(offset, grant.bytes, Access::ReadWrite, &label)
+                let mapping = self.run((run, access), (pieces, piece), left, is_called_off)?;
+                let label: Arc<str> = self.name().into();
+                let slice = mapping.slice(offset, grant.bytes, access, &label)?;
+                Ok(Opened::Run(slice))
             }
         }
+    }
+
+    fn legacy_slice(
+        &self,
+        memory: LegacyMemory,
+        owner: DeviceId,
+        claim: ClaimGuard,
+    ) -> Result<DeviceSlice> {
+        let (ptr, bytes, label) = (memory.ptr(), memory.bytes(), self.name().into());
+        let claimed = ClaimedLegacy {
+            memory: Some(memory),
+            _claim: claim,
+        };
+        let mapping = Arc::new(LegacyMapping {
+            owner,
+            device: self.device.clone(),
+            memory: DropAfterFence::new(Arc::default(), claimed)?,
+        });
+        // SAFETY: the handle's range, which stays open as long as `mapping`.
+        Ok(unsafe { DeviceSlice::new(mapping, ptr, bytes, Access::ReadWrite, &label) })
     }
 
     /// The mapping of a run, made at its first share.
     fn run(
         &self,
-        (run, pieces, piece): (u32, u32, u64),
+        key: RunKey,
+        (pieces, piece): (u32, u64),
         left: &mut dyn FnMut() -> Duration,
         is_called_off: &dyn Fn() -> bool,
     ) -> Result<Arc<MappedRegion>> {
         let bytes = piece * u64::from(pieces);
-        if let Some(known) = self.known_run(&self.runs.lock(), run, bytes)? {
+        if let Some(known) = self.known_run(&self.runs.lock(), key, bytes)? {
             return Ok(known);
         }
         // Without the lock: the server may take its time, and the reaper takes the lock.
-        let fds = self.descriptors(run, pieces, left, is_called_off)?;
+        let fds = self.descriptors(key.0, pieces, left, is_called_off)?;
         let mut runs = self.runs.lock();
-        if let Some(known) = self.known_run(&runs, run, bytes)? {
+        if let Some(known) = self.known_run(&runs, key, bytes)? {
             // Another thread has mapped it meanwhile.
             return Ok(known);
         }
         let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
-        let (access, owner) = (Access::ReadWrite, self.owner);
+        let (access, owner) = (key.1, self.owner);
         let region = Region::import_pieces(&self.device, &borrowed, piece, access, owner)?;
         fds.iter().for_each(PeerFd::approve);
         let mapping = MappedRegion::of(region, &self.device, owner, access, bytes)?;
         let mapping = Arc::new(mapping);
-        runs.insert(run, mapping.clone());
+        if !runs.is_over {
+            runs.mapped.insert(key, mapping.clone());
+        }
         Ok(mapping)
     }
 
     fn known_run(
         &self,
-        runs: &HashMap<u32, Arc<MappedRegion>>,
-        run: u32,
+        runs: &RunTable,
+        key: RunKey,
         bytes: u64,
     ) -> Result<Option<Arc<MappedRegion>>> {
-        match runs.get(&run) {
+        match runs.mapped.get(&key) {
             Some(known) if known.bytes != bytes => {
                 let found = format!("{bytes} bytes");
                 Err(self.wrong("run", found, format!("{} bytes", known.bytes)))
@@ -559,12 +619,38 @@ impl AllocationSession {
     }
 }
 
+/// A share's memory in this process.
+enum Opened {
+    Run(DeviceSlice),
+    Legacy(LegacyMemory, DeviceId),
+}
+
 /// A legacy handle's memory, with the streams that it stays open for.
 #[derive(Debug)]
 struct LegacyMapping {
     device: Device,
     owner: DeviceId,
-    memory: DropAfterFence<LegacyMemory>,
+    memory: DropAfterFence<ClaimedLegacy>,
+}
+
+/// An open legacy handle and the claim that keeps its memory allocated. Dropped by the reaper: the
+/// drop calls the driver.
+#[derive(Debug)]
+struct ClaimedLegacy {
+    /// `None` only while dropping.
+    memory: Option<LegacyMemory>,
+    _claim: ClaimGuard,
+}
+
+impl Drop for ClaimedLegacy {
+    /// Closes the handle, and then releases the share: its memory may be freed from then on, which
+    /// is undefined for memory that is open elsewhere.
+    fn drop(&mut self) {
+        if let Some(memory) = self.memory.take() {
+            // Nobody is left to be told. No stream is recorded here: the mapping's are past it.
+            let _ = memory.close(Duration::ZERO);
+        }
+    }
 }
 
 impl Mapping for LegacyMapping {

@@ -13,7 +13,7 @@ use super::{
     AllocationNotice, AllocationReply, AllocationRequest, CLAIMS_BYTES, Grant, HelloReply, Place,
     READY_BYTES, READY_MAX, word_at,
 };
-use crate::backend::{DevicePtr, PointerKind, StreamOp, TimelineWord};
+use crate::backend::{Access, DevicePtr, PointerKind, StreamOp, TimelineWord};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
@@ -43,7 +43,11 @@ pub(super) struct Share {
 }
 
 enum SharedPlace {
-    Run { run: Arc<HeldRun>, offset: u64 },
+    Run {
+        run: Arc<HeldRun>,
+        offset: u64,
+        access: Access,
+    },
     Legacy(LegacyHandle),
 }
 
@@ -119,12 +123,12 @@ impl Shares {
     pub(super) unsafe fn share(
         &self,
         stream: &Stream,
-        ptr: DevicePtr,
-        bytes: u64,
+        (ptr, bytes): (DevicePtr, u64),
+        access: Access,
         owner: Box<dyn Any + Send>,
     ) -> Result<(u64, bool)> {
         // SAFETY: the caller's promise.
-        let place = unsafe { self.place(ptr, bytes) }?;
+        let place = unsafe { self.place(ptr, bytes, access) }?;
         let ready = self.announce(stream)?;
         let mut state = self.lock();
         state.last_share += 1;
@@ -151,14 +155,17 @@ impl Shares {
         Some(share)
     }
 
-    /// Whether a client has opened a share. `None` once it is over.
+    /// Whether a client has opened a share, and its contents are complete: it may give the share
+    /// back before. `None` once it is over.
     pub(super) fn is_opened(&self, number: u64) -> Option<bool> {
         let state = self.lock();
         if state.unclaimed.contains_key(&number) {
             return Some(false);
         }
         let mut claimed = state.clients.values().flat_map(Claims::shares);
-        claimed.any(|share| share.number == number).then_some(true)
+        let share = claimed.find(|share| share.number == number)?;
+        let is_past = |(word, value)| self.word(word).reached(value);
+        Some(share.ready.is_none_or(is_past))
     }
 
     pub(super) fn stats(&self) -> AllocationStats {
@@ -186,8 +193,13 @@ impl Shares {
 
     /// # Safety
     /// The memory stays allocated as long as the place is used.
-    unsafe fn place(&self, ptr: DevicePtr, bytes: u64) -> Result<SharedPlace> {
+    unsafe fn place(&self, ptr: DevicePtr, bytes: u64, access: Access) -> Result<SharedPlace> {
         match self.device.backend().locate(ptr)?.kind {
+            PointerKind::Device if access == Access::Read => Err(Error::argument(
+                "memory",
+                "of cudaMalloc, which every process that opens it can write",
+                "memory of cuMemMap",
+            )),
             PointerKind::Device => {
                 // SAFETY: the caller's promise.
                 let handle = unsafe { LegacyHandle::export(&self.device, ptr, bytes) }?;
@@ -196,7 +208,11 @@ impl Shares {
             _ => {
                 let (run, offset) = Run::around(&self.device, ptr, bytes)?;
                 let run = self.known(run)?;
-                Ok(SharedPlace::Run { run, offset })
+                Ok(SharedPlace::Run {
+                    run,
+                    offset,
+                    access,
+                })
             }
         }
     }
@@ -379,11 +395,16 @@ impl State {
 impl Share {
     fn place(&self) -> Place {
         match &self.place {
-            SharedPlace::Run { run, offset } => Place::Run {
+            SharedPlace::Run {
+                run,
+                offset,
+                access,
+            } => Place::Run {
                 run: run.number,
                 pieces: run.run.len(),
                 piece: run.run.piece_bytes(),
                 offset: *offset,
+                access: *access,
             },
             SharedPlace::Legacy(handle) => Place::Legacy(handle.to_bytes()),
         }

@@ -186,6 +186,27 @@ fn a_share_is_opened_once_and_not_after_it_is_withdrawn() {
 }
 
 #[test]
+fn a_share_whose_receiver_waits_for_its_contents_is_not_opened_yet() {
+    let stage = Stage::new("waits");
+    let (stream, client) = (stage.device.stream().unwrap(), stage.client());
+    let (go, held) = channel::<()>();
+    stream.call(move || assert!(held.recv().is_err())).unwrap();
+    let (number, _told) = stage.share(&stream, b"late");
+    let is_claimed = || {
+        // The receiver may still give it back, and does.
+        assert_eq!(stage.server.is_opened(number).unwrap(), Some(false));
+        stage.server.stats().claimed == 1
+    };
+    let called_off = client.open_share_unless(number, WAIT, &is_claimed);
+    assert!(matches!(called_off, Err(Error::Timeout { .. })));
+    drop(go);
+    assert!(eventually(|| stage.server.stats().unclaimed == 1));
+    let memory = client.open_share(number, WAIT).unwrap();
+    assert_eq!(stage.server.is_opened(number).unwrap(), Some(true));
+    drop(memory);
+}
+
+#[test]
 fn an_open_that_is_called_off_loses_no_share() {
     let stage = Stage::new("called-off");
     let (stream, client) = (stage.device.stream().unwrap(), stage.client());
