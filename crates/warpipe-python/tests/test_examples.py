@@ -71,8 +71,8 @@ def test_the_examples_are_typed_and_mypy_is_content_with_them():
     names = ["camera_to_two_models.py", "data_loader_to_trainer.py", "inference_server.py", "asyncio_gateway.py"]
     names += ["torch_data_loader.py", "allreduce.py", "ranks.py", "ring.py"]
     names += ["graph_encoder_decoder.py", "cupy_kernel_ring.py", "numba_kernel_ring.py"]
-    # The frameworks of a GPU machine need not be here.
-    flags = ["--strict", "--no-incremental", "--ignore-missing-imports"]
+    # The frameworks of a GPU machine need not be here, and parts of PyTorch have no types.
+    flags = ["--strict", "--no-incremental", "--ignore-missing-imports", "--allow-untyped-calls"]
     done = subprocess.run(
         [sys.executable, "-m", "mypy", *flags, *(str(example(name)) for name in names)],
         capture_output=True, text=True, timeout=300,
