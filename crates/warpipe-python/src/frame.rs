@@ -9,7 +9,7 @@ use pyo3::types::{PyBytes, PyDict, PyTuple};
 use crate::array;
 use crate::errors::Outcome;
 use crate::in_place::{self, Named, Openings};
-use crate::memory::{LegacyView, Memory, MemoryHolder, SampleHolder};
+use crate::memory::{InPlaceView, Memory, MemoryHolder, SampleHolder};
 use crate::stream::Consumer;
 use crate::tensor::{Holding, Tensor};
 use crate::wait::{Timeout, in_slices, late, none_if_late};
@@ -69,20 +69,20 @@ impl Frame {
     ) -> Outcome<Frame> {
         let Some(Named {
             layout,
-            handle,
+            place,
             metadata,
         }) = in_place::read(sample.metadata())?
         else {
             let metadata = sample.metadata().to_vec();
             return Ok(Frame::with_metadata(sample, metadata, device, patience));
         };
-        let legacy_view = LegacyView {
+        let view = InPlaceView {
             layout,
-            memory: openings.open(&handle, device)?,
+            memory: openings.open(&place, device)?,
         };
         Ok(Frame::assemble(
             sample,
-            Some(legacy_view),
+            Some(view),
             metadata,
             device,
             patience,
@@ -101,7 +101,7 @@ impl Frame {
 
     fn assemble(
         sample: warpipe::Sample,
-        legacy_view: Option<LegacyView>,
+        view: Option<InPlaceView>,
         metadata: Vec<u8>,
         device: &warpipe::Device,
         patience: Option<Duration>,
@@ -110,13 +110,11 @@ impl Frame {
             previous_pid: found.previous_pid,
             graceful: found.graceful,
         };
-        let (in_place, sequence) = (legacy_view.is_some(), sample.sequence());
+        let (in_place, sequence) = (view.is_some(), sample.sequence());
         let (sent_at_ns, received_at_ns) = (sample.sent_at_ns(), sample.received_at_ns());
         let discontinuity = sample.discontinuity().map(change);
-        let memory = Memory::of_sample(
-            &Arc::new(SampleHolder::new(sample, legacy_view, patience)),
-            device,
-        );
+        let memory =
+            Memory::of_sample(&Arc::new(SampleHolder::new(sample, view, patience)), device);
         let owner = Holding::new("sample", Some(sequence), memory);
         Frame {
             owner,

@@ -1,29 +1,37 @@
-//! Tensors that are sent in place: a small sample carries a legacy handle and the layout, and the
-//! tensor is kept until that sample's slot is free. **This module is marked for unsafe**: it
-//! exports memory that other allocators own.
+//! Tensors that are sent in place: a small sample carries the layout, and a legacy handle or, for
+//! memory of `warpipe.torch.pool()`, the name under which this publisher has published that. The
+//! tensor is kept until that sample's slot is free. **This module is marked for unsafe**: it exports
+//! memory that other allocators own.
 //!
 //! # The carrier
 //!
 //! The slot is empty; everything is in the metadata, which is complete before any device work: the
 //! magic bytes, a version, the element type's code and bits, the rank with the top bit for strides,
 //! the shape, the strides, the offset and the handle's length (variable length, 7 bits a byte), the
-//! handle, and the user's metadata. It is untrusted: the sender states it.
+//! handle, and the user's metadata. Published memory has a handle of length 0, followed by the place
+//! in it, and by the name with its length. It is untrusted: the sender states it.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyString};
 use warpipe::statistics::SlowPath;
 use warpipe::weights;
-use warpipe::{DType, Layout, LegacyHandle, LegacyMemory, RANK_MAX, SlotReturn};
+use warpipe::{
+    DType, DevicePtr, Domain, Layout, LegacyHandle, LegacyMemory, Published, RANK_MAX,
+    SharedMemory, SlotReturn, Stream, Ticket,
+};
 
 use crate::detached::detached;
 use crate::errors::{Fault, Outcome};
 use crate::interpreter_exit::LibraryHeld;
 use crate::metadata::BYTES_MAX;
 use crate::source::{Source, SourceLocation};
+use crate::torch_allocator;
 use crate::wait::in_slices;
 
 const MAGIC: [u8; 5] = *b"\xf5WPIP";
@@ -134,6 +142,86 @@ impl Drop for InPlace {
     }
 }
 
+/// The memory of `warpipe.torch.pool()` that a publisher has published, by its first byte: from the
+/// first tensor that it sends of it until PyTorch has freed it, as seen at the next tensor.
+#[derive(Debug)]
+pub struct PublishedPool {
+    domain: Domain,
+    /// The users and groups that the publisher admits.
+    admitted: (Vec<u32>, Vec<u32>),
+    list: Mutex<BTreeMap<DevicePtr, Arc<Published>>>,
+}
+
+impl PublishedPool {
+    /// For a publisher of this domain, which admits these users and groups.
+    pub fn new(domain: &Domain, uids: &[u32], gids: &[u32]) -> PublishedPool {
+        PublishedPool {
+            domain: domain.clone(),
+            admitted: (uids.to_vec(), gids.to_vec()),
+            list: Mutex::default(),
+        }
+    }
+
+    /// The name of the memory around `address`, and the address's place in it. `None` for memory of
+    /// other allocators.
+    fn place(&self, address: DevicePtr) -> Outcome<Option<(String, u64)>> {
+        drop(self.take_freed());
+        let Some((memory, offset)) = torch_allocator::find(address) else {
+            return Ok(None);
+        };
+        let mut list = self.lock();
+        let published = match list.get(&memory.ptr()) {
+            Some(known) => known.clone(),
+            None => {
+                let made = memory.publication(&new_name()).domain(&self.domain);
+                let made = made
+                    .allow_uids(&self.admitted.0)
+                    .allow_gids(&self.admitted.1);
+                let made = Arc::new(made.build()?);
+                list.insert(memory.ptr(), made.clone());
+                made
+            }
+        };
+        Ok(Some((published.name().to_owned(), offset)))
+    }
+
+    /// Takes out what PyTorch has freed. Its address is no other memory's as long as it is here.
+    fn take_freed(&self) -> Vec<Arc<Published>> {
+        let is_freed = |first: &DevicePtr, _: &mut Arc<Published>| !torch_allocator::has(*first);
+        let mut list = self.lock();
+        let freed = list.extract_if(.., is_freed);
+        freed.map(|(_, published)| published).collect()
+    }
+
+    /// Ends all publications. What subscribers have open stays.
+    pub fn clear(&self) {
+        drop(std::mem::take(&mut *self.lock()));
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<DevicePtr, Arc<Published>>> {
+        lock(&self.list)
+    }
+}
+
+impl Drop for PublishedPool {
+    fn drop(&mut self) {
+        // Not under the lock, which a forked child may find held for ever.
+        let list = std::mem::take(self.list.get_mut().unwrap_or_else(PoisonError::into_inner));
+        detached(|| drop(list));
+    }
+}
+
+/// A name that no memory of this machine has had.
+fn new_name() -> String {
+    static START: LazyLock<u128> = LazyLock::new(|| {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        now.unwrap_or_default().as_nanos()
+    });
+    static LAST: AtomicU64 = AtomicU64::new(0);
+    let (number, process) = (LAST.fetch_add(1, Ordering::Relaxed), std::process::id());
+    format!("in-place/{process}-{:x}-{number}", *START)
+}
+
 /// Why a tensor cannot be sent in place.
 #[derive(Debug)]
 pub struct NotInPlace {
@@ -146,6 +234,7 @@ pub fn carrier(
     device: &warpipe::Device,
     source: &Source,
     metadata: &[u8],
+    pool: &PublishedPool,
 ) -> Result<Vec<u8>, NotInPlace> {
     let refuse = |reason: SlowPath, words: String| {
         let fault = Fault::Own(
@@ -164,17 +253,26 @@ pub fn carrier(
     if source.layout.bytes() == 0 {
         return Err(refuse(SlowPath::NotExportable, "it is empty".into()));
     }
-    // SAFETY: the tensor is kept until the carrier's slot is free (`InPlace`), and the slot is free
-    // after all its readers.
-    let exported = unsafe { LegacyHandle::export(device, *address, source.layout.bytes()) };
-    let handle = exported.map_err(|error| NotInPlace {
+    let not_exportable = |fault: Fault| NotInPlace {
         reason: SlowPath::NotExportable,
-        fault: error.into(),
-    })?;
+        fault,
+    };
     let mut bytes = describe(&source.layout);
-    let handle = handle.to_bytes();
-    put(&mut bytes, handle.len() as u64);
-    bytes.extend(handle);
+    if let Some((name, offset)) = pool.place(*address).map_err(not_exportable)? {
+        put(&mut bytes, 0);
+        put(&mut bytes, offset);
+        put(&mut bytes, name.len() as u64);
+        bytes.extend(name.as_bytes());
+    } else {
+        // SAFETY: the tensor is kept until the carrier's slot is free (`InPlace`), and the slot is
+        // free after all its readers.
+        let exported = unsafe { LegacyHandle::export(device, *address, source.layout.bytes()) };
+        let handle = exported
+            .map_err(|error| not_exportable(error.into()))?
+            .to_bytes();
+        put(&mut bytes, handle.len() as u64);
+        bytes.extend(handle);
+    }
     let room = BYTES_MAX.saturating_sub(bytes.len());
     if metadata.len() > room {
         return Err(refuse(
@@ -239,8 +337,20 @@ fn get(bytes: &mut &[u8]) -> Option<u64> {
 #[derive(Debug)]
 pub struct Named {
     pub layout: Layout,
-    pub handle: LegacyHandle,
+    pub place: Place,
     pub metadata: Vec<u8>,
+}
+
+/// Where the tensor is.
+#[derive(Debug)]
+pub enum Place {
+    Legacy(LegacyHandle),
+    /// In memory that is published under a name of the publisher's domain.
+    Published {
+        name: String,
+        offset: u64,
+        bytes: u64,
+    },
 }
 
 /// Parses a sample's metadata; `None` for an ordinary sample.
@@ -279,12 +389,32 @@ pub fn read(metadata: &[u8]) -> Outcome<Option<Named>> {
     } else {
         Layout::contiguous(dtype, &shape)?
     };
-    let length = usize::try_from(number()?).unwrap_or(usize::MAX);
+    let mut length = number()?;
+    let offset = match length {
+        0 => {
+            let offset = number()?;
+            length = number()?;
+            Some(offset)
+        }
+        _ => None,
+    };
+    let length = usize::try_from(length).unwrap_or(usize::MAX);
     let (handle, metadata) = rest
         .split_at_checked(length)
         .ok_or_else(|| wrong("it is cut short"))?;
-    let handle = LegacyHandle::from_bytes(handle)?;
-    if layout.bytes() != handle.bytes() {
+    let place = match offset {
+        Some(offset) => Place::Published {
+            name: str::from_utf8(handle)
+                .map_err(|_| wrong("a garbled name"))?
+                .to_owned(),
+            offset,
+            bytes: layout.bytes(),
+        },
+        None => Place::Legacy(LegacyHandle::from_bytes(handle)?),
+    };
+    if let Place::Legacy(handle) = &place
+        && layout.bytes() != handle.bytes()
+    {
         return Err(wrong(&format!(
             "{} bytes of memory for {layout:?}",
             handle.bytes()
@@ -292,7 +422,7 @@ pub fn read(metadata: &[u8]) -> Outcome<Option<Named>> {
     }
     Ok(Some(Named {
         layout,
-        handle,
+        place,
         metadata: metadata.to_vec(),
     }))
 }
@@ -310,40 +440,138 @@ pub fn add_in_place(
     Ok(unsafe { tensors.add(name, layout, address, Box::new(owner)) }?)
 }
 
+/// Memory of a publisher's allocator, open in a subscriber.
+#[derive(Debug)]
+pub enum OpenedMemory {
+    Legacy(LegacyMemory),
+    Shared(SharedMemory),
+}
+
+impl OpenedMemory {
+    /// The address of the first byte.
+    pub fn ptr(&self) -> DevicePtr {
+        match self {
+            OpenedMemory::Legacy(memory) => memory.ptr(),
+            OpenedMemory::Shared(memory) => memory.ptr(),
+        }
+    }
+
+    /// The device that it is mapped on.
+    pub fn device(&self) -> &warpipe::Device {
+        match self {
+            OpenedMemory::Legacy(memory) => memory.device(),
+            OpenedMemory::Shared(memory) => memory.device(),
+        }
+    }
+
+    /// Records that a stream is given work on it.
+    pub fn used_on(&self, stream: &Stream) {
+        match self {
+            // Only a forked child is refused, and it uses nothing.
+            OpenedMemory::Legacy(memory) => drop(memory.used_by(stream)),
+            OpenedMemory::Shared(memory) => memory.used_on(stream),
+        }
+    }
+}
+
 /// The allocations that a subscriber has open of its publisher. The last few stay open, because the
 /// next sample mostly lies in one of them and the driver takes long to open one.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Openings {
-    list: Mutex<Vec<(LegacyHandle, LegacyMemory)>>,
+    domain: Domain,
+    legacy: Mutex<Vec<(LegacyHandle, LegacyMemory)>>,
+    published: Mutex<Vec<(String, SharedMemory)>>,
 }
 
 impl Openings {
-    /// Opens the allocation of a handle. The library maps each allocation once, however often it is
+    /// For a subscriber of this domain.
+    pub fn new(domain: &Domain) -> Openings {
+        Openings {
+            domain: domain.clone(),
+            legacy: Mutex::default(),
+            published: Mutex::default(),
+        }
+    }
+
+    /// Opens the tensor's memory. The library maps each allocation once, however often it is
     /// opened.
-    pub fn open(&self, handle: &LegacyHandle, device: &warpipe::Device) -> Outcome<LegacyMemory> {
+    pub fn open(&self, place: &Place, device: &warpipe::Device) -> Outcome<OpenedMemory> {
+        Ok(match place {
+            Place::Legacy(handle) => OpenedMemory::Legacy(self.open_legacy(handle, device)?),
+            &Place::Published {
+                ref name,
+                offset,
+                bytes,
+            } => {
+                let whole = self.open_published(name, device)?;
+                OpenedMemory::Shared(whole.range(offset, bytes)?)
+            }
+        })
+    }
+
+    fn open_legacy(
+        &self,
+        handle: &LegacyHandle,
+        device: &warpipe::Device,
+    ) -> Outcome<LegacyMemory> {
         let opened = handle.open(device)?;
-        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
         let is_same =
             |known: &LegacyHandle| known.raw() == handle.raw() && known.pid() == handle.pid();
-        let known = list.iter().position(|(known, _)| is_same(known));
-        let kept = match known {
-            Some(index) => list.remove(index),
-            None => (*handle, handle.open(device)?),
-        };
-        list.push(kept);
-        let oldest = if list.len() > OPEN_MAX {
-            Some(list.remove(0))
-        } else {
-            None
-        };
-        drop(list);
-        drop(oldest);
+        keep(
+            &self.legacy,
+            *handle,
+            is_same,
+            || Ok(handle.open(device)?),
+            |_| (),
+        )?;
         Ok(opened)
+    }
+
+    fn open_published(&self, name: &str, device: &warpipe::Device) -> Outcome<SharedMemory> {
+        let open = || Ok(Ticket::to(&self.domain, name)?.open(device)?);
+        keep(
+            &self.published,
+            name.to_owned(),
+            |known| known == name,
+            open,
+            Clone::clone,
+        )
     }
 
     /// Closes the allocations that are only kept for later samples.
     pub fn clear(&self) {
-        let list = std::mem::take(&mut *self.list.lock().unwrap_or_else(PoisonError::into_inner));
-        drop(list);
+        drop(std::mem::take(&mut *lock(&self.legacy)));
+        drop(std::mem::take(&mut *lock(&self.published)));
     }
+}
+
+fn lock<T>(list: &Mutex<T>) -> MutexGuard<'_, T> {
+    list.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Moves an entry to the end of a list, or makes it there, and gives a part of it. The oldest one
+/// beyond the most is dropped, without the lock.
+fn keep<K, V, P>(
+    list: &Mutex<Vec<(K, V)>>,
+    key: K,
+    is_same: impl Fn(&K) -> bool,
+    open: impl FnOnce() -> Outcome<V>,
+    part: impl FnOnce(&V) -> P,
+) -> Outcome<P> {
+    let known = {
+        let mut list = lock(list);
+        let known = list.iter().position(|(known, _)| is_same(known));
+        known.map(|index| list.remove(index))
+    };
+    let kept = match known {
+        Some(kept) => kept,
+        None => (key, open()?),
+    };
+    let found = part(&kept.1);
+    let mut list = lock(list);
+    list.push(kept);
+    let oldest = (list.len() > OPEN_MAX).then(|| list.remove(0));
+    drop(list);
+    drop(oldest);
+    Ok(found)
 }

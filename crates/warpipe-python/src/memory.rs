@@ -9,10 +9,11 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use warpipe::backend::DevicePtr;
-use warpipe::{Layout, LegacyMemory, Receipt, Sample, SlotHold};
+use warpipe::{Layout, Receipt, Sample, SlotHold};
 
 use crate::detached::{DropDetached, detached};
 use crate::errors::{Fault, Outcome};
+use crate::in_place::OpenedMemory;
 use crate::memory_owner::{MemoryOwner, download};
 use crate::process::Home;
 use crate::rows::Scattered;
@@ -123,14 +124,14 @@ pub struct SampleHolder {
     patience: Option<Duration>,
     /// The allocation of the tensor, if it is not in the slot. Dropped last: it is unmapped after
     /// all users.
-    legacy_view: Option<LegacyView>,
+    view: Option<InPlaceView>,
 }
 
 /// A tensor that was sent in place.
 #[derive(Debug)]
-pub struct LegacyView {
+pub struct InPlaceView {
     pub layout: Layout,
-    pub memory: LegacyMemory,
+    pub memory: OpenedMemory,
 }
 
 /// A loan's memory: mapped as long as any array of it lives, even after the loan has ended.
@@ -154,7 +155,7 @@ impl SampleHolder {
     /// Wraps a sample.
     pub fn new(
         sample: Sample,
-        legacy_view: Option<LegacyView>,
+        view: Option<InPlaceView>,
         patience: Option<Duration>,
     ) -> SampleHolder {
         SampleHolder {
@@ -162,7 +163,7 @@ impl SampleHolder {
             sample: Some(sample),
             consumers: Consumers::default(),
             patience,
-            legacy_view,
+            view,
         }
     }
 
@@ -179,18 +180,17 @@ impl SampleHolder {
 
     /// Records the user with the memory that is mapped beside the channel.
     fn used_by(&self, stream: &warpipe::Stream) {
-        if let Some(LegacyView { memory, .. }) = &self.legacy_view {
-            // Only a forked child is refused, and it uses nothing.
-            let _ = memory.used_by(stream);
+        if let Some(InPlaceView { memory, .. }) = &self.view {
+            memory.used_on(stream);
         }
     }
 
     /// The elements' bytes, complete already.
     fn to_bytes(&self) -> Outcome<Vec<u8>> {
-        match &self.legacy_view {
+        match &self.view {
             // SAFETY: mapped while `memory` is, and as long as its layout, which was checked when
             // it was opened.
-            Some(LegacyView { layout, memory }) => unsafe {
+            Some(InPlaceView { layout, memory }) => unsafe {
                 download(memory.device(), memory.ptr(), layout.bytes())
             },
             // The data is complete already.
@@ -243,11 +243,11 @@ impl SampleHolder {
             Ok(stream) => {
                 self.used_by(&stream);
                 drop(sample.release_on(&stream));
-                drop(self.legacy_view.take());
+                drop(self.view.take());
             }
             // The device does not report when the users are done: the slot must not be written
             // again.
-            Err(_) => std::mem::forget((sample, self.legacy_view.take())),
+            Err(_) => std::mem::forget((sample, self.view.take())),
         }
     }
 }
@@ -310,8 +310,8 @@ impl Drop for ConsumerStay {
 impl Memory {
     /// Wraps a received sample.
     pub fn of_sample(lent: &Arc<SampleHolder>, device: &warpipe::Device) -> Memory {
-        let (layout, lowest) = match &lent.legacy_view {
-            Some(LegacyView { layout, memory }) => (*layout, memory.ptr()),
+        let (layout, lowest) = match &lent.view {
+            Some(InPlaceView { layout, memory }) => (*layout, memory.ptr()),
             None => (*lent.sample().layout(), lent.sample().slot_ptr()),
         };
         let (address, device, hold) = (

@@ -14,7 +14,7 @@ use crate::device::Device;
 use crate::domain::Domain;
 use crate::dtype;
 use crate::errors::{Fault, Outcome};
-use crate::in_place::{self, InPlace, ZeroCopy};
+use crate::in_place::{self, InPlace, PublishedPool, ZeroCopy};
 use crate::interpreter_exit::{self, Closable};
 use crate::loan::Loan;
 use crate::metadata;
@@ -56,6 +56,8 @@ pub struct Publisher {
     /// Tensors that were sent in place. Dropped before the publisher: only the publisher knows
     /// which are free again.
     in_place: InPlace,
+    /// After the tensors of it.
+    pool: PublishedPool,
     inner: Arc<Closable<warpipe::Publisher>>,
     /// The stream for tensors without a stream of their own.
     stream: OwnStream,
@@ -277,6 +279,7 @@ impl Publisher {
             loan_timeout,
             copies: Arc::default(),
             in_place: InPlace::default(),
+            pool: PublishedPool::new(&domain, &allow_uids, &allow_gids),
         }))
     }
 
@@ -328,13 +331,15 @@ impl Publisher {
     ///
     /// ``metadata``: a dict (as JSON) or any buffer, at most 256 bytes.
     ///
-    /// ``zero_copy``: nothing is copied; subscribers (of this package) read the tensor in place, by
-    /// a legacy handle, and it is kept until all of them have released it: see ``in_place``. Do not
-    /// write it before. It must lie in memory of ``cudaMalloc``, as PyTorch's caching allocator's
-    /// does; a tensor in host, pooled or ``expandable_segments`` memory is copied, with a
-    /// ``CopyWarning`` that says why, or is an error with ``zero_copy="require"``. Its metadata has
-    /// some 80 bytes. The whole allocation around it is accessible to subscribers: it must not go
-    /// back to the driver while they exist.
+    /// ``zero_copy``: nothing is copied; subscribers (of this package) read the tensor in place, and
+    /// it is kept until all of them have released it: see ``in_place``. Do not write it before. It
+    /// must lie in memory of ``warpipe.torch.pool()``, which subscribers map read-only and have as
+    /// long as they use it; or in memory of ``cudaMalloc``, as PyTorch's caching allocator's does,
+    /// which they open by a legacy handle. A tensor in host, pooled or ``expandable_segments``
+    /// memory is copied, with a ``CopyWarning`` that says why, or is an error with
+    /// ``zero_copy="require"``. Its metadata has some 80 bytes. The whole allocation around it is
+    /// accessible to subscribers: memory of ``cudaMalloc`` must not go back to the driver while they
+    /// exist.
     ///
     /// Raises ``NotATensorError``, ``DTypeError``, ``LayoutError``, ``WrongDeviceError``,
     /// ``MetadataError``; ``NotExportableError``, ``ExportError`` with ``"require"``;
@@ -365,7 +370,7 @@ impl Publisher {
         };
         let mut source = wanted.find(tensor)?;
         if lasting {
-            match py.detach(|| in_place::carrier(device, &source, &encoded)) {
+            match py.detach(|| in_place::carrier(device, &source, &encoded, &self.pool)) {
                 Ok(carrier) => return self.send_in_place(py, source, &carrier, stream.as_ref()),
                 Err(why) if zero_copy == ZeroCopy::Require => return Err(why.fault.into()),
                 Err(why) => {
@@ -483,7 +488,10 @@ impl Publisher {
         // Before the publisher is dropped: only the publisher knows.
         self.in_place.settle(py, self.block)?;
         let inner = self.inner.take();
-        py.detach(|| drop(inner));
+        py.detach(|| {
+            self.pool.clear();
+            drop(inner);
+        });
         self.copies.settle(py, self.block)
     }
 

@@ -123,7 +123,7 @@ impl Subscriber {
             iteration,
             device,
             stream,
-            openings: Openings::default(),
+            openings: Openings::new(&domain),
         }))
     }
 

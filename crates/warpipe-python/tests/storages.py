@@ -62,7 +62,7 @@ class Allocated:
     def __init__(self, device):
         self.device, self.nbytes = device, NBYTES
         self.address = allocator().warpipe_torch_allocate(NBYTES, device.ordinal, None)
-        self.__cuda_array_interface__ = {"data": (self.address, False)}
+        self.__cuda_array_interface__ = {"data": (self.address, False), "shape": (NBYTES,), "typestr": "|u1", "version": 3}
 
 
 def of_allocator(device, _text=None):

@@ -10,7 +10,8 @@ import weakref
 
 import numpy as np
 import pytest
-from conftest import until
+import storages
+from conftest import DEVICE, until
 from peers import LIMIT_SECONDS, kill, process, receive_in_place, said
 from test_processes import kills, place  # noqa: F401
 
@@ -293,3 +294,82 @@ publisher.close()
     wanted = "True True []" if not allocator else "False False ['zero_copy: the tensor is copied"
     assert done.stdout.startswith(wanted), done.stdout
     assert LIMIT_SECONDS and "expandable_segments" in done.stdout or not allocator
+
+
+HAS_POOL = pytest.mark.skipif(DEVICE == "host", reason="PyTorch has pools of GPU memory alone")
+
+
+@pytest.fixture
+def pooled(device):
+    """A tensor in memory of the allocator for PyTorch, and what PyTorch calls to free it."""
+    tensor = storages.Allocated(device)
+    freed = []
+
+    def free():
+        if not freed:
+            freed.append(storages.allocator().warpipe_torch_free(tensor.address, storages.NBYTES, device.ordinal, None))
+
+    yield tensor, free
+    free()
+
+
+@HAS_POOL
+def test_a_tensor_of_the_pool_for_pytorch_is_received_where_it_lies(link, pooled, domain):
+    publisher, subscriber = link
+    tensor, _ = pooled
+    for number in range(3):
+        publisher.send(tensor, metadata={"n": number}, zero_copy="require")
+        with subscriber.receive() as frame:
+            assert frame.in_place and frame.ptr == tensor.address and frame.metadata == {"n": number}
+            assert (frame.shape, frame.dtype) == ((storages.NBYTES,), "uint8")
+            assert frame.tobytes() == bytes(storages.NBYTES)
+    assert len([one for one in domain.endpoints() if one.name.startswith("in-place/")]) == 1
+    publisher.close()
+    assert not [one for one in domain.endpoints() if one.alive and one.name.startswith("in-place/")]
+
+
+@HAS_POOL
+def test_memory_that_pytorch_frees_goes_with_the_next_tensor_and_with_the_subscriber(link, device):
+    publisher, subscriber = link
+    before = device.bytes_held
+    for _ in range(2):
+        tensor = storages.Allocated(device)
+        publisher.send(tensor, zero_copy="require")
+        subscriber.receive().release()
+        until(lambda: publisher.in_place == 0, "the release")
+        storages.allocator().warpipe_torch_free(tensor.address, storages.NBYTES, device.ordinal, None)
+    publisher.close()
+    subscriber.close()
+    until(lambda: device.bytes_held <= before, "the end of the memory")
+
+
+SENDS_POOLED = """
+import storages, sys, warpipe
+publisher = warpipe.Publisher("a", domain=sys.argv[1])
+publisher.wait_for_subscribers(1)
+tensor = storages.Allocated(publisher.device)
+publisher.send(tensor, zero_copy="require")
+print("sent", flush=True)
+sys.stdin.read()
+"""
+
+
+@HAS_POOL
+@kills
+def test_a_frame_of_the_pool_is_read_only_and_outlives_its_publisher(domain, device):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+    sender = subprocess.Popen(
+        [sys.executable, "-c", SENDS_POOLED, str(domain.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    )
+    try:
+        with warpipe.Subscriber("a", domain=domain, device=device, wait=LIMIT_SECONDS, timeout=LIMIT_SECONDS) as subscriber:
+            frame = subscriber.receive()
+            assert frame.in_place and frame.__cuda_array_interface__["data"][1], "it is read-only"
+            found = frame.tobytes()
+            sender.kill()
+            sender.wait(LIMIT_SECONDS)
+            assert frame.tobytes() == found == bytes(storages.NBYTES)
+            del frame
+    finally:
+        sender.kill()
+        sender.communicate()

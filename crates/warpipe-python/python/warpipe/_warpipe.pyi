@@ -325,13 +325,15 @@ class Publisher(Closeable):
 
         ``metadata``: a dict (as JSON) or any buffer, at most 256 bytes.
 
-        ``zero_copy``: nothing is copied; subscribers (of this package) read the tensor in place, by
-        a legacy handle, and it is kept until all of them have released it: see ``in_place``. Do not
-        write it before. It must lie in memory of ``cudaMalloc``, as PyTorch's caching allocator's
-        does; a tensor in host, pooled or ``expandable_segments`` memory is copied, with a
-        ``CopyWarning`` that says why, or is an error with ``zero_copy="require"``. Its metadata has
-        some 80 bytes. The whole allocation around it is accessible to subscribers: it must not go
-        back to the driver while they exist.
+        ``zero_copy``: nothing is copied; subscribers (of this package) read the tensor in place, and
+        it is kept until all of them have released it: see ``in_place``. Do not write it before. It
+        must lie in memory of ``warpipe.torch.pool()``, which subscribers map read-only and have as
+        long as they use it; or in memory of ``cudaMalloc``, as PyTorch's caching allocator's does,
+        which they open by a legacy handle. A tensor in host, pooled or ``expandable_segments``
+        memory is copied, with a ``CopyWarning`` that says why, or is an error with
+        ``zero_copy="require"``. Its metadata has some 80 bytes. The whole allocation around it is
+        accessible to subscribers: memory of ``cudaMalloc`` must not go back to the driver while they
+        exist.
 
         Raises ``NotATensorError``, ``DTypeError``, ``LayoutError``, ``WrongDeviceError``,
         ``MetadataError``; ``NotExportableError``, ``ExportError`` with ``"require"``;
