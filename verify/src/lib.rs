@@ -43,6 +43,7 @@ mod error;
 #[path = "../../crates/warpipe/src/tensor.rs"]
 mod tensor;
 
+mod gate;
 mod handle;
 mod pool;
 mod queue;

@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 
 use warpipe_verify::models::{
-    self, Model, counter, kernel_ring, rescue, ring, room, sleep, table, timeline,
+    self, Model, counter, gate, kernel_ring, rescue, ring, room, sleep, table, timeline,
 };
 use warpipe_verify::plant::Effect::{Omitted, Order, Says, Split};
 use warpipe_verify::plant::{Effect, Op, Plant};
@@ -61,6 +61,8 @@ hold! {
     an_item_of_two_blocks_is_published_when_both_have_written: kernel_ring::SHARED;
     the_next_item_of_two_blocks_is_published_when_both_have_written: kernel_ring::SHARED_AGAIN;
     an_item_published_before_the_end_counts: kernel_ring::ENDED;
+    the_end_of_a_process_waits_for_the_threads_inside: gate::APART;
+    the_end_of_a_process_waits_for_all_of_one_entrance: gate::SHARED;
 }
 
 /// Plants a fault and runs a model, which must notice.
@@ -156,5 +158,15 @@ catch! {
     a_part_finished_in_no_order: kernel_ring::SHARED, "rings/host_ring.rs", "if arrivals.fetch_add(1, AcqRel) + 1 < blocks", Rmw, Order(Relaxed);
     parts_that_are_counted_on: kernel_ring::SHARED_AGAIN, "rings/host_ring.rs", "arrivals.store(0, Relaxed)", Store, Omitted;
     an_end_told_in_no_order: kernel_ring::ENDED, "rings/host_ring.rs", "peer::GONE)).load(Acquire)", Load, Order(Relaxed);
+    an_entry_in_no_order: gate::APART, "backend/cuda/shutdown_gate/entrances.rs", "inside.fetch_add(1, SeqCst)", Rmw, Order(AcqRel);
+    an_entry_that_is_not_counted: gate::APART, "backend/cuda/shutdown_gate/entrances.rs", "inside.fetch_add(1, SeqCst)", Rmw, Omitted;
+    an_entry_counted_in_two_steps: gate::SHARED, "backend/cuda/shutdown_gate/entrances.rs", "inside.fetch_add(1, SeqCst)", Rmw, Split;
+    a_look_at_a_closed_gate_in_no_order: gate::APART, "backend/cuda/shutdown_gate/entrances.rs", "self.is_closed.load(SeqCst)", Load, Order(Acquire);
+    a_gate_closed_in_no_order: gate::APART, "backend/cuda/shutdown_gate/entrances.rs", "self.is_closed.swap(true, SeqCst)", Rmw, Order(AcqRel);
+    a_gate_that_is_not_closed: gate::APART, "backend/cuda/shutdown_gate/entrances.rs", "self.is_closed.swap(true, SeqCst)", Rmw, Omitted;
+    a_look_at_the_threads_inside_in_no_order: gate::APART, "backend/cuda/shutdown_gate/entrances.rs", "entrance.inside.load(SeqCst)", Load, Order(Relaxed);
+    a_thread_that_leaves_its_entrance_in_no_order: gate::APART, "backend/cuda/shutdown_gate/entrances.rs", "own.inside.store(", Store, Order(Relaxed);
+    a_thread_that_leaves_in_no_order: gate::APART, "backend/cuda/shutdown_gate/entrances.rs", "inside.fetch_sub(1, Release)", Rmw, Order(Relaxed);
+    a_thread_that_leaves_in_two_steps: gate::SHARED, "backend/cuda/shutdown_gate/entrances.rs", "inside.fetch_sub(1, Release)", Rmw, Split;
     a_loss_seen_behind_its_word_in_no_order: rescue::LOST, "backend/word.rs", "self.value.load(Ordering::Acquire)", Load, Order(Relaxed);
 }

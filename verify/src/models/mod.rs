@@ -19,6 +19,7 @@ use loom::sync::{Condvar, Mutex};
 
 use crate::atomic::{self, Fences, Way};
 // Where they see what they check.
+pub use crate::gate::model as gate;
 pub use crate::pubsub::publisher_link::model as rescue;
 pub use crate::rings::model as kernel_ring;
 pub use crate::semaphore::model as room;

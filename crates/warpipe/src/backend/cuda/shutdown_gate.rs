@@ -5,8 +5,10 @@
 //! library's; a thread that then queries an event dies of SIGSEGV, and the process with it. So
 //! every driver call is made [inside](DriverGuard) a gate. A handler of this library closes the
 //! gate first: it waits for the threads inside, and threads that come later park for ever. That
-//! takes two uncontended atomic additions for each entry. A handler that runs after this one and
-//! waits for a parked thread waits for ever.
+//! takes one atomic addition for each entry, in a cache line of the thread's own: see
+//! [`entrances`]. A handler that runs after this one and waits for a parked thread waits for ever.
+
+mod entrances;
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -16,7 +18,9 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
+use self::entrances::{Entrance, Entrances};
 use super::fault;
+use crate::atomic::{AtomicBool, AtomicU32};
 use crate::backoff::Backoff;
 use crate::error::{Error, Result};
 
@@ -26,21 +30,37 @@ use crate::error::{Error, Result};
 /// threads that are blocked behind its stream.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Set once the process ends; the bits below count the entries. They share one word, so that no
-/// entry falls between the two.
-const ENDING: usize = 1 << (usize::BITS - 1);
+/// So many threads have an entrance each, and all others share the second number.
+const OWN: usize = 64;
+const SHARED: usize = 64;
 
-/// A child inherits the count, and never waits for it ([`fault::forked`]).
+/// A child inherits the counts, and never waits for them ([`fault::forked`]).
 static GATE: Gate = Gate::new();
 
+/// The number of the next thread that comes to a gate for the first time. No number is given twice.
+static NEXT: AtomicUsize = AtomicUsize::new(0);
+
+/// No thread has this number.
+const UNNUMBERED: usize = usize::MAX;
+
 thread_local! {
-    /// The entries of this thread.
-    static HELD: Cell<usize> = const { Cell::new(0) };
+    /// Without a destructor, as the driver is called by destructors of other thread-locals, too.
+    static HERE: Here = const {
+        Here { entries: Cell::new(0), number: Cell::new(UNNUMBERED) }
+    };
+}
+
+/// A thread's own record.
+struct Here {
+    /// Its entries. Only the first one is counted at an entrance.
+    entries: Cell<usize>,
+    /// Its number among the threads that come to a gate.
+    number: Cell<usize>,
 }
 
 #[derive(Debug)]
 struct Gate {
-    state: AtomicUsize,
+    threads: Entrances<OWN, SHARED>,
     /// The id of the thread that ends the process; 0 until one does.
     closer: AtomicI32,
 }
@@ -49,7 +69,7 @@ struct Gate {
 #[derive(Debug)]
 pub(crate) struct DriverGuard {
     gate: &'static Gate,
-    /// The count belongs to one thread.
+    /// The entry belongs to one thread.
     _here: PhantomData<*const ()>,
 }
 
@@ -72,7 +92,7 @@ pub(super) fn leave_if_ending() {
 /// Whether this thread may call the driver.
 #[inline]
 pub(super) fn is_inside() -> bool {
-    HELD.get() > 0
+    HERE.with(|here| here.entries.get() > 0)
 }
 
 /// `atexit`: closes the gate when the process ends. Handlers run in the reverse order of their
@@ -114,35 +134,59 @@ fn this_thread() -> i32 {
     rustix::thread::gettid().as_raw_nonzero().get()
 }
 
+impl Here {
+    #[inline]
+    fn number(&self) -> usize {
+        match self.number.get() {
+            UNNUMBERED => self.take_number(),
+            number => number,
+        }
+    }
+
+    #[cold]
+    fn take_number(&self) -> usize {
+        let number = NEXT.fetch_add(1, Relaxed);
+        self.number.set(number);
+        number
+    }
+}
+
 impl Gate {
     const fn new() -> Gate {
+        const fn empty() -> Entrance {
+            Entrance {
+                inside: AtomicU32::new(0),
+            }
+        }
         Gate {
-            state: AtomicUsize::new(0),
+            threads: Entrances {
+                is_closed: AtomicBool::new(false),
+                own: [const { empty() }; OWN],
+                shared: [const { empty() }; SHARED],
+            },
             closer: AtomicI32::new(0),
         }
     }
 
     #[inline]
     fn try_enter(&'static self) -> Option<DriverGuard> {
-        let before = self.state.fetch_add(1, SeqCst);
-        if before & ENDING != 0 && !self.may_enter_late() {
-            self.state.fetch_sub(1, SeqCst);
-            return None;
-        }
-        HELD.set(HELD.get() + 1);
-        Some(DriverGuard {
-            gate: self,
-            _here: PhantomData,
+        HERE.with(|here| {
+            let entries = here.entries.get();
+            // A thread that is inside already is being waited for, and must be able to finish.
+            if entries == 0 && !self.threads.enter(here.number()) && !self.is_closer() {
+                self.threads.leave(here.number());
+                return None;
+            }
+            here.entries.set(entries + 1);
+            Some(DriverGuard {
+                gate: self,
+                _here: PhantomData,
+            })
         })
     }
 
-    /// A thread that is inside already is being waited for, and must be able to finish.
-    #[cold]
-    fn may_enter_late(&self) -> bool {
-        is_inside() || self.is_closer()
-    }
-
     /// A child that was forked while the process ended has nothing to close.
+    #[cold]
     fn is_closer(&self) -> bool {
         self.closer.load(SeqCst) == this_thread() || fault::forked()
     }
@@ -150,10 +194,14 @@ impl Gate {
     /// Whether this thread has to park from now on. If so, its entries are taken back.
     #[inline]
     fn leave_if_ending(&self) -> bool {
-        if self.state.load(Relaxed) & ENDING == 0 || self.is_closer() {
+        if !self.threads.seems_closed() || self.is_closer() {
             return false;
         }
-        self.state.fetch_sub(HELD.replace(0), SeqCst);
+        HERE.with(|here| {
+            if here.entries.replace(0) > 0 {
+                self.threads.leave(here.number());
+            }
+        });
         true
     }
 
@@ -166,12 +214,12 @@ impl Gate {
         let _ = self
             .closer
             .compare_exchange(0, this_thread(), SeqCst, SeqCst);
-        if self.state.fetch_or(ENDING, SeqCst) & ENDING != 0 {
+        if !self.threads.close() {
             return true;
         }
         let start = Instant::now();
         let mut backoff = Backoff::default();
-        while self.state.load(SeqCst) & !ENDING > HELD.get() {
+        while self.threads.inside() > u64::from(is_inside()) {
             if start.elapsed() >= patience {
                 return false;
             }
@@ -184,14 +232,20 @@ impl Gate {
 impl Drop for DriverGuard {
     #[inline]
     fn drop(&mut self) {
-        HELD.set(HELD.get() - 1);
-        self.gate.state.fetch_sub(1, SeqCst);
+        HERE.with(|here| {
+            let entries = here.entries.get() - 1;
+            here.entries.set(entries);
+            if entries == 0 {
+                self.gate.threads.leave(here.number());
+            }
+        });
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::mpsc;
+    use std::cell::RefCell;
+    use std::sync::{Mutex, mpsc};
     use std::thread;
 
     use super::*;
@@ -203,7 +257,7 @@ mod tests {
     }
 
     fn is_ending(gate: &Gate) -> bool {
-        gate.state.load(SeqCst) & ENDING != 0
+        gate.threads.seems_closed()
     }
 
     fn elsewhere<T: Send>(work: impl FnOnce() -> T + Send) -> T {
@@ -218,9 +272,10 @@ mod tests {
         assert!(elsewhere(|| gate.try_enter().is_none()));
         assert!(gate.try_enter().is_some());
         assert!(!gate.leave_if_ending());
+        assert!(is_ending(gate));
         assert_eq!(
-            gate.state.load(SeqCst),
-            ENDING,
+            gate.threads.inside(),
+            0,
             "a refused caller is no longer counted"
         );
     }
@@ -237,17 +292,19 @@ mod tests {
                     thread::yield_now();
                 }
                 let nested = gate.try_enter();
-                let (was_let_in, guard) = (nested.is_some(), gate.state.load(SeqCst) & !ENDING);
+                let was_let_in = nested.is_some();
+                let with_both = gate.threads.inside();
                 drop(nested);
+                let counted = (with_both, gate.threads.inside());
                 drop(outer);
-                (was_let_in, guard)
+                (was_let_in, counted)
             });
             is_in.recv().unwrap();
             assert!(gate.close(LONG));
-            assert_eq!(gate.state.load(SeqCst), ENDING);
+            assert_eq!(gate.threads.inside(), 0);
             other.join().unwrap()
         });
-        assert_eq!(left, (true, 2));
+        assert_eq!(left, (true, (1, 1)), "a thread counts once");
     }
 
     #[test]
@@ -267,7 +324,7 @@ mod tests {
             is_in.recv().unwrap();
             assert!(gate.close(LONG));
         });
-        assert_eq!(gate.state.load(SeqCst), ENDING);
+        assert_eq!(gate.threads.inside(), 0);
     }
 
     #[test]
@@ -292,6 +349,55 @@ mod tests {
     fn a_thread_that_ends_the_process_inside_a_call_does_not_wait_for_itself() {
         let gate = gate();
         let _guard = (gate.try_enter(), gate.try_enter());
+        assert!(gate.close(Duration::ZERO));
+    }
+
+    #[test]
+    fn more_threads_than_entrances_are_all_waited_for() {
+        let gate = gate();
+        let count = OWN + SHARED + 6;
+        let (told, is_in) = mpsc::channel();
+        let (go, wait) = mpsc::channel::<()>();
+        let wait = Mutex::new(wait);
+        thread::scope(|scope| {
+            for _ in 0..count {
+                let (told, wait) = (told.clone(), &wait);
+                scope.spawn(move || {
+                    let _guard = gate.try_enter().unwrap();
+                    told.send(()).unwrap();
+                    wait.lock().unwrap().recv().unwrap();
+                });
+            }
+            (0..count).for_each(|_| is_in.recv().unwrap());
+            assert_eq!(gate.threads.inside(), count as u64);
+            // One after the other: the last one alone is waited for, too.
+            (1..count).for_each(|_| go.send(()).unwrap());
+            assert!(!gate.close(Duration::ZERO));
+            go.send(()).unwrap();
+        });
+        assert_eq!(gate.threads.inside(), 0);
+    }
+
+    #[test]
+    fn a_destructor_of_an_ending_thread_enters_and_leaves() {
+        struct EntersLate(&'static Gate, mpsc::Sender<bool>);
+        impl Drop for EntersLate {
+            fn drop(&mut self) {
+                let guard = self.0.try_enter();
+                let _ = self.1.send(guard.is_some() && self.0.threads.inside() == 1);
+            }
+        }
+        thread_local! {
+            static LATE: RefCell<Option<EntersLate>> = const { RefCell::new(None) };
+        }
+        let gate = gate();
+        let (told, entered) = mpsc::channel();
+        let ends = thread::spawn(move || {
+            LATE.set(Some(EntersLate(gate, told)));
+            drop(gate.try_enter());
+        });
+        ends.join().unwrap();
+        assert_eq!(entered.recv(), Ok(true));
         assert!(gate.close(Duration::ZERO));
     }
 
