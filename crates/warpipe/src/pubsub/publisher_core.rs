@@ -146,6 +146,7 @@ impl PublisherCore {
                 closed: false,
                 row,
                 turn: TurnState::default(),
+                unlooked_loans: 0,
             }),
             fences,
             streams: Arc::new(streams),
@@ -191,9 +192,14 @@ impl PublisherCore {
         let mut clock = Stopwatch::default();
         let mut backoff = Backoff::spinning(POLLS);
         let mut state = self.lock();
+        // A sample in a region that cannot be announced to a subscriber would end that link.
+        state.announce(&self.name)?;
+        if let Some(slot) = state.take_unlooked(bytes) {
+            return Ok((slot, state.address(slot)));
+        }
         loop {
             state.reclaim(&self.fences, false);
-            // A sample in a region that cannot be announced to a subscriber would end that link.
+            // This thread or another one may have made a region meanwhile.
             state.announce(&self.name)?;
             if let Some(slot) = state.arena.take(bytes) {
                 return Ok((slot, state.address(slot)));

@@ -19,6 +19,14 @@ use crate::slow_path::SlowPath;
 use crate::statistics::EndpointRow;
 use crate::tensor::Layout;
 
+/// A loan of at most so many bytes takes a free slot without looking for released ones, but for
+/// one in [`LOOK_EVERY`]. Longer slots are used again at once: their memory would leave the caches.
+pub(super) const UNLOOKED_BYTES_MAX: u64 = 64 << 10;
+
+/// Looking costs a cache line that the subscriber's CPU has just written; several at once cost
+/// hardly more.
+pub(super) const LOOK_EVERY: u32 = 8;
+
 /// A region that the streams of its publisher work on.
 pub(in crate::pubsub) type HeldRegion = DropAfterFence<Arc<Region>>;
 
@@ -37,6 +45,8 @@ pub(super) struct PublisherState {
     pub(super) row: EndpointRow,
     /// The send turn.
     pub(super) turn: TurnState,
+    /// Loans since released slots were last looked for.
+    pub(super) unlooked_loans: u32,
 }
 
 impl HasTurn for PublisherState {
@@ -66,9 +76,22 @@ impl PublisherState {
     /// held long.
     #[inline]
     pub(super) fn reclaim(&mut self, fences: &SlotFences, thorough: bool) {
+        self.unlooked_loans = 0;
         self.links.reclaim(&mut self.arena, thorough);
         self.arena
             .collect(|slot, value| fences.is_reached(slot, value));
+    }
+
+    /// Takes a slot without looking for released ones, as most loans can. Only a loan gains by a
+    /// look: all else that depends on a release looks for itself.
+    #[inline]
+    pub(super) fn take_unlooked(&mut self, bytes: u64) -> Option<SlotId> {
+        if bytes > UNLOOKED_BYTES_MAX || self.unlooked_loans + 1 >= LOOK_EVERY {
+            return None;
+        }
+        let slot = self.arena.take(bytes)?;
+        self.unlooked_loans += 1;
+        Some(slot)
     }
 
     /// Announces every region to every subscriber: see [`Links::announce`].

@@ -1,11 +1,13 @@
 //! Other threads of a publisher make progress while the driver blocks one thread's send; numbers that a
-//! publisher skips.
+//! publisher skips; slots that are lent again.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
+use super::state::{LOOK_EVERY, UNLOOKED_BYTES_MAX};
 use crate::backend::testing::{Counting, Failing, Holding, Wrapped};
 use crate::device::Device;
 use crate::error::Error;
@@ -391,4 +393,46 @@ fn two_publishers_of_one_name_and_process_have_different_generations() {
         one.publisher_generation().unwrap()
     });
     assert_ne!(generations[0], generations[1]);
+}
+
+/// Sends 100 samples of `bytes`, each of which is released before the next loan. Returns the number
+/// of slots that were used.
+fn slots_used(stage: &Stage, publisher: &Publisher, bytes: u64) -> usize {
+    let mut subscriber = stage.subscriber();
+    let (sending, receiving) = (stage.stream(), Device::host().stream().unwrap());
+    let layout = Layout::bytes_only(bytes).unwrap();
+    let slots = (0..100).map(|_| {
+        let loan = publisher.loan(&layout).unwrap();
+        let slot = loan.slot_ptr();
+        loan.send(&sending).unwrap();
+        sending.synchronize(LONG).unwrap();
+        drop(subscriber.receive(&receiving).unwrap());
+        receiving.synchronize(LONG).unwrap();
+        slot
+    });
+    slots.collect::<BTreeSet<_>>().len()
+}
+
+#[test]
+fn short_slots_that_are_released_are_lent_again_after_a_few_loans_and_long_ones_at_once() {
+    let stage = Stage::new("look");
+    let publisher = stage.publisher();
+    let short = slots_used(&stage, &publisher, UNLOOKED_BYTES_MAX);
+    assert!(short <= LOOK_EVERY as usize + 1, "{short}");
+    let long = slots_used(&stage, &publisher, UNLOOKED_BYTES_MAX + 1);
+    assert!(long <= 2, "{long}");
+}
+
+#[test]
+fn a_loan_for_which_there_is_no_other_slot_gets_a_released_one_at_once() {
+    let stage = Stage::new("short");
+    let limit = 2 << 20;
+    let builder = stage.builder().memory_limit(limit);
+    let publisher = builder.loan_timeout(Duration::ZERO).build().unwrap();
+    let layout = Layout::bytes_only(UNLOOKED_BYTES_MAX).unwrap();
+    let all_but_one: Vec<_> = (1..limit / UNLOOKED_BYTES_MAX)
+        .map(|_| publisher.loan(&layout).unwrap())
+        .collect();
+    assert_eq!(slots_used(&stage, &publisher, UNLOOKED_BYTES_MAX), 1);
+    drop(all_but_one);
 }
