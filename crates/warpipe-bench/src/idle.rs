@@ -74,7 +74,7 @@ pub fn sleep(place: &BenchDomain, control: &Control) -> anyhow::Result<()> {
 }
 
 /// The process's CPU time, of all its threads, as a share of the time that passes.
-fn percent(work: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<f64> {
+pub fn percent(work: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<f64> {
     let (start, cpu) = (Instant::now(), cpu_time());
     work()?;
     Ok(100.0 * (cpu_time() - cpu).as_secs_f64() / start.elapsed().as_secs_f64())

@@ -25,6 +25,7 @@ mod semaphore;
 mod send;
 mod setup;
 mod size;
+mod subscribers;
 
 use std::path::PathBuf;
 
@@ -96,6 +97,8 @@ enum What {
     Death,
     /// CPU time of a subscriber that waits
     Idle,
+    /// 1,000 subscribers in one process: attaching, sending, idle CPU time, memory
+    Subscribers,
     /// Bandwidth of memory imported from another process, beside the process's own memory
     #[value(alias = "dma")]
     Bandwidth,
@@ -113,7 +116,7 @@ enum What {
 
 type Benchmark = fn(&Setup) -> anyhow::Result<Vec<Figure>>;
 
-const BENCHMARKS: [(What, Benchmark); 15] = [
+const BENCHMARKS: [(What, Benchmark); 16] = [
     (What::Handoff, handoff::run),
     (What::Pipeline, pipeline::run),
     (What::Send, send::run),
@@ -123,6 +126,7 @@ const BENCHMARKS: [(What, Benchmark); 15] = [
     (What::Queue, queue::run),
     (What::Death, death::run),
     (What::Idle, idle::run),
+    (What::Subscribers, subscribers::run),
     (What::Bandwidth, bandwidth::run),
     (What::Attach, attach::run),
     (What::Semaphore, semaphore::run),
@@ -141,6 +145,7 @@ enum Role {
     Queue(queue::Terms),
     Victim(death::Terms),
     Idle(setup::BenchDomain),
+    Subscribers(subscribers::Terms),
     Bandwidth(bandwidth::Terms),
     Attach(attach::Terms),
     Semaphore(semaphore::Terms),
@@ -183,6 +188,7 @@ fn play(role: Role) -> anyhow::Result<()> {
         Role::Ring(terms) => ring::answer(&terms, &control),
         Role::Victim(terms) => death::live(&terms, &control),
         Role::Idle(place) => idle::sleep(&place, &control),
+        Role::Subscribers(terms) => subscribers::live(&terms, &control),
         Role::Bandwidth(terms) => bandwidth::copy(&terms, &control),
         Role::Attach(terms) => attach::offer(&terms, &control),
         Role::Semaphore(terms) => semaphore::answer(&terms, &control),

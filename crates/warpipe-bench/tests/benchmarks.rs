@@ -5,7 +5,7 @@ use std::process::{Command, Output};
 use serde_json::Value;
 use warpipe_testkit::temporary_folder;
 
-const BENCHMARKS: [&str; 14] = [
+const BENCHMARKS: [&str; 15] = [
     "handoff",
     "pipeline",
     "send",
@@ -15,6 +15,7 @@ const BENCHMARKS: [&str; 14] = [
     "queue",
     "death",
     "idle",
+    "subscribers",
     "bandwidth",
     "attach",
     "semaphore",

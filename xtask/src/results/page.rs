@@ -22,8 +22,9 @@ const TABLES: &[(&str, &str, &[&str])] = &[
         "`send` is the CPU time of one send; its floor is the driver's call alone. Beside the driver's \
          calls: the floor is all calls that the loan, send, receive or release makes. `ring` hands over \
          128 bytes of host memory; its floor is a bare ring in shared memory. `idle` is the CPU \
-         time of a process while its subscriber waits.",
-        &["send", "ring", "host rings", "idle"],
+         time of a process while its subscriber waits, and `subscribers` has many of them in one \
+         process.",
+        &["send", "ring", "host rings", "idle", "subscribers"],
     ),
     (
         "The host path beside others",
