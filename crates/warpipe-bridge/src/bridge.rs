@@ -24,7 +24,7 @@ const EVENTS_MAX: usize = 4096;
 const NOTICES_MAX: usize = 1024;
 
 /// How long a bridge that ends waits for links that take nothing.
-pub(crate) const CLOSE_PATIENCE: Duration = Duration::from_secs(1);
+pub(crate) const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
 
 /// Bridges of which it is known that they are present.
 const PRESENT_MAX: usize = 4096;
@@ -244,8 +244,8 @@ impl Drop for Bridge {
     fn drop(&mut self) {
         // The queue may be full for a moment; the control thread empties it.
         let _ = self.shared.events.send(Event::Stop);
-        // A lane may be in the middle of a send to a peer that reads nothing: the end of the
-        // session ends it. Zenoh takes up to 10 s for the end of such a link.
+        // A lane may be in the middle of a send to a peer that reads nothing. The control thread
+        // leaves it behind, and the end of the session ends it: Zenoh takes up to 10 s for that.
         let runs = self.runs.get_mut().unwrap_or_else(PoisonError::into_inner);
         let _ = runs.recv_timeout(2 * CLOSE_PATIENCE);
         let (closing, closed) = sync_channel::<()>(0);
@@ -259,7 +259,6 @@ impl Drop for Bridge {
             let _ = self.session.close().wait();
         }
         let _ = closed.recv_timeout(CLOSE_PATIENCE);
-        // With several such peers its threads may outlive this; they end with their sends.
         let is_over = runs.recv_timeout(CLOSE_PATIENCE) == Err(RecvTimeoutError::Disconnected);
         if let Some(control) = self.control.take().filter(|_| is_over) {
             let _ = control.join();

@@ -154,7 +154,9 @@ impl Control {
     }
 
     fn close(&mut self) {
-        self.close_queues();
+        let deadline = Instant::now() + CLOSE_PATIENCE;
+        self.status = None;
+        self.close_queues(deadline);
         let mut outboxes = Vec::new();
         let bridges: Vec<Id> = self.peers.keys().copied().collect();
         for bridge in bridges {
@@ -165,13 +167,12 @@ impl Control {
             outboxes.push(peer.outbox.clone());
             // Each of them ends within a slice of its waits.
             for (_, lane) in peer.exports {
-                let _ = lane.thread.join();
+                join_until(lane.thread, deadline);
             }
             for lane in peer.imports {
-                let _ = lane.thread.join();
+                join_until(lane.thread, deadline);
             }
         }
-        let deadline = Instant::now() + CLOSE_PATIENCE;
         outboxes.iter().for_each(|outbox| outbox.flush(deadline));
     }
 
@@ -318,6 +319,16 @@ impl Control {
         if is_first || !answers {
             self.greet(&from);
         }
+    }
+}
+
+/// Joins a thread, or leaves it behind: it sends to a link that takes nothing.
+fn join_until<T>(thread: JoinHandle<T>, deadline: Instant) {
+    while !thread.is_finished() && Instant::now() < deadline {
+        std::thread::park_timeout(Duration::from_millis(2));
+    }
+    if thread.is_finished() {
+        let _ = thread.join();
     }
 }
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use warpipe::EndpointName;
 
-use super::{Control, RETRY};
+use super::{Control, RETRY, join_until};
 use crate::bridge::{Event, random_id};
 use crate::lane::{Ending, LaneCounts, LaneReceiver, LaneSender};
 use crate::message::{Id, Message, Purpose, is_made_by_bridges};
@@ -210,7 +210,7 @@ impl Control {
     }
 
     /// Gives the jobs back and ends the threads.
-    pub(super) fn close_queues(&mut self) {
+    pub(super) fn close_queues(&mut self, deadline: Instant) {
         let queues = std::mem::take(&mut self.queues);
         queues.exports.values().for_each(|entry| entry.export.end());
         queues.imports.values().for_each(|import| import.end());
@@ -225,7 +225,7 @@ impl Control {
             threads.push(thread);
         }
         for thread in threads {
-            let _ = thread.join();
+            join_until(thread, deadline);
         }
     }
 
