@@ -25,6 +25,7 @@ mod semaphore;
 mod send;
 mod setup;
 mod size;
+mod statistics;
 mod subscribers;
 
 use std::path::PathBuf;
@@ -112,6 +113,8 @@ enum What {
     KernelRing,
     /// CPU time of a hand-over through the C interface, beside Rust's
     C,
+    /// CPU time of a hand-over that is counted in the statistics page, beside one that is not
+    Statistics,
 }
 
 type Benchmark = fn(&Setup) -> anyhow::Result<Vec<Figure>>;
@@ -133,6 +136,7 @@ const BENCHMARKS: [(What, Benchmark); 16] = [
     (What::Legacy, legacy::run),
     (What::KernelRing, kernel_ring::run),
     (What::C, c_interface::run),
+    (What::Statistics, statistics::run),
 ];
 
 /// The role of a child process of a benchmark.
@@ -151,6 +155,7 @@ enum Role {
     Semaphore(semaphore::Terms),
     Legacy(legacy::Terms),
     KernelRing(kernel_ring::Terms),
+    Statistics(statistics::Terms),
 }
 
 /// Measures, prints and writes. An error is a benchmark that could not be run.
@@ -194,5 +199,6 @@ fn play(role: Role) -> anyhow::Result<()> {
         Role::Semaphore(terms) => semaphore::answer(&terms, &control),
         Role::KernelRing(terms) => kernel_ring::answer(&terms, &control),
         Role::Legacy(terms) => legacy::export(&terms, &control),
+        Role::Statistics(terms) => statistics::measure(&terms, &control),
     }
 }

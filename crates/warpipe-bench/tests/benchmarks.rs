@@ -21,6 +21,7 @@ const BENCHMARKS: [&str; 15] = [
     "semaphore",
     "legacy",
     "kernel_ring",
+    "statistics",
 ];
 
 fn run(arguments: &[&str]) -> Output {
