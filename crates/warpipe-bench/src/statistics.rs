@@ -3,8 +3,8 @@
 //!
 //! A process may not make the page where files of its length are forbidden (`RLIMIT_FSIZE`). Its
 //! first endpoints are opened under such a limit and count nothing, then or later; the others are
-//! opened without it. Publisher and subscriber are in this process and take turns in bursts, so that
-//! neither waits. Host memory alone: a driver's calls would hide the difference.
+//! opened without it. Publisher and subscriber are in this process and take turns in bursts, so
+//! that neither waits. Host memory alone: a driver's calls would hide the difference.
 
 use std::time::Instant;
 
@@ -62,7 +62,7 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
             .beside(&bare)
             .wanted(Wanted::BesideFloorAtMost(BESIDE_NS))
             .note(format!(
-                "the floor is the same without a statistics page; beside it: {beside:.1} ns, of both sides"
+                "the floor is the same without a page; beside it: {beside:.1} ns, of both sides"
             )),
     ])
 }

@@ -97,7 +97,8 @@ fn refuse_nesting() -> anyhow::Result<()> {
     };
     match pipes.as_ref().filter(is_ours) {
         Some(pipes) if mps_answers_at(pipes) => bail!(
-            "this command runs under `warpipe run --mps`, and so does the program: run it without a daemon of its own"
+            "this command runs under `warpipe run --mps`, and so does the program: run it without a \
+             daemon of its own"
         ),
         _ => Ok(()),
     }
