@@ -119,7 +119,7 @@ enum What {
 
 type Benchmark = fn(&Setup) -> anyhow::Result<Vec<Figure>>;
 
-const BENCHMARKS: [(What, Benchmark); 16] = [
+const BENCHMARKS: [(What, Benchmark); 17] = [
     (What::Handoff, handoff::run),
     (What::Pipeline, pipeline::run),
     (What::Send, send::run),
