@@ -14,7 +14,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
 use crate::memory::DeviceSlice;
-use crate::memory::pieces::{OwnedElsewhere, Piece, RUN_PIECES_MAX};
+use crate::memory::pieces::{OwnedElsewhere, Piece};
 use crate::runtime::closer::PeerFd;
 use crate::tensor::Layout;
 
@@ -121,8 +121,8 @@ impl TensorsInPlace {
     /// [`Error::NotExportable`] for memory of another kind, `cudaMalloc`'s for example;
     /// [`Error::Argument`] for a layout that is not row-major without gaps, a tensor without
     /// elements, an address that is no multiple of 512 bytes from its allocation's first, a tensor
-    /// that overlaps one that was added, or more than 16,384 pieces; [`Error::DescriptorLimit`],
-    /// [`Error::Driver`].
+    /// that overlaps one that was added, or lies in allocations of several lengths, or more than
+    /// 16,384 pieces; [`Error::DescriptorLimit`], [`Error::Driver`].
     pub unsafe fn add(
         &mut self,
         name: &str,
@@ -182,7 +182,7 @@ impl TensorsInPlace {
         bytes: u64,
         added: &mut Vec<DevicePtr>,
     ) -> Result<()> {
-        let mut at = ptr;
+        let (mut at, mut length_of_first) = (ptr, None);
         while at < ptr + bytes {
             let known = self.pieces.range(..=at).next_back();
             let known = known.map(|(&base, &(length, _))| (base, length));
@@ -199,6 +199,13 @@ impl TensorsInPlace {
                 let found = format!("{name:?}, {} bytes behind its allocation", ptr - base);
                 let allowed =
                     format!("at a multiple of {ALIGNMENT} bytes; or publish a copy of it");
+                return Err(Error::argument("tensor", found, allowed));
+            }
+            // A reader maps them into one range, which is pieces of one length.
+            let first = *length_of_first.get_or_insert(length);
+            if length != first {
+                let found = format!("{name:?}, in allocations of {first} and of {length} bytes");
+                let allowed = "one in allocations of one length; or publish a copy of it";
                 return Err(Error::argument("tensor", found, allowed));
             }
             at = base + length;
@@ -230,27 +237,10 @@ impl TensorsInPlace {
     /// The parts of a version's memory behind its first `begin` bytes, with all tensors in the
     /// order of their offsets, and the descriptors.
     pub(super) fn lay(self, begin: u64) -> Result<LaidInPlace> {
-        let mut parts: Vec<Part> = Vec::new();
-        let (mut begins, mut next) = (BTreeMap::new(), begin);
-        let (mut end_of_last, mut pieces) = (None, Vec::with_capacity(self.pieces.len()));
-        for (base, (bytes, fd)) in self.pieces {
-            pieces.push(PeerFd::from(fd));
-            match parts.last_mut() {
-                Some(part)
-                    if end_of_last == Some(base)
-                        && part.piece_bytes == bytes
-                        && (part.pieces as usize) < RUN_PIECES_MAX =>
-                {
-                    part.pieces += 1;
-                }
-                _ => {
-                    parts.push(Part::whole(bytes));
-                    begins.insert(base, next);
-                }
-            }
-            next += bytes;
-            end_of_last = Some(base + bytes);
-        }
+        let lengths = self.pieces.iter().map(|(&base, &(bytes, _))| (base, bytes));
+        let (parts, begins) = parts_of(lengths, begin);
+        let pieces = self.pieces.into_values().map(|(_, fd)| PeerFd::from(fd));
+        let pieces = pieces.collect();
         let mapping = OwnedElsewhere::new(&self.device, Box::new(self.owners))?;
         let label: Arc<str> = "weights in place".into();
         let tensors = self.tensors.into_iter().map(|(ptr, tensor)| {
@@ -280,6 +270,31 @@ impl TensorsInPlace {
     }
 }
 
+/// The parts that pieces at these addresses make, in their order: each as long as it can be,
+/// because no tensor lies in two of them. Also where each part begins in the version's memory, by
+/// its address.
+fn parts_of(
+    pieces: impl Iterator<Item = (DevicePtr, u64)>,
+    begin: u64,
+) -> (Vec<Part>, BTreeMap<DevicePtr, u64>) {
+    let mut parts: Vec<Part> = Vec::new();
+    let (mut begins, mut next, mut end_of_last) = (BTreeMap::new(), begin, None);
+    for (base, bytes) in pieces {
+        match parts.last_mut() {
+            Some(part) if end_of_last == Some(base) && part.piece_bytes == bytes => {
+                part.pieces += 1;
+            }
+            _ => {
+                parts.push(Part::whole(bytes));
+                begins.insert(base, next);
+            }
+        }
+        next += bytes;
+        end_of_last = Some(base + bytes);
+    }
+    (parts, begins)
+}
+
 /// Tensors with their places in a version's memory.
 pub(super) struct LaidInPlace {
     pub(super) tensors: Vec<LaidTensor>,
@@ -296,3 +311,6 @@ pub(super) struct LaidTensor {
     pub(super) offset: u64,
     pub(super) slice: DeviceSlice,
 }
+
+#[cfg(test)]
+mod tests;

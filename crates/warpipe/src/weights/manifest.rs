@@ -16,7 +16,6 @@ use super::safetensors::check_name;
 use crate::backend::host;
 use crate::error::{Error, Result, WeightsFault};
 use crate::fork::CloseOnForkFd;
-use crate::memory::pieces::RUN_PIECES_MAX;
 use crate::shm::seal;
 use crate::tensor::{DType, Layout, RANK_MAX};
 
@@ -107,7 +106,7 @@ impl Part {
     }
 
     fn check(self) -> Option<u64> {
-        let is_one = (1..=RUN_PIECES_MAX).contains(&(self.pieces as usize));
+        let is_one = (1..=PIECES_MAX).contains(&(self.pieces as usize));
         let bytes = self.piece_bytes.checked_mul(u64::from(self.pieces))?;
         (is_one && bytes > 0 && self.piece_bytes.is_multiple_of(ALIGNMENT)).then_some(bytes)
     }
