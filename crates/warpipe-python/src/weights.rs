@@ -8,7 +8,7 @@ use pyo3::exceptions::{PyKeyError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyIterator, PyList};
 use warpipe::weights::{self, TensorInfo};
-use warpipe::{Error, Opener};
+use warpipe::{Error, HandshakeFault, Opener};
 
 use crate::closeable::Closeable;
 use crate::device::Device;
@@ -19,7 +19,7 @@ use crate::memory::{Memory, MemoryHolder};
 use crate::memory_owner::{MemoryOwner, OwnedMemory};
 use crate::process::Home;
 use crate::view::View;
-use crate::wait::{CallOff, asking, attach, hand_over, on_a_thread, optional};
+use crate::wait::{CallOff, asking, hand_over, on_a_thread, optional};
 use crate::weights_builder;
 
 /// How long one call of the library waits. A wait that is given up leaves at most so much of it
@@ -44,20 +44,51 @@ pub fn no_pickle(what: &str, next: &str) -> PyErr {
     ))
 }
 
+/// Whether a wait for a keeper, or for its version, goes on after this error: there is none yet, or
+/// the keeper ends, or is stopped.
+pub fn is_for_now(error: &Error) -> bool {
+    matches!(
+        error,
+        Error::NotFound { .. }
+            | Error::Timeout { .. }
+            | Error::PeerGone { .. }
+            | Error::Handshake {
+                fault: HandshakeFault::Silent(_) | HandshakeFault::Closed,
+                ..
+            }
+    )
+}
+
 /// Repeats `call`, which waits no longer than its argument, until it is done or `wait` has passed:
-/// without a keeper, without a version, and when the keeper ends meanwhile.
+/// after errors that are [for now](is_for_now).
 pub fn patiently<T>(
     wait: Option<Duration>,
     call_off: &CallOff,
+    call: impl FnMut(Duration) -> Result<T, Error>,
+) -> Result<T, Error> {
+    more_and_more_patiently(wait, call_off, LOOK, call)
+}
+
+/// As [`patiently`], for a call that begins anew each time and may need longer than a look: it gets
+/// up to `longest`.
+pub fn more_and_more_patiently<T>(
+    wait: Option<Duration>,
+    call_off: &CallOff,
+    longest: Duration,
     mut call: impl FnMut(Duration) -> Result<T, Error>,
 ) -> Result<T, Error> {
     use std::sync::atomic::Ordering::Relaxed;
-    let start = Instant::now();
+    let (start, mut slice) = (Instant::now(), LOOK);
+    let left = |most| wait.map_or(most, |wait: Duration| wait.saturating_sub(start.elapsed()));
     loop {
-        let left = || wait.map_or(LOOK, |wait| wait.saturating_sub(start.elapsed()));
-        match call(left().min(LOOK)) {
-            Err(Error::NotFound { .. } | Error::Timeout { .. } | Error::PeerGone { .. })
-                if !left().is_zero() && !call_off.flag().load(Relaxed) => {}
+        match call(left(slice).min(slice)) {
+            Err(error)
+                if is_for_now(&error)
+                    && !left(LOOK).is_zero()
+                    && !call_off.flag().load(Relaxed) =>
+            {
+                slice = longest.min(2 * slice);
+            }
             Err(Error::Timeout { what, .. }) => {
                 let waited = wait.unwrap_or_default();
                 return Err(Error::Timeout { what, waited });
@@ -512,5 +543,14 @@ fn _verify_weights(
     wait: Option<f64>,
 ) -> PyResult<u64> {
     let (place, wait) = (Place::of(name, device, domain)?, optional(wait, "wait")?);
-    attach(py, wait, move |slice| place.opener(slice).verify())
+    let verified = on_a_thread(
+        py,
+        "warpipe-opens",
+        || Ok(()),
+        move |call_off| {
+            let verify = |slice| place.opener(slice).verify();
+            Ok(patiently(wait, call_off, verify)?)
+        },
+    )?;
+    Ok(verified)
 }

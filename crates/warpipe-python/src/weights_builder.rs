@@ -1,6 +1,7 @@
 //! Weights before they are published: copies in one memory, and tensors that stay where they lie.
 
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 use pyo3::prelude::*;
 use warpipe::weights::{self, Weights};
@@ -18,7 +19,11 @@ use crate::process::Home;
 use crate::source::{Source, SourceLocation, Wanted};
 use crate::view::View;
 use crate::wait::{CallOff, in_slices, none_if_late, on_a_thread, optional};
-use crate::weights::{PublishedWeights, patiently};
+use crate::weights::{PublishedWeights, more_and_more_patiently};
+
+/// The most that one offer waits for the keeper, which may still ask other processes for what they
+/// hold: an offer that is given up is one of few that a keeper takes at once.
+const OFFER: Duration = Duration::from_secs(8);
 
 /// Adds the classes.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -221,8 +226,8 @@ impl Builder {
         let to = name.to_owned();
         let publish = move |call_off: &CallOff| {
             let weights = builder.finish()?;
-            let published =
-                patiently(wait, call_off, |slice| weights.publish(&domain, &to, slice))?;
+            let offer = |slice| weights.publish(&domain, &to, slice);
+            let published = more_and_more_patiently(wait, call_off, OFFER, offer)?;
             Ok((published, weights.bytes()))
         };
         let (published, nbytes) = on_a_thread(py, "warpipe-offers", || Ok(()), publish)?;

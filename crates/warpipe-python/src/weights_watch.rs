@@ -12,7 +12,6 @@ use std::time::{Duration, Instant};
 use pyo3::exceptions::PyStopIteration;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
-use warpipe::Error;
 
 use crate::closeable::Closeable;
 use crate::errors::{Fault, Outcome};
@@ -20,7 +19,7 @@ use crate::handle::CloseableHandle;
 use crate::interpreter_exit::Callback;
 use crate::process::Home;
 use crate::wait::{hand_over, in_slices, optional};
-use crate::weights::{LOOK, Place, SharedWeights, Version, no_pickle};
+use crate::weights::{LOOK, Place, SharedWeights, Version, is_for_now, no_pickle};
 
 /// What the thread and the watch share.
 #[derive(Debug)]
@@ -97,14 +96,6 @@ impl Drop for Watching {
             self.board.change(|state| state.is_closed = true);
         }
     }
-}
-
-/// Whether the wait for a version goes on after this error.
-fn is_for_now(error: &Error) -> bool {
-    matches!(
-        error,
-        Error::NotFound { .. } | Error::Timeout { .. } | Error::PeerGone { .. }
-    )
 }
 
 /// The thread of a watch without a callback.

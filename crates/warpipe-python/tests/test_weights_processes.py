@@ -1,6 +1,8 @@
 """Weights and the processes that use them: each may die, stop waiting, or come late."""
 
+import os
 import signal
+import threading
 
 import numpy as np
 import pytest
@@ -48,6 +50,50 @@ def test_readers_go_on_when_the_keeper_is_killed_and_the_next_keeper_takes_over_
             publish(options, 6)
             assert said(reader) == (2, {"a": [6, 6, 6]})
             pipe.send("end")
+
+
+@kills
+def test_waits_go_on_while_the_keeper_is_stopped(options, place):
+    domain, _device = place
+    seen, found = [], {}
+    with process(keep_weights, domain, NAME) as (keeper, pipe):
+        assert said(pipe) == "ready"
+        os.kill(keeper.pid, signal.SIGSTOP)
+        try:
+            watched = weights.watch(NAME, **options, on=lambda shared: seen.append(shared.version))
+            waits = {
+                "open": lambda: weights.open(NAME, **options, wait=LIMIT_SECONDS).version,
+                "publish": lambda: weights.publish(NAME, {"a": np.ones(1)}, **options, wait=LIMIT_SECONDS).version,
+                "watch": lambda: next(weights.watch(NAME, **options)).version,
+                "verify": lambda: weights.verify(NAME, **options, wait=LIMIT_SECONDS),
+            }
+            threads = [threading.Thread(target=lambda key=key: found.update({key: waits[key]()})) for key in waits]
+            for thread in threads:
+                thread.start()
+            # As long as a keeper may take to answer.
+            with pytest.raises(warpipe.HandshakeError):
+                weights.open(NAME, **options)
+        finally:
+            os.kill(keeper.pid, signal.SIGCONT)
+        for thread in threads:
+            thread.join(LIMIT_SECONDS)
+        until(lambda: seen, "the callback")
+        assert found == dict.fromkeys(waits, 1) and seen == [1]
+        watched.close()
+        pipe.send("end")
+
+
+def test_a_check_waits_for_a_version(options):
+    with weights.keep(NAME, domain=options["domain"]):
+        found = []
+        check = threading.Thread(target=lambda: found.append(weights.verify(NAME, **options, wait=LIMIT_SECONDS)))
+        check.start()
+        # The version comes later than an answer that there is none.
+        with pytest.raises(warpipe.TimeoutError):
+            weights.verify(NAME, **options, wait=0.2)
+        publish(options, 1)
+        check.join(LIMIT_SECONDS)
+        assert found == [1]
 
 
 @kills
@@ -109,8 +155,6 @@ def test_an_interrupted_watch_gives_the_version_to_the_next_wait(options):
 
 
 def test_no_wait_holds_the_interpreter(options):
-    import threading
-
     with weights.keep(NAME, domain=options["domain"]), weights.watch(NAME, **options) as watch:
         found = []
         waits = [lambda: weights.open(NAME, **options, wait=None), lambda: watch.changes(None)]

@@ -66,6 +66,17 @@ def test_a_module_built_on_meta_computes_what_the_published_one_does_bit_for_bit
         assert torch.equal(module(tokens), trained(tokens))
 
 
+def test_a_module_is_given_the_tensors_also_where_it_is_built(published, options, trained):
+    with weights.on_meta():
+        module = Model()
+        module.rnn = torch.nn.LSTM(2, 2)
+        weights.attach(module, "model", strict=False, **options)
+        assert module.rnn.weight_ih_l0.is_meta
+        assert torch.equal(module.norm.weight, trained.norm.weight) and module.scale.item() == 0.5
+        assert Model().norm.weight.is_meta
+    assert torch.equal(module.head.weight, trained.head.weight)
+
+
 def test_tied_parameters_are_one_tensor_in_the_memory_and_in_the_module(published, options):
     module = on_meta()
     shared = weights.attach(module, "model", **options)

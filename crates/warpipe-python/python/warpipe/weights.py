@@ -140,14 +140,28 @@ def attach(
         raise _mismatch(weights, missing, unexpected, different, uncomputed)
     tensors = _tensors(weights, dict.fromkeys(taken.values()), lambda view: view.torch())
     parameters: dict[int, Any] = {}
-    for full, source in taken.items():
-        owner, last, tensor = places[full]
-        given = tensors[source]
-        if isinstance(tensor, torch.nn.Parameter):
-            # One object for all names of a parameter: the module's ties stay.
-            given = parameters.setdefault(id(tensor), torch.nn.Parameter(given, requires_grad=False))
-        setattr(owner, last, given)
+    with _as_given():
+        for full, source in taken.items():
+            owner, last, tensor = places[full]
+            given = tensors[source]
+            if isinstance(tensor, torch.nn.Parameter):
+                # One object for all names of a parameter: the module's ties stay.
+                given = parameters.setdefault(id(tensor), torch.nn.Parameter(given, requires_grad=False))
+            setattr(owner, last, given)
     return weights
+
+
+_giving = threading.local()
+
+
+@contextlib.contextmanager
+def _as_given() -> Iterator[None]:
+    """What this thread gives to modules inside is what they get, in a block of ``on_meta``, too."""
+    _giving.is_on = True
+    try:
+        yield
+    finally:
+        _giving.is_on = False
 
 
 @contextlib.contextmanager
@@ -171,17 +185,18 @@ def on_meta(device: Any = None) -> Iterator[None]:
     # A parameter that several modules are given stays one.
     made = importlib.import_module("torch.utils.weak").WeakIdKeyDictionary()
 
+    def applies() -> bool:
+        return threading.get_ident() == thread and not getattr(_giving, "is_on", False)
+
     def parameter(_module: Any, _name: str, given: Any) -> Any:
-        is_here = threading.get_ident() == thread
-        if not is_here or given is None or given.is_meta or _is_lazy(given):
+        if not applies() or given is None or given.is_meta or _is_lazy(given):
             return None
         if given not in made:
             made[given] = torch.nn.Parameter(given.detach().to("meta"), requires_grad=given.requires_grad)
         return made[given]
 
     def buffer(_module: Any, _name: str, given: Any) -> Any:
-        is_here = threading.get_ident() == thread
-        if not is_here or given is None or given.is_meta or device is None:
+        if not applies() or given is None or given.is_meta or device is None:
             return None
         return given.to(device)
 
