@@ -1,19 +1,27 @@
 //! Ctrl-C and SIGTERM as a flag that every loop looks at: nothing is torn down in the middle.
+//! **This module is marked for unsafe**: it installs a signal handler.
 
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use rustix::time::{ClockId, clock_gettime};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 
 /// The longest that any wait goes without a look at the flag.
 pub const LOOK: Duration = Duration::from_millis(100);
 
-/// Set once by the first signal; a second one ends the process the hard way.
+/// Signals within this time are one request: `timeout` signals its child, and then the group that
+/// the child is in.
+const ONE_REQUEST: Duration = Duration::from_secs(1);
+
+/// Set once by the first signal; one that comes later than [`ONE_REQUEST`] after it ends the
+/// process the hard way.
 #[derive(Debug, Clone)]
 pub struct Interrupt {
-    flag: Arc<AtomicBool>,
+    /// The time of the first signal in nanoseconds of the monotonic clock; 0 before it.
+    first: Arc<AtomicU64>,
     signals: &'static [i32],
 }
 
@@ -30,14 +38,15 @@ impl Interrupt {
     }
 
     fn install_for(signals: &'static [i32]) -> std::io::Result<Interrupt> {
-        let flag = Arc::new(AtomicBool::new(false));
+        let first = Arc::new(AtomicU64::new(0));
         for &signal in signals {
-            // In this order: the first signal finds the flag unset and only sets it.
-            signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(&flag))
-                .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&flag)))
+            let first = Arc::clone(&first);
+            // SAFETY: the handler reads a clock, uses an atomic number and may call `_exit`: all
+            // are safe in a signal handler. It does not panic.
+            unsafe { signal_hook::low_level::register(signal, move || note(&first, now())) }
                 .map_err(not_caught)?;
         }
-        Ok(Interrupt { flag, signals })
+        Ok(Interrupt { first, signals })
     }
 
     /// A stream that is readable once a signal has come, for `poll`. The flag is set before that.
@@ -52,8 +61,28 @@ impl Interrupt {
 
     /// Whether a signal came.
     pub fn came(&self) -> bool {
-        self.flag.load(Ordering::Relaxed)
+        self.first.load(Ordering::Relaxed) != 0
     }
+}
+
+/// The monotonic clock in nanoseconds, never 0.
+fn now() -> u64 {
+    let time = clock_gettime(ClockId::Monotonic);
+    let seconds = (time.tv_sec as u64).saturating_mul(1_000_000_000);
+    seconds.saturating_add(time.tv_nsec as u64).max(1)
+}
+
+/// Notes a signal that comes `now`: in the handler.
+fn note(first: &AtomicU64, now: u64) {
+    if is_another_request(first, now) {
+        signal_hook::low_level::exit(130);
+    }
+}
+
+/// Whether a signal that comes `now` is not the first, and is no part of its request.
+fn is_another_request(first: &AtomicU64, now: u64) -> bool {
+    let noted = first.compare_exchange(0, now, Ordering::Relaxed, Ordering::Relaxed);
+    noted.is_err_and(|first| u128::from(now.saturating_sub(first)) >= ONE_REQUEST.as_nanos())
 }
 
 /// Mostly the process may open no more descriptors.
@@ -62,4 +91,18 @@ fn not_caught(error: std::io::Error) -> std::io::Error {
         "signals cannot be caught: {error}; raise the limit of open descriptors (`ulimit -n`)"
     );
     std::io::Error::new(error.kind(), text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_signal_long_after_the_first_is_another_request_and_those_with_it_are_the_same() {
+        let (first, one) = (AtomicU64::new(0), ONE_REQUEST.as_nanos() as u64);
+        assert!(!is_another_request(&first, 7));
+        for (at, is_another) in [(7, false), (6 + one, false), (7 + one, true), (3, false)] {
+            assert_eq!(is_another_request(&first, at), is_another, "{at}");
+        }
+    }
 }

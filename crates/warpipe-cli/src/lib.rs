@@ -116,8 +116,13 @@ fn run(command: &Command) -> anyhow::Result<u8> {
 
 /// Says what went wrong, and on a line of its own what to do.
 fn complain(happened: &str, next: Option<&str>) {
-    eprintln!("warpipe: {}", output::printable(happened));
+    note(happened);
     if let Some(next) = next {
-        eprintln!("  next: {}", output::printable(next));
+        let _ = writeln!(std::io::stderr(), "  next: {}", output::printable(next));
     }
+}
+
+/// Says a line on standard error, if anybody reads it: `eprintln` would panic.
+fn note(said: &str) {
+    let _ = writeln!(std::io::stderr(), "warpipe: {}", output::printable(said));
 }

@@ -151,7 +151,7 @@ impl Run<'_> {
             }
             Err(error @ Error::SampleLost { .. }) => {
                 self.lost += 1;
-                eprintln!("warpipe: {error}");
+                crate::note(&error.to_string());
                 Ok(())
             }
             Err(error) => Err(error.into()),

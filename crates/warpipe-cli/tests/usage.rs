@@ -8,6 +8,15 @@ use std::process::Command;
 use support::{Running, World, device};
 
 #[test]
+fn an_error_that_nobody_reads_has_its_exit_code() {
+    let world = World::new();
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let mut command = world.warpipe(&["weights", "ls", "--domain", "/proc/self/exe"]);
+    assert_eq!(command.stderr(writer).status().unwrap().code(), Some(2));
+}
+
+#[test]
 fn every_command_explains_itself_and_its_exit_codes() {
     let world = World::new();
     for arguments in [

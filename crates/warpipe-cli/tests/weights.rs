@@ -4,6 +4,8 @@ mod support;
 
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
+use std::process::Stdio;
+use std::time::Duration;
 
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -11,7 +13,7 @@ use support::weights::{Stage, Worker, children_of, expected, leak, open_device, 
 use support::{PATIENCE, device};
 use warpipe::weights::{SharedWeights, Weights};
 use warpipe::{DType, Device, Layout};
-use warpipe_testkit::eventually;
+use warpipe_testkit::{ChildProcess, eventually, wait_readable};
 
 #[test]
 #[ignore = "the part of the worker, for the other tests to start"]
@@ -149,6 +151,42 @@ fn a_killed_keeper_is_replaced_from_its_readers_without_the_files() {
     let ended = serve.end();
     assert_eq!(ended.code, Some(130), "{ended:?}");
     assert_eq!(ended.event("ended")["reason"], "interrupted");
+    stage.assert_nothing_is_left();
+}
+
+#[test]
+fn a_request_to_end_that_comes_twice_at_once_ends_a_keeper_in_order() {
+    let stage = Stage::new();
+    let mut serve = stage.serve(&[]);
+    serve.wait_for("ready", 1);
+    // Both signals wait for it, as when `timeout` signals its child and then the child's group.
+    for signal in [Signal::STOP, Signal::INT, Signal::TERM, Signal::CONT] {
+        serve.signal(signal);
+    }
+    let ended = serve.end();
+    assert_eq!(ended.code, Some(130), "{ended:?}");
+    assert_eq!(ended.event("ended")["reason"], "interrupted");
+    stage.assert_nothing_is_left();
+}
+
+#[test]
+fn a_keeper_keeps_the_weights_also_if_nobody_reads_what_it_says() {
+    let stage = Stage::new();
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let mut serve = stage
+        .world
+        .warpipe(&stage.serve_arguments(&stage.file, &[]));
+    serve.stdin(Stdio::null());
+    serve.stdout(writer.try_clone().unwrap()).stderr(writer);
+    let mut serve = ChildProcess::start(&mut serve).unwrap();
+    let end = serve.pidfd().unwrap();
+    let has_ended = || wait_readable(&end, Duration::ZERO).unwrap();
+    let is_offered = || stage.ls().iter().any(|row| row["state"] == "offered");
+    assert!(eventually(PATIENCE, || is_offered() || has_ended()));
+    assert!(is_offered(), "it has ended");
+    serve.signal(Signal::INT).unwrap();
+    assert_eq!(serve.wait(PATIENCE).unwrap().code(), Some(130));
     stage.assert_nothing_is_left();
 }
 

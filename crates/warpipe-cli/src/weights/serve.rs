@@ -108,7 +108,9 @@ impl Serve<'_> {
     fn run(&self) -> anyhow::Result<Exit> {
         if self.keeper.unanswered() > 0 {
             let silent = counted(self.keeper.unanswered(), "process", "processes");
-            eprintln!("warpipe: {silent} with weights of this name did not answer");
+            crate::note(&format!(
+                "{silent} with weights of this name did not answer"
+            ));
         }
         while let Some(version) = self.keeper.candidate()? {
             let start = Instant::now();
@@ -165,7 +167,7 @@ impl Serve<'_> {
                 duration(taken),
             )
         };
-        self.output.say(text, &ready)?;
+        self.say(text, &ready)?;
         loop {
             self.wait(None)?;
             if let Some(exit) = self.end()? {
@@ -191,7 +193,15 @@ impl Serve<'_> {
             version,
             holders,
         };
-        Ok(self.output.say(text, &checking)?)
+        Ok(self.say(text, &checking)?)
+    }
+
+    /// Says a line. A reader that went away is no reason to give the weights up.
+    fn say(&self, human: impl FnOnce() -> String, json: &impl Serialize) -> io::Result<()> {
+        match self.output.say(human, json) {
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+            said => said,
+        }
     }
 
     /// Starts a child, shows its progress, and waits for its end. A child that is left behind by an
@@ -239,7 +249,7 @@ impl Serve<'_> {
                          loading the files"
                     )
                 };
-                self.output.say(text, &row)?;
+                self.say(text, &row)?;
                 Ok(Outcome::NotTaken)
             }
             Some(ChildLine::Failed { exit, fact, next }) => {
@@ -281,7 +291,7 @@ impl Serve<'_> {
                 styled(Style::Red, "damaged")
             )
         };
-        self.output.say(text, &row)
+        self.say(text, &row)
     }
 
     /// Sleeps until there is a signal, a request to end, or something to read.
@@ -321,7 +331,7 @@ impl Serve<'_> {
             reason,
         };
         let text = || format!("{name}: {text}; processes that have the weights open keep them");
-        self.output.say(text, &ended)?;
+        self.say(text, &ended)?;
         Ok(Some(exit))
     }
 }
