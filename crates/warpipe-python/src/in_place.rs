@@ -11,7 +11,7 @@
 //! handle, and the user's metadata. Published memory has a handle of length 0, followed by the place
 //! in it, and by the name with its length. It is untrusted: the sender states it.
 
-use std::collections::BTreeMap;
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -149,7 +149,7 @@ pub struct PublishedPool {
     domain: Domain,
     /// The users and groups that the publisher admits.
     admitted: (Vec<u32>, Vec<u32>),
-    list: Mutex<BTreeMap<DevicePtr, Arc<Published>>>,
+    list: Mutex<HashMap<DevicePtr, Arc<Published>>>,
 }
 
 impl PublishedPool {
@@ -189,7 +189,7 @@ impl PublishedPool {
     fn take_freed(&self) -> Vec<Arc<Published>> {
         let is_freed = |first: &DevicePtr, _: &mut Arc<Published>| !torch_allocator::has(*first);
         let mut list = self.lock();
-        let freed = list.extract_if(.., is_freed);
+        let freed = list.extract_if(is_freed);
         freed.map(|(_, published)| published).collect()
     }
 
@@ -198,7 +198,7 @@ impl PublishedPool {
         drop(std::mem::take(&mut *self.lock()));
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<DevicePtr, Arc<Published>>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<DevicePtr, Arc<Published>>> {
         lock(&self.list)
     }
 }
