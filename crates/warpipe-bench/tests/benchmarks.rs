@@ -5,7 +5,7 @@ use std::process::{Command, Output};
 use serde_json::Value;
 use warpipe_testkit::temporary_folder;
 
-const BENCHMARKS: [&str; 15] = [
+const BENCHMARKS: [&str; 16] = [
     "handoff",
     "pipeline",
     "send",
