@@ -372,6 +372,7 @@ fn a_look_at_a_domain_without_a_directory_makes_none() {
         (&["gc", "--yes"], "nothing is left by dead processes"),
         (&["ls"], "there is no directory"),
         (&["ls", "-v"], "there is no directory"),
+        (&["weights", "ls"], "there is no directory"),
         (
             &["top", "--once", "--interval", "0.1"],
             "there is no directory",

@@ -1,12 +1,14 @@
 //! `warpipe weights ls`.
 
 use serde::Serialize;
+use warpipe::Domain;
 use warpipe::weights::NamedWeights;
 
 use super::counted;
 use crate::args::WeightsLsArgs;
 use crate::exit::Exit;
-use crate::output::{Output, Style, bytes, styled};
+use crate::observe::missing;
+use crate::output::{Output, Style, bytes, printable, styled};
 
 #[derive(Serialize)]
 struct Row<'a> {
@@ -23,6 +25,12 @@ struct Row<'a> {
 
 pub fn run(args: &WeightsLsArgs) -> anyhow::Result<Exit> {
     let output = Output::new(args.json);
+    let path = (args.domain.path.clone()).unwrap_or_else(Domain::environment_path);
+    // A command that only looks makes none.
+    if !path.exists() {
+        output.human(|| printable(&missing(&path)))?;
+        return Ok(Exit::Done);
+    }
     let domain = super::domain(&args.domain)?;
     let listed = NamedWeights::list(&domain)?;
     output.human(|| {
