@@ -30,7 +30,7 @@ mod subscribers;
 
 use std::path::PathBuf;
 
-use anyhow::Context;
+use anyhow::{Context, ensure};
 use clap::Parser;
 use serde::{Deserialize, Serialize};
 use warpipe_bench::{peer_process, pin, rings};
@@ -158,7 +158,7 @@ enum Role {
     Statistics(statistics::Terms),
 }
 
-/// Measures, prints and writes. An error is a benchmark that could not be run.
+/// Measures, prints and writes. An error is a benchmark that could not be run, told behind the others.
 fn main() -> anyhow::Result<()> {
     let args = BenchArgs::parse();
     if let Some(role) = &args.role {
@@ -166,12 +166,19 @@ fn main() -> anyhow::Result<()> {
     }
     let setup = Setup::new(&args)?;
     report::heading(&setup);
-    let mut figures = Vec::new();
-    for (_, benchmark) in BENCHMARKS
+    let (mut figures, mut failed) = (Vec::new(), Vec::new());
+    for (what, benchmark) in BENCHMARKS
         .iter()
         .filter(|(what, _)| [*what, What::All].contains(&args.what))
     {
-        figures.extend(benchmark(&setup)?.into_iter().inspect(report::figure));
+        match benchmark(&setup) {
+            Ok(measured) => figures.extend(measured.into_iter().inspect(report::figure)),
+            // The figures of the others count all the same.
+            Err(error) => {
+                eprintln!("{what:?} could not be run: {error:#}");
+                failed.push(what);
+            }
+        }
     }
     report::table(&figures);
     if let Some(path) = &args.out {
@@ -180,6 +187,7 @@ fn main() -> anyhow::Result<()> {
     if let Some(folder) = &args.svg {
         plot::draw(folder, &figures)?;
     }
+    ensure!(failed.is_empty(), "could not be run: {failed:?}; see above");
     Ok(())
 }
 
