@@ -50,7 +50,7 @@ pub fn run(workspace: &Workspace, long: bool) -> bool {
         steps: Vec::new(),
     };
     suite.static_checks();
-    suite.tests();
+    suite.tests(long);
     suite.conformance(long);
     suite.step("C interface", c::test);
     suite.step("examples in C++", c::run_examples);
@@ -153,7 +153,7 @@ impl Suite<'_> {
         self.check("packages for a registry", packages::check);
     }
 
-    fn tests(&mut self) {
+    fn tests(&mut self, long: bool) {
         // Their test runs them as programs.
         self.cargo(
             "build of the examples",
@@ -170,7 +170,8 @@ impl Suite<'_> {
                 "--no-fail-fast",
                 "--no-tests=pass",
             ];
-            self.cargo("tests (nextest)", &arguments, Dialect::Nextest);
+            let tests = with_kills(Task::new(cargo()).args(arguments), long);
+            self.program("tests (nextest)", tests, BUILD_LIMIT, Dialect::Nextest);
         } else {
             let arguments = [
                 "test",
@@ -182,7 +183,8 @@ impl Suite<'_> {
                 "--bins",
                 "--tests",
             ];
-            self.cargo("tests (cargo test)", &arguments, Dialect::CargoTest);
+            let tests = with_kills(Task::new(cargo()).args(arguments), long);
+            self.program("tests (cargo test)", tests, BUILD_LIMIT, Dialect::CargoTest);
         }
         self.cargo(
             "doc tests",
@@ -342,6 +344,14 @@ impl Suite<'_> {
         }
         println!("\n{total}");
         total.failed == 0
+    }
+}
+
+/// The storms of the bridge's tests kill 20 processes each, or hundreds.
+fn with_kills(tests: Task, long: bool) -> Task {
+    match long {
+        true => tests.env("WARPIPE_TEST_KILLS", "200"),
+        false => tests,
     }
 }
 

@@ -9,7 +9,7 @@ use rustix::process::Signal;
 use warpipe::{DType, Device, Domain, Error, Layout, Queue, Worker};
 
 use super::support::{PATIENCE, Running};
-use super::{LONG, Pair};
+use super::{LONG, Pair, kills};
 
 const SLICE: Duration = Duration::from_millis(50);
 
@@ -197,7 +197,7 @@ fn every_job_has_one_right_outcome_while_both_bridges_are_killed_at_random() {
     let mut bridges = [false, true].map(|which| Some(start(&pair, which)));
     let mut rng = fastrand::Rng::with_seed(11);
     let mut jobs = Vec::new();
-    for _ in 0..20 {
+    for _ in 0..kills() {
         for _ in 0..12 {
             let number = jobs.len() as u64;
             let job = queue.submit_bytes(&number.to_le_bytes(), &stream).unwrap();
