@@ -158,7 +158,8 @@ enum Role {
     Statistics(statistics::Terms),
 }
 
-/// Measures, prints and writes. An error is a benchmark that could not be run, told behind the others.
+/// Measures, prints and writes. A benchmark that could not be run is an error at the end, once the
+/// figures of the others are written.
 fn main() -> anyhow::Result<()> {
     let args = BenchArgs::parse();
     if let Some(role) = &args.role {
