@@ -20,6 +20,7 @@ use crate::backend::DeviceId;
 use crate::clock::Stopwatch;
 use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
+use crate::ipc::domain::Arrivals;
 use crate::ipc::message::{self, Message};
 use crate::ipc::peer::{DeathEvidence, ORPHAN_TIMEOUT};
 use crate::runtime::reactor::{EventSource, Reactor};
@@ -52,12 +53,7 @@ impl ClientSession {
         wait: Duration,
     ) -> Result<(ClientSession, IncomingReply)> {
         let mut clock = Stopwatch::default();
-        // Before the first attempt, so that an arrival in between is not missed.
-        let arrivals = if wait.is_zero() {
-            None
-        } else {
-            Some(at.domain.arrivals()?)
-        };
+        let mut arrivals: Option<Arrivals> = None;
         loop {
             let first = ClientSession::attach_now(at, device, body);
             // A server that closes without a reply is shutting down: by the second attempt the name
@@ -80,11 +76,19 @@ impl ClientSession {
                 other => return other,
             };
             let left = wait.saturating_sub(clock.elapsed());
-            let Some(arrivals) = arrivals.as_ref().filter(|_| !left.is_zero()) else {
+            if left.is_zero() {
                 return Err(absent);
-            };
-            message::wait_readable(arrivals.as_fd(), left.min(RETRY_INTERVAL));
-            arrivals.drain();
+            }
+            match &arrivals {
+                Some(arrivals) => {
+                    message::wait_readable(arrivals.as_fd(), left.min(RETRY_INTERVAL));
+                    arrivals.drain();
+                }
+                // Not before the first attempt: most find the server, and the release of an inotify
+                // instance delays the proof of a death. The next attempt follows at once, as a
+                // server may have come in between.
+                None => arrivals = Some(at.domain.arrivals()?),
+            }
         }
     }
 

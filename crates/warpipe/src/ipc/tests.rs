@@ -1,9 +1,12 @@
 //! A server and its clients, in one process.
 
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 
+use super::domain::watch::tests::MADE;
 use super::*;
+use crate::hostile::alone;
 
 /// Replies with the request's body, and records each disconnect.
 struct Echo(Mutex<Sender<String>>);
@@ -200,6 +203,30 @@ fn a_client_that_waits_finds_the_server_that_comes_later() {
     });
     let absent = ClientSession::attach(&at, None, b"", Duration::from_millis(50)).unwrap_err();
     assert!(matches!(absent, Error::NotFound { .. }), "{absent}");
+}
+
+#[test]
+fn a_client_that_finds_its_server_at_once_makes_no_inotify_instance() {
+    let name = "a_client_that_finds_its_server_at_once_makes_no_inotify_instance";
+    alone(module_path!(), name, || {
+        let mut stage = Stage::new("at-once");
+        let at = Address {
+            domain: &stage.domain,
+            name: &stage.name,
+            kind: Kind::Timeline,
+        };
+        let before = MADE.load(Ordering::SeqCst);
+        drop(ClientSession::attach(&at, None, b"", WAIT).unwrap());
+        assert_eq!(MADE.load(Ordering::SeqCst), before);
+        stage.server = None;
+        let at = Address {
+            domain: &stage.domain,
+            name: &stage.name,
+            kind: Kind::Timeline,
+        };
+        ClientSession::attach(&at, None, b"", Duration::from_millis(1)).unwrap_err();
+        assert_eq!(MADE.load(Ordering::SeqCst), before + 1);
+    });
 }
 
 #[test]

@@ -135,16 +135,14 @@ impl Subscriber {
         let doorbell = Arc::new(LocalDoorbell::new()?);
         let readable = CloseOnForkFd::open(|| epoll::create(epoll::CreateFlags::CLOEXEC));
         let readable = readable.map_err(|e| Error::os("epoll_create1", "a subscriber", e))?;
-        let watches_domain = options.reconnect || options.wait.is_some();
-        let arrivals = if watches_domain {
-            Some(domain.arrivals()?)
+        listen_to(&readable, doorbell.as_fd(), DOORBELL)?;
+        let arrivals = if options.reconnect {
+            let arrivals = domain.arrivals()?;
+            listen_to(&readable, arrivals.as_fd(), ARRIVALS)?;
+            Some(arrivals)
         } else {
             None
         };
-        listen_to(&readable, doorbell.as_fd(), DOORBELL)?;
-        if let Some(arrivals) = arrivals.as_ref().filter(|_| options.reconnect) {
-            listen_to(&readable, arrivals.as_fd(), ARRIVALS)?;
-        }
         let row = EndpointRow::open(&EndpointWords {
             kind: options.kind,
             role: Role::Peer,
@@ -175,16 +173,14 @@ impl Subscriber {
             row: Arc::new(row),
         };
         subscriber.attach_first()?;
-        if !subscriber.options.reconnect {
-            // It attaches once: the process's inotify instance ends with the last waiter.
-            subscriber.arrivals = None;
-        }
         Ok(subscriber)
     }
 
     fn attach_first(&mut self) -> Result<()> {
         let start = Instant::now();
         let patience = self.options.wait.unwrap_or_default();
+        // Of this wait alone, unless the subscriber keeps one to reconnect.
+        let mut waited_with = None;
         loop {
             let error = match self.attach() {
                 Ok(()) => return Ok(()),
@@ -192,12 +188,18 @@ impl Subscriber {
                 Err(error) => return Err(error),
             };
             let left = patience.saturating_sub(start.elapsed());
-            match &self.arrivals {
-                Some(arrivals) if !left.is_zero() => {
+            if left.is_zero() {
+                return Err(error);
+            }
+            match self.arrivals.as_ref().or(waited_with.as_ref()) {
+                Some(arrivals) => {
                     wait_readable(arrivals.as_fd(), left.min(RETRY));
                     arrivals.drain();
                 }
-                _ => return Err(error),
+                // Not before the first attempt: most find the publisher, and the release of an
+                // inotify instance delays the proof of a death (see `ipc::domain::watch`). The next
+                // attempt follows at once, as a publisher may have come in between.
+                None => waited_with = Some(self.domain.arrivals()?),
             }
         }
     }

@@ -86,6 +86,8 @@ impl Inotify {
         if tests::IS_REFUSED.load(std::sync::atomic::Ordering::SeqCst) {
             return Err(("inotify_init", Errno::MFILE));
         }
+        #[cfg(test)]
+        tests::MADE.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
         let flags = inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK;
         let instance = CloseOnForkFd::open(|| inotify::init(flags))
             .map_err(|error| ("inotify_init", error))?;
@@ -253,16 +255,19 @@ pub(super) fn arrivals(identity: Identity, path: &Path) -> Result<Arrivals> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::os::fd::AsRawFd;
     use std::time::Duration;
 
-    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
     use super::*;
     use crate::hostile::alone;
     use crate::ipc::domain::Domain;
     use crate::ipc::message::wait_readable;
+
+    /// Inotify instances that this process has made.
+    pub(crate) static MADE: AtomicUsize = AtomicUsize::new(0);
 
     /// Simulates a user that has reached its limit of instances.
     pub(super) static IS_REFUSED: AtomicBool = AtomicBool::new(false);

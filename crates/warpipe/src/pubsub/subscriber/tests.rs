@@ -7,6 +7,8 @@ use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketT
 
 use super::*;
 use crate::backend::testing::{Failing, Wrapped};
+use crate::hostile::alone;
+use crate::ipc::domain::watch::tests::MADE;
 use crate::pubsub::Publisher;
 use crate::tensor::Layout;
 
@@ -401,14 +403,23 @@ fn a_polled_subscriber_tries_a_name_again_that_closed_on_it() {
 }
 
 #[test]
-fn a_subscriber_that_has_waited_for_its_one_publisher_watches_the_domain_no_longer() {
-    let place = Place::new("watches");
-    let (_publisher, follower) = (place.publisher(), place.subscriber());
-    let waited = Subscriber::builder("camera")
-        .domain(&place.domain)
-        .device(&place.device)
-        .wait_for_publisher(Some(LONG))
-        .build()
-        .unwrap();
-    assert!(waited.arrivals.is_none() && follower.arrivals.is_some());
+fn a_subscriber_that_finds_its_one_publisher_at_once_makes_no_inotify_instance() {
+    let name = "a_subscriber_that_finds_its_one_publisher_at_once_makes_no_inotify_instance";
+    alone(module_path!(), name, || {
+        let place = Place::new("at-once");
+        let waits = |patience| {
+            let builder = Subscriber::builder("camera")
+                .domain(&place.domain)
+                .device(&place.device);
+            builder.wait_for_publisher(Some(patience)).build()
+        };
+        let publisher = place.publisher();
+        let before = MADE.load(Ordering::SeqCst);
+        drop(waits(LONG).unwrap());
+        assert_eq!(MADE.load(Ordering::SeqCst), before);
+        drop(publisher);
+        let absent = waits(Duration::from_millis(1)).unwrap_err();
+        assert!(matches!(absent, Error::NotFound { .. }), "{absent}");
+        assert_eq!(MADE.load(Ordering::SeqCst), before + 1);
+    });
 }
