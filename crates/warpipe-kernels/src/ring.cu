@@ -30,11 +30,18 @@ static __device__ __forceinline__ bool is_due(u64 turn, u64 items) {
     return turn * gridDim.x + blockIdx.x < items;
 }
 
+// A claim by the block's first thread, which need not wait for it: the next item is claimed while this one is written.
+static __device__ __forceinline__ u64 claim_if(const warpipe_ring *ring, bool is_due) {
+    return is_due && warpipe_ring_is_first() ? warpipe_ring_claim(ring) : 0;
+}
+
 extern "C" __global__ void ring_send(u64 params, u64 items, u64 words, u64 seed, u64 statuses) {
     const warpipe_ring opened = warpipe_ring_open(params), *ring = &opened;
+    u64 claimed = claim_if(ring, is_due(0, items));
     for (u64 turn = 0; is_due(turn, items); ++turn) {
-        const u64 item = warpipe_ring_block_claim(ring);
+        const u64 item = warpipe_ring_of_first(claimed);
         if (failed(warpipe_ring_block_wait(ring, item), (u64 *)statuses)) return;
+        claimed = claim_if(ring, is_due(turn + 1, items));
         write_words((u64 *)warpipe_ring_slot(ring, item), words, seed, item);
         warpipe_ring_block_pass(ring, item);
     }
@@ -42,9 +49,11 @@ extern "C" __global__ void ring_send(u64 params, u64 items, u64 words, u64 seed,
 
 extern "C" __global__ void ring_receive(u64 params, u64 items, u64 words, u64 seed, u64 errors, u64 statuses) {
     const warpipe_ring opened = warpipe_ring_open(params), *ring = &opened;
+    u64 claimed = claim_if(ring, is_due(0, items));
     for (u64 turn = 0; is_due(turn, items); ++turn) {
-        const u64 item = warpipe_ring_block_claim(ring);
+        const u64 item = warpipe_ring_of_first(claimed);
         if (failed(warpipe_ring_block_wait(ring, item), (u64 *)statuses)) return;
+        claimed = claim_if(ring, is_due(turn + 1, items));
         check_words((const u64 *)warpipe_ring_slot(ring, item), words, seed, item, (u64 *)errors);
         warpipe_ring_block_pass(ring, item);
     }
@@ -57,9 +66,11 @@ static __device__ void copy_words(u64 *to, const u64 *from, u64 words) {
 // Copies each item to the block's place, of `words` words, an even number.
 extern "C" __global__ void ring_drain(u64 params, u64 items, u64 words, u64 places, u64 statuses) {
     const warpipe_ring opened = warpipe_ring_open(params), *ring = &opened;
+    u64 claimed = claim_if(ring, is_due(0, items));
     for (u64 turn = 0; is_due(turn, items); ++turn) {
-        const u64 item = warpipe_ring_block_claim(ring);
+        const u64 item = warpipe_ring_of_first(claimed);
         if (failed(warpipe_ring_block_wait(ring, item), (u64 *)statuses)) return;
+        claimed = claim_if(ring, is_due(turn + 1, items));
         copy_words((u64 *)places + blockIdx.x * words, (const u64 *)warpipe_ring_slot(ring, item), words);
         warpipe_ring_block_pass(ring, item);
     }
@@ -73,8 +84,8 @@ extern "C" __global__ void bare_drain(u64 from, u64 slots, u64 items, u64 words,
     }
 }
 
-// Sends an item, and waits for the one that comes back, which is to be the same. One block. The next slot is waited
-// for while an item is on its way.
+// Sends an item, and waits for the one that comes back, which is to be the same. One block. While an item is on its
+// way, the answer before it is passed back and the next slot is waited for.
 extern "C" __global__ void ring_ping(u64 out, u64 in, u64 rounds, u64 words, u64 seed, u64 errors, u64 statuses) {
     const warpipe_ring sends = warpipe_ring_open(out), receives = warpipe_ring_open(in);
     const u64 begin = warpipe_ring_position(&sends), answers = warpipe_ring_position(&receives);
@@ -83,11 +94,12 @@ extern "C" __global__ void ring_ping(u64 out, u64 in, u64 rounds, u64 words, u64
         const u64 item = begin + round, answer = answers + round;
         write_words((u64 *)warpipe_ring_slot(&sends, item), words, seed, item);
         warpipe_ring_block_arrive(&sends, item, 1);
+        if (round != 0) warpipe_ring_block_arrive(&receives, answer - 1, 1);
         if (round + 1 < rounds && failed(warpipe_ring_block_wait(&sends, item + 1), (u64 *)statuses)) return;
         if (failed(warpipe_ring_block_wait(&receives, answer), (u64 *)statuses)) return;
         check_words((const u64 *)warpipe_ring_slot(&receives, answer), words, seed, item, (u64 *)errors);
-        warpipe_ring_block_arrive(&receives, answer, 1);
     }
+    warpipe_ring_block_arrive(&receives, answers + rounds - 1, 1);
 }
 
 // Sends back what comes. One block.

@@ -214,8 +214,8 @@ impl HostRing {
             }
             arrivals.store(0, Relaxed);
         }
-        self.own(block::CURSOR).store(item + 1, Relaxed);
         self.pass(item);
+        self.own(block::CURSOR).store(item + 1, Relaxed);
     }
 
     /// The step of a stream that waits for the next item.
@@ -238,7 +238,7 @@ impl HostRing {
         if self.own(block::GRANTED).load(Relaxed) != item + 1 {
             return;
         }
-        self.own(block::CURSOR).store(item + 1, Relaxed);
         self.pass(item);
+        self.own(block::CURSOR).store(item + 1, Relaxed);
     }
 }

@@ -22,6 +22,6 @@ extern "C" __global__ void warpipe_ring_pass_step(unsigned long long params) {
     unsigned long long item = ring.params->cursor;
     if (ring.params->granted != item + 1)
         return;
-    ring.params->cursor = item + 1;
     warpipe_ring_pass(&ring, item);
+    ring.params->cursor = item + 1;
 }

@@ -290,8 +290,9 @@ static __device__ __forceinline__ void warpipe_ring_block_arrive(
             return;
         warpipe_ring_store(arrivals, 0);
     }
-    warpipe_ring_store((unsigned long long)&ring->params->cursor, item + 1);
     warpipe_ring_pass(ring, item);
+    /* Behind the pass, and so behind its fence, which would wait for it. */
+    warpipe_ring_store((unsigned long long)&ring->params->cursor, item + 1);
 }
 
 #endif
