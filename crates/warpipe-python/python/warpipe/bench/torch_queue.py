@@ -74,16 +74,20 @@ class Bench:
         self.device, self.asked, self.domain = device, asked, domain
         self.kind = "host" if device == "host" else "cuda"
         self.runs: list[dict[str, Any]] = []
-        self.process: Process | None = None
+        self.processes: list[Process] = []
 
     def run(self) -> None:
-        allocators = self.asked.allocator or list(ALLOCATORS)
-        for allocator in ["host"] if self.kind == "host" else allocators:
-            # PyTorch itself sends no memory of other allocators.
-            for way in ("warpipe",) if allocator == "pool" else ("plain", "warpipe"):
-                self.runs.append(self.worker(way, allocator))
+        allocators = ["host"] if self.kind == "host" else self.asked.allocator or list(ALLOCATORS)
+        # PyTorch itself sends no memory of other allocators.
+        kinds = [(way, allocator) for allocator in allocators for way in ("plain", "warpipe") if (way, allocator) != ("plain", "pool")]
+        # All of them import PyTorch at the same time, and then each waits for its turn.
+        self.processes = [self.start(*kind) for kind in kinds]
+        for process in self.processes:
+            process.hear("ready")
+        for process, (way, allocator) in zip(self.processes, kinds, strict=True):
+            self.measure(process, way, allocator)
 
-    def worker(self, way: str, allocator: str) -> dict[str, Any]:
+    def start(self, way: str, allocator: str) -> Process:
         quick = self.asked.quick
         sizes, turns = (QUICK_SIZES, QUICK_TURNS) if quick else (SIZES[self.kind], TURNS)
         command = [
@@ -94,27 +98,22 @@ class Bench:
         if self.asked.devices == 2:
             command += ["--answers", SECOND]
         settings = {"PYTORCH_CUDA_ALLOC_CONF": ALLOCATORS[allocator]} if allocator in ALLOCATORS else {}
-        run: dict[str, Any] = {"way": way, "allocator": allocator, "status": "measured", "trips": [], "kills": []}
-        self.process = Process(command, {**os.environ, **settings})
+        return Process(command, {**os.environ, **settings})
+
+    def measure(self, process: Process, way: str, allocator: str) -> None:
+        run: dict[str, Any] = {"way": way, "allocator": allocator, "status": "cut off", "trips": [], "kills": []}
+        self.runs.append(run)
         try:
-            while (line := self.said())["event"] != "done":
+            process.begin()
+            while (line := said(process))["event"] != "done":
                 self.take(run, line)
+            run["status"] = "measured"
         except Failed as failed:
             run |= {"status": "failed", "reason": str(failed)}
         finally:
-            self.close()
+            if process.child.poll() is None:
+                process.kill()
         print(f"{allocator}, {way}: {run['status']} {run.get('reason', '')}".rstrip(), flush=True)
-        return run
-
-    def said(self) -> dict[str, Any]:
-        assert self.process is not None
-        try:
-            line = self.process.lines.get(timeout=PATIENCE)
-        except queue.Empty:
-            raise Failed(f"no line within {PATIENCE} s") from None
-        if line is None:
-            raise Failed(f"the process ended: exit code {self.process.child.wait()}")
-        return line
 
     def take(self, run: dict[str, Any], line: dict[str, Any]) -> None:
         event = line.pop("event")
@@ -129,8 +128,9 @@ class Bench:
             check_flat(run["kills"][0]["state"], line["state"], line["killed"])
 
     def close(self) -> None:
-        if self.process is not None and self.process.child.poll() is None:
-            self.process.kill()
+        for process in self.processes:
+            if process.child.poll() is None:
+                process.kill()
 
     def figures(self) -> list[dict[str, Any]]:
         """warpipe's round trips beside PyTorch's own."""
@@ -147,6 +147,16 @@ class Bench:
                     "unit": "us", "ours": ours, "floor": floor, "ratio": ours / floor, "wanted": {"ratio_at_most": WANTED}, "met": ours / floor <= WANTED,
                 })  # fmt: skip
         return made
+
+
+def said(process: Process) -> dict[str, Any]:
+    try:
+        line = process.lines.get(timeout=PATIENCE)
+    except queue.Empty:
+        raise Failed(f"no line within {PATIENCE} s") from None
+    if line is None:
+        raise Failed(f"the process ended: exit code {process.child.wait()}")
+    return line
 
 
 def check_flat(first: dict[str, int], now: dict[str, int], killed: int) -> None:
@@ -175,7 +185,7 @@ def main(given: list[str] | None = None) -> int:
         bench = Bench(name, asked, pathlib.Path(folder) / "domain")
         try:
             bench.run()
-        except Ended as signalled:
+        except (Ended, Failed) as signalled:
             ended = str(signalled)
         finally:
             bench.close()

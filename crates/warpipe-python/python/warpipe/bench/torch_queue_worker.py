@@ -1,5 +1,6 @@
 """A process of ``warpipe.bench.torch_queue``: round trips through a queue of ``torch.multiprocessing``, and receivers that
-are killed. It says JSON lines. Its children are spawned: everything can be imported."""
+are killed. It says JSON lines. Its children are forked by a server that has imported PyTorch, and no more: an import takes
+each child seconds. So everything here can be imported."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import argparse
 import contextlib
 import json
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pathlib
 import sys
@@ -19,8 +21,10 @@ import warpipe
 
 from . import figures
 
-# Seconds for one message, and for memory that killed receivers had.
+# Seconds for one message.
 PATIENCE = 120.0
+# Seconds after which whatever killed receivers had is counted as lost.
+SETTLED = 10.0
 # Tensors that each receiver has when it is killed, and their bytes.
 HELD = 3
 HELD_BYTES = 4 << 20
@@ -49,7 +53,7 @@ class Memory:
 
     def state(self) -> dict[str, int]:
         """What this process and the device have in use."""
-        found = {"files": len(os.listdir("/proc/self/fd"))}
+        found = {"files": open_files()}
         if self.way == "warpipe":
             found |= {f"shared {name}": count for name, count in warpipe.torch.stats()._asdict().items()}
         if self.device != "host":
@@ -58,6 +62,10 @@ class Memory:
             free, total = cuda.mem_get_info(self.device)
             found |= {"allocated": cuda.memory_allocated(), "reserved": cuda.memory_reserved(), "used": total - free}
         return found
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 def end_with_parent() -> None:
@@ -120,6 +128,7 @@ def trips(context: Any, memory: Memory, answers: tuple[str, ...], sizes: list[in
 
 def kills(context: Any, memory: Memory, count: int, at_once: int) -> None:
     """Kills receivers that hold tensors of this process."""
+    files = open_files()
     for begin in range(0, count, at_once):
         queues = [(context.Queue(), context.Queue()) for _ in range(min(at_once, count - begin))]
         children = [context.Process(target=hold, args=pair, daemon=True) for pair in queues]
@@ -139,9 +148,12 @@ def kills(context: Any, memory: Memory, count: int, at_once: int) -> None:
             queue.close()
             queue.join_thread()
         del queues, children
-        end = time.monotonic() + PATIENCE
-        while warpipe.torch.stats().nbytes and time.monotonic() < end:
+        # The shares of dead receivers end one after the other, and their descriptors a moment later.
+        end = time.monotonic() + SETTLED
+        while (warpipe.torch.stats().nbytes or open_files() > files) and time.monotonic() < end:
             threading.Event().wait(0.02)
+        if begin == 0:
+            files = open_files()
         say("kills", killed=min(begin + at_once, count), state=memory.state())
 
 
@@ -161,9 +173,14 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--at-once", type=int, default=1)
     asked = parser.parse_args()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "warpipe.torch"])
+    multiprocessing.forkserver.ensure_running()
     import torch
 
-    context = torch.multiprocessing.get_context("spawn")
+    say("ready")
+    if not sys.stdin.readline():
+        return 1
     if asked.way == "warpipe":
         warpipe.torch.install(domain=asked.domain, copy=False)
     memory = Memory(asked.device, asked.way, asked.allocator)

@@ -94,6 +94,13 @@ class Process:
                 lines.append(line)
         return lines
 
+    def begin(self) -> None:
+        """Tells the child, which waits for it, to go on."""
+        assert self.child.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.child.stdin.write("begin\n")
+            self.child.stdin.flush()
+
     def kill(self) -> None:
         self.child.send_signal(signal.SIGKILL)
         self.child.wait()
