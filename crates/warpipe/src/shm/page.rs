@@ -104,14 +104,15 @@ impl Drop for OrphanedMapping {
 }
 
 impl SharedPage {
-    /// Words of this process alone, registered with the device. Zeroed.
+    /// Memory of this process alone, registered with the device. Zeroed. Its pages are there before
+    /// the driver is called, which makes missing ones one after the other, under a lock of its own.
     pub(crate) fn private(device: &Device, bytes: usize) -> Result<SharedPage> {
         let bytes = bytes.next_multiple_of(PAGE_BYTES);
         let protection = ProtFlags::READ | ProtFlags::WRITE;
+        let flags = MapFlags::SHARED | MapFlags::POPULATE;
         // SAFETY: a fresh anonymous mapping at an address of the kernel's choice overlaps nothing.
-        let base = unsafe {
-            rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED)
-        };
+        let base =
+            unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes, protection, flags) };
         let base = base.map_err(|e| Error::os("mmap", format!("{bytes} bytes of words"), e))?;
         SharedPage::of(base.cast(), bytes).register(Some(device))
     }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::manifest::ContentHash;
-use super::staging::Staging;
+use super::staging::{BUFFERS, Staging};
 use crate::device::Device;
 use crate::error::Result;
 use crate::memory::slice::DeviceSlice;
@@ -21,9 +21,9 @@ pub(super) const BLOCK_BYTES: u64 = 16 << 20;
 /// The most threads. More of them do not read faster: the device's bus is full.
 const READERS_MAX: usize = 16;
 
-/// Each of the two staging buffers of a reader. Small enough to stay in a core's cache, where the
-/// bytes are hashed after they were copied from the file; large enough for a copy of the device.
-pub(super) const PART_BYTES: usize = 1 << 20;
+/// Each staging buffer of a reader. Small enough for all of them to stay in a core's cache, where
+/// the bytes are hashed after they were copied from the file; large enough for a copy of the device.
+pub(super) const PART_BYTES: usize = 512 << 10;
 
 /// How long a reader waits for a copy.
 pub(super) const COPY_TIMEOUT: Duration = Duration::from_secs(60);
@@ -124,7 +124,7 @@ pub(super) fn hash_memory(tensors: &[(&DeviceSlice, u64, u64)]) -> Result<Vec<Co
     })
 }
 
-/// Hashes `bytes` bytes from `begin` on: one part while the device copies the next one.
+/// Hashes `bytes` bytes from `begin` on: one part while the device copies the next ones.
 fn hash_block(
     memory: &DeviceSlice,
     begin: u64,
@@ -143,9 +143,11 @@ fn hash_block(
         }
     };
     let mut hasher = xxhash_rust::xxh3::Xxh3::new();
-    fetch(0, staging)?;
+    for index in 0..BUFFERS - 1 {
+        fetch(index, staging)?;
+    }
     for index in 0..bytes.div_ceil(PART_BYTES as u64) as usize {
-        fetch(index + 1, staging)?;
+        fetch(index + BUFFERS - 1, staging)?;
         hasher.update(&staging.fetched(index, COPY_TIMEOUT)?[..length(index)]);
     }
     Ok(hasher.digest128().to_be_bytes())

@@ -102,7 +102,7 @@ impl WeightsBuilder {
 
     /// Waits for the streams that [`memory`](WeightsBuilder::memory) has recorded, hashes what lies
     /// in the memory, and seals the description. Several threads read the memory once, each
-    /// through two buffers of 1 MiB.
+    /// through four buffers of 512 KiB.
     ///
     /// # Errors
     /// [`Error::Argument`] for two tensors of one name, a name of no or more than 1,024 bytes, or an

@@ -99,7 +99,7 @@ impl Opener<SharedWeights> {
     /// offer it if they are right. Without such a candidate it compares those of the version that
     /// is offered. Waits for one of them up to the time given with [`wait`](Opener::wait): also
     /// while a new keeper still asks its holders. Returns the version's number. It reads all of
-    /// the memory, with several readers that have 8 MiB of page-locked memory each.
+    /// the memory, with several readers that have 2 MiB of page-locked memory each.
     ///
     /// # Errors
     /// [`Error::WeightsDamaged`]: a candidate is dropped then, and an older one, if there is one,

@@ -1,5 +1,5 @@
-//! The way of a reader's bytes to the device, and from it: two buffers of page-locked memory, so
-//! that the device copies one while the reader has the other. **This module is marked for unsafe**:
+//! The way of a reader's bytes to the device, and from it: a few buffers of page-locked memory, so
+//! that the device copies some while the reader has another. **This module is marked for unsafe**:
 //! it gives out memory that a device reads and writes by its address.
 
 use std::sync::Arc;
@@ -15,15 +15,16 @@ use crate::runtime::fence::StreamSet;
 use crate::shm::page::{PAGE_BYTES, SharedPage};
 use crate::stream::Stream;
 
-const BUFFERS: usize = 2;
+/// More than two, so that neither the reader nor the device waits for one late step of the other.
+pub(super) const BUFFERS: usize = 4;
 
-/// Two buffers (`cuMemHostRegister`), and the stream that copies them. On the host backend they are
+/// Page-locked buffers (`cuMemHostRegister`), and the stream that copies them. On the host backend they are
 /// ordinary memory, and the stream is a thread.
 pub(super) struct Staging {
     /// Unregistered once the stream is past the copies, also after an error.
     memory: DropAfterFence<SharedPage>,
     stream: Stream,
-    buffers: [Buffer; BUFFERS],
+    buffers: Vec<Buffer>,
     buffer_bytes: usize,
     /// The buffer that [`fill`](Self::fill) gave out last.
     current: usize,
@@ -52,7 +53,7 @@ enum BufferState {
 }
 
 impl Staging {
-    /// Two buffers of at least `bytes` bytes.
+    /// Buffers of at least `bytes` bytes each.
     pub(super) fn new(device: &Device, bytes: usize) -> Result<Staging> {
         let stream = device.stream()?;
         let streams: Arc<StreamSet> = Arc::default();
@@ -60,25 +61,25 @@ impl Staging {
         let buffer_bytes = bytes.max(1).next_multiple_of(PAGE_BYTES);
         let page = SharedPage::private(device, BUFFERS * buffer_bytes)?;
         let memory = DropAfterFence::new(streams, page)?;
-        let first = device.backend().create_event()?;
-        let second = device.backend().create_event().inspect_err(|_| {
-            // SAFETY: made above, and given up here.
-            let _ = unsafe { device.backend().destroy_event(first) };
-        })?;
-        let free = |copied| Buffer {
-            copied,
-            state: BufferState::Free,
-        };
-        Ok(Staging {
+        // Dropped with the events that were made, if the driver refuses one.
+        let mut staging = Staging {
             memory,
             stream,
-            buffers: [free(first), free(second)],
+            buffers: Vec::with_capacity(BUFFERS),
             buffer_bytes,
             current: 0,
-        })
+        };
+        for _ in 0..BUFFERS {
+            let copied = staging.stream.backend().create_event()?;
+            staging.buffers.push(Buffer {
+                copied,
+                state: BufferState::Free,
+            });
+        }
+        Ok(staging)
     }
 
-    /// The other buffer than the last time, of whole pages, for the caller to fill. Waits up to
+    /// The next buffer in turn, of whole pages, for the caller to fill. Waits up to
     /// `timeout` until the device has copied what was in it.
     pub(super) fn fill(&mut self, timeout: Duration) -> Result<&mut [u8]> {
         self.current = (self.current + 1) % BUFFERS;
@@ -123,7 +124,7 @@ impl Staging {
     }
 
     /// Enqueues a copy of `bytes` bytes from byte `offset` of `memory` into the buffer `index`,
-    /// counted modulo 2 (`cuMemcpyAsync`).
+    /// counted modulo [`BUFFERS`] (`cuMemcpyAsync`).
     pub(super) fn copy_from(
         &mut self,
         index: usize,

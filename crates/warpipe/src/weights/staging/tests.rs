@@ -11,13 +11,13 @@ const WAIT: Duration = Duration::from_secs(60);
 #[test]
 fn a_buffer_is_not_given_out_before_the_device_has_copied_it() {
     let device = Device::preferred().device;
-    let memory = Memory::allocate(&device, 4 * PAGE_BYTES as u64).unwrap();
+    let memory = Memory::allocate(&device, 2 * (BUFFERS * PAGE_BYTES) as u64).unwrap();
     let mut staging = Staging::new(&device, PAGE_BYTES).unwrap();
     let (go_on, wait) = mpsc::channel::<()>();
     let held_up = move || wait.recv().unwrap_or_default();
     staging.stream.call(held_up).unwrap();
-    let place = |index: u64| index * PAGE_BYTES as u64;
-    for index in 0..2 {
+    let place = |index: usize| (index * PAGE_BYTES) as u64;
+    for index in 0..BUFFERS {
         let buffer = staging.fill(Duration::ZERO).unwrap();
         assert_eq!(buffer.len(), PAGE_BYTES);
         buffer.fill(index as u8 + 1);
@@ -26,12 +26,13 @@ fn a_buffer_is_not_given_out_before_the_device_has_copied_it() {
     let early = staging.fill(Duration::ZERO).unwrap_err();
     assert!(matches!(early, Error::Timeout { .. }), "{early}");
     go_on.send(()).unwrap();
-    for index in 2..4 {
+    for index in BUFFERS..2 * BUFFERS {
         staging.fill(WAIT).unwrap().fill(index as u8 + 1);
         staging.copy_to(&memory, place(index), PAGE_BYTES).unwrap();
     }
     staging.finish(WAIT).unwrap();
-    let expected: Vec<u8> = (1..=4).flat_map(|byte| vec![byte; PAGE_BYTES]).collect();
+    let expected = (1..=2 * BUFFERS as u8).flat_map(|byte| vec![byte; PAGE_BYTES]);
+    let expected: Vec<u8> = expected.collect();
     assert!(memory.to_vec(WAIT).unwrap() == expected);
 }
 
@@ -49,8 +50,10 @@ fn a_buffer_with_a_copy_that_no_event_follows_is_given_out_once_the_stream_is_id
     backend.hook().aim("record_event", 1);
     let refused = staging.copy_to(&memory, 0, PAGE_BYTES).unwrap_err();
     assert!(matches!(refused, Error::Injected { .. }), "{refused}");
-    // The other buffer is free; then it is this one's turn.
-    staging.fill(Duration::ZERO).unwrap();
+    // The other buffers are free; then it is this one's turn.
+    for _ in 1..BUFFERS {
+        staging.fill(Duration::ZERO).unwrap();
+    }
     let early = staging.fill(Duration::ZERO).unwrap_err();
     assert!(matches!(early, Error::Timeout { .. }), "{early}");
     go_on.send(()).unwrap();
