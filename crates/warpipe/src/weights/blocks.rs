@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use xxhash_rust::xxh3::xxh3_128;
+use twox_hash::XxHash3_128;
 
 use super::manifest::ContentHash;
 use super::staging::{BUFFERS, Staging};
@@ -43,14 +43,14 @@ pub(super) fn content_hash(bytes: &[u8]) -> ContentHash {
     let blocks = bytes.chunks(BLOCK_BYTES as usize);
     of_blocks(
         &blocks
-            .map(|block| xxh3_128(block).to_be_bytes())
+            .map(|block| XxHash3_128::oneshot(block).to_be_bytes())
             .collect::<Vec<_>>(),
     )
 }
 
 /// The content hash of a tensor whose blocks have these hashes.
 fn of_blocks(blocks: &[ContentHash]) -> ContentHash {
-    xxh3_128(blocks.as_flattened()).to_be_bytes()
+    XxHash3_128::oneshot(blocks.as_flattened()).to_be_bytes()
 }
 
 /// The blocks of tensors of these lengths.
@@ -142,15 +142,15 @@ fn hash_block(
             staging.copy_from(index, memory, from, part)
         }
     };
-    let mut hasher = xxhash_rust::xxh3::Xxh3::new();
+    let mut hasher = XxHash3_128::new();
     for index in 0..BUFFERS - 1 {
         fetch(index, staging)?;
     }
     for index in 0..bytes.div_ceil(PART_BYTES as u64) as usize {
         fetch(index + BUFFERS - 1, staging)?;
-        hasher.update(&staging.fetched(index, COPY_TIMEOUT)?[..length(index)]);
+        hasher.write(&staging.fetched(index, COPY_TIMEOUT)?[..length(index)]);
     }
-    Ok(hasher.digest128().to_be_bytes())
+    Ok(hasher.finish_128().to_be_bytes())
 }
 
 /// Calls `run` on several threads, on no more than there are blocks, and returns the first error.
@@ -222,6 +222,6 @@ mod tests {
             .collect();
         let found = hash_memory(&places).unwrap();
         assert_eq!(found, tensors.map(content_hash));
-        assert_ne!(content_hash(&large), xxh3_128(&large).to_be_bytes());
+        assert_ne!(content_hash(&large), XxHash3_128::oneshot(&large).to_be_bytes());
     }
 }

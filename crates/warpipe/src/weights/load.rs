@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use xxhash_rust::xxh3::Xxh3;
+use twox_hash::XxHash3_128;
 
 use super::blocks::{Block, COPY_TIMEOUT, content_hash, hash_in_parallel};
 use super::held::Held;
@@ -317,7 +317,7 @@ fn read_block(
     staging: &mut Staging,
     progress: &dyn Fn(u64),
 ) -> Result<ContentHash> {
-    let (mut hasher, mut done) = (Xxh3::new(), 0);
+    let (mut hasher, mut done) = (XxHash3_128::new(), 0);
     while done < block.bytes {
         let buffer = staging.fill(COPY_TIMEOUT)?;
         let part_bytes = (block.bytes - done).min(buffer.len() as u64) as usize;
@@ -325,10 +325,10 @@ fn read_block(
         let at = from.tensor.begin.checked_add(block.begin + done);
         let at = at.ok_or_else(|| of_file(&file.path, WeightsFault::Changed))?;
         read_exact(file.fd.as_fd(), part, at).map_err(|error| unreadable(&file.path, error))?;
-        hasher.update(part);
+        hasher.write(part);
         staging.copy_to(memory, to + done, part_bytes)?;
         done += part_bytes as u64;
         progress(part_bytes as u64);
     }
-    Ok(hasher.digest128().to_be_bytes())
+    Ok(hasher.finish_128().to_be_bytes())
 }
