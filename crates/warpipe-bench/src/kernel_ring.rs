@@ -22,11 +22,12 @@ use super::setup::{BenchDomain, PATIENCE, Setup};
 const SIZES: [(u64, &str); 2] = [(1, "8 bytes"), (512, "4 KiB")];
 /// Words of an item that is streamed.
 const STREAMED: u64 = 1 << 17;
-/// Blocks of either side of the streamed ring.
-const BLOCKS: u32 = 64;
-/// Slots of the streamed ring, and of the floor's memory: as many for the blocks that write as for
-/// those that read, so that neither waits for a slot in the other's hands.
-const SLOTS: u32 = 2 * BLOCKS;
+/// Blocks that read the streamed ring, and those that write it: enough not to be what is measured.
+const READERS: u32 = 64;
+const WRITERS: u32 = 2 * READERS;
+/// Slots of the streamed ring, and of the floor's memory, a power of two: more than blocks on both
+/// sides, so that none waits for a slot in another's hands.
+const SLOTS: u32 = 256;
 /// Bytes from one launch's word of the floor to the next one's.
 const WORD_STRIDE: u64 = 128;
 /// Where the floor's slot lies, behind its words.
@@ -71,7 +72,7 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
     let terms = Terms::of(setup, place);
     let own = create(&setup.domain, &setup.device, "bench/ring-out", 1 << 12, 8)?;
     let peer = PeerProcess::start(&Role::KernelRing(terms.clone()))?;
-    let streamed = Memory::allocate(&setup.device, u64::from(BLOCKS) * STREAMED * 8)?;
+    let streamed = Memory::allocate(&setup.device, u64::from(READERS) * STREAMED * 8)?;
     let side = Side::new(
         &setup.device,
         &setup.domain,
@@ -297,7 +298,7 @@ impl Side {
     fn bare_drain(&self, items: Items, places: DevicePtr) -> anyhow::Result<()> {
         let from = (self.bare[1].ptr(), u64::from(SLOTS));
         // SAFETY: as in `bare_ping`; there are as many places as blocks.
-        unsafe { ring::bare_drain(&self.stream, from, items, BLOCKS, places)? };
+        unsafe { ring::bare_drain(&self.stream, from, items, READERS, places)? };
         Ok(())
     }
 
@@ -318,14 +319,23 @@ impl Side {
     fn send(&self, ring: &KernelRing, items: Items) -> anyhow::Result<()> {
         let params = self.params(ring)?;
         // SAFETY: as in `ping`; a GPU runs so many blocks at the same time.
-        unsafe { ring::send(&self.stream, params, items, BLOCKS, self.statuses())? };
+        unsafe { ring::send(&self.stream, params, items, WRITERS, self.statuses())? };
         Ok(())
     }
 
     fn drain(&self, ring: &KernelRing, items: Items, places: DevicePtr) -> anyhow::Result<()> {
         let params = self.params(ring)?;
         // SAFETY: as in `send`; there are as many places as blocks.
-        unsafe { ring::drain(&self.stream, params, items, BLOCKS, places, self.statuses())? };
+        unsafe {
+            ring::drain(
+                &self.stream,
+                params,
+                items,
+                READERS,
+                places,
+                self.statuses(),
+            )?
+        };
         Ok(())
     }
 }

@@ -222,6 +222,9 @@ mod tests {
             .collect();
         let found = hash_memory(&places).unwrap();
         assert_eq!(found, tensors.map(content_hash));
-        assert_ne!(content_hash(&large), XxHash3_128::oneshot(&large).to_be_bytes());
+        assert_ne!(
+            content_hash(&large),
+            XxHash3_128::oneshot(&large).to_be_bytes()
+        );
     }
 }
