@@ -6,6 +6,7 @@ use warpipe::{Change, Domain, MemberInfo, Members, PeerState};
 use crate::args::MembersArgs;
 use crate::exit::Exit;
 use crate::interrupt::{Interrupt, LOOK};
+use crate::observe::{existing_domain, missing};
 use crate::output::{Output, Style, printable, styled};
 
 #[derive(Serialize)]
@@ -40,7 +41,16 @@ impl<'a> Row<'a> {
 pub fn run(args: &MembersArgs) -> anyhow::Result<Exit> {
     let output = Output::new(args.json);
     let interrupt = Interrupt::install()?;
-    let domain = Domain::from_environment()?;
+    let path = Domain::environment_path();
+    let domain = match existing_domain(&path)? {
+        Some(domain) => domain,
+        // Members to come are seen in the directory.
+        None if args.follow => Domain::at(&path)?,
+        None => {
+            output.human(|| printable(&missing(&path)))?;
+            return Ok(Exit::Done);
+        }
+    };
     let members = Members::builder().domain(&domain).clean(false).build()?;
     let listed = members.list()?;
     output.human(|| {

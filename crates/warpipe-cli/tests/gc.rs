@@ -373,6 +373,7 @@ fn a_look_at_a_domain_without_a_directory_makes_none() {
         (&["ls"], "there is no directory"),
         (&["ls", "-v"], "there is no directory"),
         (&["weights", "ls"], "there is no directory"),
+        (&["members"], "there is no directory"),
         (
             &["top", "--once", "--interval", "0.1"],
             "there is no directory",
@@ -383,10 +384,19 @@ fn a_look_at_a_domain_without_a_directory_makes_none() {
         assert!(ended.out.contains(word), "{arguments:?} {ended:?}");
         assert!(!folder.exists(), "{arguments:?} made {folder:?}");
     }
+    for command in ["verify", "drop"] {
+        let ended = world.run(&["weights", command, "w"]);
+        assert_eq!(ended.code, Some(3), "{command} {ended:?}");
+        assert!(
+            ended.err.contains("no weights' keeper named \"w\""),
+            "{ended:?}"
+        );
+        assert!(!folder.exists(), "{command} made {folder:?}");
+    }
     assert!(world.run(&["ls", "--json"]).out.is_empty());
     // What is there and cannot be a domain is an error as before.
     symlink(world.path("elsewhere"), &folder).unwrap();
-    for command in ["gc", "ls", "top"] {
+    for command in ["gc", "ls", "members", "top"] {
         let once: &[&str] = if command == "top" { &["--once"] } else { &[] };
         let ended = world.run(&[&[command], once].concat());
         assert_eq!(ended.code, Some(2), "{command} {ended:?}");

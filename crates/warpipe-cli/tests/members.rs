@@ -60,8 +60,8 @@ fn a_worker_as_others_see_it() {
 #[test]
 fn members_are_listed_with_their_role_and_process() {
     let world = World::new();
-    assert!(world.run(&["members"]).out.contains(": 0 members"));
     let domain = Domain::at(world.path("domain")).unwrap();
+    assert!(world.run(&["members"]).out.contains(": 0 members"));
     let _member = Member::builder("trainer/0")
         .role("trains")
         .domain(&domain)

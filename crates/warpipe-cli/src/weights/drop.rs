@@ -18,7 +18,7 @@ struct Dropped<'a> {
 
 pub fn run(args: &WeightsDropArgs) -> anyhow::Result<Exit> {
     let output = Output::new(args.json);
-    let domain = super::domain(&args.domain)?;
+    let domain = super::domain_of(&args.domain, &args.name)?;
     // Before its end: the process that keeps the name, and how many have a version open.
     let found = NamedWeights::find(&domain, &args.name)?;
     Keeper::end(&domain, &args.name, args.timeout)?;

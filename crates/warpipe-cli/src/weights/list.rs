@@ -1,13 +1,12 @@
 //! `warpipe weights ls`.
 
 use serde::Serialize;
-use warpipe::Domain;
 use warpipe::weights::NamedWeights;
 
 use super::counted;
 use crate::args::WeightsLsArgs;
 use crate::exit::Exit;
-use crate::observe::missing;
+use crate::observe::{existing_domain, missing};
 use crate::output::{Output, Style, bytes, printable, styled};
 
 #[derive(Serialize)]
@@ -25,13 +24,11 @@ struct Row<'a> {
 
 pub fn run(args: &WeightsLsArgs) -> anyhow::Result<Exit> {
     let output = Output::new(args.json);
-    let path = (args.domain.path.clone()).unwrap_or_else(Domain::environment_path);
-    // A command that only looks makes none.
-    if !path.exists() {
+    let path = super::domain_path(&args.domain);
+    let Some(domain) = existing_domain(&path)? else {
         output.human(|| printable(&missing(&path)))?;
         return Ok(Exit::Done);
-    }
-    let domain = super::domain(&args.domain)?;
+    };
     let listed = NamedWeights::list(&domain)?;
     output.human(|| {
         let names = counted(listed.len(), "name", "names");

@@ -7,10 +7,13 @@ mod progress;
 mod serve;
 mod verify;
 
-use warpipe::Domain;
+use std::path::PathBuf;
+
+use warpipe::{Domain, EndpointName, Error, Kind};
 
 use crate::args::{DomainArg, WeightsArgs, WeightsCommand};
 use crate::exit::Exit;
+use crate::observe::existing_domain;
 use crate::output::counted;
 
 pub use self::child::{ChildArgs, run as run_child};
@@ -25,8 +28,21 @@ pub fn run(args: &WeightsArgs) -> anyhow::Result<Exit> {
 }
 
 fn domain(chosen: &DomainArg) -> warpipe::Result<Domain> {
-    match &chosen.path {
-        Some(path) => Domain::at(path),
-        None => Domain::from_environment(),
-    }
+    Domain::at(domain_path(chosen))
+}
+
+fn domain_path(chosen: &DomainArg) -> PathBuf {
+    let chosen = chosen.path.clone();
+    chosen.unwrap_or_else(Domain::environment_path)
+}
+
+/// The domain in which a name of weights is looked for. Without its directory, which is not made,
+/// there is no such name.
+fn domain_of(chosen: &DomainArg, name: &str) -> warpipe::Result<Domain> {
+    let name = EndpointName::new(name)?;
+    existing_domain(&domain_path(chosen))?.ok_or_else(|| Error::NotFound {
+        kind: Kind::Weights,
+        name: name.to_string(),
+        was_there: false,
+    })
 }

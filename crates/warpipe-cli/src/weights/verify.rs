@@ -25,7 +25,7 @@ struct Verified<'a> {
 
 pub fn run(args: &WeightsVerifyArgs) -> anyhow::Result<Exit> {
     let output = Output::new(args.json);
-    let domain = super::domain(&args.domain)?;
+    let domain = super::domain_of(&args.domain, &args.name)?;
     let found = NamedWeights::find(&domain, &args.name)?.and_then(|found| found.version);
     let opener = SharedWeights::opener(&args.name).domain(&domain);
     let opener = match found {
