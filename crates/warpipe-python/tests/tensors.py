@@ -1,5 +1,7 @@
 """Tensors between processes of the tests of ``warpipe.torch``. Processes are spawned: everything can be imported."""
 
+import os
+
 import torch
 
 import warpipe
@@ -117,6 +119,32 @@ def make_in_pool(pipe, device):
         tensor = torch.arange(6.0, device=place(device))
     pipe.send(tensor)
     pipe.recv()
+
+
+def make_and_say(pipe, device, is_pooled):
+    """As ``make_in_pool``, or in PyTorch's own memory. Afterwards it says what is in the tensor."""
+    if is_pooled:
+        pool = carried.pool()
+        with torch.cuda.use_mem_pool(pool, device.ordinal):
+            tensor = torch.arange(6.0, device=place(device))
+    else:
+        tensor = torch.arange(6.0, device=place(device))
+    pipe.send(tensor)
+    pipe.recv()
+    pipe.send(tensor.tolist())
+
+
+def write(pipe):
+    """Has the GPU write into what it receives, and says how that ended. After a fault it can use its GPU no more."""
+    tensor = pipe.recv()
+    try:
+        tensor.add_(1)
+        _finish(tensor)
+        how = "written"
+    except RuntimeError as error:
+        how = str(error)
+    pipe.send(how)
+    os._exit(0)
 
 
 def start_a_child_that_makes(pipe, device):

@@ -309,6 +309,25 @@ def test_a_tensor_of_a_pool_stays_valid_after_its_sender(device):
 
 
 @kills
+@pytest.mark.parametrize("is_pooled", [False, True])
+def test_a_kernel_of_a_receiver_writes_pytorchs_memory_and_faults_in_that_of_a_pool(device, is_pooled):
+    if device.kind == "host":
+        pytest.skip("PyTorch has pools of GPU memory alone")
+    maker = process(tensors.make_and_say, device, is_pooled)
+    with maker as (_maker, made), process(tensors.write) as (_writer, pipe):
+        assert made.poll(LIMIT_SECONDS), "the tensor does not come"
+        # As it is: this process opens none of it.
+        pipe.send_bytes(made.recv_bytes())
+        how = said(pipe)
+        made.send("say")
+        found = said(made)
+        if is_pooled:
+            assert "illegal memory access" in how and found == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+        else:
+            assert how == "written" and found == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+
+@kills
 def test_a_tensor_that_was_not_received_before_its_sender_died_is_named(device):
     with process(tensors.make, device) as (sender, pipe):
         until(lambda: pipe.poll(0.01), "the message")

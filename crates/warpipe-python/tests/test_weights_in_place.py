@@ -168,3 +168,30 @@ keeper.close()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "copied 0\n", done.stdout
+
+
+def test_modules_of_pytorchs_default_segments_are_not_published_where_they_lie(device, tmp_path):
+    pytest.importorskip("torch")
+    if device.kind == "host":
+        pytest.skip("PyTorch's allocator is a GPU's")
+    code = f"""
+import torch, warnings, warpipe
+from warpipe import weights
+options = dict(domain={str(tmp_path / "d")!r}, device={device.ordinal})
+model = torch.nn.Linear(300, 200).to(torch.device("cuda", {device.ordinal}))
+keeper = weights.keep("w", domain=options["domain"])
+try:
+    weights.publish("w", model.state_dict(), **options, zero_copy="require")
+except warpipe.NotExportableError:
+    print("refused", keeper.version)
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    published = weights.publish("w", model.state_dict(), **options, zero_copy=True)
+print(published.copied, [one.category is warpipe.CopyWarning for one in said])
+published.close()
+keeper.close()
+"""
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"refused None\n{(300 * 200 + 200) * 4} [True]\n", done.stdout
