@@ -1,9 +1,11 @@
 """Memory of other libraries in messages of multiprocessing: kept as long as it is used, and given back by the dead."""
 
+import concurrent.futures.process
 import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -367,6 +369,52 @@ def test_a_message_whose_reader_was_killed_is_given_back_once_later_ones_of_its_
         other.send("end")
     queue.close()
     queue.join_thread()
+
+
+def test_a_message_that_a_queue_cannot_send_is_given_back_and_so_are_those_that_nobody_can_read(device, capsys):
+    queue = spawn.Queue()
+    queue.put(storages.plain(device, "first"))
+    until(lambda: queue._reader.poll(), "the first message")
+    # No other process has it open.
+    queue._reader.close()
+    queue.put(storages.plain(device, "later"))
+    until(lambda: "BrokenPipeError" in capsys.readouterr().err, "the failure")
+    until(lambda: counts() == (1, 0), "the end of the second message")
+    queue.close()
+    queue.join_thread()
+    now = time.monotonic()
+    TABLE.unclaimed.look(now + _unclaimed.GRACE_SECONDS / 2)
+    assert counts() == (1, 0), "a process may have read it before"
+    TABLE.unclaimed.look(now + 2 * _unclaimed.GRACE_SECONDS)
+    assert counts() == (0, 0)
+
+
+def test_a_message_in_a_queue_that_is_closed_when_nobody_can_read_it_is_given_back(device):
+    queue = spawn.Queue()
+    queue.put(storages.plain(device))
+    until(lambda: queue._reader.poll(), "the message")
+    queue.close()
+    queue.join_thread()
+    assert counts() == (1, 0)
+    TABLE.unclaimed.look(time.monotonic() + 2 * _unclaimed.GRACE_SECONDS)
+    assert counts() == (0, 0)
+
+
+@kills
+def test_the_tasks_of_an_executor_are_given_back_when_its_worker_is_killed(device):
+    with concurrent.futures.ProcessPoolExecutor(1, spawn) as executor:
+        worker = executor.submit(os.getpid).result(LIMIT_SECONDS)
+        busy = executor.submit(signal.pause)
+        until(busy.running, "the start")
+        tasks = [executor.submit(id, storages.plain(device)) for _ in range(3)]
+        until(lambda: counts()[0] > 0, "the first message")
+        os.kill(worker, signal.SIGKILL)
+        for task in (busy, *tasks):
+            with pytest.raises(concurrent.futures.process.BrokenProcessPool):
+                task.result(LIMIT_SECONDS)
+    del busy, tasks, task
+    TABLE.unclaimed.look(time.monotonic() + 2 * _unclaimed.GRACE_SECONDS)
+    assert counts() == (0, 0)
 
 
 def test_a_message_that_failed_to_be_pickled_does_not_show_that_earlier_ones_were_read(device, capsys):

@@ -313,4 +313,5 @@ def memory_for_copy(device: _warpipe.Device, nbytes: int) -> _warpipe.View:
 
 
 TABLE = Table()
+_messages.pipe_ends.append(lambda pipe: TABLE.unclaimed.pipe_ends(pipe))
 os.register_at_fork(after_in_child=TABLE.begin)

@@ -1,5 +1,5 @@
 """The messages of ``multiprocessing`` that this process pickles and sends, and the processes that it starts: what is made
-for a message that is not sent is taken back. While it is followed, four methods of ``multiprocessing`` are this module's."""
+for a message that is not sent is taken back. While it is followed, six methods of ``multiprocessing`` are this module's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from multiprocessing.queues import SimpleQueue
+from multiprocessing.queues import Queue, SimpleQueue
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -29,6 +29,8 @@ class Message:
 
 _state = threading.local()
 _usual: list[tuple[type, str, Any]] = []
+# Told of each pipe that this process is about to close, or that nobody can read from.
+pipe_ends: list[Callable[[Connection], object]] = []
 
 
 def current() -> Message | None:
@@ -109,6 +111,44 @@ def _putting(usual: Callable[..., Any]) -> Callable[..., Any]:
     return put
 
 
+def _feeding(usual: Callable[..., Any]) -> Callable[..., Any]:
+    """The thread of a queue pickles each message, and sends it then."""
+
+    def feed(buffer: Any, notempty: Any, send_bytes: Callable[[Any], Any], *rest: Any) -> None:
+        pipe = getattr(send_bytes, "__self__", None)
+        pickled = _state.message = Message(pipe if isinstance(pipe, Connection) else None)
+
+        def send(found: Any) -> None:
+            try:
+                send_bytes(found)
+            except Exception:
+                for take_back in pickled.take_back:
+                    take_back()
+                if pickled.pipe is not None:
+                    _tell_of_its_end(pickled.pipe)
+                raise
+            finally:
+                pickled.take_back.clear()
+
+        usual(buffer, notempty, send, *rest)
+
+    return feed
+
+
+def _closing(usual: Callable[..., Any]) -> Callable[..., Any]:
+    def close(connection: Connection) -> None:
+        if not connection.closed:
+            _tell_of_its_end(connection)
+        usual(connection)
+
+    return close
+
+
+def _tell_of_its_end(pipe: Connection) -> None:
+    for tell in pipe_ends:
+        tell(pipe)
+
+
 def _starting(usual: Callable[..., Any]) -> Callable[..., Any]:
     def start(process: BaseProcess) -> None:
         # Its arguments are pickled before there is a process that could receive them.
@@ -120,15 +160,20 @@ def _starting(usual: Callable[..., Any]) -> Callable[..., Any]:
 
 def replace(cls: type, name: str, method: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Has a class use ``method(usual)`` in the place of the usual method until ``leave``."""
-    _usual.append((cls, name, vars(cls).get(name)))
-    setattr(cls, name, functools.wraps(getattr(cls, name))(method(getattr(cls, name))))
+    own = vars(cls).get(name)
+    _usual.append((cls, name, own))
+    made = functools.wraps(getattr(cls, name))(method(getattr(cls, name)))
+    setattr(cls, name, staticmethod(made) if isinstance(own, staticmethod) else made)
 
 
 def follow() -> None:
     """Follows the messages of this process."""
-    methods = (ForkingPickler, "dump", _dumping), (Connection, "send", sending), (SimpleQueue, "put", _putting)
-    for cls, name, method in (*methods, (BaseProcess, "start", _starting)):
-        replace(cls, name, method)
+    replace(ForkingPickler, "dump", _dumping)
+    replace(Connection, "send", sending)
+    replace(Connection, "close", _closing)
+    replace(SimpleQueue, "put", _putting)
+    replace(Queue, "_feed", _feeding)
+    replace(BaseProcess, "start", _starting)
 
 
 def leave() -> None:

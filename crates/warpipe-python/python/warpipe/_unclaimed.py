@@ -34,10 +34,11 @@ Fifo: TypeAlias = "threading.Thread | weakref.ref[Connection]"
 class Waiting:
     """A share that waits for its receiver."""
 
-    __slots__ = ("fifo", "is_forgotten", "number", "overtaken", "popen", "server")
+    __slots__ = ("fifo", "is_forgotten", "number", "overtaken", "pipe", "popen", "server")
 
-    def __init__(self, server: Any, number: int, popen: Any, fifo: Fifo | None) -> None:
+    def __init__(self, server: Any, number: int, popen: Any, fifo: Fifo | None, pipe: Connection | None = None) -> None:
         self.server, self.number, self.popen, self.fifo = server, number, popen, fifo
+        self.pipe = None if pipe is None else weakref.ref(pipe)
         self.overtaken: float | None = None
         self.is_forgotten = False
 
@@ -63,7 +64,7 @@ class Unclaimed:
         if popen is None and fifo is None:
             return
         with self.lock:
-            self.waiting.append(Waiting(server, number, popen, fifo))
+            self.waiting.append(Waiting(server, number, popen, fifo, pipe))
             begins, self.is_followed = not self.is_followed, True
         if begins:
             try:
@@ -83,6 +84,15 @@ class Unclaimed:
             for one in self.waiting:
                 one.is_forgotten |= (one.server, one.number) == (server, number)
             self.waiting = [one for one in self.waiting if not one.is_forgotten]
+
+    def pipe_ends(self, pipe: Connection) -> None:
+        """Called before this process closes a pipe: afterwards nothing shows whether another one can read from it."""
+        with self.lock:
+            written = [one for one in self.waiting if one.pipe is not None and one.pipe() is pipe]
+        if written and _has_no_reader(pipe):
+            now = time.monotonic()
+            for one in written:
+                one.overtaken = now if one.overtaken is None else one.overtaken
 
     def _ends_following(self) -> None:
         with self.lock:
@@ -128,7 +138,7 @@ class Unclaimed:
     def _is_lost(self, one: Waiting, is_read: bool, now: float) -> bool:
         if one.popen is not None:
             return _is_dead(one.popen)
-        is_read = is_read or isinstance(one.fifo, weakref.ref) and _has_no_reader(one.fifo())
+        is_read = is_read or one.pipe is not None and _has_no_reader(one.pipe())
         if is_read and one.overtaken is None:
             one.overtaken = now
         return one.overtaken is not None and now - one.overtaken >= GRACE_SECONDS
