@@ -338,22 +338,12 @@ impl Stream {
     pub(crate) unsafe fn batch(&self, ops: &[StreamOp]) -> Result<()> {
         self.check_not_capturing()?;
         // SAFETY: the caller promises it.
-        unsafe { self.batch_checked(ops) }
+        unsafe { self.batch_at_once(ops) }
     }
 
-    /// [`batch`](Self::batch) for a stream that [`check_usable`](Self::check_usable) accepted in
-    /// the same call of the user's: repeating the check would cost a tenth of a send.
-    ///
-    /// # Safety
-    /// As for [`batch`](Self::batch).
-    #[inline]
-    pub(crate) unsafe fn batch_checked(&self, ops: &[StreamOp]) -> Result<()> {
-        // SAFETY: the stream is live as long as self; the caller promises the words.
-        unsafe { self.backend().batch(self.raw(), ops) }
-    }
-
-    /// [`batch_checked`](Self::batch_checked) where this thread has run only this library's code
-    /// since that check: the context found current then still is, and is not looked up again.
+    /// [`batch`](Self::batch) for a stream that [`check_usable`](Self::check_usable) accepted in the
+    /// same call of the user's, where this thread has run only this library's code since: repeating
+    /// the check would cost a tenth of a send, and the context found current then still is.
     ///
     /// # Safety
     /// As for [`batch`](Self::batch).

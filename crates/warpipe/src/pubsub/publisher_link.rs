@@ -246,8 +246,8 @@ impl PublisherLink {
         }
     }
 
-    /// Prepares `stream`, which is [usable](Stream::check_usable), to read the sample at
-    /// `position`: the stream waits until the data is complete. False if the publisher is dead and
+    /// Prepares `stream`, which was found [usable](Stream::check_usable) in the same user call, to
+    /// read the sample at `position`: the stream waits until the data is complete. False if the publisher is dead and
     /// the data never will be complete.
     #[inline]
     pub(super) fn admit(&self, position: u64, stream: &Stream) -> Result<bool> {
@@ -271,7 +271,7 @@ impl PublisherLink {
         self.record_use(stream);
         // SAFETY: the word lies in the link segment, which is dropped only when this stream,
         // recorded above, is proven to be past it (`DropAfterFence`).
-        unsafe { stream.batch_checked(&[wait])? };
+        unsafe { stream.batch_at_once(&[wait])? };
         Ok(true)
     }
 
