@@ -128,6 +128,8 @@ impl fmt::Display for DType {
 pub struct Layout {
     dtype: DType,
     rank: u8,
+    /// Follows from the shape and the strides. A publisher asks it for each subscriber.
+    is_contiguous: bool,
     shape: [u64; RANK_MAX],
     strides: [i64; RANK_MAX],
     offset: u64,
@@ -171,6 +173,7 @@ impl Layout {
         let mut layout = Layout {
             dtype,
             rank: shape.len() as u8,
+            is_contiguous: true,
             shape: [0; RANK_MAX],
             strides: [0; RANK_MAX],
             offset: 0,
@@ -217,6 +220,7 @@ impl Layout {
         let mut layout = Layout {
             dtype,
             rank: shape.len() as u8,
+            is_contiguous: follow_row_major(shape, strides),
             shape: [0; RANK_MAX],
             strides: [0; RANK_MAX],
             offset,
@@ -300,18 +304,23 @@ impl Layout {
     /// Whether the elements lie in row-major order without gaps.
     #[inline]
     pub fn is_contiguous(&self) -> bool {
-        let mut step = 1i64;
-        for (&length, &stride) in self.shape().iter().zip(self.strides()).rev() {
-            if length == 0 {
-                return true;
-            }
-            if length > 1 && stride != step {
-                return false;
-            }
-            step = step.wrapping_mul(length as i64);
-        }
-        true
+        self.is_contiguous
     }
+}
+
+/// Whether elements of these strides lie in row-major order without gaps.
+fn follow_row_major(shape: &[u64], strides: &[i64]) -> bool {
+    let mut step = 1i64;
+    for (&length, &stride) in shape.iter().zip(strides).rev() {
+        if length == 0 {
+            return true;
+        }
+        if length > 1 && stride != step {
+            return false;
+        }
+        step = step.wrapping_mul(length as i64);
+    }
+    true
 }
 
 impl fmt::Debug for Layout {

@@ -76,7 +76,7 @@ impl Play {
             completion,
         };
         let entry = self.segment.entry(1);
-        told.write(entry);
+        told.packed().write(entry);
         self.copy.copy(entry);
         let found = self
             .copy
@@ -95,10 +95,14 @@ impl Play {
         let is_same_layout = if layout.is_contiguous() {
             found.layout.is_contiguous() && plain(&found.layout) == plain(&layout)
         } else {
-            found.layout == layout
+            *found.layout == layout
         };
-        let is_same = (found.sequence, found.sent_ns, found.region, found.slot)
-            == (sequence, sent_ns, region, slot)
+        let is_same = (
+            found.sequence,
+            found.sent_ns,
+            self.copy.region(),
+            found.slot,
+        ) == (sequence, sent_ns, region, slot)
             && is_same_layout
             && found.completion == completion
             && found.metadata.as_bytes() == told.metadata.as_bytes();

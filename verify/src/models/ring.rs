@@ -75,7 +75,7 @@ impl Sender {
             // As a stream that is done at once, and as one that is done later.
             let is_complete = self.sequence % 2 == 0;
             self.ring
-                .publish(position, &description(self.sequence), is_complete);
+                .publish(position, &description(self.sequence).packed(), is_complete);
             self.published.push((position, self.sequence));
             if !is_complete {
                 self.segment.entry(position).ready.store(position);

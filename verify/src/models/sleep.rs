@@ -36,7 +36,7 @@ fn publish(ring: &mut SenderRing, sequence: u64, socket: &Socket) {
     let RingSpace::At(position) = ring.space() else {
         panic!("an empty ring")
     };
-    if ring.publish(position, &description(sequence), false) {
+    if ring.publish(position, &description(sequence).packed(), false) {
         socket.ring();
     }
 }

@@ -88,28 +88,71 @@ fn pack(region: u32, meta: u16, dtype: DType, rank: usize, flags: u64) -> u64 {
         | flags << 56
 }
 
-impl Description {
+/// A description in the words of an entry: packed once for a sample, and written for each
+/// subscriber.
+pub(crate) struct PackedEntry {
+    sequence: u64,
+    words: [u64; WORDS_MAX],
+    length: usize,
+}
+
+impl Default for PackedEntry {
+    fn default() -> PackedEntry {
+        PackedEntry {
+            sequence: 0,
+            words: [0; WORDS_MAX],
+            length: 0,
+        }
+    }
+}
+
+impl PackedEntry {
     /// Writes the description. The entry belongs to the sender: no receiver uses what it reads here
     /// before the state word is published.
     #[inline]
     pub(crate) fn write(&self, entry: &Entry) {
+        entry.sequence.store(self.sequence, Relaxed);
+        let words = &self.words[..self.length.min(WORDS_MAX)];
+        for (word, &value) in entry.words.iter().zip(words) {
+            word.store(value, Relaxed);
+        }
+    }
+
+    /// Packs another description in place of the last one.
+    #[inline]
+    pub(crate) fn pack(&mut self, description: &Description) {
+        self.sequence = description.sequence;
+        let mut length = 0;
+        description.put_words(|value| {
+            if let Some(word) = self.words.get_mut(length) {
+                *word = value;
+                length += 1;
+            }
+        });
+        self.length = length;
+    }
+}
+
+impl Description {
+    /// As an entry has it.
+    pub(crate) fn packed(&self) -> PackedEntry {
+        let mut packed = PackedEntry::default();
+        packed.pack(self);
+        packed
+    }
+
+    /// Gives the words of an entry to `put`, one after another without gaps: what is left out makes
+    /// room in the first cache line, which has the state word.
+    #[inline]
+    fn put_words(&self, mut put: impl FnMut(u64)) {
         let layout = &self.layout;
-        let is_plain = layout.is_contiguous() && layout.elements() != 0;
+        let is_plain = layout.is_contiguous() && !layout.shape().contains(&0);
         let flag = |is_set: bool, flag: u64| if is_set { flag } else { 0 };
         let flags = flag(is_plain, CONTIGUOUS)
             | flag(self.completion.is_some(), COMPLETED)
             | flag(self.sent_ns != 0, STAMPED)
             | flag(layout.offset() != 0, SHIFTED);
         let metadata = self.metadata.as_bytes();
-        // One after another without gaps: what is left out makes room in the first cache line, which
-        // has the state word.
-        let mut words = entry.words.iter();
-        let mut put = |value: u64| {
-            if let Some(word) = words.next() {
-                word.store(value, Relaxed);
-            }
-        };
-        entry.sequence.store(self.sequence, Relaxed);
         put(pack(
             self.region,
             metadata.len() as u16,
@@ -143,8 +186,32 @@ impl Description {
     }
 }
 
+/// A sample's description as a receiver has checked it.
+#[derive(Debug)]
+pub(crate) struct CheckedEntry {
+    pub(crate) sequence: u64,
+    /// 0 for none.
+    pub(crate) sent_ns: u64,
+    /// Where the slot begins in its region, in bytes.
+    pub(crate) slot: u64,
+    /// Shared with the samples of the same layout before it. A sample is moved many times, and each
+    /// move would copy the 150 bytes of a layout in place.
+    pub(crate) layout: Arc<Layout>,
+    pub(crate) metadata: Metadata,
+    pub(crate) completion: Option<Completion>,
+}
+
+/// The layout of the entry that was checked last. Mostly the next one has the same, and is neither
+/// checked nor allocated again.
+#[derive(Debug)]
+struct LastLayout {
+    /// The strides followed from the shape.
+    is_plain: bool,
+    layout: Arc<Layout>,
+}
+
 /// A copy of what a peer wrote. It proves nothing yet: [`UntrustedEntry::check`] makes a
-/// [`Description`] of it.
+/// [`CheckedEntry`] of it.
 ///
 /// The receiver keeps one and reads each entry into it, so that only what has been checked is
 /// moved.
@@ -159,6 +226,7 @@ pub(crate) struct UntrustedEntry {
     strides: [i64; RANK_MAX],
     metadata: Metadata,
     completion: [u64; 2],
+    last_layout: Option<LastLayout>,
 }
 
 /// A field with an illegal value, and the values that are legal.
@@ -225,7 +293,7 @@ impl UntrustedEntry {
     }
 
     /// Checks the copy against a region of `region_bytes` bytes.
-    pub(crate) fn check(&self, region_bytes: u64) -> Result<Box<Description>, Violation> {
+    pub(crate) fn check(&mut self, region_bytes: u64) -> Result<CheckedEntry, Violation> {
         let (code, bits) = (
             (self.packed >> 41 & 0x3f) as u8,
             (self.packed >> 47 & 0x1f) as u8 * 8,
@@ -271,20 +339,39 @@ impl UntrustedEntry {
                 format!("inside the region's {region_bytes} bytes"),
             ));
         }
-        // On the heap: a sample is moved many times, and each move would copy its 200 bytes.
-        Ok(Box::new(Description {
+        Ok(CheckedEntry {
             sequence: self.sequence,
             sent_ns: self.sent_ns,
-            region: self.region(),
             slot: self.slot,
             layout,
-            metadata: self.metadata.clone(),
+            metadata: std::mem::take(&mut self.metadata),
             completion,
-        }))
+        })
     }
 
     #[inline]
-    fn layout(&self, dtype: DType, rank: usize) -> Result<Layout, Violation> {
+    fn layout(&mut self, dtype: DType, rank: usize) -> Result<Arc<Layout>, Violation> {
+        let is_plain = self.has(CONTIGUOUS);
+        let is_the_same = |last: &&LastLayout| {
+            let known = &last.layout;
+            last.is_plain == is_plain
+                && known.dtype() == dtype
+                && known.offset() == self.offset
+                && *known.shape() == self.shape[..rank]
+                && (is_plain || *known.strides() == self.strides[..rank])
+        };
+        if let Some(last) = self.last_layout.as_ref().filter(is_the_same) {
+            return Ok(last.layout.clone());
+        }
+        let layout = Arc::new(self.another_layout(dtype, rank)?);
+        self.last_layout = Some(LastLayout {
+            is_plain,
+            layout: layout.clone(),
+        });
+        Ok(layout)
+    }
+
+    fn another_layout(&self, dtype: DType, rank: usize) -> Result<Layout, Violation> {
         let shape = &self.shape[..rank];
         let layout = if self.has(CONTIGUOUS) && self.offset == 0 {
             Layout::contiguous(dtype, shape)

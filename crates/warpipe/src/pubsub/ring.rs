@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Release, SeqCst};
 
 use crate::atomic::fence;
-use crate::pubsub::entry::{Description, UntrustedEntry, Violation};
+use crate::pubsub::entry::{PackedEntry, UntrustedEntry, Violation};
 use crate::shm::segment::Segment;
 
 const PUBLISHED: u64 = 0;
@@ -138,12 +138,12 @@ impl SenderRing {
     pub(crate) fn publish(
         &mut self,
         position: u64,
-        description: &Description,
+        packed: &PackedEntry,
         is_complete: bool,
     ) -> bool {
         self.step_over(position);
         let entry = self.segment.entry(position);
-        description.write(entry);
+        packed.write(entry);
         if is_complete {
             // Here, beside the other words of its cache line: a receiver that polls takes the line
             // away between two stores that are far apart.
@@ -380,8 +380,8 @@ impl ReceiverRing {
     }
 
     /// The unchecked description in the entry that was taken last.
-    pub(crate) fn copy(&self) -> &UntrustedEntry {
-        &self.copy
+    pub(crate) fn copy(&mut self) -> &mut UntrustedEntry {
+        &mut self.copy
     }
 
     /// The sender has overtaken the cursor: moves it to the oldest position that can still be in

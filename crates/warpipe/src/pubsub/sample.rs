@@ -8,7 +8,7 @@ use crate::backend::DevicePtr;
 use crate::clock::now_ns;
 use crate::error::{Error, Result};
 use crate::memory::slice::zeroed;
-use crate::pubsub::entry::Description;
+use crate::pubsub::entry::{CheckedEntry, Metadata};
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
@@ -31,8 +31,11 @@ pub struct Sample {
     link: Arc<PublisherLink>,
     address: DevicePtr,
     position: u64,
-    description: Box<Description>,
-    /// 0 for none.
+    sequence: u64,
+    layout: Arc<Layout>,
+    metadata: Metadata,
+    /// 0 for none, as the next.
+    sent_ns: u64,
     received_ns: u64,
     discontinuity: Option<Discontinuity>,
     stream: Stream,
@@ -45,21 +48,27 @@ impl Sample {
         link: Arc<PublisherLink>,
         address: DevicePtr,
         position: u64,
-        description: Box<Description>,
+        checked: CheckedEntry,
         stream: &Stream,
         discontinuity: Option<Discontinuity>,
     ) -> Sample {
-        let received_ns = if description.sent_ns == 0 {
-            0
-        } else {
-            now_ns()
-        };
+        let CheckedEntry {
+            sequence,
+            sent_ns,
+            layout,
+            metadata,
+            ..
+        } = checked;
+        let received_ns = if sent_ns == 0 { 0 } else { now_ns() };
         let stream = stream.clone();
         Sample {
             link,
             address,
             position,
-            description,
+            sequence,
+            layout,
+            metadata,
+            sent_ns,
             received_ns,
             discontinuity,
             stream,
@@ -70,7 +79,7 @@ impl Sample {
     /// The device address of the element with all indices 0. Memory that this process may only
     /// read.
     pub fn ptr(&self) -> DevicePtr {
-        self.slot_ptr() + self.description.layout.offset()
+        self.slot_ptr() + self.layout.offset()
     }
 
     /// The device address of the slot's first byte; it is `layout().bytes()` long.
@@ -80,25 +89,25 @@ impl Sample {
 
     /// The tensor's layout.
     pub fn layout(&self) -> &Layout {
-        &self.description.layout
+        &self.layout
     }
 
     /// The metadata bytes that were sent with the sample.
     pub fn metadata(&self) -> &[u8] {
-        self.description.metadata.as_bytes()
+        self.metadata.as_bytes()
     }
 
     /// The sample's number among its publisher's samples, from 1. A gap in the numbers is samples
     /// that this subscriber did not get.
     pub fn sequence(&self) -> u64 {
-        self.description.sequence
+        self.sequence
     }
 
     /// When the sample was sent, in nanoseconds of `CLOCK_MONOTONIC` (see
     /// [`crate::clock::now_ns`]), as stated by the sender; `None` from a publisher without
     /// [`timestamps`](crate::PublisherBuilder::timestamps).
     pub fn sent_at_ns(&self) -> Option<u64> {
-        Some(self.description.sent_ns).filter(|&sent| sent != 0)
+        Some(self.sent_ns).filter(|&sent| sent != 0)
     }
 
     /// When the sample was received, in nanoseconds of `CLOCK_MONOTONIC`; `None` where

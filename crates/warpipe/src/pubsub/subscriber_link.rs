@@ -20,7 +20,7 @@ use crate::ipc::limits::QuotaPermit;
 use crate::ipc::message::{self, CloseReason, Message};
 use crate::ipc::peer::Peer;
 use crate::memory::arena::{Chunk, SlotId};
-use crate::pubsub::entry::Description;
+use crate::pubsub::entry::PackedEntry;
 use crate::pubsub::ring::{RingSpace, SenderRing};
 use crate::runtime::closer::PeerSocket;
 use crate::runtime::doorbell::PeerDoorbell;
@@ -300,12 +300,12 @@ impl SubscriberLink {
         &mut self,
         position: u64,
         slot: SlotId,
-        description: &Description,
+        packed: &PackedEntry,
         is_complete: bool,
     ) -> bool {
         self.free.set(None);
         self.in_flight.push_back((position, slot));
-        self.sleeps |= self.ring.publish(position, description, is_complete);
+        self.sleeps |= self.ring.publish(position, packed, is_complete);
         self.sleeps
     }
 

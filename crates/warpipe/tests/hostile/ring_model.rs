@@ -104,7 +104,7 @@ impl Play {
                 );
                 self.sequence += 1;
                 self.sender
-                    .publish(position, &description(self.sequence), false);
+                    .publish(position, &description(self.sequence).packed(), false);
                 self.last_position = position;
                 self.waiting.push((position, self.sequence, complete));
                 if complete {
@@ -310,7 +310,7 @@ fn send_all(segment: &Arc<Segment>) -> (u64, Vec<u64>) {
             match room {
                 RingSpace::At(position) => {
                     at.insert(position, sequence);
-                    sender.publish(position, &fingerprint(sequence), false);
+                    sender.publish(position, &fingerprint(sequence).packed(), false);
                     segment.entry(position).ready.store(position);
                 }
                 RingSpace::Full => dropped.push(sequence),

@@ -90,7 +90,7 @@ impl Fake {
             metadata,
             completion: None,
         };
-        self.ring.publish(position, &description, false);
+        self.ring.publish(position, &description.packed(), false);
         spoil(self.segment.entry(position));
         self.segment.entry(position).ready.store(position);
     }

@@ -160,7 +160,7 @@ impl History {
                 completion,
                 ..entry.description.clone()
             };
-            link.publish(position, slot, &description, false);
+            link.publish(position, slot, &description.packed(), false);
         }
     }
 

@@ -12,11 +12,12 @@ use super::links::Links;
 use super::unicast::Recipients;
 use crate::backend::StreamOp;
 use crate::memory::arena::{Arena, SlotId};
-use crate::pubsub::entry::Description;
+use crate::pubsub::entry::{Description, PackedEntry};
 use crate::shm::segment::Segment;
 
 #[derive(Default)]
 pub(super) struct Placement {
+    packed: PackedEntry,
     ops: Vec<StreamOp>,
     positions: Vec<PlacedPosition>,
     /// A position belongs to a subscriber of this process (`is_any_local`), or of another user
@@ -102,12 +103,13 @@ impl Placement {
         description: &Description,
         is_complete: bool,
     ) {
+        self.packed.pack(description);
         for placed in &mut self.positions {
             match links.find_near(placed.index, placed.link) {
                 Some(link) if link.is_live() => {
                     arena.hold(slot);
                     self.is_any_asleep |=
-                        link.publish(placed.position, slot, description, is_complete);
+                        link.publish(placed.position, slot, &self.packed, is_complete);
                     placed.is_published = true;
                 }
                 // The link has left since the position was found, and gets no more samples.

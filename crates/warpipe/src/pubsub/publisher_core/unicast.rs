@@ -279,7 +279,7 @@ impl PublisherCore {
         let PublisherState { arena, links, .. } = &mut *turn;
         if let Some(link) = links.find(to) {
             arena.hold(slot);
-            link.publish(position, slot, &description, false);
+            link.publish(position, slot, &description.packed(), false);
             link.wake_sleeper();
         }
         Ok(Some(position))

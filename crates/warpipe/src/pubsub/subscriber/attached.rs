@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::backend::DevicePtr;
 use crate::error::{Error, Result};
 use crate::memory::region::Region;
-use crate::pubsub::entry::{Description, Violation};
+use crate::pubsub::entry::{CheckedEntry, Violation};
 use crate::pubsub::publisher_link::{LinkState, PublisherLink};
 use crate::pubsub::ring::ReceiverRing;
 use crate::pubsub::sample::{Discontinuity, Sample};
@@ -34,7 +34,7 @@ pub(super) struct Attached {
 }
 
 /// A sample that belongs to this end: its position, the address of its slot, its description.
-pub(super) type TakenSample = (u64, DevicePtr, Box<Description>);
+pub(super) type TakenSample = (u64, DevicePtr, CheckedEntry);
 
 impl Attached {
     /// Whether [`poll`](Self::poll) would find nothing and change nothing: a few words are read, so
@@ -60,7 +60,7 @@ impl Attached {
             if link_state == LinkState::Failed {
                 return Err(self.link.why_over());
             }
-            let (position, address, description) = match self
+            let (position, address, checked) = match self
                 .taken
                 .take()
                 .map_or_else(|| self.next(), |it| Ok(Some(it)))
@@ -75,7 +75,7 @@ impl Attached {
             match self.link.admit(position, stream) {
                 Ok(true) => {
                     let (link, gap) = (self.link.clone(), discontinuity.take());
-                    let sample = Sample::new(link, address, position, description, stream, gap);
+                    let sample = Sample::new(link, address, position, checked, stream, gap);
                     if let Some(latency_ns) = sample.latency_ns() {
                         self.row.time(latency_ns);
                     }
@@ -83,7 +83,7 @@ impl Attached {
                 }
                 Ok(false) => {}
                 Err(error) => {
-                    self.taken = Some((position, address, description));
+                    self.taken = Some((position, address, checked));
                     return Err(error);
                 }
             }
@@ -95,16 +95,15 @@ impl Attached {
         let Some(position) = self.take()? else {
             return Ok(None);
         };
-        let (address, description) = self.check()?;
+        let (address, checked) = self.check()?;
         // Set whatever happens to the sample: one that its publisher left incomplete is lost, and
         // the next one follows it.
-        self.last_sequence = description.sequence;
-        self.row
-            .count(description.sequence, description.layout.bytes());
-        if let Some(completion) = description.completion {
+        self.last_sequence = checked.sequence;
+        self.row.count(checked.sequence, checked.layout.bytes());
+        if let Some(completion) = checked.completion {
             self.link.note_completion(position, completion)?;
         }
-        Ok(Some((position, address, description)))
+        Ok(Some((position, address, checked)))
     }
 
     fn take(&mut self) -> Result<Option<u64>, Violation> {
@@ -149,14 +148,15 @@ impl Attached {
     }
 
     /// Checks the entry that was taken last. The link keeps the region mapped.
-    fn check(&self) -> Result<(DevicePtr, Box<Description>), Violation> {
+    fn check(&mut self) -> Result<(DevicePtr, CheckedEntry), Violation> {
         let copy = self.ring.copy();
         let region = &self.regions[copy.region() as usize];
-        let description = copy.check(region.bytes())?;
+        let checked = copy.check(region.bytes())?;
+        let address = region.ptr() + checked.slot;
         let follows = match self.last_sequence {
-            0 => description.sequence > 0,
-            last if self.link.lossless => last.checked_add(1) == Some(description.sequence),
-            last => description.sequence > last,
+            0 => checked.sequence > 0,
+            last if self.link.lossless => last.checked_add(1) == Some(checked.sequence),
+            last => checked.sequence > last,
         };
         if !follows {
             let allowed = if self.link.lossless {
@@ -167,11 +167,11 @@ impl Attached {
             let allowed = format!("{allowed} {}", self.last_sequence);
             return Err(Violation {
                 field: "sequence",
-                found: description.sequence.to_string(),
+                found: checked.sequence.to_string(),
                 allowed,
             });
         }
-        Ok((region.ptr() + description.slot, description))
+        Ok((address, checked))
     }
 
     pub(super) fn fail(&self, violation: Violation) -> Error {

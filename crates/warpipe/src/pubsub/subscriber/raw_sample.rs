@@ -37,8 +37,8 @@ impl RawSample {
     /// Whether the data is complete; an error if it never will be.
     #[inline]
     pub(crate) fn is_complete(&self) -> Result<bool> {
-        let (position, _, description) = self.taken();
-        self.link.completion(*position, description.sequence)
+        let (position, _, checked) = self.taken();
+        self.link.completion(*position, checked.sequence)
     }
 
     /// A handle to wait for the data without keeping this sample.
@@ -52,7 +52,7 @@ impl RawSample {
     /// The sample, once [`is_complete`](Self::is_complete) is true: then `stream` has nothing to
     /// wait for.
     pub(crate) fn into_sample(mut self, stream: &Stream) -> Sample {
-        let (position, address, description) = self
+        let (position, address, checked) = self
             .taken
             .take()
             .expect("present until it becomes a sample");
@@ -60,7 +60,7 @@ impl RawSample {
             Arc::clone(&self.link),
             address,
             position,
-            description,
+            checked,
             stream,
             None,
         )
