@@ -33,10 +33,12 @@ fn holds(model: Model) {
 
 hold! {
     a_sample_that_is_taken_is_of_one_piece: ring::ONE_PIECE;
+    a_sample_for_several_that_is_taken_is_of_one_piece: ring::ONE_PIECE_FOR_MANY;
     a_sample_is_taken_or_taken_back: ring::REVOKED;
     an_entry_that_is_held_is_stepped_over: ring::STEPPED_OVER;
     the_dead_readers_entries_are_used_again: ring::DROPPED;
     a_receiver_that_sleeps_is_woken_by_a_sample: sleep::RECEIVER;
+    a_receiver_that_sleeps_is_woken_by_a_sample_for_several: sleep::ONE_OF_MANY;
     a_sender_that_sleeps_is_woken_by_a_release: sleep::SENDER;
     a_receiver_that_sleeps_is_woken_by_its_next_sender: sleep::NEWCOMER;
     who_parks_on_a_word_goes_on_when_it_is_reached: timeline::PARKED;
@@ -109,6 +111,8 @@ catch! {
     a_state_word_read_without_acquire: ring::ONE_PIECE, "pubsub/ring.rs", "let now = entry.state_word.load(Acquire);", Load, Order(Relaxed);
     a_description_left_unwritten: ring::ONE_PIECE, "pubsub/entry.rs", "entry.sequence.store(self.sequence", Store, Omitted;
     a_sample_that_is_not_published: ring::ONE_PIECE, "pubsub/ring.rs", ".swap(state_word(position, PUBLISHED), SeqCst)", Rmw, Omitted;
+    a_sample_for_several_published_without_release: ring::ONE_PIECE_FOR_MANY, "pubsub/ring.rs", ".store(state_word(position, PUBLISHED), Release)", Store, Order(Relaxed);
+    a_sample_for_several_that_is_not_published: ring::ONE_PIECE_FOR_MANY, "pubsub/ring.rs", ".store(state_word(position, PUBLISHED), Release)", Store, Omitted;
     a_sample_taken_in_two_steps: ring::REVOKED, "pubsub/ring.rs", "state_word(position, TAKEN), AcqRel", Rmw, Split;
     a_sample_revoked_in_two_steps: ring::REVOKED, "pubsub/ring.rs", ".compare_exchange(from, to, AcqRel, Acquire)", Rmw, Split;
     a_sample_taken_without_a_word: ring::REVOKED, "pubsub/ring.rs", "state_word(position, TAKEN), AcqRel", Rmw, Omitted;
@@ -118,6 +122,7 @@ catch! {
     a_receiver_that_does_not_say_that_it_sleeps: sleep::RECEIVER, "pubsub/ring.rs", "receiver.asleep.store(1", Store, Omitted;
     a_sample_published_before_the_look_at_the_sleeper_in_no_order: sleep::RECEIVER, "pubsub/ring.rs", ".swap(state_word(position, PUBLISHED), SeqCst)", Rmw, Order(AcqRel);
     a_look_at_the_sleeper_in_no_order: sleep::RECEIVER, "pubsub/ring.rs", "receiver.asleep.load(SeqCst) != 0", Load, Order(Acquire);
+    a_look_at_several_sleepers_without_a_fence: sleep::ONE_OF_MANY, "pubsub/ring.rs", "atomic::fence(SeqCst);", Fence, Omitted;
     a_newcomer_that_sleeps_without_a_fence: sleep::NEWCOMER, "pubsub/ring.rs", "        fence(SeqCst);", Fence, Omitted;
     a_sender_that_sleeps_without_a_fence: sleep::SENDER, "pubsub/ring.rs", "        fence(SeqCst);", Fence, Omitted;
     a_look_at_the_sleeping_sender_in_no_order: sleep::SENDER, "pubsub/ring.rs", "header.sender.asleep.load(SeqCst)", Load, Order(Acquire);

@@ -11,7 +11,12 @@ use crate::tensor::Layout;
 pub const ONE_PIECE: Model = Model {
     name: "a sample that is taken is of one piece",
     bound: 4,
-    body: one_piece,
+    body: || one_piece(false),
+};
+pub const ONE_PIECE_FOR_MANY: Model = Model {
+    name: "a sample for several that is taken is of one piece",
+    bound: 4,
+    body: || one_piece(true),
 };
 pub const REVOKED: Model = Model {
     name: "a sample is taken or taken back",
@@ -48,6 +53,8 @@ pub(super) fn description(sequence: u64) -> Description {
 }
 
 struct Sender {
+    /// It publishes as a sender with several receivers does.
+    is_for_many: bool,
     ring: SenderRing,
     segment: Arc<Segment>,
     sequence: u64,
@@ -60,6 +67,7 @@ impl Sender {
     fn new(segment: &Arc<Segment>) -> Sender {
         let ring = SenderRing::new(segment.clone());
         Sender {
+            is_for_many: false,
             ring,
             segment: segment.clone(),
             sequence: 0,
@@ -74,8 +82,13 @@ impl Sender {
             self.sequence += 1;
             // As a stream that is done at once, and as one that is done later.
             let is_complete = self.sequence % 2 == 0;
-            self.ring
-                .publish(position, &description(self.sequence).packed(), is_complete);
+            let packed = description(self.sequence).packed();
+            if self.is_for_many {
+                self.ring
+                    .publish_to_one_of_many(position, &packed, is_complete);
+            } else {
+                self.ring.publish(position, &packed, is_complete);
+            }
             self.published.push((position, self.sequence));
             if !is_complete {
                 self.segment.entry(position).ready.store(position);
@@ -192,11 +205,11 @@ fn play(
     assert!(receiver.take(), "and the ring goes on");
 }
 
-fn one_piece() {
+fn one_piece(is_for_many: bool) {
     play(
         1,
         RECEIVER,
-        |_, _| {},
+        |sender, _| sender.is_for_many = is_for_many,
         |sender| (0..3).for_each(|_| sender.send()),
         |receiver| {
             receiver.take();

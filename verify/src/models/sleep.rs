@@ -7,13 +7,18 @@ use std::sync::atomic::Ordering::Acquire;
 use super::Socket;
 use super::ring::description;
 use crate::models::Model;
-use crate::pubsub::ring::{ReceiverRing, RingSpace, SenderRing, count_release};
+use crate::pubsub::ring::{ReceiverRing, RingSpace, SenderRing, count_release, fence_published};
 use crate::shm::segment::Segment;
 
 pub const RECEIVER: Model = Model {
     name: "a receiver that sleeps is woken by a sample",
     bound: 4,
-    body: receiver,
+    body: || receiver(publish),
+};
+pub const ONE_OF_MANY: Model = Model {
+    name: "a receiver that sleeps is woken by a sample for several",
+    bound: 4,
+    body: || receiver(publish_to_one_of_many),
 };
 pub const SENDER: Model = Model {
     name: "a sender that sleeps is woken by a release",
@@ -41,6 +46,18 @@ fn publish(ring: &mut SenderRing, sequence: u64, socket: &Socket) {
     }
 }
 
+/// As a sender with several receivers does.
+fn publish_to_one_of_many(ring: &mut SenderRing, sequence: u64, socket: &Socket) {
+    let RingSpace::At(position) = ring.space() else {
+        panic!("an empty ring")
+    };
+    ring.publish_to_one_of_many(position, &description(sequence).packed(), false);
+    fence_published();
+    if ring.is_receiver_asleep() {
+        socket.ring();
+    }
+}
+
 /// As `Subscriber::receive_timeout` does.
 fn receive(ring: &mut ReceiverRing, socket: &Socket) -> u64 {
     loop {
@@ -57,7 +74,7 @@ fn receive(ring: &mut ReceiverRing, socket: &Socket) -> u64 {
     }
 }
 
-fn receiver() {
+fn receiver(publish: fn(&mut SenderRing, u64, &Socket)) {
     let segment = Arc::new(Segment::new(2).touched());
     let (mut ring, socket) = (SenderRing::new(segment.clone()), Socket::new());
     let theirs = socket.clone();

@@ -9,7 +9,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Release, SeqCst};
 
-use crate::atomic::fence;
+use crate::atomic::{self, fence};
 use crate::pubsub::entry::{PackedEntry, UntrustedEntry, Violation};
 use crate::shm::segment::Segment;
 
@@ -141,6 +141,45 @@ impl SenderRing {
         packed: &PackedEntry,
         is_complete: bool,
     ) -> bool {
+        self.fill(position, packed, is_complete);
+        // Pairs with the fence in `ReceiverRing::fall_asleep`: in the one order of this exchange,
+        // that fence and the look at `asleep`, either this end sees the sleeper, or the sleeper
+        // sees the sample. An exchange is cheaper than a store and a fence; the old value is not
+        // used.
+        self.segment
+            .entry(position)
+            .state_word
+            .swap(state_word(position, PUBLISHED), SeqCst);
+        self.has_published(position);
+        self.is_receiver_asleep()
+    }
+
+    /// [`publish`](Self::publish) for one of several receivers: [`fence_published`] follows once
+    /// for all of them, and then a look at each one's
+    /// [`is_receiver_asleep`](Self::is_receiver_asleep).
+    #[inline]
+    pub(crate) fn publish_to_one_of_many(
+        &mut self,
+        position: u64,
+        packed: &PackedEntry,
+        is_complete: bool,
+    ) {
+        self.fill(position, packed, is_complete);
+        self.segment
+            .entry(position)
+            .state_word
+            .store(state_word(position, PUBLISHED), Release);
+        self.has_published(position);
+    }
+
+    /// Whether the receiver sleeps, behind what was published to it.
+    #[inline]
+    pub(crate) fn is_receiver_asleep(&self) -> bool {
+        self.segment.header().receiver.asleep.load(SeqCst) != 0
+    }
+
+    #[inline]
+    fn fill(&mut self, position: u64, packed: &PackedEntry, is_complete: bool) {
         self.step_over(position);
         let entry = self.segment.entry(position);
         packed.write(entry);
@@ -149,19 +188,15 @@ impl SenderRing {
             // away between two stores that are far apart.
             entry.ready.store(position);
         }
-        // Pairs with the fence in `ReceiverRing::fall_asleep`: in the one order of this exchange,
-        // that fence and the look at `asleep`, either this end sees the sleeper, or the sleeper
-        // sees the sample. An exchange is cheaper than a store and a fence; the old value is not
-        // used.
-        entry
-            .state_word
-            .swap(state_word(position, PUBLISHED), SeqCst);
+    }
+
+    #[inline]
+    fn has_published(&mut self, position: u64) {
         self.sent[self.segment.index(position) as usize] = Sent {
             position,
             revoked: false,
         };
         self.next = position + 1;
-        self.segment.header().receiver.asleep.load(SeqCst) != 0
     }
 
     /// Gives up a position that [`space`](Self::space) gave and with its `ready` enqueued, because
@@ -229,6 +264,15 @@ impl SenderRing {
             .filter(|&position| self.revoke(position))
             .collect()
     }
+}
+
+/// Comes between [publishing](SenderRing::publish_to_one_of_many) to several receivers and the looks
+/// whether they sleep: one fence is cheaper than an exchange for each. Pairs with the fence in
+/// [`ReceiverRing::fall_asleep`]: in the one order of the two, either the sender sees the sleeper, or
+/// the sleeper sees the sample.
+#[inline]
+pub(crate) fn fence_published() {
+    atomic::fence(SeqCst);
 }
 
 /// Tells the reader of `position` that the data will not be complete. The sample is not taken back

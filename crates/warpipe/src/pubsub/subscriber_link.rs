@@ -303,10 +303,37 @@ impl SubscriberLink {
         packed: &PackedEntry,
         is_complete: bool,
     ) -> bool {
-        self.free.set(None);
-        self.in_flight.push_back((position, slot));
+        self.record(position, slot);
         self.sleeps |= self.ring.publish(position, packed, is_complete);
         self.sleeps
+    }
+
+    /// [`publish`](Self::publish) for one of several subscribers. [`fence_published`](crate::pubsub::ring::fence_published) and
+    /// [`look_whether_it_sleeps`](Self::look_whether_it_sleeps) follow.
+    #[inline]
+    pub(super) fn publish_to_one_of_many(
+        &mut self,
+        position: u64,
+        slot: SlotId,
+        packed: &PackedEntry,
+        is_complete: bool,
+    ) {
+        self.record(position, slot);
+        self.ring
+            .publish_to_one_of_many(position, packed, is_complete);
+    }
+
+    /// As [`publish`](Self::publish) returns it.
+    #[inline]
+    pub(super) fn look_whether_it_sleeps(&mut self) -> bool {
+        self.sleeps |= self.ring.is_receiver_asleep();
+        self.sleeps
+    }
+
+    #[inline]
+    fn record(&mut self, position: u64, slot: SlotId) {
+        self.free.set(None);
+        self.in_flight.push_back((position, slot));
     }
 
     /// Wakes the subscriber if it slept when it was last given a sample.

@@ -13,6 +13,7 @@ use super::unicast::Recipients;
 use crate::backend::StreamOp;
 use crate::memory::arena::{Arena, SlotId};
 use crate::pubsub::entry::{Description, PackedEntry};
+use crate::pubsub::ring;
 use crate::shm::segment::Segment;
 
 #[derive(Default)]
@@ -104,23 +105,40 @@ impl Placement {
         is_complete: bool,
     ) {
         self.packed.pack(description);
+        let is_for_many = self.positions.len() > 1;
         for placed in &mut self.positions {
+            let (position, packed) = (placed.position, &self.packed);
             match links.find_near(placed.index, placed.link) {
                 Some(link) if link.is_live() => {
                     arena.hold(slot);
-                    self.is_any_asleep |=
-                        link.publish(placed.position, slot, &self.packed, is_complete);
+                    if is_for_many {
+                        link.publish_to_one_of_many(position, slot, packed, is_complete);
+                    } else {
+                        self.is_any_asleep |= link.publish(position, slot, packed, is_complete);
+                    }
                     placed.is_published = true;
                 }
                 // The link has left since the position was found, and gets no more samples.
                 Some(link) => {
-                    link.ring.forgo(placed.position);
+                    link.ring.forgo(position);
                     if is_complete {
-                        let segment = link.ring.segment();
-                        segment.entry(placed.position).ready.store(placed.position);
+                        link.ring.segment().entry(position).ready.store(position);
                     }
                 }
                 None => {}
+            }
+        }
+        if is_for_many {
+            self.look_for_sleepers(links);
+        }
+    }
+
+    /// Looks whether subscribers sleep that have been given the sample.
+    fn look_for_sleepers(&mut self, links: &mut Links) {
+        ring::fence_published();
+        for placed in self.positions.iter().filter(|placed| placed.is_published) {
+            if let Some(link) = links.find_near(placed.index, placed.link) {
+                self.is_any_asleep |= link.look_whether_it_sleeps();
             }
         }
     }
