@@ -305,6 +305,7 @@ impl SubscriberLink {
     ) -> bool {
         self.record(position, slot);
         self.sleeps |= self.ring.publish(position, packed, is_complete);
+        self.fetch_next(position, is_complete);
         self.sleeps
     }
 
@@ -321,6 +322,7 @@ impl SubscriberLink {
         self.record(position, slot);
         self.ring
             .publish_to_one_of_many(position, packed, is_complete);
+        self.fetch_next(position, is_complete);
     }
 
     /// As [`publish`](Self::publish) returns it.
@@ -334,6 +336,15 @@ impl SubscriberLink {
     fn record(&mut self, position: u64, slot: SlotId) {
         self.free.set(None);
         self.in_flight.push_back((position, slot));
+    }
+
+    /// The next entry's lines come while the driver's call and the next sample are made. Not where
+    /// CPUs do all the work: there the subscriber polls that entry, and would have to fetch it back.
+    #[inline]
+    fn fetch_next(&self, position: u64, is_complete: bool) {
+        if !is_complete {
+            self.ring.segment().fetch_early(position + 1);
+        }
     }
 
     /// Wakes the subscriber if it slept when it was last given a sample.

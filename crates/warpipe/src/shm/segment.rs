@@ -8,6 +8,8 @@
 //!
 //! `docs/design/link.md` draws it byte by byte; the offsets are asserted below.
 
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+use std::arch::asm;
 use std::mem::{ManuallyDrop, offset_of};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::OnceLock;
@@ -300,6 +302,16 @@ impl Segment {
         }
     }
 
+    /// Asks this CPU to fetch the lines of `position`'s entry that others have written: the first
+    /// one to be written next, and that of `released` to be read. A device's store takes a line out
+    /// of the CPU's caches, and the next sender would wait for both, once for each subscriber.
+    #[inline]
+    pub(crate) fn fetch_early(&self, position: u64) {
+        let entry = self.entry(position);
+        fetch_to_write(std::ptr::from_ref(entry).cast());
+        fetch_to_read(std::ptr::from_ref(&entry.released).cast());
+    }
+
     /// The device address of the `ready` word of `position`'s entry.
     #[inline]
     pub(crate) fn ready_word(&self, position: u64) -> DevicePtr {
@@ -336,6 +348,37 @@ impl Drop for Segment {
             // SAFETY: dropped here only, and not used any more.
             unsafe { ManuallyDrop::drop(&mut self.map) };
         }
+    }
+}
+
+/// Asks for a line for this CPU alone. A hint, without an effect on what the program computes.
+#[inline]
+fn fetch_to_write(_line: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a hint that reads and writes nothing, and faults at no address; a CPU without this
+    // instruction does nothing.
+    unsafe {
+        asm!("prefetchw [{}]", in(reg) _line, options(nostack, preserves_flags, readonly));
+    }
+    #[cfg(target_arch = "aarch64")]
+    // SAFETY: as above.
+    unsafe {
+        asm!("prfm pstl1keep, [{}]", in(reg) _line, options(nostack, preserves_flags, readonly));
+    }
+}
+
+/// Asks for a line that others may have, too. A hint, as above.
+#[inline]
+fn fetch_to_read(_line: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a hint that reads and writes nothing, and faults at no address.
+    unsafe {
+        asm!("prefetcht0 [{}]", in(reg) _line, options(nostack, preserves_flags, readonly));
+    }
+    #[cfg(target_arch = "aarch64")]
+    // SAFETY: as above.
+    unsafe {
+        asm!("prfm pldl1keep, [{}]", in(reg) _line, options(nostack, preserves_flags, readonly));
     }
 }
 
