@@ -82,7 +82,7 @@ enum What {
     All,
     /// Round trips between two processes: kernel to kernel, and kernel to copy
     Handoff,
-    /// One direction, with 8 samples in flight
+    /// One direction, with 8 samples in flight; on GPUs also in steps from the floor to the library
     Pipeline,
     /// CPU time of a send to 0 to 64 subscribers, of a receive and of a release
     Send,
@@ -145,6 +145,7 @@ enum Role {
     Handoff(handoff::Terms),
     Fanout(fanout::Terms),
     FanoutRings(fanout_rings::Terms),
+    PipelineSteps(pipeline::steps::Terms),
     Ring(ring::Terms),
     Queue(queue::Terms),
     Victim(death::Terms),
@@ -198,6 +199,7 @@ fn play(role: Role) -> anyhow::Result<()> {
         Role::Handoff(terms) => handoff::answer(&terms, &control),
         Role::Fanout(terms) => fanout::consume(&terms, &control),
         Role::FanoutRings(terms) => fanout_rings::consume(&terms, &control),
+        Role::PipelineSteps(terms) => pipeline::steps::consume(&terms, &control),
         Role::Queue(terms) => queue::play(&terms, &control),
         Role::Ring(terms) => ring::answer(&terms, &control),
         Role::Victim(terms) => death::live(&terms, &control),

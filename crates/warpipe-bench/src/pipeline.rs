@@ -1,4 +1,6 @@
-//! One direction, eight items in flight.
+//! One direction, eight items in flight; on GPUs also in steps from the floor to the library.
+
+pub mod steps;
 
 use warpipe_testkit::figure::{Figure, Wanted};
 
@@ -14,15 +16,18 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
     );
     let mut figures = Vec::new();
     for (name, place) in places {
-        let measured = fanout::measure(setup, place, 1, setup.times(2000))?;
-        let name = format!("per item, 8 in flight, {name}");
+        let measured = fanout::measure(setup, place.clone(), 1, setup.times(2000))?;
+        let title = format!("per item, 8 in flight, {name}");
         figures.push(
-            Figure::new("pipeline", name, "us", &measured.ours)
+            Figure::new("pipeline", title, "us", &measured.ours)
                 .beside(&measured.floor)
                 .spread(measured.ours_ns, measured.floor_ns)
                 .wanted(Wanted::RatioAtMost(1.15))
                 .note("the distribution is that of the gaps between items sent"),
         );
+        if !setup.is_host() {
+            figures.extend(steps::run(setup, name, place)?);
+        }
     }
     Ok(figures)
 }

@@ -140,6 +140,11 @@ impl Words {
         self.memory.word(index)
     }
 
+    /// The word's whole line: sixteen bytes of it are the word.
+    pub fn line(&self, index: usize) -> &[AtomicU64; LINE_BYTES / 8] {
+        self.memory.line(index)
+    }
+
     /// The word's address for the device.
     pub fn address(&self, index: usize) -> DevicePtr {
         assert!(
