@@ -393,6 +393,7 @@ fn entry_seeds() -> Vec<Vec<u8>> {
             metadata,
             completion,
         }
+        .borrow()
         .packed()
         .write(entry);
         let words = entry.words.iter().map(|word| word.load(Relaxed));

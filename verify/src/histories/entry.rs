@@ -76,7 +76,7 @@ impl Play {
             completion,
         };
         let entry = self.segment.entry(1);
-        told.packed().write(entry);
+        told.borrow().packed().write(entry);
         self.copy.copy(entry);
         let found = self
             .copy

@@ -82,7 +82,7 @@ impl Sender {
             self.sequence += 1;
             // As a stream that is done at once, and as one that is done later.
             let is_complete = self.sequence % 2 == 0;
-            let packed = description(self.sequence).packed();
+            let packed = description(self.sequence).borrow().packed();
             if self.is_for_many {
                 self.ring
                     .publish_to_one_of_many(position, &packed, is_complete);

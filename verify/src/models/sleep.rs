@@ -41,7 +41,7 @@ fn publish(ring: &mut SenderRing, sequence: u64, socket: &Socket) {
     let RingSpace::At(position) = ring.space() else {
         panic!("an empty ring")
     };
-    if ring.publish(position, &description(sequence).packed(), false) {
+    if ring.publish(position, &description(sequence).borrow().packed(), false) {
         socket.ring();
     }
 }
@@ -51,7 +51,7 @@ fn publish_to_one_of_many(ring: &mut SenderRing, sequence: u64, socket: &Socket)
     let RingSpace::At(position) = ring.space() else {
         panic!("an empty ring")
     };
-    ring.publish_to_one_of_many(position, &description(sequence).packed(), false);
+    ring.publish_to_one_of_many(position, &description(sequence).borrow().packed(), false);
     fence_published();
     if ring.is_receiver_asleep() {
         socket.ring();

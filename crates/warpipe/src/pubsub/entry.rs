@@ -53,6 +53,19 @@ pub(crate) struct Description {
     pub(crate) completion: Option<Completion>,
 }
 
+/// A [`Description`] of what the sender's call was given: a copy would take longer than the words of
+/// the entry do.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct BorrowedDescription<'a> {
+    pub(crate) sequence: u64,
+    pub(crate) sent_ns: u64,
+    pub(crate) region: u32,
+    pub(crate) slot: u64,
+    pub(crate) layout: &'a Layout,
+    pub(crate) metadata: &'a Metadata,
+    pub(crate) completion: Option<Completion>,
+}
+
 /// A word of the publisher that was signalled with the sample when it was sent. If the publisher is
 /// killed before it has signalled this link, this word decides whether the sample is complete.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -120,7 +133,7 @@ impl PackedEntry {
 
     /// Packs another description in place of the last one.
     #[inline]
-    pub(crate) fn pack(&mut self, description: &Description) {
+    pub(crate) fn pack(&mut self, description: BorrowedDescription<'_>) {
         self.sequence = description.sequence;
         let mut length = 0;
         description.put_words(|value| {
@@ -134,8 +147,34 @@ impl PackedEntry {
 }
 
 impl Description {
+    pub(crate) fn borrow(&self) -> BorrowedDescription<'_> {
+        BorrowedDescription {
+            sequence: self.sequence,
+            sent_ns: self.sent_ns,
+            region: self.region,
+            slot: self.slot,
+            layout: &self.layout,
+            metadata: &self.metadata,
+            completion: self.completion,
+        }
+    }
+}
+
+impl BorrowedDescription<'_> {
+    pub(crate) fn into_description(self) -> Description {
+        Description {
+            sequence: self.sequence,
+            sent_ns: self.sent_ns,
+            region: self.region,
+            slot: self.slot,
+            layout: *self.layout,
+            metadata: self.metadata.clone(),
+            completion: self.completion,
+        }
+    }
+
     /// As an entry has it.
-    pub(crate) fn packed(&self) -> PackedEntry {
+    pub(crate) fn packed(self) -> PackedEntry {
         let mut packed = PackedEntry::default();
         packed.pack(self);
         packed
@@ -144,8 +183,8 @@ impl Description {
     /// Gives the words of an entry to `put`, one after another without gaps: what is left out makes
     /// room in the first cache line, which has the state word.
     #[inline]
-    fn put_words(&self, mut put: impl FnMut(u64)) {
-        let layout = &self.layout;
+    fn put_words(self, mut put: impl FnMut(u64)) {
+        let layout = self.layout;
         let is_plain = layout.is_contiguous() && !layout.shape().contains(&0);
         let flag = |is_set: bool, flag: u64| if is_set { flag } else { 0 };
         let flags = flag(is_plain, CONTIGUOUS)

@@ -128,7 +128,7 @@ fn a_description_arrives_as_it_was_written() {
             metadata: metadata.clone(),
             completion,
         };
-        written.packed().write(segment.entry(1));
+        written.borrow().packed().write(segment.entry(1));
         copy.copy(segment.entry(1));
         let fits = slot.checked_add(layout.bytes()).unwrap();
         let read = copy.check(fits).unwrap();
@@ -183,6 +183,7 @@ fn an_entry_of_nonsense_is_refused_or_keeps_every_bound() {
                 metadata,
                 completion: None,
             }
+            .borrow()
             .packed()
             .write(entry);
             for _ in 0..random.u64(..3) {

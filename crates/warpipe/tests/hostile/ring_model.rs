@@ -103,8 +103,11 @@ impl Play {
                     "position {position} overwrites one of {used:?}"
                 );
                 self.sequence += 1;
-                self.sender
-                    .publish(position, &description(self.sequence).packed(), false);
+                self.sender.publish(
+                    position,
+                    &description(self.sequence).borrow().packed(),
+                    false,
+                );
                 self.last_position = position;
                 self.waiting.push((position, self.sequence, complete));
                 if complete {
@@ -310,7 +313,7 @@ fn send_all(segment: &Arc<Segment>) -> (u64, Vec<u64>) {
             match room {
                 RingSpace::At(position) => {
                     at.insert(position, sequence);
-                    sender.publish(position, &fingerprint(sequence).packed(), false);
+                    sender.publish(position, &fingerprint(sequence).borrow().packed(), false);
                     segment.entry(position).ready.store(position);
                 }
                 RingSpace::Full => dropped.push(sequence),

@@ -90,7 +90,8 @@ impl Fake {
             metadata,
             completion: None,
         };
-        self.ring.publish(position, &description.packed(), false);
+        self.ring
+            .publish(position, &description.borrow().packed(), false);
         spoil(self.segment.entry(position));
         self.segment.entry(position).ready.store(position);
     }

@@ -42,11 +42,13 @@ impl PublisherCore {
         self.owner_process.check()?;
         let mut clock = Stopwatch::default();
         let mut backoff = Backoff::spinning(POLLS);
-        let mut wait = send_turn_wait(limit);
+        // Made by the first wait, which most sends do not need.
+        let mut wait = None;
         let mut state = self.lock();
         loop {
             if state.turn.is_taken() {
-                state = self.state.wait(state, &mut wait, || self.send_of())?;
+                let wait = wait.get_or_insert_with(|| send_turn_wait(limit));
+                state = self.state.wait(state, wait, || self.send_of())?;
                 continue;
             }
             if state.closed {

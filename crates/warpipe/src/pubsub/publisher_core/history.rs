@@ -14,7 +14,7 @@ use std::sync::Arc;
 use super::links::Links;
 use super::slot_fences::SlotFences;
 use crate::memory::arena::{Arena, SlotId};
-use crate::pubsub::entry::{Completion, Description};
+use crate::pubsub::entry::{BorrowedDescription, Completion, Description};
 use crate::pubsub::ring;
 use crate::pubsub::subscriber_link::{LinkPhase, SubscriberLink};
 use crate::shm::segment::Segment;
@@ -67,14 +67,19 @@ impl History {
 
     /// Adds a sample, and forgets the oldest beyond the limit.
     #[inline]
-    pub(super) fn add(&mut self, slot: SlotId, description: Description, arena: &mut Arena) {
+    pub(super) fn add(
+        &mut self,
+        slot: SlotId,
+        description: BorrowedDescription<'_>,
+        arena: &mut Arena,
+    ) {
         if !self.is_kept() {
             return;
         }
         arena.hold(slot);
         self.entries.push_back(HistoryEntry {
             slot,
-            description,
+            description: description.into_description(),
             is_lost: false,
         });
         while self.entries.len() > self.limit {
@@ -156,9 +161,9 @@ impl History {
                 value: fence,
             })
             .filter(|_| !is_lost);
-            let description = Description {
+            let description = BorrowedDescription {
                 completion,
-                ..entry.description.clone()
+                ..entry.description.borrow()
             };
             link.publish(position, slot, &description.packed(), false);
         }

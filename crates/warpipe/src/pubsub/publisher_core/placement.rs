@@ -12,7 +12,7 @@ use super::links::Links;
 use super::unicast::Recipients;
 use crate::backend::StreamOp;
 use crate::memory::arena::{Arena, SlotId};
-use crate::pubsub::entry::{Description, PackedEntry};
+use crate::pubsub::entry::{BorrowedDescription, PackedEntry};
 use crate::pubsub::ring;
 use crate::shm::segment::Segment;
 
@@ -101,7 +101,7 @@ impl Placement {
         links: &mut Links,
         arena: &mut Arena,
         slot: SlotId,
-        description: &Description,
+        description: BorrowedDescription<'_>,
         is_complete: bool,
     ) {
         self.packed.pack(description);

@@ -131,8 +131,7 @@ impl PublisherCore {
     /// host, where there is no driver to wait for: an entry that is ready from the start moves to
     /// the reader's cache once, without a second transfer.
     fn signals_first(&self, state: &PublisherState) -> bool {
-        let is_host = self.device.info().id.kind == DeviceKind::Host;
-        is_host || state.placement.has_local()
+        state.placement.has_local() || self.device.info().id.kind == DeviceKind::Host
     }
 
     /// Finds the places of one sample, and the signals that complete it. A call of
@@ -170,7 +169,7 @@ impl PublisherCore {
             placement,
             ..
         } = state;
-        placement.publish(links, arena, slot, &description, is_complete);
+        placement.publish(links, arena, slot, description, is_complete);
         history.add(slot, description, arena);
         sequence
     }

@@ -11,7 +11,7 @@ use crate::clock::now_ns;
 use crate::error::Result;
 use crate::memory::arena::{Arena, SlotId};
 use crate::memory::region::Region;
-use crate::pubsub::entry::{Description, Metadata};
+use crate::pubsub::entry::{BorrowedDescription, Metadata};
 use crate::pubsub::subscriber_link::SubscriberLink;
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::turn::{HasTurn, TurnState};
@@ -110,24 +110,24 @@ impl PublisherState {
 
     /// The description of the next sample, which takes the next number. `is_stamped`: with the time.
     #[inline]
-    pub(super) fn describe(
+    pub(super) fn describe<'a>(
         &mut self,
         slot: SlotId,
-        layout: &Layout,
-        metadata: &Metadata,
+        layout: &'a Layout,
+        metadata: &'a Metadata,
         is_stamped: bool,
-    ) -> Description {
+    ) -> BorrowedDescription<'a> {
         let sequence = self.next_sequence;
         self.next_sequence += 1;
         self.row.count(sequence, layout.bytes());
         let slot = self.arena.slot(slot);
-        Description {
+        BorrowedDescription {
             sequence,
             sent_ns: if is_stamped { now_ns() } else { 0 },
             region: slot.region,
             slot: slot.offset,
-            layout: *layout,
-            metadata: metadata.clone(),
+            layout,
+            metadata,
             completion: None,
         }
     }
