@@ -46,50 +46,55 @@ pub(super) enum LinkPhase {
 }
 
 /// The publisher's record of one subscriber.
+///
+/// In this order in memory: all that a send needs of a link comes first, in two cache lines, or three
+/// where it begins in the middle of one. A send to many touches these lines of all links.
 #[derive(Debug)]
+#[repr(C)]
 pub(super) struct SubscriberLink {
-    /// Declared first: a registration ends before its descriptor is closed.
-    pub(super) registrations: Vec<Registration>,
     pub(super) id: u64,
-    pub(super) phase: LinkPhase,
     pub(super) policy: Policy,
+    pub(super) ring: SenderRing,
+    /// The position that was found free last, until a sample is published: a free position stays
+    /// free.
+    free: Cell<Option<u64>>,
+    /// The samples that the subscriber was given and has not yet released, oldest first.
+    in_flight: VecDeque<(u64, SlotId)>,
+    pub(super) phase: LinkPhase,
     /// The subscriber lives in this process.
     pub(super) is_local: bool,
     /// The subscriber belongs to another user, which has no other way to write this process's
     /// memory.
     pub(super) is_foreign: bool,
+    /// The subscriber sleeps and has to be woken.
+    sleeps: bool,
+    /// Declared before the descriptors: a registration ends before its descriptor is closed.
+    pub(super) registrations: Vec<Registration>,
     pub(super) peer: Peer,
-    pub(super) ring: SenderRing,
-    /// The position that was found free last, until a sample is published: a free position stays
-    /// free.
-    free: Cell<Option<u64>>,
     /// Counts from the welcome on.
     pub(super) clock: Uptime,
     peer_heartbeat: PeerHeartbeat,
     /// Shared, so that a sender can sleep on it without the publisher's lock.
     pub(super) peer_doorbell: Arc<PeerDoorbell>,
-    /// The samples that the subscriber was given and has not yet released, oldest first.
-    in_flight: VecDeque<(u64, SlotId)>,
     /// The number of regions announced to it.
     announced: usize,
     /// Releases seen completed. The subscriber counts the releases that it has enqueued.
     releases_seen: u64,
     dropped: u64,
-    /// Its share of the publisher's connection limits.
-    #[expect(dead_code, reason = "held, not used")]
+    /// Its share of the publisher's connection limits: held, not used.
     quota_permit: Arc<QuotaPermit>,
     /// The generation that its `Hello` carried.
     pub(super) generation: [u8; 16],
     /// The positions that were taken back when it left.
     pub(super) untaken: Vec<u64>,
-    /// The subscriber sleeps and has to be woken.
-    sleeps: bool,
     pub(super) socket: Arc<PeerSocket>,
     /// The segment's file, until the link is live.
     segment_fd: Option<CloseOnForkFd>,
     /// Its row of this process's statistics page, once it is in the list.
     pub(super) row: Option<LinkRow>,
 }
+
+const _: () = assert!(std::mem::offset_of!(SubscriberLink, registrations) <= 128);
 
 /// The parts of a new link, before the publisher's state contains it.
 pub(super) struct LinkParts {
