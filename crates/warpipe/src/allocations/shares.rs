@@ -307,6 +307,10 @@ impl Shares {
             return OutgoingReply::new(&AllocationReply::Gone, vec![]);
         };
         let (bytes, place, ready) = (share.bytes, share.place(), share.ready);
+        let run = match &place {
+            &Place::Run { run, .. } => Some(run),
+            Place::Legacy(_) => None,
+        };
         let ready = ready.filter(|&(word, value)| !self.word(word).reached(value));
         let Some(claims) = state.clients.get_mut(&client.id) else {
             state.unclaimed.insert(number, share);
@@ -319,6 +323,7 @@ impl Shares {
                 return OutgoingReply::new(&AllocationReply::TooMany, vec![]);
             }
         };
+        run.into_iter().for_each(|run| claims.runs.grant(run));
         let grant = Grant {
             word,
             value,
@@ -507,19 +512,29 @@ impl RequestHandler for Shares {
     fn on_server_tick(&self, server_core: &ServerCore, _: u64) {
         let mut state = self.lock();
         let (dropped, ended) = (state.collect(), state.end_idle_runs(Instant::now()));
-        let clients: Vec<u64> = match ended.is_empty() {
-            true => vec![],
-            false => state.clients.keys().copied().collect(),
-        };
+        let mut due: Vec<(u64, Vec<u32>)> = vec![];
+        for (&client, claims) in &mut state.clients {
+            ended.iter().for_each(|run| claims.runs.end(run.number));
+            if !claims.is_leaving {
+                due.push((client, claims.runs.take_ended()));
+            }
+        }
         drop(state);
         drop_deferred(dropped, server_core.reactor());
-        for run in ended {
-            let notice = AllocationNotice::RunEnded(run.number);
-            for &client in &clients {
-                if let Ok(notice) = OutgoingReply::new(&notice, vec![]) {
-                    server_core.tell(client, notice);
-                }
+        for (client, mut ended) in due {
+            let is_told = |&run: &u32| {
+                let notice = OutgoingReply::new(&AllocationNotice::RunEnded(run), vec![]);
+                notice.is_ok_and(|notice| server_core.tell(client, notice))
+            };
+            let told = ended.iter().take_while(|run| is_told(run)).count();
+            let untold = ended.split_off(told);
+            if !untold.is_empty()
+                && let Some(claims) = self.lock().clients.get_mut(&client)
+            {
+                claims.runs.put_back(untold);
             }
+        }
+        for run in ended {
             server_core.reactor().defer_drop(Box::new(run));
         }
     }
