@@ -206,6 +206,19 @@ def test_an_order_holds_for_its_message_alone(device):
     queue.join_thread()
 
 
+def test_a_queue_is_told_of_the_message_that_it_was_given_if_that_cannot_be_pickled(device):
+    queue, told = spawn.Queue(), []
+    queue._on_queue_feeder_error = lambda error, message: told.append((str(error), message))
+    queue._on_queue_feeder_error.__name__ = "_on_queue_feeder_error"
+    messages = storages.Unpicklable(), storages.Unpicklable()
+    queue.put(_messages.Ordered(messages[0], None))
+    queue.put(messages[1])
+    until(lambda: len(told) == 2, "the errors")
+    assert told == [("cannot be pickled", message) for message in messages]
+    queue.close()
+    queue.join_thread()
+
+
 def test_a_message_that_cannot_be_sent_gives_its_storages_back(device):
     ours, theirs = multiprocessing.Pipe()
     theirs.close()

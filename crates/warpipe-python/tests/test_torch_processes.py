@@ -218,6 +218,27 @@ def test_a_tensor_that_a_stream_of_its_sender_completes_late_is_complete_in_its_
     assert child.exitcode == 0
 
 
+def test_a_tensor_that_is_put_while_its_stream_is_captured_is_refused_and_the_capture_goes_on(device, capsys):
+    if device.kind == "host":
+        pytest.skip("the host has no streams of PyTorch's")
+    queue, tensor = mp.Queue(), torch.zeros(4, device=tensors.place(device))
+    queue.put("before")
+    assert queue.get(timeout=LIMIT_SECONDS) == "before"
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tensor.add_(1)
+        queue.put(tensor)
+        queue.put("inside")
+        said = []
+        until(lambda: said.append(capsys.readouterr().err) or "CapturingError" in "".join(said), "the error")
+    assert queue.get(timeout=LIMIT_SECONDS) == "inside"
+    graph.replay()
+    queue.put(tensor)
+    assert queue.get(timeout=LIMIT_SECONDS).tolist() == [1.0, 1.0, 1.0, 1.0]
+    queue.close()
+    queue.join_thread()
+
+
 @pytest.mark.parametrize("context", [multiprocessing.get_context("spawn"), mp])
 def test_a_pool_carries_arguments_and_results(device, context):
     given = [fresh(device, torch.full((3,), float(number))) for number in range(6)]

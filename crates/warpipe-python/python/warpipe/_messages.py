@@ -130,9 +130,20 @@ def _feeding(usual: Callable[..., Any]) -> Callable[..., Any]:
             finally:
                 pickled.take_back.clear()
 
-        usual(buffer, notempty, send, *rest)
+        usual(buffer, notempty, send, *map(_given_messages, rest))
 
     return feed
+
+
+def _given_messages(found: Any) -> Any:
+    """What a queue calls with a message that it could not pickle gets that as it was put."""
+    if getattr(found, "__name__", None) != "_on_queue_feeder_error":
+        return found
+
+    def told(error: Any, message: Any) -> None:
+        found(error, message.message if isinstance(message, Ordered) else message)
+
+    return told
 
 
 def _closing(usual: Callable[..., Any]) -> Callable[..., Any]:

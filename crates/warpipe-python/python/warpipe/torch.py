@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from . import _messages, _warpipe
 from ._allocations import TABLE, Opened, Options, Token, memory_for_copy
-from ._errors import ArgumentError, CopyWarning
+from ._errors import ArgumentError, CapturingError, CopyWarning
 
 __all__ = ["SharedTensors", "check", "install", "pool", "stats", "uninstall"]
 
@@ -35,6 +35,8 @@ _CONFIGURED = "warpipe.torch"
 # What is registered with ``multiprocessing`` without this module.
 _usual: dict[type, Callable[[Any], Any]] = {}
 _warned: set[str] = set()
+# What a message is ordered behind that was put while its stream was being captured: nothing of it has been computed.
+_CAPTURED = object()
 # Ranges of host memory that tests have carried as a GPU's.
 _device_like: list[tuple[int, int]] = []
 
@@ -172,7 +174,9 @@ def _ordered_put(put: Callable[..., Any]) -> Callable[..., Any]:
         # A thread of the queue's pickles it, and has a current stream of its own.
         cuda = _torch().cuda
         if cuda.is_initialized() and (stream := cuda.current_stream()) != cuda.default_stream():
-            message = _messages.Ordered(message, stream.record_event())
+            # An event of a capture would draw the thread's stream into that.
+            order = _CAPTURED if cuda.is_current_stream_capturing() else stream.record_event()
+            message = _messages.Ordered(message, order)
         return put(queue, message, *arguments, **named)
 
     return ordered
@@ -246,6 +250,10 @@ def _device_of(storage: Any) -> _warpipe.Device | None:
     """The device whose memory is carried here; None for what goes its usual way."""
     kind = storage.device.type
     if kind == "cuda":
+        message = _messages.current()
+        if message is not None and message.order is _CAPTURED:
+            said = f"a tensor on {storage.device} was put into a queue while its stream was being captured, and is not sent"
+            raise CapturingError(f"{said}; put it after the capture, behind a replay of the graph")
         return _gpu(storage.device.index)
     if kind != "cpu":
         return None
