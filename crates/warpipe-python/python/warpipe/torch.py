@@ -246,13 +246,14 @@ def _bytes(storage: Any) -> Any:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _device_of(storage: Any) -> _warpipe.Device | None:
-    """The device whose memory is carried here; None for what goes its usual way."""
+def _device_of(storage: Any, tensor: Any = None) -> _warpipe.Device | None:
+    """The device whose memory is carried here, of a storage or of a tensor in it; None for what goes its usual way."""
     kind = storage.device.type
     if kind == "cuda":
         message = _messages.current()
         if message is not None and message.order is _CAPTURED:
-            said = f"a tensor on {storage.device} was put into a queue while its stream was being captured, and is not sent"
+            what = f"a storage on {storage.device}" if tensor is None else _described(tensor)
+            said = f"{what} was put into a queue while its stream was being captured, and is not sent"
             raise CapturingError(f"{said}; put it after the capture, behind a replay of the graph")
         return _gpu(storage.device.index)
     if kind != "cpu":
@@ -282,7 +283,7 @@ def _reduce_tensor(tensor: Any) -> Any:
     if tensor.layout is not torch.strided:
         return _reduce_sparse(tensor)
     storage = tensor.untyped_storage()
-    device = _device_of(storage)
+    device = _device_of(storage, tensor)
     if device is None:
         return _usual_reduce(tensor)
     what = _described(tensor)
