@@ -1,7 +1,6 @@
-//! The shares that one client has open, the words by which it releases them, and the runs that it
-//! may have mapped. Pure, over a page of words.
+//! The shares that one client has open, and the words by which it releases them. Pure, over a page
+//! of words.
 
-use std::collections::HashSet;
 use std::sync::Arc;
 
 use super::{CLAIMS_MAX, RETURNED, word_at};
@@ -18,41 +17,8 @@ pub(super) struct Claims<T> {
     next_word: u32,
     values: u64,
     process: Arc<Process>,
-    pub(super) runs: ClientRuns,
     /// The client has closed gracefully. Its device may still work on what it has.
     pub(super) is_leaving: bool,
-}
-
-/// The runs that a client may have mapped, until it was told of their ends: a stopped one reads
-/// nothing, and is told later.
-#[derive(Debug, Default)]
-pub(super) struct ClientRuns {
-    held: HashSet<u32>,
-    ended: Vec<u32>,
-}
-
-impl ClientRuns {
-    /// The client is given a share in this run.
-    pub(super) fn grant(&mut self, run: u32) {
-        self.held.insert(run);
-    }
-
-    /// The server holds the run no longer.
-    pub(super) fn end(&mut self, run: u32) {
-        if self.held.remove(&run) {
-            self.ended.push(run);
-        }
-    }
-
-    /// The ends of which the client is to be told now.
-    pub(super) fn take_ended(&mut self) -> Vec<u32> {
-        std::mem::take(&mut self.ended)
-    }
-
-    /// Ends of which it could not be told.
-    pub(super) fn put_back(&mut self, untold: Vec<u32>) {
-        self.ended.extend(untold);
-    }
 }
 
 #[derive(Debug)]
@@ -80,7 +46,6 @@ impl<T> Claims<T> {
             next_word: 0,
             values: 0,
             process,
-            runs: ClientRuns::default(),
             is_leaving: false,
         }
     }
@@ -162,24 +127,5 @@ impl<T> Claims<T> {
     /// All shares that it has, whatever its words say.
     pub(super) fn into_shares(self) -> impl Iterator<Item = T> {
         self.open.into_iter().map(|claim| claim.share)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_client_is_told_of_the_end_of_each_run_that_it_was_given_also_if_it_is_stopped_meanwhile() {
-        let mut runs = ClientRuns::default();
-        [1, 2, 2].into_iter().for_each(|run| runs.grant(run));
-        [1, 2, 3].into_iter().for_each(|run| runs.end(run));
-        let mut due = runs.take_ended();
-        assert_eq!(due, [1, 2], "it was given nothing in run 3");
-        // It read one notice, and was stopped then.
-        runs.put_back(due.split_off(1));
-        runs.end(1);
-        assert_eq!(runs.take_ended(), [2]);
-        assert!(runs.take_ended().is_empty());
     }
 }

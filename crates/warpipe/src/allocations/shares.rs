@@ -17,6 +17,7 @@ use crate::backend::{Access, DevicePtr, PointerKind, StreamOp, TimelineWord};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
+use crate::ipc::ends::Ends;
 use crate::ipc::{
     ClientInfo, Disconnected, FDS_MAX, OutgoingReply, Rejection, RequestHandler, ServerCore, decode,
 };
@@ -75,6 +76,8 @@ pub(super) struct Shares {
     ready_fd: CloseOnForkFd,
     /// Never held during a driver call.
     state: Mutex<State>,
+    /// The runs that clients may have mapped.
+    runs: Ends,
 }
 
 impl fmt::Debug for Shares {
@@ -109,6 +112,7 @@ impl Shares {
             ready: DropAfterFence::new(Arc::<StreamSet>::default(), Arc::new(ready))?,
             ready_fd,
             state: Mutex::default(),
+            runs: Ends::default(),
         })
     }
 
@@ -323,7 +327,8 @@ impl Shares {
                 return OutgoingReply::new(&AllocationReply::TooMany, vec![]);
             }
         };
-        run.into_iter().for_each(|run| claims.runs.grant(run));
+        run.into_iter()
+            .for_each(|run| self.runs.give(client.id, run));
         let grant = Grant {
             word,
             value,
@@ -465,6 +470,7 @@ impl RequestHandler for Shares {
     }
 
     fn on_disconnect(&self, server_core: &ServerCore, client: &ClientInfo, how: Disconnected) {
+        self.runs.forget(client.id);
         let mut state = self.lock();
         let dead = match how {
             // Its words report each release.
@@ -512,28 +518,13 @@ impl RequestHandler for Shares {
     fn on_server_tick(&self, server_core: &ServerCore, _: u64) {
         let mut state = self.lock();
         let (dropped, ended) = (state.collect(), state.end_idle_runs(Instant::now()));
-        let mut due: Vec<(u64, Vec<u32>)> = vec![];
-        for (&client, claims) in &mut state.clients {
-            ended.iter().for_each(|run| claims.runs.end(run.number));
-            if !claims.is_leaving {
-                due.push((client, claims.runs.take_ended()));
-            }
-        }
         drop(state);
         drop_deferred(dropped, server_core.reactor());
-        for (client, mut ended) in due {
-            let is_told = |&run: &u32| {
-                let notice = OutgoingReply::new(&AllocationNotice::RunEnded(run), vec![]);
-                notice.is_ok_and(|notice| server_core.tell(client, notice))
-            };
-            let told = ended.iter().take_while(|run| is_told(run)).count();
-            let untold = ended.split_off(told);
-            if !untold.is_empty()
-                && let Some(claims) = self.lock().clients.get_mut(&client)
-            {
-                claims.runs.put_back(untold);
-            }
-        }
+        ended.iter().for_each(|run| self.runs.end(run.number));
+        self.runs.tell(|client, run| {
+            let notice = OutgoingReply::new(&AllocationNotice::RunEnded(run), vec![]);
+            notice.is_ok_and(|notice| server_core.tell(client, notice))
+        });
         for run in ended {
             server_core.reactor().defer_drop(Box::new(run));
         }

@@ -16,6 +16,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
 use crate::ipc::domain::{Domain, EndpointName};
+use crate::ipc::ends::Ends;
 use crate::ipc::limits::QuotaPermit;
 use crate::ipc::{Kind, OutgoingReply, ServerCore};
 use crate::memory::DeviceSlice;
@@ -47,6 +48,8 @@ pub(super) struct PoolAllocator {
     pub(super) generation: OnceLock<Incarnation>,
     /// Set with it. Notifies peers of removed regions.
     pub(super) server_core: OnceLock<Weak<ServerCore>>,
+    /// The regions that peers may have mapped.
+    pub(super) regions: Ends,
     /// The stream that clears blocks before they pass to another user.
     scrubber: Stream,
     memory: DropAfterFence<PoolMemory>,
@@ -129,6 +132,7 @@ impl PoolAllocator {
             me: me.clone(),
             generation: OnceLock::new(),
             server_core: OnceLock::new(),
+            regions: Ends::default(),
             label: name.as_str().into(),
             name,
             domain,
@@ -245,8 +249,8 @@ impl PoolAllocator {
                 }
                 Room::Removed(removed) => {
                     drop(state);
-                    for (uid, region, chunk) in removed {
-                        self.notify_removed(uid, region);
+                    for (region, chunk) in removed {
+                        self.notify_removed(region);
                         // Unmapped at once, so that the device has it for the next region. It has
                         // no blocks: each was released behind this process's own fence word, event
                         // or proof of death, so no recorded stream works on it.
@@ -265,15 +269,21 @@ impl PoolAllocator {
         }
     }
 
-    /// Has the processes of a user unmap a region that the pool no longer has. That releases its
-    /// memory; it is not what keeps users apart, since no other user ever gets this region.
-    fn notify_removed(&self, uid: u32, region: u32) {
-        let notice = OutgoingReply::new(&PoolNotice::RegionRemoved(region), vec![]);
-        if let (Some(server_core), Ok(notice)) =
-            (self.server_core.get().and_then(Weak::upgrade), notice)
-        {
-            server_core.tell_user(uid, &notice);
+    /// Has the processes that may have mapped it unmap a region that the pool no longer has. That
+    /// releases its memory; it is not what keeps users apart, since no other user ever gets this
+    /// region.
+    fn notify_removed(&self, region: u32) {
+        self.regions.end(region);
+        if let Some(server_core) = self.server_core.get().and_then(Weak::upgrade) {
+            self.tell_removed(&server_core);
         }
+    }
+
+    pub(super) fn tell_removed(&self, server_core: &ServerCore) {
+        self.regions.tell(|client, region| {
+            let notice = OutgoingReply::new(&PoolNotice::RegionRemoved(region), vec![]);
+            notice.is_ok_and(|notice| server_core.tell(client, notice))
+        });
     }
 
     /// Makes a first region that holds `bytes`.

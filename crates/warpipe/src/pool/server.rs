@@ -79,6 +79,7 @@ impl RequestHandler for PoolAllocator {
     }
 
     fn on_disconnect(&self, _: &ServerCore, client: &ClientInfo, disconnected: Disconnected) {
+        self.regions.forget(client.id);
         let mut state = self.lock();
         match disconnected {
             // The peer's device work may still run. Its words report each release, and the peer
@@ -120,7 +121,8 @@ impl RequestHandler for PoolAllocator {
 
     /// Runs on the reactor's thread, so it does not wait: the lock's holder may be in a driver call
     /// that waits for a stream which only the reactor can release. The next tick tries again.
-    fn on_server_tick(&self, _: &ServerCore, _: u64) {
+    fn on_server_tick(&self, server_core: &ServerCore, _: u64) {
+        self.tell_removed(server_core);
         if let Some(mut state) = self.try_lock() {
             self.reclaim(&mut state);
             let dead: Vec<Borrower> = state
@@ -264,6 +266,7 @@ impl PoolAllocator {
         let answer = OutgoingReply::new(&AllocReply::Block(grant), vec![fd]).inspect_err(|_| {
             borrower.close(pair);
         })?;
+        self.regions.give(client.id, grant.region);
         Ok(Some(PendingGrant {
             answer,
             page: borrower.page.clone(),

@@ -177,8 +177,8 @@ pub(super) enum Room {
     /// A region to be made, without the lock.
     Growth(Growth),
     /// Regions without blocks that were in the way, for the caller to drop without the lock, and
-    /// each one's user and id.
-    Removed(Vec<(u32, u32, Chunk)>),
+    /// each one's id.
+    Removed(Vec<(u32, Chunk)>),
     OverQuota(OverQuota),
     Full,
 }
@@ -283,11 +283,7 @@ impl PoolState {
 
     /// Takes out regions without blocks of the users that `is_of` accepts, at least one and
     /// `missing` bytes of them; none if there are not as many.
-    fn remove_regions(
-        &mut self,
-        is_of: impl Fn(u32) -> bool,
-        missing: u64,
-    ) -> Vec<(u32, u32, Chunk)> {
+    fn remove_regions(&mut self, is_of: impl Fn(u32) -> bool, missing: u64) -> Vec<(u32, Chunk)> {
         let free =
             |it: &(usize, &UserRegion)| is_of(it.1.uid) && self.arena.chunks()[it.0].slots() == 0;
         let mut numbers: Vec<usize> = self
@@ -317,7 +313,7 @@ impl PoolState {
             .filter_map(|number| {
                 let chunk = self.arena.remove(number)?;
                 let region = self.users.regions.swap_remove(number);
-                Some((region.uid, region.id, chunk))
+                Some((region.id, chunk))
             })
             .collect();
         self.users.has_removed |= !removed.is_empty();
