@@ -94,18 +94,39 @@ impl ExpandableSegment {
             reserve(&mut segment.ptr, bytes as usize, 0, 0, 0)
         })?;
         for number in 0..pieces {
-            segment.add(number < exportable)?;
+            segment.map(segment.mapped, number < exportable)?;
+            segment.mapped += 1;
         }
+        segment.let_write(segment.ptr, bytes as usize)?;
+        Ok(segment)
+    }
+
+    /// Unmaps a piece and maps a new allocation in its place, as the allocator does that has
+    /// returned its memory to the device and needs some again.
+    ///
+    /// # Errors
+    /// The driver refuses a call.
+    pub fn map_anew(&mut self, number: usize) -> Result<()> {
+        ensure!(number < self.mapped, "{number} of {} pieces", self.mapped);
+        self.enter()?;
+        self.unmap_piece(number)?;
+        self.map(number, true)?;
+        self.let_write(self.at(number), self.piece)
+    }
+
+    /// Where a piece begins.
+    fn at(&self, number: usize) -> DevicePtr {
+        self.ptr + (number * self.piece) as u64
+    }
+
+    fn let_write(&self, at: DevicePtr, bytes: usize) -> Result<()> {
         let access = AccessOf {
             location: PLACE,
             flags: 3,
         };
-        let set = segment.function::<SetAccess>("cuMemSetAccess")?;
-        // SAFETY: the whole range is mapped; the description lives.
-        check("cuMemSetAccess", unsafe {
-            set(segment.ptr, bytes as usize, &access, 1)
-        })?;
-        Ok(segment)
+        let set = self.function::<SetAccess>("cuMemSetAccess")?;
+        // SAFETY: the range is mapped; the description lives.
+        check("cuMemSetAccess", unsafe { set(at, bytes, &access, 1) })
     }
 
     /// Makes the device's primary context current, in which the library works, too.
@@ -122,8 +143,8 @@ impl ExpandableSegment {
         })
     }
 
-    /// Maps one more piece behind the others.
-    fn add(&mut self, is_exportable: bool) -> Result<()> {
+    /// Maps a new allocation as a piece that is not mapped.
+    fn map(&self, number: usize, is_exportable: bool) -> Result<()> {
         let properties = Properties {
             kind: 1, // pinned
             // 1: a POSIX descriptor.
@@ -138,13 +159,12 @@ impl ExpandableSegment {
         check("cuMemCreate", unsafe {
             create(&mut handle, self.piece, &properties, 0)
         })?;
-        let at = self.ptr + (self.mapped * self.piece) as u64;
-        // SAFETY: the range is reserved, and empty from `at` on; the handle was made just now.
+        let at = self.at(number);
+        // SAFETY: the range is reserved, and this piece of it empty; the handle was made just now.
         let made = unsafe { self.function::<Map>("cuMemMap")?(at, self.piece, 0, handle, 0) };
         // SAFETY: made above, released once; the mapping holds the allocation.
         let released = unsafe { self.function::<Release>("cuMemRelease")?(handle) };
         check("cuMemMap", made)?;
-        self.mapped += 1;
         check("cuMemRelease", released)
     }
 
@@ -154,14 +174,16 @@ impl ExpandableSegment {
         Ok(*function.with_context(|| format!("the driver lacks {name}"))?)
     }
 
+    fn unmap_piece(&self, number: usize) -> Result<()> {
+        let unmap = self.function::<OfRange>("cuMemUnmap")?;
+        // SAFETY: mapped in `map`, unmapped once, when nothing uses it.
+        check("cuMemUnmap", unsafe { unmap(self.at(number), self.piece) })
+    }
+
     fn unmap(&mut self) -> Result<()> {
         self.enter()?;
         for number in 0..std::mem::take(&mut self.mapped) {
-            let at = self.ptr + (number * self.piece) as u64;
-            // SAFETY: mapped in `add`, unmapped once, when nothing uses it.
-            check("cuMemUnmap", unsafe {
-                self.function::<OfRange>("cuMemUnmap")?(at, self.piece)
-            })?;
+            self.unmap_piece(number)?;
         }
         // SAFETY: reserved in `new`, freed once, and empty.
         check("cuMemAddressFree", unsafe {

@@ -102,6 +102,52 @@ impl ForeignMemory {
     }
 }
 
+/// An expandable segment of which single tensors are shared. They are to be released before it, or
+/// one of their pieces, goes.
+pub struct SharedPieces(ExpandableSegment);
+
+impl SharedPieces {
+    /// Three pieces.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn new(device: &Device) -> Result<SharedPieces> {
+        Ok(SharedPieces(ExpandableSegment::new(device, PIECES)?))
+    }
+
+    /// Maps a new allocation as a piece.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn map_anew(&mut self, piece: usize) -> Result<()> {
+        self.0.map_anew(piece)
+    }
+
+    /// Writes the words of a pattern into a tensor in the second piece, or from there into the
+    /// third one, and shares it.
+    ///
+    /// # Errors
+    /// Those of the device and of [`AllocationServer::share`].
+    pub fn share(
+        &self,
+        server: &AllocationServer,
+        stream: &Stream,
+        is_long: bool,
+        seed: u64,
+    ) -> Result<u64> {
+        let piece = self.0.bytes / PIECES;
+        let (begin, words) = match is_long {
+            false => (piece, piece / 4 / 8),
+            true => (piece + piece / 2, piece / 8),
+        };
+        let (ptr, late) = (self.0.ptr + begin, Duration::from_millis(2));
+        // SAFETY: the words lie in the segment, which outlives its shares.
+        unsafe { fill_words(stream, ptr, words, seed, late)? };
+        // SAFETY: as above.
+        Ok(unsafe { server.share(stream, ptr, 8 * words, Box::new(())) }?)
+    }
+}
+
 /// Shares an address with an owner that keeps nothing.
 ///
 /// # Errors

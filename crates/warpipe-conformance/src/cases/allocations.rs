@@ -14,7 +14,7 @@ use crate::context::{Backend, Context};
 use crate::device_words::wrong_words;
 use crate::expandable_segment::ExpandableSegment;
 use crate::peer::{Order, Peer};
-use crate::shared_allocations::{ForeignMemory, range_refused, refused};
+use crate::shared_allocations::{ForeignMemory, SharedPieces, range_refused, refused};
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
@@ -24,6 +24,10 @@ pub(super) const CASES: &[Case] = &[
     Case::new(
         "many tensors of one allocation are mapped once in their receiver",
         mapped_once,
+    ),
+    Case::new(
+        "a piece that its allocator maps anew is the new memory in a receiver that knows the old one",
+        mapped_anew,
     ),
     Case::new(
         "threads that share parts of one allocation at the same time share one run",
@@ -146,6 +150,49 @@ fn mapped_once(context: &Context) -> Result<()> {
     );
     drop((first, parts));
     ensure!(is_freed(&freed), "memory of closed shares is not freed");
+    Ok(())
+}
+
+/// A tensor in one piece, and one in that and its neighbour. Each round begins while both sides
+/// know the runs of the one before, at the same addresses.
+fn mapped_anew(context: &Context) -> Result<()> {
+    if context.settings.backend == Backend::Host {
+        // The host has legacy memory alone.
+        return Ok(());
+    }
+    let (server, stream) = (server(context)?, context.stream()?);
+    let (client, counters) = (client(context)?, &mut context.error_counters()?);
+    let held = || context.device.backend().bytes_held();
+    let before = held();
+    let mut pieces = SharedPieces::new(&context.device)?;
+    for round in 0..4 {
+        let mut opened = Vec::new();
+        for (is_long, seed) in [(false, 2 * round), (true, 2 * round + 1)] {
+            let number = pieces.share(&server, &stream, is_long, seed)?;
+            let memory = client.open_share(number, PATIENCE)?;
+            opened.push((memory, seed));
+        }
+        for (memory, seed) in &opened {
+            let wrong = wrong_words(memory, &stream, counters, *seed)?;
+            ensure!(
+                wrong == 0,
+                "round {round}, seed {seed}: {wrong} wrong words"
+            );
+        }
+        drop(opened);
+        ensure!(
+            eventually(PATIENCE, || server.stats().claimed == 0),
+            "{:?}",
+            server.stats()
+        );
+        pieces.map_anew(1)?;
+    }
+    ensure!(
+        eventually(PATIENCE, || server.stats().runs == 0 && held() == before),
+        "{:?}, {} bytes more are mapped",
+        server.stats(),
+        held() - before
+    );
     Ok(())
 }
 
