@@ -413,6 +413,20 @@ def test_a_message_in_a_queue_that_is_closed_when_nobody_can_read_it_is_given_ba
     assert counts() == (0, 0)
 
 
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_message_in_a_pipe_that_ends_when_nobody_can_read_it_is_given_back(device, is_closed):
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    theirs.send(storages.plain(device))
+    # As the death of its only reader.
+    ours.close()
+    if is_closed:
+        theirs.close()
+    del theirs
+    assert counts() == (1, 0)
+    TABLE.unclaimed.look(time.monotonic() + 2 * _unclaimed.GRACE_SECONDS)
+    assert counts() == (0, 0)
+
+
 @kills
 def test_the_tasks_of_an_executor_are_given_back_when_its_worker_is_killed(device):
     with concurrent.futures.ProcessPoolExecutor(1, spawn) as executor:

@@ -147,10 +147,13 @@ def _given_messages(found: Any) -> Any:
 
 
 def _closing(usual: Callable[..., Any]) -> Callable[..., Any]:
-    def close(connection: Connection) -> None:
-        if not connection.closed:
+    def close(connection: Connection, *given: Any) -> None:
+        try:
             _tell_of_its_end(connection)
-        usual(connection)
+        except Exception:
+            # At the interpreter's end this module may have been cleared. The descriptor is closed all the same.
+            pass
+        usual(connection, *given)
 
     return close
 
@@ -181,7 +184,8 @@ def follow() -> None:
     """Follows the messages of this process."""
     replace(ForkingPickler, "dump", _dumping)
     replace(Connection, "send", sending)
-    replace(Connection, "close", _closing)
+    # Of ``close`` and of the end of a connection that nobody closed.
+    replace(Connection, "_close", _closing)
     replace(SimpleQueue, "put", _putting)
     replace(Queue, "_feed", _feeding)
     replace(BaseProcess, "start", _starting)
