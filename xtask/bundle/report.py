@@ -17,10 +17,11 @@ LAST_LINE = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped$")
 TAIL_LINES = 20
 # All other parts are test programs: one that passes nothing, or does not say how much, has failed.
 WITHOUT_COUNTS = ("mps-daemon", "doctor", "python-install", "demo", "demo-text", "render", "bench", "python-bench",
-                  "comparison", "bridge-bench", "weights-bench", "torch-queue-bench",
+                  "comparison", "bridge-bench", "bridge-bench-host", "host-bench", "weights-bench", "torch-queue-bench",
                   "mpi-install", "mpi-65536", "mpi-4194304", "mpi-268435456", "mpi-kill")
 # Parts that leave a report of their own beside ours, NAME-MODE.json.
-REPORTING = ("conformance", "bench", "python-bench", "comparison", "bridge-bench", "weights-bench", "torch-queue-bench")
+REPORTING = ("conformance", "bench", "python-bench", "comparison", "bridge-bench", "bridge-bench-host", "host-bench",
+             "weights-bench", "torch-queue-bench")
 # An example's last line is its result.
 EXAMPLES = ("render",)
 
@@ -131,7 +132,7 @@ def lines_of(run):
         yield "  figures: python-bench (warpipe from Python, the other in the same run, ratio, wanted)"
         yield from (f"    {line}" for line in map(figure_line, run["python-bench"]["figures"]))
         yield from (f"    {line}" for line in map(contestant_line, run["python-bench"]["contestants"]))
-    for name in ("comparison", "bridge-bench", "weights-bench", "torch-queue-bench"):
+    for name in REPORTING[3:]:
         if run.get(name):
             yield f"  figures: {name} (ours, the other in the same run, ratio, wanted)"
             yield from (f"    {line}" for line in map(figure_line, run[name]["figures"]))

@@ -44,11 +44,12 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
         for subscribers in [1, 2, 4, 8] {
             let measured = measure(setup, setup.place(), subscribers, setup.times(1000))?;
             let name = format!("per item, kernels, {subscribers} subscribers");
+            let limit = if subscribers == 1 { 1.10 } else { 1.15 };
             figures.push(
                 Figure::new("fanout", name, "us", &measured.ours)
                     .beside(&measured.floor)
                     .spread(measured.ours_ns, measured.floor_ns)
-                    .wanted(Wanted::RatioAtMost(1.15)),
+                    .wanted(Wanted::RatioAtMost(limit)),
             );
         }
         figures.extend(broadcast::run(setup)?);

@@ -22,7 +22,7 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
             Figure::new("pipeline", title, "us", &measured.ours)
                 .beside(&measured.floor)
                 .spread(measured.ours_ns, measured.floor_ns)
-                .wanted(Wanted::RatioAtMost(1.15))
+                .wanted(Wanted::RatioAtMost(1.10))
                 .note("the distribution is that of the gaps between items sent"),
         );
         if !setup.is_host() {

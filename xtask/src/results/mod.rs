@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 
 use crate::Outcome;
 use crate::workspace::Workspace;
-use report::{Kind, Reports};
+use report::{Kind, Reports, is_picture};
 
 const HISTORY: &str = "history";
 const PICTURE: &str = "round-trip.svg";
@@ -73,7 +73,7 @@ fn made(workspace: &Workspace) -> Outcome<Vec<Made>> {
         },
         Made {
             path: workspace.root.join("BENCHMARKS.md"),
-            text: page::page(&reports)?,
+            text: page::page(&reports, PICTURE)?,
         },
         Made {
             text: quotes::readme(&read(&readme)?, &reports, PICTURE)?,
@@ -106,7 +106,7 @@ fn take_in(workspace: &Workspace, from: &Path) -> Outcome<()> {
     let folder = workspace.root.join("results").join(name);
     fs::create_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
     for path in report::files(from)? {
-        if Kind::of(&path).is_some()
+        if (Kind::of(&path).is_some() || is_picture(&path))
             && let Some(name) = path.file_name()
         {
             fs::copy(&path, folder.join(name))

@@ -3,9 +3,9 @@
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
-use warpipe_testkit::figure::Figure;
+use warpipe_testkit::figure::{Figure, Wanted};
 
-use super::report::{Contestant, Head, Python, Reports};
+use super::report::{Bench, Contestant, Head, Python, Reports};
 use crate::Outcome;
 
 /// The tables of `warpipe-bench`: a title, a sentence, and the benchmarks that stand there.
@@ -30,8 +30,9 @@ const TABLES: &[(&str, &str, &[&str])] = &[
         "The host path beside others",
         "128 bytes of host memory from one process to another, and from one to several. All copy the \
          bytes into a slot, and out of it. `floor` is what the figure names: iceoryx2, or a bare ring \
-         in shared memory without checks. `warpipe-comparison` measures it.",
-        &["host path"],
+         in shared memory without checks. `warpipe-comparison` measures it, and \
+         `python -m warpipe.bench.host` measures Python's round trips.",
+        &["host path", "python host"],
     ),
     (
         "The bridge beside Zenoh",
@@ -73,7 +74,8 @@ const TABLES: &[(&str, &str, &[&str])] = &[
         "Kernel rings",
         "Two kernels that hand items over without a CPU. The floor of the round trips is two kernels \
          with a bare word and one slot each way, that of the slots a copy of the other process's \
-         memory, without a ring and without a writer.",
+         memory, without a ring and without a writer, and that of a replayed CUDA graph the same \
+         kernels launched one by one.",
         &["kernel_ring"],
     ),
     (
@@ -82,6 +84,52 @@ const TABLES: &[(&str, &str, &[&str])] = &[
          memory operations. The floor is the batch.",
         &["broadcast"],
     ),
+    (
+        "CPU time through C, and of the counters",
+        "The floor of `c` is the same hand-over from Rust, that of `statistics` the same without the \
+         counters' page.",
+        &["c", "statistics"],
+    ),
+    (
+        "Where a pair's processes run",
+        "The round trip of `handoff` with both processes kept to the CPUs that the figure names.",
+        &["placement"],
+    ),
+];
+
+const ONE_GPU: [&str; 2] = ["time-sliced", "MPS"];
+const ALL_MODES: [&str; 4] = [
+    "time-sliced",
+    "MPS",
+    "two GPUs, time-sliced",
+    "two GPUs, MPS",
+];
+
+/// The modes in which a benchmark has figures, as a table names them.
+fn modes_due(bench: &str) -> &'static [&'static str] {
+    match bench {
+        "handoff" | "pipeline" | "bandwidth" | "kernel_ring" | "torch_queue" => &ALL_MODES,
+        "ring" | "host rings" | "host path" | "python host" => &["host"],
+        // A kill ends all clients of MPS.
+        "weights" => &["time-sliced"],
+        "bridge" => &["host", "time-sliced"],
+        _ => &ONE_GPU,
+    }
+}
+
+const MODES: [&str; 4] = ["timesliced", "mps", "timesliced-x2", "mps-x2"];
+
+/// The parts of `run` with a report, and in how many of the modes, from the first, it is due.
+const PARTS: [(&str, usize); 9] = [
+    ("bench", 4),
+    ("python-bench", 4),
+    ("torch-queue-bench", 4),
+    ("weights-bench", 1),
+    ("comparison", 1),
+    ("host-bench", 1),
+    ("bridge-bench", 1),
+    ("bridge-bench-host", 1),
+    ("demo", 1),
 ];
 
 /// One row of a table of figures.
@@ -91,11 +139,13 @@ struct Row<'a> {
 }
 
 /// The whole page.
-pub fn page(reports: &Reports) -> Outcome<String> {
+pub fn page(reports: &Reports, picture: &str) -> Outcome<String> {
     let head = reports.head()?;
     let rows = rows(reports);
     let mut text = String::new();
     introduction(&mut text, reports, head);
+    parts(&mut text, reports);
+    pictures(&mut text, reports, picture);
     not_met(&mut text, reports, &rows);
     for (title, sentence, benches) in TABLES {
         let rows: Vec<&Row> = rows
@@ -103,14 +153,126 @@ pub fn page(reports: &Reports) -> Outcome<String> {
             .filter(|row| benches.contains(&table_of(row.figure)))
             .collect();
         let _ = write!(text, "\n## {title}\n\n{}\n", wrapped(sentence));
-        if rows.is_empty() {
-            text += "\nNot measured at this commit.\n";
-        } else {
+        if !rows.is_empty() {
             table(&mut text, &rows);
         }
+        not_measured(&mut text, benches, &rows);
+    }
+    let others: Vec<&Row> = rows.iter().filter(|row| !is_listed(row.figure)).collect();
+    if !others.is_empty() {
+        text += "\n## Other figures\n";
+        table(&mut text, &others);
     }
     python(&mut text, reports);
+    distributions(&mut text, reports, &rows);
     Ok(text)
+}
+
+/// Whether one of the tables has it.
+fn is_listed(figure: &Figure) -> bool {
+    let mut tables = TABLES.iter();
+    tables.any(|(_, _, benches)| benches.contains(&table_of(figure)))
+}
+
+/// Which part of `run` was measured in which mode.
+fn parts(text: &mut String, reports: &Reports) {
+    *text += "\n## Measured\n\n";
+    let _ = writeln!(text, "| part of `run` | {} |", MODES.join(" | "));
+    *text += "| --- | --- | --- | --- | --- |\n";
+    for (part, due) in PARTS {
+        let cells = MODES.iter().enumerate().map(|(index, mode)| {
+            let measured = (part.to_owned(), (*mode).to_owned());
+            match reports.parts.contains(&measured) {
+                true => "measured",
+                false if index < due => "**not measured**",
+                false => "",
+            }
+        });
+        let cells: Vec<&str> = cells.collect();
+        let _ = writeln!(text, "| {part} | {} |", cells.join(" | "));
+    }
+    let lacking = reports
+        .bench
+        .iter()
+        .flat_map(|report| &report.not_installed);
+    let lacking: BTreeSet<&str> = lacking.map(String::as_str).collect();
+    if !lacking.is_empty() {
+        let _ = writeln!(
+            text,
+            "\nNot installed there, so not measured: {}.",
+            joined(lacking)
+        );
+    }
+}
+
+fn pictures(text: &mut String, reports: &Reports, picture: &str) {
+    let folder = folder_name(reports);
+    let _ = writeln!(
+        text,
+        "\n![Round trips, restarts, and the times after a SIGKILL](results/{folder}/{picture})"
+    );
+    if !reports.pictures.is_empty() {
+        let links = reports.pictures.iter().map(|name| {
+            let stem = name.trim_end_matches(".svg");
+            format!("[{stem}](results/{folder}/{name})")
+        });
+        let links: Vec<String> = links.collect();
+        let _ = writeln!(text, "\nDistributions as pictures:\n{}.", links.join(",\n"));
+    }
+}
+
+/// Names the modes in which a benchmark of the table has no figure.
+fn not_measured(text: &mut String, benches: &[&str], rows: &[&Row]) {
+    let mut missing = Vec::new();
+    for bench in benches {
+        let is_there = |mode: &str| {
+            let mut rows = rows.iter();
+            rows.any(|row| table_of(row.figure) == *bench && row.mode == mode)
+        };
+        let due = modes_due(bench).iter();
+        let modes: Vec<&str> = due.copied().filter(|mode| !is_there(mode)).collect();
+        if !modes.is_empty() {
+            missing.push(format!("`{bench}` ({})", modes.join("; ")));
+        }
+    }
+    if !missing.is_empty() {
+        let said = format!("Not measured at this commit: {}.", missing.join(", "));
+        let _ = writeln!(text, "\n{}", wrapped(&said));
+    }
+}
+
+/// The quantiles of single measurements, in microseconds.
+fn distributions(text: &mut String, reports: &Reports, rows: &[Row]) {
+    *text += "\n## Distributions\n\n";
+    *text += &wrapped(
+        "Single measurements, in microseconds: of the figures above that have them, and of Python's \
+         awaited round trips at 1 MiB.",
+    );
+    *text += "\n\n| figure | mode | p50 | p90 | p99 | p99.9 | max |\n";
+    *text += "| --- | --- | --- | --- | --- | --- | --- |\n";
+    let us = |ns: u64| number(ns as f64 / 1e3);
+    for Row { mode, figure } in rows {
+        for (side, quantiles) in [("ours", &figure.ours_ns), ("floor", &figure.floor_ns)] {
+            if let Some(found) = quantiles {
+                let cells = found.named().map(|(_, ns)| us(ns)).join(" | ");
+                let (bench, name) = (&figure.bench, &figure.name);
+                let _ = writeln!(text, "| {bench}: {name}, {side} | {mode} | {cells} |");
+            }
+        }
+    }
+    for report in &reports.python {
+        for row in report.contestants.iter().filter(|row| row.bytes == 1 << 20) {
+            if let Some(found) = &row.awaited_ns {
+                let [p50, p90, p99, max] = [found.p50, found.p90, found.p99, found.max].map(us);
+                let mode = python_mode(report, &row.place);
+                let name = &row.contestant;
+                let _ = writeln!(
+                    text,
+                    "| python: {name} | {mode} | {p50} | {p90} | {p99} | | {max} |"
+                );
+            }
+        }
+    }
 }
 
 fn introduction(text: &mut String, reports: &Reports, head: &Head) {
@@ -189,7 +351,7 @@ fn rows(reports: &Reports) -> Vec<Row<'_>> {
     let mut rows = Vec::new();
     for report in &reports.bench {
         for figure in &report.figures {
-            let mode = mode_of(figure, &report.head);
+            let mode = mode_of(figure, report);
             if seen.insert((figure.bench.clone(), figure.name.clone(), mode.clone())) {
                 rows.push(Row { mode, figure });
             }
@@ -207,8 +369,9 @@ fn table_of(figure: &Figure) -> &str {
     }
 }
 
-fn mode_of(figure: &Figure, head: &Head) -> String {
-    if ["ring", "host rings", "host path"].contains(&table_of(figure)) {
+fn mode_of(figure: &Figure, report: &Bench) -> String {
+    let head = &report.head;
+    if modes_due(table_of(figure)) == ["host"] || report.device == "host" {
         "host".into()
     } else if figure.name.contains("two devices") {
         format!("two GPUs, {}", head.sharing())
@@ -379,8 +542,21 @@ fn versions(report: &Python) -> String {
 fn wanted(figure: &Figure) -> String {
     let limit = figure.target().unwrap_or_default();
     match figure.met {
-        Some(false) => format!("{limit}, **not met**"),
+        Some(false) => format!("{limit}, **not met**{}", missed_by(figure)),
         _ => limit,
+    }
+}
+
+/// `, by 7 %`: how far a figure is from its target.
+fn missed_by(figure: &Figure) -> String {
+    let share = |part: f64| format!(", by {} %", number(100.0 * part));
+    let distance = |over: f64| format!(", by {}", quantity(over, &figure.unit));
+    match (figure.wanted, figure.ratio, figure.floor) {
+        (Wanted::RatioAtMost(limit), Some(ratio), _) => share(ratio / limit - 1.0),
+        (Wanted::RatioAtLeast(limit), Some(ratio), _) => share(1.0 - ratio / limit),
+        (Wanted::BesideFloorAtMost(limit), _, Some(floor)) => distance(figure.ours - floor - limit),
+        (Wanted::AtMost(limit), _, _) => distance(figure.ours - limit),
+        _ => String::new(),
     }
 }
 
@@ -441,6 +617,106 @@ pub fn wrapped(paragraph: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn head(mode: &str) -> serde_json::Value {
+        serde_json::json!({
+            "commit": "0123456", "gpu": "H100", "driver": "580", "date": "2026-11-22T00:00:00Z",
+            "mode": mode
+        })
+    }
+
+    fn figure(bench: &str, name: &str) -> Figure {
+        Figure::new(bench, name, "us", &[1.5])
+            .beside(&[1.0])
+            .wanted(Wanted::RatioAtMost(1.2))
+    }
+
+    fn report(mode: &str, devices: u32, figures: &[Figure]) -> serde_json::Value {
+        serde_json::json!({
+            "head": head(mode), "quick": false, "device": "H100", "devices": devices, "cpus": 2,
+            "figures": figures
+        })
+    }
+
+    /// The page of the reports with these files' names.
+    fn page_of(files: &[(&str, serde_json::Value)]) -> String {
+        let folder = warpipe_testkit::temporary_folder().unwrap();
+        for (name, report) in files {
+            std::fs::write(folder.path().join(name), report.to_string()).unwrap();
+        }
+        page(&Reports::read(folder.path()).unwrap(), "round-trip.svg").unwrap()
+    }
+
+    #[test]
+    fn what_was_measured_with_one_gpu_and_with_two_stands_in_rows_of_its_own() {
+        let ring = |place: &str| figure("kernel_ring", &format!("8 bytes, {place}"));
+        let page = page_of(&[
+            ("bench-mps.json", report("mps", 1, &[ring("one device")])),
+            (
+                "bench-mps-x2.json",
+                report("mps-x2", 2, &[ring("two devices")]),
+            ),
+        ]);
+        assert!(
+            page.contains("| kernel_ring: 8 bytes, one device | MPS | 1.50 us"),
+            "{page}"
+        );
+        assert!(
+            page.contains("8 bytes, two devices | two GPUs, MPS | 1.50 us"),
+            "{page}"
+        );
+        let missing = "`kernel_ring` (time-sliced; two GPUs, time-sliced)";
+        assert!(page.contains(missing), "{page}");
+        assert!(page.contains("<= 1.2 x, **not met**, by 25.0 %"), "{page}");
+        assert!(
+            page.contains("| bench | **not measured** | measured | **not measured** | measured |")
+        );
+    }
+
+    #[test]
+    fn a_figure_of_no_table_and_a_lacking_peer_are_named() {
+        let mut host = report("timesliced", 1, &[figure("novel", "something")]);
+        host["not_installed"] = serde_json::json!(["pyzmq"]);
+        let page = page_of(&[("host-bench-timesliced.json", host)]);
+        assert!(
+            page.contains("## Other figures") && page.contains("| novel: something |"),
+            "{page}"
+        );
+        assert!(page.contains("not measured: pyzmq."), "{page}");
+    }
+
+    #[test]
+    fn the_bridge_on_the_host_is_told_from_the_one_with_a_gpu() {
+        let bridge = [figure("bridge", "1 MiB one way")];
+        let mut host = report("timesliced", 1, &bridge);
+        host["device"] = "host".into();
+        let page = page_of(&[
+            ("bridge-bench-host-timesliced.json", host),
+            (
+                "bridge-bench-timesliced.json",
+                report("timesliced", 1, &bridge),
+            ),
+        ]);
+        assert!(page.contains("| bridge: 1 MiB one way | host |"), "{page}");
+        assert!(
+            page.contains("| bridge: 1 MiB one way | time-sliced |"),
+            "{page}"
+        );
+    }
+
+    #[test]
+    fn a_missed_target_says_by_how_much() {
+        let by = |wanted, ours: f64| {
+            let figure = Figure::new("x", "y", "us", &[ours]).beside(&[10.0]);
+            missed_by(&figure.wanted(wanted))
+        };
+        assert_eq!(by(Wanted::RatioAtMost(1.1), 22.0), ", by 100.0 %");
+        assert_eq!(by(Wanted::RatioAtLeast(0.9), 4.5), ", by 50.0 %");
+        assert_eq!(by(Wanted::BesideFloorAtMost(2.0), 15.0), ", by 3.00 us");
+        assert_eq!(by(Wanted::AtMost(10.0), 15.0), ", by 5.00 us");
+        let unknown = Figure::new("x", "y", "us", &[1.0]).wanted(Wanted::RatioAtMost(1.1));
+        assert_eq!(missed_by(&unknown), "");
+    }
 
     #[test]
     fn a_number_has_three_or_four_digits() {

@@ -1,6 +1,6 @@
 //! The reports under `results/<gpu>/`: what `run` of the GPU bundle leaves, of one commit.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -59,8 +59,14 @@ impl Head {
 pub struct Bench {
     pub head: Head,
     quick: bool,
+    /// Its name: `host`, or a GPU's.
+    #[serde(default)]
+    pub device: String,
     pub devices: u32,
     pub cpus: u32,
+    /// Peers that the machine lacks.
+    #[serde(default)]
+    pub not_installed: Vec<String>,
     pub figures: Vec<Figure>,
 }
 
@@ -82,6 +88,9 @@ pub struct Contestant {
 #[derive(Debug, Deserialize)]
 pub struct Awaited {
     pub p50: u64,
+    pub p90: u64,
+    pub p99: u64,
+    pub max: u64,
 }
 
 /// The Rust library's own round trip, measured in the same run.
@@ -119,6 +128,10 @@ pub struct Reports {
     pub bench: Vec<Bench>,
     pub python: Vec<Python>,
     pub demo: Vec<Demo>,
+    /// The parts of `run` that left a report, each with its mode.
+    pub parts: BTreeSet<(String, String)>,
+    /// Pictures that a part left beside its report: their files' names.
+    pub pictures: Vec<String>,
 }
 
 /// Leaves out what a run with several GPUs measured on one of them, where a run with one did so.
@@ -140,6 +153,7 @@ const BENCHES: &[&str] = &[
     "bench-",
     "comparison-",
     "bridge-bench-",
+    "host-bench-",
     "weights-bench-",
     "torch-queue-bench-",
 ];
@@ -173,24 +187,33 @@ impl Reports {
             bench: Vec::new(),
             python: Vec::new(),
             demo: Vec::new(),
+            parts: BTreeSet::new(),
+            pictures: Vec::new(),
         };
         for path in files(folder)? {
+            if is_picture(&path) {
+                let name = path.file_name().unwrap_or_default();
+                reports.pictures.push(name.to_string_lossy().into_owned());
+            }
             match Kind::of(&path) {
                 Some(Kind::Bench) => {
                     let report: Bench = parse(&path)?;
                     report.head.check(&path)?;
+                    reports.parts.extend(part_of(&path, &report.head));
                     refuse_quick(report.quick, &path)?;
                     reports.bench.push(report);
                 }
                 Some(Kind::Python) => {
                     let report: Python = parse(&path)?;
                     report.head.check(&path)?;
+                    reports.parts.extend(part_of(&path, &report.head));
                     refuse_quick(report.quick, &path)?;
                     reports.python.push(report);
                 }
                 Some(Kind::Demo) => {
                     let report: Demo = parse(&path)?;
                     report.head.check(&path)?;
+                    reports.parts.extend(part_of(&path, &report.head));
                     reports.demo.push(report);
                 }
                 None => {}
@@ -245,6 +268,21 @@ impl Reports {
             )),
         }
     }
+}
+
+/// `bench-mps-x2.json` is of the part `bench` in the mode `mps-x2`.
+fn part_of(path: &Path, head: &Head) -> Option<(String, String)> {
+    let name = path.file_stem()?.to_str()?;
+    let part = name.strip_suffix(&head.mode)?.strip_suffix('-')?;
+    Some((part.to_owned(), head.mode.clone()))
+}
+
+/// Whether it is the picture of a report beside it.
+pub fn is_picture(path: &Path) -> bool {
+    let report = path.with_extension("json");
+    path.extension().is_some_and(|end| end == "svg")
+        && Kind::of(&report).is_some()
+        && report.exists()
 }
 
 /// The files of a folder, sorted.
@@ -304,6 +342,8 @@ mod tests {
             bench: Vec::new(),
             python: Vec::new(),
             demo: commits.iter().map(demo).collect(),
+            parts: BTreeSet::new(),
+            pictures: Vec::new(),
         }
     }
 
@@ -349,6 +389,21 @@ mod tests {
         assert!(head("0123456789ab").check(path).is_ok());
         assert!(head("0123456789ab-modified").check(path).is_err());
         assert!(head("unknown").check(path).is_err());
+    }
+
+    #[test]
+    fn the_name_of_a_file_says_the_part_of_run_and_its_mode() {
+        let mode = "mps-x2";
+        let head = Head {
+            mode: mode.into(),
+            ..head("0123456")
+        };
+        let part = |name: &str| part_of(Path::new(name), &head);
+        assert_eq!(
+            part("r/python-bench-mps-x2.json"),
+            Some(("python-bench".into(), mode.into()))
+        );
+        assert_eq!(part("r/bench-mps.json"), None);
     }
 
     #[test]

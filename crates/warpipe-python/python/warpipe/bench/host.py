@@ -276,7 +276,8 @@ def main(given: list[str] | None = None) -> int:
         told = ", ".join(f"{name} {statistics.median(medians):.1f} us" for name, medians in found.items())
         print(f"{place}: {told}", flush=True)
         all_figures += figures(place, found)
-    for missing in [other for other, ways in OTHERS.items() if not any(way in found for way in ways)]:
+    lacking = [other for other, ways in OTHERS.items() if not any(way in found for way in ways)]
+    for missing in lacking:
         print(f"left out: {missing} is not installed; pip install {missing}")
     for figure in all_figures:
         met = "met" if figure["met"] else "NOT MET"
@@ -284,7 +285,8 @@ def main(given: list[str] | None = None) -> int:
     if asked.out:
         asked.devices = 1
         device = warpipe.Device("host")
-        report = {**heading(device, "host", asked), "medians_us": all_medians, "figures": all_figures}
+        report = {**heading(device, "host", asked), "medians_us": all_medians, "not_installed": lacking}
+        report["figures"] = all_figures
         asked.out.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
