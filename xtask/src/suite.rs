@@ -210,6 +210,8 @@ impl Suite<'_> {
             "fake-cuda",
             "-p",
             "warpipe-cli",
+            "-p",
+            "warpipe-bench",
         ];
         self.cargo(
             "build of the conformance suite",
@@ -234,6 +236,16 @@ impl Suite<'_> {
                     sliced,
                     TEST_LIMIT,
                     Dialect::LastLine,
+                );
+                // Graphs are measured on a GPU alone.
+                let rings = Task::new(self.workspace.target.join("debug/warpipe-bench"))
+                    .args(["kernel-ring", "--quick", "--device", "cuda"])
+                    .env("LD_LIBRARY_PATH", &folder);
+                self.program(
+                    "benchmark of kernel rings, cuda over the fake driver",
+                    rings,
+                    TEST_LIMIT,
+                    Dialect::ExitCode,
                 );
                 let examples =
                     Task::new(cargo()).args(["test", "-p", "warpipe", "--test", "examples"]);

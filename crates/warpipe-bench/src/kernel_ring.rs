@@ -3,6 +3,9 @@
 //!
 //! Each measurement is one launch on either side. The floor's words lie as the ring's do: each side
 //! spins in its own memory, and a slot lies with the side that writes it.
+//!
+//! On a GPU also the ring's steps on a stream, replayed from a CUDA graph; the floor is the same
+//! steps launched one by one.
 
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
@@ -10,11 +13,13 @@ use std::time::{Duration, Instant};
 use anyhow::ensure;
 use serde::{Deserialize, Serialize};
 use warpipe::{Access, Device, DeviceId, DevicePtr, Domain, KernelRing, Stream};
+use warpipe_cli::device_arg::DeviceArg;
 use warpipe_cli::raw::Memory;
 use warpipe_kernels::ring::{self, Bare, Items};
 use warpipe_testkit::figure::{Figure, Wanted};
 
 use super::Role;
+use super::graph::Graphs;
 use super::peer_process::{Control, PeerProcess};
 use super::setup::{BenchDomain, PATIENCE, Setup};
 
@@ -66,9 +71,10 @@ impl Terms {
 }
 
 pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
-    let place = setup
-        .second
-        .map_or(setup.place(), |second| setup.place_on(second));
+    let (place, between) = match setup.second {
+        Some(second) => (setup.place_on(second), "two devices"),
+        None => (setup.place(), "one device"),
+    };
     let terms = Terms::of(setup, place);
     let own = create(&setup.domain, &setup.device, "bench/ring-out", 1 << 12, 8)?;
     let peer = PeerProcess::start(&Role::KernelRing(terms.clone()))?;
@@ -105,7 +111,7 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
                 ours.push(each(ringed));
             }
         }
-        let what = format!("{name} there and back between two kernels");
+        let what = format!("{name} there and back between two kernels, {between}");
         figures.push(
             Figure::new("kernel_ring", &what, "us", &ours)
                 .beside(&floor)
@@ -130,12 +136,39 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
             ours.push(gigabytes(drained));
         }
     }
+    let what = format!("1 MiB slots written, and copied by the consumer, {between}");
     figures.push(
-        Figure::new("kernel_ring", "1 MiB slots written, and copied by the consumer", "GB/s", &ours)
+        Figure::new("kernel_ring", what, "GB/s", &ours)
             .beside(&floor)
             .wanted(Wanted::RatioAtLeast(0.9))
             .note("the floor is the same copy of the other process's memory, without a ring and without a writer"),
     );
+    if let DeviceArg::Cuda(ordinal) = setup.choice {
+        let steps = Steps::begin(&setup.device, &setup.domain)?;
+        let (mut replayed, mut launched) = (Vec::new(), Vec::new());
+        steps.travel(
+            ordinal,
+            terms.rounds,
+            terms.trips,
+            &peer.control,
+            |replays, took| {
+                let each = took.as_nanos() as f64 / 1e3 / terms.trips as f64;
+                if replays {
+                    &mut replayed
+                } else {
+                    &mut launched
+                }
+                .push(each);
+            },
+        )?;
+        let what = format!("steps on a stream, there and back, replayed from a graph, {between}");
+        figures.push(
+            Figure::new("kernel_ring", what, "us", &replayed)
+                .beside(&launched)
+                .wanted(Wanted::RatioAtMost(1.3))
+                .note("the floor is the same steps launched one by one"),
+        );
+    }
     peer.end()?;
     Ok(figures)
 }
@@ -178,7 +211,107 @@ pub fn answer(terms: &Terms, control: &Control) -> anyhow::Result<()> {
         side.stream.synchronize(PATIENCE)?;
         side.check()?;
     }
+    if let DeviceArg::Cuda(ordinal) = terms.place.device {
+        let steps = Steps::answer(&device, &domain)?;
+        steps.travel(ordinal, terms.rounds, terms.trips, control, |_, _| ())?;
+    }
     Ok(())
+}
+
+/// Two rings whose steps are enqueued on a stream: one process sends, and the other sends back.
+struct Steps {
+    sends: KernelRing,
+    receives: KernelRing,
+    stream: Stream,
+    capturing: Stream,
+    begins: bool,
+}
+
+impl Steps {
+    fn begin(device: &Device, domain: &Domain) -> anyhow::Result<Steps> {
+        let sends = create(domain, device, "bench/ring-steps-out", 1 << 12, 8)?;
+        let receives = open(domain, device, "bench/ring-steps-back")?;
+        Steps::of(device, sends, receives, true)
+    }
+
+    fn answer(device: &Device, domain: &Domain) -> anyhow::Result<Steps> {
+        let sends = create(domain, device, "bench/ring-steps-back", 1 << 12, 8)?;
+        let receives = open(domain, device, "bench/ring-steps-out")?;
+        Steps::of(device, sends, receives, false)
+    }
+
+    fn of(
+        device: &Device,
+        sends: KernelRing,
+        receives: KernelRing,
+        begins: bool,
+    ) -> anyhow::Result<Steps> {
+        sends.wait_for_consumers(PATIENCE)?;
+        Ok(Steps {
+            sends,
+            receives,
+            stream: device.stream()?,
+            capturing: device.stream()?,
+            begins,
+        })
+    }
+
+    /// Launched one by one and replayed in turns; each turn's time, but for the first two.
+    fn travel(
+        &self,
+        ordinal: u32,
+        rounds: usize,
+        trips: u64,
+        control: &Control,
+        mut took: impl FnMut(bool, Duration),
+    ) -> anyhow::Result<()> {
+        let graphs = Graphs::of(ordinal)?;
+        let graph = graphs.record(&self.capturing, || self.trip(&self.capturing))?;
+        self.receives.params(&self.stream)?;
+        self.sends.params(&self.stream)?;
+        for turn in 0..2 * (rounds + 1) {
+            let replays = turn % 2 == 1;
+            // Both begin together.
+            control.send(&())?;
+            control.hear::<()>()?;
+            let start = Instant::now();
+            for _ in 0..trips {
+                match replays {
+                    true => graph.launch(&self.stream)?,
+                    false => self.trip(&self.stream)?,
+                }
+            }
+            self.stream.synchronize(PATIENCE)?;
+            let elapsed = start.elapsed();
+            self.receives.check()?;
+            self.sends.check()?;
+            if turn > 1 {
+                took(replays, elapsed);
+            }
+        }
+        Ok(())
+    }
+
+    /// One trip, as this side sees it.
+    fn trip(&self, stream: &Stream) -> anyhow::Result<()> {
+        if self.begins {
+            self.send(stream)?;
+            self.receive(stream)
+        } else {
+            self.receive(stream)?;
+            self.send(stream)
+        }
+    }
+
+    fn send(&self, stream: &Stream) -> anyhow::Result<()> {
+        self.sends.wait_on(stream)?;
+        Ok(self.sends.publish_on(stream)?)
+    }
+
+    fn receive(&self, stream: &Stream) -> anyhow::Result<()> {
+        self.receives.wait_on(stream)?;
+        Ok(self.receives.release_on(stream)?)
+    }
 }
 
 fn create(

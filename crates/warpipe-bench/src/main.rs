@@ -12,6 +12,7 @@ mod c_interface;
 mod death;
 mod fanout;
 mod fanout_rings;
+mod graph;
 mod handoff;
 mod idle;
 mod kernel_ring;
