@@ -18,6 +18,7 @@ use warpipe_testkit::figure::{Figure, Wanted};
 
 use super::Role;
 use super::peer_process::{Control, PeerProcess};
+use super::pin;
 use super::setup::{BenchDomain, IN_FLIGHT, PATIENCE, Setup};
 
 /// Floats that the kernels work on: a hand-over's cost, not theirs, is measured.
@@ -50,6 +51,8 @@ pub struct Terms {
     pub piped: usize,
     /// Round trips of a round that A's CPU waits for, each.
     pub single: usize,
+    /// The CPUs to which A's and B's threads are kept.
+    pub cpus: Option<[usize; 2]>,
 }
 
 /// The results: microseconds a round trip for each round, and nanoseconds of single ones.
@@ -95,6 +98,7 @@ fn case(setup: &Setup, name: String, place: BenchDomain, answer: Answer) -> anyh
         rounds: setup.rounds(),
         piped,
         single,
+        cpus: None,
     };
     let measured = measure(setup, &terms)?;
     let note = format!(
@@ -133,6 +137,10 @@ pub fn measure(setup: &Setup, terms: &Terms) -> anyhow::Result<Measured> {
     let words = Words::create(&setup.device, 2)?;
     let own = Memory::allocate(&setup.device, KERNEL_BYTES)?;
     let peer = PeerProcess::start(&Role::Handoff(terms.clone()))?;
+    let _here = terms
+        .cpus
+        .map(|[a, _]| pin::this_thread_to(a))
+        .transpose()?;
     let control = &peer.control;
     control.send_fd(words.fd())?;
     let theirs = exchange(control, &setup.device, &own)?;
@@ -307,6 +315,10 @@ impl End {
 /// B's part: the same phases in the same order.
 pub fn answer(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let (device, domain) = terms.place.open()?;
+    let _here = terms
+        .cpus
+        .map(|[_, b]| pin::this_thread_to(b))
+        .transpose()?;
     let words = Words::open(&device, control.receive_fd()?, 2)?;
     let own = Memory::allocate(&device, KERNEL_BYTES)?;
     let stream = device.stream()?;

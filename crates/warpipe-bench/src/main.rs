@@ -18,6 +18,7 @@ mod idle;
 mod kernel_ring;
 mod legacy;
 mod pipeline;
+mod placement;
 mod plot;
 mod queue;
 mod report;
@@ -49,9 +50,9 @@ use setup::Setup;
 #[derive(Debug, Parser)]
 #[command(name = "warpipe-bench", version)]
 struct BenchArgs {
-    /// The benchmark to run
+    /// The benchmarks to run
     #[arg(value_enum, default_value = "all")]
-    what: What,
+    what: Vec<What>,
     /// Number of GPUs: with 2, the hand-over is also measured from one GPU to the other
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=2))]
     devices: u32,
@@ -64,7 +65,7 @@ struct BenchArgs {
     /// How the processes share the GPU, as the report names it; detected by default
     #[arg(long)]
     mode: Option<String>,
-    /// Writes all figures to this file, as JSON; by default no file is written
+    /// Writes all figures to this file, as JSON, after each benchmark; by default none is written
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
     /// Draws the distributions into this directory, as SVG; by default nothing is drawn
@@ -114,13 +115,15 @@ enum What {
     KernelRing,
     /// CPU time of a hand-over through the C interface, beside Rust's
     C,
+    /// Round trips with both processes kept to CPUs near the GPU, or far from it
+    Placement,
     /// CPU time of a hand-over that is counted in the statistics page, beside one that is not
     Statistics,
 }
 
 type Benchmark = fn(&Setup) -> anyhow::Result<Vec<Figure>>;
 
-const BENCHMARKS: [(What, Benchmark); 17] = [
+const BENCHMARKS: [(What, Benchmark); 18] = [
     (What::Handoff, handoff::run),
     (What::Pipeline, pipeline::run),
     (What::Send, send::run),
@@ -137,6 +140,7 @@ const BENCHMARKS: [(What, Benchmark); 17] = [
     (What::Legacy, legacy::run),
     (What::KernelRing, kernel_ring::run),
     (What::C, c_interface::run),
+    (What::Placement, placement::run),
     (What::Statistics, statistics::run),
 ];
 
@@ -172,10 +176,16 @@ fn main() -> anyhow::Result<()> {
     let (mut figures, mut failed) = (Vec::new(), Vec::new());
     for (what, benchmark) in BENCHMARKS
         .iter()
-        .filter(|(what, _)| [*what, What::All].contains(&args.what))
+        .filter(|(what, _)| args.what.contains(what) || args.what.contains(&What::All))
     {
         match benchmark(&setup) {
-            Ok(measured) => figures.extend(measured.into_iter().inspect(report::figure)),
+            Ok(measured) => {
+                figures.extend(measured.into_iter().inspect(report::figure));
+                // A run that is killed in a later one keeps these.
+                if let Some(path) = &args.out {
+                    report::write(path, &setup, &figures)?;
+                }
+            }
             // The figures of the others count all the same.
             Err(error) => {
                 eprintln!("{what:?} could not be run: {error:#}");

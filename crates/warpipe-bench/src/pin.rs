@@ -16,11 +16,18 @@ pub fn this_thread(index: usize) -> anyhow::Result<Pinned> {
     let allowed: Vec<usize> = (0..CpuSet::MAX_CPU)
         .filter(|&cpu| before.is_set(cpu))
         .collect();
-    if let Some(cpu) = allowed.get(index % allowed.len().max(1)) {
-        let mut only = CpuSet::new();
-        only.set(*cpu);
-        sched_setaffinity(None, &only).context("sched_setaffinity")?;
+    match allowed.get(index % allowed.len().max(1)) {
+        Some(cpu) => this_thread_to(*cpu),
+        None => Ok(Pinned { before }),
     }
+}
+
+/// Keeps this thread to this CPU.
+pub fn this_thread_to(cpu: usize) -> anyhow::Result<Pinned> {
+    let before = sched_getaffinity(None).context("sched_getaffinity")?;
+    let mut only = CpuSet::new();
+    only.set(cpu);
+    sched_setaffinity(None, &only).context("sched_setaffinity")?;
     Ok(Pinned { before })
 }
 

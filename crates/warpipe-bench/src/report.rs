@@ -109,6 +109,7 @@ struct Report<'a> {
     figures: &'a [Figure],
 }
 
+/// Replaces the file at once: a reader never sees a part.
 pub fn write(path: &Path, setup: &Setup, figures: &[Figure]) -> anyhow::Result<()> {
     let info = setup.device.info();
     let report = Report {
@@ -127,5 +128,8 @@ pub fn write(path: &Path, setup: &Setup, figures: &[Figure]) -> anyhow::Result<(
     };
     let mut text = serde_json::to_string_pretty(&report)?;
     text.push('\n');
-    std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+    let partial = path.with_extension("partial");
+    std::fs::write(&partial, text)
+        .and_then(|()| std::fs::rename(&partial, path))
+        .with_context(|| format!("cannot write {}", path.display()))
 }

@@ -52,5 +52,6 @@ fn terms(setup: &Setup, bytes: u64) -> Terms {
         rounds: setup.rounds().min(3),
         piped,
         single,
+        cpus: None,
     }
 }

@@ -84,7 +84,7 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
 }
 
 fn measure(setup: &Setup, count: usize) -> anyhow::Result<Vec<Figure>> {
-    let wait = Duration::from_millis(if setup.quick { 300 } else { 5_000 });
+    let wait = Duration::from_millis(if setup.quick { 300 } else { 2_000 });
     allow_descriptors(count)?;
     let before = footprint()?;
     let limit = count as u32 + 1;

@@ -1,6 +1,7 @@
 //! `warpipe-bench`: that it runs, and what it writes. No figure is judged here.
 
-use std::process::{Command, Output};
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
 use warpipe_testkit::temporary_folder;
@@ -107,6 +108,40 @@ fn check_figure(figure: &Value) {
             ["p50", "p90", "p99", "p999", "max"].map(|name| quantiles[name].as_u64().unwrap());
         assert!(values.is_sorted(), "quantiles out of order: {figure}");
     }
+}
+
+#[test]
+fn several_benchmarks_run_in_one_call() {
+    let (report, _) = measure("handoff", &["send"]);
+    let figures = report["figures"].as_array().unwrap();
+    let of = |bench: &str| figures.iter().any(|figure| figure["bench"] == bench);
+    assert!(of("handoff") && of("send") && !of("size"), "{figures:?}");
+}
+
+#[test]
+fn a_report_has_what_was_measured_before_a_benchmark_that_is_killed() {
+    let folder = temporary_folder().unwrap();
+    let report = folder.path().join("report.json");
+    let mut run = Command::new(env!("CARGO_BIN_EXE_warpipe-bench"))
+        .args([
+            "send",
+            "subscribers",
+            "--device",
+            "host",
+            "--quick",
+            "--out",
+        ])
+        .arg(&report)
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(run.stdout.take().unwrap()).lines();
+    // The first line of a later benchmark: the report of the earlier one is written by then.
+    assert!(lines.any(|line| line.unwrap().starts_with("subscribers: ")));
+    run.kill().unwrap();
+    run.wait().unwrap();
+    let report: Value = serde_json::from_slice(&std::fs::read(&report).unwrap()).unwrap();
+    assert_eq!(report["figures"][0]["bench"], "send");
 }
 
 #[test]

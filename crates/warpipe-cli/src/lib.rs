@@ -6,6 +6,8 @@
 #![deny(missing_docs)]
 
 #[doc(hidden)]
+pub mod cpus;
+#[doc(hidden)]
 pub mod device_arg;
 #[doc(hidden)]
 pub mod raw;

@@ -30,6 +30,7 @@ pub fn run(args: &DoctorArgs) -> anyhow::Result<Exit> {
     for (name, gpu) in &gpus {
         report.section(&format!("{name}: {}", gpu.info().name))?;
         examine(&mut report, name, gpu, domain.as_ref())?;
+        report.add(system::cpus(&gpu.info().id).of(name))?;
     }
     if !gpus.is_empty() {
         report.section("between GPUs")?;

@@ -9,11 +9,12 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::process::{Resource, getrlimit};
-use warpipe::Domain;
 use warpipe::nvtx::{self, State};
+use warpipe::{DeviceId, Domain};
 
 use super::child::{Task, command};
 use super::report::Check;
+use crate::cpus::{self, Neighbours};
 use crate::exit::hint;
 use crate::output;
 use crate::process;
@@ -153,6 +154,47 @@ pub fn mps() -> Check {
     }
 }
 
+/// Whether this process may run beside the GPU: its CPUs, and those of the GPU's NUMA node.
+pub fn cpus(gpu: &DeviceId) -> Check {
+    let beside = cpus::beside(Path::new("/"), &gpu.to_string());
+    cpus_of(beside.as_ref(), &cpus::allowed())
+}
+
+fn cpus_of(beside: Option<&Neighbours>, allowed: &[usize]) -> Check {
+    let name = "CPUs beside it";
+    let may = cpus::listed(allowed);
+    let Some(beside) = beside else {
+        return Check::ok(
+            name,
+            format!("not shown by the driver here; this process may use CPUs {may}"),
+        );
+    };
+    let Some(node) = beside.node else {
+        return Check::ok(
+            name,
+            format!("no NUMA node is nearer; this process may use CPUs {may}"),
+        );
+    };
+    let near = cpus::listed(&beside.cpus);
+    let detail = format!("NUMA node {node}, CPUs {near}; this process may use CPUs {may}");
+    let is_near = |cpu: &&usize| beside.cpus.contains(cpu);
+    match allowed.iter().filter(is_near).count() {
+        0 => Check::no(
+            name,
+            format!("{detail}, all of them on another node: hand-overs take longer"),
+            format!(
+                "start the processes with `taskset -c {near}` or `numactl --cpunodebind={node}`; \
+                 give a container these CPUs (`--cpuset-cpus={near}`)"
+            ),
+        ),
+        count if count == allowed.len() => Check::ok(name, detail),
+        _ => Check::ok(
+            name,
+            format!("{detail}; `taskset -c {near}` keeps a process beside the GPU"),
+        ),
+    }
+}
+
 /// The hardware queues that the streams of one process share, by what the environment asks for.
 pub fn queues() -> Check {
     queues_of(
@@ -261,6 +303,41 @@ mod tests {
                 && few(Some("7"), true)
                 && few(Some("many"), false)
         );
+    }
+
+    #[test]
+    fn cpus_of_another_node_than_the_gpu_are_named_with_the_command_that_moves_there() {
+        let beside = Neighbours {
+            node: Some(1),
+            cpus: vec![4, 5, 6, 7],
+        };
+        let check = |beside: Option<&Neighbours>, allowed: &[usize]| {
+            let check = serde_json::to_value(cpus_of(beside, allowed)).unwrap();
+            (
+                check["verdict"].as_str().unwrap().to_owned(),
+                format!("{} {}", check["detail"], check["next"]),
+            )
+        };
+        let (verdict, said) = check(Some(&beside), &[0, 1, 2, 3]);
+        assert_eq!(verdict, "no");
+        for words in [
+            "NUMA node 1, CPUs 4-7",
+            "may use CPUs 0-3",
+            "taskset -c 4-7",
+        ] {
+            assert!(said.contains(words), "{said}");
+        }
+        assert!(said.contains("numactl --cpunodebind=1"), "{said}");
+        let (verdict, said) = check(Some(&beside), &[3, 4]);
+        assert!(verdict == "ok" && said.contains("taskset -c 4-7"), "{said}");
+        let (verdict, said) = check(Some(&beside), &[5, 6]);
+        assert!(verdict == "ok" && !said.contains("taskset"), "{said}");
+        let nowhere = Neighbours {
+            node: None,
+            cpus: vec![0],
+        };
+        assert_eq!(check(Some(&nowhere), &[1]).0, "ok");
+        assert_eq!(check(None, &[1]).0, "ok");
     }
 
     #[test]
