@@ -105,6 +105,8 @@ fn of_one_way(setup: &Setup, way: Way, busy: bool) -> anyhow::Result<Vec<Figure>
     let runs = match (setup.quick, way) {
         (true, Way::Orphaned) => 1,
         (true, _) => 3,
+        // Each takes two lives of a child.
+        (false, Way::Orphaned) => 6,
         (false, _) => 12,
     };
     let (mut reported, mut lost, mut shown, mut reused, mut pidfd) =
