@@ -71,10 +71,7 @@ impl Terms {
 }
 
 pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
-    let (place, between) = match setup.second {
-        Some(second) => (setup.place_on(second), "two devices"),
-        None => (setup.place(), "one device"),
-    };
+    let (place, between) = places(setup);
     let terms = Terms::of(setup, place);
     let own = create(&setup.domain, &setup.device, "bench/ring-out", 1 << 12, 8)?;
     let peer = PeerProcess::start(&Role::KernelRing(terms.clone()))?;
@@ -143,32 +140,6 @@ pub fn run(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
             .wanted(Wanted::RatioAtLeast(0.9))
             .note("the floor is the same copy of the other process's memory, without a ring and without a writer"),
     );
-    if let DeviceArg::Cuda(ordinal) = setup.choice {
-        let steps = Steps::begin(&setup.device, &setup.domain)?;
-        let (mut replayed, mut launched) = (Vec::new(), Vec::new());
-        steps.travel(
-            ordinal,
-            terms.rounds,
-            terms.trips,
-            &peer.control,
-            |replays, took| {
-                let each = took.as_nanos() as f64 / 1e3 / terms.trips as f64;
-                if replays {
-                    &mut replayed
-                } else {
-                    &mut launched
-                }
-                .push(each);
-            },
-        )?;
-        let what = format!("steps on a stream, there and back, replayed from a graph, {between}");
-        figures.push(
-            Figure::new("kernel_ring", what, "us", &replayed)
-                .beside(&launched)
-                .wanted(Wanted::RatioAtMost(1.3))
-                .note("the floor is the same steps launched one by one"),
-        );
-    }
     peer.end()?;
     Ok(figures)
 }
@@ -211,11 +182,53 @@ pub fn answer(terms: &Terms, control: &Control) -> anyhow::Result<()> {
         side.stream.synchronize(PATIENCE)?;
         side.check()?;
     }
-    if let DeviceArg::Cuda(ordinal) = terms.place.device {
-        let steps = Steps::answer(&device, &domain)?;
-        steps.travel(ordinal, terms.rounds, terms.trips, control, |_, _| ())?;
-    }
     Ok(())
+}
+
+/// The steps on a stream; nothing on the host, the streams of which record no graphs.
+pub fn replays(setup: &Setup) -> anyhow::Result<Vec<Figure>> {
+    let DeviceArg::Cuda(ordinal) = setup.choice else {
+        return Ok(Vec::new());
+    };
+    let (place, between) = places(setup);
+    let terms = Terms::of(setup, place);
+    let peer = PeerProcess::start(&Role::KernelRingSteps(terms.clone()))?;
+    let steps = Steps::begin(&setup.device, &setup.domain)?;
+    let (mut replayed, mut launched) = (Vec::new(), Vec::new());
+    let each = |took: Duration| took.as_nanos() as f64 / 1e3 / terms.trips as f64;
+    steps.travel(ordinal, &terms, &peer.control, |replays, took| {
+        let rounds = match replays {
+            true => &mut replayed,
+            false => &mut launched,
+        };
+        rounds.push(each(took));
+    })?;
+    peer.end()?;
+    let what = format!("steps on a stream, there and back, replayed from a graph, {between}");
+    Ok(vec![
+        Figure::new("kernel_ring", what, "us", &replayed)
+            .beside(&launched)
+            .wanted(Wanted::RatioAtMost(1.3))
+            .note("the floor is the same steps launched one by one"),
+    ])
+}
+
+/// The other process's part.
+pub fn answer_replays(terms: &Terms, control: &Control) -> anyhow::Result<()> {
+    let (device, domain) = terms.place.open()?;
+    let DeviceArg::Cuda(ordinal) = terms.place.device else {
+        anyhow::bail!("a graph needs a GPU");
+    };
+    let steps = Steps::answer(&device, &domain)?;
+    steps.travel(ordinal, terms, control, |_, _| ())
+}
+
+/// Where the other process works, and its words.
+fn places(setup: &Setup) -> (BenchDomain, &'static str) {
+    match setup.second {
+        Some(second) => (setup.place_on(second), "two devices"),
+        None => (setup.place(), "one device"),
+    }
 }
 
 /// Two rings whose steps are enqueued on a stream: one process sends, and the other sends back.
@@ -260,8 +273,7 @@ impl Steps {
     fn travel(
         &self,
         ordinal: u32,
-        rounds: usize,
-        trips: u64,
+        terms: &Terms,
         control: &Control,
         mut took: impl FnMut(bool, Duration),
     ) -> anyhow::Result<()> {
@@ -269,13 +281,13 @@ impl Steps {
         let graph = graphs.record(&self.capturing, || self.trip(&self.capturing))?;
         self.receives.params(&self.stream)?;
         self.sends.params(&self.stream)?;
-        for turn in 0..2 * (rounds + 1) {
+        for turn in 0..2 * (terms.rounds + 1) {
             let replays = turn % 2 == 1;
             // Both begin together.
             control.send(&())?;
             control.hear::<()>()?;
             let start = Instant::now();
-            for _ in 0..trips {
+            for _ in 0..terms.trips {
                 match replays {
                     true => graph.launch(&self.stream)?,
                     false => self.trip(&self.stream)?,

@@ -123,7 +123,7 @@ enum What {
 
 type Benchmark = fn(&Setup) -> anyhow::Result<Vec<Figure>>;
 
-const BENCHMARKS: [(What, Benchmark); 18] = [
+const BENCHMARKS: [(What, Benchmark); 19] = [
     (What::Handoff, handoff::run),
     (What::Pipeline, pipeline::run),
     (What::Send, send::run),
@@ -139,6 +139,7 @@ const BENCHMARKS: [(What, Benchmark); 18] = [
     (What::Semaphore, semaphore::run),
     (What::Legacy, legacy::run),
     (What::KernelRing, kernel_ring::run),
+    (What::KernelRing, kernel_ring::replays),
     (What::C, c_interface::run),
     (What::Placement, placement::run),
     (What::Statistics, statistics::run),
@@ -161,6 +162,7 @@ enum Role {
     Semaphore(semaphore::Terms),
     Legacy(legacy::Terms),
     KernelRing(kernel_ring::Terms),
+    KernelRingSteps(kernel_ring::Terms),
     Statistics(statistics::Terms),
 }
 
@@ -220,6 +222,7 @@ fn play(role: Role) -> anyhow::Result<()> {
         Role::Attach(terms) => attach::offer(&terms, &control),
         Role::Semaphore(terms) => semaphore::answer(&terms, &control),
         Role::KernelRing(terms) => kernel_ring::answer(&terms, &control),
+        Role::KernelRingSteps(terms) => kernel_ring::answer_replays(&terms, &control),
         Role::Legacy(terms) => legacy::export(&terms, &control),
         Role::Statistics(terms) => statistics::measure(&terms, &control),
     }
