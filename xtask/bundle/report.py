@@ -177,7 +177,8 @@ def main(work, out, mode):
     # A benchmark fails with a contestant that fails, and the report says which; one that was cut off left what it had.
     ran = {part["name"] for part in parts if part["status"] != "skipped"}
     for name, report in files.items():
-        if name in ran and report is not None:
+        # One without a head is of a run that was killed before it came here.
+        if report is not None and (name in ran or "head" not in report):
             keep(out / f"{name}-{mode}.json", head, report)
     if "demo-text" in ran:
         keep(out / f"demo-{mode}.json", head, {"output": read(work / "parts" / "demo-text.out").splitlines()})
