@@ -135,6 +135,20 @@ class Bench:
         })  # fmt: skip
         print(f"  {name}: {ours:.1f} ms beside {floor:.1f}, ratio {ratio:.2f}", flush=True)
 
+    def memory_figures(self, used: list[float]) -> None:
+        """GiB of the device that 1, 2 and 4 workers use, their contexts included, beside a copy of the model for each."""
+        if self.device == "host":
+            return
+        model = self.report["bytes"] / (1 << 30)
+        for workers, ours in zip((1, 2, WORKERS), used, strict=True):
+            ours -= self.report["idle_gib"]
+            copies, many = workers * model, "worker" if workers == 1 else "workers"
+            self.figures.append({
+                "bench": "weights", "name": f"GPU memory with {workers} {many}, beside a copy for each", "unit": "GiB",
+                "ours": ours, "floor": copies, "ratio": ours / copies, "wanted": "nothing", "met": None,
+            })  # fmt: skip
+            print(f"  GPU memory with {workers} {many}: {ours:.2f} GiB beside {copies:.2f}", flush=True)
+
     # Processes.
 
     def worker(self, way: str, forever: bool = False) -> Process:
@@ -281,6 +295,7 @@ class Bench:
             if count + 1 in (1, 2, WORKERS):
                 used.append(self.used())
         self.report["used_gib"] = {"keeper": used[0], "workers 1, 2, 4": used[1:]}
+        self.memory_figures(used[1:])
         takeovers, restarts, answers = [], [], 0
         kills_at_once = max(1, min(kills, WORKERS - 1))
         for kill in range(kills):
