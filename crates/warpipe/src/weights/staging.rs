@@ -30,6 +30,9 @@ pub(super) struct Staging {
     current: usize,
 }
 
+/// Looks at a copy (`cuEventQuery`) before a reader sleeps between them.
+const POLLS_BEFORE_SLEEP: u32 = 16;
+
 #[derive(Debug, Clone, Copy)]
 enum Direction {
     ToDevice,
@@ -93,7 +96,9 @@ impl Staging {
     }
 
     fn buffer(&mut self, index: usize, timeout: Duration) -> Result<&mut [u8]> {
-        let (start, mut backoff) = (Instant::now(), Backoff::default());
+        // Sleeps soon: readers that all ask the driver hold each other up, and the other buffers are
+        // on their way meanwhile.
+        let (start, mut backoff) = (Instant::now(), Backoff::spinning(POLLS_BEFORE_SLEEP));
         while !self.is_free(index)? {
             if start.elapsed() >= timeout {
                 return Err(Error::Timeout {
