@@ -49,6 +49,7 @@ cases! {
     PAGEABLE_CONTROL = pageable_control;
     UPLOAD_LIMIT = upload_limit;
     DOWNLOAD_IN_PLACE = download_in_place;
+    DOWNLOAD_ALL = download_all;
     DOWNLOAD_LIMIT = download_limit;
     REFUSED_DOWNLOAD = refused_download;
     CALL = call;

@@ -88,6 +88,11 @@ fn uploads_behind_a_stream_that_waits_are_limited_by_a_typed_error_and_the_room_
 }
 
 #[test]
+fn pieces_that_are_downloaded_at_once_come_each_to_its_place() {
+    FakeDriver::new().run(cases::DOWNLOAD_ALL);
+}
+
+#[test]
 fn a_download_behind_a_stream_that_waits_ends_in_a_typed_timeout_and_touches_nothing_afterwards() {
     FakeDriver::new().run(cases::DOWNLOAD_LIMIT);
 }

@@ -212,3 +212,28 @@ pub fn download_in_place() {
     unsafe { backend.download(stream.raw(), out, region.ptr) }.unwrap();
     assert!(out.iter().all(|&byte| byte == 5));
 }
+
+pub fn download_all() {
+    // More pieces, and more bytes, than are under way at once.
+    let sizes: Vec<usize> = (0..20).map(|it| it * 4096 + 1).collect();
+    let sizes = [sizes, vec![0, 3 << 20, 5, 4 << 20]].concat();
+    let device = gpu();
+    let region = device.backend().allocate(32 * MIB).unwrap();
+    let stream = device.stream().unwrap();
+    let bytes: Vec<u8> = (0..32 * MIB).map(|at| (at >> 8 ^ at) as u8).collect();
+    write(&device, &stream, region.ptr, &bytes).unwrap();
+    // Backwards, so that no piece lies behind the one before it.
+    let mut found: Vec<Vec<u8>> = sizes.iter().map(|&size| vec![0; size]).collect();
+    let (mut pieces, mut end) = (Vec::new(), 32 << 20);
+    for out in &mut found {
+        end -= out.len();
+        pieces.push((&mut out[..], region.ptr + end as u64));
+    }
+    // SAFETY: the pieces lie in the region.
+    unsafe { device.backend().download_all(stream.raw(), &mut pieces) }.unwrap();
+    let mut end = 32 << 20;
+    for out in &found {
+        end -= out.len();
+        assert!(*out == bytes[end..end + out.len()], "{} bytes", out.len());
+    }
+}

@@ -325,6 +325,23 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     /// `src` is readable for `dst.len()` bytes.
     unsafe fn download(&self, stream: RawStream, dst: &mut [u8], src: DevicePtr) -> Result<()>;
 
+    /// As [`download`](Self::download) of each piece, with one wait where the device allows it:
+    /// all copies are enqueued before the first is waited for.
+    ///
+    /// # Safety
+    /// As for [`download`](Self::download), for each piece.
+    unsafe fn download_all(
+        &self,
+        stream: RawStream,
+        pieces: &mut [(&mut [u8], DevicePtr)],
+    ) -> Result<()> {
+        for (dst, src) in pieces {
+            // SAFETY: the caller's promise.
+            unsafe { self.download(stream, dst, *src) }?;
+        }
+        Ok(())
+    }
+
     /// `cuLaunchKernel`: enqueues `kernel` over `grid` blocks of `block` threads; on the host its
     /// CPU implementation.
     ///

@@ -379,6 +379,15 @@ impl Backend for CudaBackend {
         unsafe { self.download_bytes(stream.0, dst, src) }
     }
 
+    unsafe fn download_all(
+        &self,
+        stream: RawStream,
+        pieces: &mut [(&mut [u8], DevicePtr)],
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.download_pieces(stream.0, pieces) }
+    }
+
     unsafe fn launch(
         &self,
         stream: RawStream,

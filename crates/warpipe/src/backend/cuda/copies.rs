@@ -19,8 +19,11 @@ use crate::backoff::Backoff;
 use crate::error::{Error, Result};
 use crate::slow_path::{self, SlowPath};
 
-/// Pieces of one download that are in progress at once.
-const WINDOW: usize = 4;
+/// Bytes of one download that are in progress at once, in pieces.
+const WINDOW_BYTES: usize = 4 * LARGEST;
+
+/// Pieces of one download that are in progress at once, of small ones.
+const WINDOW: usize = 16;
 
 /// The limit for a copy's wait for staging memory, or for the stream's earlier work.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -168,10 +171,38 @@ impl CudaBackend {
             // SAFETY: the stream is the caller's.
             return unsafe { self.settled(stream, outcome) };
         }
-        slow_path::count(SlowPath::StagedDownload, dst.len() as u64);
-        let mut window = VecDeque::with_capacity(WINDOW);
         // SAFETY: the caller's promise.
-        let outcome = unsafe { self.download_through(stream, dst, src, &mut window) };
+        unsafe { self.download_staged(stream, &mut [(dst, src)]) }
+    }
+
+    /// # Safety
+    /// As for [`crate::backend::Backend::download_all`].
+    pub(super) unsafe fn download_pieces(
+        &self,
+        stream: CUstream,
+        pieces: &mut [(&mut [u8], CUdeviceptr)],
+    ) -> Result<()> {
+        let _current = self.enter()?;
+        // SAFETY: the caller's promise.
+        unsafe { self.download_staged(stream, pieces) }
+    }
+
+    /// # Safety
+    /// As for `download_pieces`; the context is current.
+    unsafe fn download_staged(
+        &self,
+        stream: CUstream,
+        pieces: &mut [(&mut [u8], CUdeviceptr)],
+    ) -> Result<()> {
+        let bytes: usize = pieces.iter().map(|(dst, _)| dst.len()).sum();
+        slow_path::count(SlowPath::StagedDownload, bytes as u64);
+        let mut window = VecDeque::with_capacity(WINDOW);
+        let pieces = pieces.iter_mut().flat_map(|(dst, src)| {
+            let addresses = (*src..).step_by(LARGEST);
+            dst.chunks_mut(LARGEST).zip(addresses)
+        });
+        // SAFETY: the caller's promise.
+        let outcome = unsafe { self.download_through(stream, pieces, &mut window) };
         // SAFETY: the stream is the caller's.
         let outcome = unsafe { self.settled(stream, outcome) };
         window
@@ -242,12 +273,12 @@ impl CudaBackend {
     unsafe fn download_through<'a>(
         &self,
         stream: CUstream,
-        dst: &'a mut [u8],
-        mut src: CUdeviceptr,
+        pieces: impl Iterator<Item = (&'a mut [u8], CUdeviceptr)>,
         window: &mut VecDeque<(StagingLease, &'a mut [u8])>,
     ) -> Result<()> {
-        for bytes in dst.chunks_mut(LARGEST) {
-            if window.len() == WINDOW {
+        for (bytes, src) in pieces {
+            let under_way: usize = window.iter().map(|(_, bytes)| bytes.len()).sum();
+            if window.len() == WINDOW || under_way >= WINDOW_BYTES {
                 self.finish_first(stream, window)?;
             }
             let mut wait = Wait::new();
@@ -276,7 +307,6 @@ impl CudaBackend {
                 self.driver
                     .stream_write_value(stream, lease.word_ptr, lease.value)
             };
-            src += bytes.len() as u64;
             window.push_back((lease, bytes));
             signalled?;
         }
