@@ -9,8 +9,11 @@ use warpipe::{Error as Local, Sample, Stream, Subscriber};
 
 use crate::error::{Error, Result};
 use crate::lane::{LaneCounts, LaneSender, SLICE};
-use crate::message::{End, Id, Message, Purpose, Tag, Tensor};
+use crate::message::{BATCH_MAX, End, Id, Message, Purpose, Tag, Tensor};
 use crate::options::{Options, Policy};
+
+/// The largest sample that goes with others in one part: a larger one is worth a message.
+const SMALL: u64 = 128 << 10;
 
 /// How long a peer may take to take a lane.
 const READY_TIMEOUT: Duration = Duration::from_secs(10);
@@ -36,7 +39,39 @@ pub(crate) struct Export {
 #[derive(Debug, Default)]
 struct Held {
     samples: VecDeque<Sample>,
+    bytes: u64,
     is_over: bool,
+}
+
+impl Held {
+    fn push(&mut self, sample: Sample) {
+        self.bytes += sample.layout().bytes();
+        self.samples.push_back(sample);
+    }
+
+    fn pop(&mut self) -> Option<Sample> {
+        let sample = self.samples.pop_front()?;
+        self.bytes -= sample.layout().bytes();
+        Some(sample)
+    }
+
+    /// The next sample, and those behind it that go with it in one part: small and complete.
+    fn pop_batch(&mut self, part_bytes: usize) -> Vec<Sample> {
+        let mut batch = Vec::from_iter(self.pop());
+        let mut bytes = match batch.first() {
+            Some(first) if first.layout().bytes() <= SMALL => first.layout().bytes(),
+            _ => return batch,
+        };
+        while let Some(next) = self.samples.front() {
+            bytes += next.layout().bytes();
+            let is_small = next.layout().bytes() <= SMALL && bytes <= part_bytes as u64;
+            if !is_small || batch.len() == BATCH_MAX || !matches!(next.is_complete(), Ok(true)) {
+                break;
+            }
+            batch.extend(self.pop());
+        }
+        batch
+    }
 }
 
 #[derive(Debug, Default)]
@@ -154,25 +189,39 @@ impl Export {
     /// Whether there is room for one more sample, at the latest after a slice.
     fn wait_for_room(&self, shelf: &Shelf) -> bool {
         let held = shelf.held.lock().unwrap_or_else(PoisonError::into_inner);
-        // One is on its way, and one behind it hides the time until the publisher's next.
-        let waits = |held: &mut Held| {
-            held.samples.len() >= self.options.held_max.min(2)
-                && !shelf.is_over.load(Ordering::Acquire)
-        };
+        if !self.is_full(&held) {
+            return true;
+        }
+        let waits = |held: &mut Held| self.is_full(held) && !shelf.is_over.load(Ordering::Acquire);
         let waited = shelf.changed.wait_timeout_while(held, SLICE, waits);
         let (held, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        held.samples.len() < self.options.held_max.min(2)
+        !self.is_full(&held)
+    }
+
+    /// Whether no more samples are held. With `block` one is on its way, and one behind it hides
+    /// the time until the publisher's next; of small ones as many as go in one part.
+    fn is_full(&self, held: &Held) -> bool {
+        let count = held.samples.len();
+        match self.options.policy {
+            Policy::Block if self.options.held_max > 1 => {
+                let part_bytes = self.options.part_bytes as u64;
+                count >= 2 && (count >= BATCH_MAX || held.bytes >= part_bytes)
+            }
+            Policy::Block | Policy::DropOldest | Policy::DropNewest | Policy::Fail => {
+                count >= self.options.held_max
+            }
+        }
     }
 
     /// Keeps a sample for the sender, by the policy. An end for the policy that ends the lane.
     fn hold(&self, shelf: &Shelf, sample: Sample) -> Option<End> {
         let mut held = shelf.held.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_full = held.samples.len() >= self.options.held_max;
+        let (is_full, was_empty) = (self.is_full(&held), held.samples.is_empty());
         let mut dropped = None;
         match self.options.policy {
             Policy::DropOldest if is_full => {
-                dropped = held.samples.pop_front();
-                held.samples.push_back(sample);
+                dropped = held.pop();
+                held.push(sample);
             }
             Policy::DropNewest if is_full => dropped = Some(sample),
             Policy::Fail if is_full => {
@@ -183,14 +232,17 @@ impl Export {
                 return Some(End::Failed(reason));
             }
             Policy::Block | Policy::DropOldest | Policy::DropNewest | Policy::Fail => {
-                held.samples.push_back(sample);
+                held.push(sample);
             }
         }
         drop(held);
         if dropped.is_some() {
             LaneCounts::add(&self.sender.counts.dropped, 1);
         }
-        shelf.changed.notify_all();
+        // The sender waits only while nothing is held.
+        if was_empty {
+            shelf.changed.notify_all();
+        }
         None
     }
 
@@ -208,46 +260,74 @@ impl Export {
             let waits = |held: &mut Held| held.samples.is_empty() && !held.is_over;
             let waited = shelf.changed.wait_timeout_while(held, SLICE, waits);
             let (mut held, _) = waited.unwrap_or_else(PoisonError::into_inner);
-            let (sample, is_over) = (held.samples.pop_front(), held.is_over);
+            let (was_full, is_over) = (self.is_full(&held), held.is_over);
+            let batch = held.pop_batch(self.options.part_bytes);
             drop(held);
-            shelf.changed.notify_all();
-            match sample {
-                Some(sample) if !self.send_one(&sample, stream, generation)? => return Ok(()),
-                Some(_) => {}
-                None if is_over || self.sender.ended().is_some() => return Ok(()),
-                None => {}
+            if was_full {
+                shelf.changed.notify_all();
+            }
+            if batch.is_empty() {
+                if is_over || self.sender.ended().is_some() {
+                    return Ok(());
+                }
+            } else if !self.send_batch(&batch, stream, generation)? {
+                return Ok(());
             }
         }
     }
 
-    /// Sends one sample if its data is proven complete. Says whether the lane goes on.
-    fn send_one(&self, sample: &Sample, stream: &Stream, generation: Id) -> Result<bool> {
+    /// Whether a sample goes over the link: its data is proven complete. `None` once the lane has
+    /// ended.
+    fn is_sendable(&self, sample: &Sample) -> Result<Option<bool>> {
         loop {
             match sample.wait(SLICE) {
                 Ok(()) => break,
                 Err(Local::Timeout { .. }) if self.sender.ended().is_none() => {}
-                Err(Local::Timeout { .. }) => return Ok(false),
+                Err(Local::Timeout { .. }) => return Ok(None),
                 // Its number is missing there, and so it is counted.
-                Err(Local::SampleLost { .. }) => return Ok(true),
+                Err(Local::SampleLost { .. }) => return Ok(Some(false)),
                 Err(error) => return Err(error.into()),
             }
         }
         if sample.layout().bytes() > self.options.tensor_bytes_max {
             LaneCounts::add(&self.sender.counts.dropped, 1);
+            return Ok(Some(false));
+        }
+        Ok(Some(true))
+    }
+
+    /// Sends samples: one, or several small ones. Says whether the lane goes on.
+    fn send_batch(&self, batch: &[Sample], stream: &Stream, generation: Id) -> Result<bool> {
+        let (mut tensors, mut last) = (Vec::with_capacity(batch.len()), 0);
+        for sample in batch {
+            match self.is_sendable(sample)? {
+                None => return Ok(false),
+                Some(false) => continue,
+                Some(true) => {}
+            }
+            last = sample.sequence();
+            let tag = Tag::Sample { sequence: last };
+            let tensor = Tensor::new(tag, sample.layout(), sample.metadata());
+            tensors.push((tensor, sample.slot_ptr()));
+        }
+        if tensors.is_empty() {
             return Ok(true);
         }
-        let sequence = sample.sequence();
         // Before the first part: a part that may have arrived is never sent again.
         *self.sent.lock().unwrap_or_else(PoisonError::into_inner) = Sent {
             generation,
-            sequence,
+            sequence: last,
         };
-        let tensor = Tensor::new(Tag::Sample { sequence }, sample.layout(), sample.metadata());
-        // SAFETY: the data is complete, and the sample, which the caller keeps, keeps its slot
-        // mapped and unwritten.
-        unsafe {
-            self.sender
-                .send_tensor(tensor, sample.slot_ptr(), stream, self.options.part_bytes)
+        if tensors.len() > 1 {
+            // SAFETY: the data is complete, and the samples, which the caller keeps, keep their
+            // slots mapped and unwritten.
+            return unsafe { self.sender.send_batch(tensors, stream) };
         }
+        let Some((tensor, address)) = tensors.pop() else {
+            return Ok(true);
+        };
+        let part_bytes = self.options.part_bytes;
+        // SAFETY: as above.
+        unsafe { self.sender.send_tensor(tensor, address, stream, part_bytes) }
     }
 }

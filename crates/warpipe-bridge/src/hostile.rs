@@ -8,14 +8,14 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
-use warpipe::{DType, Device, Domain, Layout};
+use warpipe::{DType, Device, Domain, Layout, Subscriber};
 use zenoh::Wait;
 use zenoh::bytes::ZBytes;
 use zenoh::sample::Sample;
 use zenoh::{Config, Session};
 
 use crate::bridge::random_id;
-use crate::lane::{Ending, LaneReceiver, LaneSender, WINDOW_MAX};
+use crate::lane::{Assembly, Ending, LaneReceiver, LaneSender, WINDOW_MAX};
 use crate::message::{End, Hello, Id, Message, Part, Purpose, Tag, Tensor, hex};
 use crate::session::{Events, Outbox, Presence};
 use crate::{Bridge, Notice, Options};
@@ -167,8 +167,27 @@ impl Peer {
             number,
             offset: 0,
             tensor,
+            more: Vec::new(),
         };
         self.send_with(Message::Part(part), payload);
+    }
+}
+
+impl Peer {
+    /// Sends several samples, by their numbers and bytes, in one part.
+    fn several(&self, lane: Id, number: u64, samples: &[(u64, u64)], payload: Vec<u8>) {
+        let mut tensors = samples.iter().map(|&(sequence, bytes)| {
+            let layout = Layout::contiguous(DType::U8, &[bytes]).unwrap();
+            Tensor::new(Tag::Sample { sequence }, &layout, &[sequence as u8])
+        });
+        let part = Part {
+            lane,
+            number,
+            offset: 0,
+            tensor: tensors.next(),
+            more: tensors.collect(),
+        };
+        self.outbox.send(&Message::Part(part), payload).unwrap();
     }
 }
 
@@ -257,7 +276,7 @@ fn a_lane_that_breaks_the_protocol_ends_with_its_reason_and_the_lane_of_another_
         };
         honest.wait(granted);
     };
-    let attacks: [(&str, Attack); 5] = [
+    let attacks: [(&str, Attack); 7] = [
         ("came behind part 0", |peer, lane| {
             peer.sample(lane, 2, 1, 8, 8)
         }),
@@ -274,8 +293,15 @@ fn a_lane_that_breaks_the_protocol_ends_with_its_reason_and_the_lane_of_another_
                 number: 1,
                 offset: 0,
                 tensor: None,
+                more: Vec::new(),
             };
             peer.send_with(Message::Part(part), 8);
+        }),
+        ("another number of bytes", |peer, lane| {
+            peer.several(lane, 1, &[(1, 8), (2, 8)], vec![0; 15])
+        }),
+        ("another number of bytes", |peer, lane| {
+            peer.several(lane, 1, &[(1, 1 << 40), (2, 8)], vec![0; 16])
         }),
     ];
     for (number, (expected, attack)) in attacks.into_iter().enumerate() {
@@ -298,6 +324,58 @@ fn a_lane_that_breaks_the_protocol_ends_with_its_reason_and_the_lane_of_another_
         assert!(reason.contains("is not imported here"), "{reason}");
     }
     goes_on(16);
+}
+
+#[test]
+fn samples_that_come_in_one_part_are_published_one_by_one_for_one_credit() {
+    let world = World::new();
+    let peer = world.peer(1);
+    let lane = peer.begun("from/several");
+    let device = Device::host();
+    let mut subscriber = Subscriber::builder("from/several")
+        .domain(&world.domain)
+        .device(&device)
+        .build()
+        .unwrap();
+    let stream = device.stream().unwrap();
+    // Some of 70,000 bytes: Zenoh cuts such a message into pieces of its own.
+    let sizes: [u64; 6] = [1, 70_000, 0, 3, 70_000, 2];
+    let mut sequence = 0;
+    // Half a window of parts, with more samples than a window has parts.
+    for number in 1..=16 {
+        let samples: Vec<_> = (1..).map(|next| sequence + next).zip(sizes).collect();
+        let bytes = |&(sequence, bytes): &(u64, u64)| vec![sequence as u8; bytes as usize];
+        let payload = samples.iter().flat_map(bytes).collect();
+        peer.several(lane, number, &samples, payload);
+        for sample in &samples {
+            let got = subscriber.receive_timeout(&stream, LONG).unwrap();
+            assert_eq!((got.sequence(), got.layout().bytes()), *sample);
+            assert_eq!(got.metadata(), [got.sequence() as u8]);
+            assert_eq!(got.to_vec(LONG).unwrap(), bytes(sample));
+        }
+        sequence += sizes.len() as u64;
+    }
+    let granted = peer.wait(|message| match message {
+        Message::Credit { lane: of, parts } if of == lane => Some(parts),
+        Message::Stop { reason, .. } => panic!("{reason}"),
+        _ => None,
+    });
+    assert_eq!(granted, 48);
+}
+
+#[test]
+fn several_tensors_in_one_part_are_for_samples_alone() {
+    let layout = Layout::contiguous(DType::U8, &[8]).unwrap();
+    let tensor = Tensor::new(Tag::Job { number: 1 }, &layout, b"");
+    let part = Part {
+        lane: [1; 16],
+        number: 1,
+        offset: 0,
+        tensor: None,
+        more: vec![tensor.clone()],
+    };
+    let reason = Assembly::new(tensor, layout, ()).add(&part, 8).unwrap_err();
+    assert_eq!(reason, "several tensors came in one part");
 }
 
 #[test]
@@ -335,6 +413,7 @@ fn a_credit_beyond_any_window_ends_its_lane_and_so_does_a_part_beyond_the_credit
             number,
             offset: 0,
             tensor: None,
+            more: Vec::new(),
         };
         receiver.put(part, ZBytes::new());
     }
@@ -400,6 +479,7 @@ fn messages_of_queues_that_break_the_protocol_end_their_own_lane() {
             number: 1,
             offset: 0,
             tensor: Some(Tensor::new(tag, &layout, b"")),
+            more: Vec::new(),
         };
         hostile.send_with(Message::Part(part), 8);
         let reason = hostile.stopped(lane);

@@ -7,7 +7,7 @@ use warpipe::{Error as Local, Policy as LocalPolicy, Publisher, SampleMut, Strea
 use zenoh::bytes::ZBytes;
 
 use crate::error::Result;
-use crate::lane::{Assembly, Ending, LaneCounts, LaneReceiver, SLICE, upload};
+use crate::lane::{Assembly, Ending, LaneCounts, LaneReceiver, Payload, SLICE};
 use crate::message::{End, Id, Message, Part, Tag, bounded};
 use crate::options::Options;
 
@@ -202,7 +202,7 @@ impl Import {
 }
 
 impl Published {
-    /// Puts a part into its slot, and publishes the sample with its last one.
+    /// Takes a part: of one tensor, or with several whole ones.
     fn take(
         &mut self,
         options: &Options,
@@ -210,6 +210,44 @@ impl Published {
         assembly: &mut Option<Assembly<Option<SampleMut>>>,
         mut part: Part,
         payload: &ZBytes,
+    ) -> Result<Option<Ending>> {
+        let (more, length) = (std::mem::take(&mut part.more), payload.len() as u64);
+        let mut payload = Payload::new(payload);
+        if more.is_empty() {
+            return self.take_piece(options, lane, assembly, part, &mut payload, length);
+        }
+        let fault = |reason: &str| Ok(Some(Ending::Fault(reason.into())));
+        let Some(first) = part.tensor.take().filter(|_| part.offset == 0) else {
+            return fault("several tensors came behind a piece of one");
+        };
+        let tensors = || std::iter::once(&first).chain(&more);
+        let bytes = tensors().try_fold(0u64, |sum, tensor| sum.checked_add(tensor.bytes));
+        if bytes != Some(length) {
+            return fault("several tensors came with another number of bytes");
+        }
+        for tensor in std::iter::once(first).chain(more) {
+            let bytes = tensor.bytes;
+            let piece = Part {
+                tensor: Some(tensor),
+                ..part.clone()
+            };
+            let took = self.take_piece(options, lane, assembly, piece, &mut payload, bytes)?;
+            if took.is_some() {
+                return Ok(took);
+            }
+        }
+        Ok(None)
+    }
+
+    /// Puts a piece of a tensor into its slot, and publishes the sample with its last one.
+    fn take_piece(
+        &mut self,
+        options: &Options,
+        lane: &LaneReceiver,
+        assembly: &mut Option<Assembly<Option<SampleMut>>>,
+        mut part: Part,
+        payload: &mut Payload<'_>,
+        length: u64,
     ) -> Result<Option<Ending>> {
         let fault = |reason: String| Ok(Some(Ending::Fault(reason)));
         if let Some(tensor) = part.tensor.take() {
@@ -243,20 +281,18 @@ impl Published {
         let Some(current) = assembly else {
             return fault("a part came without its tensor".into());
         };
-        if let Err(reason) = current.add(&part, payload.len() as u64) {
+        if let Err(reason) = current.add(&part, length) {
             return fault(reason);
         }
         if let Some(loan) = &current.target {
             // SAFETY: `add` found the range inside the slot, which is this loan's alone until it is
             // sent, behind the same stream.
             unsafe {
-                upload(
-                    payload,
-                    &options.device,
-                    &self.stream,
-                    loan.slot_ptr() + part.offset,
-                )?;
+                let address = loan.slot_ptr() + part.offset;
+                payload.upload(&options.device, &self.stream, address, length)?;
             }
+        } else {
+            payload.skip(length);
         }
         if !current.is_whole() {
             return Ok(None);

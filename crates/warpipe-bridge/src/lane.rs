@@ -9,8 +9,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use bytes::BytesMut;
 use warpipe::{Device, DevicePtr, Layout, Stream};
-use zenoh::bytes::ZBytes;
+use zenoh::bytes::{ZBytes, ZBytesSliceIterator};
 
 use crate::error::Result;
 use crate::message::{Id, Message, Part, Tag, Tensor};
@@ -54,6 +55,8 @@ pub(crate) struct LaneSender {
     outbox: Arc<Outbox>,
     state: Mutex<SenderState>,
     changed: Condvar,
+    /// The memory of the part before this one: Zenoh has copied it.
+    spare: Mutex<BytesMut>,
     pub(crate) counts: LaneCounts,
 }
 
@@ -74,12 +77,13 @@ impl LaneSender {
             outbox,
             state: Mutex::default(),
             changed: Condvar::new(),
+            spare: Mutex::default(),
             counts: LaneCounts::default(),
         }
     }
 
     pub(crate) fn send(&self, message: &Message) -> Result<()> {
-        self.outbox.send(message, Vec::new())
+        self.outbox.send(message, ZBytes::new())
     }
 
     /// As [`Outbox::post`].
@@ -183,24 +187,85 @@ impl LaneSender {
                 return Ok(false);
             };
             let length = (bytes - offset).min(part_bytes as u64);
-            let mut payload = vec![0; length as usize];
-            if length > 0 {
-                let backend = stream.device().backend();
-                // SAFETY: the stream is live and only ever copies; the caller promises the range.
-                unsafe { backend.download(stream.raw(), &mut payload, address + offset)? };
-            }
             let part = Part {
                 lane: self.lane,
                 number,
                 offset,
                 tensor: tensor.take(),
+                more: Vec::new(),
             };
-            self.outbox.send(&Message::Part(part), payload)?;
+            // SAFETY: the caller promises the range.
+            unsafe { self.send_part(part, &[(address + offset, length)], stream)? };
             offset += length;
         }
         LaneCounts::add(&self.counts.tensors, 1);
         LaneCounts::add(&self.counts.bytes, bytes);
         Ok(true)
+    }
+
+    /// Sends whole tensors in one part, for one credit. Says whether they were sent: not when the
+    /// lane ended meanwhile.
+    ///
+    /// # Safety
+    /// Each address is readable by `device` for its layout's bytes, and nothing writes there, until
+    /// this returns.
+    pub(crate) unsafe fn send_batch(
+        &self,
+        tensors: Vec<(Tensor, DevicePtr)>,
+        stream: &Stream,
+    ) -> Result<bool> {
+        let Some(number) = self.take_credit() else {
+            return Ok(false);
+        };
+        let (count, mut pieces) = (tensors.len() as u64, Vec::with_capacity(tensors.len()));
+        let mut tensors = tensors.into_iter().map(|(tensor, address)| {
+            pieces.push((address, tensor.bytes));
+            tensor
+        });
+        let part = Part {
+            lane: self.lane,
+            number,
+            offset: 0,
+            tensor: tensors.next(),
+            more: tensors.collect(),
+        };
+        // SAFETY: the caller promises the ranges.
+        unsafe { self.send_part(part, &pieces, stream)? };
+        LaneCounts::add(&self.counts.tensors, count);
+        let bytes = pieces.iter().map(|(_, length)| length).sum();
+        LaneCounts::add(&self.counts.bytes, bytes);
+        Ok(true)
+    }
+
+    /// Sends a part, with the bytes of device memory that lie at `pieces`.
+    ///
+    /// # Safety
+    /// Each piece is readable by the stream's device, and nothing writes there, until this returns.
+    unsafe fn send_part(
+        &self,
+        part: Part,
+        pieces: &[(DevicePtr, u64)],
+        stream: &Stream,
+    ) -> Result<()> {
+        let length: u64 = pieces.iter().map(|(_, length)| length).sum();
+        let mut payload = std::mem::take(&mut *lock(&self.spare));
+        payload.resize(length as usize, 0);
+        let (mut rest, mut copies) = (&mut payload[..], Vec::with_capacity(pieces.len()));
+        for &(address, length) in pieces.iter().filter(|(_, length)| *length > 0) {
+            let (piece, behind) = std::mem::take(&mut rest).split_at_mut(length as usize);
+            rest = behind;
+            copies.push((piece, address));
+        }
+        let backend = stream.device().backend();
+        // SAFETY: the stream is live and only ever copies; the caller promises the ranges.
+        unsafe { backend.download_all(stream.raw(), &mut copies)? };
+        let payload = payload.freeze();
+        self.outbox.send(&Message::Part(part), payload.clone())?;
+        // Zenoh copies into its own buffers before it returns; else there is no memory to keep.
+        if let Ok(spare) = payload.try_into_mut() {
+            *lock(&self.spare) = spare;
+        }
+        Ok(())
     }
 }
 
@@ -251,7 +316,7 @@ impl LaneReceiver {
     }
 
     pub(crate) fn send(&self, message: &Message) -> Result<()> {
-        self.outbox.send(message, Vec::new())
+        self.outbox.send(message, ZBytes::new())
     }
 
     /// Takes the lane: tells the sender where to begin, and how many parts it may send.
@@ -287,9 +352,14 @@ impl LaneReceiver {
                 None => {
                     state.arrived += 1;
                     state.parts.push_back((part, payload));
+                    // The taker waits only while there is none.
+                    if state.parts.len() > 1 {
+                        return;
+                    }
                 }
             }
         }
+        drop(state);
         self.changed.notify_all();
     }
 
@@ -348,6 +418,66 @@ impl LaneReceiver {
     }
 }
 
+/// The bytes of a part's payload, taken in order.
+#[derive(Debug)]
+pub(crate) struct Payload<'a> {
+    slices: ZBytesSliceIterator<'a>,
+    slice: &'a [u8],
+}
+
+impl<'a> Payload<'a> {
+    pub(crate) fn new(payload: &'a ZBytes) -> Payload<'a> {
+        Payload {
+            slices: payload.slices(),
+            slice: &[],
+        }
+    }
+
+    /// The next bytes that lie together, at most `most`; `None` behind the last one.
+    fn next(&mut self, most: u64) -> Option<&'a [u8]> {
+        while self.slice.is_empty() {
+            self.slice = self.slices.next()?;
+        }
+        let most = usize::try_from(most).unwrap_or(usize::MAX);
+        let (bytes, rest) = self.slice.split_at(most.min(self.slice.len()));
+        self.slice = rest;
+        Some(bytes)
+    }
+
+    /// Copies the next `length` bytes to `address`.
+    ///
+    /// # Safety
+    /// `address` is writable for `length` bytes, and nothing else enqueued writes there, until the
+    /// stream has done the copy.
+    pub(crate) unsafe fn upload(
+        &mut self,
+        device: &Device,
+        stream: &Stream,
+        mut address: DevicePtr,
+        mut length: u64,
+    ) -> Result<()> {
+        while length > 0
+            && let Some(bytes) = self.next(length)
+        {
+            // SAFETY: the stream is live; the pieces together are at most `length` bytes, for which
+            // the caller promises the range.
+            unsafe { device.backend().upload(stream.raw(), address, bytes)? };
+            address += bytes.len() as u64;
+            length -= bytes.len() as u64;
+        }
+        Ok(())
+    }
+
+    /// Leaves out the next `length` bytes.
+    pub(crate) fn skip(&mut self, mut length: u64) {
+        while length > 0
+            && let Some(bytes) = self.next(length)
+        {
+            length -= bytes.len() as u64;
+        }
+    }
+}
+
 /// Copies the payload of a part to `address`.
 ///
 /// # Safety
@@ -357,15 +487,11 @@ pub(crate) unsafe fn upload(
     payload: &ZBytes,
     device: &Device,
     stream: &Stream,
-    mut address: DevicePtr,
+    address: DevicePtr,
 ) -> Result<()> {
-    for slice in payload.slices().filter(|slice| !slice.is_empty()) {
-        // SAFETY: the stream is live; the slices together are the payload, for which the caller
-        // promises the range.
-        unsafe { device.backend().upload(stream.raw(), address, slice)? };
-        address += slice.len() as u64;
-    }
-    Ok(())
+    let length = payload.len() as u64;
+    // SAFETY: the caller's promise.
+    unsafe { Payload::new(payload).upload(device, stream, address, length) }
 }
 
 /// Where the parts of one tensor go, checked part by part.
@@ -391,6 +517,9 @@ impl<T> Assembly<T> {
 
     /// Accounts for a part's payload; an error for one that does not follow.
     pub(crate) fn add(&mut self, part: &Part, length: u64) -> std::result::Result<(), String> {
+        if !part.more.is_empty() {
+            return Err("several tensors came in one part".into());
+        }
         let left = self.layout.bytes() - self.filled;
         if part.offset != self.filled || length > left || (length == 0 && left > 0) {
             return Err(format!(

@@ -13,6 +13,8 @@ pub(crate) const VERSION: u8 = 1;
 pub(crate) const MESSAGE_BYTES_MAX: usize = 16384;
 /// The most bytes of a tensor in one part.
 pub(crate) const PART_BYTES_MAX: usize = 4 << 20;
+/// The most tensors in one part. Their descriptions fit into an attachment.
+pub(crate) const BATCH_MAX: usize = 16;
 /// The most bytes of an outcome's or an end's text.
 pub(crate) const TEXT_BYTES_MAX: usize = 512;
 /// The most patterns in a `Hello`.
@@ -102,6 +104,8 @@ pub(crate) struct Part {
     pub(crate) offset: u64,
     /// With the first part of a tensor.
     pub(crate) tensor: Option<Tensor>,
+    /// Samples behind that one. If there are any, the part has all of them whole, behind each other.
+    pub(crate) more: Vec<Tensor>,
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -199,7 +203,10 @@ impl Message {
             }
             | Message::Waits { name, .. }
             | Message::Gone { name, .. } => name.len() <= NAME_BYTES_MAX,
-            Message::Part(part) => part.tensor.as_ref().is_none_or(Tensor::is_bounded),
+            Message::Part(part) => {
+                part.more.len() < BATCH_MAX
+                    && part.tensor.iter().chain(&part.more).all(Tensor::is_bounded)
+            }
             Message::End {
                 end: End::Failed(text),
                 ..
@@ -279,7 +286,12 @@ mod tests {
             lane: [1; 16],
             number: 1,
             offset: 0,
-            tensor: Some(tensor),
+            tensor: Some(tensor.clone()),
+            more: Vec::new(),
+        };
+        let several = Part {
+            more: vec![tensor; BATCH_MAX - 1],
+            ..part.clone()
         };
         let patterns = vec!["a".repeat(PATTERN_BYTES_MAX); PATTERNS_MAX];
         let hello = Hello {
@@ -291,6 +303,7 @@ mod tests {
         };
         vec![
             Message::Part(part),
+            Message::Part(several),
             Message::Hello(hello),
             Message::Credit {
                 lane: [2; 16],

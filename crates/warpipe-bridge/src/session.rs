@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Instant;
 
+use zenoh::bytes::ZBytes;
 use zenoh::liveliness::LivelinessToken;
 use zenoh::pubsub::{Publisher, Subscriber};
 use zenoh::qos::CongestionControl;
@@ -122,8 +123,8 @@ impl Presence {
 impl Outbox {
     /// Sends a message, and waits while the link takes none. Whether it arrives, only an answer
     /// says; an error is that of a closed session.
-    pub(crate) fn send(&self, message: &Message, payload: Vec<u8>) -> Result<()> {
-        put(&self.publisher, &self.me, message, payload)
+    pub(crate) fn send(&self, message: &Message, payload: impl Into<ZBytes>) -> Result<()> {
+        put(&self.publisher, &self.me, message, payload.into())
     }
 
     /// Sends a message soon, and does not wait: for threads that serve other peers too. False if
@@ -145,13 +146,13 @@ impl Outbox {
 fn send_posted(waiting: &Receiver<Posted>, publisher: &Publisher<'static>, me: &Id) {
     while let Ok(posted) = waiting.recv() {
         match posted {
-            Posted::Message(message) => drop(put(publisher, me, &message, Vec::new())),
+            Posted::Message(message) => drop(put(publisher, me, &message, ZBytes::new())),
             Posted::Flush(sent) => drop(sent.try_send(())),
         }
     }
 }
 
-fn put(publisher: &Publisher<'static>, me: &Id, message: &Message, payload: Vec<u8>) -> Result<()> {
+fn put(publisher: &Publisher<'static>, me: &Id, message: &Message, payload: ZBytes) -> Result<()> {
     let put = publisher.put(payload).attachment(message.encode(me));
     put.wait().map_err(|error| Error::zenoh("send", error))
 }
