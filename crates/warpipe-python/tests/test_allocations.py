@@ -427,6 +427,28 @@ def test_a_message_in_a_pipe_that_ends_when_nobody_can_read_it_is_given_back(dev
     assert counts() == (0, 0)
 
 
+def test_an_interrupt_in_the_middle_of_a_close_leaves_no_descriptor(monkeypatch):
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+
+    def interrupted(_pipe):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(_messages, "pipe_ends", [interrupted])
+        theirs.close()
+    # The end of what can be read.
+    assert theirs.closed and ours.poll(0)
+    ours.close()
+
+
+def test_a_message_may_be_given_by_the_name_of_its_argument():
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    queue = spawn.SimpleQueue()
+    theirs.send(obj="sent")
+    queue.put(obj="put")
+    assert (ours.recv(), queue.get()) == ("sent", "put")
+
+
 @kills
 def test_the_tasks_of_an_executor_are_given_back_when_its_worker_is_killed(device):
     with concurrent.futures.ProcessPoolExecutor(1, spawn) as executor:

@@ -425,7 +425,7 @@ def test_one_reason_to_copy_is_one_whatever_the_process_and_the_address(device):
 def test_a_joinable_queue_carries_tensors(device):
     queue = mp.JoinableQueue()
     tensor = fresh(device, torch.ones(3))
-    queue.put(tensor, timeout=LIMIT_SECONDS)
+    queue.put(obj=tensor, timeout=LIMIT_SECONDS)
     assert queue.get(timeout=LIMIT_SECONDS).untyped_storage()._cdata == tensor.untyped_storage()._cdata
     queue.task_done()
     queue.join()

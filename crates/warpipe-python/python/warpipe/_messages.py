@@ -95,18 +95,19 @@ def _dumping(_usual: Callable[..., Any]) -> Callable[..., Any]:
 def sending(usual: Callable[..., Any]) -> Callable[..., Any]:
     """A ``send`` of a connection, or of PyTorch's wrapper of one."""
 
-    def send(connection: Any, found: Any) -> None:
+    # Callers may name the argument, which has this name in ``multiprocessing``, as in the ``put`` below.
+    def send(connection: Any, obj: Any) -> None:
         # An interrupt may come when all has been written.
         with message(getattr(connection, "conn", connection), Exception):
-            usual(connection, found)
+            usual(connection, obj)
 
     return send
 
 
 def _putting(usual: Callable[..., Any]) -> Callable[..., Any]:
-    def put(queue: Any, found: Any) -> None:
+    def put(queue: Any, obj: Any) -> None:
         with message(getattr(queue._writer, "conn", queue._writer), Exception):
-            usual(queue, found)
+            usual(queue, obj)
 
     return put
 
@@ -151,9 +152,11 @@ def _closing(usual: Callable[..., Any]) -> Callable[..., Any]:
         try:
             _tell_of_its_end(connection)
         except Exception:
-            # At the interpreter's end this module may have been cleared. The descriptor is closed all the same.
+            # At the interpreter's end this module may have been cleared.
             pass
-        usual(connection, *given)
+        finally:
+            # The descriptor is closed all the same, also after an interrupt: the connection forgets it now.
+            usual(connection, *given)
 
     return close
 

@@ -170,14 +170,15 @@ def _configured_start(start: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _ordered_put(put: Callable[..., Any]) -> Callable[..., Any]:
-    def ordered(queue: Any, message: Any, *arguments: Any, **named: Any) -> Any:
+    # Callers may name the message, which has this name in ``multiprocessing``.
+    def ordered(queue: Any, obj: Any, *arguments: Any, **named: Any) -> Any:
         # A thread of the queue's pickles it, and has a current stream of its own.
         cuda = _torch().cuda
         if cuda.is_initialized() and (stream := cuda.current_stream()) != cuda.default_stream():
             # An event of a capture would draw the thread's stream into that.
             order = _CAPTURED if cuda.is_current_stream_capturing() else stream.record_event()
-            message = _messages.Ordered(message, order)
-        return put(queue, message, *arguments, **named)
+            obj = _messages.Ordered(obj, order)
+        return put(queue, obj, *arguments, **named)
 
     return ordered
 
