@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::time::SystemTime;
+use std::{fs, io};
 
 use anyhow::Context;
 use serde::Serialize;
@@ -109,7 +110,6 @@ struct Report<'a> {
     figures: &'a [Figure],
 }
 
-/// Replaces the file at once: a reader never sees a part.
 pub fn write(path: &Path, setup: &Setup, figures: &[Figure]) -> anyhow::Result<()> {
     let info = setup.device.info();
     let report = Report {
@@ -128,8 +128,38 @@ pub fn write(path: &Path, setup: &Setup, figures: &[Figure]) -> anyhow::Result<(
     };
     let mut text = serde_json::to_string_pretty(&report)?;
     text.push('\n');
+    replace(path, &text).with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// Replaces a file at once: a reader never sees a part. A link (`/dev/stdout`), a pipe or a device
+/// is written to, and stays.
+fn replace(path: &Path, text: &str) -> io::Result<()> {
+    if fs::symlink_metadata(path).is_ok_and(|found| !found.is_file()) {
+        return fs::write(path, text);
+    }
     let partial = path.with_extension("partial");
-    std::fs::write(&partial, text)
-        .and_then(|()| std::fs::rename(&partial, path))
-        .with_context(|| format!("cannot write {}", path.display()))
+    fs::write(&partial, text)?;
+    fs::rename(&partial, path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_report_replaces_a_file_and_is_written_through_a_link() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        std::os::unix::fs::symlink(at("file.json"), at("link.json")).unwrap();
+        for (name, text) in [
+            ("file.json", "first"),
+            ("file.json", "second"),
+            ("link.json", "third"),
+        ] {
+            replace(&at(name), text).unwrap();
+            assert_eq!(fs::read_to_string(at("file.json")).unwrap(), text);
+        }
+        assert!(at("link.json").is_symlink());
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2);
+    }
 }
