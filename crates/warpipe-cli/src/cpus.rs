@@ -14,7 +14,8 @@ const GPUS_MAX: usize = 64;
 /// A GPU's place among the CPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Neighbours {
-    /// The GPU's NUMA node; none where the machine has no nodes, or the firmware names none.
+    /// The GPU's NUMA node; none where the machine has no nodes, the firmware names none, or no CPU
+    /// belongs to it.
     pub node: Option<u32>,
     /// The CPUs of that node.
     pub cpus: Vec<usize>,
@@ -36,7 +37,7 @@ pub fn beside(root: &Path, uuid: &str) -> Option<Neighbours> {
     let node = node.trim().parse::<i64>().ok()?;
     let cpus = parsed(&read(&device.join("local_cpulist"))?)?;
     Some(Neighbours {
-        node: u32::try_from(node).ok(),
+        node: u32::try_from(node).ok().filter(|_| !cpus.is_empty()),
         cpus,
     })
 }
@@ -141,9 +142,11 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_without_nodes_or_with_nonsense_in_its_files_is_no_fault() {
-        let found = beside(machine("-1\n", "0-1\n").path(), UUID);
-        assert_eq!(found.map(|found| found.node), Some(None));
+    fn a_machine_without_nodes_or_with_one_without_cpus_or_with_nonsense_is_no_fault() {
+        for (node, cpus) in [("-1\n", "0-1\n"), ("1\n", "\n"), ("1\n", "3-2\n")] {
+            let found = beside(machine(node, cpus).path(), UUID);
+            assert_eq!(found.map(|found| found.node), Some(None), "{node}, {cpus}");
+        }
         for (node, cpus) in [
             ("one", "0"),
             ("0", "0-99999999999"),
