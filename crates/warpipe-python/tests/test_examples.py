@@ -1,5 +1,6 @@
 """The examples run as they stand, in processes of their own."""
 
+import importlib
 import importlib.util
 import os
 import pathlib
@@ -126,6 +127,10 @@ def test_kernels_of_cupy_in_two_processes_hand_over_every_item_once(device):
 
 def test_kernels_of_numba_in_two_processes_hand_over_every_item_once(device):
     needs_kernels(device, "numba.cuda")
+    try:
+        importlib.import_module("numba.cuda.cudaimpl")
+    except AttributeError as error:
+        pytest.skip(f"this Numba compiles no kernel beside this NumPy: {error}")
     said = run(example("numba_kernel_ring.py"), "--items", "100000" if UNDER_MPS else "2000", *SHARING)
     assert "each right and in its order" in said
 
