@@ -403,7 +403,7 @@ def test_after_uninstall_tensors_go_their_usual_way(ask, device):
 
 
 def test_a_message_in_progress_at_uninstall_goes_its_usual_way(monkeypatch):
-    def uninstalled(_storage, _tensor):
+    def uninstalled(*_):
         carried.uninstall()
 
     monkeypatch.setattr(carried, "_device_of", uninstalled)
