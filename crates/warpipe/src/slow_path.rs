@@ -10,11 +10,11 @@ use crate::fork::per_process::PerProcess;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum SlowPath {
-    /// An upload from host memory that is not page-locked: the driver copies it to page-locked
-    /// memory first.
+    /// An upload of more than 64 KiB from host memory that is not page-locked: the driver copies it
+    /// to page-locked memory first.
     PageableUpload = 1,
-    /// An upload on a stream with unfinished work: copied to this library's page-locked memory
-    /// first, because the driver would block.
+    /// An upload of more than 64 KiB on a stream with unfinished work: copied to this library's
+    /// page-locked memory first, because the driver would block.
     StagedUpload = 2,
     /// A download to host memory through this library's page-locked memory.
     StagedDownload = 3,

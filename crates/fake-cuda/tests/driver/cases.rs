@@ -49,7 +49,12 @@ cases! {
     PAGEABLE_CONTROL = pageable_control;
     UPLOAD_LIMIT = upload_limit;
     DOWNLOAD_IN_PLACE = download_in_place;
-    DOWNLOAD_ALL = download_all;
+    SHORT_UPLOADS = short_uploads;
+    SHORT_UPLOADS_UNDER_MPS = short_uploads_under_mps;
+    UPLOAD_PIECES = upload_pieces;
+    COPY_TO_HOST = copy_to_host;
+    COPY_TO_HOST_LIMIT = copy_to_host_limit;
+    REFUSED_COPY_TO_HOST = refused_copy_to_host;
     DOWNLOAD_LIMIT = download_limit;
     REFUSED_DOWNLOAD = refused_download;
     CALL = call;

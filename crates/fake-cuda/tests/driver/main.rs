@@ -88,8 +88,49 @@ fn uploads_behind_a_stream_that_waits_are_limited_by_a_typed_error_and_the_room_
 }
 
 #[test]
-fn pieces_that_are_downloaded_at_once_come_each_to_its_place() {
-    FakeDriver::new().run(cases::DOWNLOAD_ALL);
+fn where_processes_take_turns_short_uploads_go_to_the_copy_engine_as_two_rows() {
+    FakeDriver::new()
+        .env("FAKE_CUDA_NO_MPS", "1")
+        .env("FAKE_CUDA_FAIL", "cuMemcpyHtoDAsync_v2:1:999")
+        .run(cases::SHORT_UPLOADS);
+}
+
+#[test]
+fn under_mps_short_uploads_are_the_driver_s_own() {
+    FakeDriver::new()
+        .env("FAKE_CUDA_FAIL", "cuMemcpy3DAsync_v2:1:999")
+        .run(cases::SHORT_UPLOADS_UNDER_MPS);
+}
+
+#[test]
+fn pieces_that_are_uploaded_together_lie_one_behind_the_other() {
+    for mps in [None, Some("1")] {
+        let driver = FakeDriver::new();
+        let driver = match mps {
+            Some(no) => driver.env("FAKE_CUDA_NO_MPS", no),
+            None => driver,
+        };
+        driver.run(cases::UPLOAD_PIECES);
+    }
+}
+
+#[test]
+fn ranges_that_are_copied_to_the_host_come_one_behind_the_other_and_their_memory_is_used_again() {
+    FakeDriver::new()
+        .env("FAKE_CUDA_DELAY_US", "500")
+        .run(cases::COPY_TO_HOST);
+}
+
+#[test]
+fn a_copy_to_the_host_behind_a_stream_that_waits_ends_in_a_typed_timeout() {
+    FakeDriver::new().run(cases::COPY_TO_HOST_LIMIT);
+}
+
+#[test]
+fn a_refused_copy_to_the_host_waits_for_the_copies_before_it() {
+    FakeDriver::new()
+        .env("FAKE_CUDA_FAIL", "cuMemcpyDtoHAsync_v2:2:999")
+        .run(cases::REFUSED_COPY_TO_HOST);
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use rustix::mm::{MapFlags, ProtFlags};
-use warpipe::backend::{StreamOp, TimelineWord};
+use warpipe::backend::{RawStream, StreamOp, TimelineWord};
 use warpipe::{Device, Error, Stream};
 
 use super::cases::{MIB, PATIENCE, REGION_BYTES, batch, download, driver_library, gpu, words};
@@ -213,8 +213,88 @@ pub fn download_in_place() {
     assert!(out.iter().all(|&byte| byte == 5));
 }
 
-pub fn download_all() {
-    // More pieces, and more bytes, than are under way at once.
+/// Uploads of this length, between bytes that stay as they are.
+fn upload_between(device: &Device, stream: &Stream, length: usize) -> Result<(), Error> {
+    const MARGIN: usize = 16;
+    let region = device.backend().allocate(REGION_BYTES)?;
+    let around = vec![0xee; length + 2 * MARGIN];
+    // More than a short upload, so that it is the driver's own.
+    let all = [around.clone(), vec![0; 70_000]].concat();
+    let bytes: Vec<u8> = (0..length).map(|at| (at % 251) as u8).collect();
+    let first = write(device, stream, region.ptr, &all);
+    first.and_then(|()| write(device, stream, region.ptr + MARGIN as u64, &bytes))?;
+    let found = download(device, stream, region.ptr, around.len());
+    assert_eq!(found[..MARGIN], around[..MARGIN]);
+    assert_eq!(found[MARGIN..][..length], bytes, "{length} bytes");
+    assert_eq!(found[MARGIN + length..], around[..MARGIN]);
+    Ok(())
+}
+
+pub fn short_uploads() {
+    let device = gpu();
+    let stream = device.stream().unwrap();
+    let region = device.backend().allocate(REGION_BYTES).unwrap();
+    // The driver's copy of one row fails once: none of these is one.
+    for length in [2, 3, 4, 5, 255, 4095, 4096, 4097, 65_535, 65_536] {
+        let bytes: Vec<u8> = (0..length).map(|at| (at % 251) as u8).collect();
+        write(&device, &stream, region.ptr, &bytes).unwrap();
+        assert_eq!(download(&device, &stream, region.ptr, length), bytes);
+    }
+    let row = write(&device, &stream, region.ptr, &[0; 65_537]);
+    assert!(row.is_err(), "a long upload was no row: {row:?}");
+    for length in [1, 2, 3, 4097, 65_535, 65_536, 65_537] {
+        upload_between(&device, &stream, length).unwrap();
+    }
+    // Behind a stream that waits, too, and from memory that is used again at once.
+    let (held, words) = held_stream(&device);
+    let mut bytes = vec![1; 1000];
+    write(&device, &held, region.ptr, &bytes).unwrap();
+    bytes.fill(2);
+    words[0].store(1);
+    assert_eq!(download(&device, &held, region.ptr, 1000), [1; 1000]);
+}
+
+pub fn short_uploads_under_mps() {
+    let device = gpu();
+    let stream = device.stream().unwrap();
+    for length in [1, 2, 3, 4097, 65_535, 65_536, 65_537] {
+        upload_between(&device, &stream, length).unwrap();
+    }
+}
+
+pub fn upload_pieces() {
+    let device = gpu();
+    let region = device.backend().allocate(16 * MIB).unwrap();
+    let bytes: Vec<u8> = (0..9 * MIB).map(|at| (at >> 8 ^ at) as u8).collect();
+    let (held, words) = held_stream(&device);
+    for stream in [&device.stream().unwrap(), &held] {
+        for sizes in [
+            vec![],
+            vec![0, 0],
+            vec![1],
+            vec![3, 0, 5, 4096],
+            vec![65_535, 65_535, 9],
+            vec![1 << 20, 1, (1 << 20) - 1, 3 << 20, 70_000],
+        ] {
+            let (mut pieces, mut at) = (Vec::new(), 0);
+            for size in sizes {
+                pieces.push(&bytes[at..at + size]);
+                at += size;
+            }
+            let start = region.ptr + 7;
+            words[0].store(0);
+            // SAFETY: the region is longer than all pieces.
+            unsafe { device.backend().upload_pieces(stream.raw(), start, &pieces) }.unwrap();
+            words[0].store(1);
+            assert!(
+                download(&device, stream, start, at) == bytes[..at],
+                "{at} bytes"
+            );
+        }
+    }
+}
+
+pub fn copy_to_host() {
     let sizes: Vec<usize> = (0..20).map(|it| it * 4096 + 1).collect();
     let sizes = [sizes, vec![0, 3 << 20, 5, 4 << 20]].concat();
     let device = gpu();
@@ -222,18 +302,83 @@ pub fn download_all() {
     let stream = device.stream().unwrap();
     let bytes: Vec<u8> = (0..32 * MIB).map(|at| (at >> 8 ^ at) as u8).collect();
     write(&device, &stream, region.ptr, &bytes).unwrap();
-    // Backwards, so that no piece lies behind the one before it.
-    let mut found: Vec<Vec<u8>> = sizes.iter().map(|&size| vec![0; size]).collect();
-    let (mut pieces, mut end) = (Vec::new(), 32 << 20);
-    for out in &mut found {
-        end -= out.len();
-        pieces.push((&mut out[..], region.ptr + end as u64));
+    // Backwards, so that no range lies behind the one before it.
+    let (mut ranges, mut expected, mut end) = (Vec::new(), Vec::new(), 32 << 20);
+    for size in sizes {
+        end -= size;
+        ranges.push((region.ptr + end as u64, size as u64));
+        expected.extend_from_slice(&bytes[end..end + size]);
     }
-    // SAFETY: the pieces lie in the region.
-    unsafe { device.backend().download_all(stream.raw(), &mut pieces) }.unwrap();
-    let mut end = 32 << 20;
-    for out in &found {
-        end -= out.len();
-        assert!(*out == bytes[end..end + out.len()], "{} bytes", out.len());
+    // Many times what is lent at once: what is not given back would be missed.
+    for round in 0..40 {
+        // SAFETY: the ranges lie in the region, which stays, as the stream does.
+        let copy = unsafe { device.backend().copy_to_host(stream.raw(), &ranges) }.unwrap();
+        if round % 2 == 1 {
+            drop(copy);
+            continue;
+        }
+        let pieces = copy.wait().unwrap();
+        let found: Vec<u8> = pieces
+            .iter()
+            .flat_map(|piece| piece.as_ref())
+            .copied()
+            .collect();
+        assert!(found == expected, "round {round}");
     }
+    // SAFETY: no bytes.
+    let nothing = unsafe { device.backend().copy_to_host(stream.raw(), &[]) }.unwrap();
+    assert!(
+        nothing
+            .wait()
+            .unwrap()
+            .iter()
+            .all(|piece| piece.as_ref().is_empty())
+    );
+}
+
+pub fn copy_to_host_limit() {
+    let device = gpu();
+    let region = device.backend().allocate(REGION_BYTES).unwrap();
+    let (stream, words) = held_stream(&device);
+    // SAFETY: the range lies in the region, which stays, as the stream does.
+    let copy = unsafe {
+        device
+            .backend()
+            .copy_to_host(stream.raw(), &[(region.ptr, 9)])
+    }
+    .unwrap();
+    let refused = copy.wait().map(|pieces| pieces.len());
+    assert!(matches!(refused, Err(Error::Timeout { .. })), "{refused:?}");
+    words[0].store(1);
+    // SAFETY: as above.
+    let copy = unsafe {
+        device
+            .backend()
+            .copy_to_host(stream.raw(), &[(region.ptr, 9)])
+    }
+    .unwrap();
+    assert_eq!(copy.wait().unwrap()[0].as_ref(), [0; 9]);
+}
+
+pub fn refused_copy_to_host() {
+    let device = gpu();
+    let region = device.backend().allocate(REGION_BYTES).unwrap();
+    let (stream, words) = held_stream(&device);
+    let raw = stream.raw().0.expose_provenance();
+    let (tell, told) = channel();
+    let backend = device.backend().clone();
+    let copying = std::thread::spawn(move || {
+        let stream = RawStream(std::ptr::with_exposed_provenance_mut(raw));
+        let ranges = [(region.ptr, 9), (region.ptr + 9, 9)];
+        // SAFETY: the ranges lie in the region, which stays, as the stream does.
+        let refused = unsafe { backend.copy_to_host(stream, &ranges) }.map(|_| ());
+        tell.send(()).unwrap();
+        refused
+    });
+    // The first copy waits with its stream, and so does the call that was refused.
+    let early = told.recv_timeout(Duration::from_millis(300));
+    assert!(early.is_err(), "it did not wait for the copy before it");
+    words[0].store(1);
+    let refused = copying.join().unwrap();
+    assert!(matches!(refused, Err(Error::Driver { .. })), "{refused:?}");
 }

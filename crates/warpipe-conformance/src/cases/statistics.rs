@@ -75,7 +75,7 @@ fn own_page() -> Result<Process> {
 }
 
 fn slow_paths(context: &Context) -> Result<()> {
-    const BYTES: usize = 10_000;
+    const BYTES: usize = 100_000;
     // An endpoint that ticks: the page is written with its ticks.
     let _publisher = context.publisher("ticks").build()?;
     let timeline = Timeline::builder("blocks")

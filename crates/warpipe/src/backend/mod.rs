@@ -100,6 +100,36 @@ mod sealed {
     pub trait Sealed {}
 }
 
+/// A copy to the host that a stream makes. Dropping it waits for it, too.
+pub trait HostCopy: Send {
+    /// Waits until the bytes have arrived, for 10 s at most
+    /// ([`Error::Timeout`](crate::Error::Timeout)). Returns them in the pieces of memory in which
+    /// they lie, in order.
+    fn wait(self: Box<Self>) -> Result<Vec<HostPiece>>;
+}
+
+/// A piece of host memory with the bytes of a copy, given back when this is dropped.
+pub struct HostPiece(Box<dyn AsRef<[u8]> + Send + Sync>);
+
+impl HostPiece {
+    pub(crate) fn new(memory: impl AsRef<[u8]> + Send + Sync + 'static) -> HostPiece {
+        HostPiece(Box::new(memory))
+    }
+}
+
+impl AsRef<[u8]> for HostPiece {
+    fn as_ref(&self) -> &[u8] {
+        (*self.0).as_ref()
+    }
+}
+
+/// A copy that has been made.
+impl HostCopy for Vec<u8> {
+    fn wait(self: Box<Self>) -> Result<Vec<HostPiece>> {
+        Ok(vec![HostPiece(self)])
+    }
+}
+
 /// A device backend. Sealed: no other crate can implement it.
 ///
 /// # Contract
@@ -315,6 +345,25 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     /// writes it.
     unsafe fn upload(&self, stream: RawStream, dst: DevicePtr, src: &[u8]) -> Result<()>;
 
+    /// As [`upload`](Backend::upload), of pieces that will lie one behind the other.
+    ///
+    /// # Safety
+    /// As for [`upload`](Backend::upload), for all their bytes.
+    unsafe fn upload_pieces(
+        &self,
+        stream: RawStream,
+        dst: DevicePtr,
+        pieces: &[&[u8]],
+    ) -> Result<()> {
+        let mut dst = dst;
+        for piece in pieces {
+            // SAFETY: the caller's promise.
+            unsafe { self.upload(stream, dst, piece) }?;
+            dst += piece.len() as u64;
+        }
+        Ok(())
+    }
+
     /// `cuMemcpyDtoHAsync` and wait: the bytes are in `dst` when this returns.
     ///
     /// The caller makes sure that no work on `stream` can be stuck. This waits for earlier work for
@@ -325,21 +374,27 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     /// `src` is readable for `dst.len()` bytes.
     unsafe fn download(&self, stream: RawStream, dst: &mut [u8], src: DevicePtr) -> Result<()>;
 
-    /// As [`download`](Self::download) of each piece, with one wait where the device allows it:
-    /// all copies are enqueued before the first is waited for.
+    /// Enqueues a copy of ranges of device memory, one behind the other, to page-locked memory, and
+    /// does not wait for it: the bytes are read where the device has written them.
     ///
     /// # Safety
-    /// As for [`download`](Self::download), for each piece.
-    unsafe fn download_all(
+    /// The ranges are readable, and nothing writes there, until the result has been waited for or
+    /// dropped; `stream` is live until then.
+    unsafe fn copy_to_host(
         &self,
         stream: RawStream,
-        pieces: &mut [(&mut [u8], DevicePtr)],
-    ) -> Result<()> {
-        for (dst, src) in pieces {
+        ranges: &[(DevicePtr, u64)],
+    ) -> Result<Box<dyn HostCopy>> {
+        let bytes = ranges.iter().map(|(_, bytes)| bytes).sum();
+        let mut copy = crate::memory::slice::zeroed(bytes)?;
+        let mut rest = &mut copy[..];
+        for &(src, bytes) in ranges {
+            let (dst, behind) = std::mem::take(&mut rest).split_at_mut(bytes as usize);
+            rest = behind;
             // SAFETY: the caller's promise.
-            unsafe { self.download(stream, dst, *src) }?;
+            unsafe { self.download(stream, dst, src) }?;
         }
-        Ok(())
+        Ok(Box::new(copy))
     }
 
     /// `cuLaunchKernel`: enqueues `kernel` over `grid` blocks of `block` threads; on the host its

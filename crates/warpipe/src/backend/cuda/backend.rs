@@ -21,8 +21,8 @@ use super::staging::Staging;
 use super::sys::{CUcontext, CUdevice, CUresult, DEVICE_ATTRIBUTE_MPS_ENABLED, Driver};
 use super::{shutdown_gate, waits};
 use crate::backend::{
-    Access, Backend, DeviceId, DeviceInfo, DevicePtr, IpcBytes, PointerInfo, RawEvent, RawRegion,
-    RawStream, Retained, Rows, StreamOp, TimelineWord,
+    Access, Backend, DeviceId, DeviceInfo, DevicePtr, HostCopy, IpcBytes, PointerInfo, RawEvent,
+    RawRegion, RawStream, Retained, Rows, StreamOp, TimelineWord,
 };
 use crate::backoff::Backoff;
 use crate::error::{Error, Result};
@@ -42,6 +42,8 @@ pub struct CudaBackend {
     pub(super) opening: waits::Context,
     pub(super) info: DeviceInfo,
     pub(super) granularity: u64,
+    /// Set for the life of the context.
+    pub(super) is_under_mps: bool,
     pub(super) kernels: Kernels,
     pub(super) broadcast: Broadcast,
     pub(super) gather: Gather,
@@ -122,6 +124,9 @@ impl CudaBackend {
     ) -> Result<CudaBackend> {
         let _current = enter(driver, context)?;
         let granularity = driver.allocation_granularity(&allocation(device))?.max(1);
+        let is_under_mps = driver
+            .device_attribute(device, DEVICE_ATTRIBUTE_MPS_ENABLED)
+            .is_ok_and(|is_enabled| is_enabled != 0);
         let (broadcast, gather) = (Broadcast::load(driver)?, Gather::load(driver)?);
         // Once more: the first context may have made the driver register a handler of its own.
         shutdown_gate::close_before_the_driver()?;
@@ -142,6 +147,7 @@ impl CudaBackend {
             opening: waits::next_context(),
             info,
             granularity,
+            is_under_mps,
             kernels,
             broadcast,
             gather,
@@ -188,7 +194,7 @@ impl CudaBackend {
     }
 
     #[cold]
-    fn reset_error(&self) -> Error {
+    pub(super) fn reset_error(&self) -> Error {
         Error::DeviceReset {
             device: self.info.name.clone(),
         }
@@ -236,10 +242,7 @@ impl Backend for CudaBackend {
     }
 
     fn runs_beside_other_processes(&self) -> bool {
-        let _guard = shutdown_gate::enter();
-        let attribute = DEVICE_ATTRIBUTE_MPS_ENABLED;
-        let answer = self.driver.device_attribute(self.device, attribute);
-        answer.is_ok_and(|is_enabled| is_enabled != 0)
+        self.is_under_mps
     }
 
     fn granularity(&self) -> u64 {
@@ -379,13 +382,23 @@ impl Backend for CudaBackend {
         unsafe { self.download_bytes(stream.0, dst, src) }
     }
 
-    unsafe fn download_all(
+    unsafe fn upload_pieces(
         &self,
         stream: RawStream,
-        pieces: &mut [(&mut [u8], DevicePtr)],
+        dst: DevicePtr,
+        pieces: &[&[u8]],
     ) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { self.download_pieces(stream.0, pieces) }
+        unsafe { self.upload_gathered(stream.0, dst, pieces) }
+    }
+
+    unsafe fn copy_to_host(
+        &self,
+        stream: RawStream,
+        ranges: &[(DevicePtr, u64)],
+    ) -> Result<Box<dyn HostCopy>> {
+        // SAFETY: the caller's promise.
+        unsafe { self.copy_ranges_to_host(stream.0, ranges) }
     }
 
     unsafe fn launch(

@@ -6,24 +6,31 @@
 //! the calling thread; and no time limit applies inside the driver. So a copy on a stream with work
 //! goes through page-locked memory of this library ([`staging`](super::staging)), which the driver
 //! only enqueues.
+//!
+//! The driver gives short copies from the host to the compute engine, with the bytes in the command:
+//! up to 64 KiB of pageable memory, less than 32 KiB of page-locked memory. Where processes take
+//! turns on the compute engine, each such copy waits for a turn: 140 us, where the copy engine takes
+//! 8 (H100, see ARCHITECTURE.md). A copy of two rows goes to the copy engine, however short. So
+//! short copies are staged, and enqueued as two rows; not under MPS, where there are no turns.
 
 use std::collections::VecDeque;
 use std::ptr;
 use std::time::{Duration, Instant};
 
 use super::backend::CudaBackend;
+use super::fault::Fault;
 use super::shutdown_gate;
-use super::staging::{LARGEST, Purpose, StagingLease, UPLOADS_MAX};
-use super::sys::{CUdeviceptr, CUstream};
+use super::staging::{LARGEST, Piece, Purpose, StagingLease, UPLOADS_MAX};
+use super::sys::{CUDA_MEMCPY3D, CUdeviceptr, CUstream, MEMORYTYPE_UNIFIED};
 use crate::backoff::Backoff;
 use crate::error::{Error, Result};
 use crate::slow_path::{self, SlowPath};
 
-/// Bytes of one download that are in progress at once, in pieces.
-const WINDOW_BYTES: usize = 4 * LARGEST;
+/// The longest copy from the host that the driver gives to the compute engine.
+const SHORT_MAX: usize = 64 << 10;
 
-/// Pieces of one download that are in progress at once, of small ones.
-const WINDOW: usize = 16;
+/// Pieces of one download that are in progress at once.
+const WINDOW: usize = 4;
 
 /// The limit for a copy's wait for staging memory, or for the stream's earlier work.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -75,6 +82,12 @@ impl CudaBackend {
             return Ok(());
         }
         let _current = self.enter()?;
+        if self.goes_as_rows(src.len())
+            && let Some(lease) = self.staging.lend(self.driver, src.len(), Purpose::Upload)?
+        {
+            // SAFETY: the caller's promise.
+            return unsafe { self.upload_staged(stream, dst, src, lease) };
+        }
         let mut wait = Wait::new();
         loop {
             // SAFETY: the caller's promise.
@@ -103,7 +116,7 @@ impl CudaBackend {
         // The driver stages pageable memory before it returns, but reads page-locked memory when
         // the stream reaches the copy.
         let late = self.driver.is_registered_host(src.as_ptr())?;
-        if !late {
+        if !late && src.len() > SHORT_MAX {
             slow_path::count(SlowPath::PageableUpload, src.len() as u64);
         }
         // SAFETY: the caller's promise on `dst`; `src` is read before this function returns, see
@@ -130,21 +143,52 @@ impl CudaBackend {
         src: &[u8],
         lease: StagingLease,
     ) -> Result<()> {
-        slow_path::count(SlowPath::StagedUpload, src.len() as u64);
-        let (mut at, mut copied) = (dst, Ok(()));
-        for (bytes, piece) in src.chunks(lease.piece_bytes).zip(&lease.pieces) {
-            // SAFETY: the piece is this lease's alone and at least as long.
-            unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), piece.place, bytes.len()) };
+        if src.len() > SHORT_MAX {
+            slow_path::count(SlowPath::StagedUpload, src.len() as u64);
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.upload_lease(stream, dst, &[src], src.len(), lease) }
+    }
+
+    /// Copies `bytes` bytes in all to the lease's memory, and enqueues the copy from there.
+    ///
+    /// # Safety
+    /// As for `upload_bytes`; the context is current.
+    unsafe fn upload_lease(
+        &self,
+        stream: CUstream,
+        dst: CUdeviceptr,
+        sources: &[&[u8]],
+        bytes: usize,
+        lease: StagingLease,
+    ) -> Result<()> {
+        let (mut sources, mut source): (_, &[u8]) = (sources.iter(), &[]);
+        let (mut at, mut left, mut copied) = (dst, bytes, Ok(()));
+        for piece in &lease.pieces {
+            let length = left.min(lease.piece_bytes);
+            let mut filled = 0;
+            while filled < length {
+                if source.is_empty() {
+                    // They have the bytes that were counted.
+                    let Some(next) = sources.next() else { break };
+                    source = next;
+                    continue;
+                }
+                let (now, later) = source.split_at(source.len().min(length - filled));
+                // SAFETY: the piece is this lease's alone and has at least `length` bytes.
+                unsafe {
+                    let place = piece.place.add(filled);
+                    ptr::copy_nonoverlapping(now.as_ptr(), place, now.len());
+                }
+                (source, filled) = (later, filled + now.len());
+            }
             // SAFETY: the caller's promise on `dst`; the piece stays as it is until the word is
             // written behind the copy.
-            copied = unsafe {
-                self.driver
-                    .upload_async(at, piece.place, bytes.len(), stream)
-            };
+            copied = unsafe { self.upload_piece(at, piece, length, stream) };
             if copied.is_err() {
                 break;
             }
-            at += bytes.len() as u64;
+            (at, left) = (at + length as u64, left - length);
         }
         // Also behind a failure: the earlier pieces are in progress.
         // SAFETY: the word is never unmapped.
@@ -154,6 +198,65 @@ impl CudaBackend {
         };
         self.staging.leave(lease);
         Ok(copied.and(signalled)?)
+    }
+
+    /// # Safety
+    /// As for [`crate::backend::Backend::upload_pieces`].
+    pub(super) unsafe fn upload_gathered(
+        &self,
+        stream: CUstream,
+        dst: CUdeviceptr,
+        pieces: &[&[u8]],
+    ) -> Result<()> {
+        let bytes: usize = pieces.iter().map(|piece| piece.len()).sum();
+        if bytes == 0 {
+            return Ok(());
+        }
+        let current = self.enter()?;
+        let lease = self.staging.lend(self.driver, bytes, Purpose::Upload)?;
+        if let Some(lease) = lease {
+            // SAFETY: the caller's promise.
+            return unsafe { self.upload_lease(stream, dst, pieces, bytes, lease) };
+        }
+        drop(current);
+        let mut dst = dst;
+        for piece in pieces {
+            // SAFETY: the caller's promise.
+            unsafe { self.upload_bytes(stream, dst, piece) }?;
+            dst += piece.len() as u64;
+        }
+        Ok(())
+    }
+
+    /// Whether a copy of this length from page-locked memory is enqueued as two rows. One byte is
+    /// no two rows.
+    fn goes_as_rows(&self, bytes: usize) -> bool {
+        !self.is_under_mps && (2..=SHORT_MAX).contains(&bytes)
+    }
+
+    /// Enqueues a copy of the first `bytes` of a piece.
+    ///
+    /// # Safety
+    /// As for `upload_bytes`; the context is current; the piece is as long, and stays as it is until
+    /// the copy is done.
+    unsafe fn upload_piece(
+        &self,
+        dst: CUdeviceptr,
+        piece: &Piece,
+        bytes: usize,
+        stream: CUstream,
+    ) -> std::result::Result<(), Fault> {
+        if !self.goes_as_rows(bytes) {
+            // SAFETY: the caller's promise.
+            return unsafe { self.driver.upload_async(dst, piece.place, bytes, stream) };
+        }
+        // An odd number: twice, one byte apart.
+        for start in 0..=(bytes % 2) as u64 {
+            let rows = two_rows(dst + start, piece.place_ptr + start, bytes / 2);
+            // SAFETY: both ranges lie in those that the caller promises.
+            unsafe { self.driver.copy_box_async(&rows, stream) }?;
+        }
+        Ok(())
     }
 
     /// # Safety
@@ -171,38 +274,10 @@ impl CudaBackend {
             // SAFETY: the stream is the caller's.
             return unsafe { self.settled(stream, outcome) };
         }
-        // SAFETY: the caller's promise.
-        unsafe { self.download_staged(stream, &mut [(dst, src)]) }
-    }
-
-    /// # Safety
-    /// As for [`crate::backend::Backend::download_all`].
-    pub(super) unsafe fn download_pieces(
-        &self,
-        stream: CUstream,
-        pieces: &mut [(&mut [u8], CUdeviceptr)],
-    ) -> Result<()> {
-        let _current = self.enter()?;
-        // SAFETY: the caller's promise.
-        unsafe { self.download_staged(stream, pieces) }
-    }
-
-    /// # Safety
-    /// As for `download_pieces`; the context is current.
-    unsafe fn download_staged(
-        &self,
-        stream: CUstream,
-        pieces: &mut [(&mut [u8], CUdeviceptr)],
-    ) -> Result<()> {
-        let bytes: usize = pieces.iter().map(|(dst, _)| dst.len()).sum();
-        slow_path::count(SlowPath::StagedDownload, bytes as u64);
+        slow_path::count(SlowPath::StagedDownload, dst.len() as u64);
         let mut window = VecDeque::with_capacity(WINDOW);
-        let pieces = pieces.iter_mut().flat_map(|(dst, src)| {
-            let addresses = (*src..).step_by(LARGEST);
-            dst.chunks_mut(LARGEST).zip(addresses)
-        });
         // SAFETY: the caller's promise.
-        let outcome = unsafe { self.download_through(stream, pieces, &mut window) };
+        let outcome = unsafe { self.download_through(stream, dst, src, &mut window) };
         // SAFETY: the stream is the caller's.
         let outcome = unsafe { self.settled(stream, outcome) };
         window
@@ -217,7 +292,7 @@ impl CudaBackend {
     ///
     /// # Safety
     /// The stream is live, the context current.
-    unsafe fn settled(&self, stream: CUstream, outcome: Result<()>) -> Result<()> {
+    pub(super) unsafe fn settled(&self, stream: CUstream, outcome: Result<()>) -> Result<()> {
         if matches!(outcome, Ok(()) | Err(Error::Timeout { .. })) {
             return outcome;
         }
@@ -273,12 +348,12 @@ impl CudaBackend {
     unsafe fn download_through<'a>(
         &self,
         stream: CUstream,
-        pieces: impl Iterator<Item = (&'a mut [u8], CUdeviceptr)>,
+        dst: &'a mut [u8],
+        src: CUdeviceptr,
         window: &mut VecDeque<(StagingLease, &'a mut [u8])>,
     ) -> Result<()> {
-        for (bytes, src) in pieces {
-            let under_way: usize = window.iter().map(|(_, bytes)| bytes.len()).sum();
-            if window.len() == WINDOW || under_way >= WINDOW_BYTES {
+        for (bytes, src) in dst.chunks_mut(LARGEST).zip((src..).step_by(LARGEST)) {
+            if window.len() == WINDOW {
                 self.finish_first(stream, window)?;
             }
             let mut wait = Wait::new();
@@ -325,15 +400,7 @@ impl CudaBackend {
         let Some((lease, _)) = window.front() else {
             return Ok(());
         };
-        let mut wait = Wait::new();
-        while !lease.is_past() {
-            if !wait.backoff.is_spinning() {
-                // A stream writes no word after its work has failed.
-                // SAFETY: the stream is live as long as the copy that it was given.
-                unsafe { self.driver.stream_query(stream) }?;
-            }
-            wait.pause(earlier_work)?;
-        }
+        self.wait_for_lease(stream, lease)?;
         if let Some((lease, bytes)) = window.pop_front() {
             // SAFETY: the device has written the piece, which is as long and this lease's alone.
             unsafe {
@@ -342,6 +409,33 @@ impl CudaBackend {
             self.staging.give_back(lease);
         }
         Ok(())
+    }
+
+    /// Waits until the stream is past a lease. The stream is live as long as the copy that it was
+    /// given.
+    pub(super) fn wait_for_lease(&self, stream: CUstream, lease: &StagingLease) -> Result<()> {
+        let mut wait = Wait::new();
+        while !lease.is_past() {
+            if !wait.backoff.is_spinning() {
+                // A stream writes no word after its work has failed.
+                // SAFETY: as above.
+                unsafe { self.driver.stream_query(stream) }?;
+            }
+            wait.pause(earlier_work)?;
+        }
+        Ok(())
+    }
+
+    /// Lends page-locked memory for a copy to the host, and waits for it.
+    pub(super) fn lend_for_download(&self, bytes: usize) -> Result<StagingLease> {
+        let mut wait = Wait::new();
+        loop {
+            let lease = self.staging.lend(self.driver, bytes, Purpose::Download)?;
+            match lease {
+                Some(lease) => return Ok(lease),
+                None => wait.pause(|| "page-locked memory for a copy to the host".into())?,
+            }
+        }
     }
 
     /// Waits until the stream's present work is done. It uses an event and not the stream's own
@@ -364,5 +458,23 @@ impl CudaBackend {
         // SAFETY: created above, destroyed here only.
         let destroyed = unsafe { self.driver.event_destroy(event) };
         waited.and(destroyed.map_err(Error::from))
+    }
+}
+
+/// A copy of two rows that lie behind each other.
+fn two_rows(to: CUdeviceptr, from: CUdeviceptr, row_bytes: usize) -> CUDA_MEMCPY3D {
+    CUDA_MEMCPY3D {
+        src_memory_type: MEMORYTYPE_UNIFIED,
+        src_device: from,
+        src_pitch: row_bytes,
+        src_height: 2,
+        dst_memory_type: MEMORYTYPE_UNIFIED,
+        dst_device: to,
+        dst_pitch: row_bytes,
+        dst_height: 2,
+        width: row_bytes,
+        height: 2,
+        depth: 1,
+        ..CUDA_MEMCPY3D::default()
     }
 }

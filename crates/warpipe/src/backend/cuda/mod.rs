@@ -17,6 +17,7 @@ mod device;
 mod fault;
 mod foreign;
 mod gather;
+mod host_copy;
 mod kernels;
 mod legacy;
 mod memory;

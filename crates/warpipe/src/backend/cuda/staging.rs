@@ -52,6 +52,8 @@ pub(super) struct Piece {
     index: usize,
     /// The piece's address.
     pub(super) place: *mut u8,
+    /// The same for the device.
+    pub(super) place_ptr: CUdeviceptr,
 }
 
 /// Pieces on loan for one copy. A lease that is neither [returned](Staging::give_back) nor [left to
@@ -145,13 +147,15 @@ impl StagingRegion {
     }
 
     fn piece(&self, region: usize, index: usize) -> Piece {
+        let offset = HEAD + index * PIECES[self.class];
         // SAFETY: HEAD + LARGEST bytes are mapped, and `index` is one of the pieces that lie in
         // them.
-        let place = unsafe { self.base.add(HEAD + index * PIECES[self.class]) };
+        let place = unsafe { self.base.add(offset) };
         Piece {
             region,
             index,
             place,
+            place_ptr: self.ptr + offset as u64,
         }
     }
 

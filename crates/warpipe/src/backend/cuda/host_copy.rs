@@ -1,0 +1,177 @@
+//! Copies to the host that are enqueued now and waited for later. **This module is marked for
+//! unsafe**: it copies by address and reads page-locked memory where the device has written it.
+
+use std::sync::Arc;
+
+use super::backend::CudaBackend;
+use super::staging::StagingLease;
+use super::sys::{CUdeviceptr, CUstream};
+use crate::backend::{HostCopy, HostPiece};
+use crate::error::{Error, Result};
+use crate::slow_path::{self, SlowPath};
+
+/// Page-locked memory that a stream copies to.
+struct StagedCopy {
+    backend: Arc<CudaBackend>,
+    stream: CUstream,
+    /// Taken when it has been waited for.
+    lease: Option<StagingLease>,
+    bytes: usize,
+}
+
+// SAFETY: the lease's pieces are this copy's alone, live as long as the process, and are read only
+// when the device has written them; a stream may be used from any thread.
+unsafe impl Send for StagedCopy {}
+
+/// Page-locked memory that the device has written.
+struct Arrived {
+    backend: Arc<CudaBackend>,
+    lease: Option<StagingLease>,
+}
+
+// SAFETY: nothing writes the memory until the lease is given back, and that happens once.
+unsafe impl Send for Arrived {}
+// SAFETY: as above.
+unsafe impl Sync for Arrived {}
+
+/// A part of it that lies together.
+struct ArrivedPiece {
+    of: Arc<Arrived>,
+    place: *const u8,
+    bytes: usize,
+}
+
+// SAFETY: as for what it is a piece of, which it keeps.
+unsafe impl Send for ArrivedPiece {}
+// SAFETY: as above.
+unsafe impl Sync for ArrivedPiece {}
+
+impl CudaBackend {
+    /// # Safety
+    /// As for [`crate::backend::Backend::copy_to_host`].
+    pub(super) unsafe fn copy_ranges_to_host(
+        &self,
+        stream: CUstream,
+        ranges: &[(CUdeviceptr, u64)],
+    ) -> Result<Box<dyn HostCopy>> {
+        let bytes = ranges.iter().map(|(_, bytes)| bytes).sum::<u64>() as usize;
+        if bytes == 0 {
+            return Ok(Box::new(Vec::new()));
+        }
+        let backend = self.me.upgrade().ok_or_else(|| self.reset_error())?;
+        let _current = self.enter()?;
+        slow_path::count(SlowPath::StagedDownload, bytes as u64);
+        let lease = self.lend_for_download(bytes)?;
+        // SAFETY: the caller's promise.
+        let enqueued = unsafe { self.enqueue_ranges(stream, ranges, &lease) };
+        // Also behind a failure: the earlier copies are in progress. One word for all of them: the
+        // copy engine does not stop between two copies.
+        // SAFETY: the word is never unmapped.
+        let signalled = unsafe {
+            self.driver
+                .stream_write_value(stream, lease.word_ptr, lease.value)
+        };
+        if let Err(fault) = enqueued.and(signalled.map_err(Error::from)) {
+            // SAFETY: the stream is the caller's.
+            let outcome = unsafe { self.settled(stream, Err(fault)) };
+            self.staging.leave(lease);
+            return outcome.map(|()| -> Box<dyn HostCopy> { Box::new(Vec::new()) });
+        }
+        Ok(Box::new(StagedCopy {
+            backend,
+            stream,
+            lease: Some(lease),
+            bytes,
+        }))
+    }
+
+    /// # Safety
+    /// As for `copy_ranges_to_host`; the context is current; the lease has room.
+    unsafe fn enqueue_ranges(
+        &self,
+        stream: CUstream,
+        ranges: &[(CUdeviceptr, u64)],
+        lease: &StagingLease,
+    ) -> Result<()> {
+        let mut at = 0;
+        for &(mut src, bytes) in ranges {
+            let end = at + bytes as usize;
+            while at < end {
+                let (index, offset) = (at / lease.piece_bytes, at % lease.piece_bytes);
+                let length = (end - at).min(lease.piece_bytes - offset);
+                // SAFETY: the caller's promise on `src`; the place lies in a piece that is this
+                // lease's alone, and so do the bytes behind it.
+                unsafe {
+                    let place = lease.pieces[index].place.add(offset);
+                    self.driver.download_async(place, src, length, stream)
+                }?;
+                (at, src) = (at + length, src + length as u64);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl StagedCopy {
+    /// Waits for the copy and takes its memory.
+    fn finish(&mut self) -> Result<Option<StagingLease>> {
+        let Some(lease) = self.lease.take() else {
+            return Ok(None);
+        };
+        let waited = self.backend.enter().and_then(|_current| {
+            let waited = self.backend.wait_for_lease(self.stream, &lease);
+            // SAFETY: the stream is live until the copy has been waited for.
+            unsafe { self.backend.settled(self.stream, waited) }
+        });
+        match waited {
+            Ok(()) => Ok(Some(lease)),
+            Err(error) => {
+                self.backend.staging.leave(lease);
+                Err(error)
+            }
+        }
+    }
+}
+
+impl HostCopy for StagedCopy {
+    fn wait(mut self: Box<Self>) -> Result<Vec<HostPiece>> {
+        let lease = self.finish()?;
+        let pieces = lease.iter().flat_map(|lease| &lease.pieces);
+        let places: Vec<*const u8> = pieces.map(|piece| piece.place.cast_const()).collect();
+        let piece_bytes = lease.as_ref().map_or(0, |lease| lease.piece_bytes);
+        let (backend, mut left) = (self.backend.clone(), self.bytes);
+        let of = Arc::new(Arrived { backend, lease });
+        let piece = |place| {
+            let bytes = left.min(piece_bytes);
+            left -= bytes;
+            let of = of.clone();
+            HostPiece::new(ArrivedPiece { of, place, bytes })
+        };
+        Ok(places.into_iter().map(piece).collect())
+    }
+}
+
+impl Drop for StagedCopy {
+    fn drop(&mut self) {
+        if let Ok(Some(lease)) = self.finish() {
+            self.backend.staging.give_back(lease);
+        }
+    }
+}
+
+impl Drop for Arrived {
+    fn drop(&mut self) {
+        if let Some(lease) = self.lease.take() {
+            self.backend.staging.give_back(lease);
+        }
+    }
+}
+
+impl AsRef<[u8]> for ArrivedPiece {
+    fn as_ref(&self) -> &[u8] {
+        let _kept = &self.of;
+        // SAFETY: the device has written the bytes, and nothing writes them as long as the lease,
+        // which `of` has, is not given back.
+        unsafe { std::slice::from_raw_parts(self.place, self.bytes) }
+    }
+}
