@@ -2,8 +2,9 @@
 //! and one-way latency over TCP on loopback.
 //!
 //! Four processes: a publisher, the bridge of its domain, the bridge of another domain, and a
-//! subscriber there. Zenoh's bytes go straight from the first process to the last one, with the
-//! settings of the bridges. They take turns in rounds, and the medians of the rounds are compared.
+//! subscriber there. Zenoh's bytes go straight from the first process to the last one. So do those
+//! of a channel in one domain, which a bridge cannot outrun. All take turns in rounds, and the
+//! medians of the rounds are compared.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
@@ -32,6 +33,12 @@ struct Args {
     /// Runs each case for a moment: shows that it runs, not how fast it is
     #[arg(long)]
     quick: bool,
+    /// Only the cases with tensors of this size
+    #[arg(long, value_name = "BYTES")]
+    only: Option<usize>,
+    /// Rounds of each case, behind one that warms up
+    #[arg(long, default_value_t = 5)]
+    rounds: usize,
     /// Writes all figures to this file, as JSON
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
@@ -40,8 +47,10 @@ struct Args {
     role: Option<String>,
 }
 
-/// The name of the tensors, and Zenoh's key.
-const NAME: &str = "bench/items";
+/// Zenoh's key.
+const KEY: &str = "bench/items";
+/// The names of the tensors.
+const NAMES: &str = "bench/**";
 
 #[derive(Debug, Serialize, Deserialize)]
 enum Role {
@@ -77,13 +86,28 @@ struct Case {
     one_at_a_time: bool,
 }
 
+impl Case {
+    /// The names of the publisher that a bridge exports, and of one that it does not.
+    fn names(&self) -> [String; 2] {
+        let kind = if self.one_at_a_time { "single" } else { "many" };
+        ["bench", "local"].map(|place| format!("{place}/{kind}/{}", self.bytes))
+    }
+
+    /// The publisher's ring has room for as many bytes as the queue of Zenoh's session: 16 batches
+    /// of 64 KiB.
+    fn depth(&self) -> u32 {
+        ((1 << 20) / self.bytes).clamp(16, 256) as u32
+    }
+}
+
 /// Zenoh first, in each round.
-const WAYS: [Way; 2] = [Way::Zenoh, Way::Bridge];
+const WAYS: [Way; 3] = [Way::Zenoh, Way::Bridge, Way::Channel];
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Way {
     Zenoh,
     Bridge,
+    Channel,
 }
 
 fn cases(quick: bool) -> Vec<Case> {
@@ -98,10 +122,10 @@ fn cases(quick: bool) -> Vec<Case> {
             items: if quick { 20 } else { 1000 },
             one_at_a_time: true,
         },
-        streamed(4 << 10, 20_000),
-        streamed(64 << 10, 5_000),
-        streamed(1 << 20, 500),
-        streamed(64 << 20, 12),
+        streamed(4 << 10, 40_000),
+        streamed(64 << 10, 10_000),
+        streamed(1 << 20, 1_000),
+        streamed(64 << 20, 16),
     ]
 }
 
@@ -122,8 +146,11 @@ fn main() -> anyhow::Result<()> {
         device: args.device.to_string(),
         bridge: free_endpoint()?,
         zenoh: free_endpoint()?,
-        rounds: if args.quick { 1 } else { 5 },
-        cases: cases(args.quick),
+        rounds: if args.quick { 1 } else { args.rounds.max(1) },
+        cases: cases(args.quick)
+            .into_iter()
+            .filter(|case| args.only.is_none_or(|bytes| bytes == case.bytes))
+            .collect(),
     };
     let figures = measure(&terms)?;
     match &args.out {
@@ -140,24 +167,17 @@ fn free_endpoint() -> anyhow::Result<String> {
 
 fn measure(terms: &Terms) -> anyhow::Result<Vec<Figure>> {
     let device = terms.device()?;
-    let publisher = Publisher::builder(NAME)
-        .domain(&Domain::at(&terms.near)?)
-        .device(&device)
-        .depth(16)
-        .build()?;
+    let domain = Domain::at(&terms.near)?;
     let sender = Sender {
         stream: device.stream()?,
-        publisher,
         zenoh: session(&terms.zenoh, "listen")?,
     };
     let exporter = PeerProcess::start(&Role::Exporter(terms.clone()))?;
     let importer = PeerProcess::start(&Role::Importer(terms.clone()))?;
     let receiver = PeerProcess::start(&Role::Receiver(terms.clone()))?;
-    // The receiver is attached: so are the bridges.
-    receiver.control.hear::<()>()?;
     let put = sender
         .zenoh
-        .declare_publisher(NAME)
+        .declare_publisher(KEY)
         .congestion_control(CongestionControl::Block);
     let put = put.wait().map_err(|e| anyhow!("{e}"))?;
     let start = Instant::now();
@@ -172,20 +192,37 @@ fn measure(terms: &Terms) -> anyhow::Result<Vec<Figure>> {
     }
     let mut figures = Vec::new();
     for &case in &terms.cases {
-        let mut measured = [Vec::new(), Vec::new()];
+        let build = |name: String| {
+            Publisher::builder(&name)
+                .domain(&domain)
+                .device(&device)
+                .depth(case.depth())
+                .build()
+        };
+        let [exported, local] = case.names().map(build);
+        let (exported, local) = (exported?, local?);
+        // The receiver is attached: so are the bridges.
+        receiver.control.hear::<()>()?;
+        let mut measured = WAYS.map(|_| Vec::new());
         // The first round warms up.
         for round in 0..=terms.rounds {
             for (way, values) in WAYS.iter().zip(&mut measured) {
-                let value = sender.case(case, *way, &put, &receiver.control)?;
+                let publisher = if *way == Way::Channel {
+                    &local
+                } else {
+                    &exported
+                };
+                let value = sender.case(case, *way, publisher, &put, &receiver.control)?;
                 if round > 0 {
                     values.push(value);
                 }
             }
         }
-        let [floor, ours] = measured;
-        let figure = figure(case, &ours, &floor);
-        print(&figure);
-        figures.push(figure);
+        let [floor, ours, channel] = measured;
+        for figure in [figure(case, &ours, &floor), limit(case, &channel)] {
+            print(&figure);
+            figures.push(figure);
+        }
     }
     drop(put);
     for peer in [receiver, importer, exporter] {
@@ -195,25 +232,37 @@ fn measure(terms: &Terms) -> anyhow::Result<Vec<Figure>> {
     Ok(figures)
 }
 
-fn figure(case: Case, ours: &[f64], floor: &[f64]) -> Figure {
-    let size = match case.bytes >> 20 {
-        0 => format!("{} KiB", case.bytes >> 10),
-        mebibytes => format!("{mebibytes} MiB"),
-    };
-    if case.one_at_a_time {
-        Figure::new(
-            "bridge",
-            format!("{size} one way, one at a time"),
-            "us",
-            ours,
-        )
-        .beside(floor)
-        .wanted(Wanted::BesideFloorAtMost(100.0))
-    } else {
-        Figure::new("bridge", format!("{size} behind each other"), "GB/s", ours)
-            .beside(floor)
-            .wanted(Wanted::RatioAtLeast(0.9))
+impl Case {
+    fn title(&self) -> String {
+        let size = match self.bytes >> 20 {
+            0 => format!("{} KiB", self.bytes >> 10),
+            mebibytes => format!("{mebibytes} MiB"),
+        };
+        match self.one_at_a_time {
+            true => format!("{size} one way, one at a time"),
+            false => format!("{size} behind each other"),
+        }
     }
+
+    fn unit(&self) -> &'static str {
+        if self.one_at_a_time { "us" } else { "GB/s" }
+    }
+}
+
+fn figure(case: Case, ours: &[f64], floor: &[f64]) -> Figure {
+    let wanted = match case.one_at_a_time {
+        true => Wanted::BesideFloorAtMost(100.0),
+        false => Wanted::RatioAtLeast(0.9),
+    };
+    Figure::new("bridge", case.title(), case.unit(), ours)
+        .beside(floor)
+        .wanted(wanted)
+}
+
+/// The same through a channel of one domain.
+fn limit(case: Case, channel: &[f64]) -> Figure {
+    let title = format!("{}, one channel without a bridge", case.title());
+    Figure::new("bridge", title, case.unit(), channel)
 }
 
 fn print(figure: &Figure) {
@@ -222,11 +271,13 @@ fn print(figure: &Figure) {
         Some(false) => "NOT MET",
         None => "no target",
     };
+    let Some(floor) = figure.floor else {
+        return println!("{}: {:.3} {}", figure.name, figure.ours, figure.unit);
+    };
     println!(
-        "{}: {:.3} and {:.3} {}, ratio {:.2}, {} {verdict}",
+        "{}: {:.3} and {floor:.3} {}, ratio {:.2}, {} {verdict}",
         figure.name,
         figure.ours,
-        figure.floor.unwrap_or(f64::NAN),
         figure.unit,
         figure.ratio.unwrap_or(f64::NAN),
         figure.target().unwrap_or_default(),
@@ -235,7 +286,6 @@ fn print(figure: &Figure) {
 
 /// The process that everything begins in.
 struct Sender {
-    publisher: Publisher,
     stream: Stream,
     zenoh: zenoh::Session,
 }
@@ -246,6 +296,7 @@ impl Sender {
         &self,
         case: Case,
         way: Way,
+        publisher: &Publisher,
         put: &zenoh::pubsub::Publisher<'_>,
         receiver: &Control,
     ) -> anyhow::Result<f64> {
@@ -254,8 +305,8 @@ impl Sender {
         let shared = ZBytes::from(bytes.clone());
         let send = |bytes: &[u8], shared: ZBytes| -> anyhow::Result<()> {
             match way {
-                Way::Bridge => {
-                    self.publisher.send_bytes(&self.stream, bytes)?;
+                Way::Bridge | Way::Channel => {
+                    publisher.send_bytes(&self.stream, bytes)?;
                 }
                 Way::Zenoh => put.put(shared).wait().map_err(|e| anyhow!("{e}"))?,
             }
@@ -269,7 +320,7 @@ impl Sender {
                 bytes[..8].copy_from_slice(&now_ns().to_ne_bytes());
                 let stamped = match way {
                     Way::Zenoh => ZBytes::from(bytes.clone()),
-                    Way::Bridge => ZBytes::new(),
+                    Way::Bridge | Way::Channel => ZBytes::new(),
                 };
                 send(&bytes, stamped)?;
                 took.push(receiver.hear::<u64>()? as f64 / 1e3);
@@ -315,10 +366,10 @@ fn bridge(terms: &Terms, control: &Control, exports: bool) -> anyhow::Result<()>
     let mut options = Options::new(&Domain::at(folder)?, &terms.device()?);
     if exports {
         options.listen.push(terms.bridge.clone());
-        options.export.push(NAME.into());
+        options.export.push(NAMES.into());
     } else {
         options.connect.push(terms.bridge.clone());
-        options.import.push(NAME.into());
+        options.import.push(NAMES.into());
     }
     let _bridge = Bridge::open(options)?;
     loop {
@@ -343,16 +394,21 @@ fn receive_all(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let device = terms.device()?;
     let stream = device.stream()?;
     let zenoh = session(&terms.zenoh, "connect")?;
-    let items = zenoh.declare_subscriber(NAME).wait();
+    let items = zenoh.declare_subscriber(KEY).wait();
     let items = items.map_err(|e| anyhow!("{e}"))?;
-    let mut subscriber = Subscriber::builder(NAME)
-        .domain(&Domain::at(&terms.far)?)
-        .device(&device)
-        .timeout(PATIENCE)
-        .wait_for_publisher(Some(PATIENCE))
-        .build()?;
-    control.send(&())?;
+    let attach = |name: &str, domain: &Path| {
+        Subscriber::builder(name)
+            .domain(&Domain::at(domain)?)
+            .device(&device)
+            .timeout(PATIENCE)
+            .wait_for_publisher(Some(PATIENCE))
+            .build()
+    };
     for case in &terms.cases {
+        let [exported, local] = case.names();
+        let mut subscriber = attach(&exported, &terms.far)?;
+        let mut beside = attach(&local, &terms.near)?;
+        control.send(&())?;
         for _ in 0..=terms.rounds {
             for way in WAYS {
                 control.hear::<()>()?;
@@ -368,8 +424,12 @@ fn receive_all(terms: &Terms, control: &Control) -> anyhow::Result<()> {
                                 bytes.copy_from_slice(&item.payload().to_bytes());
                             }
                         }
-                        Way::Bridge => {
-                            let sample = subscriber.receive(&stream)?;
+                        Way::Bridge | Way::Channel => {
+                            let from = match way {
+                                Way::Channel => &mut beside,
+                                _ => &mut subscriber,
+                            };
+                            let sample = from.receive(&stream)?;
                             ensure!(sample.layout().bytes() == case.bytes as u64, "another item");
                             if case.one_at_a_time {
                                 sample.copy_to(&mut bytes, PATIENCE)?;

@@ -5,10 +5,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-use warpipe::{Error as Local, Sample, Stream, Subscriber};
+use bytes::Bytes;
+use warpipe::{DeviceKind, Error as Local, Sample, Stream, Subscriber};
 
 use crate::error::{Error, Result};
-use crate::lane::{LaneCounts, LaneSender, SLICE};
+use crate::lane::{Content, LaneCounts, LaneSender, Outgoing, SLICE};
 use crate::message::{BATCH_MAX, End, Id, Message, Purpose, Tag, Tensor};
 use crate::options::{Options, Policy};
 
@@ -248,7 +249,12 @@ impl Export {
 
     /// Sends what is held, in order, until the lane has ended and nothing is left.
     fn send_held(&self, shelf: &Shelf, stream: &Stream, generation: Id) -> Result<()> {
+        let mut outgoing = Outgoing::new(&self.sender);
         loop {
+            // Nothing follows at once: what is on its way from the device waits for nothing else.
+            if !outgoing.is_empty() && !self.is_next_ready(shelf) {
+                outgoing.flush()?;
+            }
             // A sample leaves the shelf when it can go: until then the policy may still drop it.
             if !self.sender.wait_credit(SLICE) {
                 if self.sender.ended().is_some() {
@@ -268,12 +274,21 @@ impl Export {
             }
             if batch.is_empty() {
                 if is_over || self.sender.ended().is_some() {
-                    return Ok(());
+                    return outgoing.flush();
                 }
-            } else if !self.send_batch(&batch, stream, generation)? {
+            } else if !self.send_batch(batch, &mut outgoing, stream, generation)? {
                 return Ok(());
             }
         }
+    }
+
+    /// Whether a sample is held that can go now.
+    fn is_next_ready(&self, shelf: &Shelf) -> bool {
+        let held = shelf.held.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_complete = |sample: &Sample| matches!(sample.is_complete(), Ok(true));
+        let is_ready = held.samples.front().is_some_and(is_complete);
+        drop(held);
+        is_ready && self.sender.wait_credit(Duration::ZERO)
     }
 
     /// Whether a sample goes over the link: its data is proven complete. `None` once the lane has
@@ -297,37 +312,112 @@ impl Export {
     }
 
     /// Sends samples: one, or several small ones. Says whether the lane goes on.
-    fn send_batch(&self, batch: &[Sample], stream: &Stream, generation: Id) -> Result<bool> {
-        let (mut tensors, mut last) = (Vec::with_capacity(batch.len()), 0);
+    fn send_batch<'a>(
+        &self,
+        batch: Vec<Sample>,
+        outgoing: &mut Outgoing<'a>,
+        stream: &'a Stream,
+        generation: Id,
+    ) -> Result<bool> {
+        // The samples before one that cannot be read are sent, and the error is told then.
+        let (mut samples, mut failure) = (Vec::with_capacity(batch.len()), None);
         for sample in batch {
-            match self.is_sendable(sample)? {
-                None => return Ok(false),
-                Some(false) => continue,
-                Some(true) => {}
+            match self.is_sendable(&sample) {
+                Ok(None) => return Ok(false),
+                Ok(Some(false)) => {}
+                Ok(Some(true)) => samples.push(sample),
+                Err(error) => {
+                    failure = Some(error);
+                    break;
+                }
             }
-            last = sample.sequence();
-            let tag = Tag::Sample { sequence: last };
-            let tensor = Tensor::new(tag, sample.layout(), sample.metadata());
-            tensors.push((tensor, sample.slot_ptr()));
         }
-        if tensors.is_empty() {
+        let goes_on = self.send_complete(samples, outgoing, stream, generation)?;
+        let Some(error) = failure else {
+            return Ok(goes_on);
+        };
+        outgoing.flush()?;
+        Err(error)
+    }
+
+    fn send_complete<'a>(
+        &self,
+        samples: Vec<Sample>,
+        outgoing: &mut Outgoing<'a>,
+        stream: &'a Stream,
+        generation: Id,
+    ) -> Result<bool> {
+        let Some(last) = samples.last().map(Sample::sequence) else {
             return Ok(true);
-        }
+        };
         // Before the first part: a part that may have arrived is never sent again.
         *self.sent.lock().unwrap_or_else(PoisonError::into_inner) = Sent {
             generation,
             sequence: last,
         };
-        if tensors.len() > 1 {
-            // SAFETY: the data is complete, and the samples, which the caller keeps, keep their
-            // slots mapped and unwritten.
-            return unsafe { self.sender.send_batch(tensors, stream) };
-        }
-        let Some((tensor, address)) = tensors.pop() else {
-            return Ok(true);
+        let mut tensors = describe(&samples);
+        let is_host = self.options.device.info().id.kind == DeviceKind::Host;
+        let content = |sample| match is_host {
+            true => host_content(sample),
+            false => device_content(sample, stream),
         };
-        let part_bytes = self.options.part_bytes;
-        // SAFETY: as above.
-        unsafe { self.sender.send_tensor(tensor, address, stream, part_bytes) }
+        let mut contents: Vec<Content<'a>> = samples.into_iter().map(content).collect();
+        if contents.len() > 1 {
+            return outgoing.batch(tensors, contents);
+        }
+        match (tensors.pop(), contents.pop()) {
+            (Some(tensor), Some(content)) => {
+                outgoing.tensor(tensor, &content, self.options.part_bytes)
+            }
+            _ => Ok(true),
+        }
+    }
+}
+
+/// The descriptions of samples that go in one part.
+fn describe(samples: &[Sample]) -> Vec<Tensor> {
+    let mut before = None;
+    let describe = |sample: &Sample| {
+        let (layout, metadata) = (*sample.layout(), sample.metadata());
+        let tag = Tag::Sample {
+            sequence: sample.sequence(),
+        };
+        match before.replace(layout) {
+            Some(before) if before == layout => Tensor::of_same_layout(tag, metadata),
+            _ => Tensor::new(tag, &layout, metadata),
+        }
+    };
+    samples.iter().map(describe).collect()
+}
+
+/// The bytes of a complete sample on a device: the sample is released when they have been copied.
+fn device_content(sample: Sample, stream: &Stream) -> Content<'_> {
+    let (address, bytes) = (sample.slot_ptr(), sample.layout().bytes());
+    // SAFETY: the data is complete, and the sample, which the content keeps, keeps its slot mapped
+    // and unwritten.
+    unsafe { Content::device(address, bytes, stream, Some(Arc::new(sample))) }
+}
+
+/// The bytes of a complete sample on the host, where they lie: the sample is released when they have
+/// been sent.
+fn host_content(sample: Sample) -> Content<'static> {
+    Content::Host(Bytes::from_owner(SlotBytes(sample)))
+}
+
+/// A complete sample on the host, as bytes.
+struct SlotBytes(Sample);
+
+impl AsRef<[u8]> for SlotBytes {
+    fn as_ref(&self) -> &[u8] {
+        let (address, bytes) = (self.0.slot_ptr(), self.0.layout().bytes());
+        if bytes == 0 {
+            return &[];
+        }
+        let start = std::ptr::with_exposed_provenance(address as usize);
+        // SAFETY: the address is one of this process, in a region that the sample keeps mapped; the
+        // slot is as long (checked when it was received), and its publisher writes it again only
+        // when the sample has been released. One that breaks this garbles its own bytes: they are
+        // copied, and nothing else depends on them.
+        unsafe { std::slice::from_raw_parts(start, bytes as usize) }
     }
 }

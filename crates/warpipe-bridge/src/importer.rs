@@ -3,14 +3,18 @@
 use std::sync::atomic::Ordering;
 use std::sync::{Mutex, PoisonError};
 
-use warpipe::{Error as Local, Policy as LocalPolicy, Publisher, SampleMut, Stream};
+use warpipe::{
+    DeviceKind, Error as Local, Layout, Policy as LocalPolicy, Publisher, SampleMut, Stream,
+};
 use zenoh::bytes::ZBytes;
 
 use crate::error::Result;
 use crate::lane::{Assembly, Ending, LaneCounts, LaneReceiver, Payload, SLICE};
-use crate::message::{End, Id, Message, Part, Tag, bounded};
+use crate::message::{End, Id, Message, Part, Tag, Tensor, bounded};
 use crate::options::Options;
 
+/// The streams of a publisher on a device.
+const STREAMS: usize = 4;
 /// How often a name that is taken is tried again, a slice apart.
 const TAKEN_ATTEMPTS: u32 = 10;
 
@@ -33,7 +37,10 @@ struct Published {
     generation: Id,
     /// The number of the last sample.
     last: u64,
-    stream: Stream,
+    /// Samples take turns: on a device each waits for its own copy, and for no other one's.
+    streams: Vec<Stream>,
+    /// That of the present sample.
+    turn: usize,
 }
 
 /// How the end of a lane leaves its name.
@@ -192,8 +199,14 @@ impl Import {
             .local_name
             .lock()
             .unwrap_or_else(PoisonError::into_inner) = publisher.name().to_owned();
+        let count = match options.device.info().id.kind {
+            DeviceKind::Host => 1,
+            _ => STREAMS,
+        };
+        let streams = (0..count).map(|_| options.device.stream());
         Ok(Published {
-            stream: options.device.stream()?,
+            streams: streams.collect::<warpipe::Result<_>>()?,
+            turn: 0,
             publisher,
             generation,
             last: 0,
@@ -211,89 +224,37 @@ impl Published {
         mut part: Part,
         payload: &ZBytes,
     ) -> Result<Option<Ending>> {
-        let (more, length) = (std::mem::take(&mut part.more), payload.len() as u64);
-        let mut payload = Payload::new(payload);
-        if more.is_empty() {
-            return self.take_piece(options, lane, assembly, part, &mut payload, length);
+        if !part.more.is_empty() {
+            return self.take_several(options, lane, assembly, part, payload);
         }
-        let fault = |reason: &str| Ok(Some(Ending::Fault(reason.into())));
-        let Some(first) = part.tensor.take().filter(|_| part.offset == 0) else {
-            return fault("several tensors came behind a piece of one");
-        };
-        let tensors = || std::iter::once(&first).chain(&more);
-        let bytes = tensors().try_fold(0u64, |sum, tensor| sum.checked_add(tensor.bytes));
-        if bytes != Some(length) {
-            return fault("several tensors came with another number of bytes");
-        }
-        for tensor in std::iter::once(first).chain(more) {
-            let bytes = tensor.bytes;
-            let piece = Part {
-                tensor: Some(tensor),
-                ..part.clone()
-            };
-            let took = self.take_piece(options, lane, assembly, piece, &mut payload, bytes)?;
-            if took.is_some() {
-                return Ok(took);
-            }
-        }
-        Ok(None)
-    }
-
-    /// Puts a piece of a tensor into its slot, and publishes the sample with its last one.
-    fn take_piece(
-        &mut self,
-        options: &Options,
-        lane: &LaneReceiver,
-        assembly: &mut Option<Assembly<Option<SampleMut>>>,
-        mut part: Part,
-        payload: &mut Payload<'_>,
-        length: u64,
-    ) -> Result<Option<Ending>> {
         let fault = |reason: String| Ok(Some(Ending::Fault(reason)));
         if let Some(tensor) = part.tensor.take() {
             if assembly.is_some() {
                 return fault("a tensor began before the one before it was whole".into());
             }
-            let Tag::Sample { sequence } = tensor.tag else {
-                return fault("a lane of samples brought something else".into());
-            };
-            if sequence == 0 || sequence > 1 << 62 || tensor.bytes > options.tensor_bytes_max {
-                return fault(format!(
-                    "sample {sequence} of {} bytes is not allowed",
-                    tensor.bytes
-                ));
-            }
-            let layout = match tensor.layout() {
+            let layout = match tensor.layout(None) {
                 Ok(layout) => layout,
                 Err(reason) => return fault(reason),
             };
-            let target = if sequence <= self.last {
-                LaneCounts::add(&lane.counts.repeated, 1);
-                None
-            } else {
-                match self.loan(lane, &layout)? {
-                    Some(loan) => Some(loan),
-                    None => return Ok(Some(Ending::Cut)),
-                }
-            };
-            *assembly = Some(Assembly::new(tensor, layout, target));
+            match self.begin(options, lane, tensor, layout)? {
+                Ok(begun) => *assembly = Some(begun),
+                Err(ending) => return Ok(Some(ending)),
+            }
         }
         let Some(current) = assembly else {
             return fault("a part came without its tensor".into());
         };
+        let length = payload.len() as u64;
         if let Err(reason) = current.add(&part, length) {
             return fault(reason);
         }
-        if let Some(loan) = &current.target {
-            // SAFETY: `add` found the range inside the slot, which is this loan's alone until it is
-            // sent, behind the same stream.
-            unsafe {
-                let address = loan.slot_ptr() + part.offset;
-                payload.upload(&options.device, &self.stream, address, length)?;
-            }
-        } else {
-            payload.skip(length);
-        }
+        self.place(
+            options,
+            current,
+            part.offset,
+            length,
+            &mut Payload::new(payload),
+        )?;
         if !current.is_whole() {
             return Ok(None);
         }
@@ -303,9 +264,104 @@ impl Published {
         }
     }
 
+    /// Takes a part with several whole tensors.
+    fn take_several(
+        &mut self,
+        options: &Options,
+        lane: &LaneReceiver,
+        assembly: &Option<Assembly<Option<SampleMut>>>,
+        part: Part,
+        payload: &ZBytes,
+    ) -> Result<Option<Ending>> {
+        let fault = |reason: String| Ok(Some(Ending::Fault(reason)));
+        let Some(first) = part
+            .tensor
+            .filter(|_| part.offset == 0 && assembly.is_none())
+        else {
+            return fault("several tensors came behind a piece of one".into());
+        };
+        let (mut tensors, mut before, mut bytes) = (Vec::new(), None, 0u64);
+        for tensor in std::iter::once(first).chain(part.more) {
+            let layout = match tensor.layout(before.as_ref()) {
+                Ok(layout) => layout,
+                Err(reason) => return fault(reason),
+            };
+            bytes = bytes.saturating_add(layout.bytes());
+            before = Some(layout);
+            tensors.push((tensor, layout));
+        }
+        if bytes != payload.len() as u64 {
+            return fault("several tensors came with another number of bytes".into());
+        }
+        let mut payload = Payload::new(payload);
+        for (tensor, layout) in tensors {
+            let whole = match self.begin(options, lane, tensor, layout)? {
+                Ok(whole) => whole,
+                Err(ending) => return Ok(Some(ending)),
+            };
+            self.place(options, &whole, 0, layout.bytes(), &mut payload)?;
+            if let Some(ending) = self.send(lane, whole)? {
+                return Ok(Some(ending));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Takes a tensor that begins, and waits for its slot: none for a sample that came before.
+    fn begin(
+        &mut self,
+        options: &Options,
+        lane: &LaneReceiver,
+        tensor: Tensor,
+        layout: Layout,
+    ) -> Result<std::result::Result<Assembly<Option<SampleMut>>, Ending>> {
+        let Tag::Sample { sequence } = tensor.tag else {
+            let reason = "a lane of samples brought something else".into();
+            return Ok(Err(Ending::Fault(reason)));
+        };
+        let bytes = layout.bytes();
+        if sequence == 0 || sequence > 1 << 62 || bytes > options.tensor_bytes_max {
+            let reason = format!("sample {sequence} of {bytes} bytes is not allowed");
+            return Ok(Err(Ending::Fault(reason)));
+        }
+        let target = if sequence <= self.last {
+            LaneCounts::add(&lane.counts.repeated, 1);
+            None
+        } else {
+            match self.loan(lane, &layout)? {
+                Some(loan) => Some(loan),
+                None => return Ok(Err(Ending::Cut)),
+            }
+        };
+        self.turn = (self.turn + 1) % self.streams.len();
+        Ok(Ok(Assembly::new(tensor, layout, target)))
+    }
+
+    /// Copies `length` bytes of the payload to their place in the tensor's slot: they fit.
+    fn place(
+        &self,
+        options: &Options,
+        tensor: &Assembly<Option<SampleMut>>,
+        offset: u64,
+        length: u64,
+        payload: &mut Payload<'_>,
+    ) -> Result<()> {
+        let Some(loan) = &tensor.target else {
+            payload.skip(length);
+            return Ok(());
+        };
+        // SAFETY: the caller found the range inside the slot, which is this loan's alone until it
+        // is sent, behind the same stream.
+        unsafe {
+            let address = loan.slot_ptr() + offset;
+            let stream = &self.streams[self.turn];
+            payload.upload(&options.device, stream, address, length)
+        }
+    }
+
     /// Waits for a slot: what the subscribers here hold is what holds up the lane. `None` when the
     /// lane was cut.
-    fn loan(&self, lane: &LaneReceiver, layout: &warpipe::Layout) -> Result<Option<SampleMut>> {
+    fn loan(&self, lane: &LaneReceiver, layout: &Layout) -> Result<Option<SampleMut>> {
         while !lane.is_cut() {
             match self.publisher.loan(layout) {
                 Ok(loan) => return Ok(Some(loan)),
@@ -331,7 +387,7 @@ impl Published {
         }
         self.publisher.skip_to(sequence)?;
         loop {
-            match loan.send(&self.stream) {
+            match loan.send(&self.streams[self.turn]) {
                 Ok(_) => break,
                 Err(unsent) => match (unsent.error, unsent.sample) {
                     (Local::Timeout { .. }, Some(sample)) if !lane.is_cut() => loan = *sample,

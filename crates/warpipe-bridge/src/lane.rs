@@ -9,8 +9,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use bytes::BytesMut;
-use warpipe::{Device, DevicePtr, Layout, Stream};
+use bytes::Bytes;
+use warpipe::backend::HostCopy;
+use warpipe::{Device, DevicePtr, Layout, Sample, Stream};
 use zenoh::bytes::{ZBytes, ZBytesSliceIterator};
 
 use crate::error::Result;
@@ -55,8 +56,6 @@ pub(crate) struct LaneSender {
     outbox: Arc<Outbox>,
     state: Mutex<SenderState>,
     changed: Condvar,
-    /// The memory of the part before this one: Zenoh has copied it.
-    spare: Mutex<BytesMut>,
     pub(crate) counts: LaneCounts,
 }
 
@@ -77,13 +76,17 @@ impl LaneSender {
             outbox,
             state: Mutex::default(),
             changed: Condvar::new(),
-            spare: Mutex::default(),
             counts: LaneCounts::default(),
         }
     }
 
     pub(crate) fn send(&self, message: &Message) -> Result<()> {
         self.outbox.send(message, ZBytes::new())
+    }
+
+    /// Zenoh has copied the payload when this returns.
+    fn put(&self, part: Part, payload: ZBytes) -> Result<()> {
+        self.outbox.send(&Message::Part(part), payload)
     }
 
     /// As [`Outbox::post`].
@@ -168,104 +171,220 @@ impl LaneSender {
         }
     }
 
-    /// Sends the tensor at `address`, in parts of at most `part_bytes`. Says whether all of it was
-    /// sent: not when the lane ended meanwhile.
-    ///
-    /// # Safety
-    /// `address` is readable by `device` for the layout's bytes, and nothing writes there, until
-    /// this returns.
-    pub(crate) unsafe fn send_tensor(
+    /// Sends a tensor, in parts of at most `part_bytes`. Says whether all of it was sent: not when
+    /// the lane ended meanwhile.
+    pub(crate) fn send_tensor(
         &self,
         tensor: Tensor,
-        address: DevicePtr,
-        stream: &Stream,
+        content: &Content<'_>,
         part_bytes: usize,
     ) -> Result<bool> {
-        let (bytes, mut tensor, mut offset) = (tensor.bytes, Some(tensor), 0);
+        let mut outgoing = Outgoing::new(self);
+        let goes_on = outgoing.tensor(tensor, content, part_bytes)?;
+        outgoing.flush()?;
+        Ok(goes_on)
+    }
+}
+
+/// The parts of a lane that are being sent. The bytes of one part are on their way from the device
+/// while those of the part before it are given to Zenoh.
+pub(crate) struct Outgoing<'a> {
+    lane: &'a LaneSender,
+    /// Of device memory, in the order of their numbers.
+    copied: VecDeque<CopiedPart<'a>>,
+}
+
+/// A part with the copy of its bytes.
+struct CopiedPart<'a> {
+    part: Part,
+    /// Before the contents: it reads them until it has been waited for or dropped.
+    copy: Box<dyn HostCopy>,
+    contents: Vec<DeviceContent<'a>>,
+}
+
+impl<'a> Outgoing<'a> {
+    pub(crate) fn new(lane: &'a LaneSender) -> Outgoing<'a> {
+        Outgoing {
+            lane,
+            copied: VecDeque::new(),
+        }
+    }
+
+    /// Whether all parts have been given to Zenoh.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.copied.is_empty()
+    }
+
+    /// Sends a tensor, in parts of at most `part_bytes`. Says whether the lane goes on: else not
+    /// all of it was sent. The last parts may be on their way until [`flush`](Self::flush).
+    pub(crate) fn tensor(
+        &mut self,
+        tensor: Tensor,
+        content: &Content<'a>,
+        part_bytes: usize,
+    ) -> Result<bool> {
+        let (bytes, mut tensor, mut offset) = (content.len(), Some(tensor), 0);
         while tensor.is_some() || offset < bytes {
-            let Some(number) = self.take_credit() else {
+            let Some(number) = self.lane.take_credit() else {
                 return Ok(false);
             };
             let length = (bytes - offset).min(part_bytes as u64);
             let part = Part {
-                lane: self.lane,
+                lane: self.lane.lane,
                 number,
                 offset,
                 tensor: tensor.take(),
                 more: Vec::new(),
             };
-            // SAFETY: the caller promises the range.
-            unsafe { self.send_part(part, &[(address + offset, length)], stream)? };
+            self.part(part, vec![content.part(offset, length)])?;
             offset += length;
         }
-        LaneCounts::add(&self.counts.tensors, 1);
-        LaneCounts::add(&self.counts.bytes, bytes);
+        LaneCounts::add(&self.lane.counts.tensors, 1);
+        LaneCounts::add(&self.lane.counts.bytes, bytes);
         Ok(true)
     }
 
-    /// Sends whole tensors in one part, for one credit. Says whether they were sent: not when the
-    /// lane ended meanwhile.
-    ///
-    /// # Safety
-    /// Each address is readable by `device` for its layout's bytes, and nothing writes there, until
-    /// this returns.
-    pub(crate) unsafe fn send_batch(
-        &self,
-        tensors: Vec<(Tensor, DevicePtr)>,
-        stream: &Stream,
+    /// Sends whole tensors in one part, for one credit. Says whether the lane goes on: else they
+    /// were not sent.
+    pub(crate) fn batch(
+        &mut self,
+        tensors: Vec<Tensor>,
+        contents: Vec<Content<'a>>,
     ) -> Result<bool> {
-        let Some(number) = self.take_credit() else {
+        let bytes = contents.iter().map(Content::len).sum();
+        let Some(number) = self.lane.take_credit() else {
             return Ok(false);
         };
-        let (count, mut pieces) = (tensors.len() as u64, Vec::with_capacity(tensors.len()));
-        let mut tensors = tensors.into_iter().map(|(tensor, address)| {
-            pieces.push((address, tensor.bytes));
-            tensor
-        });
+        let mut tensors = tensors.into_iter();
         let part = Part {
-            lane: self.lane,
+            lane: self.lane.lane,
             number,
             offset: 0,
             tensor: tensors.next(),
             more: tensors.collect(),
         };
-        // SAFETY: the caller promises the ranges.
-        unsafe { self.send_part(part, &pieces, stream)? };
-        LaneCounts::add(&self.counts.tensors, count);
-        let bytes = pieces.iter().map(|(_, length)| length).sum();
-        LaneCounts::add(&self.counts.bytes, bytes);
+        let count = 1 + part.more.len() as u64;
+        self.part(part, contents)?;
+        LaneCounts::add(&self.lane.counts.tensors, count);
+        LaneCounts::add(&self.lane.counts.bytes, bytes);
         Ok(true)
     }
 
-    /// Sends a part, with the bytes of device memory that lie at `pieces`.
-    ///
-    /// # Safety
-    /// Each piece is readable by the stream's device, and nothing writes there, until this returns.
-    unsafe fn send_part(
-        &self,
-        part: Part,
-        pieces: &[(DevicePtr, u64)],
-        stream: &Stream,
-    ) -> Result<()> {
-        let length: u64 = pieces.iter().map(|(_, length)| length).sum();
-        let mut payload = std::mem::take(&mut *lock(&self.spare));
-        payload.resize(length as usize, 0);
-        let (mut rest, mut copies) = (&mut payload[..], Vec::with_capacity(pieces.len()));
-        for &(address, length) in pieces.iter().filter(|(_, length)| *length > 0) {
-            let (piece, behind) = std::mem::take(&mut rest).split_at_mut(length as usize);
-            rest = behind;
-            copies.push((piece, address));
+    /// Sends a part with the contents, one behind the other. Each is dropped as soon as it has been
+    /// copied.
+    fn part(&mut self, part: Part, contents: Vec<Content<'a>>) -> Result<()> {
+        let (mut payload, mut on_device) = (ZBytes::writer(), Vec::new());
+        for content in contents.into_iter().filter(|content| content.len() > 0) {
+            match content {
+                Content::Host(bytes) => payload.append(bytes.into()),
+                Content::Device(memory) => on_device.push(memory),
+            }
         }
+        let Some(stream) = on_device.first().map(|memory| memory.stream) else {
+            self.flush()?;
+            return self.lane.put(part, payload.finish());
+        };
+        let range = |memory: &DeviceContent<'_>| (memory.address, memory.bytes);
+        let ranges: Vec<_> = on_device.iter().map(range).collect();
         let backend = stream.device().backend();
-        // SAFETY: the stream is live and only ever copies; the caller promises the ranges.
-        unsafe { backend.download_all(stream.raw(), &mut copies)? };
-        let payload = payload.freeze();
-        self.outbox.send(&Message::Part(part), payload.clone())?;
-        // Zenoh copies into its own buffers before it returns; else there is no memory to keep.
-        if let Ok(spare) = payload.try_into_mut() {
-            *lock(&self.spare) = spare;
+        // SAFETY: `Content::device` was promised that the ranges are readable as long as the
+        // contents live, which stay with the copy; they borrow the stream.
+        let copy = unsafe { backend.copy_to_host(stream.raw(), &ranges)? };
+        self.copied.push_back(CopiedPart {
+            part,
+            copy,
+            contents: on_device,
+        });
+        match self.copied.len() {
+            1 => Ok(()),
+            _ => self.put_first(),
+        }
+    }
+
+    /// Gives all parts to Zenoh.
+    pub(crate) fn flush(&mut self) -> Result<()> {
+        while !self.copied.is_empty() {
+            self.put_first()?;
         }
         Ok(())
+    }
+
+    /// Waits for the bytes of the first part, and gives it to Zenoh.
+    fn put_first(&mut self) -> Result<()> {
+        let Some(first) = self.copied.pop_front() else {
+            return Ok(());
+        };
+        let CopiedPart {
+            part,
+            copy,
+            contents,
+        } = first;
+        let pieces = copy.wait()?;
+        drop(contents);
+        let mut payload = ZBytes::writer();
+        for piece in pieces {
+            payload.append(Bytes::from_owner(piece).into());
+        }
+        self.lane.put(part, payload.finish())
+    }
+}
+
+/// The bytes of a tensor that is sent.
+pub(crate) enum Content<'a> {
+    /// In memory of this process, kept by these bytes.
+    Host(Bytes),
+    Device(DeviceContent<'a>),
+}
+
+/// Bytes of device memory, which a stream copies out.
+pub(crate) struct DeviceContent<'a> {
+    address: DevicePtr,
+    bytes: u64,
+    stream: &'a Stream,
+    /// What keeps them readable, if that is not the borrower of this.
+    keeper: Option<Arc<Sample>>,
+}
+
+impl<'a> Content<'a> {
+    /// The bytes at `address`, to be copied out by `stream`, which does nothing else.
+    ///
+    /// # Safety
+    /// They are readable by the stream's device, and nothing writes there, as long as `keeper` lives,
+    /// or, without one, as long as this or a part of it does.
+    pub(crate) unsafe fn device(
+        address: DevicePtr,
+        bytes: u64,
+        stream: &'a Stream,
+        keeper: Option<Arc<Sample>>,
+    ) -> Content<'a> {
+        Content::Device(DeviceContent {
+            address,
+            bytes,
+            stream,
+            keeper,
+        })
+    }
+
+    pub(crate) fn len(&self) -> u64 {
+        match self {
+            Content::Host(bytes) => bytes.len() as u64,
+            Content::Device(memory) => memory.bytes,
+        }
+    }
+
+    /// `length` of its bytes, from `offset` on: it has them.
+    fn part(&self, offset: u64, length: u64) -> Content<'a> {
+        match self {
+            Content::Host(bytes) => {
+                Content::Host(bytes.slice(offset as usize..(offset + length) as usize))
+            }
+            Content::Device(memory) => Content::Device(DeviceContent {
+                address: memory.address + offset,
+                bytes: length,
+                stream: memory.stream,
+                keeper: memory.keeper.clone(),
+            }),
+        }
     }
 }
 
@@ -453,18 +572,20 @@ impl<'a> Payload<'a> {
         &mut self,
         device: &Device,
         stream: &Stream,
-        mut address: DevicePtr,
+        address: DevicePtr,
         mut length: u64,
     ) -> Result<()> {
+        let mut pieces = Vec::new();
         while length > 0
             && let Some(bytes) = self.next(length)
         {
-            // SAFETY: the stream is live; the pieces together are at most `length` bytes, for which
-            // the caller promises the range.
-            unsafe { device.backend().upload(stream.raw(), address, bytes)? };
-            address += bytes.len() as u64;
+            pieces.push(bytes);
             length -= bytes.len() as u64;
         }
+        let backend = device.backend();
+        // SAFETY: the stream is live; the pieces together are at most `length` bytes, for which the
+        // caller promises the range.
+        unsafe { backend.upload_pieces(stream.raw(), address, &pieces)? };
         Ok(())
     }
 

@@ -9,12 +9,13 @@ use crate::status::STATUS_PREFIX;
 
 /// The version of keys and messages. Bridges of different versions do not see each other.
 pub(crate) const VERSION: u8 = 1;
-/// The most bytes of an attachment: more than a `Hello` with all patterns, the longest message.
-pub(crate) const MESSAGE_BYTES_MAX: usize = 16384;
+/// The most bytes of an attachment: more than a part with the most samples and metadata, the longest
+/// message.
+pub(crate) const MESSAGE_BYTES_MAX: usize = 40 << 10;
 /// The most bytes of a tensor in one part.
 pub(crate) const PART_BYTES_MAX: usize = 4 << 20;
 /// The most tensors in one part. Their descriptions fit into an attachment.
-pub(crate) const BATCH_MAX: usize = 16;
+pub(crate) const BATCH_MAX: usize = 64;
 /// The most bytes of an outcome's or an end's text.
 pub(crate) const TEXT_BYTES_MAX: usize = 512;
 /// The most patterns in a `Hello`.
@@ -111,12 +112,19 @@ pub(crate) struct Part {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Tensor {
     pub(crate) tag: Tag,
-    pub(crate) bytes: u64,
-    dtype: String,
+    /// `None`: that of the tensor before it in the same part.
+    shape: Option<Shape>,
+    pub(crate) metadata: Vec<u8>,
+}
+
+/// A layout, as its sender states it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct Shape {
+    dtype: DType,
     shape: Vec<u64>,
     strides: Vec<i64>,
     offset: u64,
-    pub(crate) metadata: Vec<u8>,
+    bytes: u64,
 }
 
 /// What a tensor is.
@@ -149,23 +157,20 @@ pub(crate) enum End {
     Paused,
 }
 
-impl Tensor {
-    pub(crate) fn new(tag: Tag, layout: &Layout, metadata: &[u8]) -> Tensor {
-        Tensor {
-            tag,
-            bytes: layout.bytes(),
-            dtype: layout.dtype().name().to_owned(),
+impl Shape {
+    fn new(layout: &Layout) -> Shape {
+        Shape {
+            dtype: layout.dtype(),
             shape: layout.shape().to_vec(),
             strides: layout.strides().to_vec(),
             offset: layout.offset(),
-            metadata: metadata.to_vec(),
+            bytes: layout.bytes(),
         }
     }
 
     /// The layout, checked like one of this process.
-    pub(crate) fn layout(&self) -> Result<Layout, String> {
-        let dtype = DType::from_name(&self.dtype).ok_or("an unknown element type")?;
-        let layout = Layout::strided(dtype, &self.shape, &self.strides, self.offset);
+    fn layout(&self) -> Result<Layout, String> {
+        let layout = Layout::strided(self.dtype, &self.shape, &self.strides, self.offset);
         let layout = layout.map_err(|error| error.to_string())?;
         if layout.bytes() != self.bytes {
             return Err(format!(
@@ -176,12 +181,38 @@ impl Tensor {
         }
         Ok(layout)
     }
+}
+
+impl Tensor {
+    pub(crate) fn new(tag: Tag, layout: &Layout, metadata: &[u8]) -> Tensor {
+        Tensor {
+            tag,
+            shape: Some(Shape::new(layout)),
+            metadata: metadata.to_vec(),
+        }
+    }
+
+    /// One with the layout of the tensor before it in the same part.
+    pub(crate) fn of_same_layout(tag: Tag, metadata: &[u8]) -> Tensor {
+        Tensor {
+            tag,
+            shape: None,
+            metadata: metadata.to_vec(),
+        }
+    }
+
+    /// The layout, checked. `before` is that of the tensor before it in the same part.
+    pub(crate) fn layout(&self, before: Option<&Layout>) -> Result<Layout, String> {
+        match &self.shape {
+            Some(shape) => shape.layout(),
+            None => before.cloned().ok_or("a tensor without a layout".into()),
+        }
+    }
 
     fn is_bounded(&self) -> bool {
+        let is_bounded = |it: &Shape| it.shape.len() <= RANK_MAX && it.strides.len() <= RANK_MAX;
         self.metadata.len() <= METADATA_BYTES_MAX
-            && self.shape.len() <= RANK_MAX
-            && self.strides.len() <= RANK_MAX
-            && self.dtype.len() <= 32
+            && self.shape.iter().all(is_bounded)
             && match &self.tag {
                 Tag::Failed { reason, .. } => reason.len() <= TEXT_BYTES_MAX,
                 Tag::Sample { .. } | Tag::Job { .. } | Tag::Result { .. } => true,
@@ -289,8 +320,16 @@ mod tests {
             tensor: Some(tensor.clone()),
             more: Vec::new(),
         };
+        let layout = Layout::contiguous(DType::F8_E4M3B11FNUZ, &[1 << 7; RANK_MAX]).unwrap();
+        let sample = Tag::Sample { sequence: 1 << 62 };
+        let long = Tensor::new(sample, &layout, &[b'm'; METADATA_BYTES_MAX]);
         let several = Part {
-            more: vec![tensor; BATCH_MAX - 1],
+            number: u64::MAX,
+            more: vec![long; BATCH_MAX - 1],
+            ..part.clone()
+        };
+        let same = Part {
+            more: vec![Tensor::of_same_layout(Tag::Sample { sequence: 8 }, b"")],
             ..part.clone()
         };
         let patterns = vec!["a".repeat(PATTERN_BYTES_MAX); PATTERNS_MAX];
@@ -304,6 +343,7 @@ mod tests {
         vec![
             Message::Part(part),
             Message::Part(several),
+            Message::Part(same),
             Message::Hello(hello),
             Message::Credit {
                 lane: [2; 16],
@@ -345,7 +385,7 @@ mod tests {
                         ..
                     }) = message
                     {
-                        let _ = tensor.layout();
+                        let _ = tensor.layout(None);
                     }
                 }
             }

@@ -13,7 +13,7 @@ use warpipe::{AnswerHandle, Error as Local, Lease, Loan, Sample, Stream, Worker}
 use zenoh::bytes::ZBytes;
 
 use crate::error::Result;
-use crate::lane::{Assembly, Ending, LaneCounts, LaneReceiver, LaneSender, SLICE, upload};
+use crate::lane::{Assembly, Content, Ending, LaneCounts, LaneReceiver, LaneSender, SLICE, upload};
 use crate::message::{End, Id, Message, Part, Tag, Tensor, bounded};
 use crate::options::Options;
 
@@ -262,9 +262,8 @@ impl QueueExport {
         let tensor = Tensor::new(Tag::Job { number }, input.layout(), metadata);
         // SAFETY: the data is complete, and the caller keeps the input, which keeps its slot mapped
         // and unwritten.
-        let sent =
-            unsafe { lane.send_tensor(tensor, input.slot_ptr(), stream, self.options.part_bytes) };
-        if let Err(error) = sent {
+        let content = unsafe { Content::device(input.slot_ptr(), bytes, stream, None) };
+        if let Err(error) = lane.send_tensor(tensor, &content, self.options.part_bytes) {
             lane.end(&error.to_string());
         }
         Ok(())
@@ -326,7 +325,7 @@ impl QueueExport {
                     "a result began before the one before it was whole".into()
                 ));
             }
-            let layout = match tensor.layout() {
+            let layout = match tensor.layout(None) {
                 Ok(layout) if layout.bytes() <= self.options.tensor_bytes_max => layout,
                 Ok(layout) => {
                     return Ok(Err(format!("{} bytes are not allowed", layout.bytes())));

@@ -5,13 +5,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use bytes::Bytes;
 use warpipe::{
     Error as Local, JobHandle, JobResult, Layout, Loan, Queue, ResultOrder, Stream, SubmitError,
 };
 use zenoh::bytes::ZBytes;
 
 use crate::error::Result;
-use crate::lane::{Assembly, Ending, LaneCounts, LaneReceiver, LaneSender, SLICE, upload};
+use crate::lane::{Assembly, Content, Ending, LaneCounts, LaneReceiver, LaneSender, SLICE, upload};
 use crate::message::{Id, Message, Part, Purpose, Tag, Tensor, bounded};
 use crate::options::Options;
 
@@ -243,7 +244,7 @@ impl QueueImport {
             let Tag::Job { number } = tensor.tag else {
                 return Ok(Err("a lane of jobs brought something else".into()));
             };
-            let layout = match tensor.layout() {
+            let layout = match tensor.layout(None) {
                 Ok(layout) if layout.bytes() <= self.options.tensor_bytes_max => layout,
                 Ok(layout) => {
                     return Ok(Err(format!("{} bytes are not allowed", layout.bytes())));
@@ -491,16 +492,18 @@ impl QueueImport {
                 let tag = Tag::Result { number };
                 let tensor = Tensor::new(tag, result.layout(), result.metadata());
                 let part_bytes = self.options.part_bytes;
+                let (address, bytes) = (result.slot_ptr(), result.layout().bytes());
                 // SAFETY: a result's data is complete, and it keeps its slot mapped and unwritten.
-                unsafe { lane.send_tensor(tensor, result.slot_ptr(), stream, part_bytes) }
+                let content = unsafe { Content::device(address, bytes, stream, None) };
+                lane.send_tensor(tensor, &content, part_bytes)
             }
             Answer::Result(result) => {
                 let bytes = result.layout().bytes();
                 let reason = format!("its result of {bytes} bytes is more than the bridge takes");
-                self.send_failure(lane, number, &reason, false, stream)
+                self.send_failure(lane, number, &reason, false)
             }
             Answer::Failed { reason, is_final } => {
-                self.send_failure(lane, number, reason, *is_final, stream)
+                self.send_failure(lane, number, reason, *is_final)
             }
         }
     }
@@ -511,7 +514,6 @@ impl QueueImport {
         number: u64,
         reason: &str,
         is_final: bool,
-        stream: &Stream,
     ) -> Result<bool> {
         let tag = Tag::Failed {
             number,
@@ -519,8 +521,8 @@ impl QueueImport {
             is_final,
         };
         let tensor = Tensor::new(tag, &Layout::bytes_only(0)?, &[]);
-        // SAFETY: no bytes are read.
-        unsafe { lane.send_tensor(tensor, 0, stream, self.options.part_bytes) }
+        let content = Content::Host(Bytes::new());
+        lane.send_tensor(tensor, &content, self.options.part_bytes)
     }
 
     /// Whether a lane brings jobs to it.

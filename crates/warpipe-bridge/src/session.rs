@@ -19,6 +19,8 @@ use crate::options::Options;
 /// The longest that Zenoh waits to send a message before it closes the link. Credits keep a
 /// receiver from being the cause, so this is about links that carry nothing.
 const SEND_TIMEOUT_US: u64 = 60_000_000;
+/// Buffers that a link keeps for what it receives: those of a few parts.
+const RECEIVE_BYTES: usize = 4 << 20;
 /// More than any message: a part and its attachment.
 const MESSAGE_BYTES_MAX: usize = 8 << 20;
 
@@ -195,6 +197,9 @@ fn config(options: &Options) -> Result<Config> {
         options.link_timeout.as_millis().to_string(),
     )?;
     set("transport/link/tx/queue/size/data", "16".into())?;
+    // A part waits in its buffers until it lies in its slot: with fewer of them Zenoh allocates and
+    // clears one for each 64 KiB.
+    set("transport/link/rx/buffer_size", RECEIVE_BYTES.to_string())?;
     let wait = "transport/link/tx/queue/congestion_control/block/wait_before_close";
     set(wait, SEND_TIMEOUT_US.to_string())?;
     set(
