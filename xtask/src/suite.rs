@@ -252,6 +252,28 @@ impl Suite<'_> {
                 let examples = examples
                     .env("LD_LIBRARY_PATH", &folder)
                     .env("WARPIPE_TEST_DEVICE", "cuda");
+                let bridge = [
+                    // As above: what is built already.
+                    "test",
+                    "--workspace",
+                    "--features",
+                    BRIDGE,
+                    "--test",
+                    "bridge",
+                    "--",
+                    "batches::",
+                ];
+                let bridge = Task::new(cargo())
+                    .args(bridge)
+                    .env("LD_LIBRARY_PATH", &folder)
+                    .env("FAKE_CUDA_NO_MPS", "1")
+                    .env("WARPIPE_TEST_DEVICE", "cuda");
+                self.program(
+                    "bridge, cuda over the fake driver without MPS",
+                    bridge,
+                    TEST_LIMIT,
+                    Dialect::CargoTest,
+                );
                 self.program(
                     "examples, cuda over the fake driver",
                     examples,

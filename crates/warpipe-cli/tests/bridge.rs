@@ -1,5 +1,7 @@
 //! `warpipe bridge` as two processes on loopback, between two domains.
 
+#[path = "bridge/batches.rs"]
+mod batches;
 #[path = "bridge/links.rs"]
 mod links;
 #[path = "bridge/queues.rs"]
