@@ -38,8 +38,9 @@ const TABLES: &[(&str, &str, &[&str])] = &[
         "The bridge beside Zenoh",
         "Tensors from a process to one of another domain through two bridges, over TCP on loopback. \
          The floor is Zenoh's own put and subscribe of the same bytes of host memory between the \
-         same processes, with the bridges' settings. The example `bridge_bench` of `warpipe-bridge` \
-         measures it.",
+         same processes. A channel without a bridge, from the first process to the last one, is what \
+         a bridge cannot outrun: its publisher uploads each tensor from host memory, too. The example \
+         `bridge_bench` of `warpipe-bridge` measures it.",
         &["bridge"],
     ),
     (
