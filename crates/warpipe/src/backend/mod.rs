@@ -385,8 +385,16 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
         stream: RawStream,
         ranges: &[(DevicePtr, u64)],
     ) -> Result<Box<dyn HostCopy>> {
-        let bytes = ranges.iter().map(|(_, bytes)| bytes).sum();
-        let mut copy = crate::memory::slice::zeroed(bytes)?;
+        let bytes = ranges.iter().map(|(_, bytes)| bytes).sum::<u64>();
+        let mut copy = Vec::new();
+        if copy.try_reserve_exact(bytes as usize).is_err() {
+            return Err(Error::DeviceMemory {
+                device: "this process".into(),
+                bytes,
+                detail: String::new(),
+            });
+        }
+        copy.resize(bytes as usize, 0);
         let mut rest = &mut copy[..];
         for &(src, bytes) in ranges {
             let (dst, behind) = std::mem::take(&mut rest).split_at_mut(bytes as usize);
