@@ -470,7 +470,7 @@ typedef struct {
   // How many those are.
   size_t metadata_bytes;
   // The sample's number among its publisher's samples, from 1; a gap is samples that this
-  // subscriber did not get.
+  // subscriber did not get, which missing counts.
   uint64_t sequence;
   // When it was sent, in nanoseconds of CLOCK_MONOTONIC, as its sender says; 0
   // if it does not, which is timestamps of the publisher's options.
@@ -487,7 +487,12 @@ typedef struct {
   // Of a job or request: CLOCK_MONOTONIC nanoseconds by which the answer is wanted; 0 if there
   // is no such time.
   uint64_t deadline_ns;
-  // Whether this is the first sample of another incarnation of the publisher.
+  // How many samples of this publisher are missing between this one and the one received before
+  // it; 0 on the first sample of another incarnation, whose numbers begin anew.
+  uint64_t missing;
+  // Whether there is a break before this sample: samples are missing, or missing is 0 and this
+  // is the first sample of another incarnation of the publisher, or of the same one after the
+  // link had ended.
   bool is_discontinuity;
 } warpipe_sample_info;
 

@@ -39,7 +39,7 @@ pub struct warpipe_sample_info {
     /// How many those are.
     pub metadata_bytes: usize,
     /// The sample's number among its publisher's samples, from 1; a gap is samples that this
-    /// subscriber did not get.
+    /// subscriber did not get, which `missing` counts.
     pub sequence: u64,
     /// When it was sent, in nanoseconds of `CLOCK_MONOTONIC`, as its sender says; 0
     /// if it does not, which is `timestamps` of the publisher's options.
@@ -56,12 +56,18 @@ pub struct warpipe_sample_info {
     /// Of a job or request: `CLOCK_MONOTONIC` nanoseconds by which the answer is wanted; 0 if there
     /// is no such time.
     pub deadline_ns: u64,
-    /// Whether this is the first sample of another incarnation of the publisher.
+    /// How many samples of this publisher are missing between this one and the one received before
+    /// it; 0 on the first sample of another incarnation, whose numbers begin anew.
+    pub missing: u64,
+    /// Whether there is a break before this sample: samples are missing, or `missing` is 0 and this
+    /// is the first sample of another incarnation of the publisher, or of the same one after the
+    /// link had ended.
     pub is_discontinuity: bool,
 }
 
 impl warpipe_sample_info {
     pub(crate) fn of(sample: &Sample, metadata: &[u8]) -> warpipe_sample_info {
+        let gap = sample.discontinuity();
         warpipe_sample_info {
             data: sample.ptr(),
             slot: sample.slot_ptr(),
@@ -75,7 +81,8 @@ impl warpipe_sample_info {
             attempt: 0,
             pid: 0,
             deadline_ns: 0,
-            is_discontinuity: sample.discontinuity().is_some(),
+            missing: gap.map_or(0, |gap| gap.missing),
+            is_discontinuity: gap.is_some(),
         }
     }
 }

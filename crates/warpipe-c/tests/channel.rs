@@ -40,6 +40,59 @@ fn a_timeout_of_zero_takes_only_a_sample_that_is_there() {
 }
 
 #[test]
+fn a_sample_says_how_many_are_missing_before_it_and_whether_its_publisher_is_another_one() {
+    let fixture = Fixture::new();
+    let publish = || -> *mut warpipe_publisher {
+        let options = options!(warpipe_publisher_options {
+            domain: fixture.domain,
+            device: fixture.device,
+            depth: 2,
+            history: 1,
+            policy: warpipe_policy::WARPIPE_POLICY_DROP_NEWEST as u32,
+        });
+        get!(warpipe_publisher_create(c"frames".as_ptr(), &options))
+    };
+    let mut publisher = publish();
+    let options = options!(warpipe_subscriber_options {
+        domain: fixture.domain,
+        device: fixture.device,
+        reconnect: 1,
+    });
+    let subscriber: *mut warpipe_subscriber =
+        get!(warpipe_subscriber_open(c"frames".as_ptr(), &options));
+    let send = |publisher| {
+        let loan = get!(warpipe_publisher_loan(publisher, &bytes_layout(4)));
+        let _: u64 = get!(warpipe_loan_send(loan, fixture.stream));
+    };
+    // The number of the next sample, how many are missing, and whether there is a break.
+    let receive = |timeout| {
+        let mut sample = none();
+        // SAFETY: the handles are open, and there is a place for the sample.
+        let status =
+            unsafe { warpipe_subscriber_receive(subscriber, fixture.stream, timeout, &mut sample) };
+        (status == warpipe_status::WARPIPE_OK).then(|| {
+            let info: warpipe_sample_info = get!(warpipe_sample_get_info(sample));
+            ok!(warpipe_sample_finish(sample, LONG));
+            (info.sequence, info.missing, info.is_discontinuity)
+        })
+    };
+    (0..5).for_each(|_| send(publisher));
+    assert_eq!(receive(LONG), Some((1, 0, false)));
+    assert_eq!(receive(LONG), Some((2, 0, false)));
+    // There is room once the stream has released them.
+    fixture.synchronize();
+    send(publisher);
+    assert_eq!(receive(LONG), Some((6, 3, true)));
+    ok!(warpipe_publisher_close(publisher));
+    assert_eq!(receive(0), None);
+    publisher = publish();
+    send(publisher);
+    assert_eq!(receive(LONG), Some((1, 0, true)), "of another publisher");
+    ok!(warpipe_subscriber_close(subscriber));
+    ok!(warpipe_publisher_close(publisher));
+}
+
+#[test]
 fn a_pointer_that_is_null_or_closed_or_of_another_type_is_an_invalid_object() {
     let fixture = Fixture::new();
     let (publisher, subscriber) = fixture.channel(c"frames");

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
-use warpipe::{EndpointName, Error, Layout, Sample, Stream, Subscriber, clock};
+use warpipe::{Discontinuity, EndpointName, Error, Layout, Sample, Stream, Subscriber, clock};
 
 use crate::args::SubArgs;
 use crate::attach::attach;
@@ -26,6 +26,10 @@ struct Listening<'a> {
 struct Received {
     event: &'static str,
     sequence: u64,
+    /// How many samples of its publisher are missing before it.
+    missing: u64,
+    /// Of the first sample of another publisher: the process before.
+    previous_pid: Option<i32>,
     dtype: &'static str,
     shape: Vec<u64>,
     strides: Vec<i64>,
@@ -40,6 +44,7 @@ struct Done {
     event: &'static str,
     samples: u64,
     lost: u64,
+    missing: u64,
     dropped: u64,
     interrupted: bool,
 }
@@ -80,6 +85,7 @@ pub fn run(args: &SubArgs) -> anyhow::Result<Exit> {
         stream,
         samples: 0,
         lost: 0,
+        missing: 0,
     };
     let ending = run.receive_all();
     run.tell_end()?;
@@ -95,6 +101,7 @@ struct Run<'a> {
     stream: Stream,
     samples: u64,
     lost: u64,
+    missing: u64,
 }
 
 impl Run<'_> {
@@ -144,6 +151,8 @@ impl Run<'_> {
     }
 
     fn take(&mut self, sample: Sample) -> anyhow::Result<()> {
+        let missing = sample.discontinuity().map_or(0, |gap| gap.missing);
+        self.missing = self.missing.saturating_add(missing);
         match Item::read(sample, self.directory.is_some(), self.args.timeout) {
             Ok(item) => {
                 self.samples += 1;
@@ -161,6 +170,7 @@ impl Run<'_> {
     fn keep(&self, item: Item) -> anyhow::Result<()> {
         let Item {
             sequence,
+            gap,
             layout,
             latency,
             origin,
@@ -183,14 +193,19 @@ impl Run<'_> {
                 .map(|path| format!("  -> {}", path.display()))
                 .unwrap_or_default();
             format!(
-                "  #{sequence}  {layout:?}  {}  {}  {name}{kept}",
+                "  #{sequence}  {layout:?}  {}  {}  {name}{kept}{}",
                 bytes(layout.bytes()),
-                latency.map_or("-".into(), duration)
+                latency.map_or("-".into(), duration),
+                gap.map(gap_text).unwrap_or_default()
             )
         };
         let received = Received {
             event: "received",
             sequence,
+            missing: gap.map_or(0, |gap| gap.missing),
+            previous_pid: gap
+                .and_then(|gap| gap.previous)
+                .map(|previous| previous.pid),
             dtype: layout.dtype().name(),
             shape: layout.shape().to_vec(),
             strides: layout.strides().to_vec(),
@@ -203,25 +218,35 @@ impl Run<'_> {
     }
 
     fn tell_end(&self) -> std::io::Result<()> {
-        let (samples, lost, dropped) = (self.samples, self.lost, self.subscriber.dropped());
+        let (samples, lost, missing) = (self.samples, self.lost, self.missing);
+        let dropped = self.subscriber.dropped();
         let interrupted = self.interrupt.came();
         let done = Done {
             event: "done",
             samples,
             lost,
+            missing,
             dropped,
             interrupted,
         };
         let text = || {
             let note = if interrupted { ", interrupted" } else { "" };
             format!(
-                "{} samples received, {} lost, {} dropped{note}",
+                "{} samples received, {} lost, {} missing, {} dropped{note}",
                 count(samples),
                 count(lost),
+                count(missing),
                 count(dropped)
             )
         };
         self.output.say(text, &done)
+    }
+}
+
+fn gap_text(gap: Discontinuity) -> String {
+    match gap.previous {
+        Some(previous) => format!("  (another publisher; before: process {})", previous.pid),
+        None => format!("  ({} missing before)", count(gap.missing)),
     }
 }
 
@@ -234,6 +259,7 @@ enum Next {
 /// A sample, read and given back.
 struct Item {
     sequence: u64,
+    gap: Option<Discontinuity>,
     layout: Layout,
     /// `None` from a publisher without timestamps.
     latency: Option<Duration>,
@@ -245,6 +271,7 @@ impl Item {
     fn read(sample: Sample, with_data: bool, timeout: Duration) -> warpipe::Result<Item> {
         let (sequence, layout, sent_ns) =
             (sample.sequence(), *sample.layout(), sample.sent_at_ns());
+        let gap = sample.discontinuity();
         // From another kind of publisher: whatever it means, it is no file.
         let origin = serde_json::from_slice(sample.metadata()).ok();
         sample.wait(timeout)?;
@@ -254,6 +281,7 @@ impl Item {
         sample.finish(timeout)?;
         Ok(Item {
             sequence,
+            gap,
             layout,
             latency,
             origin,

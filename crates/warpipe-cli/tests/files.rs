@@ -173,6 +173,33 @@ fn a_subscriber_that_reconnects_goes_on_with_the_next_publisher() {
         (Some(0), 2),
         "{received:?}"
     );
+    let previous: Vec<_> = received
+        .events("received")
+        .iter()
+        .map(|event| event["previous_pid"].is_number())
+        .collect();
+    assert_eq!(previous, [false, true], "{received:?}");
+}
+
+#[test]
+fn a_subscriber_says_how_many_samples_are_missing() {
+    let world = World::new();
+    let domain = warpipe::Domain::at(world.path("domain")).unwrap();
+    let device = warpipe::Device::host();
+    let builder = warpipe::Publisher::builder("skips").domain(&domain);
+    let builder = builder.device(&device).history(2).gaps(true);
+    let (publisher, stream) = (builder.build().unwrap(), device.stream().unwrap());
+    for number in [1, 5] {
+        publisher.skip_to(number).unwrap();
+        publisher.send_bytes(&stream, b"abc").unwrap();
+    }
+    let received = world.run(&["sub", "skips", "--device", "host", "--count", "2", "--json"]);
+    let events = received.events("received");
+    let missing = events.iter().map(|event| event["missing"].as_u64());
+    let missing = Vec::from_iter(missing);
+    assert_eq!(missing, [Some(0), Some(3)], "{received:?}");
+    let done = received.event("done");
+    assert_eq!((&done["missing"], &done["dropped"]), (&3.into(), &0.into()));
 }
 
 #[test]

@@ -38,23 +38,44 @@ pub struct Frame {
     patience: Option<Duration>,
 }
 
-/// The gap between two frames when the second comes from another publisher.
+/// A break between a frame and the one received before it.
 #[pyclass(frozen, module = "warpipe", get_all)]
 #[derive(Debug, Clone)]
 pub struct Discontinuity {
-    /// The process id that published before.
-    pub previous_pid: i32,
-    /// Whether the previous publisher closed gracefully, or died.
+    /// How many frames of this publisher are missing between this one and the one received before
+    /// it. 0 on the first frame of another publisher, whose numbers begin anew.
+    pub missing: u64,
+    /// The publisher of the earlier frames, when it is another one than this frame's, else None.
+    pub previous: Option<PreviousPublisher>,
+}
+
+/// The publisher before the one that a subscriber follows now.
+#[pyclass(frozen, module = "warpipe", get_all)]
+#[derive(Debug, Clone)]
+pub struct PreviousPublisher {
+    /// Its process id. One process may publish a name again.
+    pub pid: i32,
+    /// Whether it closed gracefully; otherwise it died, or the link to it ended first.
     pub graceful: bool,
 }
 
 #[pymethods]
 impl Discontinuity {
     fn __repr__(&self) -> String {
+        let previous = self.previous.as_ref();
         format!(
-            "Discontinuity(previous_pid={}, graceful={})",
-            self.previous_pid, self.graceful
+            "Discontinuity(missing={}, previous={})",
+            self.missing,
+            previous.map_or("None".into(), PreviousPublisher::__repr__)
         )
+    }
+}
+
+#[pymethods]
+impl PreviousPublisher {
+    fn __repr__(&self) -> String {
+        let graceful = if self.graceful { "True" } else { "False" };
+        format!("PreviousPublisher(pid={}, graceful={graceful})", self.pid)
     }
 }
 
@@ -107,8 +128,11 @@ impl Frame {
         patience: Option<Duration>,
     ) -> Frame {
         let change = |found: warpipe::Discontinuity| Discontinuity {
-            previous_pid: found.previous_pid,
-            graceful: found.graceful,
+            missing: found.missing,
+            previous: found.previous.map(|previous| PreviousPublisher {
+                pid: previous.pid,
+                graceful: previous.graceful,
+            }),
         };
         let (in_place, sequence) = (view.is_some(), sample.sequence());
         let (sent_at_ns, received_at_ns) = (sample.sent_at_ns(), sample.received_at_ns());
@@ -164,7 +188,7 @@ impl Frame {
     }
 
     /// Its number among its publisher's frames, from 1. A gap counts frames that this subscriber
-    /// did not get.
+    /// did not get: see ``discontinuity``.
     #[getter]
     fn sequence(&self) -> u64 {
         self.sequence
@@ -197,7 +221,9 @@ impl Frame {
         PyBytes::new(py, &self.metadata)
     }
 
-    /// Set on the first frame of another incarnation of the publisher, else None.
+    /// The break before this frame: frames of its publisher are missing, or with ``reconnect`` it is
+    /// the first one of another incarnation, or of the same one after the link had ended. Else None,
+    /// as on the first frame that a subscriber receives.
     #[getter]
     fn discontinuity(&self) -> Option<Discontinuity> {
         self.discontinuity.clone()

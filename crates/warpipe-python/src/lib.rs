@@ -133,6 +133,7 @@ fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<subscriber::Subscriber>()?;
     module.add_class::<frame::Frame>()?;
     module.add_class::<frame::Discontinuity>()?;
+    module.add_class::<frame::PreviousPublisher>()?;
     module.add_class::<timeline::Timeline>()?;
     module.add_class::<kernel_ring::KernelRing>()?;
     module.add_class::<event::Event>()?;

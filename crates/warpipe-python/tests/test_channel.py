@@ -1,9 +1,11 @@
 """The channel: loans, frames, policies, history, metadata, and the ends of endpoints."""
 
+import os
 import time
 
 import numpy as np
 import pytest
+from conftest import until
 
 import warpipe
 from warpipe import _warpipe
@@ -277,7 +279,30 @@ def test_a_subscriber_follows_the_next_publisher_and_marks_the_gap(open_publishe
     second = open_publisher(history=1)
     second.send(b"2")
     frame = subscriber.receive()
-    assert frame.tobytes() == b"2" and frame.discontinuity.graceful
+    gap = frame.discontinuity
+    assert frame.tobytes() == b"2" and gap.missing == 0
+    assert gap.previous.graceful and gap.previous.pid == os.getpid()
+    previous = f"PreviousPublisher(pid={os.getpid()}, graceful=True)"
+    assert repr(gap) == f"Discontinuity(missing=0, previous={previous})"
+
+
+def test_a_frame_says_how_many_were_dropped_before_it(open_publisher, open_subscriber):
+    publisher, subscriber = open_publisher(policy="drop_newest", depth=2), open_subscriber()
+    for number in range(5):
+        publisher.send(bytes([number]))
+    assert [subscriber.receive().discontinuity for _ in range(2)] == [None, None]
+    frames = []
+
+    def arrives():
+        # There is room once the device has written the words of the releases.
+        publisher.send(b"next")
+        frames.append(subscriber.try_receive())
+        return frames[-1] is not None
+
+    until(arrives, "a frame after the gap")
+    gap, missing = frames[-1].discontinuity, frames[-1].sequence - 3
+    assert (gap.missing, gap.previous, subscriber.dropped) == (missing, None, missing) and missing >= 3
+    assert repr(gap) == f"Discontinuity(missing={missing}, previous=None)"
 
 
 def test_a_publisher_says_what_it_was_opened_with(open_publisher):

@@ -133,10 +133,10 @@ fn sink(stage: &Stage, filters: &mut Vec<Actor>) -> Outcome<String> {
     let (mut next, mut verified, mut lost, mut restarts) = (0, 0, 0, 0);
     while next < FRAMES {
         let frame = doubled.receive(&stream)?;
-        if let Some(gap) = frame.discontinuity() {
+        if let Some(previous) = frame.discontinuity().and_then(|gap| gap.previous) {
             println!(
                 "the filter is another one now; the one before was process {}",
-                gap.previous_pid
+                previous.pid
             );
             restarts += 1;
         }

@@ -162,9 +162,9 @@ pub use memory::{
 pub use options::Opener;
 pub use pool::{Buffer, LentBuffer, Pool, PoolBuilder, PoolClient, PoolStats, PoolUsage, Quota};
 pub use pubsub::{
-    Discontinuity, PeerCredentials, Policy, Publisher, PublisherBuilder, Receipt, Sample,
-    SampleMut, Samples, SendError, SlotHold, SlotReturn, Subscriber, SubscriberBuilder,
-    SubscriberInfo,
+    Discontinuity, PeerCredentials, Policy, PreviousPublisher, Publisher, PublisherBuilder,
+    Receipt, Sample, SampleMut, Samples, SendError, SlotHold, SlotReturn, Subscriber,
+    SubscriberBuilder, SubscriberInfo,
 };
 pub use queue::{
     AnswerError, AnswerHandle, JobHandle, JobResult, Lease, Loan, Queue, QueueBuilder, QueueState,

@@ -26,7 +26,7 @@ static int subscribe(void) {
     OK(warpipe_subscriber_receive(subscriber, stream, LIMIT, &sample));
     warpipe_sample_info info;
     OK(warpipe_sample_get_info(sample, &info));
-    CHECK(info.sequence == number);
+    CHECK(info.sequence == number && info.missing == 0 && !info.is_discontinuity);
     CHECK(info.layout.dtype == WARPIPE_FLOAT32 && info.layout.rank == 2);
     CHECK(info.layout.shape[0] == 3 && info.layout.shape[1] == number % 7 + 1);
     CHECK(info.metadata_bytes == sizeof number);

@@ -233,7 +233,8 @@ impl Receiver {
         }?;
         let before = sample
             .discontinuity()
-            .map(|before| (before.previous_pid, before.graceful));
+            .and_then(|gap| gap.previous)
+            .map(|before| (before.pid, before.graceful));
         let receipt = sample.release()?;
         self.job(Job::Check(Check {
             receipt,

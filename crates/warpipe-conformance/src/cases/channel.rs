@@ -27,6 +27,10 @@ pub(super) const CASES: &[Case] = &[
     ),
     Case::new("a late joiner gets the history first", history),
     Case::new(
+        "numbers that a publisher skips are missing before the next sample, and no late joiner's",
+        skipped_numbers,
+    ),
+    Case::new(
         "a late joiner waits for history that is not complete yet",
         history_in_flight,
     ),
@@ -122,6 +126,33 @@ fn history(context: &Context) -> Result<()> {
     peer.subscribe("history")?;
     Payload::of(WORDS, 6).send(&publisher, &stream)?;
     all_whole(&peer.receive(4)?, 3..=6)?;
+    peer.dismiss()
+}
+
+fn skipped_numbers(context: &Context) -> Result<()> {
+    let publisher = context.publisher("skips").gaps(true).history(2).build()?;
+    let stream = context.stream()?;
+    let mut peer = context.peer()?;
+    peer.subscribe("skips")?;
+    for sequence in [1, 5, 6, 9] {
+        publisher.skip_to(sequence)?;
+        Payload::of(64, sequence).send(&publisher, &stream)?;
+    }
+    let items = peer.receive(4)?;
+    all_whole(&items, [1, 5, 6, 9])?;
+    let missing: Vec<_> = items.iter().map(|item| item.missing).collect();
+    ensure!(missing == [0, 3, 0, 2], "missing: {missing:?}");
+    let mut late = context.subscriber("skips").build()?;
+    let mut error_counters = context.error_counters()?;
+    for (sequence, missing) in [(6, None), (9, Some(2))] {
+        let sample = late.receive(&stream)?;
+        let found = sample.discontinuity().map(|gap| gap.missing);
+        ensure!(
+            sample.sequence() == sequence && found == missing,
+            "to a late joiner {found:?} are missing before {sample:?}"
+        );
+        ensure!(error_counters.finish(sample)? == 0, "it is whole");
+    }
     peer.dismiss()
 }
 

@@ -210,11 +210,19 @@ fn behind_a_lost_one(context: &Context) -> Result<()> {
         peer.kill()?;
         let is_proven = || subscriber.publisher_state() == Some(PeerState::Dead);
         ensure!(eventually(PATIENCE, is_proven), "its death is proven");
+        let mut last = 0;
         for due in [1, 4, 5] {
             let sample = loop {
                 let sample = subscriber
                     .receive(&stream)
                     .with_context(|| format!("sample {due} with {policy:?}"))?;
+                let missing = sample.discontinuity().map_or(0, |gap| gap.missing);
+                ensure!(
+                    sample.sequence() == last + 1 + missing,
+                    "{missing} are missing between {last} and {} with {policy:?}",
+                    sample.sequence()
+                );
+                last = sample.sequence();
                 if ![2, 3].contains(&sample.sequence()) {
                     break sample;
                 }

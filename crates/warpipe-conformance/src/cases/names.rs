@@ -1,12 +1,13 @@
 //! Owners of names, and their successors.
 
 use anyhow::{Result, bail, ensure};
-use warpipe::Error;
+use warpipe::{Error, PeerState, Sample, Stream, Subscriber};
+use warpipe_testkit::eventually;
 
 use super::Case;
 use crate::PATIENCE;
 use crate::context::Context;
-use crate::peer::{Batch, Order, PublisherPlan, SubscriberPlan};
+use crate::peer::{Batch, Order, Peer, PolicyPlan, PublisherPlan, SubscriberPlan};
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
@@ -34,6 +35,16 @@ pub(super) const CASES: &[Case] = &[
         "reconnect follows a closed publisher's next incarnation and reports the gap",
         reconnect_after_goodbye,
     ),
+    Case::new(
+        "what is missing of the next incarnation's samples is counted after its first one",
+        gaps_of_the_next,
+    )
+    .ends_clients(),
+    Case::new(
+        "the next incarnation's first sample that is not lost reports the one before",
+        lost_first_sample,
+    )
+    .ends_clients(),
 ];
 
 fn taken_names_tell_their_holder(context: &Context) -> Result<()> {
@@ -156,8 +167,8 @@ fn reconnect(context: &Context, graceful: bool) -> Result<()> {
             );
             let gap = sample
                 .discontinuity()
-                .map(|gap| (gap.previous_pid, gap.graceful));
-            let due = previous.filter(|_| sequence == 1);
+                .map(|gap| (gap.missing, gap.previous.map(|it| (it.pid, it.graceful))));
+            let due = previous.filter(|_| sequence == 1).map(|it| (0, Some(it)));
             ensure!(
                 gap == due,
                 "incarnation {incarnation}, sample {sequence}: gap {gap:?} where {due:?} is due"
@@ -173,6 +184,119 @@ fn reconnect(context: &Context, graceful: bool) -> Result<()> {
         } else {
             peer.kill()?
         }
+    }
+    Ok(())
+}
+
+/// A subscriber that has received the only sample of a publisher that was killed, and now has the
+/// next one, which has sent nothing; and the process of the one before.
+struct Succession {
+    subscriber: Subscriber,
+    stream: Stream,
+    next: Peer,
+    before: i32,
+}
+
+impl Succession {
+    fn begin(context: &Context, next_plan: PublisherPlan) -> Result<Succession> {
+        let stream = context.stream()?;
+        let mut first = context.peer()?;
+        first.publish(PublisherPlan::of("phoenix"))?;
+        let mut subscriber = context.subscriber("phoenix").reconnect(true).build()?;
+        first.ask(&Order::SendAndWait(Batch::of(1, 64, 1)))?;
+        let sample = subscriber.receive(&stream)?;
+        ensure!(
+            sample.discontinuity().is_none(),
+            "nothing before {sample:?}"
+        );
+        drop(sample);
+        first.kill()?;
+        let mut next = context.peer()?;
+        next.publish(next_plan)?;
+        let due = Some(next.id() as i32);
+        let mut follow = || {
+            let looked = subscriber.try_receive(&stream);
+            matches!(looked, Ok(None)) && subscriber.publisher_pid() == due
+        };
+        ensure!(eventually(PATIENCE, &mut follow), "it follows the next one");
+        Ok(Succession {
+            subscriber,
+            stream,
+            next,
+            before: first.id() as i32,
+        })
+    }
+}
+
+/// How many are missing before it, and the process of the publisher before.
+fn gap(sample: &Sample) -> Option<(u64, Option<i32>)> {
+    let gap = sample.discontinuity()?;
+    Some((gap.missing, gap.previous.map(|previous| previous.pid)))
+}
+
+fn gaps_of_the_next(context: &Context) -> Result<()> {
+    let mut all = Succession::begin(
+        context,
+        PublisherPlan {
+            depth: Some(4),
+            policy: Some(PolicyPlan::DropOldest),
+            ..PublisherPlan::of("phoenix")
+        },
+    )?;
+    let mut error_counters = context.error_counters()?;
+    let (mut received, mut sent, mut last, mut missing) = (0, 0, 0, 0);
+    // There is room for the last one, whatever was dropped before it.
+    for count in [10, 10, 1] {
+        all.next
+            .ask(&Order::SendAndWait(Batch::of(count, 64, sent)))?;
+        sent += count;
+        while received + all.subscriber.dropped() < sent {
+            let sample = all.subscriber.receive(&all.stream)?;
+            let due = match (last, sample.sequence() - last - 1) {
+                (0, _) => Some((0, Some(all.before))),
+                (_, 0) => None,
+                (_, missing) => Some((missing, None)),
+            };
+            let found = gap(&sample);
+            ensure!(
+                found == due,
+                "{found:?} where {due:?} is due before {sample:?}"
+            );
+            (received, last) = (received + 1, sample.sequence());
+            missing += found.map_or(0, |(missing, _)| missing);
+            ensure!(error_counters.finish(sample)? == 0, "it is whole");
+        }
+    }
+    ensure!(
+        last == sent && missing > 0,
+        "{missing} were missing to {last}"
+    );
+    all.next.dismiss()
+}
+
+fn lost_first_sample(context: &Context) -> Result<()> {
+    let mut all = Succession::begin(context, PublisherPlan::of("phoenix"))?;
+    all.next.ask(&Order::SendBehindGate(Batch::of(1, 64, 1)))?;
+    all.next.ask(&Order::SendAside(Batch::of(2, 64, 2)))?;
+    all.next.kill()?;
+    let is_proven = || all.subscriber.publisher_state() == Some(PeerState::Dead);
+    ensure!(eventually(PATIENCE, is_proven), "its death is proven");
+    let mut dues = vec![Some((0, Some(all.before))), None];
+    let mut sample = all.subscriber.receive(&all.stream)?;
+    // Else the rescue comes by after this one was taken.
+    if sample.sequence() == 1 {
+        dues.insert(1, None);
+    }
+    let first = sample.sequence();
+    for (due, sequence) in dues.into_iter().zip(first..) {
+        if sequence > first {
+            sample = all.subscriber.receive(&all.stream)?;
+        }
+        let found = gap(&sample);
+        ensure!(
+            sample.sequence() == sequence && found == due,
+            "{found:?} where {due:?} is due before {sample:?}"
+        );
     }
     Ok(())
 }

@@ -31,6 +31,10 @@ pub(super) const CASES: &[Case] = &[
         drop_oldest,
     ),
     Case::new(
+        "the next sample says how many were dropped before it, and the sum is the publisher's",
+        drops_are_told,
+    ),
+    Case::new(
         "drop-oldest takes nothing back that the subscriber holds",
         drop_oldest_spares_the_held,
     ),
@@ -184,6 +188,32 @@ fn drop_oldest(context: &Context) -> Result<()> {
     all_whole(&peer.receive(2)?, 11..=12)?;
     ensure!(drops(&publisher, &mut peer)? == (6, 6), "no further drop");
     peer.dismiss()
+}
+
+fn drops_are_told(context: &Context) -> Result<()> {
+    for policy in [Policy::DropOldest, Policy::DropNewest] {
+        let (publisher, stream, mut peer) = start(context, policy)?;
+        let (mut last, mut missing) = (0, 0);
+        // The first sample comes before any is dropped, and the last one after all of them.
+        for count in [1, 10, 2, 4, 5, 7, 1] {
+            send(&publisher, &stream, 1..=count)?;
+            for item in peer.receive(count.min(DEPTH.into()))? {
+                ensure!(
+                    item.sequence == last + 1 + item.missing && item.previous.is_none(),
+                    "with {policy:?} {item:?} comes after {last}"
+                );
+                (last, missing) = (item.sequence, missing + item.missing);
+            }
+        }
+        let due = (10, 10);
+        ensure!(
+            drops(&publisher, &mut peer)? == due && missing == due.0,
+            "{missing} are missing, and {:?} dropped, with {policy:?}",
+            drops(&publisher, &mut peer)?
+        );
+        peer.dismiss()?;
+    }
+    Ok(())
 }
 
 fn drop_oldest_spares_the_held(context: &Context) -> Result<()> {

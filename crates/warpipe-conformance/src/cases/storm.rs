@@ -138,7 +138,8 @@ fn follow(
     let mut reported = 0;
     while reported < last {
         let sample = subscriber.receive_timeout(stream, LONG)?;
-        if sample.discontinuity().is_some() {
+        let previous = sample.discontinuity().and_then(|gap| gap.previous);
+        if previous.is_some() {
             seen_sender.send(Ok(std::mem::take(&mut seen)))?;
             reported += 1;
         }

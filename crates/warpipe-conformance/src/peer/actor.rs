@@ -465,14 +465,16 @@ impl Actor {
 /// The checks of a sample that are possible before its data is complete.
 fn describe(sample: &Sample) -> Item {
     let mark = crate::payload::PayloadMark::of(sample.metadata());
+    let gap = sample.discontinuity();
     Item {
         sequence: sample.sequence(),
         seed: mark.map_or(0, |mark| mark.seed),
         layout: describe_layout(sample.layout()),
         metadata: digest(sample.metadata()),
-        discontinuity: sample
-            .discontinuity()
-            .map(|gap| (gap.previous_pid, gap.graceful)),
+        missing: gap.map_or(0, |gap| gap.missing),
+        previous: gap
+            .and_then(|gap| gap.previous)
+            .map(|previous| (previous.pid, previous.graceful)),
         ..Item::default()
     }
 }

@@ -404,8 +404,10 @@ pub struct Item {
     pub metadata: u64,
     /// Wrong words that the check kernel saw; `None` while it is held.
     pub wrong: Option<u64>,
+    /// How many samples are missing before it.
+    pub missing: u64,
     /// The previous publisher's pid, and whether it closed gracefully.
-    pub discontinuity: Option<(i32, bool)>,
+    pub previous: Option<(i32, bool)>,
     /// A checksum of all its bytes, read by the CPU.
     pub digest: Option<u64>,
     /// Why it, or the next one, did not come.

@@ -523,13 +523,25 @@ class _Subscriber(Closeable):
 
 @final
 class Discontinuity:
-    """The gap between two frames when the second comes from another publisher."""
+    """A break between a frame and the one received before it."""
     @property
-    def previous_pid(self) -> int:
-        """The process id that published before."""
+    def missing(self) -> int:
+        """How many frames of this publisher are missing between this one and the one received before
+        it. 0 on the first frame of another publisher, whose numbers begin anew.
+        """
+    @property
+    def previous(self) -> PreviousPublisher | None:
+        """The publisher of the earlier frames, when it is another one than this frame's, else None."""
+
+@final
+class PreviousPublisher:
+    """The publisher before the one that a subscriber follows now."""
+    @property
+    def pid(self) -> int:
+        """Its process id. One process may publish a name again."""
     @property
     def graceful(self) -> bool:
-        """Whether the previous publisher closed gracefully, or died."""
+        """Whether it closed gracefully; otherwise it died, or the link to it ended first."""
 
 @disjoint_base
 class Sample(_Tensor):
@@ -551,7 +563,7 @@ class Sample(_Tensor):
     @property
     def sequence(self) -> int:
         """Its number among its publisher's frames, from 1. A gap counts frames that this subscriber
-        did not get.
+        did not get: see ``discontinuity``.
         """
     @property
     def sent_at_ns(self) -> int | None:
@@ -572,7 +584,10 @@ class Sample(_Tensor):
         """The bytes that were sent with it, at most 256."""
     @property
     def discontinuity(self) -> Discontinuity | None:
-        """Set on the first frame of another incarnation of the publisher, else None."""
+        """The break before this frame: frames of its publisher are missing, or with ``reconnect`` it is
+        the first one of another incarnation, or of the same one after the link had ended. Else None,
+        as on the first frame that a subscriber receives.
+        """
     def wait(self, timeout: _Timeout = ...) -> None:
         """Waits on the CPU until the data is complete, at most ``timeout`` seconds (default: the
         subscriber's; None: no limit). GPU work needs no such wait: its stream waits.

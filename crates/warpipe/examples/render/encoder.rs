@@ -76,7 +76,8 @@ fn receive(
     let mut buffer = Picture::new(WIDTH, HEIGHT);
     while tally.next < total {
         let frame = subscriber.receive(&stream)?;
-        tally.deaths += u64::from(frame.discontinuity().is_some());
+        let previous = frame.discontinuity().and_then(|gap| gap.previous);
+        tally.deaths += u64::from(previous.is_some());
         let Some(number) = copy(frame, &mut buffer)? else {
             continue;
         };

@@ -22,7 +22,7 @@ pub use publisher::{
     PeerCredentials, Policy, Publisher, PublisherBuilder, SampleMut, SendError, SlotHold,
     SlotReturn, SubscriberInfo,
 };
-pub use sample::{Discontinuity, Receipt, Sample};
+pub use sample::{Discontinuity, PreviousPublisher, Receipt, Sample};
 pub(crate) use subscriber::{CompletionWait, RawSample};
 pub use subscriber::{Samples, Subscriber, SubscriberBuilder};
 pub(crate) use unicast::{Disconnects, LinkedSubscriber, RetainedSlot, SubscriberChanges};

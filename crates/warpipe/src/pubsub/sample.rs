@@ -16,9 +16,20 @@ use crate::tensor::Layout;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Discontinuity {
-    /// The process that published the earlier samples.
-    pub previous_pid: i32,
-    /// Whether that process closed gracefully; otherwise it died.
+    /// How many samples of this publisher are missing between this one and the one received before
+    /// it. 0 on the first sample of another publisher, whose numbers begin anew.
+    pub missing: u64,
+    /// The publisher of the earlier samples, when it is another one than this sample's.
+    pub previous: Option<PreviousPublisher>,
+}
+
+/// The publisher before the one that a subscriber follows now. See [`Discontinuity`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PreviousPublisher {
+    /// Its process. One process may publish a name again.
+    pub pid: i32,
+    /// Whether it closed gracefully; otherwise it died, or the link to it ended first.
     pub graceful: bool,
 }
 
@@ -98,7 +109,7 @@ impl Sample {
     }
 
     /// The sample's number among its publisher's samples, from 1. A gap in the numbers is samples
-    /// that this subscriber did not get.
+    /// that this subscriber did not get: [`discontinuity`](Self::discontinuity) counts them.
     pub fn sequence(&self) -> u64 {
         self.sequence
     }
@@ -123,7 +134,11 @@ impl Sample {
         self.received_ns.checked_sub(self.sent_at_ns()?)
     }
 
-    /// Set on the first sample of another incarnation of the publisher.
+    /// The break before this sample, if there is one: samples of its publisher are missing, by a
+    /// policy that drops, [`skip_to`](crate::Publisher::skip_to), or the death of their sender; or
+    /// with [`reconnect`](crate::SubscriberBuilder::reconnect) it is the first sample of another
+    /// incarnation, or of the same one after the link had ended. None on the first sample that a
+    /// subscriber receives of its first publisher, whatever its number.
     pub fn discontinuity(&self) -> Option<Discontinuity> {
         self.discontinuity
     }

@@ -19,11 +19,11 @@ use rustix::event::epoll;
 pub use builder::SubscriberBuilder;
 pub(crate) use raw_sample::{CompletionWait, RawSample};
 
-use self::attached::Attached;
+use self::attached::{Attached, EndedLink};
 use self::reconnect::ReconnectAttempt;
 use self::wait::{ARRIVALS, DOORBELL, WAKE, listen_to};
 use super::publisher_link::{ConnectOptions, PublisherLink, SubscriberIdentity};
-use super::sample::{Discontinuity, Sample};
+use super::sample::{PreviousPublisher, Sample};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
@@ -105,7 +105,8 @@ pub struct Subscriber {
     attached: Option<LeakOnFork<Attached>>,
     /// The handshake with the next publisher, while it has not answered.
     attempt: Option<ReconnectAttempt>,
-    discontinuity: Option<Discontinuity>,
+    /// The link of the samples received last, once it has ended, until the next sample.
+    ended: Option<EndedLink>,
     dropped_before: u64,
     /// Its row of this process's statistics page.
     row: Arc<EndpointRow>,
@@ -168,7 +169,7 @@ impl Subscriber {
             rung: 0,
             attached: None,
             attempt: None,
-            discontinuity: None,
+            ended: None,
             dropped_before: 0,
             row: Arc::new(row),
         };
@@ -245,6 +246,7 @@ impl Subscriber {
             ring,
             regions,
             last_sequence: 0,
+            last_received: 0,
             region_missing: None,
             taken: None,
             row: self.row.clone(),
@@ -439,7 +441,7 @@ impl Subscriber {
         let Some(attached) = &mut self.attached else {
             return Ok(None);
         };
-        match attached.poll(stream, &mut self.discontinuity) {
+        match attached.poll(stream, &mut self.ended) {
             Err(error) if self.options.reconnect && is_an_end(&error) => {
                 self.detach(&error);
                 Ok(None)
@@ -453,11 +455,20 @@ impl Subscriber {
             self.row.detach();
             self.dropped_before = self.dropped_before.saturating_add(old.link.dropped());
             old.link.leave();
-            let graceful = matches!(end, Error::PeerGone { graceful: true, .. });
-            self.discontinuity.get_or_insert(Discontinuity {
-                previous_pid: old.link.peer.pid,
-                graceful,
+            let publisher = PreviousPublisher {
+                pid: old.link.peer.pid,
+                graceful: matches!(end, Error::PeerGone { graceful: true, .. }),
+            };
+            let ended = self.ended.get_or_insert(EndedLink {
+                generation: old.link.generation,
+                publisher,
+                last_received: old.last_received,
             });
+            // Links that ended before any of their samples was received change nothing, but for what
+            // they say of the same publisher's end.
+            if ended.generation == old.link.generation {
+                ended.publisher = publisher;
+            }
             let _ = epoll::delete(&self.readable, old.link.peer_doorbell.as_fd());
         }
     }

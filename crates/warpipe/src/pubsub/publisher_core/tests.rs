@@ -361,10 +361,13 @@ fn a_publisher_with_gaps_gives_the_numbers_that_it_skips_to_and_no_number_twice(
     let mut late = stage.subscriber();
     let next = |subscriber: &mut Subscriber| {
         let sample = subscriber.receive_timeout(&stream, LONG).unwrap();
-        sample.sequence()
+        let missing = sample.discontinuity().map(|gap| gap.missing);
+        (sample.sequence(), missing)
     };
-    assert_eq!([1, 5, 9], [(); 3].map(|()| next(&mut early)));
-    assert_eq!([5, 9], [(); 2].map(|()| next(&mut late)));
+    let received = [(); 3].map(|()| next(&mut early));
+    assert_eq!(received, [(1, None), (5, Some(3)), (9, Some(3))]);
+    let received = [(); 2].map(|()| next(&mut late));
+    assert_eq!(received, [(5, None), (9, Some(3))]);
     assert_eq!((early.dropped(), late.dropped()), (0, 0));
 }
 

@@ -9,7 +9,7 @@ use crate::memory::region::Region;
 use crate::pubsub::entry::{CheckedEntry, Violation};
 use crate::pubsub::publisher_link::{LinkState, PublisherLink};
 use crate::pubsub::ring::ReceiverRing;
-use crate::pubsub::sample::{Discontinuity, Sample};
+use crate::pubsub::sample::{Discontinuity, PreviousPublisher, Sample};
 use crate::runtime::heartbeat::Uptime;
 use crate::statistics::EndpointRow;
 use crate::stream::Stream;
@@ -23,7 +23,10 @@ pub(super) struct Attached {
     pub(super) link: Arc<PublisherLink>,
     pub(super) ring: ReceiverRing,
     pub(super) regions: Vec<Arc<Region>>,
+    /// The number of the sample that was taken last, lost or not; 0 for none.
     pub(super) last_sequence: u64,
+    /// The number of the sample that the subscriber received last; 0 for none.
+    pub(super) last_received: u64,
     /// The time since a sample was found whose region has not arrived.
     pub(super) region_missing: Option<Uptime>,
     /// A sample taken from the ring that the device refused to wait for. It is the next to be
@@ -35,6 +38,43 @@ pub(super) struct Attached {
 
 /// A sample that belongs to this end: its position, the address of its slot, its description.
 pub(super) type TakenSample = (u64, DevicePtr, CheckedEntry);
+
+/// A link that has ended, until a sample of another link is received.
+#[derive(Debug)]
+pub(super) struct EndedLink {
+    /// The publisher's.
+    pub(super) generation: [u8; 16],
+    pub(super) publisher: PreviousPublisher,
+    /// As [`Attached::last_received`].
+    pub(super) last_received: u64,
+}
+
+impl EndedLink {
+    /// The break before a sample of the next link.
+    fn break_before(self, sequence: u64, generation: [u8; 16]) -> Discontinuity {
+        // An evicted subscriber may find the same publisher again: its numbers go on.
+        if self.generation == generation {
+            Discontinuity {
+                missing: missing_between(self.last_received, sequence),
+                previous: None,
+            }
+        } else {
+            Discontinuity {
+                missing: 0,
+                previous: Some(self.publisher),
+            }
+        }
+    }
+}
+
+/// How many numbers lie between the sample received last and the next one. Before the first one,
+/// and before a sample of the history that comes again, nothing is missing.
+fn missing_between(last: u64, next: u64) -> u64 {
+    match last {
+        0 => 0,
+        last => next.saturating_sub(last).saturating_sub(1),
+    }
+}
 
 impl Attached {
     /// Whether [`poll`](Self::poll) would find nothing and change nothing: a few words are read, so
@@ -51,7 +91,7 @@ impl Attached {
     pub(super) fn poll(
         &mut self,
         stream: &Stream,
-        discontinuity: &mut Option<Discontinuity>,
+        ended: &mut Option<EndedLink>,
     ) -> Result<Option<Sample>> {
         loop {
             // Read before the ring: samples sent before the end must be found before the end is
@@ -74,7 +114,8 @@ impl Attached {
             };
             match self.link.admit(position, stream) {
                 Ok(true) => {
-                    let (link, gap) = (self.link.clone(), discontinuity.take());
+                    let gap = self.break_before(checked.sequence, ended);
+                    let link = self.link.clone();
                     let sample = Sample::new(link, address, position, checked, stream, gap);
                     if let Some(latency_ns) = sample.latency_ns() {
                         self.row.time(latency_ns);
@@ -88,6 +129,39 @@ impl Attached {
                 }
             }
         }
+    }
+
+    /// The break before the sample with this number, which the subscriber receives now. Numbers of
+    /// samples that were taken and lost are missing as well.
+    #[inline]
+    fn break_before(
+        &mut self,
+        sequence: u64,
+        ended: &mut Option<EndedLink>,
+    ) -> Option<Discontinuity> {
+        let last = std::mem::replace(&mut self.last_received, sequence);
+        // Also a first sample that is the publisher's first.
+        if sequence.wrapping_sub(last) == 1 && ended.is_none() {
+            return None;
+        }
+        self.find_break(last, sequence, ended.take())
+    }
+
+    #[cold]
+    fn find_break(
+        &self,
+        last: u64,
+        sequence: u64,
+        ended: Option<EndedLink>,
+    ) -> Option<Discontinuity> {
+        if let Some(ended) = ended {
+            return Some(ended.break_before(sequence, self.link.generation));
+        }
+        let missing = missing_between(last, sequence);
+        (missing > 0).then_some(Discontinuity {
+            missing,
+            previous: None,
+        })
     }
 
     /// Takes and checks the next sample in the ring.

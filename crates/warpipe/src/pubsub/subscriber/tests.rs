@@ -321,9 +321,44 @@ fn a_subscriber_that_follows_a_name_attaches_again_after_it_has_closed_its_link(
             std::thread::park_timeout(Duration::from_millis(1));
         }
         let sample = receiving.join().unwrap();
-        assert!(sample.discontinuity().is_some());
+        // It is the same publisher, and nothing was received of it before.
+        let gap = sample.discontinuity().expect("it has attached again");
+        assert_eq!((gap.missing, gap.previous), (0, None));
         assert_eq!(sample.to_vec(LONG).unwrap(), b"hello");
     });
+}
+
+#[test]
+fn a_subscriber_that_attaches_again_to_its_publisher_is_told_how_many_it_has_missed() {
+    let place = Place::new("missed");
+    let stream = place.device.stream().unwrap();
+    let builder = Publisher::builder("camera").domain(&place.domain);
+    let publisher = builder.device(&place.device).history(2).build().unwrap();
+    let mut subscriber = place.subscriber();
+    let send = |count: u8| {
+        for _ in 0..count {
+            publisher.send_bytes(&stream, b"hello").unwrap();
+        }
+    };
+    let mut attach_again = |before: u8| {
+        let own = Error::os("recvmsg", "a link", rustix::io::Errno::MFILE);
+        subscriber.attached.as_ref().unwrap().link.fail(own);
+        subscriber.try_receive(&stream).unwrap_err();
+        // Nothing attaches before the next receive.
+        send(before);
+        let sample = subscriber.receive(&stream).unwrap();
+        let gap = sample.discontinuity().expect("it has attached again");
+        assert_eq!(gap.previous, None, "the same publisher");
+        (sample.sequence(), gap.missing)
+    };
+    send(1);
+    assert_eq!(attach_again(0), (1, 0));
+    // 2 and 3 are no longer in the history.
+    assert_eq!(attach_again(4), (4, 2));
+    assert_eq!(attach_again(0), (4, 0), "the history comes again");
+    assert_eq!(attach_again(3), (7, 2));
+    let sample = subscriber.receive(&stream).unwrap();
+    assert_eq!((sample.sequence(), sample.discontinuity()), (8, None));
 }
 
 /// The device of the publisher refuses its signals.
