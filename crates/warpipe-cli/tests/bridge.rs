@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use serde_json::Value;
-use warpipe::{DType, Device, Domain, Error, Layout, Policy, Publisher, Subscriber};
+use warpipe::{DType, Device, Domain, Error, Layout, Policy, Publisher, Sample, Subscriber};
 
 use support::{PATIENCE, Running, World};
 use warpipe_testkit::ChildProcess;
@@ -120,14 +120,33 @@ fn next(subscriber: &mut Subscriber) -> (u64, Vec<u8>) {
     (sample.sequence(), sample.to_vec(LONG).unwrap())
 }
 
-/// Publishes numbers, each as its sample's contents, until one reaches the subscriber.
+/// Publishes until a sample reaches the subscriber.
 fn publish_until_received(publisher: &Publisher, subscriber: &mut Subscriber) -> u64 {
+    publish_until_sample(publisher, subscriber).sequence()
+}
+
+/// As [`publish_until_received`], after a sample of this number: the next one counts exactly those
+/// that are missing between them. Returns its number, and the count.
+fn publish_until_next(
+    publisher: &Publisher,
+    subscriber: &mut Subscriber,
+    before: u64,
+) -> (u64, u64) {
+    let sample = publish_until_sample(publisher, subscriber);
+    let gap = sample.discontinuity();
+    let missing = gap.map_or(0, |gap| gap.missing);
+    assert_eq!(gap.and_then(|gap| gap.previous), None);
+    assert_eq!(sample.sequence(), before + 1 + missing, "{gap:?}");
+    (sample.sequence(), missing)
+}
+
+fn publish_until_sample(publisher: &Publisher, subscriber: &mut Subscriber) -> Sample {
     let stream = Device::host().stream().unwrap();
     let start = Instant::now();
     while start.elapsed() < PATIENCE {
         let _ = publisher.send_bytes(&stream, b"again").unwrap();
         match subscriber.receive_timeout(&stream, Duration::from_millis(50)) {
-            Ok(sample) => return sample.sequence(),
+            Ok(sample) => return sample,
             Err(Error::Timeout { .. }) => {}
             Err(error) => panic!("{error}"),
         }
@@ -226,8 +245,10 @@ fn a_killed_publisher_is_gone_in_the_other_domain_too_and_the_next_one_is_anothe
     let gone = std::iter::repeat_with(|| once.receive(&stream)).find_map(Result::err);
     assert!(matches!(gone, Some(Error::PeerGone { .. })), "{gone:?}");
     let _second = pair.near.start(&arguments);
-    let mut samples = std::iter::repeat_with(|| follows.receive(&stream).unwrap());
-    assert!(samples.any(|sample| sample.discontinuity().is_some()));
+    let samples = std::iter::repeat_with(|| follows.receive(&stream).unwrap());
+    let mut gaps = samples.filter_map(|sample| sample.discontinuity());
+    let gap = gaps.find(|gap| gap.previous.is_some()).unwrap();
+    assert_eq!(gap.missing, 0, "another publisher's numbers begin anew");
 }
 
 #[test]
@@ -250,13 +271,16 @@ fn a_killed_exporter_proves_nothing_the_publisher_there_goes_on_and_what_is_miss
     exporter.end();
     importer.wait_for_line("is unreachable");
     let stream = Device::host().stream().unwrap();
-    for _ in 0..3 {
-        publisher.send_bytes(&stream, b"unseen").unwrap();
-    }
+    let unseen = [(); 3].map(|()| publisher.send_bytes(&stream, b"unseen").unwrap());
     let _exporter = pair.exporter(&[]);
-    // The same link of the same subscriber: the numbers go on, with a gap.
-    let after = publish_until_received(&publisher, &mut once);
-    assert!(after > before + 3, "{before} {after}");
+    // The same link of the same subscriber: the numbers go on, with a gap. Samples of before the
+    // kill may still come.
+    let (mut after, mut missing) = (before, 0);
+    while after < unseen[2] {
+        let (sequence, gap) = publish_until_next(&publisher, &mut once, after);
+        (after, missing) = (sequence, missing + gap);
+    }
+    assert!(missing >= 3, "{before} {after} {missing}");
 }
 
 #[test]
@@ -305,8 +329,7 @@ fn an_exporter_that_was_evicted_comes_back_and_the_publisher_there_goes_on() {
     let is_evicted = || publisher.subscribers().is_empty();
     assert!(warpipe_testkit::eventually(PATIENCE, is_evicted));
     exporter.signal(Signal::CONT);
-    let after = publish_until_received(&publisher, &mut once);
-    assert!(after > before, "{before} {after}");
+    publish_until_next(&publisher, &mut once, before);
 }
 
 #[test]
@@ -324,10 +347,14 @@ fn a_killed_importer_comes_back_as_another_run_and_nothing_comes_twice() {
     let _importer = pair.importer(&[]);
     let stream = Device::host().stream().unwrap();
     let start = Instant::now();
+    let is_another = |sample: &Sample| {
+        let gap = sample.discontinuity();
+        gap.is_some_and(|gap| gap.previous.is_some())
+    };
     let sample = loop {
         publisher.send_bytes(&stream, b"again").unwrap();
         match subscriber.receive_timeout(&stream, Duration::from_millis(50)) {
-            Ok(sample) if sample.discontinuity().is_some() => break sample,
+            Ok(sample) if is_another(&sample) => break sample,
             Ok(_) | Err(Error::Timeout { .. }) => assert!(start.elapsed() < PATIENCE),
             Err(error) => panic!("{error}"),
         }
@@ -375,8 +402,7 @@ fn a_link_that_is_silent_is_unreachable_and_no_publisher_there_is_told_of_a_deat
     exporter.signal(Signal::STOP);
     importer.wait_for_line("is unreachable");
     exporter.signal(Signal::CONT);
-    let after = publish_until_received(&publisher, &mut once);
-    assert!(after > before);
+    publish_until_next(&publisher, &mut once, before);
 }
 
 /// The numbers of samples that were sent, and of those that a slow receiver got.
@@ -417,7 +443,12 @@ fn overwhelm(policy: &str, count: usize) -> Overwhelmed {
     let last = *sent.last().unwrap();
     while start.elapsed() < LONG {
         match slow.receive_timeout(&stream, Duration::from_millis(50)) {
-            Ok(sample) => got.push(sample.sequence()),
+            Ok(sample) => {
+                let missing = sample.discontinuity().map_or(0, |gap| gap.missing);
+                let next = got.last().map(|&last: &u64| last + 1 + missing);
+                assert_eq!(sample.sequence(), next.unwrap_or(sample.sequence()));
+                got.push(sample.sequence());
+            }
             // It leaves out the last one itself, so only a later one is behind all that came.
             Err(Error::Timeout { .. }) if policy == "drop-newest" => {
                 publisher.send_bytes(&stream, &[1; 4096]).unwrap();
@@ -524,8 +555,11 @@ fn whichever_process_is_killed_nothing_comes_twice_and_samples_come_again() {
     let mut subscriber = subscriber(&far);
     let stream = Device::host().stream().unwrap();
     let mut last = next(&mut subscriber).0;
+    // How many runs of the publisher may still begin anew.
+    let mut begun = 0;
     for kill in 0..kills() {
         let victim = rng.usize(..4);
+        begun += u32::from(victim == 0);
         processes[victim].signal(Signal::KILL).unwrap();
         // Its name is free once the process is reaped.
         processes[victim].wait(PATIENCE).unwrap();
@@ -536,14 +570,17 @@ fn whichever_process_is_killed_nothing_comes_twice_and_samples_come_again() {
             let sample = subscriber.receive(&stream);
             let sample = sample.unwrap_or_else(|error| panic!("kill {kill} of {victim}: {error}"));
             assert_eq!(sample.to_vec(LONG).unwrap(), b"frame");
-            // Only a run of the publisher begins anew; a bridge's run goes on with its numbers.
-            let is_new_run = sample.discontinuity().is_some() && sample.sequence() < last;
-            assert!(
-                is_new_run || sample.sequence() > last,
-                "{last} {}",
-                sample.sequence()
-            );
-            last = sample.sequence();
+            let (sequence, gap) = (sample.sequence(), sample.discontinuity());
+            let missing = gap.map_or(0, |gap| gap.missing);
+            if gap.is_some_and(|gap| gap.previous.is_some()) {
+                // Only a run of the publisher begins anew; a bridge's run goes on with its numbers.
+                assert!(sequence > last || begun > 0, "{last} {sequence} came twice");
+                begun -= u32::from(sequence <= last);
+                assert_eq!(missing, 0, "{last} {sequence}");
+            } else {
+                assert_eq!(sequence, last + 1 + missing, "{gap:?}");
+            }
+            last = sequence;
             due -= 1;
         }
     }
