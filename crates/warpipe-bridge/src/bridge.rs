@@ -3,63 +3,26 @@
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use zenoh::Wait;
 use zenoh::sample::Sample;
 
-use crate::control::{Control, QueueRoutes};
+use crate::control::{Control, Event, Inbox, Present, QueueRoutes};
 use crate::error::{Error, Result};
 use crate::lane::{Ending, LaneReceiver, LaneSender};
-use crate::message::{Hello, Id, Message, PART_BYTES_MAX, Purpose};
+use crate::message::{Id, Message, PART_BYTES_MAX};
 use crate::options::Options;
-use crate::session::{Events, Presence};
+use crate::session::{self, Events, Presence};
 use crate::status::{Notice, Status};
 
-/// Events that may wait for the control thread.
-const EVENTS_MAX: usize = 4096;
 /// Notices that may wait for the caller; later ones are left out.
 const NOTICES_MAX: usize = 1024;
 
 /// How long a bridge that ends waits for links that take nothing.
 pub(crate) const CLOSE_PATIENCE: Duration = Duration::from_secs(2);
-
-/// Bridges of which it is known that they are present.
-const PRESENT_MAX: usize = 4096;
-
-static PRESENCES: AtomicU64 = AtomicU64::new(1);
-
-/// What the control thread is told.
-pub(crate) enum Event {
-    /// [`Shared::present`] has changed.
-    Presence,
-    Hello {
-        from: Id,
-        hello: Hello,
-    },
-    Begin {
-        from: Id,
-        lane: Id,
-        purpose: Purpose,
-    },
-    /// A peer waits for a source of this machine.
-    Waits {
-        from: Id,
-        name: String,
-        generation: Id,
-    },
-    /// A source of a peer has ended.
-    Gone {
-        from: Id,
-        name: String,
-        generation: Id,
-    },
-    /// A lane's thread has ended.
-    Done,
-    Stop,
-}
 
 /// Shared by the threads of a bridge.
 pub(crate) struct Shared {
@@ -69,9 +32,8 @@ pub(crate) struct Shared {
     pub(crate) queues: RwLock<QueueRoutes>,
     pub(crate) status: Mutex<Status>,
     pub(crate) refused: AtomicU64,
-    /// The bridges that are present, each with a number that is another one when it comes back.
-    pub(crate) present: Mutex<HashMap<Id, u64>>,
-    events: SyncSender<Event>,
+    pub(crate) inbox: Inbox,
+    present: Mutex<Present>,
     notices: SyncSender<Notice>,
 }
 
@@ -93,11 +55,24 @@ impl Shared {
         let _ = self.notices.try_send(notice);
     }
 
-    /// Tells the control thread, without waiting for it.
-    pub(crate) fn tell(&self, event: Event) {
-        if self.events.try_send(event).is_err() {
-            self.refuse();
+    /// The bridges that are present.
+    pub(crate) fn present(&self) -> MutexGuard<'_, Present> {
+        self.present.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A lane's thread has ended.
+    pub(crate) fn done(&self) {
+        self.inbox.tell(|news| news.done = true);
+    }
+
+    /// Tells the control thread, without waiting for it. `None` if it takes nothing more of that
+    /// peer, or the sender is no bridge that is present.
+    fn tell(&self, from: Id, event: Event) -> Option<()> {
+        if !self.present().is_here(&from) {
+            // The sign of its presence may come later; it greets again until it is answered.
+            return matches!(event, Event::Hello(_)).then_some(());
         }
+        self.inbox.put(from, event).then_some(())
     }
 
     pub(crate) fn refuse(&self) {
@@ -124,22 +99,14 @@ impl Shared {
             }
             Message::Workers { lane, count } => self.workers(&from, &lane, count)?,
             Message::Taken { lane, number } => self.taken(&from, &lane, number)?,
-            Message::Hello(hello) => self.tell(Event::Hello { from, hello }),
-            Message::Begin { lane, purpose } => self.tell(Event::Begin {
-                from,
-                lane,
-                purpose,
-            }),
-            Message::Waits { name, generation } => self.tell(Event::Waits {
-                from,
-                name,
-                generation,
-            }),
-            Message::Gone { name, generation } => self.tell(Event::Gone {
-                from,
-                name,
-                generation,
-            }),
+            Message::Hello(hello) => self.tell(from, Event::Hello(hello))?,
+            Message::Begin { lane, purpose } => self.tell(from, Event::Begin { lane, purpose })?,
+            Message::Waits { name, generation } => {
+                self.tell(from, Event::Waits { name, generation })?;
+            }
+            Message::Gone { name, generation } => {
+                self.tell(from, Event::Gone { name, generation })?;
+            }
         }
         Some(())
     }
@@ -150,16 +117,18 @@ impl Events for Shared {
         if bridge == self.me {
             return;
         }
-        let mut present = self.present.lock().unwrap_or_else(PoisonError::into_inner);
-        if is_present && present.len() < PRESENT_MAX {
-            let number = PRESENCES.fetch_add(1, Ordering::Relaxed);
-            present.entry(bridge).or_insert(number);
-        } else if !is_present {
-            present.remove(&bridge);
+        if is_present {
+            self.present().came(bridge);
+        } else {
+            self.present().went(&bridge);
         }
-        drop(present);
-        // If there is no room, the control thread is busy, and looks with its next tick.
-        let _ = self.events.try_send(Event::Presence);
+        self.inbox.tell(|news| news.presence = true);
+    }
+
+    fn found(&self, bridge: Id) {
+        if bridge != self.me && self.present().found(bridge) {
+            self.inbox.tell(|news| news.presence = true);
+        }
     }
 
     fn received(&self, sample: &Sample) {
@@ -192,22 +161,21 @@ impl Bridge {
     /// [`Error::Local`]; [`Error::Thread`].
     pub fn open(options: Options) -> Result<Bridge> {
         let patterns = options.check()?;
-        let (events, incoming) = sync_channel(EVENTS_MAX);
         let (notices, told) = sync_channel(NOTICES_MAX);
+        let session = session::open(&options)?;
         let shared = Arc::new(Shared {
-            me: random_id(),
+            me: session::id(&session),
             senders: RwLock::default(),
             receivers: RwLock::default(),
             queues: RwLock::default(),
             status: Mutex::default(),
             refused: AtomicU64::new(0),
+            inbox: Inbox::default(),
             present: Mutex::default(),
-            events,
             notices,
         });
-        let presence = Presence::open(&options, shared.me, shared.clone())?;
-        let session = presence.session.clone();
-        let control = Control::new(options, patterns, shared.clone(), presence, incoming)?;
+        let presence = Presence::new(session.clone(), shared.me, shared.clone())?;
+        let control = Control::new(options, patterns, shared.clone(), presence)?;
         let thread = std::thread::Builder::new().name("bridge-control".into());
         let (running, runs) = sync_channel(0);
         let control = thread.spawn(move || {
@@ -242,8 +210,7 @@ impl Bridge {
 
 impl Drop for Bridge {
     fn drop(&mut self) {
-        // The queue may be full for a moment; the control thread empties it.
-        let _ = self.shared.events.send(Event::Stop);
+        self.shared.inbox.tell(|news| news.stop = true);
         // A lane may be in the middle of a send to a peer that reads nothing. The control thread
         // leaves it behind, and the end of the session ends it: Zenoh takes up to 10 s for that.
         let runs = self.runs.get_mut().unwrap_or_else(PoisonError::into_inner);

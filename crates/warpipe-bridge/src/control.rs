@@ -1,21 +1,24 @@
 //! The control thread: which bridges there are, which names go to them, and which come from them.
 
+mod inbox;
 mod lanes;
+mod present;
 mod queues;
 mod report;
 
 use std::collections::HashMap;
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use warpipe::{Publisher, Stream};
 
+pub(crate) use self::inbox::{Event, Inbox};
+pub(crate) use self::present::Present;
 pub(crate) use self::queues::QueueRoutes;
 use self::queues::Queues;
 use self::report::Meter;
-use crate::bridge::{CLOSE_PATIENCE, Event, Shared};
+use crate::bridge::{CLOSE_PATIENCE, Shared};
 use crate::error::Result;
 use crate::exporter::Sent;
 use crate::importer::{Import, Left};
@@ -32,6 +35,8 @@ const TICK: Duration = Duration::from_millis(200);
 const STATUS_INTERVAL: Duration = Duration::from_secs(1);
 /// How long a name rests after its lane ended.
 const RETRY: Duration = Duration::from_secs(1);
+/// How often all tokens are asked for, at most.
+const ASK_INTERVAL: Duration = Duration::from_secs(1);
 /// Lanes with one peer, in each direction.
 const LANES_PER_PEER_MAX: usize = 128;
 /// Imported names, those of unreachable peers included.
@@ -80,7 +85,6 @@ pub(crate) struct Control {
     home: u64,
     shared: Arc<Shared>,
     presence: Presence,
-    incoming: Receiver<Event>,
     peers: HashMap<Id, Peer>,
     /// By the exporter's home and the name.
     imports: HashMap<(u64, String), (Id, Arc<Import>)>,
@@ -91,6 +95,8 @@ pub(crate) struct Control {
     status: Option<(Publisher, Stream)>,
     looked: Instant,
     told: Instant,
+    /// When all tokens were asked for.
+    asked: Instant,
 }
 
 impl Control {
@@ -99,7 +105,6 @@ impl Control {
         patterns: Patterns,
         shared: Arc<Shared>,
         presence: Presence,
-        incoming: Receiver<Event>,
     ) -> Result<Control> {
         options.node = node_name(&options.node);
         let now = Instant::now();
@@ -109,7 +114,6 @@ impl Control {
             patterns,
             shared,
             presence,
-            incoming,
             peers: HashMap::new(),
             imports: HashMap::new(),
             sent: HashMap::new(),
@@ -118,32 +122,32 @@ impl Control {
             status: None,
             looked: now,
             told: now,
+            asked: now,
         })
     }
 
     pub(crate) fn run(mut self) {
         loop {
-            match self.incoming.recv_timeout(TICK) {
-                Ok(Event::Presence) => self.look_for_bridges(),
-                Ok(Event::Hello { from, hello }) => self.greeted(from, hello),
-                Ok(Event::Begin {
-                    from,
-                    lane,
-                    purpose,
-                }) => self.begin(from, lane, purpose),
-                Ok(Event::Waits {
-                    from,
-                    name,
-                    generation,
-                }) => self.asked(from, name, generation),
-                Ok(Event::Gone {
-                    from,
-                    name,
-                    generation,
-                }) => self.gone(&from, name, generation),
-                Ok(Event::Done) => self.reap(),
-                Ok(Event::Stop) | Err(RecvTimeoutError::Disconnected) => break,
-                Err(RecvTimeoutError::Timeout) => {}
+            let (news, event) = self.shared.inbox.next(TICK);
+            if news.stop {
+                break;
+            }
+            if news.presence {
+                self.look_for_bridges();
+            }
+            if news.done {
+                self.reap();
+            }
+            match event {
+                Some((from, Event::Hello(hello))) => self.greeted(from, hello),
+                Some((from, Event::Begin { lane, purpose })) => self.begin(from, lane, purpose),
+                Some((from, Event::Waits { name, generation })) => {
+                    self.asked(from, name, generation);
+                }
+                Some((from, Event::Gone { name, generation })) => {
+                    self.gone(&from, name, generation)
+                }
+                None => {}
             }
             if self.looked.elapsed() >= TICK {
                 self.looked = Instant::now();
@@ -197,8 +201,21 @@ impl Control {
 
     /// Compares the peers with the bridges that are present.
     fn look_for_bridges(&mut self) {
-        let present = self.shared.present.lock();
-        let present = present.unwrap_or_else(PoisonError::into_inner).clone();
+        let until = self.shared.present().number();
+        // Zenoh's locks are taken under none of ours: its threads wait for them.
+        let connected = self.presence.connected();
+        let mut known = self.shared.present();
+        known.settle(connected, until);
+        let present = known.here().clone();
+        let asks = known.is_incomplete() && self.asked.elapsed() >= ASK_INTERVAL;
+        if asks {
+            known.asks();
+        }
+        drop(known);
+        if asks {
+            self.asked = Instant::now();
+            self.presence.ask();
+        }
         let is_gone =
             |(id, peer): (&Id, &Peer)| (present.get(id) != Some(&peer.number)).then_some(*id);
         let gone: Vec<Id> = self.peers.iter().filter_map(is_gone).collect();
@@ -285,7 +302,6 @@ impl Control {
     }
 
     fn greeted(&mut self, from: Id, hello: Hello) {
-        // The sign of its presence may come later; it greets again until it is answered.
         self.look_for_bridges();
         let Some(peer) = self.peers.get_mut(&from) else {
             return;

@@ -17,7 +17,7 @@ use zenoh::{Config, Session};
 use crate::bridge::random_id;
 use crate::lane::{Assembly, Ending, LaneReceiver, LaneSender, WINDOW_MAX};
 use crate::message::{End, Hello, Id, Message, Part, Purpose, Tag, Tensor, hex};
-use crate::session::{Events, Outbox, Presence};
+use crate::session::{self, Events, Outbox, Presence};
 use crate::{Bridge, Notice, Options};
 
 /// A wait that no step needs whole: only a hang reaches it.
@@ -28,6 +28,7 @@ type Attack = fn(&Peer, Id);
 
 enum Seen {
     Bridge(Id),
+    Found(Id),
     Message(Message),
 }
 
@@ -38,6 +39,10 @@ impl Events for Recorder {
         if is_present {
             let _ = self.0.send(Seen::Bridge(bridge));
         }
+    }
+
+    fn found(&self, bridge: Id) {
+        let _ = self.0.send(Seen::Found(bridge));
     }
 
     fn received(&self, sample: &Sample) {
@@ -84,9 +89,10 @@ impl Peer {
         let mut options = Options::new(domain, &Device::host());
         options.connect.push(endpoint.into());
         options.link_timeout = Duration::from_secs(600);
-        let me = random_id();
+        let session = session::open(&options).unwrap();
+        let me = session::id(&session);
         let (sender, seen) = channel();
-        let presence = Presence::open(&options, me, Arc::new(Recorder(sender))).unwrap();
+        let presence = Presence::new(session, me, Arc::new(Recorder(sender))).unwrap();
         let bridge = loop {
             match seen.recv_timeout(LONG).unwrap() {
                 Seen::Bridge(bridge) if bridge != me => break bridge,
@@ -150,6 +156,13 @@ impl Peer {
         lane
     }
 
+    /// Waits until the bridge has taken all that was sent before.
+    fn is_served(&self) {
+        let lane = random_id();
+        self.begin(lane, "other");
+        self.stopped(lane);
+    }
+
     /// The reason for which the bridge stops a lane.
     fn stopped(&self, lane: Id) -> String {
         self.wait(|message| match message {
@@ -211,6 +224,10 @@ impl World {
 
     /// With patterns of names to import beside those of every test.
     fn importing(patterns: &[String]) -> World {
+        World::with(|options| options.import.extend_from_slice(patterns))
+    }
+
+    fn with(change: impl FnOnce(&mut Options)) -> World {
         let folder = tempfile::tempdir().unwrap();
         let domain = Domain::at(folder.path().join("domain")).unwrap();
         let free = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -221,11 +238,11 @@ impl World {
         options.export.push("camera/**".into());
         options.import.push("from/**".into());
         options.import.push("bridge/*".into());
-        options.import.extend_from_slice(patterns);
         options.import_queues.push("work".into());
         options.tensor_bytes_max = 1 << 20;
         // A peer that hears nothing stays, too.
         options.link_timeout = Duration::from_secs(600);
+        change(&mut options);
         let bridge = Bridge::open(options).unwrap();
         World {
             _folder: folder,
@@ -496,8 +513,11 @@ fn messages_of_queues_that_break_the_protocol_end_their_own_lane() {
 }
 
 /// A session of Zenoh in one of its modes, connected to the bridge; `None` if it is turned away.
-fn session(mode: &str, endpoint: &str) -> Option<Session> {
+fn session(mode: &str, endpoint: &str, settings: &[(&str, &str)]) -> Option<Session> {
     let mut config = Config::default();
+    for (key, value) in settings {
+        config.insert_json5(key, value).unwrap();
+    }
     for (key, value) in [
         ("mode", format!("{mode:?}")),
         ("listen/endpoints", "[]".into()),
@@ -513,12 +533,19 @@ fn session(mode: &str, endpoint: &str) -> Option<Session> {
 
 #[test]
 fn a_session_that_subscribes_to_everything_learns_of_no_other_peer_and_gets_none_of_its_messages() {
-    for mode in ["peer", "router", "client"] {
+    let gateway = ("gateway", "{ south: [{}] }");
+    for (mode, settings) in [
+        ("peer", &[][..]),
+        ("peer", &[gateway]),
+        ("router", &[]),
+        ("client", &[]),
+    ] {
         let world = World::new();
         let first = world.peer(1);
-        let Some(spy) = session(mode, &world.endpoint) else {
-            continue;
-        };
+        let spy = session(mode, &world.endpoint, settings);
+        // It would be told of the others' keys, or be sent what goes to them.
+        assert_eq!(spy.is_none(), mode != "peer", "{mode}");
+        let Some(spy) = spy else { continue };
         let (sender, keys) = channel();
         let watch = |key: &str| {
             let (sender, all) = (sender.clone(), spy.declare_subscriber(key.to_owned()));
@@ -526,7 +553,7 @@ fn a_session_that_subscribes_to_everything_learns_of_no_other_peer_and_gets_none
             all.wait().unwrap()
         };
         let _all = ["**", "warpipe/**", "warpipe/1/inbox/*"].map(watch);
-        let me = random_id();
+        let me = session::id(&spy);
         let (answers, answered) = channel();
         let own = spy.declare_subscriber(format!("warpipe/1/inbox/@{}", hex(&me)));
         let own = own.callback(move |it| {
@@ -582,13 +609,16 @@ fn a_peer_that_reads_nothing_keeps_no_other_one_waiting_and_the_bridge_can_end()
     let deaf = Peer::connect(&world.domain, &way, 3);
     world.wait_for(|it| matches!(it, Notice::Reached { node } if node == "peer-3"));
     is_deaf.store(true, Ordering::Release);
-    // Each is answered with the bridge's own; fewer than the events that may wait.
-    for _ in 0..3900 {
+    let honest = world.peer(1);
+    // Each is answered with the bridge's own. Few at a time: more may not wait.
+    for number in 0..3900 {
         let has_yours = false;
         let hello = deaf.hello.clone();
         deaf.send(Message::Hello(Hello { has_yours, ..hello }));
+        if number % 100 == 0 {
+            honest.is_served();
+        }
     }
-    let honest = world.peer(1);
     honest.begun("from/kept");
     let is_lost = |it: &Notice| matches!(it, Notice::Unreachable { .. });
     loop {
@@ -599,4 +629,37 @@ fn a_peer_that_reads_nothing_keeps_no_other_one_waiting_and_the_bridge_can_end()
         }
     }
     drop(world);
+}
+
+#[test]
+fn a_session_that_declares_hundreds_of_runs_takes_one_place() {
+    let world = World::with(|options| options.peers_max = 2);
+    let hostile = world.peer(1);
+    let declare = |_| {
+        let key = format!("warpipe/1/bridge/{}", hex(&random_id()));
+        let liveliness = hostile.presence.session.liveliness();
+        liveliness.declare_token(key).wait().unwrap()
+    };
+    let _runs: Vec<_> = (0..400).map(declare).collect();
+    hostile.is_served();
+    let honest = world.peer(2);
+    world.wait_for(|it| matches!(it, Notice::Reached { node } if node == "peer-2"));
+    honest.begun("from/honest");
+}
+
+#[test]
+fn all_tokens_can_be_asked_for_and_no_session_connects_with_the_id_of_another() {
+    let world = World::new();
+    let peer = world.peer(1);
+    peer.presence.ask();
+    let (mut found, me) = (Vec::new(), session::id(&peer.presence.session));
+    while found.len() < 2 {
+        if let Seen::Found(bridge) = peer.seen.recv_timeout(LONG).unwrap() {
+            found.push(bridge);
+        }
+    }
+    assert!(found.contains(&me) && found.iter().any(|it| *it != me));
+    let id = format!("\"{}\"", peer.presence.session.zid());
+    assert!(session("peer", &world.endpoint, &[("id", &id)]).is_none());
+    peer.begun("from/kept");
 }

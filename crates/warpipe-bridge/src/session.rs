@@ -1,5 +1,6 @@
 //! The Zenoh session of a bridge: its configuration, its inbox and its presence.
 
+use std::collections::HashSet;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -24,9 +25,11 @@ const RECEIVE_BYTES: usize = 4 << 20;
 /// More than any message: a part and its attachment.
 const MESSAGE_BYTES_MAX: usize = 8 << 20;
 
-/// What comes in, on Zenoh's own threads: neither function may wait.
+/// What comes in, on Zenoh's own threads: none of the functions may wait.
 pub(crate) trait Events: Send + Sync + 'static {
     fn presence(&self, bridge: Id, is_present: bool);
+    /// That bridge is among those that were asked for with [`Presence::ask`].
+    fn found(&self, bridge: Id);
     fn received(&self, sample: &Sample);
 }
 
@@ -36,6 +39,18 @@ pub(crate) struct Presence {
     _inbox: Subscriber<()>,
     _token: LivelinessToken,
     _others: Subscriber<()>,
+    events: Arc<dyn Events>,
+}
+
+/// Opens the session of a bridge.
+pub(crate) fn open(options: &Options) -> Result<Session> {
+    let session = zenoh::open(config(options)?).wait();
+    session.map_err(|error| Error::zenoh("open its session", error))
+}
+
+/// The id of a bridge is that of its session: random, and new with each session.
+pub(crate) fn id(session: &Session) -> Id {
+    session.zid().to_le_bytes()
 }
 
 /// Messages to one bridge that may wait in its outbox: more only if it reads nothing.
@@ -57,10 +72,8 @@ enum Posted {
 }
 
 impl Presence {
-    /// Opens the session and shows this bridge to the others.
-    pub(crate) fn open(options: &Options, me: Id, events: Arc<dyn Events>) -> Result<Presence> {
-        let session = zenoh::open(config(options)?).wait();
-        let session = session.map_err(|error| Error::zenoh("open its session", error))?;
+    /// Shows this bridge to the others.
+    pub(crate) fn new(session: Session, me: Id, events: Arc<dyn Events>) -> Result<Presence> {
         let inbox = {
             let events = events.clone();
             let inbox = session.declare_subscriber(inbox_key(&me));
@@ -76,15 +89,10 @@ impl Presence {
             .wait();
         let token = token.map_err(|error| Error::zenoh("declare its presence", error))?;
         let others = session.liveliness().declare_subscriber(presence_key("*"));
+        let told = events.clone();
         let others = others.history(true).callback(move |sample| {
-            let id = sample
-                .key_expr()
-                .as_str()
-                .rsplit('/')
-                .next()
-                .and_then(id_of);
-            if let Some(id) = id {
-                events.presence(id, sample.kind() == SampleKind::Put);
+            if let Some(id) = bridge_of(&sample) {
+                told.presence(id, sample.kind() == SampleKind::Put);
             }
         });
         let others = others.wait();
@@ -94,7 +102,27 @@ impl Presence {
             _inbox: inbox,
             _token: token,
             _others: others,
+            events,
         })
+    }
+
+    /// The sessions that are connected now. It waits for locks of Zenoh.
+    pub(crate) fn connected(&self) -> HashSet<Id> {
+        let peers = self.session.info().peers_zid().wait();
+        peers.map(|peer| peer.to_le_bytes()).collect()
+    }
+
+    /// Asks Zenoh for all tokens again.
+    pub(crate) fn ask(&self) {
+        let events = self.events.clone();
+        let liveliness = self.session.liveliness();
+        let asked = liveliness.get(presence_key("*")).callback(move |reply| {
+            if let Some(id) = reply.result().ok().and_then(bridge_of) {
+                events.found(id);
+            }
+        });
+        // Only a session that is closed answers nothing.
+        let _ = asked.wait();
     }
 
     /// An outbox for messages to `bridge`.
@@ -165,6 +193,11 @@ fn inbox_key(bridge: &Id) -> String {
     format!("warpipe/{VERSION}/inbox/@{}", hex(bridge))
 }
 
+/// The bridge of a token.
+fn bridge_of(token: &Sample) -> Option<Id> {
+    token.key_expr().as_str().rsplit('/').next().and_then(id_of)
+}
+
 fn presence_key(bridge: &str) -> String {
     format!("warpipe/{VERSION}/bridge/{bridge}")
 }
@@ -186,8 +219,12 @@ fn config(options: &Options) -> Result<Config> {
     // Only the endpoints that were named.
     set("scouting/multicast/enabled", "false".into())?;
     set("scouting/gossip/enabled", "false".into())?;
-    // No peer is served as a client: a client is told of the others, and reaches them through here.
-    set("gateway", "{ south: [] }".into())?;
+    // No client and no router: a client is told of the others, and reaches them through here; a
+    // router is a peer's gateway, and is told of all its publishers' keys, the others' inboxes.
+    set(
+        "gateway",
+        "{ south: [{ filters: [{ modes: [\"router\"] }] }] }".into(),
+    )?;
     set(
         "transport/unicast/max_sessions",
         options.peers_max.to_string(),

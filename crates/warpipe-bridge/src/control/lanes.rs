@@ -10,7 +10,7 @@ use super::{
     Control, ExportLane, IMPORTS_MAX, ImportLane, LANES_PER_PEER_MAX, QUESTIONS_MAX, RETRY,
     SENT_MAX,
 };
-use crate::bridge::{Event, random_id};
+use crate::bridge::random_id;
 use crate::error::{Error, Result};
 use crate::exporter::Export;
 use crate::importer::{Import, Left};
@@ -155,7 +155,7 @@ impl Control {
         let thread = std::thread::Builder::new().name("bridge-export".into());
         let thread = thread.spawn(move || {
             let end = export.run();
-            shared.tell(Event::Done);
+            shared.done();
             end
         });
         match thread {
@@ -271,7 +271,7 @@ impl Control {
         let thread = std::thread::Builder::new().name("bridge-import".into());
         let thread = thread.spawn(move || {
             let left = work.run(&options, &incoming, generation);
-            shared.tell(Event::Done);
+            shared.done();
             left
         });
         let thread = thread.map_err(|error| error.to_string())?;

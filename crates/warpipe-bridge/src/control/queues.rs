@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use warpipe::EndpointName;
 
 use super::{Control, RETRY, join_until};
-use crate::bridge::{Event, random_id};
+use crate::bridge::random_id;
 use crate::lane::{Ending, LaneCounts, LaneReceiver, LaneSender};
 use crate::message::{Id, Message, Purpose, is_made_by_bridges};
 use crate::queue_exporter::{CARRIERS_MAX, QueueExport};
@@ -282,7 +282,7 @@ impl Control {
         let (incoming, outgoing, shared) = (receiver.clone(), results.clone(), self.shared.clone());
         let jobs = thread("bridge-jobs", move || {
             import.take_jobs(&incoming, &outgoing);
-            shared.tell(Event::Done);
+            shared.done();
         });
         let jobs = jobs.ok_or("no thread was started")?;
         self.queues.jobs.push((receiver, results, jobs));
