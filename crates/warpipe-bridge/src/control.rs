@@ -5,9 +5,12 @@ mod lanes;
 mod present;
 mod queues;
 mod report;
+mod sent;
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::collections::hash_map::Entry;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -18,9 +21,9 @@ pub(crate) use self::present::Present;
 pub(crate) use self::queues::QueueRoutes;
 use self::queues::Queues;
 use self::report::Meter;
+use self::sent::SentBook;
 use crate::bridge::{CLOSE_PATIENCE, Shared};
 use crate::error::Result;
-use crate::exporter::Sent;
 use crate::importer::{Import, Left};
 use crate::lane::{Ending, LaneReceiver, LaneSender};
 use crate::message::{End, Hello, Id, Message, node_name};
@@ -40,11 +43,9 @@ const ASK_INTERVAL: Duration = Duration::from_secs(1);
 /// Lanes with one peer, in each direction.
 const LANES_PER_PEER_MAX: usize = 128;
 /// Imported names, those of unreachable peers included.
-const IMPORTS_MAX: usize = 1024;
-/// Homes and names of which it is known how far they were sent.
-const SENT_MAX: usize = 4096;
-/// Questions of peers between two looks at the domain.
-const QUESTIONS_MAX: usize = 1024;
+const IMPORTS_MAX: usize = if cfg!(test) { 160 } else { 1024 };
+/// The part of its time that the control thread may take to look at the domain is one of these.
+const LOOK_SHARE: u32 = 4;
 
 /// Another bridge that is present.
 struct Peer {
@@ -56,6 +57,8 @@ struct Peer {
     imports: Vec<ImportLane>,
     /// Names that rest until then.
     rests: HashMap<String, Instant>,
+    /// Sources for which it waits, since the last look: their names and generations.
+    questions: Vec<(String, Id)>,
 }
 
 struct KnownHello {
@@ -68,15 +71,56 @@ struct ExportLane {
     /// Whether it was said that the name goes to the peer.
     is_told: bool,
     sender: Arc<LaneSender>,
-    thread: JoinHandle<Result<End>>,
+    work: Work<Result<End>>,
     meter: Meter,
 }
 
 struct ImportLane {
     import: Arc<Import>,
     receiver: Arc<LaneReceiver>,
-    thread: JoinHandle<Left>,
+    work: Work<Left>,
     meter: Meter,
+}
+
+/// The thread of a lane.
+struct Work<T> {
+    thread: JoinHandle<T>,
+    /// It does nothing more but end.
+    is_done: Arc<AtomicBool>,
+}
+
+impl<T: Send + 'static> Work<T> {
+    /// Starts a thread that wakes the control thread when its work is done, and what it had for it
+    /// has gone.
+    fn start(
+        name: &str,
+        shared: &Arc<Shared>,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> std::io::Result<Work<T>> {
+        let is_done = Arc::new(AtomicBool::new(false));
+        let (done, shared) = (is_done.clone(), shared.clone());
+        let thread = std::thread::Builder::new().name(name.into());
+        let thread = thread.spawn(move || {
+            let result = work();
+            done.store(true, Ordering::Release);
+            shared.done();
+            result
+        })?;
+        Ok(Work { thread, is_done })
+    }
+
+    fn is_done(&self) -> bool {
+        self.is_done.load(Ordering::Acquire) || self.thread.is_finished()
+    }
+}
+
+/// An imported name.
+struct Kept {
+    /// The bridge that brings it, or brought it last.
+    holder: Id,
+    import: Arc<Import>,
+    /// When its last lane began.
+    begun: Instant,
 }
 
 pub(crate) struct Control {
@@ -87,13 +131,12 @@ pub(crate) struct Control {
     presence: Presence,
     peers: HashMap<Id, Peer>,
     /// By the exporter's home and the name.
-    imports: HashMap<(u64, String), (Id, Arc<Import>)>,
-    sent: HashMap<(u64, String), Arc<Mutex<Sent>>>,
+    imports: HashMap<(u64, String), Kept>,
+    sent: SentBook,
     queues: Queues,
-    /// Sources for which peers wait: the peer, the name and the generation.
-    questions: Vec<(Id, String, Id)>,
     status: Option<(Publisher, Stream)>,
-    looked: Instant,
+    /// When the domain is looked at again.
+    looks: Instant,
     told: Instant,
     /// When all tokens were asked for.
     asked: Instant,
@@ -116,11 +159,10 @@ impl Control {
             presence,
             peers: HashMap::new(),
             imports: HashMap::new(),
-            sent: HashMap::new(),
+            sent: SentBook::default(),
             queues: Queues::default(),
-            questions: Vec::new(),
             status: None,
-            looked: now,
+            looks: now + TICK,
             told: now,
             asked: now,
         })
@@ -149,9 +191,11 @@ impl Control {
                 }
                 None => {}
             }
-            if self.looked.elapsed() >= TICK {
-                self.looked = Instant::now();
+            let now = Instant::now();
+            if now >= self.looks {
                 self.tick();
+                // A domain with thousands of names takes its time: the peers get most of it.
+                self.looks = now + TICK.max(LOOK_SHARE * now.elapsed());
             }
         }
         self.close();
@@ -171,10 +215,10 @@ impl Control {
             outboxes.push(peer.outbox.clone());
             // Each of them ends within a slice of its waits.
             for (_, lane) in peer.exports {
-                join_until(lane.thread, deadline);
+                join_until(lane.work.thread, deadline);
             }
             for lane in peer.imports {
-                join_until(lane.thread, deadline);
+                join_until(lane.work.thread, deadline);
             }
         }
         outboxes.iter().for_each(|outbox| outbox.flush(deadline));
@@ -190,7 +234,10 @@ impl Control {
             .map(|(id, _)| *id)
             .collect();
         greeting.iter().for_each(|bridge| self.greet(bridge));
-        self.export_names();
+        if let Ok(endpoints) = self.options.domain.endpoints() {
+            self.export_names(&endpoints);
+            self.find_queues(&endpoints);
+        }
         self.look_after_queues();
         if self.told.elapsed() >= STATUS_INTERVAL {
             let elapsed = std::mem::replace(&mut self.told, Instant::now()).elapsed();
@@ -238,6 +285,7 @@ impl Control {
             exports: HashMap::new(),
             imports: Vec::new(),
             rests: HashMap::new(),
+            questions: Vec::new(),
         };
         self.peers.insert(bridge, peer);
         self.greet(&bridge);
@@ -336,6 +384,33 @@ impl Control {
             self.greet(&from);
         }
     }
+}
+
+/// Of entries by home and name, each with its age (a larger one is younger), the oldest one of the
+/// home that has the most.
+fn crowded<'a, T: Ord>(
+    entries: impl Iterator<Item = (&'a (u64, String), T)>,
+) -> Option<(u64, String)> {
+    let mut homes: HashMap<u64, (usize, T, &String)> = HashMap::new();
+    for ((home, name), age) in entries {
+        match homes.entry(*home) {
+            Entry::Vacant(vacant) => {
+                vacant.insert((1, age, name));
+            }
+            Entry::Occupied(mut occupied) => {
+                let (count, oldest, of) = occupied.get_mut();
+                *count += 1;
+                if age < *oldest {
+                    (*oldest, *of) = (age, name);
+                }
+            }
+        }
+    }
+    let oldest_first = |a: &(usize, T, &String), b: &(usize, T, &String)| b.1.cmp(&a.1);
+    let most = homes
+        .into_iter()
+        .max_by(|(_, a), (_, b)| a.0.cmp(&b.0).then_with(|| oldest_first(a, b)));
+    most.map(|(home, (_, _, name))| (home, name.clone()))
 }
 
 /// Joins a thread, or leaves it behind: it sends to a link that takes nothing.

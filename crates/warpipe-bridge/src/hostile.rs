@@ -79,6 +79,7 @@ fn one_way(endpoint: &str, is_deaf: Arc<AtomicBool>) -> String {
 /// A peer whose messages the test writes itself.
 struct Peer {
     presence: Presence,
+    bridge: Id,
     outbox: Outbox,
     seen: Receiver<Seen>,
     hello: Hello,
@@ -109,6 +110,7 @@ impl Peer {
         let outbox = presence.outbox(me, &bridge).unwrap();
         let peer = Peer {
             presence,
+            bridge,
             outbox,
             seen,
             hello,
@@ -635,13 +637,21 @@ fn a_peer_that_reads_nothing_keeps_no_other_one_waiting_and_the_bridge_can_end()
 fn a_session_that_declares_hundreds_of_runs_takes_one_place() {
     let world = World::with(|options| options.peers_max = 2);
     let hostile = world.peer(1);
-    let declare = |_| {
-        let key = format!("warpipe/1/bridge/{}", hex(&random_id()));
+    let runs: Vec<Id> = (0..400).map(|_| random_id()).collect();
+    let declare = |run: &Id| {
+        let key = format!("warpipe/1/bridge/{}", hex(run));
         let liveliness = hostile.presence.session.liveliness();
         liveliness.declare_token(key).wait().unwrap()
     };
-    let _runs: Vec<_> = (0..400).map(declare).collect();
+    let _tokens: Vec<_> = runs.iter().map(declare).collect();
     hostile.is_served();
+    // Nor does any of them have a say.
+    let outbox = hostile.presence.outbox(runs[0], &hostile.bridge).unwrap();
+    let (name, generation) = ("from/fake".into(), [7; 16]);
+    outbox
+        .send(&Message::Gone { name, generation }, ZBytes::new())
+        .unwrap();
+    world.wait_for_refused();
     let honest = world.peer(2);
     world.wait_for(|it| matches!(it, Notice::Reached { node } if node == "peer-2"));
     honest.begun("from/honest");
@@ -662,4 +672,100 @@ fn all_tokens_can_be_asked_for_and_no_session_connects_with_the_id_of_another() 
     let id = format!("\"{}\"", peer.presence.session.zid());
     assert!(session("peer", &world.endpoint, &[("id", &id)]).is_none());
     peer.begun("from/kept");
+}
+
+#[test]
+fn names_that_wait_for_machines_that_went_keep_out_no_name_of_one_that_is_there() {
+    let world = World::new();
+    // All places, by one machine behind the other.
+    for (home, count) in [(1, 128), (2, 32)] {
+        let hostile = world.peer(home);
+        for number in 0..count {
+            hostile.begun(&format!("from/{home}-{number}"));
+        }
+        drop(hostile);
+        world.wait_for(|it| matches!(it, Notice::Unreachable { .. }));
+    }
+    let honest = world.peer(3);
+    // Its lanes were cut, and end within a slice of their waits.
+    let start = Instant::now();
+    let is_taken = || {
+        let lane = random_id();
+        honest.begin(lane, "from/honest");
+        honest.wait(|message| match message {
+            Message::Ready { lane: of, .. } if of == lane => Some(true),
+            Message::Stop { lane: of, .. } if of == lane => Some(false),
+            _ => None,
+        })
+    };
+    while !is_taken() {
+        assert!(start.elapsed() < LONG, "no place came back");
+    }
+    // The machine with the most of them lost one.
+    world.wait_for(
+        |it| matches!(it, Notice::ImportEnded { node, waits: false, .. } if node == "peer-1"),
+    );
+}
+
+#[test]
+fn a_peer_that_floods_keeps_no_other_one_waiting_and_the_bridge_can_end() {
+    let world = World::new();
+    let (hostile, honest) = (world.peer(1), world.peer(2));
+    let is_over = Arc::new(AtomicBool::new(false));
+    let over = is_over.clone();
+    let flood = std::thread::spawn(move || {
+        let lane = hostile.begun("from/flood");
+        let (name, generation) = (String::from("from/flood"), [7; 16]);
+        while !over.load(Ordering::Acquire) {
+            let purpose = Purpose::Samples {
+                name: name.clone(),
+                generation: random_id(),
+            };
+            for message in [
+                Message::Hello(hostile.hello.clone()),
+                Message::Begin {
+                    lane: random_id(),
+                    purpose,
+                },
+                Message::Waits {
+                    name: random_id().map(|byte| byte.to_string()).concat(),
+                    generation,
+                },
+                Message::Gone {
+                    name: name.clone(),
+                    generation,
+                },
+                Message::Credit {
+                    lane,
+                    parts: u64::MAX,
+                },
+                Message::Taken {
+                    lane,
+                    number: u64::MAX,
+                },
+                Message::Stop {
+                    lane,
+                    reason: String::new(),
+                },
+            ] {
+                hostile.send(message);
+            }
+        }
+    });
+    for number in 0..8 {
+        let name = format!("from/kept-{number}");
+        let lane = honest.begun(&name);
+        let mut subscriber = Subscriber::builder(&name)
+            .domain(&world.domain)
+            .device(&Device::host())
+            .build()
+            .unwrap();
+        let stream = Device::host().stream().unwrap();
+        honest.sample(lane, 1, 1, 8, 8);
+        let sample = subscriber.receive_timeout(&stream, LONG).unwrap();
+        assert_eq!(sample.sequence(), 1);
+    }
+    drop(world);
+    is_over.store(true, Ordering::Release);
+    flood.join().unwrap();
 }

@@ -20,6 +20,10 @@ use crate::options::Options;
 /// Jobs of a queue that one peer may have.
 pub(crate) const CARRIERS_MAX: usize = 16;
 
+/// The number of the next job that goes to a peer. No two jobs of a run have one number, whatever
+/// becomes of their export: the importer may still have the outcome of an earlier one.
+static NEXT_JOB: AtomicU64 = AtomicU64::new(1);
+
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -33,7 +37,6 @@ pub(crate) struct QueueExport {
     /// Workers that the peer has.
     workers: AtomicUsize,
     jobs: Mutex<HashMap<u64, Arc<Job>>>,
-    next: AtomicU64,
     /// One tensor at a time is on its way.
     sending: Mutex<()>,
     /// Outcomes that came late or again.
@@ -77,7 +80,6 @@ impl QueueExport {
             lane: Mutex::default(),
             workers: AtomicUsize::new(0),
             jobs: Mutex::default(),
-            next: AtomicU64::new(1),
             sending: Mutex::default(),
             repeated: AtomicU64::new(0),
             is_queue: AtomicBool::new(false),
@@ -187,7 +189,7 @@ impl QueueExport {
     fn carry(&self, carrier: usize, lease: Lease, stream: &Stream) {
         let metadata = lease.metadata().to_vec();
         let (input, answer) = lease.split();
-        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let number = NEXT_JOB.fetch_add(1, Ordering::Relaxed);
         let job = Arc::new(Job {
             answer: Mutex::new(Some(answer)),
             answered: Condvar::new(),

@@ -1,5 +1,6 @@
 //! The lanes of the peers: begun, and cleared away when they have ended.
 
+use std::collections::HashSet;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -7,8 +8,7 @@ use warpipe::{Endpoint, EndpointName};
 
 use super::report::Meter;
 use super::{
-    Control, ExportLane, IMPORTS_MAX, ImportLane, LANES_PER_PEER_MAX, QUESTIONS_MAX, RETRY,
-    SENT_MAX,
+    Control, ExportLane, IMPORTS_MAX, ImportLane, Kept, LANES_PER_PEER_MAX, RETRY, Work, crowded,
 };
 use crate::bridge::random_id;
 use crate::error::{Error, Result};
@@ -24,11 +24,10 @@ const OTHER_KIND_REST: Duration = Duration::from_secs(5);
 
 impl Control {
     /// Begins a lane for each name that a peer wants and has not.
-    pub(super) fn export_names(&mut self) {
-        let Ok(endpoints) = self.options.domain.endpoints() else {
-            return;
-        };
-        self.answer_questions(&endpoints);
+    pub(super) fn export_names(&mut self, endpoints: &[Endpoint]) {
+        self.answer_questions(endpoints);
+        let known = self.peers.values().filter_map(|peer| peer.hello.as_ref());
+        let reachable: HashSet<u64> = known.map(|known| known.hello.home).collect();
         for endpoint in endpoints {
             let name = endpoint.name.as_str();
             let is_exported = self
@@ -36,12 +35,12 @@ impl Control {
                 .export
                 .iter()
                 .any(|pattern| pattern.matches(name));
-            if !is_exported || is_made_by_bridges(name) || !self.is_elsewhere(&endpoint) {
+            if !is_exported || is_made_by_bridges(name) || !self.is_elsewhere(endpoint) {
                 continue;
             }
             let bridges: Vec<Id> = self.peers.keys().copied().collect();
             for bridge in bridges {
-                self.export_to(&bridge, name);
+                self.export_to(&bridge, name, &reachable);
             }
         }
     }
@@ -56,7 +55,7 @@ impl Control {
             // A process in another PID namespace, which has no number here.
             Some(None) => {
                 let mut imports = self.imports.values();
-                !imports.any(|(_, import)| import.local_name() == name)
+                !imports.any(|kept| kept.import.local_name() == name)
                     && !self.queues.has_published(name)
             }
         }
@@ -65,8 +64,8 @@ impl Control {
     /// Asks the bridges of a machine whether a source of it lives for which a publisher waits here
     /// without a lane: it may have ended while they could not be reached.
     pub(super) fn ask_for_sources(&self) {
-        for ((home, name), (_, import)) in &self.imports {
-            let Some(generation) = import.waits_for() else {
+        for ((home, name), kept) in &self.imports {
+            let Some(generation) = kept.import.waits_for() else {
                 continue;
             };
             let is_there = |known: &super::KnownHello| known.hello.home == *home;
@@ -81,20 +80,29 @@ impl Control {
 
     /// A peer waits for a source of this machine. It gets its answer after the next look.
     pub(super) fn asked(&mut self, from: Id, name: String, generation: Id) {
-        if self.questions.len() < QUESTIONS_MAX {
-            self.questions.push((from, name, generation));
+        if let Some(peer) = self.peers.get_mut(&from)
+            && peer.questions.len() < LANES_PER_PEER_MAX
+        {
+            peer.questions.push((name, generation));
         }
     }
 
     /// A source whose name nobody holds has ended. Any other has its lane, or gets one.
     fn answer_questions(&mut self, endpoints: &[Endpoint]) {
-        for (from, name, generation) in std::mem::take(&mut self.questions) {
-            let mut held = endpoints.iter().filter(|it| it.holder.is_some());
-            let Some(peer) = self.peers.get(&from) else {
+        if self.peers.values().all(|peer| peer.questions.is_empty()) {
+            return;
+        }
+        let held = endpoints.iter().filter(|it| it.holder.is_some());
+        let held: HashSet<&str> = held.map(|it| it.name.as_str()).collect();
+        for peer in self.peers.values_mut() {
+            let questions = std::mem::take(&mut peer.questions);
+            if peer.hello.is_none() {
                 continue;
-            };
-            if peer.hello.is_some() && !held.any(|it| it.name.as_str() == name) {
-                peer.outbox.post(Message::Gone { name, generation });
+            }
+            for (name, generation) in questions {
+                if !held.contains(name.as_str()) {
+                    peer.outbox.post(Message::Gone { name, generation });
+                }
             }
         }
     }
@@ -106,7 +114,7 @@ impl Control {
         };
         let node = known.hello.node.clone();
         let import = self.imports.get(&(known.hello.home, name.clone()));
-        if import.is_some_and(|(_, import)| import.end(generation)) {
+        if import.is_some_and(|kept| kept.import.end(generation)) {
             self.shared.notice(Notice::ImportEnded {
                 name,
                 node,
@@ -116,7 +124,7 @@ impl Control {
         }
     }
 
-    fn export_to(&mut self, bridge: &Id, name: &str) {
+    fn export_to(&mut self, bridge: &Id, name: &str, reachable: &HashSet<u64>) {
         let Some(peer) = self.peers.get_mut(bridge) else {
             return;
         };
@@ -132,11 +140,7 @@ impl Control {
         if !wants || rests || is_full || peer.exports.contains_key(name) {
             return;
         }
-        let key = (known.hello.home, name.to_owned());
-        if self.sent.len() >= SENT_MAX && !self.sent.contains_key(&key) {
-            self.sent.retain(|_, sent| Arc::strong_count(sent) > 1);
-        }
-        let sent = self.sent.entry(key).or_default().clone();
+        let sent = self.sent.open(known.hello.home, name, reachable);
         let sender = Arc::new(LaneSender::new(random_id(), *bridge, peer.outbox.clone()));
         let export = Export {
             name: name.to_owned(),
@@ -151,19 +155,12 @@ impl Control {
             .unwrap_or_else(PoisonError::into_inner);
         senders.insert(sender.lane, sender.clone());
         drop(senders);
-        let shared = self.shared.clone();
-        let thread = std::thread::Builder::new().name("bridge-export".into());
-        let thread = thread.spawn(move || {
-            let end = export.run();
-            shared.done();
-            end
-        });
-        match thread {
-            Ok(thread) => {
+        match Work::start("bridge-export", &self.shared, move || export.run()) {
+            Ok(work) => {
                 let lane = ExportLane {
                     is_told: false,
                     sender,
-                    thread,
+                    work,
                     meter: Meter::default(),
                 };
                 peer.exports.insert(name.to_owned(), lane);
@@ -210,7 +207,7 @@ impl Control {
         let is_known = receivers.contains_key(&lane);
         drop(receivers);
         let key = (known.hello.home, name.to_owned());
-        let holder = self.imports.get(&key).map(|(holder, _)| *holder);
+        let holder = self.imports.get(&key).map(|kept| kept.holder);
         if is_known {
             return Err("the lane has begun already".into());
         }
@@ -220,24 +217,44 @@ impl Control {
             ));
         }
         // Names that wait without a lane count: else one peer could take all places, a lane each.
-        let own = self.imports.values().filter(|(holder, _)| *holder == from);
+        let own = self.imports.values().filter(|kept| kept.holder == from);
         if holder != Some(from) && own.count() >= LANES_PER_PEER_MAX {
             return Err(format!(
                 "{LANES_PER_PEER_MAX} names of this peer are kept already"
             ));
         }
-        if holder.is_none() && self.imports.len() >= IMPORTS_MAX {
-            return Err(format!("{IMPORTS_MAX} names are imported already"));
-        }
         let node = known.hello.node.clone();
         let outbox = peer.outbox.clone();
-        let import = self
-            .imports
-            .entry(key)
-            .or_insert_with(|| (from, Arc::new(Import::new(name, &node))));
-        import.0 = from;
-        let import = import.1.clone();
+        if holder.is_none() && self.imports.len() >= IMPORTS_MAX && !self.end_unreachable() {
+            return Err(format!("{IMPORTS_MAX} names are imported already"));
+        }
+        let kept = self.imports.entry(key).or_insert_with(|| Kept {
+            holder: from,
+            import: Arc::new(Import::new(name, &node)),
+            begun: Instant::now(),
+        });
+        (kept.holder, kept.begun) = (from, Instant::now());
+        let import = kept.import.clone();
         self.start_import(from, lane, import, outbox, generation)
+    }
+
+    /// Ends a name that waits for a machine that cannot be reached, to make room: of the machine
+    /// with the most of them, the one that was begun first. Says whether there was one.
+    fn end_unreachable(&mut self) -> bool {
+        let waiting = self.imports.iter().filter(|(_, kept)| {
+            !self.peers.contains_key(&kept.holder) && Arc::strong_count(&kept.import) == 1
+        });
+        let victim = crowded(waiting.map(|(key, kept)| (key, kept.begun)));
+        let Some(kept) = victim.and_then(|key| self.imports.remove(&key)) else {
+            return false;
+        };
+        self.shared.notice(Notice::ImportEnded {
+            name: kept.import.name.clone(),
+            node: kept.import.node.clone(),
+            reason: "a name of a machine that can be reached needs its place".into(),
+            waits: false,
+        });
+        true
     }
 
     fn start_import(
@@ -248,7 +265,7 @@ impl Control {
         outbox: Arc<Outbox>,
         generation: Id,
     ) -> Result<(), String> {
-        let peer = self.peers.get_mut(&from).ok_or("there was no hello")?;
+        let peer = self.peers.get(&from).ok_or("there was no hello")?;
         // Its older lane, if there is one, ends: the exporter began anew.
         for older in peer
             .imports
@@ -266,21 +283,22 @@ impl Control {
         receivers.insert(lane, receiver.clone());
         drop(receivers);
         let (name, node) = (import.name.clone(), import.node.clone());
-        let (shared, options) = (self.shared.clone(), self.options.clone());
-        let (work, incoming) = (import.clone(), receiver.clone());
-        let thread = std::thread::Builder::new().name("bridge-import".into());
-        let thread = thread.spawn(move || {
-            let left = work.run(&options, &incoming, generation);
-            shared.done();
-            left
-        });
-        let thread = thread.map_err(|error| error.to_string())?;
+        let (runs, incoming, options) = (import.clone(), receiver.clone(), self.options.clone());
+        let run = move || runs.run(&options, &incoming, generation);
+        let work = match Work::start("bridge-import", &self.shared, run) {
+            Ok(work) => work,
+            Err(error) => {
+                self.forget_receiver(&lane);
+                return Err(error.to_string());
+            }
+        };
         let lane = ImportLane {
             import,
             receiver,
-            thread,
+            work,
             meter: Meter::default(),
         };
+        let peer = self.peers.get_mut(&from).ok_or("there was no hello")?;
         peer.imports.push(lane);
         self.shared.notice(Notice::Importing { name, node });
         Ok(())
@@ -304,14 +322,14 @@ impl Control {
             let done: Vec<String> = peer
                 .exports
                 .iter()
-                .filter(|(_, lane)| lane.thread.is_finished())
+                .filter(|(_, lane)| lane.work.is_done())
                 .map(|(name, _)| name.clone())
                 .collect();
             for name in done {
                 let Some(lane) = peer.exports.remove(&name) else {
                     continue;
                 };
-                let result = lane.thread.join();
+                let result = lane.work.thread.join();
                 if matches!(&result, Ok(Err(error)) if is_no_publisher(error)) {
                     // A queue or a pool, say, which a wide pattern matches too.
                     peer.rests.insert(name, Instant::now() + OTHER_KIND_REST);
@@ -331,11 +349,11 @@ impl Control {
             }
             let (done, live) = std::mem::take(&mut peer.imports)
                 .into_iter()
-                .partition(|lane: &ImportLane| lane.thread.is_finished());
+                .partition(|lane: &ImportLane| lane.work.is_done());
             peer.imports = live;
             let done: Vec<ImportLane> = done;
             for lane in done {
-                let (reason, waits) = match lane.thread.join() {
+                let (reason, waits) = match lane.work.thread.join() {
                     Ok(Left::Ended(end)) => (end_text(&end), false),
                     Ok(Left::Waiting(reason)) => (reason, true),
                     Err(_) => ("its thread panicked".into(), true),
@@ -355,7 +373,7 @@ impl Control {
         }
         // A name whose source has ended gives its place back: no lane and no publisher has it.
         self.imports
-            .retain(|_, (_, import)| Arc::strong_count(import) > 1 || import.is_published());
+            .retain(|_, kept| Arc::strong_count(&kept.import) > 1 || kept.import.is_published());
         unsaid.iter().for_each(|lane| self.forget_sender(lane));
         for (lane, notice) in ended {
             self.forget_sender(&lane);

@@ -5,7 +5,7 @@ use std::sync::{Arc, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use warpipe::EndpointName;
+use warpipe::{Endpoint, EndpointName};
 
 use super::{Control, RETRY, join_until};
 use crate::bridge::random_id;
@@ -62,25 +62,19 @@ fn thread(name: &str, work: impl FnOnce() + Send + 'static) -> Option<JoinHandle
 impl Control {
     /// Begins the lanes of the queues that peers want, and clears away what has ended.
     pub(super) fn look_after_queues(&mut self) {
-        self.find_queues();
         self.begin_lanes();
         self.reap_queues();
     }
 
-    fn find_queues(&mut self) {
-        if self.patterns.export_queues.is_empty() {
-            return;
-        }
-        let Ok(endpoints) = self.options.domain.endpoints() else {
-            return;
-        };
+    /// Exports each queue that a peer wants and has not.
+    pub(super) fn find_queues(&mut self, endpoints: &[Endpoint]) {
         for endpoint in endpoints {
             let name = endpoint.name.as_str();
             let patterns = &self.patterns.export_queues;
             let is_exported = patterns.iter().any(|pattern| pattern.matches(name));
             // A queue's workers have names below its own.
             let is_other = is_made_by_bridges(name) || name.contains("/worker-");
-            if !is_exported || is_other || !self.is_elsewhere(&endpoint) {
+            if !is_exported || is_other || !self.is_elsewhere(endpoint) {
                 continue;
             }
             for (bridge, peer) in &self.peers {
@@ -156,10 +150,12 @@ impl Control {
     fn reap_queues(&mut self) {
         let lease = self.options.lease;
         let shared = self.shared.clone();
-        self.queues.exports.retain(|_, entry| {
-            let unseen = entry.seen.elapsed();
-            // Without the peer its jobs go back when the lease has ended, and then it may go.
-            if unseen >= lease && entry.export.held() == 0 && !entry.export.is_over() {
+        let peers = &self.peers;
+        self.queues.exports.retain(|(bridge, _), entry| {
+            // Without the peer its jobs go back when the lease has ended. If it has none it may go at
+            // once, with its threads: a peer that comes and goes would have more and more of them.
+            let is_unused = entry.seen.elapsed() >= lease || !peers.contains_key(bridge);
+            if is_unused && entry.export.held() == 0 && !entry.export.is_over() {
                 entry.export.end();
             }
             if !entry.export.is_over() {
@@ -167,7 +163,7 @@ impl Control {
             }
             shared.forget_export(&entry.export);
             // A name that is no queue's is looked at again after a rest.
-            entry.made.elapsed() < REST
+            !entry.export.is_queue() && entry.made.elapsed() < REST
         });
         self.queues.imports.retain(|_, import| !import.is_over());
         let over =
@@ -284,7 +280,11 @@ impl Control {
             import.take_jobs(&incoming, &outgoing);
             shared.done();
         });
-        let jobs = jobs.ok_or("no thread was started")?;
+        let Some(jobs) = jobs else {
+            self.shared.forget_queue(&receiver.lane);
+            self.shared.forget_queue(&results.lane);
+            return Err("no thread was started".into());
+        };
         self.queues.jobs.push((receiver, results, jobs));
         let name = name.to_owned();
         self.shared.notice(Notice::Importing { name, node });
@@ -315,7 +315,10 @@ impl Control {
         self.shared.add_receiver(&receiver);
         let incoming = receiver.clone();
         let results = thread("bridge-answer", move || export.take_results(&incoming));
-        let results = results.ok_or("no thread was started")?;
+        let Some(results) = results else {
+            self.shared.forget_queue(&receiver.lane);
+            return Err("no thread was started".into());
+        };
         self.queues.results.push((receiver, results));
         Ok(())
     }

@@ -1,5 +1,6 @@
 //! The status of a bridge, published in its domain for `warpipe ls`.
 
+use std::collections::HashSet;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -60,12 +61,9 @@ impl Control {
                 live.push(Arc::as_ptr(&lane.import));
             }
         }
-        for (_, import) in self
-            .imports
-            .values()
-            .filter(|(_, it)| !live.contains(&Arc::as_ptr(it)))
-        {
-            if import.is_published() {
+        let live: HashSet<_> = live.into_iter().collect();
+        for import in self.imports.values().map(|kept| &kept.import) {
+            if !live.contains(&Arc::as_ptr(import)) && import.is_published() {
                 let counts = LaneCounts::default();
                 let (name, node) = (import.local_name(), &import.node);
                 let mut name = remote_name(&name, node, Direction::From, &counts, 0.0);
