@@ -48,7 +48,8 @@ pub struct Sample {
     /// 0 for none, as the next.
     sent_ns: u64,
     received_ns: u64,
-    discontinuity: Option<Discontinuity>,
+    /// Behind a pointer: few samples have one, and a sample is moved often.
+    discontinuity: Option<Box<Discontinuity>>,
     stream: Stream,
     is_released: bool,
 }
@@ -61,7 +62,7 @@ impl Sample {
         position: u64,
         checked: CheckedEntry,
         stream: &Stream,
-        discontinuity: Option<Discontinuity>,
+        discontinuity: Option<Box<Discontinuity>>,
     ) -> Sample {
         let CheckedEntry {
             sequence,
@@ -140,7 +141,7 @@ impl Sample {
     /// incarnation, or of the same one after the link had ended. None on the first sample that a
     /// subscriber receives of its first publisher, whatever its number.
     pub fn discontinuity(&self) -> Option<Discontinuity> {
-        self.discontinuity
+        self.discontinuity.as_deref().copied()
     }
 
     /// The stream that waits for the sample.

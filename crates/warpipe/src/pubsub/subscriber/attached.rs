@@ -138,13 +138,13 @@ impl Attached {
         &mut self,
         sequence: u64,
         ended: &mut Option<EndedLink>,
-    ) -> Option<Discontinuity> {
+    ) -> Option<Box<Discontinuity>> {
         let last = std::mem::replace(&mut self.last_received, sequence);
         // Also a first sample that is the publisher's first.
         if sequence.wrapping_sub(last) == 1 && ended.is_none() {
             return None;
         }
-        self.find_break(last, sequence, ended.take())
+        self.find_break(last, sequence, ended.take()).map(Box::new)
     }
 
     #[cold]
