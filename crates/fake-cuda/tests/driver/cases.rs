@@ -53,6 +53,7 @@ cases! {
     SHORT_UPLOADS_UNDER_MPS = short_uploads_under_mps;
     UPLOAD_PIECES = upload_pieces;
     COPY_TO_HOST = copy_to_host;
+    COPIES_TO_HOST_THAT_ARE_KEPT = copies_to_host_that_are_kept;
     COPY_TO_HOST_LIMIT = copy_to_host_limit;
     REFUSED_COPY_TO_HOST = refused_copy_to_host;
     DOWNLOAD_LIMIT = download_limit;

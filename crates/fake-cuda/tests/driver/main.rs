@@ -122,6 +122,11 @@ fn ranges_that_are_copied_to_the_host_come_one_behind_the_other_and_their_memory
 }
 
 #[test]
+fn copies_to_the_host_that_are_kept_hold_up_no_others() {
+    FakeDriver::new().run(cases::COPIES_TO_HOST_THAT_ARE_KEPT);
+}
+
+#[test]
 fn a_copy_to_the_host_behind_a_stream_that_waits_ends_in_a_typed_timeout() {
     FakeDriver::new().run(cases::COPY_TO_HOST_LIMIT);
 }

@@ -336,6 +336,36 @@ pub fn copy_to_host() {
     );
 }
 
+pub fn copies_to_host_that_are_kept() {
+    let device = gpu();
+    let bytes: Vec<u8> = (0..4 * MIB).map(|at| (at >> 8 ^ at) as u8).collect();
+    let region = device.backend().allocate(4 * MIB).unwrap();
+    let stream = device.stream().unwrap();
+    write(&device, &stream, region.ptr, &bytes).unwrap();
+    // More than all page-locked memory: a caller that keeps one copy while it asks for the next
+    // waits for no other caller that does the same.
+    let copy = |_| {
+        // SAFETY: the range lies in the region, which stays, as the stream does.
+        unsafe {
+            device
+                .backend()
+                .copy_to_host(stream.raw(), &[(region.ptr, 4 * MIB)])
+        }
+        .unwrap()
+    };
+    let copies: Vec<_> = (0..40).map(copy).collect();
+    assert!(download(&device, &stream, region.ptr, 4 << 20) == bytes);
+    for copy in copies {
+        let pieces = copy.wait().unwrap();
+        let found: Vec<u8> = pieces
+            .iter()
+            .flat_map(|piece| piece.as_ref())
+            .copied()
+            .collect();
+        assert!(found == bytes, "other bytes came");
+    }
+}
+
 pub fn copy_to_host_limit() {
     let device = gpu();
     let region = device.backend().allocate(REGION_BYTES).unwrap();

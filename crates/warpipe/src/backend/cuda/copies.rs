@@ -426,18 +426,6 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// Lends page-locked memory for a copy to the host, and waits for it.
-    pub(super) fn lend_for_download(&self, bytes: usize) -> Result<StagingLease> {
-        let mut wait = Wait::new();
-        loop {
-            let lease = self.staging.lend(self.driver, bytes, Purpose::Download)?;
-            match lease {
-                Some(lease) => return Ok(lease),
-                None => wait.pause(|| "page-locked memory for a copy to the host".into())?,
-            }
-        }
-    }
-
     /// Waits until the stream's present work is done. It uses an event and not the stream's own
     /// state: another thread may keep the stream busy.
     ///

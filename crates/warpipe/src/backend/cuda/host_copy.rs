@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use super::backend::CudaBackend;
-use super::staging::StagingLease;
+use super::staging::{Purpose, StagingLease};
 use super::sys::{CUdeviceptr, CUstream};
 use crate::backend::{HostCopy, HostPiece};
 use crate::error::{Error, Result};
@@ -59,9 +59,15 @@ impl CudaBackend {
             return Ok(Box::new(Vec::new()));
         }
         let backend = self.me.upgrade().ok_or_else(|| self.reset_error())?;
-        let _current = self.enter()?;
+        let current = self.enter()?;
+        let lease = self.staging.lend(self.driver, bytes, Purpose::Kept)?;
+        let Some(lease) = lease else {
+            // The callers that have the memory may each wait for more of it: no wait here.
+            drop(current);
+            // SAFETY: the caller's promise.
+            return unsafe { self.copy_ranges_at_once(stream, ranges, bytes) };
+        };
         slow_path::count(SlowPath::StagedDownload, bytes as u64);
-        let lease = self.lend_for_download(bytes)?;
         // SAFETY: the caller's promise.
         let enqueued = unsafe { self.enqueue_ranges(stream, ranges, &lease) };
         // Also behind a failure: the earlier copies are in progress. One word for all of them: the
@@ -83,6 +89,35 @@ impl CudaBackend {
             lease: Some(lease),
             bytes,
         }))
+    }
+
+    /// Copies to memory that is not page-locked, and waits for it.
+    ///
+    /// # Safety
+    /// As for `copy_ranges_to_host`.
+    unsafe fn copy_ranges_at_once(
+        &self,
+        stream: CUstream,
+        ranges: &[(CUdeviceptr, u64)],
+        bytes: usize,
+    ) -> Result<Box<dyn HostCopy>> {
+        let mut copy = Vec::new();
+        if copy.try_reserve_exact(bytes).is_err() {
+            return Err(Error::DeviceMemory {
+                device: "this process".into(),
+                bytes: bytes as u64,
+                detail: String::new(),
+            });
+        }
+        copy.resize(bytes, 0);
+        let mut rest = &mut copy[..];
+        for &(src, bytes) in ranges {
+            let (dst, behind) = std::mem::take(&mut rest).split_at_mut(bytes as usize);
+            rest = behind;
+            // SAFETY: the caller's promise.
+            unsafe { self.download_bytes(stream, dst, src) }?;
+        }
+        Ok(Box::new(copy))
     }
 
     /// # Safety

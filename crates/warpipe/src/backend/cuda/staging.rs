@@ -31,11 +31,15 @@ const HEAD: usize = (PIECES_MAX * size_of::<TimelineWord>()).next_multiple_of(40
 /// have work.
 pub(super) const UPLOADS_MAX: usize = 64 << 20;
 
-/// The most regions of one device: those for uploads, and some for downloads, so that blocked
-/// streams do not delay downloads.
-const REGIONS_MAX: usize = UPLOADS_MAX / LARGEST + 16;
+/// The most bytes, counted in whole pieces, of copies to the host that are kept where the device
+/// has written them.
+const KEPT_MAX: usize = 32 << 20;
 
-const _: () = assert!(REGIONS_MAX * LARGEST > UPLOADS_MAX);
+/// The most regions of one device: those for uploads, those of kept copies, and some for
+/// downloads, so that neither blocked streams nor kept copies delay downloads.
+const REGIONS_MAX: usize = (UPLOADS_MAX + KEPT_MAX) / LARGEST + 16;
+
+const _: () = assert!(REGIONS_MAX * LARGEST > UPLOADS_MAX + KEPT_MAX);
 const _: () = assert!(HEAD >= PIECES_MAX * size_of::<TimelineWord>());
 
 /// The purpose of a loan.
@@ -43,6 +47,8 @@ const _: () = assert!(HEAD >= PIECES_MAX * size_of::<TimelineWord>());
 pub(super) enum Purpose {
     Upload,
     Download,
+    /// A copy to the host that its caller keeps, perhaps while it waits for another.
+    Kept,
 }
 
 /// One piece of a region.
@@ -93,6 +99,8 @@ struct StagingState {
     left: Vec<StagingLease>,
     /// Bytes lent for uploads.
     uploading: usize,
+    /// Bytes lent for kept copies.
+    kept: usize,
     last_value: u64,
 }
 
@@ -191,8 +199,11 @@ impl StagingState {
     }
 
     fn take_back(&mut self, lease: StagingLease) {
-        if lease.purpose == Purpose::Upload {
-            self.uploading -= lease.pieces.len() * lease.piece_bytes;
+        let bytes = lease.pieces.len() * lease.piece_bytes;
+        match lease.purpose {
+            Purpose::Upload => self.uploading -= bytes,
+            Purpose::Kept => self.kept -= bytes,
+            Purpose::Download => {}
         }
         lease
             .pieces
@@ -244,8 +255,10 @@ impl StagingState {
         if self.left.first().is_some_and(StagingLease::is_past) {
             self.collect();
         }
-        let is_too_much = |state: &StagingState| {
-            purpose == Purpose::Upload && state.uploading + total > UPLOADS_MAX
+        let is_too_much = |state: &StagingState| match purpose {
+            Purpose::Upload => state.uploading + total > UPLOADS_MAX,
+            Purpose::Kept => state.kept + total > KEPT_MAX,
+            Purpose::Download => false,
         };
         if is_too_much(self) {
             self.collect();
@@ -265,8 +278,10 @@ impl StagingState {
                 }
             }
         }
-        if purpose == Purpose::Upload {
-            self.uploading += total;
+        match purpose {
+            Purpose::Upload => self.uploading += total,
+            Purpose::Kept => self.kept += total,
+            Purpose::Download => {}
         }
         self.last_value += 1;
         let (word, word_ptr) = self.regions[pieces[0].region].word(pieces[0].index);
