@@ -43,6 +43,24 @@ struct Published {
     turn: usize,
 }
 
+/// The slot of a tensor that has begun: none for a sample that came before.
+#[derive(Debug)]
+struct Begun {
+    loan: Option<SampleMut>,
+    /// The stream that copies to it.
+    stream: Stream,
+}
+
+impl Drop for Begun {
+    /// The slot of a tensor that is not sent returns behind the copies to it: the next one there
+    /// may be another stream's.
+    fn drop(&mut self) {
+        if let Some(loan) = self.loan.take() {
+            let _ = loan.discard(&self.stream);
+        }
+    }
+}
+
 /// How the end of a lane leaves its name.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Left {
@@ -220,7 +238,7 @@ impl Published {
         &mut self,
         options: &Options,
         lane: &LaneReceiver,
-        assembly: &mut Option<Assembly<Option<SampleMut>>>,
+        assembly: &mut Option<Assembly<Begun>>,
         mut part: Part,
         payload: &ZBytes,
     ) -> Result<Option<Ending>> {
@@ -269,7 +287,7 @@ impl Published {
         &mut self,
         options: &Options,
         lane: &LaneReceiver,
-        assembly: &Option<Assembly<Option<SampleMut>>>,
+        assembly: &Option<Assembly<Begun>>,
         part: Part,
         payload: &ZBytes,
     ) -> Result<Option<Ending>> {
@@ -314,7 +332,7 @@ impl Published {
         lane: &LaneReceiver,
         tensor: Tensor,
         layout: Layout,
-    ) -> Result<std::result::Result<Assembly<Option<SampleMut>>, Ending>> {
+    ) -> Result<std::result::Result<Assembly<Begun>, Ending>> {
         let Tag::Sample { sequence } = tensor.tag else {
             let reason = "a lane of samples brought something else".into();
             return Ok(Err(Ending::Fault(reason)));
@@ -324,7 +342,7 @@ impl Published {
             let reason = format!("sample {sequence} of {bytes} bytes is not allowed");
             return Ok(Err(Ending::Fault(reason)));
         }
-        let target = if sequence <= self.last {
+        let loan = if sequence <= self.last {
             LaneCounts::add(&lane.counts.repeated, 1);
             None
         } else {
@@ -334,19 +352,20 @@ impl Published {
             }
         };
         self.turn = (self.turn + 1) % self.streams.len();
-        Ok(Ok(Assembly::new(tensor, layout, target)))
+        let stream = self.streams[self.turn].clone();
+        Ok(Ok(Assembly::new(tensor, layout, Begun { loan, stream })))
     }
 
     /// Copies `length` bytes of the payload to their place in the tensor's slot: they fit.
     fn place(
         &self,
         options: &Options,
-        tensor: &Assembly<Option<SampleMut>>,
+        tensor: &Assembly<Begun>,
         offset: u64,
         length: u64,
         payload: &mut Payload<'_>,
     ) -> Result<()> {
-        let Some(loan) = &tensor.target else {
+        let Some(loan) = &tensor.target.loan else {
             payload.skip(length);
             return Ok(());
         };
@@ -354,8 +373,7 @@ impl Published {
         // is sent, behind the same stream.
         unsafe {
             let address = loan.slot_ptr() + offset;
-            let stream = &self.streams[self.turn];
-            payload.upload(&options.device, stream, address, length)
+            payload.upload(&options.device, &tensor.target.stream, address, length)
         }
     }
 
@@ -373,27 +391,25 @@ impl Published {
         Ok(None)
     }
 
-    fn send(
-        &mut self,
-        lane: &LaneReceiver,
-        whole: Assembly<Option<SampleMut>>,
-    ) -> Result<Option<Ending>> {
-        let (Tag::Sample { sequence }, Some(mut loan)) = (whole.tag, whole.target) else {
+    fn send(&mut self, lane: &LaneReceiver, mut whole: Assembly<Begun>) -> Result<Option<Ending>> {
+        let (Tag::Sample { sequence }, Some(loan)) = (&whole.tag, &mut whole.target.loan) else {
             return Ok(None);
         };
+        let sequence = *sequence;
         loan.set_metadata(&whole.metadata)?;
         if self.last > 0 {
             LaneCounts::add(&lane.counts.missing, sequence - self.last - 1);
         }
         self.publisher.skip_to(sequence)?;
-        loop {
-            match loan.send(&self.streams[self.turn]) {
-                Ok(_) => break,
-                Err(unsent) => match (unsent.error, unsent.sample) {
-                    (Local::Timeout { .. }, Some(sample)) if !lane.is_cut() => loan = *sample,
-                    (Local::Timeout { .. }, _) => return Ok(Some(Ending::Cut)),
-                    (error, _) => return Err(error.into()),
-                },
+        while let Some(loan) = whole.target.loan.take() {
+            let Err(unsent) = loan.send(&whole.target.stream) else {
+                break;
+            };
+            whole.target.loan = unsent.sample.map(|sample| *sample);
+            match unsent.error {
+                Local::Timeout { .. } if whole.target.loan.is_some() && !lane.is_cut() => {}
+                Local::Timeout { .. } => return Ok(Some(Ending::Cut)),
+                error => return Err(error.into()),
             }
         }
         self.last = sequence;
