@@ -769,3 +769,29 @@ fn a_peer_that_floods_keeps_no_other_one_waiting_and_the_bridge_can_end() {
     is_over.store(true, Ordering::Release);
     flood.join().unwrap();
 }
+
+#[test]
+fn queues_of_machines_that_went_keep_out_none_of_one_that_is_there() {
+    let world = World::new();
+    let begin = |peer: &Peer| {
+        let (lane, name) = (random_id(), "work".into());
+        let purpose = Purpose::Jobs { name };
+        peer.send(Message::Begin { lane, purpose });
+        lane
+    };
+    // All places, by one machine behind the other.
+    for home in 1..=4 {
+        let hostile = world.peer(home);
+        begin(&hostile);
+        hostile.is_served();
+        drop(hostile);
+        world.wait_for(|it| matches!(it, Notice::Unreachable { .. }));
+    }
+    let honest = world.peer(5);
+    let lane = begin(&honest);
+    honest.wait(|message| match message {
+        Message::Ready { lane: of, .. } if of == lane => Some(()),
+        Message::Stop { lane: of, reason } if of == lane => panic!("{reason}"),
+        _ => None,
+    });
+}

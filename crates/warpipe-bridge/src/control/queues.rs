@@ -1,13 +1,13 @@
 //! The queues that go to peers and come from them: their lanes are begun and cleared away here.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use warpipe::{Endpoint, EndpointName};
 
-use super::{Control, RETRY, join_until};
+use super::{Control, RETRY, crowded, join_until};
 use crate::bridge::random_id;
 use crate::lane::{Ending, LaneCounts, LaneReceiver, LaneSender};
 use crate::message::{Id, Message, Purpose, is_made_by_bridges};
@@ -18,7 +18,7 @@ use crate::status::{Direction, Notice, RemoteName};
 /// Queues with one peer, in each direction.
 const QUEUES_PER_PEER_MAX: usize = 16;
 /// Imported queues in all.
-const QUEUES_MAX: usize = 256;
+const QUEUES_MAX: usize = if cfg!(test) { 4 } else { 256 };
 /// How long a name that is no queue's is left alone.
 const REST: Duration = Duration::from_secs(5);
 
@@ -249,12 +249,12 @@ impl Control {
             .imports
             .keys()
             .filter(|key| key.0 == known.hello.home);
-        let is_new = !self.queues.imports.contains_key(&key);
-        if is_new && (own.count() >= QUEUES_PER_PEER_MAX || self.queues.imports.len() >= QUEUES_MAX)
-        {
+        let (own, is_new) = (own.count(), !self.queues.imports.contains_key(&key));
+        let (node, outbox) = (known.hello.node.clone(), peer.outbox.clone());
+        let is_full = self.queues.imports.len() >= QUEUES_MAX;
+        if is_new && (own >= QUEUES_PER_PEER_MAX || is_full && !self.end_unreachable_queue()) {
             return Err("too many queues are imported already".into());
         }
-        let node = known.hello.node.clone();
         let import = match self.queues.imports.get(&key) {
             Some(import) if !import.is_over() => import.clone(),
             _ => {
@@ -268,7 +268,6 @@ impl Control {
                 import
             }
         };
-        let outbox = peer.outbox.clone();
         let results = Arc::new(LaneSender::new(random_id(), from, outbox.clone()));
         let receiver = Arc::new(LaneReceiver::new(lane, from, self.options.window, outbox));
         import.connect(&receiver, &results);
@@ -289,6 +288,18 @@ impl Control {
         let name = name.to_owned();
         self.shared.notice(Notice::Importing { name, node });
         Ok(())
+    }
+
+    /// Ends a queue of a machine that cannot be reached, to make room: one of the machine with the
+    /// most of them. Says whether there was one.
+    fn end_unreachable_queue(&mut self) -> bool {
+        let known = self.peers.values().filter_map(|peer| peer.hello.as_ref());
+        let reachable: HashSet<u64> = known.map(|known| known.hello.home).collect();
+        let imports = self.queues.imports.keys();
+        let waiting = imports.filter(|key| !reachable.contains(&key.0));
+        let victim = crowded(waiting.map(|key| (key, ())));
+        let ended = victim.and_then(|key| self.queues.imports.remove(&key));
+        ended.inspect(|import| import.end()).is_some()
     }
 
     /// A peer begins the lane of results for a lane of jobs.
