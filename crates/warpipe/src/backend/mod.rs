@@ -375,7 +375,8 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     unsafe fn download(&self, stream: RawStream, dst: &mut [u8], src: DevicePtr) -> Result<()>;
 
     /// Enqueues a copy of ranges of device memory, one behind the other, to page-locked memory, and
-    /// does not wait for it: the bytes are read where the device has written them.
+    /// does not wait for it: the bytes are read where the device has written them. Without room
+    /// there, copies to other memory and waits.
     ///
     /// # Safety
     /// The ranges are readable, and nothing writes there, until the result has been waited for or
