@@ -21,7 +21,7 @@ use crate::session::{self, Events, Outbox, Presence};
 use crate::{Bridge, Notice, Options};
 
 /// A wait that no step needs whole: only a hang reaches it.
-const LONG: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_secs(300);
 
 /// Sends on a lane that has begun.
 type Attack = fn(&Peer, Id);
