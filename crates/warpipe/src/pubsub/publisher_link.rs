@@ -436,16 +436,17 @@ impl PublisherLink {
     /// Closes the link because of `error`. Nothing else of this process is touched.
     pub(super) fn fail(&self, error: Error) {
         let close_reason = CloseReason::Failed(message::text(&error));
-        let _ = message::send(
-            self.socket.as_fd().as_fd(),
-            &Message::Close(close_reason),
-            &[],
-        );
+        // Before the message: its answer may end the link at once, for a later reason.
         let mut fault = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
         if self.link_state() == LinkState::Open {
             fault.keep(error);
         }
         drop(fault);
+        let _ = message::send(
+            self.socket.as_fd().as_fd(),
+            &Message::Close(close_reason),
+            &[],
+        );
         self.monitor().set_link_state(LinkState::Failed);
     }
 
