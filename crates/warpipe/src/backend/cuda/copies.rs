@@ -82,7 +82,9 @@ impl CudaBackend {
             return Ok(());
         }
         let _current = self.enter()?;
-        if self.goes_as_rows(src.len())
+        // SAFETY: the stream is the caller's.
+        let is_row = !self.goes_as_rows(src.len()) || unsafe { !self.may_stage(stream) };
+        if !is_row
             && let Some(lease) = self.staging.lend(self.driver, src.len(), Purpose::Upload)?
         {
             // SAFETY: the caller's promise.
@@ -213,8 +215,10 @@ impl CudaBackend {
             return Ok(());
         }
         let current = self.enter()?;
-        let lease = self.staging.lend(self.driver, bytes, Purpose::Upload)?;
-        if let Some(lease) = lease {
+        // SAFETY: the stream is the caller's.
+        if unsafe { self.may_stage(stream) }
+            && let Some(lease) = self.staging.lend(self.driver, bytes, Purpose::Upload)?
+        {
             // SAFETY: the caller's promise.
             return unsafe { self.upload_lease(stream, dst, pieces, bytes, lease) };
         }
@@ -226,6 +230,16 @@ impl CudaBackend {
             dst += piece.len() as u64;
         }
         Ok(())
+    }
+
+    /// Whether memory may be lent for a copy on this stream. A capture would record the copy, and its
+    /// graph might run when the memory is another copy's.
+    ///
+    /// # Safety
+    /// The stream is live; the context is current.
+    unsafe fn may_stage(&self, stream: CUstream) -> bool {
+        // SAFETY: the caller's promise.
+        !matches!(unsafe { self.driver.stream_is_capturing(stream) }, Ok(true))
     }
 
     /// Whether a copy of this length from page-locked memory is enqueued as two rows. One byte is
