@@ -123,6 +123,30 @@ impl AsRef<[u8]> for HostPiece {
     }
 }
 
+/// A copy of ranges to memory that is not page-locked, made by one download each.
+pub(crate) fn copy_at_once(
+    ranges: &[(DevicePtr, u64)],
+    mut download: impl FnMut(&mut [u8], DevicePtr) -> Result<()>,
+) -> Result<Box<dyn HostCopy>> {
+    let bytes = ranges.iter().map(|(_, bytes)| bytes).sum::<u64>();
+    let mut copy = Vec::new();
+    if copy.try_reserve_exact(bytes as usize).is_err() {
+        return Err(Error::DeviceMemory {
+            device: "this process".into(),
+            bytes,
+            detail: String::new(),
+        });
+    }
+    copy.resize(bytes as usize, 0);
+    let mut rest = &mut copy[..];
+    for &(src, bytes) in ranges {
+        let (dst, behind) = std::mem::take(&mut rest).split_at_mut(bytes as usize);
+        rest = behind;
+        download(dst, src)?;
+    }
+    Ok(Box::new(copy))
+}
+
 /// A copy that has been made.
 impl HostCopy for Vec<u8> {
     fn wait(self: Box<Self>) -> Result<Vec<HostPiece>> {
@@ -386,24 +410,10 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
         stream: RawStream,
         ranges: &[(DevicePtr, u64)],
     ) -> Result<Box<dyn HostCopy>> {
-        let bytes = ranges.iter().map(|(_, bytes)| bytes).sum::<u64>();
-        let mut copy = Vec::new();
-        if copy.try_reserve_exact(bytes as usize).is_err() {
-            return Err(Error::DeviceMemory {
-                device: "this process".into(),
-                bytes,
-                detail: String::new(),
-            });
-        }
-        copy.resize(bytes as usize, 0);
-        let mut rest = &mut copy[..];
-        for &(src, bytes) in ranges {
-            let (dst, behind) = std::mem::take(&mut rest).split_at_mut(bytes as usize);
-            rest = behind;
-            // SAFETY: the caller's promise.
-            unsafe { self.download(stream, dst, src) }?;
-        }
-        Ok(Box::new(copy))
+        // SAFETY: the caller's promise.
+        copy_at_once(ranges, |dst, src| unsafe {
+            self.download(stream, dst, src)
+        })
     }
 
     /// `cuLaunchKernel`: enqueues `kernel` over `grid` blocks of `block` threads; on the host its

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::backend::CudaBackend;
 use super::staging::{Purpose, StagingLease};
 use super::sys::{CUdeviceptr, CUstream};
-use crate::backend::{HostCopy, HostPiece};
+use crate::backend::{HostCopy, HostPiece, copy_at_once};
 use crate::error::{Error, Result};
 use crate::slow_path::{self, SlowPath};
 
@@ -65,7 +65,8 @@ impl CudaBackend {
             // The callers that have the memory may each wait for more of it: no wait here.
             drop(current);
             // SAFETY: the caller's promise.
-            return unsafe { self.copy_ranges_at_once(stream, ranges, bytes) };
+            let download = |dst: &mut [u8], src| unsafe { self.download_bytes(stream, dst, src) };
+            return copy_at_once(ranges, download);
         };
         slow_path::count(SlowPath::StagedDownload, bytes as u64);
         // SAFETY: the caller's promise.
@@ -89,35 +90,6 @@ impl CudaBackend {
             lease: Some(lease),
             bytes,
         }))
-    }
-
-    /// Copies to memory that is not page-locked, and waits for it.
-    ///
-    /// # Safety
-    /// As for `copy_ranges_to_host`.
-    unsafe fn copy_ranges_at_once(
-        &self,
-        stream: CUstream,
-        ranges: &[(CUdeviceptr, u64)],
-        bytes: usize,
-    ) -> Result<Box<dyn HostCopy>> {
-        let mut copy = Vec::new();
-        if copy.try_reserve_exact(bytes).is_err() {
-            return Err(Error::DeviceMemory {
-                device: "this process".into(),
-                bytes: bytes as u64,
-                detail: String::new(),
-            });
-        }
-        copy.resize(bytes, 0);
-        let mut rest = &mut copy[..];
-        for &(src, bytes) in ranges {
-            let (dst, behind) = std::mem::take(&mut rest).split_at_mut(bytes as usize);
-            rest = behind;
-            // SAFETY: the caller's promise.
-            unsafe { self.download_bytes(stream, dst, src) }?;
-        }
-        Ok(Box::new(copy))
     }
 
     /// # Safety
