@@ -103,7 +103,7 @@ impl Export {
             .domain(&self.options.domain)
             .device(device)
             .build()?;
-        let generation = subscriber.publisher_generation().unwrap_or_default();
+        let generation = subscriber.publisher_source().unwrap_or_default();
         let (name, lane) = (self.name.clone(), self.sender.lane);
         let purpose = Purpose::Samples { name, generation };
         self.sender.send(&Message::Begin { lane, purpose })?;

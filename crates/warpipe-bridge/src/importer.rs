@@ -196,7 +196,7 @@ impl Import {
                 .history(options.history.min(options.depth))
                 .policy(LocalPolicy::Block { timeout: SLICE })
                 .loan_timeout(SLICE)
-                .gaps(true)
+                .forwards(generation)
                 .build()
         };
         let mut attempts = 0;

@@ -187,7 +187,7 @@ fn a_subscriber_says_how_many_samples_are_missing() {
     let domain = warpipe::Domain::at(world.path("domain")).unwrap();
     let device = warpipe::Device::host();
     let builder = warpipe::Publisher::builder("skips").domain(&domain);
-    let builder = builder.device(&device).history(2).gaps(true);
+    let builder = builder.device(&device).history(2).forwards([7; 16]);
     let (publisher, stream) = (builder.build().unwrap(), device.stream().unwrap());
     for number in [1, 5] {
         publisher.skip_to(number).unwrap();

@@ -43,7 +43,8 @@ pub struct Frame {
 #[derive(Debug, Clone)]
 pub struct Discontinuity {
     /// How many frames of this publisher are missing between this one and the one received before
-    /// it. 0 on the first frame of another publisher, whose numbers begin anew.
+    /// it. 0 on the first frame of another publisher: its numbers begin anew, unless both are those
+    /// of a bridge for one source, and the numbers go on.
     pub missing: u64,
     /// The publisher of the earlier frames, when it is another one than this frame's, else None.
     pub previous: Option<PreviousPublisher>,

@@ -119,6 +119,7 @@ pub(crate) fn messages(number: u64) -> Vec<Message> {
             depth: small,
             access: Access::Read,
             lossless: true,
+            source: generation,
             regions: small,
         },
         Message::Region {

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail, ensure};
 use rustix::event::epoll;
 use warpipe::backend::testing::{Failing, Wrapped};
-use warpipe::{Device, Error};
+use warpipe::{Device, Error, Publisher};
 use warpipe_testkit::{eventually, wait_readable};
 
 use super::{Case, all_whole, skip};
@@ -29,6 +29,10 @@ pub(super) const CASES: &[Case] = &[
     Case::new(
         "numbers that a publisher skips are missing before the next sample, and no late joiner's",
         skipped_numbers,
+    ),
+    Case::new(
+        "the next forwarder of a source continues its numbers, and no number comes twice",
+        next_forwarder,
     ),
     Case::new(
         "a late joiner waits for history that is not complete yet",
@@ -130,7 +134,11 @@ fn history(context: &Context) -> Result<()> {
 }
 
 fn skipped_numbers(context: &Context) -> Result<()> {
-    let publisher = context.publisher("skips").gaps(true).history(2).build()?;
+    let publisher = context
+        .publisher("skips")
+        .forwards([7; 16])
+        .history(2)
+        .build()?;
     let stream = context.stream()?;
     let mut peer = context.peer()?;
     peer.subscribe("skips")?;
@@ -153,6 +161,51 @@ fn skipped_numbers(context: &Context) -> Result<()> {
         );
         ensure!(error_counters.finish(sample)? == 0, "it is whole");
     }
+    peer.dismiss()
+}
+
+fn next_forwarder(context: &Context) -> Result<()> {
+    let stream = context.stream()?;
+    let forwarder = || {
+        let builder = context.publisher("forwarded").forwards([7; 16]);
+        builder.history(4).build()
+    };
+    let send = |publisher: &Publisher, numbers: &[u64]| -> Result<()> {
+        for &number in numbers {
+            publisher.skip_to(number)?;
+            Payload::of(WORDS, number).send(publisher, &stream)?;
+        }
+        Ok(())
+    };
+    let first = forwarder()?;
+    let mut peer = context.peer()?;
+    let mut here = context.subscriber("forwarded").reconnect(true).build()?;
+    peer.subscribe("forwarded")?;
+    send(&first, &[3, 4])?;
+    all_whole(&peer.receive(2)?, [3, 4])?;
+    let mut error_counters = context.error_counters()?;
+    for number in [3, 4] {
+        let sample = here.receive(&stream)?;
+        ensure!(sample.sequence() == number, "{sample:?}");
+        ensure!(error_counters.finish(sample)? == 0, "it is whole");
+    }
+    drop(first);
+    let second = forwarder()?;
+    send(&second, &[2, 4, 7, 8])?;
+    for (number, missing) in [(7, Some(2)), (8, None)] {
+        let sample = here.receive(&stream)?;
+        let gap = sample.discontinuity();
+        let is_another = gap.is_some_and(|gap| gap.previous.is_some());
+        ensure!(
+            sample.sequence() == number && gap.map(|gap| gap.missing) == missing,
+            "{sample:?}"
+        );
+        ensure!(is_another == missing.is_some(), "{sample:?}");
+        ensure!(error_counters.finish(sample)? == 0, "it is whole");
+    }
+    // What was not received again is given back.
+    let are_free = || second.subscribers().iter().all(|one| one.in_flight == 0);
+    ensure!(eventually(PATIENCE, are_free), "{:?}", second.subscribers());
     peer.dismiss()
 }
 

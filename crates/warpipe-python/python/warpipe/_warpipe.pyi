@@ -527,7 +527,8 @@ class Discontinuity:
     @property
     def missing(self) -> int:
         """How many frames of this publisher are missing between this one and the one received before
-        it. 0 on the first frame of another publisher, whose numbers begin anew.
+        it. 0 on the first frame of another publisher: its numbers begin anew, unless both are those
+        of a bridge for one source, and the numbers go on.
         """
     @property
     def previous(self) -> PreviousPublisher | None:

@@ -62,6 +62,9 @@ pub(crate) enum Message {
         depth: u32,
         access: Access,
         lossless: bool,
+        /// The generation of the publisher that gave the samples their numbers: this one, or the
+        /// one that it forwards.
+        source: [u8; 16],
         regions: u32,
     },
     /// Publisher: one region of its memory, in order from 0. Descriptor: the memory.

@@ -76,7 +76,8 @@ pub struct PublisherBuilder {
     pub(super) depth: u32,
     pub(super) history: u32,
     pub(super) timestamps: bool,
-    pub(super) gaps: bool,
+    /// The source of the samples that this publisher forwards.
+    pub(super) forwards: Option<[u8; 16]>,
     pub(super) loan_timeout: Duration,
     pub(super) evict_after: Option<Duration>,
     /// Receives the changes of the set of subscribers. With an observer, each sample also signals
@@ -113,7 +114,7 @@ impl PublisherBuilder {
             depth: 16,
             history: 0,
             timestamps: false,
-            gaps: false,
+            forwards: None,
             loan_timeout: Duration::from_secs(5),
             evict_after: None,
             observer: None,
@@ -156,10 +157,13 @@ impl PublisherBuilder {
         self
     }
 
-    /// Whether [`Publisher::skip_to`] may leave out numbers; not by default. Subscribers are told, and
-    /// then accept a gap under every policy.
-    pub fn gaps(mut self, gaps: bool) -> Self {
-        self.gaps = gaps;
+    /// This publisher forwards the samples of another one under their numbers: `source` is its
+    /// [`publisher_source`](crate::Subscriber::publisher_source). [`Publisher::skip_to`] may leave
+    /// out numbers, and subscribers accept a gap under every policy. A subscriber that follows the
+    /// name from one forwarder of a source to the next one sees the numbers go on: it is told how
+    /// many samples are missing in between, and receives none twice.
+    pub fn forwards(mut self, source: [u8; 16]) -> Self {
+        self.forwards = Some(source);
         self
     }
 
@@ -439,7 +443,7 @@ impl Publisher {
     /// # use warpipe::{Device, Domain, Publisher, Subscriber};
     /// # let folder = std::env::temp_dir().join(format!("warpipe-skip-{}", std::process::id()));
     /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
-    /// let publisher = Publisher::builder("a").domain(&domain).device(&device).gaps(true).build()?;
+    /// let publisher = Publisher::builder("a").domain(&domain).device(&device).forwards([7; 16]).build()?;
     /// let mut subscriber = Subscriber::builder("a").domain(&domain).device(&device).build()?;
     /// let stream = device.stream()?;
     /// publisher.send_bytes(&stream, b"first")?;
@@ -453,7 +457,7 @@ impl Publisher {
     ///
     /// # Errors
     /// [`Error::Argument`] for a number that has been given, or is 0, and for a publisher that was
-    /// built without [`gaps`](PublisherBuilder::gaps); [`Error::Forked`].
+    /// built without [`forwards`](PublisherBuilder::forwards); [`Error::Forked`].
     pub fn skip_to(&self, sequence: u64) -> Result<()> {
         self.core.skip_to(sequence)
     }

@@ -103,6 +103,8 @@ pub(crate) struct PublisherLink {
     pub(super) lossless: bool,
     /// The publisher's.
     pub(super) generation: [u8; 16],
+    /// That of the publisher that gave the samples their numbers.
+    pub(super) source: [u8; 16],
     owner: DeviceId,
     access: Access,
     device: Device,
@@ -164,6 +166,7 @@ impl PublisherLink {
             peer,
             lossless: welcome.lossless,
             generation: welcome.generation,
+            source: welcome.source,
             owner: welcome.owner,
             access: welcome.access,
             device: device.clone(),

@@ -16,8 +16,9 @@ use crate::tensor::Layout;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Discontinuity {
-    /// How many samples of this publisher are missing between this one and the one received before
-    /// it. 0 on the first sample of another publisher, whose numbers begin anew.
+    /// How many samples are missing between this one and the one received before it. 0 on the first
+    /// sample of another publisher: its numbers begin anew, unless both
+    /// [forward](crate::PublisherBuilder::forwards) one source, and the numbers go on.
     pub missing: u64,
     /// The publisher of the earlier samples, when it is another one than this sample's.
     pub previous: Option<PreviousPublisher>,

@@ -241,12 +241,17 @@ impl Subscriber {
         }
         let regions = link.regions().clone();
         self.row.attach_to(link.generation);
+        // The numbers of the link before go on.
+        let last_received = match &self.ended {
+            Some(ended) if ended.source == link.source => ended.last_received,
+            _ => 0,
+        };
         self.attached = Some(LeakOnFork::new(Attached {
             link,
             ring,
             regions,
             last_sequence: 0,
-            last_received: 0,
+            last_received,
             region_missing: None,
             taken: None,
             row: self.row.clone(),
@@ -273,12 +278,11 @@ impl Subscriber {
             .map(|attached| attached.link.peer.pid)
     }
 
-    /// Random bytes that tell this incarnation of the publisher from every other one; `None` while
-    /// there is none.
-    pub fn publisher_generation(&self) -> Option<[u8; 16]> {
-        self.attached
-            .as_ref()
-            .map(|attached| attached.link.generation)
+    /// Random bytes that name the incarnation of the publisher that gave the samples their numbers:
+    /// that of this subscriber's publisher, or of the one whose samples it
+    /// [forwards](crate::PublisherBuilder::forwards). `None` while there is no publisher.
+    pub fn publisher_source(&self) -> Option<[u8; 16]> {
+        self.attached.as_ref().map(|attached| attached.link.source)
     }
 
     /// The publisher's process; `None` while there is none.
@@ -461,6 +465,7 @@ impl Subscriber {
             };
             let ended = self.ended.get_or_insert(EndedLink {
                 generation: old.link.generation,
+                source: old.link.source,
                 publisher,
                 last_received: old.last_received,
             });

@@ -61,6 +61,7 @@ impl Offer {
             depth,
             access: Access::Read,
             lossless,
+            source: generation,
             regions,
         };
         let fds: Vec<BorrowedFd<'_>> = self.fds.iter().map(AsFd::as_fd).collect();

@@ -200,6 +200,7 @@ fn invalid_messages_after_the_hello_end_that_link_alone() {
         depth: 4,
         access: crate::backend::Access::Read,
         lossless: true,
+        source: [1; 16],
         regions: 0,
     };
     let evil = [

@@ -79,7 +79,8 @@ impl PublisherCore {
             device: own,
             depth: self.options.depth,
             access: Access::Read,
-            lossless: policy.is_lossless() && !self.options.gaps,
+            lossless: policy.is_lossless() && self.options.forwards.is_none(),
+            source: self.options.forwards.unwrap_or(self.generation),
             regions: state.arena.chunks().len() as u32,
         };
         let mut link = match parts.welcome(

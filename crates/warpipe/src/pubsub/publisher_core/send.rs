@@ -46,10 +46,11 @@ impl PublisherCore {
         let mut state = self.lock();
         // No count of samples reaches the limit, so the next numbers do not overflow either.
         let allowed = state.next_sequence..=SEQUENCE_MAX;
-        if !self.options.gaps || !allowed.contains(&sequence) {
-            let allowed = match self.options.gaps {
+        let is_forwarder = self.options.forwards.is_some();
+        if !is_forwarder || !allowed.contains(&sequence) {
+            let allowed = match is_forwarder {
                 true => format!("{} to {}", allowed.start(), allowed.end()),
-                false => "a publisher built with gaps(true)".into(),
+                false => "a publisher built with forwards(source)".into(),
             };
             return Err(Error::argument("sequence", sequence, allowed));
         }

@@ -342,9 +342,14 @@ fn memory_outlives_the_work_of_a_hold_that_is_dropped_between_the_last_fence_and
 }
 
 #[test]
-fn a_publisher_with_gaps_gives_the_numbers_that_it_skips_to_and_no_number_twice() {
-    let stage = Stage::new("gaps");
-    let publisher = stage.builder().gaps(true).history(2).build().unwrap();
+fn a_forwarder_gives_the_numbers_that_it_skips_to_and_no_number_twice() {
+    let stage = Stage::new("forwarder");
+    let publisher = stage
+        .builder()
+        .forwards([7; 16])
+        .history(2)
+        .build()
+        .unwrap();
     let (mut early, stream) = (stage.subscriber(), stage.stream());
     let send = || publisher.send_bytes(&stream, b"a sample").unwrap();
     assert_eq!(send(), 1);
@@ -372,12 +377,15 @@ fn a_publisher_with_gaps_gives_the_numbers_that_it_skips_to_and_no_number_twice(
 }
 
 #[test]
-fn a_publisher_without_gaps_refuses_to_skip_and_its_numbers_follow_each_other() {
-    let stage = Stage::new("no-gaps");
+fn a_publisher_that_forwards_nothing_refuses_to_skip_and_its_numbers_follow_each_other() {
+    let stage = Stage::new("no-forwarder");
     let (publisher, stream) = (stage.publisher(), stage.stream());
     let refused = publisher.skip_to(5).unwrap_err();
     assert!(matches!(refused, Error::Argument { .. }), "{refused:?}");
-    assert!(refused.to_string().contains("gaps(true)"), "{refused}");
+    assert!(
+        refused.to_string().contains("forwards(source)"),
+        "{refused}"
+    );
     let mut subscriber = stage.subscriber();
     for number in 1..=2 {
         publisher.send_bytes(&stream, b"a sample").unwrap();
@@ -387,15 +395,15 @@ fn a_publisher_without_gaps_refuses_to_skip_and_its_numbers_follow_each_other() 
 }
 
 #[test]
-fn two_publishers_of_one_name_and_process_have_different_generations() {
-    let stage = Stage::new("generation");
-    let generations = [(); 2].map(|()| {
+fn two_publishers_of_one_name_and_process_are_two_sources() {
+    let stage = Stage::new("sources");
+    let sources = [(); 2].map(|()| {
         let _publisher = stage.publisher();
         let (one, other) = (stage.subscriber(), stage.subscriber());
-        assert_eq!(one.publisher_generation(), other.publisher_generation());
-        one.publisher_generation().unwrap()
+        assert_eq!(one.publisher_source(), other.publisher_source());
+        one.publisher_source().unwrap()
     });
-    assert_ne!(generations[0], generations[1]);
+    assert_ne!(sources[0], sources[1]);
 }
 
 /// Sends 100 samples of `bytes`, each of which is released before the next loan. Returns the number

@@ -34,6 +34,7 @@ pub(super) struct Welcome {
     /// Set by a publisher with a history.
     pub(super) completions: Option<FenceWords>,
     pub(super) generation: [u8; 16],
+    pub(super) source: [u8; 16],
 }
 
 /// How a subscriber describes itself.
@@ -148,6 +149,7 @@ impl LinkHandshake<'_> {
             depth,
             access,
             lossless,
+            source,
             regions,
         } = message
         else {
@@ -187,6 +189,7 @@ impl LinkHandshake<'_> {
             regions,
             completions: None,
             generation,
+            source,
         })
     }
 

@@ -25,7 +25,8 @@ pub(super) struct Attached {
     pub(super) regions: Vec<Arc<Region>>,
     /// The number of the sample that was taken last, lost or not; 0 for none.
     pub(super) last_sequence: u64,
-    /// The number of the sample that the subscriber received last; 0 for none.
+    /// The number of the sample that the subscriber received last, also over an earlier link to the
+    /// same source; 0 for none.
     pub(super) last_received: u64,
     /// The time since a sample was found whose region has not arrived.
     pub(super) region_missing: Option<Uptime>,
@@ -44,6 +45,8 @@ pub(super) type TakenSample = (u64, DevicePtr, CheckedEntry);
 pub(super) struct EndedLink {
     /// The publisher's.
     pub(super) generation: [u8; 16],
+    /// That of the publisher that gave the samples their numbers.
+    pub(super) source: [u8; 16],
     pub(super) publisher: PreviousPublisher,
     /// As [`Attached::last_received`].
     pub(super) last_received: u64,
@@ -51,24 +54,24 @@ pub(super) struct EndedLink {
 
 impl EndedLink {
     /// The break before a sample of the next link.
-    fn break_before(self, sequence: u64, generation: [u8; 16]) -> Discontinuity {
-        // An evicted subscriber may find the same publisher again: its numbers go on.
-        if self.generation == generation {
-            Discontinuity {
-                missing: missing_between(self.last_received, sequence),
-                previous: None,
-            }
+    fn break_before(self, sequence: u64, link: &PublisherLink) -> Discontinuity {
+        // An evicted subscriber may find the same publisher again, and a forwarder of a source be
+        // followed by another one: the numbers go on.
+        let missing = if self.source == link.source {
+            missing_between(self.last_received, sequence)
         } else {
-            Discontinuity {
-                missing: 0,
-                previous: Some(self.publisher),
-            }
+            0
+        };
+        let is_another = self.generation != link.generation;
+        Discontinuity {
+            missing,
+            previous: is_another.then_some(self.publisher),
         }
     }
 }
 
-/// How many numbers lie between the sample received last and the next one. Before the first one,
-/// and before a sample of the history that comes again, nothing is missing.
+/// How many numbers lie between the sample received last and the next one. Before the first one
+/// nothing is missing.
 fn missing_between(last: u64, next: u64) -> u64 {
     match last {
         0 => 0,
@@ -113,6 +116,11 @@ impl Attached {
                 Err(violation) => return Err(self.fail(violation)),
             };
             match self.link.admit(position, stream) {
+                // Of a history that this subscriber had before over another link.
+                Ok(true) if checked.sequence <= self.last_received => {
+                    let link = self.link.clone();
+                    drop(Sample::new(link, address, position, checked, stream, None));
+                }
                 Ok(true) => {
                     let gap = self.break_before(checked.sequence, ended);
                     let link = self.link.clone();
@@ -155,7 +163,7 @@ impl Attached {
         ended: Option<EndedLink>,
     ) -> Option<Discontinuity> {
         if let Some(ended) = ended {
-            return Some(ended.break_before(sequence, self.link.generation));
+            return Some(ended.break_before(sequence, &self.link));
         }
         let missing = missing_between(last, sequence);
         (missing > 0).then_some(Discontinuity {

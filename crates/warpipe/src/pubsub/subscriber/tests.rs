@@ -355,10 +355,67 @@ fn a_subscriber_that_attaches_again_to_its_publisher_is_told_how_many_it_has_mis
     assert_eq!(attach_again(0), (1, 0));
     // 2 and 3 are no longer in the history.
     assert_eq!(attach_again(4), (4, 2));
-    assert_eq!(attach_again(0), (4, 0), "the history comes again");
-    assert_eq!(attach_again(3), (7, 2));
+    // 4 and 5 come again: the history; 4 was received.
+    assert_eq!(attach_again(0), (5, 0));
+    assert_eq!(attach_again(3), (7, 1));
     let sample = subscriber.receive(&stream).unwrap();
     assert_eq!((sample.sequence(), sample.discontinuity()), (8, None));
+}
+
+#[test]
+fn the_next_forwarder_of_a_source_continues_its_numbers_and_no_number_comes_twice() {
+    let place = Place::new("forwarders");
+    let stream = place.device.stream().unwrap();
+    let forwarder = |source: u8| {
+        let builder = Publisher::builder("camera").domain(&place.domain);
+        let builder = builder.device(&place.device).history(4);
+        builder.forwards([source; 16]).build().unwrap()
+    };
+    let send = |publisher: &Publisher, numbers: &[u64]| {
+        for &number in numbers {
+            publisher.skip_to(number).unwrap();
+            publisher
+                .send_bytes(&stream, &number.to_le_bytes())
+                .unwrap();
+        }
+    };
+    let receive = |subscriber: &mut Subscriber| {
+        let sample = subscriber.receive(&stream).unwrap();
+        let gap = sample.discontinuity();
+        let bytes = sample.to_vec(LONG).unwrap();
+        assert_eq!(bytes, sample.sequence().to_le_bytes());
+        let is_another = gap.is_some_and(|gap| gap.previous.is_some());
+        (
+            sample.sequence(),
+            gap.map_or(0, |gap| gap.missing),
+            is_another,
+        )
+    };
+    let first = forwarder(1);
+    let mut subscriber = place.subscriber();
+    assert_eq!(subscriber.publisher_source(), Some([1; 16]));
+    send(&first, &[5, 6]);
+    assert_eq!(receive(&mut subscriber), (5, 0, false));
+    assert_eq!(receive(&mut subscriber), (6, 0, false));
+    drop(first);
+    // One that gives the subscriber nothing changes nothing.
+    let silent = forwarder(1);
+    send(&silent, &[4, 6]);
+    let nothing = subscriber.receive_timeout(&stream, Duration::from_millis(300));
+    assert!(matches!(nothing, Err(Error::Timeout { .. })), "{nothing:?}");
+    let is_released = || silent.subscribers().iter().all(|one| one.in_flight == 0);
+    assert!(warpipe_testkit::eventually(LONG, is_released));
+    drop(silent);
+    let second = forwarder(1);
+    send(&second, &[3, 6, 9, 10]);
+    assert_eq!(receive(&mut subscriber), (9, 2, true));
+    assert_eq!(receive(&mut subscriber), (10, 0, false));
+    drop(second);
+    // Another source's numbers begin anew.
+    let other = forwarder(2);
+    send(&other, &[2, 10]);
+    assert_eq!(receive(&mut subscriber), (2, 0, true));
+    assert_eq!(receive(&mut subscriber), (10, 7, false));
 }
 
 /// The device of the publisher refuses its signals.
