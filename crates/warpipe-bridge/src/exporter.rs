@@ -394,8 +394,8 @@ fn describe(samples: &[Sample]) -> Vec<Tensor> {
 fn device_content(sample: Sample, stream: &Stream) -> Content<'_> {
     let (address, bytes) = (sample.slot_ptr(), sample.layout().bytes());
     // SAFETY: the data is complete, and the sample, which the content keeps, keeps its slot mapped
-    // and unwritten.
-    unsafe { Content::device(address, bytes, stream, Some(Arc::new(sample))) }
+    // and unwritten until it is released.
+    unsafe { Content::device(address, bytes, stream, Some(sample)) }
 }
 
 /// The bytes of a complete sample on the host, where they lie: the sample is released when they have

@@ -9,7 +9,7 @@ use warpipe::{
 use zenoh::bytes::ZBytes;
 
 use crate::error::Result;
-use crate::lane::{Assembly, Ending, LaneCounts, LaneReceiver, Payload, SLICE};
+use crate::lane::{Assembly, Ending, LaneCounts, LaneReceiver, Payload, SLICE, Target};
 use crate::message::{End, Id, Message, Part, Tag, Tensor, bounded};
 use crate::options::Options;
 
@@ -41,24 +41,6 @@ struct Published {
     streams: Vec<Stream>,
     /// That of the present sample.
     turn: usize,
-}
-
-/// The slot of a tensor that has begun: none for a sample that came before.
-#[derive(Debug)]
-struct Begun {
-    loan: Option<SampleMut>,
-    /// The stream that copies to it.
-    stream: Stream,
-}
-
-impl Drop for Begun {
-    /// The slot of a tensor that is not sent returns behind the copies to it: the next one there
-    /// may be another stream's.
-    fn drop(&mut self) {
-        if let Some(loan) = self.loan.take() {
-            let _ = loan.discard(&self.stream);
-        }
-    }
 }
 
 /// How the end of a lane leaves its name.
@@ -238,7 +220,7 @@ impl Published {
         &mut self,
         options: &Options,
         lane: &LaneReceiver,
-        assembly: &mut Option<Assembly<Begun>>,
+        assembly: &mut Option<Assembly<Target<SampleMut>>>,
         mut part: Part,
         payload: &ZBytes,
     ) -> Result<Option<Ending>> {
@@ -287,7 +269,7 @@ impl Published {
         &mut self,
         options: &Options,
         lane: &LaneReceiver,
-        assembly: &Option<Assembly<Begun>>,
+        assembly: &Option<Assembly<Target<SampleMut>>>,
         part: Part,
         payload: &ZBytes,
     ) -> Result<Option<Ending>> {
@@ -332,7 +314,7 @@ impl Published {
         lane: &LaneReceiver,
         tensor: Tensor,
         layout: Layout,
-    ) -> Result<std::result::Result<Assembly<Begun>, Ending>> {
+    ) -> Result<std::result::Result<Assembly<Target<SampleMut>>, Ending>> {
         let Tag::Sample { sequence } = tensor.tag else {
             let reason = "a lane of samples brought something else".into();
             return Ok(Err(Ending::Fault(reason)));
@@ -342,30 +324,30 @@ impl Published {
             let reason = format!("sample {sequence} of {bytes} bytes is not allowed");
             return Ok(Err(Ending::Fault(reason)));
         }
-        let loan = if sequence <= self.last {
+        let slot = if sequence <= self.last {
             LaneCounts::add(&lane.counts.repeated, 1);
             None
         } else {
             match self.loan(lane, &layout)? {
-                Some(loan) => Some(loan),
+                Some(slot) => Some(slot),
                 None => return Ok(Err(Ending::Cut)),
             }
         };
         self.turn = (self.turn + 1) % self.streams.len();
         let stream = self.streams[self.turn].clone();
-        Ok(Ok(Assembly::new(tensor, layout, Begun { loan, stream })))
+        Ok(Ok(Assembly::new(tensor, layout, Target { slot, stream })))
     }
 
     /// Copies `length` bytes of the payload to their place in the tensor's slot: they fit.
     fn place(
         &self,
         options: &Options,
-        tensor: &Assembly<Begun>,
+        tensor: &Assembly<Target<SampleMut>>,
         offset: u64,
         length: u64,
         payload: &mut Payload<'_>,
     ) -> Result<()> {
-        let Some(loan) = &tensor.target.loan else {
+        let Some(loan) = &tensor.target.slot else {
             payload.skip(length);
             return Ok(());
         };
@@ -391,8 +373,12 @@ impl Published {
         Ok(None)
     }
 
-    fn send(&mut self, lane: &LaneReceiver, mut whole: Assembly<Begun>) -> Result<Option<Ending>> {
-        let (Tag::Sample { sequence }, Some(loan)) = (&whole.tag, &mut whole.target.loan) else {
+    fn send(
+        &mut self,
+        lane: &LaneReceiver,
+        mut whole: Assembly<Target<SampleMut>>,
+    ) -> Result<Option<Ending>> {
+        let (Tag::Sample { sequence }, Some(loan)) = (&whole.tag, &mut whole.target.slot) else {
             return Ok(None);
         };
         let sequence = *sequence;
@@ -401,13 +387,13 @@ impl Published {
             LaneCounts::add(&lane.counts.missing, sequence - self.last - 1);
         }
         self.publisher.skip_to(sequence)?;
-        while let Some(loan) = whole.target.loan.take() {
+        while let Some(loan) = whole.target.slot.take() {
             let Err(unsent) = loan.send(&whole.target.stream) else {
                 break;
             };
-            whole.target.loan = unsent.sample.map(|sample| *sample);
+            whole.target.slot = unsent.sample.map(|sample| *sample);
             match unsent.error {
-                Local::Timeout { .. } if whole.target.loan.is_some() && !lane.is_cut() => {}
+                Local::Timeout { .. } if whole.target.slot.is_some() && !lane.is_cut() => {}
                 Local::Timeout { .. } => return Ok(Some(Ending::Cut)),
                 error => return Err(error.into()),
             }

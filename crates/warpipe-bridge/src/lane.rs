@@ -5,13 +5,13 @@
 //! stands still holds up its own lanes and no link.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
-use warpipe::backend::HostCopy;
-use warpipe::{Device, DevicePtr, Layout, Sample, Stream};
+use warpipe::backend::{HostCopy, HostPiece};
+use warpipe::{Device, DevicePtr, Layout, Loan, Sample, SampleMut, Stream};
 use zenoh::bytes::{ZBytes, ZBytesSliceIterator};
 
 use crate::error::Result;
@@ -191,15 +191,40 @@ impl LaneSender {
 pub(crate) struct Outgoing<'a> {
     lane: &'a LaneSender,
     /// Of device memory, in the order of their numbers.
-    copied: VecDeque<CopiedPart<'a>>,
+    copied: VecDeque<(Part, Copying<'a>)>,
 }
 
-/// A part with the copy of its bytes.
-struct CopiedPart<'a> {
-    part: Part,
-    /// Before the contents: it reads them until it has been waited for or dropped.
-    copy: Box<dyn HostCopy>,
+/// The bytes of a part, on their way from the device.
+struct Copying<'a> {
+    /// `None` once it has been waited for. Before the contents, which it reads.
+    copy: Option<Box<dyn HostCopy>>,
     contents: Vec<DeviceContent<'a>>,
+}
+
+impl Copying<'_> {
+    fn wait(mut self) -> Result<Vec<HostPiece>> {
+        let copied = self.copy.take().map(|copy| copy.wait()).transpose();
+        if copied.is_err() {
+            leave(&self.contents);
+        }
+        Ok(copied?.unwrap_or_default())
+    }
+}
+
+impl Drop for Copying<'_> {
+    fn drop(&mut self) {
+        if self.copy.is_some() {
+            leave(&self.contents);
+        }
+    }
+}
+
+/// The stream may still copy these.
+fn leave(contents: &[DeviceContent<'_>]) {
+    let keepers = contents
+        .iter()
+        .filter_map(|content| content.keeper.as_ref());
+    keepers.for_each(|keeper| keeper.is_left.store(true, Ordering::Relaxed));
 }
 
 impl<'a> Outgoing<'a> {
@@ -289,12 +314,13 @@ impl<'a> Outgoing<'a> {
         let backend = stream.device().backend();
         // SAFETY: `Content::device` was promised that the ranges are readable as long as the
         // contents live, which stay with the copy; they borrow the stream.
-        let copy = unsafe { backend.copy_to_host(stream.raw(), &ranges)? };
-        self.copied.push_back(CopiedPart {
-            part,
-            copy,
+        let copy = unsafe { backend.copy_to_host(stream.raw(), &ranges) };
+        let copy = copy.inspect_err(|_| leave(&on_device))?;
+        let copying = Copying {
+            copy: Some(copy),
             contents: on_device,
-        });
+        };
+        self.copied.push_back((part, copying));
         match self.copied.len() {
             1 => Ok(()),
             _ => self.put_first(),
@@ -311,16 +337,10 @@ impl<'a> Outgoing<'a> {
 
     /// Waits for the bytes of the first part, and gives it to Zenoh.
     fn put_first(&mut self) -> Result<()> {
-        let Some(first) = self.copied.pop_front() else {
+        let Some((part, copying)) = self.copied.pop_front() else {
             return Ok(());
         };
-        let CopiedPart {
-            part,
-            copy,
-            contents,
-        } = first;
-        let pieces = copy.wait()?;
-        drop(contents);
+        let pieces = copying.wait()?;
         let mut payload = ZBytes::writer();
         for piece in pieces {
             payload.append(Bytes::from_owner(piece).into());
@@ -342,21 +362,46 @@ pub(crate) struct DeviceContent<'a> {
     bytes: u64,
     stream: &'a Stream,
     /// What keeps them readable, if that is not the borrower of this.
-    keeper: Option<Arc<Sample>>,
+    keeper: Option<Arc<Keeper>>,
+}
+
+/// A complete sample, released behind its own stream, or behind the one that copies its bytes out
+/// if it is not known to have copied them.
+struct Keeper {
+    sample: Option<Sample>,
+    stream: Stream,
+    is_left: AtomicBool,
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        if let Some(sample) = self.sample.take()
+            && *self.is_left.get_mut()
+        {
+            let _ = self.stream.wait_for(sample.stream());
+            let _ = sample.release_on(&self.stream);
+        }
+    }
 }
 
 impl<'a> Content<'a> {
     /// The bytes at `address`, to be copied out by `stream`, which does nothing else.
     ///
     /// # Safety
-    /// They are readable by the stream's device, and nothing writes there, as long as `keeper` lives,
-    /// or, without one, as long as this or a part of it does.
+    /// They are readable by the stream's device, and nothing writes there, until `keeper`, a complete
+    /// sample, is released, or, without one, as long as this or a part of it lives.
     pub(crate) unsafe fn device(
         address: DevicePtr,
         bytes: u64,
         stream: &'a Stream,
-        keeper: Option<Arc<Sample>>,
+        keeper: Option<Sample>,
     ) -> Content<'a> {
+        let keep = |sample| Keeper {
+            sample: Some(sample),
+            stream: stream.clone(),
+            is_left: AtomicBool::new(false),
+        };
+        let keeper = keeper.map(keep).map(Arc::new);
         Content::Device(DeviceContent {
             address,
             bytes,
@@ -615,6 +660,43 @@ pub(crate) unsafe fn upload(
     unsafe { Payload::new(payload).upload(device, stream, address, length) }
 }
 
+/// A slot that is given back unsent.
+pub(crate) trait Slot {
+    /// Gives it back, behind the work enqueued on `stream` so far.
+    fn give_back(self, stream: &Stream);
+}
+
+impl Slot for SampleMut {
+    fn give_back(self, stream: &Stream) {
+        let _ = self.discard(stream);
+    }
+}
+
+impl Slot for Loan {
+    fn give_back(self, stream: &Stream) {
+        let _ = self.discard(stream);
+    }
+}
+
+/// Where the bytes of a tensor go.
+#[derive(Debug)]
+pub(crate) struct Target<S: Slot> {
+    /// None for a tensor that came before, or that nobody wants.
+    pub(crate) slot: Option<S>,
+    /// The stream that copies to it.
+    pub(crate) stream: Stream,
+}
+
+impl<S: Slot> Drop for Target<S> {
+    /// The slot of a tensor that is not sent goes back behind the copies to it: the next one there
+    /// may be another stream's.
+    fn drop(&mut self) {
+        if let Some(slot) = self.slot.take() {
+            slot.give_back(&self.stream);
+        }
+    }
+}
+
 /// Where the parts of one tensor go, checked part by part.
 #[derive(Debug)]
 pub(crate) struct Assembly<T> {
@@ -654,5 +736,103 @@ impl<T> Assembly<T> {
 
     pub(crate) fn is_whole(&self) -> bool {
         self.filled == self.layout.bytes()
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::sync::mpsc::{Sender, channel};
+    use std::time::Instant;
+
+    use warpipe::backend::testing::{Failing, Wrapped};
+    use warpipe::{Domain, Publisher, SlotReturn, Subscriber};
+
+    use super::*;
+    use crate::options::Options;
+    use crate::session;
+
+    /// A wait that only a hang reaches.
+    const LONG: Duration = Duration::from_secs(300);
+
+    /// A domain of its own on the host, for the folder's life.
+    pub(crate) fn options() -> (tempfile::TempDir, Arc<Options>) {
+        let folder = tempfile::tempdir().unwrap();
+        let domain = Domain::at(folder.path().join("domain")).unwrap();
+        let options = Options::new(&domain, &Device::host());
+        (folder, Arc::new(options))
+    }
+
+    /// A stream that does nothing until the sender is dropped.
+    pub(crate) fn blocked(device: &Device) -> (Stream, Sender<()>) {
+        let stream = device.stream().unwrap();
+        let (go, wait) = channel();
+        let work = move || {
+            let _ = wait.recv();
+        };
+        stream.call(work).unwrap();
+        (stream, go)
+    }
+
+    /// That a slot comes back, but not before a stream goes on.
+    pub(crate) fn comes_back_behind(go: Sender<()>, returned: &SlotReturn) {
+        assert!(!returned.is_back().unwrap(), "its stream still copies");
+        drop(go);
+        let start = Instant::now();
+        while !returned.is_back().unwrap() {
+            assert!(start.elapsed() < LONG, "it is not back");
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn a_sample_with_a_copy_that_failed_or_was_given_up_is_released_behind_that_copy() {
+        struct Unfinished;
+        impl HostCopy for Unfinished {
+            fn wait(self: Box<Self>) -> warpipe::Result<Vec<HostPiece>> {
+                unreachable!("it is dropped")
+            }
+        }
+
+        let (_folder, options) = options();
+        let (_session, outbox) = session::alone(&options);
+        let failing = Wrapped::new(Device::host().backend().clone(), Failing::default());
+        let device = Device::from_backend(failing.clone());
+        let publisher = Publisher::builder("a").domain(&options.domain);
+        let publisher = publisher.device(&device).build().unwrap();
+        let subscriber = Subscriber::builder("a").domain(&options.domain);
+        let mut subscriber = subscriber.device(&device).build().unwrap();
+        let sender = LaneSender::new([1; 16], [2; 16], outbox);
+        sender.ready(0, WINDOW_MAX);
+        let layout = Layout::bytes_only(8).unwrap();
+        let receiving = device.stream().unwrap();
+        for is_dropped in [false, true] {
+            let (copying, go) = blocked(&device);
+            let loan = publisher.loan(&layout).unwrap();
+            let returned = loan.returned();
+            loan.send(&receiving).unwrap();
+            let sample = subscriber.receive(&receiving).unwrap();
+            sample.wait(LONG).unwrap();
+            let (tensor, address) = (
+                Tensor::new(Tag::Job { number: 1 }, &layout, b""),
+                sample.slot_ptr(),
+            );
+            // SAFETY: the sample is complete, and is the keeper.
+            let content = unsafe { Content::device(address, 8, &copying, Some(sample)) };
+            if is_dropped {
+                let Content::Device(content) = content else {
+                    unreachable!("as made")
+                };
+                drop(Copying {
+                    copy: Some(Box::new(Unfinished)),
+                    contents: vec![content],
+                });
+            } else {
+                failing.hook().aim("download", 1);
+                sender.send_tensor(tensor, &content, 8).unwrap_err();
+                assert!(failing.hook().has_struck());
+                drop(content);
+            }
+            comes_back_behind(go, &returned);
+        }
     }
 }

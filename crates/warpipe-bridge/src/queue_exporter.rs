@@ -13,7 +13,9 @@ use warpipe::{AnswerHandle, Error as Local, Lease, Loan, Sample, Stream, Worker}
 use zenoh::bytes::ZBytes;
 
 use crate::error::Result;
-use crate::lane::{Assembly, Content, Ending, LaneCounts, LaneReceiver, LaneSender, SLICE, upload};
+use crate::lane::{
+    Assembly, Content, Ending, LaneCounts, LaneReceiver, LaneSender, SLICE, Target, upload,
+};
 use crate::message::{End, Id, Message, Part, Tag, Tensor, bounded};
 use crate::options::Options;
 
@@ -316,7 +318,7 @@ impl QueueExport {
     fn take_part(
         &self,
         lane: &LaneReceiver,
-        assembly: &mut Option<Assembly<Option<Loan>>>,
+        assembly: &mut Option<Assembly<Target<Loan>>>,
         mut part: Part,
         payload: &ZBytes,
         stream: &Stream,
@@ -334,14 +336,15 @@ impl QueueExport {
                 }
                 Err(reason) => return Ok(Err(reason)),
             };
-            let target = match tensor.tag {
+            let slot = match tensor.tag {
                 Tag::Result { number } => self.output(number, &layout)?,
                 Tag::Failed { .. } => None,
                 Tag::Sample { .. } | Tag::Job { .. } => {
                     return Ok(Err("a lane of results brought something else".into()));
                 }
             };
-            *assembly = Some(Assembly::new(tensor, layout, target));
+            let stream = stream.clone();
+            *assembly = Some(Assembly::new(tensor, layout, Target { slot, stream }));
         }
         let Some(current) = assembly else {
             return Ok(Err("a part came without its tensor".into()));
@@ -349,9 +352,9 @@ impl QueueExport {
         if let Err(reason) = current.add(&part, payload.len() as u64) {
             return Ok(Err(reason));
         }
-        if let Some(loan) = &current.target {
+        if let Some(loan) = &current.target.slot {
             // SAFETY: `add` found the range inside the slot, which is this loan's alone until the
-            // answer, behind the same stream.
+            // answer, or until it is given back, behind the same stream.
             unsafe {
                 upload(
                     payload,
@@ -365,7 +368,7 @@ impl QueueExport {
             return Ok(Ok(()));
         }
         match assembly.take() {
-            Some(whole) => self.answer(lane, whole, stream).map(Ok),
+            Some(whole) => self.answer(lane, whole).map(Ok),
             None => Ok(Ok(())),
         }
     }
@@ -395,29 +398,19 @@ impl QueueExport {
         }
     }
 
-    fn answer(
-        &self,
-        lane: &LaneReceiver,
-        whole: Assembly<Option<Loan>>,
-        stream: &Stream,
-    ) -> Result<()> {
+    fn answer(&self, lane: &LaneReceiver, mut whole: Assembly<Target<Loan>>) -> Result<()> {
         let (Tag::Result { number } | Tag::Failed { number, .. }) = whole.tag else {
             return Ok(());
         };
         let job = lock(&self.jobs).get(&number).cloned();
-        match (job.and_then(|job| job.take()), whole.tag, whole.target) {
-            (Some(answer), Tag::Result { .. }, Some(mut loan)) => {
-                let _ = loan.set_metadata(&whole.metadata);
-                complete(answer, loan, stream);
-                LaneCounts::add(&lane.counts.tensors, 1);
-                LaneCounts::add(&lane.counts.bytes, whole.layout.bytes());
-            }
+        match (job.and_then(|job| job.take()), whole.tag) {
+            // It came a second time, or after the job had gone back.
+            (None, _) => LaneCounts::add(&self.repeated, 1),
             (
                 Some(answer),
                 Tag::Failed {
                     reason, is_final, ..
                 },
-                _,
             ) => {
                 until_done(answer, |answer| {
                     if is_final {
@@ -427,9 +420,15 @@ impl QueueExport {
                     }
                 });
             }
-            // It came a second time, or after the job had gone back.
-            (None, ..) => LaneCounts::add(&self.repeated, 1),
-            (Some(answer), ..) => until_done(answer, AnswerHandle::requeue),
+            (Some(answer), _) => match whole.target.slot.take() {
+                Some(mut loan) => {
+                    let _ = loan.set_metadata(&whole.metadata);
+                    complete(answer, loan, &whole.target.stream);
+                    LaneCounts::add(&lane.counts.tensors, 1);
+                    LaneCounts::add(&lane.counts.bytes, whole.layout.bytes());
+                }
+                None => until_done(answer, AnswerHandle::requeue),
+            },
         }
         if let Some(jobs) = self.lane() {
             let taken = Message::Taken {
@@ -485,5 +484,57 @@ fn complete(mut answer: AnswerHandle, mut output: Loan, stream: &Stream) {
             }
             _ => return,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use warpipe::{DType, Layout, Queue};
+
+    use super::*;
+    use crate::lane::tests::{blocked, comes_back_behind, options};
+    use crate::session;
+
+    #[test]
+    fn the_slot_of_a_result_that_is_cut_off_goes_back_behind_the_copy_to_it() {
+        let (_folder, options) = options();
+        let (_session, outbox) = session::alone(&options);
+        let lane = LaneReceiver::new([1; 16], [2; 16], 2, outbox);
+        let queue = Queue::builder("work");
+        let queue = queue.domain(&options.domain).device(&options.device);
+        let queue = queue.build().unwrap();
+        let export = QueueExport::new("work", [2; 16], &options);
+        let mut worker = export.worker().unwrap();
+        let layout = Layout::contiguous(DType::U8, &[16]).unwrap();
+        let given = options.device.stream().unwrap();
+        let _job = queue.submit(queue.loan(&layout).unwrap(), &given).unwrap();
+        let long = Duration::from_secs(300);
+        let (_input, answer) = worker.lease_timeout(&given, long).unwrap().split();
+        let job = Job {
+            answer: Mutex::new(Some(answer)),
+            answered: Condvar::new(),
+        };
+        lock(&export.jobs).insert(1, Arc::new(job));
+        let part = Part {
+            lane: [1; 16],
+            number: 1,
+            offset: 0,
+            tensor: Some(Tensor::new(Tag::Result { number: 1 }, &layout, b"")),
+            more: Vec::new(),
+        };
+        let (stream, go) = blocked(&options.device);
+        let (mut result, half) = (None, vec![7; 8].into());
+        let took = export.take_part(&lane, &mut result, part, &half, &stream);
+        took.unwrap().unwrap();
+        let returned = result
+            .as_ref()
+            .unwrap()
+            .target
+            .slot
+            .as_ref()
+            .unwrap()
+            .returned();
+        drop(result);
+        comes_back_behind(go, &returned);
     }
 }

@@ -12,7 +12,9 @@ use warpipe::{
 use zenoh::bytes::ZBytes;
 
 use crate::error::Result;
-use crate::lane::{Assembly, Content, Ending, LaneCounts, LaneReceiver, LaneSender, SLICE, upload};
+use crate::lane::{
+    Assembly, Content, Ending, LaneCounts, LaneReceiver, LaneSender, SLICE, Target, upload,
+};
 use crate::message::{Id, Message, Part, Purpose, Tag, Tensor, bounded};
 use crate::options::Options;
 
@@ -232,7 +234,7 @@ impl QueueImport {
         &self,
         lane: &LaneReceiver,
         queue: &Queue,
-        assembly: &mut Option<Assembly<Option<Loan>>>,
+        assembly: &mut Option<Assembly<Target<Loan>>>,
         mut part: Part,
         payload: &ZBytes,
         stream: &Stream,
@@ -259,7 +261,7 @@ impl QueueImport {
             if count >= JOBS_MAX {
                 return Ok(Err(format!("{JOBS_MAX} jobs are here already")));
             }
-            let target = if is_known {
+            let slot = if is_known {
                 LaneCounts::add(&lane.counts.repeated, 1);
                 None
             } else {
@@ -268,7 +270,8 @@ impl QueueImport {
                     None => return Ok(Err("the lane was cut".into())),
                 }
             };
-            *assembly = Some(Assembly::new(tensor, layout, target));
+            let stream = stream.clone();
+            *assembly = Some(Assembly::new(tensor, layout, Target { slot, stream }));
         }
         let Some(current) = assembly else {
             return Ok(Err("a part came without its tensor".into()));
@@ -276,9 +279,9 @@ impl QueueImport {
         if let Err(reason) = current.add(&part, payload.len() as u64) {
             return Ok(Err(reason));
         }
-        if let Some(loan) = &current.target {
+        if let Some(loan) = &current.target.slot {
             // SAFETY: `add` found the range inside the slot, which is this loan's alone until it is
-            // submitted, behind the same stream.
+            // submitted or given back, behind the same stream.
             unsafe {
                 upload(
                     payload,
@@ -291,7 +294,7 @@ impl QueueImport {
         if current.is_whole()
             && let Some(whole) = assembly.take()
         {
-            self.submit(lane, queue, whole, stream)?;
+            self.submit(lane, queue, whole)?;
         }
         Ok(Ok(()))
     }
@@ -312,10 +315,9 @@ impl QueueImport {
         &self,
         lane: &LaneReceiver,
         queue: &Queue,
-        whole: Assembly<Option<Loan>>,
-        stream: &Stream,
+        mut whole: Assembly<Target<Loan>>,
     ) -> Result<()> {
-        let (Tag::Job { number }, Some(mut loan)) = (whole.tag, whole.target) else {
+        let (&Tag::Job { number }, Some(loan)) = (&whole.tag, &mut whole.target.slot) else {
             return Ok(());
         };
         loan.set_metadata(&whole.metadata)?;
@@ -329,7 +331,10 @@ impl QueueImport {
             if !state.sessions.contains_key(&lane.peer) {
                 return Ok(());
             }
-            match queue.submit_timeout(loan, stream, std::time::Duration::ZERO) {
+            let Some(loan) = whole.target.slot.take() else {
+                return Ok(());
+            };
+            match queue.submit_timeout(loan, &whole.target.stream, std::time::Duration::ZERO) {
                 Ok(job) => {
                     state.jobs.insert(job.id(), (lane.peer, number));
                     if let Some(session) = state.sessions.get_mut(&lane.peer) {
@@ -342,7 +347,7 @@ impl QueueImport {
                 Err(SubmitError {
                     error: Local::QueueFull { .. } | Local::Timeout { .. },
                     loan: Some(back),
-                }) => loan = *back,
+                }) => whole.target.slot = Some(*back),
                 Err(failed) => return Err(failed.error.into()),
             }
         }
@@ -559,5 +564,47 @@ impl State {
                 let _ = job.cancel();
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use warpipe::DType;
+
+    use super::*;
+    use crate::lane::tests::{blocked, comes_back_behind, options};
+    use crate::session;
+
+    #[test]
+    fn the_slot_of_a_job_that_is_cut_off_goes_back_behind_the_copy_to_it() {
+        let (_folder, options) = options();
+        let (_session, outbox) = session::alone(&options);
+        let lane = Arc::new(LaneReceiver::new([1; 16], [2; 16], 2, outbox.clone()));
+        let results = Arc::new(LaneSender::new([3; 16], [2; 16], outbox));
+        let import = QueueImport::new("work", "there", &options);
+        import.connect(&lane, &results);
+        let queue = import.open(&lane).unwrap().unwrap();
+        let layout = Layout::contiguous(DType::U8, &[16]).unwrap();
+        let part = Part {
+            lane: [1; 16],
+            number: 1,
+            offset: 0,
+            tensor: Some(Tensor::new(Tag::Job { number: 1 }, &layout, b"")),
+            more: Vec::new(),
+        };
+        let (stream, go) = blocked(&options.device);
+        let (mut job, half) = (None, vec![7; 8].into());
+        let took = import.take_part(&lane, &queue, &mut job, part, &half, &stream);
+        took.unwrap().unwrap();
+        let returned = job
+            .as_ref()
+            .unwrap()
+            .target
+            .slot
+            .as_ref()
+            .unwrap()
+            .returned();
+        drop(job);
+        comes_back_behind(go, &returned);
     }
 }

@@ -172,6 +172,20 @@ impl Outbox {
     }
 }
 
+/// A session that is connected to nobody, with an outbox.
+#[cfg(test)]
+pub(crate) fn alone(options: &Options) -> (Session, Arc<Outbox>) {
+    let session = open(options).unwrap();
+    let publisher = session.declare_publisher(inbox_key(&[1; 16]));
+    let (posted, _) = sync_channel(1);
+    let outbox = Outbox {
+        me: id(&session),
+        publisher: Arc::new(publisher.wait().unwrap()),
+        posted,
+    };
+    (session, Arc::new(outbox))
+}
+
 /// Sends what is posted, until the outbox is dropped.
 fn send_posted(waiting: &Receiver<Posted>, publisher: &Publisher<'static>, me: &Id) {
     while let Ok(posted) = waiting.recv() {
