@@ -42,6 +42,10 @@ pub(super) const CASES: &[Case] = &[
         drops,
     ),
     Case::new(
+        "a copy from or to the host is refused on a capturing stream, and disturbs no capture",
+        host_copies,
+    ),
+    Case::new(
         "the default stream is refused while a stream ordered with it captures",
         default_stream,
     ),
@@ -379,6 +383,36 @@ fn drops(context: &Context) -> Result<()> {
     // The link has not been closed because of it.
     publisher.send_bytes(&stream, b"next")?;
     subscriber.receive(&stream)?.finish(PATIENCE)?;
+    Ok(())
+}
+
+fn host_copies(context: &Context) -> Result<()> {
+    let graphs = Graphs::of(context)?;
+    let (stream, backend) = (context.stream()?, context.device.backend());
+    let (memory, raw) = (Memory::allocate(&context.device, 1 << 20)?, stream.raw());
+    let at = memory.ptr();
+    graphs.begin(&stream, Mode::Global)?;
+    // SAFETY: the stream and the memory, which is as long, live.
+    unsafe {
+        // In rows, as one row, through page-locked memory and without.
+        for bytes in [1, 8, 9, 64 << 10, 1 << 20] {
+            refused("upload", backend.upload(raw, at, &vec![7; bytes]))?;
+        }
+        refused(
+            "pieces",
+            backend.upload_pieces(raw, at, &[&[7; 8], &[7; 9]]),
+        )?;
+        refused("download", backend.download(raw, &mut [7; 8], at))?;
+        refused(
+            "copy_to_host",
+            backend.copy_to_host(raw, &[(at, 8)]).map(drop),
+        )?;
+    }
+    let graph = graphs.end(&stream)?;
+    graph.launch(&stream)?;
+    stream.synchronize(PATIENCE)?;
+    let found = memory.to_vec(PATIENCE)?;
+    ensure!(found.iter().all(|&byte| byte == 0), "the graph has a copy");
     Ok(())
 }
 

@@ -362,7 +362,8 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     /// `cuMemcpyHtoDAsync` from any host memory; `src` may be reused as soon as this returns. Does
     /// not wait for the stream's work, which may be blocked. Waits for staging memory if too many
     /// bytes are queued behind such streams, for 10 s at most
-    /// ([`Error::Timeout`](crate::Error::Timeout)).
+    /// ([`Error::Timeout`](crate::Error::Timeout)). Refuses a stream that is captured
+    /// ([`Error::Capturing`](crate::Error::Capturing)), as the other copies from and to the host.
     ///
     /// # Safety
     /// `dst` is writable for `src.len()` bytes until the copy is done; nothing enqueued elsewhere

@@ -83,8 +83,8 @@ impl CudaBackend {
         }
         let _current = self.enter()?;
         // SAFETY: the stream is the caller's.
-        let is_row = !self.goes_as_rows(src.len()) || unsafe { !self.may_stage(stream) };
-        if !is_row
+        unsafe { self.check_not_capturing(stream) }?;
+        if self.goes_as_rows(src.len())
             && let Some(lease) = self.staging.lend(self.driver, src.len(), Purpose::Upload)?
         {
             // SAFETY: the caller's promise.
@@ -216,9 +216,8 @@ impl CudaBackend {
         }
         let current = self.enter()?;
         // SAFETY: the stream is the caller's.
-        if unsafe { self.may_stage(stream) }
-            && let Some(lease) = self.staging.lend(self.driver, bytes, Purpose::Upload)?
-        {
+        unsafe { self.check_not_capturing(stream) }?;
+        if let Some(lease) = self.staging.lend(self.driver, bytes, Purpose::Upload)? {
             // SAFETY: the caller's promise.
             return unsafe { self.upload_lease(stream, dst, pieces, bytes, lease) };
         }
@@ -232,14 +231,21 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// Whether memory may be lent for a copy on this stream. A capture would record the copy, and its
-    /// graph might run when the memory is another copy's.
+    /// Refuses a stream that is captured: its graph would repeat the copy when the memory on the host
+    /// is another copy's, and the queries here would invalidate the capture.
     ///
     /// # Safety
     /// The stream is live; the context is current.
-    unsafe fn may_stage(&self, stream: CUstream) -> bool {
+    pub(super) unsafe fn check_not_capturing(&self, stream: CUstream) -> Result<()> {
         // SAFETY: the caller's promise.
-        !matches!(unsafe { self.driver.stream_is_capturing(stream) }, Ok(true))
+        match unsafe { self.driver.stream_is_capturing(stream) } {
+            Ok(true) => Err(Error::Capturing {
+                what: format!("stream {:#x}", stream.addr()),
+            }),
+            // A driver without stream capture.
+            Ok(false) | Err(Fault::Symbol(_)) => Ok(()),
+            Err(fault) => Err(fault.into()),
+        }
     }
 
     /// Whether a copy of this length from page-locked memory is enqueued as two rows. One byte is
@@ -282,6 +288,8 @@ impl CudaBackend {
         src: CUdeviceptr,
     ) -> Result<()> {
         let _current = self.enter()?;
+        // SAFETY: the stream is the caller's.
+        unsafe { self.check_not_capturing(stream) }?;
         if dst.len() > LARGEST && self.driver.is_registered_host(dst.as_ptr())? {
             // SAFETY: the caller's promise.
             let outcome = unsafe { self.download_in_place(stream, dst, src) };

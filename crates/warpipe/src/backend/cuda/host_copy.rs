@@ -60,6 +60,8 @@ impl CudaBackend {
         }
         let backend = self.me.upgrade().ok_or_else(|| self.reset_error())?;
         let current = self.enter()?;
+        // SAFETY: the stream is the caller's.
+        unsafe { self.check_not_capturing(stream) }?;
         let lease = self.staging.lend(self.driver, bytes, Purpose::Kept)?;
         let Some(lease) = lease else {
             // The callers that have the memory may each wait for more of it: no wait here.
