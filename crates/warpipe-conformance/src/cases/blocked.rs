@@ -1,13 +1,15 @@
 //! No thread that others rely on blocks in a driver call: while any function of it hangs, in every
-//! thread that calls it, streams are rescued, heartbeats come and new peers are admitted.
+//! thread that calls it, streams are rescued, heartbeats come and new peers are admitted. **This
+//! module is marked for unsafe**: it copies by address.
 
 use std::sync::Mutex;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use warpipe::{PeerState, PoolClient, Semaphore, Timeline};
+use warpipe::{Memory, PeerState, PoolClient, Semaphore, Timeline};
 use warpipe_testkit::eventually;
 
 use super::Case;
@@ -31,6 +33,10 @@ pub(super) const CASES: &[Case] = &[
     )
     .limit(400)
     .long(400),
+    Case::new(
+        "copies that have page-locked memory go on while the driver registers more for another",
+        copies_with_room,
+    ),
 ];
 
 /// Newcomers to endpoints of the process in which a function hangs: to a channel that nobody uses,
@@ -200,6 +206,45 @@ fn blocked(context: &Context) -> Result<()> {
     context.figure("functions", FUNCTIONS.len());
     ensure!(failed.is_empty(), "{}", failed.join("; "));
     Ok(())
+}
+
+fn copies_with_room(context: &Context) -> Result<()> {
+    const REGISTER: &str = "cuMemHostRegister_v2";
+    const LARGE: usize = 1 << 20;
+    let fake_driver = FakeDriver::of(&context.settings)?;
+    let backend = context.device.backend();
+    let (memory, stream) = (
+        Memory::allocate(&context.device, LARGE as u64)?,
+        context.stream()?,
+    );
+    let (go, wait) = channel::<()>();
+    stream.call(move || {
+        let _ = wait.recv();
+    })?;
+    // SAFETY: the memory is as long and lives, as does the stream; only this stream writes it.
+    let upload = |bytes: &[u8]| unsafe { backend.upload(stream.raw(), memory.ptr(), bytes) };
+    // The first piece of the first region: a large copy has to have another one.
+    upload(&[1; 8])?;
+    fake_driver.block(REGISTER)?;
+    let uploaded = std::thread::scope(|scope| -> Result<()> {
+        let large = scope.spawn(|| upload(&vec![2; LARGE]));
+        let is_hanging = eventually(PATIENCE, || {
+            fake_driver.hanging(REGISTER).is_ok_and(|count| count > 0)
+        });
+        let (tell, told) = channel();
+        let small = scope.spawn(move || tell.send(upload(&[3; 8])));
+        let small_came = told.recv_timeout(PATIENCE);
+        fake_driver.release(REGISTER)?;
+        let large = large.join();
+        drop(small);
+        ensure!(is_hanging, "nothing was registered for the large copy");
+        small_came.context("the small copy waited for the other's memory")??;
+        large.map_err(|_| anyhow::anyhow!("a panic"))??;
+        Ok(())
+    });
+    drop(go);
+    stream.synchronize(PATIENCE)?;
+    uploaded
 }
 
 /// One process that others wait for in four ways, and that is to die.

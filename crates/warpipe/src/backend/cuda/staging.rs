@@ -92,9 +92,19 @@ struct StagingRegion {
     free: Vec<usize>,
 }
 
+/// An answer to a copy that asks for pieces.
+enum Loan {
+    Made(StagingLease),
+    /// Too many bytes are lent for its purpose, or there are as many regions as there may be.
+    Refused,
+    NeedsRegion,
+}
+
 #[derive(Debug, Default)]
 struct StagingState {
     regions: Vec<StagingRegion>,
+    /// Regions that threads are making.
+    coming: usize,
     /// Leases of streams that may not be past them yet.
     left: Vec<StagingLease>,
     /// Bytes lent for uploads.
@@ -226,28 +236,15 @@ impl StagingState {
         Some(region.piece(position?, index))
     }
 
-    /// Takes one piece, from a new region if necessary.
-    fn take(&mut self, driver: &Driver, class: usize) -> Result<Option<Piece>> {
-        if let Some(piece) = self.find(class) {
-            return Ok(Some(piece));
-        }
-        self.collect();
-        if let Some(piece) = self.find(class) {
-            return Ok(Some(piece));
-        }
-        if self.regions.len() < REGIONS_MAX {
-            self.regions.push(StagingRegion::new(driver)?);
-        }
-        Ok(self.find(class))
+    fn take(&mut self, class: usize) -> Option<Piece> {
+        self.find(class).or_else(|| {
+            self.collect();
+            self.find(class)
+        })
     }
 
     /// Lends all pieces that a copy needs, or none.
-    fn lend(
-        &mut self,
-        driver: &Driver,
-        bytes: usize,
-        purpose: Purpose,
-    ) -> Result<Option<StagingLease>> {
+    fn lend(&mut self, bytes: usize, purpose: Purpose) -> Loan {
         let (class, count) = pieces_for(bytes);
         let total = count * PIECES[class];
         // Streams mostly pass their leases in order; checking all of them each time would be
@@ -263,20 +260,22 @@ impl StagingState {
         if is_too_much(self) {
             self.collect();
             if is_too_much(self) {
-                return Ok(None);
+                return Loan::Refused;
             }
         }
         let mut pieces: Vec<Piece> = Vec::with_capacity(count);
         while pieces.len() < count {
-            match self.take(driver, class) {
-                Ok(Some(piece)) => pieces.push(piece),
-                other => {
-                    pieces
-                        .iter()
-                        .for_each(|piece| self.regions[piece.region].free.push(piece.index));
-                    return other.map(|_| None);
-                }
-            }
+            let Some(piece) = self.take(class) else {
+                pieces
+                    .iter()
+                    .for_each(|piece| self.regions[piece.region].free.push(piece.index));
+                return if self.regions.len() + self.coming < REGIONS_MAX {
+                    Loan::NeedsRegion
+                } else {
+                    Loan::Refused
+                };
+            };
+            pieces.push(piece);
         }
         match purpose {
             Purpose::Upload => self.uploading += total,
@@ -285,14 +284,14 @@ impl StagingState {
         }
         self.last_value += 1;
         let (word, word_ptr) = self.regions[pieces[0].region].word(pieces[0].index);
-        Ok(Some(StagingLease {
+        Loan::Made(StagingLease {
             pieces,
             piece_bytes: PIECES[class],
             purpose,
             word,
             word_ptr,
             value: self.last_value,
-        }))
+        })
     }
 }
 
@@ -308,7 +307,21 @@ impl Staging {
         bytes: usize,
         purpose: Purpose,
     ) -> Result<Option<StagingLease>> {
-        self.lock().lend(driver, bytes, purpose)
+        let mut state = self.lock();
+        loop {
+            match state.lend(bytes, purpose) {
+                Loan::Made(lease) => return Ok(Some(lease)),
+                Loan::Refused => return Ok(None),
+                Loan::NeedsRegion => {}
+            }
+            // Without the lock: the driver may take long, and copies that have room go on.
+            state.coming += 1;
+            drop(state);
+            let made = StagingRegion::new(driver);
+            state = self.lock();
+            state.coming -= 1;
+            state.regions.push(made?);
+        }
     }
 
     /// Returns pieces that no device uses.
