@@ -227,16 +227,21 @@ impl Suite<'_> {
                     Some(&folder),
                     long,
                 );
-                let sliced = Task::new(self.workspace.target.join("debug/conformance"))
-                    .args(["--backend", "cuda", "--only", "refused in time slices"])
-                    .env("LD_LIBRARY_PATH", &folder)
-                    .env("FAKE_CUDA_NO_MPS", "1");
-                self.program(
-                    "conformance, cuda over the fake driver without MPS",
-                    sliced,
-                    TEST_LIMIT,
-                    Dialect::LastLine,
-                );
+                for (name, only) in [
+                    ("rings", "refused in time slices"),
+                    ("copies", "copies from and to the host"),
+                ] {
+                    let sliced = Task::new(self.workspace.target.join("debug/conformance"))
+                        .args(["--backend", "cuda", "--only", only])
+                        .env("LD_LIBRARY_PATH", &folder)
+                        .env("FAKE_CUDA_NO_MPS", "1");
+                    self.program(
+                        &format!("{name}, cuda over the fake driver without MPS"),
+                        sliced,
+                        TEST_LIMIT,
+                        Dialect::LastLine,
+                    );
+                }
                 // Graphs are measured on a GPU alone.
                 let rings = Task::new(self.workspace.target.join("debug/warpipe-bench"))
                     .args(["kernel-ring", "--quick", "--device", "cuda"])

@@ -1,7 +1,10 @@
-//! Samples of every type, every layout, every size, and their metadata.
+//! Samples of every type, every layout, every size, and their metadata. **This module is marked for
+//! unsafe**: it copies by address.
+
+use std::sync::mpsc::channel;
 
 use anyhow::{Result, bail, ensure};
-use warpipe::{DType, Error, Layout};
+use warpipe::{DType, Error, Layout, Memory};
 
 use super::{Case, all_whole, skip};
 use crate::PATIENCE;
@@ -29,6 +32,10 @@ pub(super) const CASES: &[Case] = &[
     Case::new(
         "host bytes, slices and device pointers are copied in",
         copies_in,
+    ),
+    Case::new(
+        "copies from and to the host are whole, of every length, at any address, in any pieces",
+        host_copies,
     ),
 ];
 
@@ -209,4 +216,68 @@ fn copies_in(context: &Context) -> Result<()> {
         }) => Ok(()),
         other => bail!("a short slice gave {other:?}"),
     }
+}
+
+/// Copies on a stream without work and on one that is held up, each to a range of its own with
+/// bytes around it that stay.
+fn host_copies(context: &Context) -> Result<()> {
+    const EDGES: [usize; 5] = [4 << 10, 32 << 10, 64 << 10, 1 << 20, 3 << 20];
+    let (backend, mut rng) = (context.device.backend(), context.rng());
+    let around = EDGES
+        .into_iter()
+        .flat_map(|edge| [edge - 1, edge, edge + 1]);
+    let lengths: Vec<usize> = (0..=33).chain(around).collect();
+    let room: usize = lengths.iter().map(|length| length + 8).sum();
+    let memory = Memory::allocate(&context.device, room as u64)?;
+    for is_held_up in [false, true] {
+        let (stream, (go, wait)) = (context.stream()?, channel::<()>());
+        memory.write(&stream, 0, &vec![0xa5; room])?;
+        stream.synchronize(PATIENCE)?;
+        if is_held_up {
+            stream.call(move || {
+                let _ = wait.recv();
+            })?;
+        }
+        let (mut expected, mut ranges, mut at) = (vec![0xa5; room], Vec::new(), 0);
+        for (number, &length) in lengths.iter().enumerate() {
+            at += rng.usize(1..=4);
+            let bytes: Vec<u8> = (0..length).map(|_| rng.u8(..)).collect();
+            expected[at..at + length].copy_from_slice(&bytes);
+            let to = memory.ptr() + at as u64;
+            let (first, rest) = bytes.split_at(rng.usize(0..=length));
+            let (second, third) = rest.split_at(rng.usize(0..=rest.len()));
+            // SAFETY: the range lies in the memory, which outlives the copies, and only this stream
+            // writes there.
+            unsafe {
+                match number % 2 {
+                    0 => backend.upload(stream.raw(), to, &bytes)?,
+                    _ => backend.upload_pieces(stream.raw(), to, &[first, &[], second, third])?,
+                }
+            }
+            ranges.push((to, length as u64));
+            at += length;
+        }
+        drop(go);
+        stream.synchronize(PATIENCE)?;
+        ensure!(
+            memory.to_vec(PATIENCE)? == expected,
+            "wrong bytes; held up: {is_held_up}"
+        );
+        // SAFETY: the ranges lie in the memory, where nothing writes.
+        let copied = unsafe { backend.copy_to_host(stream.raw(), &ranges)? };
+        let found: Vec<u8> = copied
+            .wait()?
+            .iter()
+            .flat_map(|piece| piece.as_ref().to_vec())
+            .collect();
+        let sent: Vec<u8> = ranges
+            .iter()
+            .flat_map(|&(from, length)| {
+                let from = (from - memory.ptr()) as usize;
+                expected[from..from + length as usize].to_vec()
+            })
+            .collect();
+        ensure!(found == sent, "other bytes came to the host");
+    }
+    Ok(())
 }
