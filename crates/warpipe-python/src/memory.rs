@@ -191,7 +191,8 @@ impl SampleHolder {
             // SAFETY: mapped while `memory` is, and as long as its layout, which was checked when
             // it was opened.
             Some(InPlaceView { layout, memory }) => unsafe {
-                download(memory.device(), memory.ptr(), layout.bytes())
+                let used_on = |stream: &warpipe::Stream| memory.used_on(stream);
+                download(memory.device(), memory.ptr(), layout.bytes(), used_on)
             },
             // The data is complete already.
             None => Ok(self.sample().to_vec(crate::wait::SLICE)?),
@@ -385,11 +386,13 @@ impl Memory {
         let bytes = match &self.hold {
             MemoryHolder::Copy(bytes) => bytes.to_vec(),
             MemoryHolder::Sample(lent) => py.detach(|| lent.to_bytes())?,
-            MemoryHolder::Owned(_) => {
+            MemoryHolder::Owned(owner) => {
                 let (device, lowest, bytes) = (&self.device, self.lowest, self.layout.bytes());
-                // SAFETY: the hold keeps the memory mapped, and the layout was checked against its
-                // length.
-                py.detach(|| unsafe { download(device, lowest, bytes) })?
+                let used_on =
+                    |stream: &warpipe::Stream| owner.consumers().note(&Consumer::own(stream));
+                // SAFETY: the hold keeps the memory mapped, also for what it notes, and the layout
+                // was checked against its length.
+                py.detach(|| unsafe { download(device, lowest, bytes, used_on) })?
             }
             MemoryHolder::Loan(_) => {
                 let next = "a loan is there to be written; receive it to read it, or use a framework's array of it";

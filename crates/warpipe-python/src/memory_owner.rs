@@ -359,12 +359,16 @@ impl Target for Range<'_> {
 
 /// A copy on the host of memory that has no writer any more.
 ///
+/// `used_on` is called with a stream that may still read them: a copy that was not done in time.
+///
 /// # Safety
-/// `bytes` bytes from `lowest` on are memory of `device` that can be read during the call.
+/// `bytes` bytes from `lowest` on are memory of `device` that can be read during the call, and, once
+/// `used_on` has been called, until its stream is past its work.
 pub unsafe fn download(
     device: &warpipe::Device,
     lowest: DevicePtr,
     bytes: u64,
+    used_on: impl FnOnce(&warpipe::Stream),
 ) -> Outcome<Vec<u8>> {
     let mut copy = room_for(bytes)?;
     copy.resize(bytes as usize, 0);
@@ -372,7 +376,11 @@ pub unsafe fn download(
         // Not a stream of the user: its work may be blocked, and this copy must not be.
         let stream = device.stream()?;
         // SAFETY: the stream is live and has nothing else to do; the range is the caller's promise.
-        unsafe { device.backend().download(stream.raw(), &mut copy, lowest)? };
+        let copied = unsafe { device.backend().download(stream.raw(), &mut copy, lowest) };
+        if copied.is_err() {
+            used_on(&stream);
+        }
+        copied?;
     }
     Ok(copy)
 }

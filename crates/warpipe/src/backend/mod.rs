@@ -103,7 +103,8 @@ mod sealed {
 /// A copy to the host that a stream makes. Dropping it waits for it, too.
 pub trait HostCopy: Send {
     /// Waits until the bytes have arrived, for 10 s at most
-    /// ([`Error::Timeout`](crate::Error::Timeout)). Returns them in the pieces of memory in which
+    /// ([`Error::Timeout`](crate::Error::Timeout)). After an error the stream may still read what it
+    /// was to copy, as after a drop that waited as long. Returns them in the pieces of memory in which
     /// they lie, in order.
     fn wait(self: Box<Self>) -> Result<Vec<HostPiece>>;
 }
@@ -404,8 +405,9 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     /// there, copies to other memory and waits.
     ///
     /// # Safety
-    /// The ranges are readable, and nothing writes there, until the result has been waited for or
-    /// dropped; `stream` is live until then.
+    /// The ranges are readable, and nothing writes there, until the result has been waited for with
+    /// success, or `stream` is past its present work; `stream` is live until the result has been
+    /// waited for or dropped.
     unsafe fn copy_to_host(
         &self,
         stream: RawStream,

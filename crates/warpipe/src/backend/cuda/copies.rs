@@ -129,7 +129,7 @@ impl CudaBackend {
         }?;
         if late {
             // SAFETY: the stream is the caller's.
-            let waited = unsafe { self.wait_for_copy(stream) };
+            let waited = unsafe { self.wait_to_the_end(stream) };
             // SAFETY: as above.
             return unsafe { self.settled(stream, waited) };
         }
@@ -353,8 +353,18 @@ impl CudaBackend {
             self.driver
                 .download_async(dst.as_mut_ptr(), src, dst.len(), stream)
         }?;
+        // SAFETY: the stream is the caller's.
+        unsafe { self.wait_to_the_end(stream) }
+    }
+
+    /// Waits without a limit until the stream's present work is done: it uses memory of the caller
+    /// that is borrowed only for the call.
+    ///
+    /// # Safety
+    /// The stream is live, the context current.
+    unsafe fn wait_to_the_end(&self, stream: CUstream) -> Result<()> {
         loop {
-            // SAFETY: the stream is the caller's.
+            // SAFETY: the caller's promise.
             match unsafe { self.wait_for_copy(stream) } {
                 Err(Error::Timeout { .. }) => {}
                 done => return done,

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use super::backend::CudaBackend;
+use super::fault;
 use super::staging::{Purpose, StagingLease};
 use super::sys::{CUdeviceptr, CUstream};
 use crate::backend::{HostCopy, HostPiece, copy_at_once};
@@ -127,6 +128,10 @@ impl StagedCopy {
         let Some(lease) = self.lease.take() else {
             return Ok(None);
         };
+        if fault::forked() {
+            // The memory is the parent's, and another thread of the parent may have held its lock.
+            return Err(Error::Forked);
+        }
         let waited = self.backend.enter().and_then(|_current| {
             let waited = self.backend.wait_for_lease(self.stream, &lease);
             // SAFETY: the stream is live until the copy has been waited for.
@@ -170,7 +175,10 @@ impl Drop for StagedCopy {
 
 impl Drop for Arrived {
     fn drop(&mut self) {
-        if let Some(lease) = self.lease.take() {
+        // As above: in a child it is the parent's.
+        if let Some(lease) = self.lease.take()
+            && !fault::forked()
+        {
             self.backend.staging.give_back(lease);
         }
     }
