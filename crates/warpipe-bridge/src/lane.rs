@@ -34,7 +34,7 @@ pub(crate) struct LaneCounts {
     pub(crate) bytes: AtomicU64,
     /// Samples that the policy left out.
     pub(crate) dropped: AtomicU64,
-    /// Samples whose numbers were missing, whatever the reason.
+    /// Samples that did not come, by the numbers, whatever the reason.
     pub(crate) missing: AtomicU64,
     /// Samples that came a second time and were not published.
     pub(crate) repeated: AtomicU64,
@@ -388,8 +388,8 @@ impl<'a> Content<'a> {
     /// The bytes at `address`, to be copied out by `stream`, which does nothing else.
     ///
     /// # Safety
-    /// They are readable by the stream's device, and nothing writes there, until `keeper`, a complete
-    /// sample, is released, or, without one, as long as this or a part of it lives.
+    /// They are readable by the stream's device, and nothing writes there, until `keeper`, a
+    /// complete sample, is released, or, without one, as long as this or a part of it lives.
     pub(crate) unsafe fn device(
         address: DevicePtr,
         bytes: u64,

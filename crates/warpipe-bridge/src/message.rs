@@ -47,7 +47,7 @@ pub(crate) fn id_of(text: &str) -> Option<Id> {
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) enum Message {
-    /// Who the sender is and what it takes. Sent until the other end's has come.
+    /// The sender's machine, and what it takes. Sent until the other end's has come.
     Hello(Hello),
     /// A lane begins.
     Begin { lane: Id, purpose: Purpose },
@@ -80,7 +80,7 @@ pub(crate) struct Hello {
     pub(crate) home: u64,
     /// Patterns of the names that the sender imports.
     pub(crate) imports: Vec<String>,
-    /// Patterns of the queues whose jobs the sender does.
+    /// Patterns of the queues that the sender does jobs of.
     pub(crate) queues: Vec<String>,
     /// Whether the other end's `Hello` has come.
     pub(crate) has_yours: bool,

@@ -1,4 +1,4 @@
-//! One queue, exported to one peer: ordinary workers here, whose jobs the peer's workers do.
+//! One queue, exported to one peer: ordinary workers here, with jobs that the peer's workers do.
 //!
 //! Each thread has a worker of the local queue and carries one job at a time: it sends the input,
 //! and the thread of the lane of results answers it. As many of them take jobs as the peer has
@@ -50,7 +50,7 @@ pub(crate) struct QueueExport {
 /// A job that the peer does.
 #[derive(Debug)]
 struct Job {
-    /// Taken by the first who answers it.
+    /// Taken by the first that answers it.
     answer: Mutex<Option<AnswerHandle>>,
     answered: Condvar,
 }

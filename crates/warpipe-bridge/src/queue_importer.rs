@@ -1,4 +1,4 @@
-//! One queue, imported from one machine: an ordinary queue here, whose jobs come over lanes.
+//! One queue, imported from one machine: an ordinary queue here, with jobs that come over lanes.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};

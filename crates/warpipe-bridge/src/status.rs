@@ -55,7 +55,7 @@ pub struct RemoteName {
     pub credit: u64,
     /// Samples that the policy left out.
     pub dropped: u64,
-    /// Samples whose numbers were missing.
+    /// Samples that did not come, by the numbers.
     pub missing: u64,
     /// Samples that came a second time, and were not published; results that came late or again.
     pub repeated: u64,

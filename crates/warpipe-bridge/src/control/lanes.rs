@@ -87,7 +87,7 @@ impl Control {
         }
     }
 
-    /// A source whose name nobody holds has ended. Any other has its lane, or gets one.
+    /// A source has ended if nobody holds its name. Any other has its lane, or gets one.
     fn answer_questions(&mut self, endpoints: &[Endpoint]) {
         if self.peers.values().all(|peer| peer.questions.is_empty()) {
             return;
@@ -371,7 +371,7 @@ impl Control {
             }
             peer.rests.retain(|_, until| Instant::now() < *until);
         }
-        // A name whose source has ended gives its place back: no lane and no publisher has it.
+        // A name without a source any more gives its place back: no lane and no publisher has it.
         self.imports
             .retain(|_, kept| Arc::strong_count(&kept.import) > 1 || kept.import.is_published());
         unsaid.iter().for_each(|lane| self.forget_sender(lane));

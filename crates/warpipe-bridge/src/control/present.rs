@@ -1,14 +1,14 @@
-//! The bridges that are present: those of which a token has come and whose session is connected.
+//! The bridges that are present: those of which a token has come and a session is connected.
 
 use std::collections::{HashMap, HashSet};
 
 use crate::message::Id;
 
-/// Tokens between two looks whose sessions are not known to be connected.
+/// Tokens between two looks without a session that is known to be connected.
 const HEARD_MAX: usize = 4096;
 
 /// Tokens come on Zenoh's threads, and which sessions are connected is asked by the control thread.
-/// A token comes after its session was connected, so one whose session is not in a later answer is
+/// A token comes after its session was connected, so one without a session in a later answer is
 /// no bridge's: a session may declare any number of tokens, and takes one place.
 #[derive(Debug, Default)]
 pub(crate) struct Present {

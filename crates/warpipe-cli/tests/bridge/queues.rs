@@ -1,4 +1,4 @@
-//! Queues whose jobs another machine does.
+//! Queues with jobs that another machine does.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -231,8 +231,8 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// Refuses a stream that is captured: its graph would repeat the copy when the memory on the host
-    /// is another copy's, and the queries here would invalidate the capture.
+    /// Refuses a stream that is captured: its graph would repeat the copy when the memory on the
+    /// host is another copy's, and the queries here would invalidate the capture.
     ///
     /// # Safety
     /// The stream is live; the context is current.
