@@ -173,7 +173,9 @@ impl Copies {
             // Dropped with the interpreter, in every case.
             let mut keep = Some(keep);
             py.detach(|| {
-                copy(&target, to, bytes, &from, meets).and_then(|()| self.keep(&target, &mut keep))
+                refuse_capture(&target)?;
+                copy(&target, to, bytes, &from, meets)?;
+                self.keep(&target, &mut keep)
             })?;
         }
         // The tensor's owner may write it again after this on its own stream.
@@ -223,6 +225,17 @@ impl Copies {
     }
 }
 
+/// Refuses a stream that is being captured: its graph would copy again, whenever it is launched, to
+/// memory that is another's by then.
+fn refuse_capture(stream: &warpipe::Stream) -> Outcome<()> {
+    // SAFETY: the stream is live as long as its handle.
+    if unsafe { stream.device().backend().is_capturing(stream.raw()) }? {
+        let what = format!("stream {:#x}", stream.raw().0.addr());
+        return Err(warpipe::Error::Capturing { what }.into());
+    }
+    Ok(())
+}
+
 /// Where a GPU's tensor lies.
 enum CopySource {
     /// As it is sent, from this address on.
@@ -264,9 +277,6 @@ fn copy(
         // Source and target are the same bytes.
         return Ok(());
     }
-    // An error for a stream that is being captured, which would use this memory again whenever the
-    // graph is launched.
-    stream.is_idle()?;
     let between = warpipe::Memory::allocate(stream.device(), bytes)?;
     // The memory is not unmapped before the stream is past both copies.
     between.used_on(stream);

@@ -1,5 +1,7 @@
 """Streams: a consumer that does not wait reads what a slow producer wrote; without the library's wait it does not."""
 
+import contextlib
+import ctypes
 import gc
 import os
 import weakref
@@ -257,3 +259,43 @@ def test_arrays_of_one_frame_on_several_foreign_streams_each_hold_it(link, make_
         # It may end now.
         others.pop(0).stream.synchronize()
     until(lambda: released(publisher), "the release")
+
+
+@contextlib.contextmanager
+def captured(stream):
+    """Captures the stream into a graph, and launches it once on the stream."""
+    driver = ctypes.CDLL("libcuda.so.1")
+
+    def call(name, *arguments):
+        assert getattr(driver, name)(*arguments) == 0, name
+
+    primary, graph, launchable, handle = (ctypes.c_void_p(value) for value in (None, None, None, stream.ptr))
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(primary), 0)
+    call("cuCtxSetCurrent", primary)
+    call("cuStreamBeginCapture_v2", handle, 0)
+    yield
+    call("cuStreamEndCapture", handle, ctypes.byref(graph))
+    call("cuGraphInstantiateWithFlags", ctypes.byref(launchable), graph, ctypes.c_ulonglong(0))
+    call("cuGraphLaunch", launchable, handle)
+    stream.synchronize(10)
+    call("cuCtxSetCurrent", None)
+    call("cuDevicePrimaryCtxRelease_v2", 0)
+
+
+def test_nothing_is_copied_on_a_captured_stream_and_the_capture_stays_valid(device, stream, open_publisher):
+    if device.kind == "host":
+        pytest.skip("no stream of the host is captured")
+    source, target = (warpipe.Memory.allocate(16, device=device) for _ in range(2))
+    source.write(b"sixteen bytes...")
+    publisher = open_publisher()
+    with captured(stream):
+        for copy in (
+            lambda: publisher.send(source, stream=stream),
+            lambda: target.copy_from(source, stream=stream),
+            lambda: target.write(b"sixteen bytes...", stream=stream),
+        ):
+            with pytest.raises(warpipe.CapturingError):
+                copy()
+    assert target.tobytes() == bytes(16)
+    source.release()
+    target.release()

@@ -159,9 +159,11 @@ impl Stream {
     /// call the device.
     ///
     /// # Errors
-    /// [`Error::Driver`].
+    /// [`Error::Capturing`] for a stream that is being captured: each launch of the graph would call
+    /// the function again; [`Error::Driver`]; [`Error::Forked`].
     pub fn call(&self, function: impl FnOnce() + Send + 'static) -> Result<()> {
-        // SAFETY: the stream is live as long as self.
+        self.check_not_capturing()?;
+        // SAFETY: the stream is live as long as self, and is not captured.
         unsafe { self.backend().call(self.raw(), Box::new(function)) }
     }
 

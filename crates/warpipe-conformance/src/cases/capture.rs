@@ -223,6 +223,7 @@ fn refusals(context: &Context) -> Result<()> {
     refused("a lent block's write", lent.write(&stream, 0, b"lost"))?;
     refused("a lent block's free", lent.free(&stream))?;
     refused("a block's free", block.free(&stream))?;
+    refused("call", stream.call(|| ()))?;
     refused("is_idle", stream.is_idle())?;
     refused("synchronize", stream.synchronize(PATIENCE))?;
     refused("wait_for", stream.wait_for(&free))?;

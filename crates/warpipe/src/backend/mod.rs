@@ -439,7 +439,7 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     /// `cuLaunchHostFunc`: enqueues a function on the CPU. It must not call the device.
     ///
     /// # Safety
-    /// `stream` is live.
+    /// `stream` is live, and is not captured: a graph would call the function at each launch.
     unsafe fn call(&self, stream: RawStream, function: Box<dyn FnOnce() + Send>) -> Result<()>;
 
     /// `cuStreamIsCapturing`: whether work on the stream is recorded into a graph, and not
