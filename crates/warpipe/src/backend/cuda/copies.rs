@@ -38,6 +38,14 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// How often a query is refused before its stream counts as failed.
 const QUERIES: u32 = 3;
 
+/// The limit of a wait for a copy.
+#[derive(Debug, Clone, Copy)]
+enum Limit {
+    Patience,
+    /// The copy uses memory of the caller that is borrowed for the call alone.
+    None,
+}
+
 /// A limited wait.
 struct Wait {
     start: Instant,
@@ -129,7 +137,7 @@ impl CudaBackend {
         }?;
         if late {
             // SAFETY: the stream is the caller's.
-            let waited = unsafe { self.wait_to_the_end(stream) };
+            let waited = unsafe { self.wait_for_copy(stream, Limit::None) };
             // SAFETY: as above.
             return unsafe { self.settled(stream, waited) };
         }
@@ -346,7 +354,7 @@ impl CudaBackend {
         // borrowed until it is done, so that wait has no limit. It takes the bus's time, unless
         // another thread of the caller's makes the stream wait at this very moment.
         // SAFETY: the stream is the caller's.
-        unsafe { self.wait_for_copy(stream) }?;
+        unsafe { self.wait_for_copy(stream, Limit::Patience) }?;
         // SAFETY: the caller's promise on `src`; `dst` is borrowed until the copy is done, see
         // below.
         unsafe {
@@ -354,22 +362,7 @@ impl CudaBackend {
                 .download_async(dst.as_mut_ptr(), src, dst.len(), stream)
         }?;
         // SAFETY: the stream is the caller's.
-        unsafe { self.wait_to_the_end(stream) }
-    }
-
-    /// Waits without a limit until the stream's present work is done: it uses memory of the caller
-    /// that is borrowed only for the call.
-    ///
-    /// # Safety
-    /// The stream is live, the context current.
-    unsafe fn wait_to_the_end(&self, stream: CUstream) -> Result<()> {
-        loop {
-            // SAFETY: the caller's promise.
-            match unsafe { self.wait_for_copy(stream) } {
-                Err(Error::Timeout { .. }) => {}
-                done => return done,
-            }
-        }
+        unsafe { self.wait_for_copy(stream, Limit::None) }
     }
 
     /// Downloads through staging pieces. The pieces that remain in `window` at the end are still in
@@ -463,7 +456,7 @@ impl CudaBackend {
     ///
     /// # Safety
     /// The stream is live, the context current.
-    unsafe fn wait_for_copy(&self, stream: CUstream) -> Result<()> {
+    unsafe fn wait_for_copy(&self, stream: CUstream, limit: Limit) -> Result<()> {
         let event = self.driver.event_create()?;
         // SAFETY: both are live.
         let recorded = unsafe { self.driver.event_record(event, stream) };
@@ -471,7 +464,10 @@ impl CudaBackend {
             let mut wait = Wait::new();
             // SAFETY: the event is live until the end of this function.
             while !unsafe { self.driver.event_query(event) }? {
-                wait.pause(earlier_work)?;
+                match (wait.pause(earlier_work), limit) {
+                    (Err(_), Limit::None) => wait = Wait::new(),
+                    (paused, _) => paused?,
+                }
             }
             Ok(())
         });
