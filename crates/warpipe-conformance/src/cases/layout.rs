@@ -1,9 +1,10 @@
 //! Samples of every type, every layout, every size, and their metadata. **This module is marked for
-//! unsafe**: it copies by address.
+//! unsafe**: it maps memory and copies by address.
 
 use std::sync::mpsc::channel;
 
 use anyhow::{Result, bail, ensure};
+use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 use warpipe::{DType, Error, Layout, Memory};
 
 use super::{Case, all_whole, skip};
@@ -36,6 +37,10 @@ pub(super) const CASES: &[Case] = &[
     Case::new(
         "copies from and to the host are whole, of every length, at any address, in any pieces",
         host_copies,
+    ),
+    Case::new(
+        "copies from and to the host are done with page-locked memory of the caller when they return",
+        page_locked,
     ),
 ];
 
@@ -278,6 +283,36 @@ fn host_copies(context: &Context) -> Result<()> {
             })
             .collect();
         ensure!(found == sent, "other bytes came to the host");
+    }
+    Ok(())
+}
+
+fn page_locked(context: &Context) -> Result<()> {
+    // More than the library's own pieces of such memory.
+    const BYTES: usize = 2 << 20;
+    let (backend, stream) = (context.device.backend(), context.stream()?);
+    let memory = Memory::allocate(&context.device, BYTES as u64)?;
+    let access = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: a fresh mapping at an address of the kernel's choice.
+    let base = unsafe { mmap_anonymous(std::ptr::null_mut(), BYTES, access, MapFlags::PRIVATE)? };
+    // SAFETY: as long, zeroed, and of this function alone, also where the device copies.
+    let host = unsafe { std::slice::from_raw_parts_mut(base.cast::<u8>(), BYTES) };
+    // SAFETY: page-aligned memory that stays mapped until it is unregistered below.
+    unsafe { backend.register(base.cast(), BYTES)? };
+    let pattern: Vec<u8> = (0..BYTES).map(|at| (at * 7 + at / 251) as u8).collect();
+    host.copy_from_slice(&pattern);
+    // SAFETY: the memory is as long; the stream lives.
+    unsafe { backend.upload(stream.raw(), memory.ptr(), host)? };
+    host.fill(0);
+    stream.synchronize(PATIENCE)?;
+    ensure!(memory.to_vec(PATIENCE)? == pattern, "wrong bytes there");
+    // SAFETY: as above.
+    unsafe { backend.download(stream.raw(), host, memory.ptr())? };
+    ensure!(*host == pattern, "wrong bytes came back");
+    // SAFETY: registered and mapped above; no work uses it any more.
+    unsafe {
+        backend.unregister(base.cast())?;
+        munmap(base, BYTES)?;
     }
     Ok(())
 }
