@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
-use warpipe::{DType, Device, Domain, Layout, Subscriber};
+use warpipe::{DType, Device, Domain, Layout, Subscriber, Worker};
 use zenoh::Wait;
 use zenoh::bytes::ZBytes;
 use zenoh::sample::Sample;
@@ -792,6 +792,57 @@ fn queues_of_machines_that_went_keep_out_none_of_one_that_is_there() {
     honest.wait(|message| match message {
         Message::Ready { lane: of, .. } if of == lane => Some(()),
         Message::Stop { lane: of, reason } if of == lane => panic!("{reason}"),
+        _ => None,
+    });
+}
+
+#[test]
+fn an_exporter_that_gives_no_credit_holds_up_no_outcome_for_another_of_its_machine() {
+    let world = World::new();
+    let (hostile, honest) = (world.peer(1), world.peer(1));
+    // Begins a lane of jobs, and takes its lane of results with so much credit.
+    let begun = |peer: &Peer, credit: u64| {
+        let (lane, name) = (random_id(), "work".into());
+        let purpose = Purpose::Jobs { name };
+        peer.send(Message::Begin { lane, purpose });
+        let results = peer.wait(|message| match message {
+            Message::Stop { lane: of, reason } if of == lane => panic!("{reason}"),
+            Message::Begin {
+                lane: results,
+                purpose: Purpose::Results { jobs },
+            } if jobs == lane => Some(results),
+            _ => None,
+        });
+        peer.send(Message::Ready {
+            lane: results,
+            after: 0,
+            parts: credit,
+        });
+        lane
+    };
+    let device = Device::host();
+    let stream = device.stream().unwrap();
+    let mut worker = None;
+    for (peer, credit) in [(&hostile, 0), (&honest, 8)] {
+        let lane = begun(peer, credit);
+        let layout = Layout::contiguous(DType::U8, &[8]).unwrap();
+        let part = Part {
+            lane,
+            number: 1,
+            offset: 0,
+            tensor: Some(Tensor::new(Tag::Job { number: 7 }, &layout, b"")),
+            more: Vec::new(),
+        };
+        peer.send_with(Message::Part(part), 8);
+        let worker = worker.get_or_insert_with(|| {
+            let worker = Worker::builder("work").domain(&world.domain);
+            worker.device(&device).build().unwrap()
+        });
+        let lease = worker.lease_timeout(&stream, LONG).unwrap();
+        lease.complete(&stream).unwrap();
+    }
+    honest.wait(|message| match message {
+        Message::Part(part) => Some(part.tensor.unwrap().tag == Tag::Result { number: 7 }),
         _ => None,
     });
 }

@@ -2,8 +2,8 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use warpipe::{
@@ -11,7 +11,7 @@ use warpipe::{
 };
 use zenoh::bytes::ZBytes;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::lane::{
     Assembly, Content, Ending, LaneCounts, LaneReceiver, LaneSender, SLICE, Target, upload,
 };
@@ -36,6 +36,8 @@ pub(crate) struct QueueImport {
     options: Arc<Options>,
     queue: Mutex<Option<Arc<Queue>>>,
     state: Mutex<State>,
+    /// An outcome has come.
+    changed: Condvar,
     taken: Mutex<Vec<(Id, u64)>>,
     workers: AtomicUsize,
     /// Jobs of the present lane that the status has counted.
@@ -84,6 +86,7 @@ impl QueueImport {
             options: options.clone(),
             queue: Mutex::default(),
             state: Mutex::default(),
+            changed: Condvar::new(),
             taken: Mutex::default(),
             workers: AtomicUsize::new(0),
             counted: AtomicU64::new(0),
@@ -129,13 +132,27 @@ impl QueueImport {
         state.sessions.insert(lane.peer, session);
     }
 
-    /// Submits the jobs that a lane brings, until it ends.
+    /// Submits the jobs that a lane brings, and sends their outcomes, until it ends.
     pub(crate) fn take_jobs(&self, lane: &LaneReceiver, results: &LaneSender) {
-        let ending = match self.submit_all(lane, results) {
-            Ok(ending) => ending,
-            Err(error) => Ending::Fault(error.to_string()),
-        };
-        let reason = match &ending {
+        std::thread::scope(|scope| {
+            // A thread for each lane: one that gives no credit holds up no other.
+            let sending = std::thread::Builder::new().name("bridge-send".into());
+            let sending = sending.spawn_scoped(scope, || self.send_outcomes(lane, results));
+            let sending = sending.map_err(|source| Error::Thread {
+                purpose: "the results of a queue",
+                source,
+            });
+            let ending = match sending.and_then(|_| self.submit_all(lane, results)) {
+                Ok(ending) => ending,
+                Err(error) => Ending::Fault(error.to_string()),
+            };
+            self.leave(lane, results, &ending);
+        });
+    }
+
+    /// A lane of jobs has ended.
+    fn leave(&self, lane: &LaneReceiver, results: &LaneSender, ending: &Ending) {
+        let reason = match ending {
             Ending::Fault(reason) => Some(bounded(reason)),
             // The exporter may not know of it: it would keep the lane, and wait.
             Ending::Cut => Some("the import of the queue has ended".into()),
@@ -334,7 +351,7 @@ impl QueueImport {
             let Some(loan) = whole.target.slot.take() else {
                 return Ok(());
             };
-            match queue.submit_timeout(loan, &whole.target.stream, std::time::Duration::ZERO) {
+            match queue.submit_timeout(loan, &whole.target.stream, Duration::ZERO) {
                 Ok(job) => {
                     state.jobs.insert(job.id(), (lane.peer, number));
                     if let Some(session) = state.sessions.get_mut(&lane.peer) {
@@ -354,9 +371,9 @@ impl QueueImport {
         Ok(())
     }
 
-    /// Sends outcomes, and the number of workers, until the import is over: when no exporter had a
-    /// lane for the lease.
-    pub(crate) fn send_results(&self) {
+    /// Takes outcomes, and says the number of workers, until the import is over: when no exporter
+    /// had a lane for the lease. It waits for no exporter.
+    pub(crate) fn take_results(&self) {
         let Ok(stream) = self.options.device.stream() else {
             return self.end();
         };
@@ -375,14 +392,7 @@ impl QueueImport {
             self.keep(outcome);
             let workers = queue.state().map_or(0, |state| state.workers.len());
             self.workers.store(workers, Ordering::Relaxed);
-            for (results, message) in self.news(workers) {
-                let _ = results.send(&message);
-            }
-            for (results, number, answer) in self.unsent() {
-                if let Err(error) = self.send(&results, number, &answer, &stream) {
-                    results.end(&error.to_string());
-                }
-            }
+            self.announce(workers);
         }
         self.end();
         let mut state = lock(&self.state);
@@ -448,38 +458,67 @@ impl QueueImport {
         {
             let done = Known::Done(Arc::new(answer), None);
             session.known.insert(number, done);
+            self.changed.notify_all();
         }
     }
 
-    fn news(&self, workers: usize) -> Vec<(Arc<LaneSender>, Message)> {
-        let mut state = lock(&self.state);
-        let sessions = state.sessions.values_mut();
-        let changed = sessions.filter(|it| it.lost.is_none() && it.told != Some(workers));
-        changed
-            .filter(|it| it.results.wait_ready(std::time::Duration::ZERO).is_some())
-            .map(|session| {
-                session.told = Some(workers);
+    /// Tells the number of workers to those that were told another one.
+    fn announce(&self, workers: usize) {
+        for session in lock(&self.state).sessions.values_mut() {
+            let is_news = session.lost.is_none() && session.told != Some(workers);
+            if is_news && session.results.wait_ready(Duration::ZERO).is_some() {
                 let (lane, count) = (session.lane.lane, workers.min(256) as u32);
-                (session.results.clone(), Message::Workers { lane, count })
-            })
-            .collect()
+                if session.results.post(Message::Workers { lane, count }) {
+                    session.told = Some(workers);
+                }
+            }
+        }
     }
 
-    /// Outcomes that were not sent on the present lane.
-    fn unsent(&self) -> Vec<(Arc<LaneSender>, u64, Arc<Answer>)> {
-        let mut unsent = Vec::new();
-        for session in lock(&self.state).sessions.values_mut() {
-            let results = &session.results;
-            if results.wait_ready(std::time::Duration::ZERO).is_none() {
+    /// Sends the outcomes for a lane until it ends.
+    fn send_outcomes(&self, lane: &LaneReceiver, results: &LaneSender) {
+        let stream = match self.options.device.stream() {
+            Ok(stream) => stream,
+            Err(error) => return results.end(&error.to_string()),
+        };
+        while results.ended().is_none() && !self.is_over() {
+            if results.wait_ready(SLICE).is_none() {
                 continue;
             }
-            for (number, known) in &mut session.known {
-                if let Known::Done(answer, sent) = known
-                    && *sent != Some(results.lane)
-                {
-                    *sent = Some(results.lane);
-                    unsent.push((results.clone(), *number, answer.clone()));
+            for (number, answer) in self.unsent(&lane.peer, &results.lane) {
+                if let Err(error) = self.send(results, number, &answer, &stream) {
+                    results.end(&error.to_string());
                 }
+            }
+        }
+    }
+
+    /// Outcomes that were not sent on this lane of results, at the latest after a slice.
+    fn unsent(&self, peer: &Id, results: &Id) -> Vec<(u64, Arc<Answer>)> {
+        let is_unsent = |known: &Known| match known {
+            Known::Done(_, sent) => *sent != Some(*results),
+            Known::Waiting(_) => false,
+        };
+        let waits = |state: &mut State| {
+            let session = state.sessions.get(peer);
+            !session.is_some_and(|session| session.known.values().any(is_unsent))
+        };
+        let waited = self
+            .changed
+            .wait_timeout_while(lock(&self.state), SLICE, waits);
+        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let mut unsent = Vec::new();
+        let session = state.sessions.get_mut(peer);
+        // A lane that another has replaced sends none of that one's.
+        let Some(session) = session.filter(|session| session.results.lane == *results) else {
+            return unsent;
+        };
+        for (number, known) in &mut session.known {
+            if let Known::Done(answer, sent) = known
+                && *sent != Some(*results)
+            {
+                *sent = Some(*results);
+                unsent.push((*number, answer.clone()));
             }
         }
         unsent
@@ -498,9 +537,15 @@ impl QueueImport {
                 let tensor = Tensor::new(tag, result.layout(), result.metadata());
                 let part_bytes = self.options.part_bytes;
                 let (address, bytes) = (result.slot_ptr(), result.layout().bytes());
-                // SAFETY: a result's data is complete, and it keeps its slot mapped and unwritten.
+                // SAFETY: a result's data is complete, and it keeps its slot mapped and unwritten
+                // until it is released.
                 let content = unsafe { Content::device(address, bytes, stream, None) };
-                lane.send_tensor(tensor, &content, part_bytes)
+                let sent = lane.send_tensor(tensor, &content, part_bytes);
+                if sent.is_err() {
+                    // It is released behind a copy that may not be done.
+                    let _ = result.stream().wait_for(stream);
+                }
+                sent
             }
             Answer::Result(result) => {
                 let bytes = result.layout().bytes();

@@ -260,7 +260,7 @@ impl Control {
             _ => {
                 let import = Arc::new(QueueImport::new(name, &node, &self.options));
                 let work = import.clone();
-                let sender = thread("bridge-results", move || work.send_results());
+                let sender = thread("bridge-results", move || work.take_results());
                 self.queues
                     .threads
                     .push(sender.ok_or("no thread was started")?);
