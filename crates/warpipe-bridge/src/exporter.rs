@@ -16,11 +16,14 @@ use crate::options::{Options, Policy};
 /// The largest sample that goes with others in one part: a larger one is worth a message.
 const SMALL: u64 = 128 << 10;
 
+/// The longest history of a publisher: the deepest ring.
+const HISTORY_MAX: u32 = 4096;
+
 /// How long a peer may take to take a lane.
 const READY_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The samples that were sent to a home, by the publisher's incarnation: a new run of the bridge
-/// there gets none of them again.
+/// The samples that were sent to a home, by their source: a new run of the bridge there gets none
+/// of them again.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(crate) struct Sent {
     pub(crate) generation: Id,
@@ -157,7 +160,7 @@ impl Export {
         shelf: &Shelf,
         after: u64,
     ) -> Result<End> {
-        let mut last = after;
+        let (mut last, mut repeated) = (after, 0);
         loop {
             if self.sender.ended().is_some() || shelf.is_over.load(Ordering::Acquire) {
                 return Ok(End::Paused);
@@ -173,11 +176,13 @@ impl Export {
                 }
                 Err(error) => return Err(error.into()),
             };
-            if sample.sequence() <= after {
+            // No history is longer: numbers that stay lower have begun anew.
+            if sample.sequence() <= after && repeated < HISTORY_MAX {
+                repeated += 1;
                 continue;
             }
-            let missing = sample.sequence().saturating_sub(last + 1);
             if last > 0 {
+                let missing = sample.sequence().saturating_sub(last.saturating_add(1));
                 LaneCounts::add(&self.sender.counts.missing, missing);
             }
             last = sample.sequence();
@@ -351,10 +356,17 @@ impl Export {
             return Ok(true);
         };
         // Before the first part: a part that may have arrived is never sent again.
-        *self.sent.lock().unwrap_or_else(PoisonError::into_inner) = Sent {
-            generation,
-            sequence: last,
+        let mut sent = self.sent.lock().unwrap_or_else(PoisonError::into_inner);
+        // The lane before this one may still send what it held.
+        let before = match sent.generation == generation {
+            true => sent.sequence,
+            false => 0,
         };
+        *sent = Sent {
+            generation,
+            sequence: last.max(before),
+        };
+        drop(sent);
         let mut tensors = describe(&samples);
         let is_host = self.options.device.info().id.kind == DeviceKind::Host;
         let content = |sample| match is_host {

@@ -68,7 +68,7 @@ pub(crate) enum Message {
     Taken { lane: Id, number: u64 },
     /// The receiver of samples waits, without a lane, for this incarnation of a source.
     Waits { name: String, generation: Id },
-    /// That source has ended: nobody has its name.
+    /// It has ended for that receiver: nobody has its name here.
     Gone { name: String, generation: Id },
 }
 
@@ -88,7 +88,7 @@ pub(crate) struct Hello {
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) enum Purpose {
-    /// The samples of a publisher, by its name and the random bytes of its incarnation.
+    /// The samples of a publisher, by its name and the random bytes of their source.
     Samples { name: String, generation: Id },
     /// The jobs of a queue.
     Jobs { name: String },

@@ -488,13 +488,15 @@ typedef struct {
   // is no such time.
   uint64_t deadline_ns;
   // How many samples of this publisher are missing between this one and the one received before
-  // it; 0 on the first sample of another incarnation: its numbers begin anew, unless both are those
-  // of a bridge for one source, and the numbers go on.
+  // it; 0 on the first sample of another incarnation: its numbers begin anew, unless both are
+  // those of a bridge for one source, and the numbers go on.
   uint64_t missing;
-  // Whether there is a break before this sample: samples are missing, or missing is 0 and this
-  // is the first sample of another incarnation of the publisher, or of the same one after the
-  // link had ended.
+  // Whether there is a break before this sample: samples are missing, or this is the first
+  // sample of another incarnation of the publisher, or of the same one after the link had ended.
   bool is_discontinuity;
+  // On the first sample of another incarnation of the publisher: the process of the one before;
+  // else 0.
+  int32_t previous_pid;
 } warpipe_sample_info;
 
 // The memory of a loan.

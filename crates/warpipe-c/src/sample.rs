@@ -57,13 +57,15 @@ pub struct warpipe_sample_info {
     /// is no such time.
     pub deadline_ns: u64,
     /// How many samples of this publisher are missing between this one and the one received before
-    /// it; 0 on the first sample of another incarnation: its numbers begin anew, unless both are those
-    /// of a bridge for one source, and the numbers go on.
+    /// it; 0 on the first sample of another incarnation: its numbers begin anew, unless both are
+    /// those of a bridge for one source, and the numbers go on.
     pub missing: u64,
-    /// Whether there is a break before this sample: samples are missing, or `missing` is 0 and this
-    /// is the first sample of another incarnation of the publisher, or of the same one after the
-    /// link had ended.
+    /// Whether there is a break before this sample: samples are missing, or this is the first
+    /// sample of another incarnation of the publisher, or of the same one after the link had ended.
     pub is_discontinuity: bool,
+    /// On the first sample of another incarnation of the publisher: the process of the one before;
+    /// else 0.
+    pub previous_pid: i32,
 }
 
 impl warpipe_sample_info {
@@ -84,6 +86,9 @@ impl warpipe_sample_info {
             deadline_ns: 0,
             missing: gap.map_or(0, |gap| gap.missing),
             is_discontinuity: gap.is_some(),
+            previous_pid: gap
+                .and_then(|gap| gap.previous)
+                .map_or(0, |previous| previous.pid),
         }
     }
 }

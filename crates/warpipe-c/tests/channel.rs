@@ -64,7 +64,8 @@ fn a_sample_says_how_many_are_missing_before_it_and_whether_its_publisher_is_ano
         let loan = get!(warpipe_publisher_loan(publisher, &bytes_layout(4)));
         let _: u64 = get!(warpipe_loan_send(loan, fixture.stream));
     };
-    // The number of the next sample, how many are missing, and whether there is a break.
+    // The number of the next sample, how many are missing, whether there is a break, and the process
+    // of another publisher before.
     let receive = |timeout| {
         let mut sample = none();
         // SAFETY: the handles are open, and there is a place for the sample.
@@ -73,21 +74,24 @@ fn a_sample_says_how_many_are_missing_before_it_and_whether_its_publisher_is_ano
         (status == warpipe_status::WARPIPE_OK).then(|| {
             let info: warpipe_sample_info = get!(warpipe_sample_get_info(sample));
             ok!(warpipe_sample_finish(sample, LONG));
-            (info.sequence, info.missing, info.is_discontinuity)
+            let previous = info.previous_pid;
+            assert!(info.is_discontinuity || previous == 0);
+            (info.sequence, info.missing, info.is_discontinuity, previous)
         })
     };
     (0..5).for_each(|_| send(publisher));
-    assert_eq!(receive(LONG), Some((1, 0, false)));
-    assert_eq!(receive(LONG), Some((2, 0, false)));
+    assert_eq!(receive(LONG), Some((1, 0, false, 0)));
+    assert_eq!(receive(LONG), Some((2, 0, false, 0)));
     // There is room once the stream has released them.
     fixture.synchronize();
     send(publisher);
-    assert_eq!(receive(LONG), Some((6, 3, true)));
+    assert_eq!(receive(LONG), Some((6, 3, true, 0)));
     ok!(warpipe_publisher_close(publisher));
     assert_eq!(receive(0), None);
     publisher = publish();
     send(publisher);
-    assert_eq!(receive(LONG), Some((1, 0, true)), "of another publisher");
+    let own = std::process::id() as i32;
+    assert_eq!(receive(LONG), Some((1, 0, true, own)), "of another one");
     ok!(warpipe_subscriber_close(subscriber));
     ok!(warpipe_publisher_close(publisher));
 }

@@ -244,9 +244,16 @@ impl Run<'_> {
 }
 
 fn gap_text(gap: Discontinuity) -> String {
+    let missing = format!("{} missing before", count(gap.missing));
     match gap.previous {
+        Some(previous) if gap.missing > 0 => {
+            format!(
+                "  (another publisher; before: process {}; {missing})",
+                previous.pid
+            )
+        }
         Some(previous) => format!("  (another publisher; before: process {})", previous.pid),
-        None => format!("  ({} missing before)", count(gap.missing)),
+        None => format!("  ({missing})"),
     }
 }
 

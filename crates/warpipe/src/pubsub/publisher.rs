@@ -443,15 +443,27 @@ impl Publisher {
     /// # use warpipe::{Device, Domain, Publisher, Subscriber};
     /// # let folder = std::env::temp_dir().join(format!("warpipe-skip-{}", std::process::id()));
     /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
-    /// let publisher = Publisher::builder("a").domain(&domain).device(&device).forwards([7; 16]).build()?;
-    /// let mut subscriber = Subscriber::builder("a").domain(&domain).device(&device).build()?;
+    /// let first = Publisher::builder("a").domain(&domain).device(&device).build()?;
+    /// let mut from = Subscriber::builder("a").domain(&domain).device(&device).build()?;
+    /// let source = from.publisher_source().unwrap();
+    /// let builder = Publisher::builder("b").domain(&domain).device(&device);
+    /// let forwarder = builder.forwards(source).build()?;
+    /// let mut subscriber = Subscriber::builder("b").domain(&domain).device(&device).build()?;
+    ///
     /// let stream = device.stream()?;
-    /// publisher.send_bytes(&stream, b"first")?;
-    /// publisher.skip_to(5)?;
-    /// publisher.send_bytes(&stream, b"fifth")?;
+    /// for number in 1..=3 {
+    ///     first.send_bytes(&stream, &[number])?;
+    ///     let sample = from.receive(&stream)?;
+    ///     // Leaves out the second.
+    ///     if number != 2 {
+    ///         forwarder.skip_to(sample.sequence())?;
+    ///         forwarder.send_bytes(&stream, &sample.to_vec(Duration::from_secs(1))?)?;
+    ///     }
+    /// }
     /// assert_eq!(subscriber.receive(&stream)?.sequence(), 1);
-    /// assert_eq!(subscriber.receive(&stream)?.sequence(), 5);
-    /// # drop((subscriber, publisher)); std::fs::remove_dir_all(folder).ok();
+    /// let third = subscriber.receive(&stream)?;
+    /// assert_eq!((third.sequence(), third.discontinuity().unwrap().missing), (3, 1));
+    /// # drop((third, subscriber, forwarder, from, first)); std::fs::remove_dir_all(folder).ok();
     /// # Ok::<(), warpipe::Error>(())
     /// ```
     ///

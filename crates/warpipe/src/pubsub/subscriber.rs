@@ -252,6 +252,7 @@ impl Subscriber {
             regions,
             last_sequence: 0,
             last_received,
+            repeated: 0,
             region_missing: None,
             taken: None,
             row: self.row.clone(),

@@ -11,6 +11,7 @@ use crate::pubsub::publisher_link::{LinkState, PublisherLink};
 use crate::pubsub::ring::ReceiverRing;
 use crate::pubsub::sample::{Discontinuity, PreviousPublisher, Sample};
 use crate::runtime::heartbeat::Uptime;
+use crate::shm::segment::DEPTH_MAX;
 use crate::statistics::EndpointRow;
 use crate::stream::Stream;
 
@@ -28,6 +29,9 @@ pub(super) struct Attached {
     /// The number of the sample that the subscriber received last, also over an earlier link to the
     /// same source; 0 for none.
     pub(super) last_received: u64,
+    /// How many samples of this link were received over an earlier one. No history is longer than a
+    /// ring, so beyond [`DEPTH_MAX`] the source's numbers have begun anew.
+    pub(super) repeated: u32,
     /// The time since a sample was found whose region has not arrived.
     pub(super) region_missing: Option<Uptime>,
     /// A sample taken from the ring that the device refused to wait for. It is the next to be
@@ -116,11 +120,6 @@ impl Attached {
                 Err(violation) => return Err(self.fail(violation)),
             };
             match self.link.admit(position, stream) {
-                // Of a history that this subscriber had before over another link.
-                Ok(true) if checked.sequence <= self.last_received => {
-                    let link = self.link.clone();
-                    drop(Sample::new(link, address, position, checked, stream, None));
-                }
                 Ok(true) => {
                     let gap = self.break_before(checked.sequence, ended);
                     let link = self.link.clone();
@@ -172,20 +171,35 @@ impl Attached {
         })
     }
 
-    /// Takes and checks the next sample in the ring.
+    /// Takes and checks the next sample in the ring that this subscriber has not received before.
     pub(super) fn next(&mut self) -> Result<Option<TakenSample>, Violation> {
-        let Some(position) = self.take()? else {
-            return Ok(None);
-        };
-        let (address, checked) = self.check()?;
-        // Set whatever happens to the sample: one that its publisher left incomplete is lost, and
-        // the next one follows it.
-        self.last_sequence = checked.sequence;
-        self.row.count(checked.sequence, checked.layout.bytes());
-        if let Some(completion) = checked.completion {
-            self.link.note_completion(position, completion)?;
+        loop {
+            let Some(position) = self.take()? else {
+                return Ok(None);
+            };
+            let (address, checked) = self.check()?;
+            // Set whatever happens to the sample: one that its publisher left incomplete is lost,
+            // and the next one follows it.
+            self.last_sequence = checked.sequence;
+            if let Some(completion) = checked.completion {
+                self.link.note_completion(position, completion)?;
+            }
+            if checked.sequence <= self.last_received && self.repeated < DEPTH_MAX {
+                self.skip(position);
+                continue;
+            }
+            self.row.count(checked.sequence, checked.layout.bytes());
+            return Ok(Some((position, address, checked)));
         }
-        Ok(Some((position, address, checked)))
+    }
+
+    /// Gives back a sample that was received over an earlier link. No stream waits for it or is
+    /// given its release: the user does not see it.
+    #[cold]
+    fn skip(&mut self, position: u64) {
+        self.repeated += 1;
+        self.link.keep(position);
+        self.link.give_back(position);
     }
 
     fn take(&mut self) -> Result<Option<u64>, Violation> {

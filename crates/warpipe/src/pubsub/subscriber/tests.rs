@@ -398,14 +398,20 @@ fn the_next_forwarder_of_a_source_continues_its_numbers_and_no_number_comes_twic
     assert_eq!(receive(&mut subscriber), (5, 0, false));
     assert_eq!(receive(&mut subscriber), (6, 0, false));
     drop(first);
-    // One that gives the subscriber nothing changes nothing.
+    // One that gives the subscriber nothing new changes nothing, and its samples go back although
+    // the subscriber's stream does not go on.
     let silent = forwarder(1);
     send(&silent, &[4, 6]);
-    let nothing = subscriber.receive_timeout(&stream, Duration::from_millis(300));
-    assert!(matches!(nothing, Err(Error::Timeout { .. })), "{nothing:?}");
-    let is_released = || silent.subscribers().iter().all(|one| one.in_flight == 0);
-    assert!(warpipe_testkit::eventually(LONG, is_released));
-    drop(silent);
+    let (go, wait) = std::sync::mpsc::channel::<()>();
+    let blocked = place.device.stream().unwrap();
+    blocked.call(move || drop(wait.recv())).unwrap();
+    let has_released = || {
+        let nothing = subscriber.receive_timeout(&blocked, Duration::from_millis(50));
+        assert!(matches!(nothing, Err(Error::Timeout { .. })), "{nothing:?}");
+        silent.subscribers().iter().any(|one| one.in_flight == 0)
+    };
+    assert!(warpipe_testkit::eventually(LONG, has_released));
+    drop((silent, go));
     let second = forwarder(1);
     send(&second, &[3, 6, 9, 10]);
     assert_eq!(receive(&mut subscriber), (9, 2, true));
@@ -416,6 +422,46 @@ fn the_next_forwarder_of_a_source_continues_its_numbers_and_no_number_comes_twic
     send(&other, &[2, 10]);
     assert_eq!(receive(&mut subscriber), (2, 0, true));
     assert_eq!(receive(&mut subscriber), (10, 7, false));
+}
+
+#[test]
+fn numbers_that_stay_below_those_received_before_are_received_again_after_the_longest_history() {
+    let place = Place::new("anew");
+    let stream = place.device.stream().unwrap();
+    let forwarder = || {
+        let builder = Publisher::builder("camera").domain(&place.domain);
+        builder
+            .device(&place.device)
+            .forwards([1; 16])
+            .build()
+            .unwrap()
+    };
+    let first = forwarder();
+    let mut subscriber = place.subscriber();
+    first.skip_to(1 << 62).unwrap();
+    first.send_bytes(&stream, b"hello").unwrap();
+    assert_eq!(subscriber.receive(&stream).unwrap().sequence(), 1 << 62);
+    drop(first);
+    let second = forwarder();
+    let is_followed = || {
+        assert!(subscriber.try_receive(&stream).unwrap().is_none());
+        !second.subscribers().is_empty() && subscriber.publisher_pid().is_some()
+    };
+    assert!(warpipe_testkit::eventually(LONG, is_followed));
+    let mut next = || {
+        second.send_bytes(&stream, b"hello").unwrap();
+        let sample = subscriber.try_receive(&stream).unwrap();
+        sample.map(|sample| (sample.sequence(), sample.discontinuity()))
+    };
+    let sample = std::iter::repeat_with(&mut next)
+        .take(5000)
+        .flatten()
+        .next();
+    let (sequence, gap) = sample.expect("its numbers have begun anew");
+    let gap = gap.expect("it is another publisher's");
+    assert_eq!((sequence, gap.missing), (4097, 0));
+    assert!(gap.previous.is_some());
+    assert_eq!(next(), Some((4098, None)));
 }
 
 /// The device of the publisher refuses its signals.
