@@ -433,7 +433,10 @@ impl PublisherLink {
             return Ok(stream);
         }
         let made = self.device.stream()?;
-        Ok(self.memory.copies.get_or_init(|| made))
+        let stream = self.memory.copies.get_or_init(|| made);
+        // A copy that was not done in time goes on: the memory stays mapped until it is.
+        self.record_use(stream);
+        Ok(stream)
     }
 
     /// Closes the link because of `error`. Nothing else of this process is touched.

@@ -404,7 +404,10 @@ fn the_next_forwarder_of_a_source_continues_its_numbers_and_no_number_comes_twic
     send(&silent, &[4, 6]);
     let (go, wait) = std::sync::mpsc::channel::<()>();
     let blocked = place.device.stream().unwrap();
-    blocked.call(move || drop(wait.recv())).unwrap();
+    let hold = move || {
+        let _ = wait.recv();
+    };
+    blocked.call(hold).unwrap();
     let has_released = || {
         let nothing = subscriber.receive_timeout(&blocked, Duration::from_millis(50));
         assert!(matches!(nothing, Err(Error::Timeout { .. })), "{nothing:?}");
