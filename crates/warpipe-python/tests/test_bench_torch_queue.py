@@ -16,6 +16,8 @@ def test_the_benchmark_of_queues_compares_both_ways_and_kills_receivers(tmp_path
     pytest.importorskip("torch")
     out = tmp_path / "report.json"
     command = [sys.executable, "-m", "warpipe.bench.torch_queue", "--quick", "--device", DEVICE]
+    # Other tests use the GPU meanwhile.
+    command.append("--shared-gpu")
     done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=900, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(out.read_text())
@@ -43,6 +45,9 @@ def test_memory_shares_and_files_that_grow_with_killed_receivers_are_an_error():
     for name, found in [("files", 60), ("allocated", 512), ("used", 2 << 30), ("shared nbytes", 4096)]:
         with pytest.raises(torch_queue.Failed, match=f"after 200 killed.*{name}"):
             torch_queue.check_flat(first, {**first, name: found}, 200)
+    torch_queue.check_flat(first, {**first, "used": 2 << 30}, 200, shared_gpu=True)
+    with pytest.raises(torch_queue.Failed, match="files"):
+        torch_queue.check_flat(first, {**first, "files": 60}, 200, shared_gpu=True)
     with pytest.raises(torch_queue.Failed, match="still shared"):
         torch_queue.check_flat({**first, "shared nbytes": 4096}, {**first, "shared nbytes": 4096}, 200)
 

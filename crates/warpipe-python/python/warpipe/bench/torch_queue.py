@@ -55,6 +55,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--allocator", choices=list(ALLOCATORS), action="append", help="all if left out")
     parser.add_argument("--kills", type=int, help=f"receivers that are killed for each allocator ({KILLS})")
     parser.add_argument("--at-once", type=int, help=f"receivers that are killed at the same time ({AT_ONCE})")
+    parser.add_argument("--shared-gpu", action="store_true", help="other processes allocate on the GPU: its memory in use is not compared")
     parser.add_argument("--mode", help="how processes share the GPU, for the report; found by itself if left out")
     parser.add_argument("--out", type=pathlib.Path, help="write everything to this file, as JSON")
     asked = parser.parse_args(given)
@@ -125,7 +126,7 @@ class Bench:
             told = f"p50 {spread['p50'] / 1e3:.0f} us, p90 {spread['p90'] / 1e3:.0f} us"
             print(f"  {figures.size_name(line['bytes'])}: {told}", flush=True)
         elif len(run["kills"]) > 1:
-            check_flat(run["kills"][0]["state"], line["state"], line["killed"])
+            check_flat(run["kills"][0]["state"], line["state"], line["killed"], shared_gpu=self.asked.shared_gpu)
 
     def close(self) -> None:
         for process in self.processes:
@@ -159,8 +160,11 @@ def said(process: Process) -> dict[str, Any]:
     return line
 
 
-def check_flat(first: dict[str, int], now: dict[str, int], killed: int) -> None:
-    """Compares what is in use after some kills with what was after the first ones."""
+def check_flat(first: dict[str, int], now: dict[str, int], killed: int, shared_gpu: bool = False) -> None:
+    """Compares what is in use after some kills with what was after the first ones. The memory in use of a GPU is that of all
+    processes, so with others it says nothing."""
+    if shared_gpu:
+        first, now = ({name: state[name] for name in state if name != "used"} for state in (first, now))
     slack = {"files": FILES_SLACK, "used": DEVICE_SLACK}
     grown = {name: (first[name], now[name]) for name in first if now[name] > first[name] + slack.get(name, 0)}
     kept = {name: now[name] for name in now if name.startswith("shared") and now[name]}
