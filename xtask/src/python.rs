@@ -125,8 +125,9 @@ pub fn sdist(workspace: &Workspace) -> Outcome<()> {
     // Its own manifest at its root is a workspace's, so cargo looks no further up.
     let unpacked = folder.join("unpacked");
     make(&unpacked)?;
+    // maturin gives every file one time; with it cargo would take an older run's result for this one's.
     let tar = Task::new("tar")
-        .args(["-xzf"])
+        .args(["--touch", "-xzf"])
         .args([&archive])
         .args(["--strip-components=1", "-C"])
         .args([&unpacked]);
