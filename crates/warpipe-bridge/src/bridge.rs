@@ -12,7 +12,7 @@ use zenoh::sample::Sample;
 
 use crate::control::{Control, Event, Inbox, Present, QueueRoutes};
 use crate::error::{Error, Result};
-use crate::lane::{Ending, LaneReceiver, LaneSender};
+use crate::lane::{Ending, LaneReceiver, LaneSender, ReceiveMemory};
 use crate::message::{Id, Message, PART_BYTES_MAX};
 use crate::options::Options;
 use crate::session::{self, Events, Presence};
@@ -32,6 +32,7 @@ pub(crate) struct Shared {
     pub(crate) queues: RwLock<QueueRoutes>,
     pub(crate) status: Mutex<Status>,
     pub(crate) refused: AtomicU64,
+    pub(crate) memory: Arc<ReceiveMemory>,
     pub(crate) inbox: Inbox,
     present: Mutex<Present>,
     notices: SyncSender<Notice>,
@@ -163,6 +164,8 @@ impl Bridge {
         let patterns = options.check()?;
         let (notices, told) = sync_channel(NOTICES_MAX);
         let session = session::open(&options)?;
+        let (part_bytes, bytes) = (options.part_bytes as u64, options.receive_bytes_max);
+        let memory = ReceiveMemory::new(options.window, part_bytes, bytes);
         let shared = Arc::new(Shared {
             me: session::id(&session),
             senders: RwLock::default(),
@@ -170,6 +173,7 @@ impl Bridge {
             queues: RwLock::default(),
             status: Mutex::default(),
             refused: AtomicU64::new(0),
+            memory,
             inbox: Inbox::default(),
             present: Mutex::default(),
             notices,

@@ -15,6 +15,7 @@ use zenoh::sample::Sample;
 use zenoh::{Config, Session};
 
 use crate::bridge::random_id;
+use crate::lane::tests::window;
 use crate::lane::{Assembly, Ending, LaneReceiver, LaneSender, WINDOW_MAX};
 use crate::message::{End, Hello, Id, Message, Part, Purpose, Tag, Tensor, hex};
 use crate::session::{self, Events, Outbox, Presence};
@@ -413,7 +414,7 @@ fn a_lane_of_another_peer_cannot_be_begun_again_nor_a_machine_be_another_one() {
 }
 
 #[test]
-fn a_credit_beyond_any_window_ends_its_lane_and_so_does_a_part_beyond_the_credit() {
+fn a_credit_beyond_any_window_ends_its_lane_and_so_does_a_part_beyond_the_credit_or_its_length() {
     let world = World::new();
     let peer = world.peer(1);
     let outbox = Arc::new(peer.presence.outbox([3; 16], &[4; 16]).unwrap());
@@ -424,7 +425,7 @@ fn a_credit_beyond_any_window_ends_its_lane_and_so_does_a_part_beyond_the_credit
     assert!(!sender.wait_credit(Duration::ZERO));
     assert!(sender.ended().unwrap().contains("allowed more than"));
 
-    let receiver = LaneReceiver::new([1; 16], [2; 16], 2, outbox);
+    let receiver = LaneReceiver::new([1; 16], [2; 16], window(), outbox);
     receiver.accept(0).unwrap();
     for number in 1..=100 {
         let part = Part {
@@ -439,6 +440,19 @@ fn a_credit_beyond_any_window_ends_its_lane_and_so_does_a_part_beyond_the_credit
     assert!(receiver.next().unwrap().is_some() && receiver.next().unwrap().is_some());
     let reason = "part 3 is beyond the credit of 2".into();
     assert_eq!(receiver.next(), Err(Ending::Fault(reason)));
+
+    let outbox = Arc::new(peer.presence.outbox([3; 16], &[4; 16]).unwrap());
+    let receiver = LaneReceiver::new([1; 16], [2; 16], window(), outbox);
+    receiver.accept(0).unwrap();
+    let part = Part {
+        lane: [1; 16],
+        number: 1,
+        offset: 0,
+        tensor: None,
+        more: Vec::new(),
+    };
+    receiver.put(part, vec![0; (1 << 20) + 1].into());
+    assert!(matches!(receiver.next(), Err(Ending::Fault(reason)) if reason.contains("1048577")));
 }
 
 #[test]

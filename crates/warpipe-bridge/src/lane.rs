@@ -6,6 +6,7 @@
 
 mod assembly;
 mod outgoing;
+mod receive_memory;
 #[cfg(test)]
 pub(crate) mod tests;
 
@@ -18,6 +19,7 @@ use zenoh::bytes::ZBytes;
 
 pub(crate) use self::assembly::{Assembly, Payload, Target, upload};
 pub(crate) use self::outgoing::{Content, Outgoing};
+pub(crate) use self::receive_memory::{ReceiveMemory, Window};
 use crate::error::Result;
 use crate::message::{Id, Message, Part, Tensor};
 use crate::session::Outbox;
@@ -195,7 +197,7 @@ impl LaneSender {
 pub(crate) struct LaneReceiver {
     pub(crate) lane: Id,
     pub(crate) peer: Id,
-    pub(crate) window: u64,
+    window: Window,
     outbox: Arc<Outbox>,
     state: Mutex<ReceiverState>,
     changed: Condvar,
@@ -224,7 +226,7 @@ pub(crate) enum Ending {
 }
 
 impl LaneReceiver {
-    pub(crate) fn new(lane: Id, peer: Id, window: u64, outbox: Arc<Outbox>) -> LaneReceiver {
+    pub(crate) fn new(lane: Id, peer: Id, window: Window, outbox: Arc<Outbox>) -> LaneReceiver {
         LaneReceiver {
             lane,
             peer,
@@ -242,12 +244,13 @@ impl LaneReceiver {
 
     /// Takes the lane: tells the sender where to begin, and how many parts it may send.
     pub(crate) fn accept(&self, after: u64) -> Result<()> {
-        lock(&self.state).granted = self.window;
-        self.counts.credit.store(self.window, Ordering::Relaxed);
+        let parts = self.window.parts;
+        lock(&self.state).granted = parts;
+        self.counts.credit.store(parts, Ordering::Relaxed);
         self.send(&Message::Ready {
             lane: self.lane,
             after,
-            parts: self.window,
+            parts,
         })
     }
 
@@ -263,6 +266,12 @@ impl LaneReceiver {
             Some(format!(
                 "part {} is beyond the credit of {}",
                 part.number, state.granted
+            ))
+        } else if payload.len() as u64 > self.window.part_bytes() {
+            Some(format!(
+                "a part has {} bytes, at most {} are allowed: give both bridges one `part_bytes`",
+                payload.len(),
+                self.window.part_bytes()
             ))
         } else {
             None
@@ -323,11 +332,11 @@ impl LaneReceiver {
     pub(crate) fn taken(&self) -> Result<()> {
         let mut state = lock(&self.state);
         state.taken += 1;
-        let parts = state.taken + self.window;
+        let parts = state.taken + self.window.parts;
         self.counts
             .credit
             .store(state.granted - state.taken, Ordering::Relaxed);
-        if parts - state.granted < self.window.div_ceil(2) {
+        if parts - state.granted < self.window.parts.div_ceil(2) {
             return Ok(());
         }
         state.granted = parts;

@@ -67,10 +67,15 @@ pub struct Options {
     /// Samples of a name that the exporter holds for a peer before the policy acts: fewer than the
     /// publisher's depth.
     pub held_max: usize,
-    /// Parts that may be on their way to this end, for each name.
+    /// Parts that may be on their way to this end, for each name: 2 to 1024.
     pub window: u64,
-    /// Bytes of a tensor in one part.
+    /// Bytes of a tensor in one part, 4 KiB to 4 MiB: sent by this end, and at most those of a part
+    /// that it receives. Both bridges have the same.
     pub part_bytes: usize,
+    /// Memory of this process for parts that have arrived and do not lie in their slots yet, of all
+    /// names and queues together, in bytes. Many of them have a smaller window each; below two
+    /// parts none has.
+    pub receive_bytes_max: u64,
     /// The largest tensor, in bytes.
     pub tensor_bytes_max: u64,
     /// Device memory of each imported name, in bytes.
@@ -107,6 +112,7 @@ impl Options {
             held_max: 4,
             window: 32,
             part_bytes: 1 << 20,
+            receive_bytes_max: 2 << 30,
             tensor_bytes_max: 4 << 30,
             memory_limit: 4 << 30,
             depth: 16,
@@ -126,6 +132,12 @@ impl Options {
             self.part_bytes as u64,
             4096,
             PART_BYTES_MAX as u64,
+        )?;
+        in_range(
+            "receive_bytes_max",
+            self.receive_bytes_max,
+            2 * self.part_bytes as u64,
+            1 << 50,
         )?;
         in_range("peers_max", self.peers_max as u64, 1, 1024)?;
         in_range(
@@ -275,6 +287,15 @@ mod tests {
             options.check(),
             Err(Error::Option {
                 option: "window",
+                ..
+            })
+        ));
+        options.window = 2;
+        options.receive_bytes_max = (2 << 20) - 1;
+        assert!(matches!(
+            options.check(),
+            Err(Error::Option {
+                option: "receive_bytes_max",
                 ..
             })
         ));

@@ -492,14 +492,14 @@ mod tests {
     use warpipe::{DType, Layout, Queue};
 
     use super::*;
-    use crate::lane::tests::{blocked, comes_back_behind, options};
+    use crate::lane::tests::{blocked, comes_back_behind, options, window};
     use crate::session;
 
     #[test]
     fn the_slot_of_a_result_that_is_cut_off_goes_back_behind_the_copy_to_it() {
         let (_folder, options) = options();
         let (_session, outbox) = session::alone(&options);
-        let lane = LaneReceiver::new([1; 16], [2; 16], 2, outbox);
+        let lane = LaneReceiver::new([1; 16], [2; 16], window(), outbox);
         let queue = Queue::builder("work");
         let queue = queue.domain(&options.domain).device(&options.device);
         let queue = queue.build().unwrap();

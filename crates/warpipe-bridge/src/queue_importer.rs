@@ -617,14 +617,19 @@ mod tests {
     use warpipe::DType;
 
     use super::*;
-    use crate::lane::tests::{blocked, comes_back_behind, options};
+    use crate::lane::tests::{blocked, comes_back_behind, options, window};
     use crate::session;
 
     #[test]
     fn the_slot_of_a_job_that_is_cut_off_goes_back_behind_the_copy_to_it() {
         let (_folder, options) = options();
         let (_session, outbox) = session::alone(&options);
-        let lane = Arc::new(LaneReceiver::new([1; 16], [2; 16], 2, outbox.clone()));
+        let lane = Arc::new(LaneReceiver::new(
+            [1; 16],
+            [2; 16],
+            window(),
+            outbox.clone(),
+        ));
         let results = Arc::new(LaneSender::new([3; 16], [2; 16], outbox));
         let import = QueueImport::new("work", "there", &options);
         import.connect(&lane, &results);

@@ -67,6 +67,10 @@ pub struct BridgeArgs {
     /// Device memory of each imported name in MiB
     #[arg(long, value_name = "MIB", default_value_t = 4096, value_parser = clap::value_parser!(u64).range(1..=1048576))]
     pub memory: u64,
+    /// Memory of this process in MiB for what has arrived and is not in device memory yet, of all
+    /// names and queues together; with many of them each has less on its way
+    #[arg(long, value_name = "MIB", default_value_t = 2048, value_parser = clap::value_parser!(u64).range(2..=1048576))]
+    pub receive_memory: u64,
     /// Silence after which a peer counts as unreachable, in seconds, 0.5 to 600
     #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
     pub link_timeout: Duration,
@@ -148,6 +152,7 @@ fn options(args: &BridgeArgs) -> anyhow::Result<Options> {
     options.history = args.history;
     options.tensor_bytes_max = args.tensor_max << 20;
     options.memory_limit = args.memory << 20;
+    options.receive_bytes_max = args.receive_memory << 20;
     options.link_timeout = args.link_timeout;
     options.insecure = args.insecure;
     options.tls = Tls {

@@ -274,7 +274,12 @@ impl Control {
         {
             older.receiver.end(Ending::Cut);
         }
-        let receiver = Arc::new(LaneReceiver::new(lane, from, self.options.window, outbox));
+        let receiver = Arc::new(LaneReceiver::new(
+            lane,
+            from,
+            self.shared.memory.window(),
+            outbox,
+        ));
         let mut receivers = self
             .shared
             .receivers

@@ -269,7 +269,12 @@ impl Control {
             }
         };
         let results = Arc::new(LaneSender::new(random_id(), from, outbox.clone()));
-        let receiver = Arc::new(LaneReceiver::new(lane, from, self.options.window, outbox));
+        let receiver = Arc::new(LaneReceiver::new(
+            lane,
+            from,
+            self.shared.memory.window(),
+            outbox,
+        ));
         import.connect(&receiver, &results);
         self.shared.add_sender(&results);
         self.shared.add_receiver(&receiver);
@@ -322,7 +327,12 @@ impl Control {
         }
         let peer = self.peers.get(&from).ok_or("there was no hello")?;
         let outbox = peer.outbox.clone();
-        let receiver = Arc::new(LaneReceiver::new(lane, from, self.options.window, outbox));
+        let receiver = Arc::new(LaneReceiver::new(
+            lane,
+            from,
+            self.shared.memory.window(),
+            outbox,
+        ));
         self.shared.add_receiver(&receiver);
         let incoming = receiver.clone();
         let results = thread("bridge-answer", move || export.take_results(&incoming));

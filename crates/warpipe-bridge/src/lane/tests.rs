@@ -22,6 +22,11 @@ pub(crate) fn options() -> (tempfile::TempDir, Arc<Options>) {
     (folder, Arc::new(options))
 }
 
+/// A window of two parts.
+pub(crate) fn window() -> Window {
+    ReceiveMemory::new(2, 1 << 20, 8 << 20).window()
+}
+
 /// A stream that does nothing until the sender is dropped.
 pub(crate) fn blocked(device: &Device) -> (Stream, Sender<()>) {
     let stream = device.stream().unwrap();
