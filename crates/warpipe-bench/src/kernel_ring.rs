@@ -231,7 +231,7 @@ fn places(setup: &Setup) -> (BenchDomain, &'static str) {
     }
 }
 
-/// Two rings whose steps are enqueued on a stream: one process sends, and the other sends back.
+/// Two rings with steps enqueued on a stream: one process sends, and the other sends back.
 struct Steps {
     sends: KernelRing,
     receives: KernelRing,

@@ -1,5 +1,5 @@
-//! The cost of the statistics page: the CPU time of a hand-over whose endpoints count in it, beside
-//! the same one in the same process without a page.
+//! The cost of the statistics page: the CPU time of a hand-over between endpoints that count in it,
+//! beside the same one in the same process without a page.
 //!
 //! A process may not make the page where files of its length are forbidden (`RLIMIT_FSIZE`). Its
 //! first endpoints are opened under such a limit and count nothing, then or later; the others are

@@ -1524,8 +1524,8 @@ warpipe_status warpipe_lease_requeue(warpipe_lease *lease);
 // answer. Closes lease.
 //
 // *sample is the caller's, to be closed by warpipe_sample_finish, warpipe_sample_release or
-// warpipe_sample_release_on: behind every stream whose work reads it. *answer is the caller's,
-// to be closed by the answer, or warpipe_answer_close.
+// warpipe_sample_release_on: behind every stream with work that reads it. *answer is the
+// caller's, to be closed by the answer, or warpipe_answer_close.
 //
 // Requires: sample and answer are the addresses of pointers.
 warpipe_status warpipe_lease_split(warpipe_lease *lease,
@@ -1692,8 +1692,8 @@ warpipe_status warpipe_loan_discard(warpipe_loan *loan, void *stream);
 // WARPIPE_NAME_CONFLICT while a living process has the name; WARPIPE_INVALID_INPUT, also for
 // the role; WARPIPE_SYSTEM.
 //
-// Requires: name is a text, options null or the address of options, whose role is null or a text and
-// which name arrays of as many elements as they say; member is the address of a pointer.
+// Requires: name is a text, options null or the address of options. Their role is null or a text, and
+// they name arrays of as many elements as they say; member is the address of a pointer.
 warpipe_status warpipe_member_create(const char *name,
                                      const warpipe_member_options *options,
                                      warpipe_member **member);

@@ -426,8 +426,8 @@ pub extern "C" fn warpipe_lease_requeue(lease: *mut warpipe_lease) -> warpipe_st
 /// answer. Closes `lease`.
 ///
 /// `*sample` is the caller's, to be closed by `warpipe_sample_finish`, `warpipe_sample_release` or
-/// `warpipe_sample_release_on`: behind every stream whose work reads it. `*answer` is the caller's,
-/// to be closed by the answer, or `warpipe_answer_close`.
+/// `warpipe_sample_release_on`: behind every stream with work that reads it. `*answer` is the
+/// caller's, to be closed by the answer, or `warpipe_answer_close`.
 ///
 /// # Safety
 /// `sample` and `answer` are the addresses of pointers.

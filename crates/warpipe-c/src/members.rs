@@ -166,8 +166,8 @@ impl warpipe_change {
 /// the role; `WARPIPE_SYSTEM`.
 ///
 /// # Safety
-/// `name` is a text, `options` null or the address of options, whose role is null or a text and
-/// which name arrays of as many elements as they say; `member` is the address of a pointer.
+/// `name` is a text, `options` null or the address of options. Their role is null or a text, and
+/// they name arrays of as many elements as they say; `member` is the address of a pointer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpipe_member_create(
     name: *const c_char,

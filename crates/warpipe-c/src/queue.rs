@@ -380,7 +380,7 @@ pub unsafe extern "C" fn warpipe_queue_next_result(
     })
 }
 
-/// The job whose outcome an error is, or 0.
+/// The job of which an error is the outcome, or 0.
 fn failed_job(error: &Error) -> u64 {
     match *error {
         Error::DeadLettered { job, .. }

@@ -132,7 +132,7 @@ impl Stream {
         Err(Error::argument(
             "stream",
             tell(self.device()),
-            format!("{}, whose memory this is", tell(device)),
+            format!("{}, where this memory lies", tell(device)),
         ))
     }
 

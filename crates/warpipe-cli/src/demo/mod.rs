@@ -57,7 +57,7 @@ const ITEM_PATIENCE: Duration = Duration::from_secs(60);
 
 /// For `--help`.
 pub const JSON_HELP: &str = "\
-With --json the demo prints one object per line, whose `event` says its kind. The name of a time ends in its unit;
+With --json the demo prints one object per line; its `event` says its kind. The name of a time ends in its unit;
 times of the parts about deaths count from the kill.
   started           role, pid
   demo              device, why, mps, subscribers, item_bytes

@@ -18,7 +18,7 @@ const REQUEST_BYTES_MAX: usize = 8192;
 /// How long a client may take to send its request, and again to read the answer.
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The most clients at a time. One more takes the place of the one whose time ends next.
+/// The most clients at a time. One more takes the place of the one that has the least time left.
 const CLIENTS_MAX: usize = 64;
 
 /// The most clients that are accepted before the others are looked at again.

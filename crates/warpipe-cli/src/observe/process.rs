@@ -6,7 +6,7 @@ use warpipe::statistics::{Endpoint, Process, Region, Role, SlowPathCount};
 
 use crate::output::printable;
 
-/// A process whose page has not changed for this long does not run. It ticks every 200 ms.
+/// A process does not run if its page has not changed for this long. It ticks every 200 ms.
 const STALLED_NS: u64 = 900_000_000;
 
 /// The longest name of a command.

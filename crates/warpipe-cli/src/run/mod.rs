@@ -127,7 +127,7 @@ fn folder() -> anyhow::Result<tempfile::TempDir> {
 /// The variable that names the folder of a daemon's pipes.
 const PIPES: &str = "CUDA_MPS_PIPE_DIRECTORY";
 
-/// The variables by which a client finds the daemon whose folder this is.
+/// The variables by which a client finds the daemon of this folder.
 fn variables(folder: &Path) -> [(&'static str, PathBuf); 2] {
     [
         (PIPES, folder.join("pipe")),

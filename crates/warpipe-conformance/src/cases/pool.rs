@@ -486,7 +486,7 @@ fn other_user(context: &Context) -> Result<()> {
     Ok(())
 }
 
-/// A fault of this kind, whose text has `part`.
+/// A fault of this kind, with `part` in its text.
 fn fails_with(peer: &mut Peer, order: HolderOrder, kind: &str, part: &str) -> Result<()> {
     match peer.try_ask(&Order::Hold(order))? {
         Err(fault) if fault.kind == kind && fault.text.contains(part) => Ok(()),

@@ -68,7 +68,7 @@ class Source(Protocol):
     def nbytes(self) -> int: ...
     @property
     def stream(self) -> Any:
-        """The stream whose work so far completes the contents. None if they are complete."""
+        """A stream: its work so far completes the contents. None if they are complete."""
 
     @property
     def what(self) -> str:

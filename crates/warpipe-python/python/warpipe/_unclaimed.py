@@ -117,7 +117,7 @@ class Unclaimed:
             raise
 
     def look(self, now: float) -> None:
-        """Withdraws the shares whose receiver is dead, by the rules above."""
+        """Withdraws the shares with a dead receiver, by the rules above."""
         with self.lock:
             waiting = list(self.waiting)
         over: set[Waiting] = set()

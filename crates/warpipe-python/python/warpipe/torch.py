@@ -56,9 +56,9 @@ def install(*, copy: bool = True, domain: Any = None, timeout: float = 60.0) -> 
     """Has ``multiprocessing`` carry GPU tensors by warpipe, in this process and in the processes that it starts afterwards
     with ``spawn`` or ``forkserver``.
 
-    A tensor whose memory cannot be given to another process (a pool's, or that of a tensor that was itself received) is
-    copied, and a ``CopyWarning`` says why, once for each reason; with ``copy=False`` that is an error. ``domain`` is that
-    of the names that are used, by default the environment's. A receiver waits at most ``timeout`` seconds until the
+    A tensor in memory that cannot be given to another process (a pool's, or that of a tensor that was itself received)
+    is copied, and a ``CopyWarning`` says why, once for each reason; with ``copy=False`` that is an error. ``domain`` is
+    that of the names that are used, by default the environment's. A receiver waits at most ``timeout`` seconds until the
     sender's stream has completed a tensor. Installing again changes the options.
 
     Raises ``ImportError`` without PyTorch, ``ArgumentError``.
@@ -248,7 +248,7 @@ def _bytes(storage: Any) -> Any:
 
 
 def _device_of(storage: Any, tensor: Any = None) -> _warpipe.Device | None:
-    """The device whose memory is carried here, of a storage or of a tensor in it; None for what goes its usual way."""
+    """The device of a storage, or of a tensor in it, if it is carried here; None for what goes its usual way."""
     kind = storage.device.type
     if kind == "cuda":
         message = _messages.current()

@@ -123,8 +123,8 @@ impl AllocationServer {
         self.inner.shares.device()
     }
 
-    /// Shares `bytes` bytes at `ptr`, whose contents are complete behind the work of `stream` so
-    /// far, and returns the number that another process opens once.
+    /// Shares `bytes` bytes at `ptr` and returns the number that another process opens once. The
+    /// contents are complete behind the work of `stream` so far.
     ///
     /// `owner` is dropped, on a thread of this library, when the receiver has released the memory
     /// and its device is past it, when the receiver is proven dead, when the share is
@@ -136,7 +136,7 @@ impl AllocationServer {
     ///
     /// # Errors
     /// [`Error::NotExportable`] for other memory; [`Error::Argument`] for 0 bytes, for a stream of
-    /// another device, or beyond 16,384 shares whose streams are at work; [`Error::Capturing`],
+    /// another device, or beyond 16,384 shares with streams at work; [`Error::Capturing`],
     /// [`Error::LegacyHandle`], [`Error::Forked`], [`Error::Driver`].
     ///
     /// # Safety

@@ -269,7 +269,7 @@ impl Shares {
                 state.next_word - 1
             }
             None => {
-                let allowed = format!("at most {READY_MAX} whose streams are at work");
+                let allowed = format!("at most {READY_MAX} with streams at work");
                 return Err(Error::argument("shares", u64::from(READY_MAX) + 1, allowed));
             }
         };

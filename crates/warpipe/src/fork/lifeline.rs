@@ -169,9 +169,9 @@ fn alarmed(
     Ok(Lifeline { end, alarm })
 }
 
-/// The lowest number for the alarm, in a process whose table has room for `room` descriptors. To make
-/// the table larger while other threads use it takes 10 ms and more: the kernel waits until no CPU
-/// reads the old one (`synchronize_rcu`).
+/// The lowest number for the alarm, in a process with room for `room` descriptors in its table. To
+/// make the table larger while other threads use it takes 10 ms and more: the kernel waits until no
+/// CPU reads the old one (`synchronize_rcu`).
 fn alarm_from(room: Option<u64>, limit: u64) -> RawFd {
     let in_table = room
         .filter(|&room| room >= ROOM_ENOUGH)

@@ -1,5 +1,5 @@
-//! What a server has given its clients by numbers that no two things have (runs, regions), and of
-//! whose ends it tells them. A stopped client reads nothing; it is told when it goes on.
+//! Things that a server has given its clients by numbers that no two have (runs, regions). It tells
+//! the clients of the end of each. A stopped client reads nothing; it is told when it goes on.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -24,7 +24,7 @@ use crate::runtime::reactor::{STALLED_AFTER, TICK};
 /// limit before.
 const RESCAN_INTERVAL: Duration = Duration::from_secs(2);
 
-/// How soon a member is tried again that has no room in its backlog. Others who connect to it as
+/// How soon a member is tried again that has no room in its backlog. Others that connect to it as
 /// fast as they can leave room for moments only.
 const BUSY_INTERVAL: Duration = Duration::from_millis(10);
 

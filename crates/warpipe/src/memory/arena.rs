@@ -176,7 +176,7 @@ impl Arena {
         self.take_in(bytes, |_| true)
     }
 
-    /// As [`take`](Self::take), from the regions whose numbers `may_use` accepts.
+    /// As [`take`](Self::take), from the regions with numbers that `may_use` accepts.
     #[inline]
     pub(crate) fn take_in(
         &mut self,

@@ -323,7 +323,7 @@ fn a_job_whose_way_out_the_driver_holds_up_holds_up_nobody_else() {
 }
 
 /// A caller does all of the queue's work before it looks: here it finds the answer that makes room
-/// for a job whose data is not complete.
+/// for a job with data that is not complete.
 #[test]
 fn a_caller_with_a_timeout_makes_no_delivery_that_the_driver_may_hold_up() {
     let scene = Scene::new("caller", |it| it.prefetch(1));

@@ -1,4 +1,4 @@
-//! The thread of a queue that delivers jobs that waited and whose data is not complete.
+//! The thread of a queue that delivers jobs that waited and have data that is not complete.
 //!
 //! Such a delivery enqueues a wait for the data on a stream of the queue, and the driver holds the
 //! call up while that stream's launch queue is full. Every other thread that does the queue's work

@@ -161,8 +161,8 @@ fn check_turns(grant: &RingGrant, device: &Device, producer: i32) -> Result<()> 
         format!(
             "{device}, on which this process and the producer (process {producer}) run in time slices"
         ),
-        "another GPU, or this one under MPS with both processes its clients, or a ring whose \
-         producer allows time slices, where a kernel that waits uses up its slice",
+        "another GPU, or this one under MPS with both processes its clients, or a ring of \
+         a producer that allows time slices, where a kernel that waits uses up its slice",
     ))
 }
 

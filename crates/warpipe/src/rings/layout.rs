@@ -15,7 +15,7 @@ pub const WORD_STRIDE: u64 = 128;
 pub const PRODUCER: u64 = 0;
 /// The role of a block's side.
 pub const CONSUMER: u64 = 1;
-/// A side that never has to wait looks at its stop word at each item whose number is one below a
+/// A side that never has to wait looks at its stop word at each item with a number one below a
 /// multiple of this.
 pub const STOP_LOOK: u64 = 256;
 

@@ -511,7 +511,7 @@ impl KernelRing {
         if let RingMemory::Producer(memory) = &self.held.memory
             && !memory.ring_server.0.has_started()
         {
-            let allowed = "one whose consumers wait_for_consumers has waited for";
+            let allowed = "one with consumers that wait_for_consumers has waited for";
             return Err(Error::argument("ring", &self.name, allowed));
         }
         self.held.streams().record_use(stream);
@@ -522,7 +522,7 @@ impl KernelRing {
     /// its item. Synchronize the stream first.
     ///
     /// # Errors
-    /// [`Error::PeerGone`] for a consumer whose producer has ended; [`Error::LinkClosed`] for a
+    /// [`Error::PeerGone`] for a consumer of a producer that has ended; [`Error::LinkClosed`] for a
     /// producer without consumers, after [`stop`](Self::stop), and after the limit of looks.
     pub fn check(&self) -> Result<()> {
         self.owner_process.check()?;

@@ -197,8 +197,8 @@ impl RingServer {
         }
         let freed = state.places[index].take();
         drop(state);
-        // Not on this thread: the driver may wait for a kernel of another ring, whose peer's end
-        // this thread tells.
+        // Not on this thread: the driver may wait for a kernel of another ring, and it is
+        // this thread that tells that kernel of its peer's end.
         server_core.reactor().defer_drop(Box::new(freed));
         None
     }
@@ -248,8 +248,8 @@ impl RingServer {
         let (device, _) = seat;
         Err(Rejection::new(format!(
             "another consumer runs on {device}, where the two would take turns in time slices; \
-             allowed are another GPU, MPS with both processes its clients, or a ring whose \
-             producer allows time slices"
+             allowed are another GPU, MPS with both processes its clients, or a ring of \
+             a producer that allows time slices"
         )))
     }
 

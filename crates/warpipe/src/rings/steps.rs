@@ -51,8 +51,9 @@ impl KernelRing {
         self.enqueue(&WAIT, stream, stream)
     }
 
-    /// The producer: publishes the item whose slot [`wait_on`](Self::wait_on) waited for, behind the
-    /// stream's work so far. Without such a wait it does nothing. May be captured in a graph.
+    /// The producer: publishes the item in the slot that [`wait_on`](Self::wait_on) waited for,
+    /// behind the stream's work so far. Without such a wait it does nothing. May be captured in a
+    /// graph.
     ///
     /// # Errors
     /// As for [`wait_on`](Self::wait_on), and [`Error::Argument`] for a consumer.

@@ -217,7 +217,7 @@ mod tests {
 
     use super::*;
 
-    /// The ends of a channel whose own end has descriptors come in this way.
+    /// The ends of a channel: descriptors come in at ours in this way.
     fn channel(rights: Rights) -> (PeerDoorbell, CloseOnForkFd) {
         let (mut ours, theirs) = PeerDoorbell::pair().unwrap();
         let is_refused = ours.rights == Rights::Refused;

@@ -48,7 +48,7 @@ pub(super) fn content_hash(bytes: &[u8]) -> ContentHash {
     )
 }
 
-/// The content hash of a tensor whose blocks have these hashes.
+/// The content hash of a tensor with blocks of these hashes.
 fn of_blocks(blocks: &[ContentHash]) -> ContentHash {
     XxHash3_128::oneshot(blocks.as_flattened()).to_be_bytes()
 }

@@ -1,8 +1,8 @@
 //! One version of weights as a process holds it: descriptors and their description. Nothing of it
 //! needs a device.
 //!
-//! A reply brings a version's description with its manifest and the first of its pieces. Whoever
-//! wants the others asks for them: see [`PartialVersion`].
+//! A reply brings a version's description with its manifest and the first of its pieces. A
+//! process that wants the others asks for them: see [`PartialVersion`].
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -250,7 +250,7 @@ impl PartialVersion {
             fd.approve();
         } else if !closes_at_once_elsewhere(fd.as_fd()) {
             // Replies have copies of it, which the thread of all sockets closes.
-            let found = "a file whose close may block".into();
+            let found = "a file with a close that may block".into();
             return Err(wrong(found, "a descriptor of a device's memory"));
         }
         Ok(())

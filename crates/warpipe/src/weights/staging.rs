@@ -110,7 +110,7 @@ impl Staging {
         }
         self.buffers[index].state = BufferState::Free;
         let address = self.memory.address(index * self.buffer_bytes);
-        // SAFETY: inside the page, which is mapped for writing as long as self, and whose bytes are
+        // SAFETY: inside the page, which is mapped for writing as long as self. Its bytes are
         // initialized (zeros at first). Nothing else has a reference into it: only this function
         // gives one out, and that one borrows self. The device is past its last copy of this
         // buffer, and gets the next one in `copy`, which borrows self, too.

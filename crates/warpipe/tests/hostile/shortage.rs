@@ -1,4 +1,4 @@
-//! A publisher or server whose process lacks descriptors for a new peer: the peer waits, and is
+//! A publisher or server in a process that lacks descriptors for a new peer: the peer waits, and is
 //! admitted when there is room, or gets the reason when the time for the handshake is over.
 
 use std::os::fd::{AsFd, OwnedFd};

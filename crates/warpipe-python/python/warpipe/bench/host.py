@@ -159,7 +159,7 @@ MADE: dict[str, Callable[[str, str, str], Ends]] = {
 
 
 def made(folder: str, out: str, back: str, both: Connection) -> dict[str, Ends]:
-    """All ends whose library both processes have, connected."""
+    """All ends of libraries that both processes have, connected."""
     ends: dict[str, Ends] = {}
     for name, make in MADE.items():
         with contextlib.suppress(ImportError):

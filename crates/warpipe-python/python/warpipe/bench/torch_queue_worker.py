@@ -69,7 +69,7 @@ def open_files() -> int:
 
 
 def end_with_parent() -> None:
-    """A child whose parent is killed would wait for a message for ever."""
+    """Ends this process with its parent: if that is killed, it would wait for a message for ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -1,4 +1,4 @@
-//! Ends of rings: a consumer whose lifeline the test holds, and drivers that hold threads up.
+//! Ends of rings: a consumer with a lifeline that the test holds, and drivers that hold threads up.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;

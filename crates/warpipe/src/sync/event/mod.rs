@@ -71,7 +71,7 @@ impl EventBuilder {
         device,
         /// Admits these users beside this process's own. The domain directory must admit them, too.
         /// They can open every event of this process that was made with the same users and groups,
-        /// and record it: a wait for a recording whose stream does not reach it lasts until the
+        /// and record it: a wait for a recording that its stream does not reach lasts until the
         /// recorder leaves or dies.
         allow_uids,
         allow_gids,
