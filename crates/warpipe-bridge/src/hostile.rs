@@ -77,7 +77,7 @@ fn one_way(endpoint: &str, is_deaf: Arc<AtomicBool>) -> String {
     way
 }
 
-/// A peer whose messages the test writes itself.
+/// A peer; the test writes its messages itself.
 struct Peer {
     presence: Presence,
     bridge: Id,

@@ -280,7 +280,7 @@ impl Subscriber {
     }
 
     /// Random bytes that name the incarnation of the publisher that gave the samples their numbers:
-    /// that of this subscriber's publisher, or of the one whose samples it
+    /// that of this subscriber's publisher, or of the one that it
     /// [forwards](crate::PublisherBuilder::forwards). `None` while there is no publisher.
     pub fn publisher_source(&self) -> Option<[u8; 16]> {
         self.attached.as_ref().map(|attached| attached.link.source)

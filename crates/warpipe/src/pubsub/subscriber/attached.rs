@@ -32,7 +32,7 @@ pub(super) struct Attached {
     /// How many samples of this link were received over an earlier one. No history is longer than a
     /// ring, so beyond [`DEPTH_MAX`] the source's numbers have begun anew.
     pub(super) repeated: u32,
-    /// The time since a sample was found whose region has not arrived.
+    /// The time since a sample was found without its region.
     pub(super) region_missing: Option<Uptime>,
     /// A sample taken from the ring that the device refused to wait for. It is the next to be
     /// admitted.
