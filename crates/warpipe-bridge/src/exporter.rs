@@ -16,9 +16,6 @@ use crate::options::{Options, Policy};
 /// The largest sample that goes with others in one part: a larger one is worth a message.
 const SMALL: u64 = 128 << 10;
 
-/// The longest history of a publisher: the deepest ring.
-const HISTORY_MAX: u32 = 4096;
-
 /// How long a peer may take to take a lane.
 const READY_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -160,7 +157,7 @@ impl Export {
         shelf: &Shelf,
         after: u64,
     ) -> Result<End> {
-        let (mut last, mut repeated) = (after, 0);
+        let mut last = after;
         loop {
             if self.sender.ended().is_some() || shelf.is_over.load(Ordering::Acquire) {
                 return Ok(End::Paused);
@@ -176,9 +173,7 @@ impl Export {
                 }
                 Err(error) => return Err(error.into()),
             };
-            // No history is longer: numbers that stay lower have begun anew.
-            if sample.sequence() <= after && repeated < HISTORY_MAX {
-                repeated += 1;
+            if sample.sequence() <= after {
                 continue;
             }
             if last > 0 {
@@ -355,6 +350,9 @@ impl Export {
         let Some(last) = samples.last().map(Sample::sequence) else {
             return Ok(true);
         };
+        if self.sender.ended().is_some() {
+            return Ok(false);
+        }
         // Before the first part: a part that may have arrived is never sent again.
         let mut sent = self.sent.lock().unwrap_or_else(PoisonError::into_inner);
         // The lane before this one may still send what it held.

@@ -499,10 +499,10 @@ fn messages_of_queues_that_break_the_protocol_end_their_own_lane() {
     assert!(hostile.stopped(lane).contains("is not imported here"));
     let lane = begun(&hostile, Purpose::Results { jobs: kept });
     assert!(hostile.stopped(lane).contains("no such lane"));
-    // A sample, and a job of a size that is not allowed.
+    // A sample, and a job with fewer bytes than its part.
     for (tag, bytes, expected) in [
         (Tag::Sample { sequence: 1 }, 8, "something else"),
-        (Tag::Job { number: 1 }, 1 << 40, "not allowed"),
+        (Tag::Job { number: 1 }, 4, "8 bytes at 0"),
     ] {
         let lane = begun(&hostile, jobs("work"));
         taken(&hostile, lane);
@@ -808,6 +808,82 @@ fn queues_of_machines_that_went_keep_out_none_of_one_that_is_there() {
         Message::Stop { lane: of, reason } if of == lane => panic!("{reason}"),
         _ => None,
     });
+}
+
+#[test]
+fn a_lane_begins_again_once_what_came_on_the_one_before_is_published() {
+    let world = World::with(|options| options.depth = 2);
+    let peer = world.peer(1);
+    let (device, name) = (Device::host(), "from/kept");
+    let lane = peer.begun(name);
+    let builder = Subscriber::builder(name).domain(&world.domain);
+    let mut subscriber = builder.device(&device).build().unwrap();
+    for sequence in 1..=6 {
+        peer.sample(lane, sequence, sequence, 8, 8);
+    }
+    let end = End::Paused;
+    peer.send(Message::End { lane, end });
+    let early = random_id();
+    peer.begin(early, name);
+    assert!(peer.stopped(early).contains("is not published yet"));
+    let stream = device.stream().unwrap();
+    for sequence in 1..=6 {
+        let sample = subscriber.receive_timeout(&stream, LONG).unwrap();
+        assert_eq!(sample.sequence(), sequence);
+    }
+    world.wait_for(|it| matches!(it, Notice::ImportEnded { .. }));
+    peer.begun(name);
+}
+
+#[test]
+fn a_job_that_is_too_long_here_has_failed_and_its_lane_goes_on() {
+    let world = World::new();
+    let peer = world.peer(1);
+    let lane = random_id();
+    let name = "work".into();
+    peer.send(Message::Begin {
+        lane,
+        purpose: Purpose::Jobs { name },
+    });
+    let results = peer.wait(|message| match message {
+        Message::Begin {
+            lane,
+            purpose: Purpose::Results { .. },
+        } => Some(lane),
+        Message::Stop { reason, .. } => panic!("{reason}"),
+        _ => None,
+    });
+    let (after, parts) = (0, 8);
+    peer.send(Message::Ready {
+        lane: results,
+        after,
+        parts,
+    });
+    // Two bytes more than the bridge takes.
+    let layout = Layout::contiguous(DType::U8, &[(1 << 20) + 2]).unwrap();
+    let mut tensor = Some(Tensor::new(Tag::Job { number: 7 }, &layout, b""));
+    for (number, offset, bytes) in [(1, 0, 1 << 20), (2, 1 << 20, 2)] {
+        let part = Part {
+            lane,
+            number,
+            offset,
+            tensor: tensor.take(),
+            more: Vec::new(),
+        };
+        peer.send_with(Message::Part(part), bytes);
+    }
+    let failed = peer.wait(|message| match message {
+        Message::Part(part) => Some(part.tensor.unwrap().tag),
+        Message::Stop { reason, .. } => panic!("{reason}"),
+        _ => None,
+    });
+    let Tag::Failed { number, reason, .. } = failed else {
+        panic!("{failed:?}");
+    };
+    assert!(
+        number == 7 && reason.contains("takes 1048576 bytes"),
+        "{reason}"
+    );
 }
 
 #[test]

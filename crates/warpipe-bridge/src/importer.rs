@@ -103,6 +103,7 @@ impl Import {
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
         let ending = match self.publish_all(options, lane, generation, &mut published) {
+            _ if lane.is_cut() => Ending::Cut,
             Ok(ending) => ending,
             Err(error) => Ending::Fault(error.to_string()),
         };
@@ -137,6 +138,10 @@ impl Import {
         generation: Id,
         published: &mut Option<Published>,
     ) -> Result<Ending> {
+        // A lane that has taken its place may have begun a publisher.
+        if lane.is_cut() {
+            return Ok(Ending::Cut);
+        }
         if published
             .as_ref()
             .is_some_and(|it| it.generation != generation)

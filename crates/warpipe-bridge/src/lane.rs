@@ -293,10 +293,20 @@ impl LaneReceiver {
         self.changed.notify_all();
     }
 
-    /// Ends the lane behind the parts that have come; the first ending stays.
+    /// Ends the lane behind the parts that have come. The first ending stays, unless it is cut: then
+    /// nothing waits any more for what the parts need.
     pub(crate) fn end(&self, ending: Ending) {
-        lock(&self.state).end.get_or_insert(ending);
+        let mut state = lock(&self.state);
+        if state.end.is_none() || ending == Ending::Cut {
+            state.end = Some(ending);
+        }
+        drop(state);
         self.changed.notify_all();
+    }
+
+    /// How the lane has ended, whatever has come and is not taken.
+    pub(crate) fn ending(&self) -> Option<Ending> {
+        lock(&self.state).end.clone()
     }
 
     /// The next part, at the latest after [`SLICE`]; `Ok(None)` if none has come by then.
@@ -308,6 +318,7 @@ impl LaneReceiver {
             .wait_timeout_while(state, SLICE, waits)
             .unwrap_or_else(PoisonError::into_inner);
         match (state.parts.pop_front(), &state.end) {
+            (_, Some(Ending::Cut)) => Err(Ending::Cut),
             (Some(part), _) => Ok(Some(part)),
             (None, Some(end)) => Err(end.clone()),
             (None, None) => Ok(None),

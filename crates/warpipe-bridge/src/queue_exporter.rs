@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use warpipe::{AnswerHandle, Error as Local, Lease, Loan, Sample, Stream, Worker};
 use zenoh::bytes::ZBytes;
@@ -43,6 +43,8 @@ pub(crate) struct QueueExport {
     sending: Mutex<()>,
     /// Outcomes that came late or again.
     repeated: AtomicU64,
+    /// Whether the lane of jobs has its lane of results.
+    has_results: AtomicBool,
     is_queue: AtomicBool,
     is_over: AtomicBool,
 }
@@ -50,27 +52,64 @@ pub(crate) struct QueueExport {
 /// A job that the peer does.
 #[derive(Debug)]
 struct Job {
-    /// Taken by the first that answers it.
-    answer: Mutex<Option<AnswerHandle>>,
+    answer: Mutex<JobAnswer>,
     answered: Condvar,
 }
 
+#[derive(Debug)]
+enum JobAnswer {
+    Waiting(AnswerHandle),
+    /// A thread has the handle.
+    UnderWay,
+    Given,
+}
+
 impl Job {
+    fn new(answer: AnswerHandle) -> Job {
+        Job {
+            answer: Mutex::new(JobAnswer::Waiting(answer)),
+            answered: Condvar::new(),
+        }
+    }
+
+    /// The handle, for the first that answers. Followed by [`put`](Self::put).
     fn take(&self) -> Option<AnswerHandle> {
-        let answer = lock(&self.answer).take();
+        let mut answer = lock(&self.answer);
+        match std::mem::replace(&mut *answer, JobAnswer::UnderWay) {
+            JobAnswer::Waiting(handle) => Some(handle),
+            other => {
+                *answer = other;
+                None
+            }
+        }
+    }
+
+    /// The handle comes back from an answer for which there was no room, or the job is answered.
+    fn put(&self, back: Option<AnswerHandle>) {
+        *lock(&self.answer) = back.map_or(JobAnswer::Given, JobAnswer::Waiting);
         self.answered.notify_all();
-        answer
     }
 
     /// Whether it is answered, at the latest after a slice.
     fn wait(&self) -> bool {
-        let waits = |answer: &mut Option<AnswerHandle>| answer.is_some();
+        let is_open = |answer: &mut JobAnswer| !matches!(answer, JobAnswer::Given);
         let waited = self
             .answered
-            .wait_timeout_while(lock(&self.answer), SLICE, waits);
+            .wait_timeout_while(lock(&self.answer), SLICE, is_open);
         let (answer, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        answer.is_none()
+        matches!(*answer, JobAnswer::Given)
     }
+}
+
+/// What became of memory for a result.
+enum Output {
+    Slot(Box<Loan>),
+    /// Nobody waits for it.
+    Unwanted,
+    /// There will be none.
+    Refused(String),
+    /// There was none in time: the result is left out, and sent again on another lane.
+    NoRoom,
 }
 
 impl QueueExport {
@@ -84,6 +123,7 @@ impl QueueExport {
             jobs: Mutex::default(),
             sending: Mutex::default(),
             repeated: AtomicU64::new(0),
+            has_results: AtomicBool::new(false),
             is_queue: AtomicBool::new(false),
             is_over: AtomicBool::new(false),
         }
@@ -118,6 +158,7 @@ impl QueueExport {
     /// Jobs go over this lane from now on, also those that the peer has.
     pub(crate) fn connect(&self, lane: Arc<LaneSender>) -> Option<Arc<LaneSender>> {
         self.workers.store(0, Ordering::Release);
+        self.has_results.store(false, Ordering::Release);
         lock(&self.lane).replace(lane)
     }
 
@@ -192,17 +233,14 @@ impl QueueExport {
         let metadata = lease.metadata().to_vec();
         let (input, answer) = lease.split();
         let number = NEXT_JOB.fetch_add(1, Ordering::Relaxed);
-        let job = Arc::new(Job {
-            answer: Mutex::new(Some(answer)),
-            answered: Condvar::new(),
-        });
+        let job = Arc::new(Job::new(answer));
         lock(&self.jobs).insert(number, job.clone());
         let mut last_word = Instant::now();
         let mut sent_on = None;
         while !job.wait_briefly(sent_on.is_none()) {
             if self.is_over() || last_word.elapsed() >= self.options.lease {
                 self.give_back(&job, number);
-                break;
+                continue;
             }
             // A peer with fewer workers than before still does the jobs that it has.
             let lane = if sent_on.is_none() {
@@ -218,20 +256,31 @@ impl QueueExport {
             if sent_on != Some(lane.lane) {
                 sent_on = Some(lane.lane);
                 if let Err(reason) = self.send(&lane, &input, number, &metadata, stream) {
-                    if let Some(answer) = job.take() {
-                        until_done(answer, |answer| answer.fail(&reason));
-                    }
-                    break;
+                    self.reply(&job, |answer| answer.fail(&reason));
                 }
             }
         }
         lock(&self.jobs).remove(&number);
     }
 
-    fn give_back(&self, job: &Job, number: u64) {
-        if let Some(answer) = job.take() {
-            until_done(answer, AnswerHandle::requeue);
+    /// Answers a job, however long the queue's owner has no room for the answer.
+    fn reply(
+        &self,
+        job: &Job,
+        mut reply: impl FnMut(AnswerHandle) -> std::result::Result<(), warpipe::AnswerError>,
+    ) {
+        let mut tries = 0;
+        while let Some(answer) = job.take() {
+            job.put(try_reply(answer, false, &mut reply));
+            tries += 1;
+            if self.is_over() && tries >= LAST_TRIES {
+                return job.put(None);
+            }
         }
+    }
+
+    fn give_back(&self, job: &Job, number: u64) {
+        self.reply(job, AnswerHandle::requeue);
         if let Some(lane) = self.lane() {
             let lane_id = lane.lane;
             let _ = lane.send(&Message::Taken {
@@ -273,9 +322,23 @@ impl QueueExport {
         Ok(())
     }
 
-    /// Answers jobs with the results that a lane brings, until it ends.
-    pub(crate) fn take_results(&self, lane: &LaneReceiver) {
-        let ended = self.answer_all(lane);
+    /// The lane of jobs has its lane of results.
+    pub(crate) fn has_results(&self) -> bool {
+        self.has_results.load(Ordering::Acquire)
+    }
+
+    /// Whether this is the present lane of jobs.
+    fn is_present(&self, jobs: &Id) -> bool {
+        self.lane().is_some_and(|lane| lane.lane == *jobs)
+    }
+
+    /// Answers jobs with the results that a lane brings, until it ends, or the lane of jobs that it
+    /// belongs to.
+    pub(crate) fn take_results(&self, lane: &LaneReceiver, jobs: &Id) {
+        if self.is_present(jobs) {
+            self.has_results.store(true, Ordering::Release);
+        }
+        let ended = self.answer_all(lane, jobs);
         let reason = match ended {
             Ok(Ending::Fault(reason)) => reason,
             Ok(_) => "the results' lane ended".to_owned(),
@@ -288,27 +351,32 @@ impl QueueExport {
             reason: reason.clone(),
         });
         // Jobs without results help nobody: both lanes begin anew.
-        if let Some(jobs) = self.lane() {
-            jobs.end(&reason);
+        if let Some(of) = self.lane().filter(|of| of.lane == *jobs) {
+            of.end(&reason);
         }
     }
 
-    fn answer_all(&self, lane: &LaneReceiver) -> Result<Ending> {
+    fn answer_all(&self, lane: &LaneReceiver, jobs: &Id) -> Result<Ending> {
         let stream = self.options.device.stream()?;
         lane.accept(0)?;
-        let mut assembly = None;
+        let (mut assembly, mut left_out) = (None, false);
         loop {
             match lane.next() {
                 Ok(Some((part, payload))) => {
                     if let Err(reason) =
-                        self.take_part(lane, &mut assembly, part, &payload, &stream)?
+                        self.take_part(lane, &mut assembly, &mut left_out, part, &payload, &stream)?
                     {
                         return Ok(Ending::Fault(reason));
                     }
                     drop(payload);
                     lane.taken()?;
                 }
-                Ok(None) if self.is_over() => return Ok(Ending::Cut),
+                Ok(None) if self.is_over() || !self.is_present(jobs) => return Ok(Ending::Cut),
+                // The results behind it are taken: both lanes begin anew, and it is sent again.
+                Ok(None) if left_out => {
+                    let reason = "there was no room for a result, which is sent again";
+                    return Ok(Ending::Fault(reason.into()));
+                }
                 Ok(None) => {}
                 Err(ending) => return Ok(ending),
             }
@@ -318,7 +386,8 @@ impl QueueExport {
     fn take_part(
         &self,
         lane: &LaneReceiver,
-        assembly: &mut Option<Assembly<Target<Loan>>>,
+        assembly: &mut Option<Assembly<ResultTarget>>,
+        left_out: &mut bool,
         mut part: Part,
         payload: &ZBytes,
         stream: &Stream,
@@ -330,21 +399,29 @@ impl QueueExport {
                 ));
             }
             let layout = match tensor.layout(None) {
-                Ok(layout) if layout.bytes() <= self.options.tensor_bytes_max => layout,
-                Ok(layout) => {
-                    return Ok(Err(format!("{} bytes are not allowed", layout.bytes())));
-                }
+                Ok(layout) => layout,
                 Err(reason) => return Ok(Err(reason)),
             };
-            let slot = match tensor.tag {
-                Tag::Result { number } => self.output(number, &layout)?,
-                Tag::Failed { .. } => None,
+            let (mut slot, mut fate) = (None, ResultFate::Answers);
+            match tensor.tag {
+                Tag::Result { number } => match self.output(lane, number, &layout, *left_out)? {
+                    Output::Slot(loan) => slot = Some(*loan),
+                    Output::Unwanted => {}
+                    Output::Refused(reason) => fate = ResultFate::Refused(reason),
+                    Output::NoRoom => fate = ResultFate::LeftOut,
+                },
+                Tag::Failed { .. } if layout.bytes() == 0 => {}
+                Tag::Failed { .. } => return Ok(Err("a failure came with bytes".into())),
                 Tag::Sample { .. } | Tag::Job { .. } => {
                     return Ok(Err("a lane of results brought something else".into()));
                 }
-            };
+            }
             let stream = stream.clone();
-            *assembly = Some(Assembly::new(tensor, layout, Target { slot, stream }));
+            let target = ResultTarget {
+                target: Target { slot, stream },
+                fate,
+            };
+            *assembly = Some(Assembly::new(tensor, layout, target));
         }
         let Some(current) = assembly else {
             return Ok(Err("a part came without its tensor".into()));
@@ -352,7 +429,7 @@ impl QueueExport {
         if let Err(reason) = current.add(&part, payload.len() as u64) {
             return Ok(Err(reason));
         }
-        if let Some(loan) = &current.target.slot {
+        if let Some(loan) = &current.target.target.slot {
             // SAFETY: `add` found the range inside the slot, which is this loan's alone until the
             // answer, or until it is given back, behind the same stream.
             unsafe {
@@ -368,66 +445,112 @@ impl QueueExport {
             return Ok(Ok(()));
         }
         match assembly.take() {
-            Some(whole) => self.answer(lane, whole).map(Ok),
+            Some(whole) => {
+                *left_out |= !self.answer(lane, whole, *left_out)?;
+                Ok(Ok(()))
+            }
             None => Ok(Ok(())),
         }
     }
 
     /// Memory for the result of a job that waits for it.
-    fn output(&self, number: u64, layout: &warpipe::Layout) -> Result<Option<Loan>> {
+    fn output(
+        &self,
+        lane: &LaneReceiver,
+        number: u64,
+        layout: &warpipe::Layout,
+        is_behind: bool,
+    ) -> Result<Output> {
         let Some(job) = lock(&self.jobs).get(&number).cloned() else {
-            return Ok(None);
+            return Ok(Output::Unwanted);
         };
-        loop {
-            let answer = lock(&job.answer);
-            let Some(handle) = answer.as_ref() else {
-                return Ok(None);
+        let (bytes, most) = (layout.bytes(), self.options.tensor_bytes_max);
+        if bytes > most {
+            let reason = format!("its result has {bytes} bytes, the bridge takes {most}");
+            return Ok(Output::Refused(reason));
+        }
+        for _ in 0..tries(is_behind) {
+            let Some(handle) = job.take() else {
+                return Ok(Output::Unwanted);
             };
-            match handle.output(layout) {
-                Ok(loan) => return Ok(Some(loan)),
-                Err(Local::MemoryLimit { bytes, limit, .. }) if bytes <= limit => {}
-                Err(Local::Timeout { .. }) => {}
-                Err(Local::PeerGone { .. }) => return Ok(None),
+            let tried = handle.output(layout);
+            job.put(Some(handle));
+            match tried {
+                Ok(loan) => return Ok(Output::Slot(Box::new(loan))),
+                Err(Local::MemoryLimit { bytes, limit, .. }) if bytes > limit => {
+                    let reason = format!("its result has {bytes} bytes, the bridge has {limit}");
+                    return Ok(Output::Refused(reason));
+                }
+                Err(Local::MemoryLimit { .. } | Local::Timeout { .. }) => {}
+                Err(Local::PeerGone { .. }) => return Ok(Output::Unwanted),
                 Err(error) => return Err(error.into()),
             }
-            if self.is_over() {
-                return Ok(None);
+            if self.is_over() || lane.is_cut() {
+                break;
             }
-            drop(answer);
-            std::thread::yield_now();
         }
+        Ok(Output::NoRoom)
     }
 
-    fn answer(&self, lane: &LaneReceiver, mut whole: Assembly<Target<Loan>>) -> Result<()> {
+    /// Answers the job of an outcome. False for one that is left out, as there was no room.
+    fn answer(
+        &self,
+        lane: &LaneReceiver,
+        mut whole: Assembly<ResultTarget>,
+        is_behind: bool,
+    ) -> Result<bool> {
         let (Tag::Result { number } | Tag::Failed { number, .. }) = whole.tag else {
-            return Ok(());
+            return Ok(true);
         };
         let job = lock(&self.jobs).get(&number).cloned();
-        match (job.and_then(|job| job.take()), whole.tag) {
-            // It came a second time, or after the job had gone back.
-            (None, _) => LaneCounts::add(&self.repeated, 1),
+        match (whole.tag, &whole.target.fate) {
+            (_, ResultFate::LeftOut) => return Ok(false),
+            (_, ResultFate::Refused(reason)) => {
+                let reply = |answer: AnswerHandle| answer.fail(reason);
+                if !self.reply_once(job.as_deref(), is_behind, reply) {
+                    return Ok(false);
+                }
+            }
             (
-                Some(answer),
                 Tag::Failed {
                     reason, is_final, ..
                 },
+                _,
             ) => {
-                until_done(answer, |answer| {
-                    if is_final {
-                        answer.reject(&reason)
-                    } else {
-                        answer.fail(&reason)
-                    }
-                });
+                let reply = |answer: AnswerHandle| match is_final {
+                    true => answer.reject(&reason),
+                    false => answer.fail(&reason),
+                };
+                if !self.reply_once(job.as_deref(), is_behind, reply) {
+                    return Ok(false);
+                }
             }
-            (Some(answer), _) => match whole.target.slot.take() {
-                Some(mut loan) => {
+            _ => match (
+                job.as_ref().and_then(|job| job.take().map(|it| (job, it))),
+                whole.target.target.slot.take(),
+            ) {
+                (Some((job, answer)), Some(mut loan)) => {
                     let _ = loan.set_metadata(&whole.metadata);
-                    complete(answer, loan, &whole.target.stream);
+                    let back = complete(answer, loan, &whole.target.target.stream, is_behind);
+                    let is_answered = back.is_none();
+                    job.put(back);
+                    if !is_answered {
+                        return Ok(false);
+                    }
                     LaneCounts::add(&lane.counts.tensors, 1);
                     LaneCounts::add(&lane.counts.bytes, whole.layout.bytes());
                 }
-                None => until_done(answer, AnswerHandle::requeue),
+                // The queue's owner has gone: its slot could not be had.
+                (Some((job, answer)), None) => {
+                    let back = try_reply(answer, is_behind, AnswerHandle::requeue);
+                    let is_answered = back.is_none();
+                    job.put(back);
+                    if !is_answered {
+                        return Ok(false);
+                    }
+                }
+                // It came a second time, or after the job had gone back.
+                (None, _) => LaneCounts::add(&self.repeated, 1),
             },
         }
         if let Some(jobs) = self.lane() {
@@ -437,8 +560,40 @@ impl QueueExport {
             };
             jobs.send(&taken)?;
         }
-        Ok(())
+        Ok(true)
     }
+
+    /// Answers without a result. False if there was no room for it.
+    fn reply_once(
+        &self,
+        job: Option<&Job>,
+        is_behind: bool,
+        reply: impl FnMut(AnswerHandle) -> std::result::Result<(), warpipe::AnswerError>,
+    ) -> bool {
+        let taken = job.and_then(|job| job.take().map(|answer| (job, answer)));
+        let Some((job, answer)) = taken else {
+            LaneCounts::add(&self.repeated, 1);
+            return true;
+        };
+        let back = try_reply(answer, is_behind, reply);
+        let is_answered = back.is_none();
+        job.put(back);
+        is_answered
+    }
+}
+
+/// Where the bytes of a result go, and what becomes of it.
+struct ResultTarget {
+    target: Target<Loan>,
+    fate: ResultFate,
+}
+
+enum ResultFate {
+    Answers,
+    /// The attempt fails for this reason.
+    Refused(String),
+    /// There was no room: it is sent again on another lane.
+    LeftOut,
 }
 
 impl Job {
@@ -448,52 +603,86 @@ impl Job {
     }
 }
 
-/// How often an answer is tried that has no room yet, a slice apart.
-const ANSWER_ATTEMPTS: u32 = 100;
+/// How often an answer, or memory for it, is tried that has no room, a slice apart: the outcomes
+/// behind it wait meanwhile. Only once behind one that was left out.
+fn tries(is_behind: bool) -> u32 {
+    if is_behind { 1 } else { 10 }
+}
 
-/// Answers without a result, and again while there is no room.
-fn until_done(
+/// How often all of that is tried when the export has ended.
+const LAST_TRIES: u32 = 5;
+
+/// Answers without a result. The handle comes back if there was no room.
+fn try_reply(
     mut answer: AnswerHandle,
+    is_behind: bool,
     mut reply: impl FnMut(AnswerHandle) -> std::result::Result<(), warpipe::AnswerError>,
-) {
-    for _ in 0..ANSWER_ATTEMPTS {
+) -> Option<AnswerHandle> {
+    for _ in 0..tries(is_behind) {
         answer.set_timeout(SLICE);
         match reply(answer) {
             Err(failed) if matches!(failed.error, Local::Timeout { .. }) => {
-                match failed.answer_handle {
-                    Some(handle) => answer = *handle,
-                    None => return,
-                }
+                answer = *failed.answer_handle?;
             }
-            _ => return,
+            _ => return None,
         }
     }
+    Some(answer)
 }
 
-/// Answers with a result, and again while the queue's owner holds all earlier ones.
-fn complete(mut answer: AnswerHandle, mut output: Loan, stream: &Stream) {
-    let start = Instant::now();
-    while start.elapsed() < Duration::from_secs(60) {
+/// Answers with a result. The handle comes back if the queue's owner held all earlier ones
+/// meanwhile.
+fn complete(
+    mut answer: AnswerHandle,
+    mut output: Loan,
+    stream: &Stream,
+    is_behind: bool,
+) -> Option<AnswerHandle> {
+    for _ in 0..tries(is_behind) {
         answer.set_timeout(SLICE);
         match answer.complete(Some(output), stream) {
             Err(failed) if matches!(failed.error, Local::Timeout { .. }) => {
                 match (failed.answer_handle, failed.output) {
                     (Some(handle), Some(loan)) => (answer, output) = (*handle, *loan),
-                    _ => return,
+                    (handle, _) => return handle.map(|handle| *handle),
                 }
             }
-            _ => return,
+            _ => return None,
         }
     }
+    let _ = output.discard(stream);
+    Some(answer)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use warpipe::{DType, Layout, Queue};
 
     use super::*;
     use crate::lane::tests::{blocked, comes_back_behind, options, window};
     use crate::session;
+
+    #[test]
+    fn a_lane_of_results_ends_with_its_lane_of_jobs_and_ends_no_other_one() {
+        let (_folder, options) = options();
+        let (_session, outbox) = session::alone(&options);
+        let export = QueueExport::new("work", [2; 16], &options);
+        let jobs = |id: u8| Arc::new(LaneSender::new([id; 16], [2; 16], outbox.clone()));
+        export.connect(jobs(1));
+        let results = LaneReceiver::new([3; 16], [2; 16], window(), outbox.clone());
+        std::thread::scope(|scope| {
+            let taking = scope.spawn(|| export.take_results(&results, &[1; 16]));
+            while !export.has_results() {
+                std::thread::yield_now();
+            }
+            assert!(!taking.is_finished());
+            export.connect(jobs(4));
+        });
+        assert_eq!(export.lane().unwrap().lane, [4; 16], "it lives");
+        assert!(!export.has_results());
+    }
 
     #[test]
     fn the_slot_of_a_result_that_is_cut_off_goes_back_behind_the_copy_to_it() {
@@ -510,11 +699,7 @@ mod tests {
         let _job = queue.submit(queue.loan(&layout).unwrap(), &given).unwrap();
         let long = Duration::from_secs(300);
         let (_input, answer) = worker.lease_timeout(&given, long).unwrap().split();
-        let job = Job {
-            answer: Mutex::new(Some(answer)),
-            answered: Condvar::new(),
-        };
-        lock(&export.jobs).insert(1, Arc::new(job));
+        lock(&export.jobs).insert(1, Arc::new(Job::new(answer)));
         let part = Part {
             lane: [1; 16],
             number: 1,
@@ -524,11 +709,12 @@ mod tests {
         };
         let (stream, go) = blocked(&options.device);
         let (mut result, half) = (None, vec![7; 8].into());
-        let took = export.take_part(&lane, &mut result, part, &half, &stream);
+        let took = export.take_part(&lane, &mut result, &mut false, part, &half, &stream);
         took.unwrap().unwrap();
         let returned = result
             .as_ref()
             .unwrap()
+            .target
             .target
             .slot
             .as_ref()

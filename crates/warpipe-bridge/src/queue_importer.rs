@@ -20,6 +20,8 @@ use crate::options::Options;
 
 /// Jobs of one exporter that are not forgotten yet: more than it may have under way.
 const JOBS_MAX: usize = 256;
+/// Runs of exporters that have no lane and keep their jobs for the lease.
+const LOST_MAX: usize = 64;
 /// Acknowledgements that wait.
 const TAKEN_MAX: usize = 4096;
 /// How often a name that is taken is tried again, a slice apart.
@@ -55,8 +57,10 @@ struct State {
 
 #[derive(Debug)]
 struct Session {
-    lane: Arc<LaneReceiver>,
-    results: Arc<LaneSender>,
+    lane: Id,
+    results: Id,
+    /// The lanes themselves, until they have ended: they hold a window of memory, and a thread.
+    lanes: Option<(Arc<LaneReceiver>, Arc<LaneSender>)>,
     known: HashMap<u64, Known>,
     /// The number of workers that was said on this lane.
     told: Option<usize>,
@@ -116,15 +120,18 @@ impl QueueImport {
         let mut state = lock(&self.state);
         let known = match state.sessions.remove(&lane.peer) {
             Some(older) => {
-                older.lane.end(Ending::Cut);
-                older.results.end("a new lane replaces it");
+                if let Some((lane, results)) = older.lanes {
+                    lane.end(Ending::Cut);
+                    results.end("a new lane replaces it");
+                }
                 older.known
             }
             None => HashMap::new(),
         };
         let session = Session {
-            lane: lane.clone(),
-            results: results.clone(),
+            lane: lane.lane,
+            results: results.lane,
+            lanes: Some((lane.clone(), results.clone())),
             known,
             told: None,
             lost: None,
@@ -151,7 +158,7 @@ impl QueueImport {
     }
 
     /// A lane of jobs has ended.
-    fn leave(&self, lane: &LaneReceiver, results: &LaneSender, ending: &Ending) {
+    pub(crate) fn leave(&self, lane: &LaneReceiver, results: &LaneSender, ending: &Ending) {
         let reason = match ending {
             Ending::Fault(reason) => Some(bounded(reason)),
             // The exporter may not know of it: it would keep the lane, and wait.
@@ -166,14 +173,15 @@ impl QueueImport {
         let mut state = lock(&self.state);
         let is_closed = matches!(ending, Ending::Sender(_));
         if let Some(session) = state.sessions.get_mut(&lane.peer)
-            && session.lane.lane == lane.lane
+            && session.lane == lane.lane
         {
-            session.lost = Some(Instant::now());
+            (session.lost, session.lanes) = (Some(Instant::now()), None);
             if is_closed {
                 // The exporter has ended: nobody waits for these jobs.
                 state.drop_session(&lane.peer);
             }
         }
+        state.bound_lost();
     }
 
     fn submit_all(&self, lane: &LaneReceiver, results: &LaneSender) -> Result<Ending> {
@@ -194,7 +202,7 @@ impl QueueImport {
                     let took =
                         self.take_part(lane, &queue, &mut assembly, part, &payload, &stream)?;
                     if let Err(reason) = took {
-                        return Ok(Ending::Fault(reason));
+                        return Ok(lane.ending().unwrap_or(Ending::Fault(reason)));
                     }
                     drop(payload);
                     lane.taken()?;
@@ -251,7 +259,7 @@ impl QueueImport {
         &self,
         lane: &LaneReceiver,
         queue: &Queue,
-        assembly: &mut Option<Assembly<Target<Loan>>>,
+        assembly: &mut Option<Assembly<JobTarget>>,
         mut part: Part,
         payload: &ZBytes,
         stream: &Stream,
@@ -264,10 +272,7 @@ impl QueueImport {
                 return Ok(Err("a lane of jobs brought something else".into()));
             };
             let layout = match tensor.layout(None) {
-                Ok(layout) if layout.bytes() <= self.options.tensor_bytes_max => layout,
-                Ok(layout) => {
-                    return Ok(Err(format!("{} bytes are not allowed", layout.bytes())));
-                }
+                Ok(layout) => layout,
                 Err(reason) => return Ok(Err(reason)),
             };
             let (is_known, count) = {
@@ -278,17 +283,22 @@ impl QueueImport {
             if count >= JOBS_MAX {
                 return Ok(Err(format!("{JOBS_MAX} jobs are here already")));
             }
-            let slot = if is_known {
+            let (mut slot, mut refused) = (None, None);
+            if is_known {
                 LaneCounts::add(&lane.counts.repeated, 1);
-                None
             } else {
                 match self.loan(lane, queue, &layout)? {
-                    Some(loan) => Some(loan),
-                    None => return Ok(Err("the lane was cut".into())),
+                    Some(Ok(loan)) => slot = Some(loan),
+                    Some(Err(reason)) => refused = Some(reason),
+                    None => return Ok(Err("the lane has ended".into())),
                 }
-            };
+            }
             let stream = stream.clone();
-            *assembly = Some(Assembly::new(tensor, layout, Target { slot, stream }));
+            let target = JobTarget {
+                target: Target { slot, stream },
+                refused,
+            };
+            *assembly = Some(Assembly::new(tensor, layout, target));
         }
         let Some(current) = assembly else {
             return Ok(Err("a part came without its tensor".into()));
@@ -296,7 +306,7 @@ impl QueueImport {
         if let Err(reason) = current.add(&part, payload.len() as u64) {
             return Ok(Err(reason));
         }
-        if let Some(loan) = &current.target.slot {
+        if let Some(loan) = &current.target.target.slot {
             // SAFETY: `add` found the range inside the slot, which is this loan's alone until it is
             // submitted or given back, behind the same stream.
             unsafe {
@@ -316,12 +326,30 @@ impl QueueImport {
         Ok(Ok(()))
     }
 
-    fn loan(&self, lane: &LaneReceiver, queue: &Queue, layout: &Layout) -> Result<Option<Loan>> {
-        while !lane.is_cut() && !self.is_over() {
+    /// Memory for a job, or the reason why there never is. `None` if the lane ends first.
+    fn loan(
+        &self,
+        lane: &LaneReceiver,
+        queue: &Queue,
+        layout: &Layout,
+    ) -> Result<Option<std::result::Result<Loan, String>>> {
+        let (bytes, most) = (layout.bytes(), self.options.tensor_bytes_max);
+        let refused = |most: u64| {
+            let node = &self.options.node;
+            Ok(Some(Err(format!(
+                "the bridge on {node:?} takes {most} bytes, it has {bytes}"
+            ))))
+        };
+        if bytes > most {
+            return refused(most);
+        }
+        while lane.ending().is_none() && !self.is_over() {
             match queue.loan(layout) {
-                Ok(loan) => return Ok(Some(loan)),
-                Err(Local::MemoryLimit { bytes, limit, .. }) if bytes <= limit => {}
-                Err(Local::Timeout { .. }) => {}
+                Ok(loan) => return Ok(Some(Ok(loan))),
+                Err(Local::MemoryLimit { bytes, limit, .. }) if bytes > limit => {
+                    return refused(limit);
+                }
+                Err(Local::MemoryLimit { .. } | Local::Timeout { .. }) => {}
                 Err(error) => return Err(error.into()),
             }
         }
@@ -332,31 +360,39 @@ impl QueueImport {
         &self,
         lane: &LaneReceiver,
         queue: &Queue,
-        mut whole: Assembly<Target<Loan>>,
+        mut whole: Assembly<JobTarget>,
     ) -> Result<()> {
-        let (&Tag::Job { number }, Some(loan)) = (&whole.tag, &mut whole.target.slot) else {
+        let Tag::Job { number } = whole.tag else {
+            return Ok(());
+        };
+        if let Some(reason) = whole.target.refused.take() {
+            self.refuse(lane, number, reason);
+            return Ok(());
+        }
+        let target = &mut whole.target.target;
+        let Some(loan) = &mut target.slot else {
             return Ok(());
         };
         loan.set_metadata(&whole.metadata)?;
-        while !lane.is_cut() && !self.is_over() {
+        while lane.ending().is_none() && !self.is_over() {
             let room = queue.wait_for_room(SLICE);
             if room.is_err() {
                 continue;
             }
             // Under the lock: its result finds it there.
             let mut state = lock(&self.state);
-            if !state.sessions.contains_key(&lane.peer) {
-                return Ok(());
-            }
-            let Some(loan) = whole.target.slot.take() else {
+            // A lane that has taken this one's place may have brought it, too.
+            let Some(session) = state.session_of(lane, number) else {
                 return Ok(());
             };
-            match queue.submit_timeout(loan, &whole.target.stream, Duration::ZERO) {
+            let Some(loan) = target.slot.take() else {
+                return Ok(());
+            };
+            match queue.submit_timeout(loan, &target.stream, Duration::ZERO) {
                 Ok(job) => {
-                    state.jobs.insert(job.id(), (lane.peer, number));
-                    if let Some(session) = state.sessions.get_mut(&lane.peer) {
-                        session.known.insert(number, Known::Waiting(job));
-                    }
+                    let id = job.id();
+                    session.known.insert(number, Known::Waiting(job));
+                    state.jobs.insert(id, (lane.peer, number));
                     LaneCounts::add(&lane.counts.tensors, 1);
                     LaneCounts::add(&lane.counts.bytes, whole.layout.bytes());
                     return Ok(());
@@ -364,11 +400,26 @@ impl QueueImport {
                 Err(SubmitError {
                     error: Local::QueueFull { .. } | Local::Timeout { .. },
                     loan: Some(back),
-                }) => whole.target.slot = Some(*back),
+                }) => target.slot = Some(*back),
                 Err(failed) => return Err(failed.error.into()),
             }
         }
         Ok(())
+    }
+
+    /// A job that never can be done here has failed.
+    fn refuse(&self, lane: &LaneReceiver, number: u64, reason: String) {
+        let mut state = lock(&self.state);
+        if let Some(session) = state.session_of(lane, number) {
+            let failed = Answer::Failed {
+                reason: bounded(&reason),
+                is_final: false,
+            };
+            session
+                .known
+                .insert(number, Known::Done(Arc::new(failed), None));
+            self.changed.notify_all();
+        }
     }
 
     /// Takes outcomes, and says the number of workers, until the import is over: when no exporter
@@ -396,8 +447,8 @@ impl QueueImport {
         }
         self.end();
         let mut state = lock(&self.state);
-        for session in state.sessions.values() {
-            session.lane.end(Ending::Cut);
+        for (lane, _) in state.sessions.values().filter_map(|it| it.lanes.as_ref()) {
+            lane.end(Ending::Cut);
         }
         *state = State::default();
         drop(state);
@@ -465,10 +516,12 @@ impl QueueImport {
     /// Tells the number of workers to those that were told another one.
     fn announce(&self, workers: usize) {
         for session in lock(&self.state).sessions.values_mut() {
-            let is_news = session.lost.is_none() && session.told != Some(workers);
-            if is_news && session.results.wait_ready(Duration::ZERO).is_some() {
-                let (lane, count) = (session.lane.lane, workers.min(256) as u32);
-                if session.results.post(Message::Workers { lane, count }) {
+            let Some((_, results)) = &session.lanes else {
+                continue;
+            };
+            if session.told != Some(workers) && results.wait_ready(Duration::ZERO).is_some() {
+                let (lane, count) = (session.lane, workers.min(256) as u32);
+                if results.post(Message::Workers { lane, count }) {
                     session.told = Some(workers);
                 }
             }
@@ -510,7 +563,7 @@ impl QueueImport {
         let mut unsent = Vec::new();
         let session = state.sessions.get_mut(peer);
         // A lane that another has replaced sends none of that one's.
-        let Some(session) = session.filter(|session| session.results.lane == *results) else {
+        let Some(session) = session.filter(|session| session.results == *results) else {
             return unsent;
         };
         for (number, known) in &mut session.known {
@@ -579,7 +632,7 @@ impl QueueImport {
     pub(crate) fn has(&self, lane: &LaneReceiver) -> bool {
         let state = lock(&self.state);
         let session = state.sessions.get(&lane.peer);
-        session.is_some_and(|session| session.lane.lane == lane.lane)
+        session.is_some_and(|session| session.lane == lane.lane)
     }
 
     pub(crate) fn workers(&self) -> usize {
@@ -598,7 +651,33 @@ impl QueueImport {
     }
 }
 
+/// Where the bytes of a job go.
+#[derive(Debug)]
+struct JobTarget {
+    target: Target<Loan>,
+    /// Why it has no slot, and fails.
+    refused: Option<String>,
+}
+
 impl State {
+    /// The session of a lane that nothing has replaced, if it has no such job yet.
+    fn session_of(&mut self, lane: &LaneReceiver, number: u64) -> Option<&mut Session> {
+        let session = self.sessions.get_mut(&lane.peer)?;
+        let is_new = session.lane == lane.lane && !session.known.contains_key(&number);
+        is_new.then_some(session)
+    }
+
+    /// Drops the exporters' runs that have been without a lane for the longest, beyond the most.
+    fn bound_lost(&mut self) {
+        let lost = |(id, session): (&Id, &Session)| session.lost.map(|lost| (lost, *id));
+        let mut lost: Vec<(Instant, Id)> = self.sessions.iter().filter_map(lost).collect();
+        lost.sort_unstable();
+        let over = lost.len().saturating_sub(LOST_MAX);
+        lost[..over]
+            .iter()
+            .for_each(|(_, id)| self.drop_session(id));
+    }
+
     fn drop_session(&mut self, peer: &Id) {
         self.jobs.retain(|_, (of, _)| of != peer);
         let Some(session) = self.sessions.remove(peer) else {
@@ -649,6 +728,7 @@ mod tests {
         let returned = job
             .as_ref()
             .unwrap()
+            .target
             .target
             .slot
             .as_ref()

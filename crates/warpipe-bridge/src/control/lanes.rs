@@ -272,6 +272,10 @@ impl Control {
             .iter()
             .filter(|older| Arc::ptr_eq(&older.import, &import))
         {
+            // What came before its end is published first, however long subscribers here take.
+            if matches!(older.receiver.ending(), Some(Ending::Sender(_))) {
+                return Err("what came on the lane before is not published yet".into());
+            }
             older.receiver.end(Ending::Cut);
         }
         let receiver = Arc::new(LaneReceiver::new(

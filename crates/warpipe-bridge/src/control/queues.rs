@@ -19,6 +19,8 @@ use crate::status::{Direction, Notice, RemoteName};
 const QUEUES_PER_PEER_MAX: usize = 16;
 /// Imported queues in all.
 const QUEUES_MAX: usize = if cfg!(test) { 4 } else { 256 };
+/// How long a peer may take to take a lane of jobs, and to begin its lane of results.
+const READY_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long a name that is no queue's is left alone.
 const REST: Duration = Duration::from_secs(5);
 
@@ -118,6 +120,16 @@ impl Control {
                 self.queues.threads.push(carrier);
                 entry.carriers += 1;
             }
+            // A message may have been lost: they begin anew.
+            let is_late = entry
+                .begun
+                .is_some_and(|begun| begun.elapsed() >= READY_TIMEOUT);
+            if is_late
+                && let Some(lane) = export.lane()
+                && !(lane.is_taken() && export.has_results())
+            {
+                lane.end("the peer did not take it, or began no lane of results");
+            }
             let rests = entry.begun.is_some_and(|begun| begun.elapsed() < RETRY);
             let Some(peer) = self.peers.get(bridge).filter(|peer| peer.hello.is_some()) else {
                 continue;
@@ -139,6 +151,11 @@ impl Control {
             }
             if let Some(older) = export.connect(lane) {
                 self.shared.forget_queue(&older.lane);
+                self.shared.notice(Notice::ExportEnded {
+                    name: name.clone(),
+                    node: entry.node.clone(),
+                    reason: older.ended().unwrap_or_default(),
+                });
             }
             self.shared.notice(Notice::Exporting {
                 name: name.clone(),
@@ -280,11 +297,13 @@ impl Control {
         self.shared.add_receiver(&receiver);
         self.shared.add_import(lane, from, &import);
         let (incoming, outgoing, shared) = (receiver.clone(), results.clone(), self.shared.clone());
+        let left = import.clone();
         let jobs = thread("bridge-jobs", move || {
             import.take_jobs(&incoming, &outgoing);
             shared.done();
         });
         let Some(jobs) = jobs else {
+            left.leave(&receiver, &results, &Ending::Cut);
             self.shared.forget_queue(&receiver.lane);
             self.shared.forget_queue(&results.lane);
             return Err("no thread was started".into());
@@ -335,7 +354,9 @@ impl Control {
         ));
         self.shared.add_receiver(&receiver);
         let incoming = receiver.clone();
-        let results = thread("bridge-answer", move || export.take_results(&incoming));
+        let results = thread("bridge-answer", move || {
+            export.take_results(&incoming, &jobs)
+        });
         let Some(results) = results else {
             self.shared.forget_queue(&receiver.lane);
             return Err("no thread was started".into());

@@ -273,3 +273,98 @@ fn a_pattern_that_matches_many_names_of_publishers_still_finds_the_queue() {
     let job = queue.submit_bytes(&[1], &stream).unwrap();
     assert_eq!(job.wait(&stream, LONG).unwrap().to_vec().unwrap(), [2]);
 }
+
+#[test]
+fn a_job_or_a_result_that_one_end_does_not_take_fails_with_the_reason_and_others_are_done() {
+    let pair = Pair::new();
+    let (near, far) = pair.domains();
+    let builder = Queue::builder("jobs").domain(&near).max_attempts(1);
+    let queue = builder.device(&Device::host()).build().unwrap();
+    let stream = Device::host().stream().unwrap();
+    let small = ["--device", "host", "--tensor-max", "1"];
+    let exporter = ["bridge", "--name", "near", "--export-queue", "jobs"];
+    let exporter = [&exporter[..], &["--listen", &pair.endpoint], &small].concat();
+    let _exporter = pair.near.start(&exporter);
+    let _importer = start(&pair, false);
+    let device = Device::host();
+    let mut worker = loop {
+        let builder = Worker::builder("jobs").domain(&far).device(&device);
+        match builder.build() {
+            Ok(worker) => break worker,
+            Err(_) => std::thread::park_timeout(SLICE),
+        }
+    };
+    let does = |worker: &mut Worker, bytes: u64| {
+        let lease = worker.lease_timeout(&stream, LONG).unwrap();
+        let output = lease.output(&Layout::bytes_only(bytes).unwrap()).unwrap();
+        lease.complete_with(output, &stream).unwrap();
+    };
+    let long = queue.submit_bytes(b"a long result", &stream).unwrap();
+    does(&mut worker, (1 << 20) + 1);
+    let error = long.wait(&stream, LONG).unwrap_err().to_string();
+    assert!(error.contains("its result has 1048577 bytes"), "{error}");
+    let large = queue.submit_bytes(&[0; (1 << 20) + 1], &stream).unwrap();
+    let error = large.wait(&stream, LONG).unwrap_err().to_string();
+    assert!(error.contains("1048577 bytes are more"), "{error}");
+    let short = queue.submit_bytes(b"a short result", &stream).unwrap();
+    does(&mut worker, 1 << 20);
+    assert_eq!(short.wait(&stream, LONG).unwrap().layout().bytes(), 1 << 20);
+}
+
+#[test]
+fn results_that_their_owner_does_not_take_hold_up_no_result_of_another_job() {
+    let pair = Pair::new();
+    let (near, far) = pair.domains();
+    // Results come in the order of the jobs: the owner waits for the first.
+    let builder = Queue::builder("jobs").domain(&near).limit(4096);
+    let queue = builder.device(&Device::host()).build().unwrap();
+    let stream = Device::host().stream().unwrap();
+    let small = ["--device", "host", "--memory", "4"];
+    let exporter = ["bridge", "--name", "near", "--export-queue", "jobs"];
+    let exporter = [&exporter[..], &["--listen", &pair.endpoint], &small].concat();
+    let _exporter = pair.near.start(&exporter);
+    let _importer = start(&pair, false);
+    let device = Device::host();
+    let connect = || loop {
+        let builder = Worker::builder("jobs").domain(&far).device(&device);
+        match builder.build() {
+            Ok(worker) => break worker,
+            Err(_) => std::thread::park_timeout(SLICE),
+        }
+    };
+    let layout = Layout::bytes_only(1 << 20).unwrap();
+    let (mut slow, mut fast) = (connect(), connect());
+    let jobs: Vec<_> = (0..16)
+        .map(|number| queue.submit_bytes(&[number], &stream).unwrap())
+        .collect();
+    let first = slow.lease_timeout(&stream, LONG).unwrap();
+    let is_over = AtomicBool::new(false);
+    let do_all = |worker: &mut Worker| {
+        let stream = device.stream().unwrap();
+        while !is_over.load(Ordering::Relaxed) {
+            if let Ok(lease) = worker.lease_timeout(&stream, SLICE) {
+                let output = lease.output(&layout).unwrap();
+                let _ = lease.complete_with(output, &stream);
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(|| do_all(&mut fast));
+        // So many results that their memory at the exporter is full.
+        let start = Instant::now();
+        while queue.state().unwrap().finished < 4 && start.elapsed() < PATIENCE / 4 {
+            std::thread::park_timeout(SLICE);
+        }
+        let output = first.output(&layout).unwrap();
+        first.complete_with(output, &stream).unwrap();
+        scope.spawn(|| do_all(&mut slow));
+        let results = jobs.into_iter().map(|job| job.wait(&stream, LONG));
+        let lengths: Vec<_> = results
+            .map(|result| result.map(|it| it.layout().bytes()))
+            .collect();
+        is_over.store(true, Ordering::Relaxed);
+        for length in lengths {
+            assert_eq!(length.unwrap(), 1 << 20);
+        }
+    });
+}
