@@ -125,7 +125,8 @@ pub fn sdist(workspace: &Workspace) -> Outcome<()> {
     // Its own manifest at its root is a workspace's, so cargo looks no further up.
     let unpacked = folder.join("unpacked");
     make(&unpacked)?;
-    // maturin gives every file one time; with it cargo would take an older run's result for this one's.
+    // maturin gives every file one time; with it cargo would take an older run's result for this
+    // one's.
     let tar = Task::new("tar")
         .args(["--touch", "-xzf"])
         .args([&archive])

@@ -293,8 +293,8 @@ impl LaneReceiver {
         self.changed.notify_all();
     }
 
-    /// Ends the lane behind the parts that have come. The first ending stays, unless it is cut: then
-    /// nothing waits any more for what the parts need.
+    /// Ends the lane behind the parts that have come; the first ending stays. A cut takes the place
+    /// of any other: the parts that have come are dropped, and no thread waits for room for them.
     pub(crate) fn end(&self, ending: Ending) {
         let mut state = lock(&self.state);
         if state.end.is_none() || ending == Ending::Cut {

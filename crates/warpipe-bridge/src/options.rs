@@ -73,8 +73,8 @@ pub struct Options {
     /// that it receives. Both bridges have the same.
     pub part_bytes: usize,
     /// Memory of this process for parts that have arrived and do not lie in their slots yet, of all
-    /// names and queues together, in bytes. Many of them have a smaller window each; below two
-    /// parts none has.
+    /// names and queues together, in bytes. With many of them each has a smaller window, of two
+    /// parts at least.
     pub receive_bytes_max: u64,
     /// The largest tensor, in bytes.
     pub tensor_bytes_max: u64,

@@ -45,8 +45,8 @@ impl SubscriberBuilder {
     /// closed its link; off by default. The first sample of the next link carries a
     /// [`Discontinuity`](crate::Discontinuity), which says whether that is another publisher's. A
     /// sample that the publisher has in its history and that was received before the link ended is
-    /// not received again. The handshake runs on a thread of its own: a stopped publisher delays no receive beyond its
-    /// timeout.
+    /// not received again. The handshake runs on a thread of its own: a stopped publisher delays no
+    /// receive beyond its timeout.
     pub fn reconnect(mut self, reconnect: bool) -> Self {
         self.reconnect = reconnect;
         self
