@@ -259,7 +259,7 @@ impl World {
         Peer::connect(&self.domain, &self.endpoint, home)
     }
 
-    fn wait_for(&self, wanted: impl Fn(&Notice) -> bool) {
+    fn wait_for(&self, mut wanted: impl FnMut(&Notice) -> bool) {
         let start = Instant::now();
         while start.elapsed() < LONG {
             if self.bridge.next_notice(LONG).is_some_and(|it| wanted(&it)) {
@@ -833,6 +833,49 @@ fn a_lane_begins_again_once_what_came_on_the_one_before_is_published() {
     }
     world.wait_for(|it| matches!(it, Notice::ImportEnded { .. }));
     peer.begun(name);
+}
+
+#[test]
+fn a_name_that_waits_long_for_device_memory_says_so_once_and_goes_on_when_there_is_some() {
+    let world = World::with(|options| {
+        options.memory_limit = 2 << 20;
+        options.history = 0;
+    });
+    let peer = world.peer(1);
+    let (device, name, length) = (Device::host(), "from/large", 700_000);
+    let lane = peer.begun(name);
+    let builder = Subscriber::builder(name).domain(&world.domain);
+    let mut subscriber = builder.device(&device).build().unwrap();
+    let stream = device.stream().unwrap();
+    let mut received = |sequence| {
+        peer.sample(lane, sequence, sequence, length, length as usize);
+        subscriber.receive_timeout(&stream, LONG).unwrap()
+    };
+    let held = [received(1), received(2)];
+    peer.sample(lane, 3, 3, length, length as usize);
+    let is_waiting = |it: &Notice| matches!(it, Notice::WaitsForMemory { .. });
+    let mut waits = None;
+    world.wait_for(|it| {
+        waits = is_waiting(it).then(|| it.clone());
+        waits.is_some()
+    });
+    let (name, node) = (name.to_owned(), "peer-1".to_owned());
+    let wanted = Notice::WaitsForMemory {
+        name,
+        node,
+        bytes: length,
+        limit: 2 << 20,
+    };
+    assert_eq!(waits, Some(wanted));
+    drop(held);
+    let third = subscriber.receive_timeout(&stream, LONG).unwrap();
+    assert_eq!(third.sequence(), 3);
+    let end = End::Closed;
+    peer.send(Message::End { lane, end });
+    world.wait_for(|it| {
+        assert!(!is_waiting(it), "{it}");
+        matches!(it, Notice::ImportEnded { .. })
+    });
 }
 
 #[test]

@@ -369,8 +369,13 @@ impl Published {
     fn loan(&self, lane: &LaneReceiver, layout: &Layout) -> Result<Option<SampleMut>> {
         while !lane.is_cut() {
             match self.publisher.loan(layout) {
-                Ok(loan) => return Ok(Some(loan)),
-                Err(Local::MemoryLimit { bytes, limit, .. }) if bytes <= limit => {}
+                Ok(loan) => {
+                    lane.wants_memory(None);
+                    return Ok(Some(loan));
+                }
+                Err(Local::MemoryLimit { bytes, limit, .. }) if bytes <= limit => {
+                    lane.wants_memory(Some(bytes));
+                }
                 Err(Local::Timeout { .. }) => {}
                 Err(error) => return Err(error.into()),
             }

@@ -13,7 +13,7 @@ pub(crate) mod tests;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use zenoh::bytes::ZBytes;
 
@@ -28,6 +28,8 @@ use crate::session::Outbox;
 pub(crate) const WINDOW_MAX: u64 = 1024;
 /// How often a wait looks whether its lane has ended.
 pub(crate) const SLICE: Duration = Duration::from_millis(100);
+/// How long a tensor waits for device memory before people are told.
+const MEMORY_PATIENCE: Duration = Duration::from_secs(5);
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -212,6 +214,15 @@ struct ReceiverState {
     taken: u64,
     granted: u64,
     end: Option<Ending>,
+    wanting: Option<Wanting>,
+}
+
+/// A tensor that waits for device memory.
+#[derive(Debug)]
+struct Wanting {
+    bytes: u64,
+    since: Instant,
+    is_told: bool,
 }
 
 /// Why a receiver's lane has ended.
@@ -337,6 +348,30 @@ impl LaneReceiver {
     /// Whether the lane was cut, so that not even the parts that have come are wanted.
     pub(crate) fn is_cut(&self) -> bool {
         lock(&self.state).end == Some(Ending::Cut)
+    }
+
+    /// A tensor of `bytes` waits for device memory from now on, or still does; `None` once it has it.
+    pub(crate) fn wants_memory(&self, bytes: Option<u64>) {
+        let wanting = &mut lock(&self.state).wanting;
+        match bytes {
+            None => *wanting = None,
+            Some(bytes) => {
+                let begins = || Wanting {
+                    bytes,
+                    since: Instant::now(),
+                    is_told: false,
+                };
+                wanting.get_or_insert_with(begins);
+            }
+        }
+    }
+
+    /// The bytes of a tensor that has waited for device memory for a while, once for each tensor.
+    pub(crate) fn waits_for_memory(&self) -> Option<u64> {
+        let mut state = lock(&self.state);
+        let wanting = state.wanting.as_mut().filter(|it| !it.is_told)?;
+        wanting.is_told = wanting.since.elapsed() >= MEMORY_PATIENCE;
+        wanting.is_told.then_some(wanting.bytes)
     }
 
     /// The part's bytes are in their slot: gives the credit back, in steps of half a window.

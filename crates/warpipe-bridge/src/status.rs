@@ -101,6 +101,17 @@ pub enum Notice {
         /// From this machine.
         node: String,
     },
+    /// A tensor has waited for device memory here for 5 s: its name stands still meanwhile.
+    WaitsForMemory {
+        /// The name.
+        name: String,
+        /// The machine that it comes from.
+        node: String,
+        /// The bytes of the tensor.
+        bytes: u64,
+        /// The device memory that the name may have.
+        limit: u64,
+    },
     /// The import of a name has ended, or waits for its exporter.
     ImportEnded {
         /// The name.
@@ -124,6 +135,16 @@ impl fmt::Display for Notice {
                 write!(f, "{name:?} goes to {node} no more: {reason}")
             }
             Notice::Importing { name, node } => write!(f, "{name:?} comes from {node}"),
+            Notice::WaitsForMemory {
+                name,
+                node,
+                bytes,
+                limit,
+            } => write!(
+                f,
+                "{name:?} from {node} waits for {bytes} bytes of device memory: its subscribers here \
+                 hold too many samples, or its limit of {limit} bytes (`--memory`) is too small"
+            ),
             Notice::ImportEnded {
                 name,
                 node,

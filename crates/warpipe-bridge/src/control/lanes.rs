@@ -328,6 +328,16 @@ impl Control {
                     self.shared.notice(Notice::Exporting { name, node });
                 }
             }
+            for lane in &peer.imports {
+                if let Some(bytes) = lane.receiver.waits_for_memory() {
+                    self.shared.notice(Notice::WaitsForMemory {
+                        name: lane.import.local_name(),
+                        node: node.clone(),
+                        bytes,
+                        limit: self.options.memory_limit,
+                    });
+                }
+            }
             let done: Vec<String> = peer
                 .exports
                 .iter()
