@@ -238,27 +238,29 @@ impl QueueExport {
         let mut last_word = Instant::now();
         let mut sent_on = None;
         while !job.wait_briefly(sent_on.is_none()) {
-            if self.is_over() || last_word.elapsed() >= self.options.lease {
-                self.give_back(&job, number);
-                continue;
-            }
             // A peer with fewer workers than before still does the jobs that it has.
             let lane = if sent_on.is_none() {
                 self.lane_of(carrier)
             } else {
                 self.lane().filter(|_| self.workers() > 0)
             };
+            let is_lost = lane.is_none() && last_word.elapsed() >= self.options.lease;
+            if self.is_over() || is_lost {
+                self.give_back(&job, number);
+                continue;
+            }
             let Some(lane) = lane else {
                 sent_on = sent_on.or(Some(Id::default()));
                 continue;
             };
-            last_word = Instant::now();
             if sent_on != Some(lane.lane) {
                 sent_on = Some(lane.lane);
                 if let Err(reason) = self.send(&lane, &input, number, &metadata, stream) {
                     self.reply(&job, |answer| answer.fail(&reason));
                 }
             }
+            // However long the job was on its way: if the lane has ended, that was just now.
+            last_word = Instant::now();
         }
         lock(&self.jobs).remove(&number);
     }
@@ -682,6 +684,52 @@ mod tests {
         });
         assert_eq!(export.lane().unwrap().lane, [4; 16], "it lives");
         assert!(!export.has_results());
+    }
+
+    /// Ends the export also when an assertion fails.
+    struct Ends<'a>(&'a QueueExport);
+
+    impl Drop for Ends<'_> {
+        fn drop(&mut self) {
+            self.0.end();
+        }
+    }
+
+    #[test]
+    fn a_job_that_is_on_its_way_for_longer_than_the_lease_does_not_go_back_while_its_lane_lives() {
+        let (_folder, options) = options();
+        let mut options = Options::clone(&options);
+        options.lease = 2 * SLICE;
+        let options = Arc::new(options);
+        let (_session, outbox) = session::alone(&options);
+        let queue = Queue::builder("work").domain(&options.domain);
+        let queue = queue.device(&options.device).build().unwrap();
+        let given = options.device.stream().unwrap();
+        let job = queue.submit_bytes(b"work", &given).unwrap();
+        let export = QueueExport::new("work", [2; 16], &options);
+        let lane = Arc::new(LaneSender::new([1; 16], [2; 16], outbox));
+        lane.ready(0, 0);
+        export.connect(lane.clone());
+        export.announced(1);
+        std::thread::scope(|scope| {
+            scope.spawn(|| export.carry_all(0));
+            let _ends = Ends(&export);
+            while export.held() == 0 {
+                std::thread::yield_now();
+            }
+            // No credit comes for longer than the lease.
+            assert!(!lane.wait_credit(4 * SLICE));
+            lane.grant(8);
+            let outcome = job.wait(&given, 4 * SLICE);
+            assert!(matches!(outcome, Err(Local::Timeout { .. })), "{outcome:?}");
+            let sent = lane.counts.tensors.load(Ordering::Relaxed);
+            // The lane lives: it was sent once, and has not gone back.
+            assert_eq!((sent, export.held()), (1, 1));
+            lane.end("the peer is unreachable");
+            while queue.state().unwrap().waiting == 0 {
+                std::thread::yield_now();
+            }
+        });
     }
 
     #[test]
