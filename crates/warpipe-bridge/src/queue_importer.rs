@@ -1,6 +1,6 @@
 //! One queue, imported from one machine: an ordinary queue here, with jobs that come over lanes.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -22,8 +22,8 @@ use crate::options::Options;
 const JOBS_MAX: usize = 256;
 /// Runs of exporters that have no lane and keep their jobs for the lease.
 const LOST_MAX: usize = 64;
-/// Acknowledgements that wait.
-const TAKEN_MAX: usize = 4096;
+/// Acknowledgements of one exporter that wait.
+const TAKEN_MAX: usize = 4 * JOBS_MAX;
 /// How often a name that is taken is tried again, a slice apart.
 const TAKEN_ATTEMPTS: u32 = 10;
 
@@ -40,7 +40,8 @@ pub(crate) struct QueueImport {
     state: Mutex<State>,
     /// An outcome has come.
     changed: Condvar,
-    taken: Mutex<Vec<(Id, u64)>>,
+    /// By the exporter's run: numbers of jobs of which it wants nothing more.
+    taken: Mutex<HashMap<Id, Vec<u64>>>,
     workers: AtomicUsize,
     /// Jobs of the present lane that the status has counted.
     counted: AtomicU64,
@@ -62,6 +63,9 @@ struct Session {
     /// The lanes themselves, until they have ended: they hold a window of memory, and a thread.
     lanes: Option<(Arc<LaneReceiver>, Arc<LaneSender>)>,
     known: HashMap<u64, Known>,
+    /// The last jobs that were taken. One may come again: it was to be sent on a new lane when its
+    /// outcome came.
+    taken: VecDeque<u64>,
     /// The number of workers that was said on this lane.
     told: Option<usize>,
     /// Since when there is no lane.
@@ -109,8 +113,9 @@ impl QueueImport {
     /// The exporter wants nothing more of a job. Does not wait; false if too many are waiting.
     pub(crate) fn put_taken(&self, peer: Id, number: u64) -> bool {
         let mut taken = lock(&self.taken);
+        let taken = taken.entry(peer).or_default();
         taken.len() < TAKEN_MAX && {
-            taken.push((peer, number));
+            taken.push(number);
             true
         }
     }
@@ -118,21 +123,22 @@ impl QueueImport {
     /// A lane of jobs begins, with a lane of results beside it.
     pub(crate) fn connect(&self, lane: &Arc<LaneReceiver>, results: &Arc<LaneSender>) {
         let mut state = lock(&self.state);
-        let known = match state.sessions.remove(&lane.peer) {
+        let (known, taken) = match state.sessions.remove(&lane.peer) {
             Some(older) => {
                 if let Some((lane, results)) = older.lanes {
                     lane.end(Ending::Cut);
                     results.end("a new lane replaces it");
                 }
-                older.known
+                (older.known, older.taken)
             }
-            None => HashMap::new(),
+            None => Default::default(),
         };
         let session = Session {
             lane: lane.lane,
             results: results.lane,
             lanes: Some((lane.clone(), results.clone())),
             known,
+            taken,
             told: None,
             lost: None,
         };
@@ -277,8 +283,8 @@ impl QueueImport {
             };
             let (is_known, count) = {
                 let state = lock(&self.state);
-                let known = state.sessions.get(&lane.peer).map(|it| &it.known);
-                known.map_or((true, 0), |it| (it.contains_key(&number), it.len()))
+                let session = state.sessions.get(&lane.peer);
+                session.map_or((true, 0), |it| (it.knows(number), it.known.len()))
             };
             if count >= JOBS_MAX {
                 return Ok(Err(format!("{JOBS_MAX} jobs are here already")));
@@ -459,12 +465,16 @@ impl QueueImport {
     fn forget(&self) {
         let taken = std::mem::take(&mut *lock(&self.taken));
         let mut state = lock(&self.state);
-        for (peer, number) in taken {
-            let session = state.sessions.get_mut(&peer);
-            let known = session.and_then(|session| session.known.remove(&number));
-            if let Some(Known::Waiting(job)) = known {
-                let _ = job.cancel();
-                state.jobs.remove(&job.id());
+        for (peer, numbers) in taken {
+            let state = &mut *state;
+            let Some(session) = state.sessions.get_mut(&peer) else {
+                continue;
+            };
+            for number in numbers {
+                if let Some(Known::Waiting(job)) = session.take(number) {
+                    let _ = job.cancel();
+                    state.jobs.remove(&job.id());
+                }
             }
         }
         let is_lost =
@@ -659,11 +669,30 @@ struct JobTarget {
     refused: Option<String>,
 }
 
+impl Session {
+    /// Whether that job has come before.
+    fn knows(&self, number: u64) -> bool {
+        self.known.contains_key(&number) || self.taken.contains(&number)
+    }
+
+    /// The exporter wants nothing more of that job.
+    fn take(&mut self, number: u64) -> Option<Known> {
+        let known = self.known.remove(&number);
+        if known.is_some() {
+            if self.taken.len() == JOBS_MAX {
+                self.taken.pop_front();
+            }
+            self.taken.push_back(number);
+        }
+        known
+    }
+}
+
 impl State {
     /// The session of a lane that nothing has replaced, if it has no such job yet.
     fn session_of(&mut self, lane: &LaneReceiver, number: u64) -> Option<&mut Session> {
         let session = self.sessions.get_mut(&lane.peer)?;
-        let is_new = session.lane == lane.lane && !session.known.contains_key(&number);
+        let is_new = session.lane == lane.lane && !session.knows(number);
         is_new.then_some(session)
     }
 
@@ -698,6 +727,47 @@ mod tests {
     use super::*;
     use crate::lane::tests::{blocked, comes_back_behind, options, window};
     use crate::session;
+
+    #[test]
+    fn a_job_that_was_taken_is_not_done_again_when_it_comes_once_more_on_a_new_lane() {
+        let (_folder, options) = options();
+        let (_session, outbox) = session::alone(&options);
+        let import = QueueImport::new("work", "there", &options);
+        let connect = |id: u8| {
+            let lane = LaneReceiver::new([id; 16], [2; 16], window(), outbox.clone());
+            let results = LaneSender::new([id + 1; 16], [2; 16], outbox.clone());
+            let (lane, results) = (Arc::new(lane), Arc::new(results));
+            import.connect(&lane, &results);
+            lane
+        };
+        let layout = Layout::contiguous(DType::U8, &[8]).unwrap();
+        let stream = options.device.stream().unwrap();
+        let brings = |lane: &LaneReceiver, number: u64| {
+            let part = Part {
+                lane: lane.lane,
+                number: 1,
+                offset: 0,
+                tensor: Some(Tensor::new(Tag::Job { number }, &layout, b"")),
+                more: Vec::new(),
+            };
+            let queue = import.open(lane).unwrap().unwrap();
+            let bytes = vec![7; 8].into();
+            let took = import.take_part(lane, &queue, &mut None, part, &bytes, &stream);
+            took.unwrap().unwrap();
+            queue.state().unwrap().waiting
+        };
+        let lane = connect(1);
+        assert_eq!(brings(&lane, 1), 1);
+        let lane = connect(3);
+        // Its outcome came, and another exporter floods.
+        for _ in 0..2 * TAKEN_MAX {
+            import.put_taken([9; 16], 1);
+        }
+        assert!(import.put_taken([2; 16], 1));
+        import.forget();
+        assert_eq!(brings(&lane, 1), 0);
+        assert_eq!(brings(&lane, 2), 1);
+    }
 
     #[test]
     fn the_slot_of_a_job_that_is_cut_off_goes_back_behind_the_copy_to_it() {
