@@ -5,7 +5,7 @@
 //! workers. A job goes back to the local queue when the peer gave no word for the lease.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -35,18 +35,30 @@ pub(crate) struct QueueExport {
     pub(crate) name: String,
     pub(crate) peer: Id,
     options: Arc<Options>,
-    lane: Mutex<Option<Arc<LaneSender>>>,
-    /// Workers that the peer has.
-    workers: AtomicUsize,
+    jobs_lane: Mutex<JobsLane>,
     jobs: Mutex<HashMap<u64, Arc<Job>>>,
     /// One tensor at a time is on its way.
     sending: Mutex<()>,
     /// Outcomes that came late or again.
     repeated: AtomicU64,
-    /// Whether the lane of jobs has its lane of results.
-    has_results: AtomicBool,
     is_queue: AtomicBool,
     is_over: AtomicBool,
+}
+
+/// The last lane of jobs, and what was said about it: of another lane that says nothing.
+#[derive(Debug, Default)]
+struct JobsLane {
+    sender: Option<Arc<LaneSender>>,
+    /// Workers that the peer has.
+    workers: usize,
+    /// Whether it has its lane of results.
+    has_results: bool,
+}
+
+impl JobsLane {
+    fn is(&self, lane: &Id) -> bool {
+        self.sender.as_ref().is_some_and(|it| it.lane == *lane)
+    }
 }
 
 /// A job that the peer does.
@@ -118,12 +130,10 @@ impl QueueExport {
             name: name.into(),
             peer,
             options: options.clone(),
-            lane: Mutex::default(),
-            workers: AtomicUsize::new(0),
+            jobs_lane: Mutex::default(),
             jobs: Mutex::default(),
             sending: Mutex::default(),
             repeated: AtomicU64::new(0),
-            has_results: AtomicBool::new(false),
             is_queue: AtomicBool::new(false),
             is_over: AtomicBool::new(false),
         }
@@ -140,36 +150,39 @@ impl QueueExport {
 
     pub(crate) fn end(&self) {
         self.is_over.store(true, Ordering::Release);
-        if let Some(lane) = self.lane() {
+        // Also one that has ended here: the peer may not know of it.
+        if let Some(lane) = lock(&self.jobs_lane).sender.take() {
             let (end, id) = (End::Closed, lane.lane);
-            if lane.ended().is_none() {
-                lane.post(Message::End { lane: id, end });
-            }
+            lane.post(Message::End { lane: id, end });
             lane.end("the queue is exported no more");
         }
     }
 
     /// The lane of jobs, if it lives.
     pub(crate) fn lane(&self) -> Option<Arc<LaneSender>> {
-        let lane = lock(&self.lane).clone();
+        let lane = lock(&self.jobs_lane).sender.clone();
         lane.filter(|lane| lane.ended().is_none())
     }
 
     /// Jobs go over this lane from now on, also those that the peer has.
     pub(crate) fn connect(&self, lane: Arc<LaneSender>) -> Option<Arc<LaneSender>> {
-        self.workers.store(0, Ordering::Release);
-        self.has_results.store(false, Ordering::Release);
-        lock(&self.lane).replace(lane)
+        let begun = JobsLane {
+            sender: Some(lane),
+            ..JobsLane::default()
+        };
+        std::mem::replace(&mut *lock(&self.jobs_lane), begun).sender
     }
 
-    /// The peer has that many workers. Does not wait.
-    pub(crate) fn announced(&self, workers: u32) {
-        let workers = (workers as usize).min(CARRIERS_MAX);
-        self.workers.store(workers, Ordering::Release);
+    /// The peer has that many workers for a lane of jobs. Does not wait.
+    pub(crate) fn announced(&self, jobs: &Id, workers: u32) {
+        let mut lane = lock(&self.jobs_lane);
+        if lane.is(jobs) {
+            lane.workers = (workers as usize).min(CARRIERS_MAX);
+        }
     }
 
     pub(crate) fn workers(&self) -> usize {
-        self.workers.load(Ordering::Acquire)
+        lock(&self.jobs_lane).workers
     }
 
     pub(crate) fn repeated(&self) -> u64 {
@@ -331,7 +344,7 @@ impl QueueExport {
 
     /// The lane of jobs has its lane of results.
     pub(crate) fn has_results(&self) -> bool {
-        self.has_results.load(Ordering::Acquire)
+        lock(&self.jobs_lane).has_results
     }
 
     /// Whether this is the present lane of jobs.
@@ -342,9 +355,9 @@ impl QueueExport {
     /// Answers jobs with the results that a lane brings, until it ends, or the lane of jobs that it
     /// belongs to.
     pub(crate) fn take_results(&self, lane: &LaneReceiver, jobs: &Id) {
-        if self.is_present(jobs) {
-            self.has_results.store(true, Ordering::Release);
-        }
+        let mut lane_of_jobs = lock(&self.jobs_lane);
+        lane_of_jobs.has_results |= lane_of_jobs.is(jobs);
+        drop(lane_of_jobs);
         let ended = self.answer_all(lane, jobs);
         let reason = match ended {
             Ok(Ending::Fault(reason)) => reason,
@@ -366,9 +379,11 @@ impl QueueExport {
     fn answer_all(&self, lane: &LaneReceiver, jobs: &Id) -> Result<Ending> {
         let stream = self.options.device.stream()?;
         lane.accept(0)?;
-        let (mut assembly, mut left_out) = (None, false);
+        let (mut assembly, mut left_out, mut behind) = (None, false, 0);
         loop {
-            match lane.next() {
+            let is_last = match lane.next() {
+                Err(ending) => return Ok(ending),
+                Ok(_) if self.is_over() => return Ok(Ending::Cut),
                 Ok(Some((part, payload))) => {
                     if let Err(reason) =
                         self.take_part(lane, &mut assembly, &mut left_out, part, &payload, &stream)?
@@ -377,15 +392,18 @@ impl QueueExport {
                     }
                     drop(payload);
                     lane.taken()?;
+                    false
                 }
-                Ok(None) if self.is_over() || !self.is_present(jobs) => return Ok(Ending::Cut),
-                // The results behind it are taken: both lanes begin anew, and it is sent again.
-                Ok(None) if left_out => {
+                Ok(None) if !self.is_present(jobs) => return Ok(Ending::Cut),
+                Ok(None) => true,
+            };
+            // Those behind it that had come are taken: both lanes begin anew, and it is sent again.
+            if left_out && assembly.is_none() {
+                if is_last || behind == CARRIERS_MAX {
                     let reason = "there was no room for a result, which is sent again";
                     return Ok(Ending::Fault(reason.into()));
                 }
-                Ok(None) => {}
-                Err(ending) => return Ok(ending),
+                behind += 1;
             }
         }
     }
@@ -668,6 +686,7 @@ mod tests {
     use warpipe::{DType, Layout, Queue};
 
     use super::*;
+    use crate::lane::ReceiveMemory;
     use crate::lane::tests::{blocked, comes_back_behind, options, window};
     use crate::session;
 
@@ -689,6 +708,68 @@ mod tests {
         });
         assert_eq!(export.lane().unwrap().lane, [4; 16], "it lives");
         assert!(!export.has_results());
+    }
+
+    #[test]
+    fn a_result_without_room_is_sent_again_however_many_others_come_behind_it() {
+        let (_folder, options) = options();
+        let mut options = Options::clone(&options);
+        options.memory_limit = 2 << 20;
+        let options = Arc::new(options);
+        let (_session, outbox) = session::alone(&options);
+        let queue = Queue::builder("work").domain(&options.domain);
+        let queue = queue.device(&options.device).build().unwrap();
+        let stream = options.device.stream().unwrap();
+        let _job = queue.submit_bytes(b"work", &stream).unwrap();
+        let export = QueueExport::new("work", [2; 16], &options);
+        let mut worker = export.worker().unwrap();
+        let long = Duration::from_secs(300);
+        let (_input, answer) = worker.lease_timeout(&stream, long).unwrap().split();
+        let _full = answer
+            .output(&Layout::bytes_only(2 << 20).unwrap())
+            .unwrap();
+        lock(&export.jobs).insert(1, Arc::new(Job::new(answer)));
+        let jobs = Arc::new(LaneSender::new([1; 16], [2; 16], outbox.clone()));
+        export.connect(jobs.clone());
+        let window = ReceiveMemory::new(64, 1 << 20, 256 << 20).window();
+        let results = LaneReceiver::new([3; 16], [2; 16], window, outbox);
+        results.accept(0).unwrap();
+        let layout = Layout::contiguous(DType::U8, &[1]).unwrap();
+        for number in 1..=64 {
+            // Of the others nobody waits for any.
+            let tensor = Tensor::new(Tag::Result { number }, &layout, b"");
+            let part = Part {
+                lane: [3; 16],
+                number,
+                offset: 0,
+                tensor: Some(tensor),
+                more: Vec::new(),
+            };
+            results.put(part, vec![7].into());
+        }
+        export.take_results(&results, &[1; 16]);
+        let reason = jobs.ended().unwrap();
+        assert!(reason.contains("is sent again"), "{reason}");
+        assert_eq!(export.repeated(), CARRIERS_MAX as u64);
+        assert_eq!(export.held(), 1);
+    }
+
+    #[test]
+    fn what_is_said_of_a_lane_of_jobs_says_nothing_of_the_next_one() {
+        let (_folder, options) = options();
+        let (_session, outbox) = session::alone(&options);
+        let export = QueueExport::new("work", [2; 16], &options);
+        let jobs = |id: u8| Arc::new(LaneSender::new([id; 16], [2; 16], outbox.clone()));
+        export.connect(jobs(1));
+        export.announced(&[1; 16], 3);
+        assert_eq!(export.workers(), 3);
+        export.connect(jobs(2));
+        export.announced(&[1; 16], 3);
+        let results = LaneReceiver::new([3; 16], [2; 16], window(), outbox.clone());
+        export.take_results(&results, &[1; 16]);
+        assert_eq!((export.workers(), export.has_results()), (0, false));
+        export.announced(&[2; 16], 1000);
+        assert_eq!(export.workers(), CARRIERS_MAX);
     }
 
     /// Ends the export also when an assertion fails.
@@ -715,7 +796,7 @@ mod tests {
         let lane = Arc::new(LaneSender::new([1; 16], [2; 16], outbox));
         lane.ready(0, 0);
         export.connect(lane.clone());
-        export.announced(1);
+        export.announced(&[1; 16], 1);
         std::thread::scope(|scope| {
             scope.spawn(|| export.carry_all(0));
             let _ends = Ends(&export);

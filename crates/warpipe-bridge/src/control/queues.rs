@@ -178,6 +178,8 @@ impl Control {
             if !entry.export.is_over() {
                 return true;
             }
+            // A lane may have begun just when it ended.
+            entry.export.end();
             shared.forget_export(&entry.export);
             // A name that is no queue's is looked at again after a rest.
             !entry.export.is_queue() && entry.made.elapsed() < REST
@@ -489,7 +491,7 @@ impl crate::bridge::Shared {
         let routes = self.queues.read();
         let routes = routes.unwrap_or_else(PoisonError::into_inner);
         let export = routes.exports.get(lane).filter(|it| it.peer == *from)?;
-        export.announced(count);
+        export.announced(lane, count);
         Some(())
     }
 
