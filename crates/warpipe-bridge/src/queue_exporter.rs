@@ -507,6 +507,7 @@ impl QueueExport {
                     return Ok(Output::Refused(reason));
                 }
                 Err(Local::MemoryLimit { .. } | Local::Timeout { .. }) => {}
+                Err(Local::DeviceMemory { .. }) => lane.wait_for_end(SLICE),
                 Err(Local::PeerGone { .. }) => return Ok(Output::Unwanted),
                 Err(error) => return Err(error.into()),
             }

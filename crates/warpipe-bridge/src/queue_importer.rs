@@ -42,6 +42,8 @@ pub(crate) struct QueueImport {
     changed: Condvar,
     /// By the exporter's run: numbers of jobs of which it wants nothing more.
     taken: Mutex<HashMap<Id, Vec<u64>>>,
+    /// Each job that has begun to come has a clone.
+    begun: Arc<()>,
     workers: AtomicUsize,
     /// Jobs of the present lane that the status has counted.
     counted: AtomicU64,
@@ -96,6 +98,7 @@ impl QueueImport {
             state: Mutex::default(),
             changed: Condvar::new(),
             taken: Mutex::default(),
+            begun: Arc::default(),
             workers: AtomicUsize::new(0),
             counted: AtomicU64::new(0),
             is_over: AtomicBool::new(false),
@@ -303,6 +306,7 @@ impl QueueImport {
             let target = JobTarget {
                 target: Target { slot, stream },
                 refused,
+                _begun: self.begun.clone(),
             };
             *assembly = Some(Assembly::new(tensor, layout, target));
         }
@@ -349,14 +353,32 @@ impl QueueImport {
         if bytes > most {
             return refused(most);
         }
+        let mut used = Instant::now();
         while lane.ending().is_none() && !self.is_over() {
-            match queue.loan(layout) {
+            let reason = match queue.loan(layout) {
                 Ok(loan) => return Ok(Some(Ok(loan))),
                 Err(Local::MemoryLimit { bytes, limit, .. }) if bytes > limit => {
                     return refused(limit);
                 }
-                Err(Local::MemoryLimit { .. } | Local::Timeout { .. }) => {}
+                Err(error @ (Local::MemoryLimit { .. } | Local::Timeout { .. })) => error,
+                Err(error @ Local::DeviceMemory { .. }) => {
+                    lane.wait_for_end(SLICE);
+                    error
+                }
                 Err(error) => return Err(error.into()),
+            };
+            // The memory that it has comes back with jobs and in pieces, of which none may do. If no
+            // job has any, none will: those behind this one wait for nothing.
+            let is_idle = queue
+                .state()
+                .is_ok_and(|it| it.waiting + it.leased == 0 && Arc::strong_count(&self.begun) == 1);
+            if !is_idle {
+                used = Instant::now();
+            } else if used.elapsed() >= self.options.lease {
+                return Ok(Some(Err(format!(
+                    "the bridge on {:?} has no memory for it: {reason}",
+                    self.options.node
+                ))));
             }
         }
         Ok(None)
@@ -667,6 +689,8 @@ struct JobTarget {
     target: Target<Loan>,
     /// Why it has no slot, and fails.
     refused: Option<String>,
+    /// While it lives, memory of the queue may be its own.
+    _begun: Arc<()>,
 }
 
 impl Session {
@@ -767,6 +791,39 @@ mod tests {
         import.forget();
         assert_eq!(brings(&lane, 1), 0);
         assert_eq!(brings(&lane, 2), 1);
+    }
+
+    #[test]
+    fn a_job_for_which_there_never_is_memory_fails_instead_of_holding_up_those_behind_it() {
+        let (_folder, options) = options();
+        let mut options = Options::clone(&options);
+        (options.memory_limit, options.lease) = (4 << 20, 2 * SLICE);
+        let options = Arc::new(options);
+        let (_session, outbox) = session::alone(&options);
+        let import = QueueImport::new("work", "there", &options);
+        let lane = LaneReceiver::new([1; 16], [2; 16], window(), outbox);
+        let queue = import.open(&lane).unwrap().unwrap();
+        let layout = |mib: u64| Layout::bytes_only(mib << 20).unwrap();
+        // Its region stays: what is left is too short for three.
+        let held = queue.loan(&layout(2)).unwrap();
+        let stream = options.device.stream().unwrap();
+        let job = queue.submit(held, &stream).unwrap();
+        std::thread::scope(|scope| {
+            let loaned = scope.spawn(|| import.loan(&lane, &queue, &layout(3)));
+            // A job that waits for a worker may give it back.
+            assert!(lane.next().unwrap().is_none() && lane.next().unwrap().is_none());
+            assert!(lane.next().unwrap().is_none() && lane.next().unwrap().is_none());
+            assert!(!loaned.is_finished());
+            assert!(job.cancel().unwrap());
+            let start = Instant::now();
+            while !loaned.is_finished() && start.elapsed() < Duration::from_secs(60) {
+                lane.wait_for_end(SLICE);
+            }
+            lane.end(Ending::Cut);
+            let refused = loaned.join().unwrap().unwrap();
+            let reason = refused.expect("it waits no more").unwrap_err();
+            assert!(reason.contains("has no memory for it"), "{reason}");
+        });
     }
 
     #[test]
