@@ -19,8 +19,10 @@ use crate::status::{Direction, Notice, RemoteName};
 const QUEUES_PER_PEER_MAX: usize = 16;
 /// Imported queues in all.
 const QUEUES_MAX: usize = if cfg!(test) { 4 } else { 256 };
-/// How long a peer may take to take a lane of jobs, and to begin its lane of results.
+/// How long a peer may take to take a lane of jobs, and to begin its lane of results, at first.
 const READY_TIMEOUT: Duration = Duration::from_secs(10);
+/// The longest that it may take. A link that takes nothing for 60 s ends.
+const READY_TIMEOUT_MAX: Duration = Duration::from_secs(160);
 /// How long a name that is no queue's is left alone.
 const REST: Duration = Duration::from_secs(5);
 
@@ -45,8 +47,28 @@ struct Export {
     made: Instant,
     /// When the last lane began.
     begun: Option<Instant>,
+    patience: Patience,
     node: String,
     tensors: u64,
+}
+
+/// How long an answer may take: twice as long after one that was late. One that is late each time,
+/// over a slow link with many lanes, would never be of use.
+#[derive(Debug)]
+struct Patience(Duration);
+
+impl Patience {
+    fn new() -> Patience {
+        Patience(READY_TIMEOUT)
+    }
+
+    fn is_over(&mut self, waited: Duration) -> bool {
+        let is_over = waited >= self.0;
+        if is_over {
+            self.0 = READY_TIMEOUT_MAX.min(2 * self.0);
+        }
+        is_over
+    }
 }
 
 impl Queues {
@@ -100,6 +122,7 @@ impl Control {
                     seen: Instant::now(),
                     made: Instant::now(),
                     begun: None,
+                    patience: Patience::new(),
                     node: known.hello.node.clone(),
                     tensors: 0,
                 });
@@ -120,15 +143,13 @@ impl Control {
                 self.queues.threads.push(carrier);
                 entry.carriers += 1;
             }
-            // A message may have been lost: they begin anew.
-            let is_late = entry
-                .begun
-                .is_some_and(|begun| begun.elapsed() >= READY_TIMEOUT);
-            if is_late
-                && let Some(lane) = export.lane()
-                && !(lane.is_taken() && export.has_results())
-            {
-                lane.end("the peer did not take it, or began no lane of results");
+            if let (Some(lane), Some(begun)) = (export.lane(), entry.begun) {
+                if lane.is_taken() && export.has_results() {
+                    entry.patience = Patience::new();
+                } else if entry.patience.is_over(begun.elapsed()) {
+                    // A message may have been lost: they begin anew.
+                    lane.end("the peer did not take it, or began no lane of results");
+                }
             }
             let rests = entry.begun.is_some_and(|begun| begun.elapsed() < RETRY);
             let Some(peer) = self.peers.get(bridge).filter(|peer| peer.hello.is_some()) else {
@@ -501,5 +522,21 @@ impl crate::bridge::Shared {
         let routes = routes.unwrap_or_else(PoisonError::into_inner);
         let (_, import) = routes.imports.get(lane).filter(|it| it.0 == *from)?;
         import.put_taken(*from, number).then_some(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_that_takes_as_long_each_time_is_in_time_in_the_end() {
+        let mut patience = Patience::new();
+        let long = Duration::from_secs(75);
+        assert!(!patience.is_over(READY_TIMEOUT / 2));
+        let late = (0..10).take_while(|_| patience.is_over(long)).count();
+        assert_eq!(late, 3);
+        (0..100).for_each(|_| drop(patience.is_over(Duration::MAX)));
+        assert!(patience.is_over(READY_TIMEOUT_MAX));
     }
 }
