@@ -191,7 +191,7 @@ impl Import {
             match build(&self.name) {
                 // A bridge that was killed holds its names until the system has cleared it away.
                 Err(Local::NameTaken { .. }) if attempts < TAKEN_ATTEMPTS && !lane.is_cut() => {
-                    lane.wait_for_end(SLICE);
+                    lane.wait_for_cut(SLICE);
                     attempts += 1;
                 }
                 Err(Local::NameTaken { .. }) => {

@@ -338,10 +338,19 @@ impl LaneReceiver {
 
     /// Waits until the lane has ended, at most `timeout`.
     pub(crate) fn wait_for_end(&self, timeout: Duration) {
-        let waits = |state: &mut ReceiverState| state.end.is_none();
+        self.wait_while(timeout, |state| state.end.is_none());
+    }
+
+    /// Waits until the lane is cut, at most `timeout`: its sender's end is no reason to leave what has
+    /// come.
+    pub(crate) fn wait_for_cut(&self, timeout: Duration) {
+        self.wait_while(timeout, |state| state.end != Some(Ending::Cut));
+    }
+
+    fn wait_while(&self, timeout: Duration, waits: impl Fn(&ReceiverState) -> bool) {
         let waited = self
             .changed
-            .wait_timeout_while(lock(&self.state), timeout, waits);
+            .wait_timeout_while(lock(&self.state), timeout, |state| waits(state));
         drop(waited);
     }
 

@@ -252,7 +252,7 @@ impl QueueImport {
             }
             match build(&self.name) {
                 Err(Local::NameTaken { .. }) if attempts < TAKEN_ATTEMPTS => {
-                    lane.wait_for_end(SLICE);
+                    lane.wait_for_cut(SLICE);
                     attempts += 1;
                 }
                 Err(Local::NameTaken { .. }) => {
@@ -533,7 +533,9 @@ impl QueueImport {
                     },
                 )
             }
-            Err(_) => return,
+            Err(Local::Timeout { .. }) => return,
+            // It may come again at once, each time.
+            Err(_) => return std::thread::park_timeout(SLICE),
         };
         let mut state = lock(&self.state);
         if let Some((peer, number)) = state.jobs.remove(&job)

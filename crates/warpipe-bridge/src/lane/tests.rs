@@ -100,3 +100,17 @@ fn a_sample_with_a_copy_that_failed_or_was_given_up_is_released_behind_that_copy
         comes_back_behind(go, &returned);
     }
 }
+
+#[test]
+fn a_wait_for_a_cut_goes_on_when_the_sender_has_ended_the_lane() {
+    let (_folder, options) = options();
+    let (_session, outbox) = session::alone(&options);
+    let lane = LaneReceiver::new([1; 16], [2; 16], window(), outbox);
+    lane.end(Ending::Sender(crate::message::End::Closed));
+    let start = Instant::now();
+    lane.wait_for_end(LONG);
+    lane.wait_for_cut(SLICE);
+    assert!(start.elapsed() >= SLICE);
+    lane.end(Ending::Cut);
+    lane.wait_for_cut(LONG);
+}
