@@ -73,7 +73,20 @@ struct SenderState {
     after: Option<u64>,
     granted: u64,
     sent: u64,
+    /// Whether a thread has its turn.
+    has_turn: bool,
     ended: Option<String>,
+}
+
+/// The turn of a thread to send a tensor, of several threads that send on one lane.
+#[derive(Debug)]
+pub(crate) struct Turn<'a>(&'a LaneSender);
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        lock(&self.0.state).has_turn = false;
+        self.0.changed.notify_all();
+    }
 }
 
 impl LaneSender {
@@ -159,6 +172,19 @@ impl LaneSender {
         let waited = self.changed.wait_timeout_while(state, timeout, waits);
         let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
         state.sent < state.granted && state.ended.is_none()
+    }
+
+    /// Waits for this thread's turn; `None` once the lane has ended. The thread before it may be in
+    /// a send over a link that has ended, for a minute: only its own lane has to do with that.
+    pub(crate) fn turn(&self) -> Option<Turn<'_>> {
+        let waits = |state: &mut SenderState| state.has_turn && state.ended.is_none();
+        let waited = self.changed.wait_while(lock(&self.state), waits);
+        let mut state = waited.unwrap_or_else(PoisonError::into_inner);
+        if state.ended.is_some() {
+            return None;
+        }
+        state.has_turn = true;
+        Some(Turn(self))
     }
 
     /// Takes one credit and returns the number of the part; `None` once the lane has ended.

@@ -37,8 +37,6 @@ pub(crate) struct QueueExport {
     options: Arc<Options>,
     jobs_lane: Mutex<JobsLane>,
     jobs: Mutex<HashMap<u64, Arc<Job>>>,
-    /// One tensor at a time is on its way.
-    sending: Mutex<()>,
     /// Outcomes that came late or again.
     repeated: AtomicU64,
     is_queue: AtomicBool,
@@ -132,7 +130,6 @@ impl QueueExport {
             options: options.clone(),
             jobs_lane: Mutex::default(),
             jobs: Mutex::default(),
-            sending: Mutex::default(),
             repeated: AtomicU64::new(0),
             is_queue: AtomicBool::new(false),
             is_over: AtomicBool::new(false),
@@ -327,7 +324,9 @@ impl QueueExport {
                 Err(error) => return Err(error.to_string()),
             }
         }
-        let _one = lock(&self.sending);
+        let Some(_turn) = lane.turn() else {
+            return Ok(());
+        };
         // On a new lane its outcome may come while others are sent.
         if matches!(*lock(&job.answer), JobAnswer::Given) {
             return Ok(());

@@ -114,3 +114,19 @@ fn a_wait_for_a_cut_goes_on_when_the_sender_has_ended_the_lane() {
     lane.end(Ending::Cut);
     lane.wait_for_cut(LONG);
 }
+
+#[test]
+fn a_thread_that_waits_for_its_turn_waits_no_more_when_the_lane_ends() {
+    let (_folder, options) = options();
+    let (_session, outbox) = session::alone(&options);
+    let sender = LaneSender::new([1; 16], [2; 16], outbox);
+    drop(sender.turn().unwrap());
+    let first = sender.turn().unwrap();
+    std::thread::scope(|scope| {
+        let second = scope.spawn(|| sender.turn().is_none());
+        sender.end("the peer is unreachable");
+        assert!(second.join().unwrap());
+    });
+    drop(first);
+    assert!(sender.turn().is_none());
+}
