@@ -806,6 +806,9 @@ mod tests {
             // No credit comes for longer than the lease.
             assert!(!lane.wait_credit(4 * SLICE));
             lane.grant(8);
+            while lane.counts.tensors.load(Ordering::Relaxed) == 0 {
+                std::thread::yield_now();
+            }
             let outcome = job.wait(&given, 4 * SLICE);
             assert!(matches!(outcome, Err(Local::Timeout { .. })), "{outcome:?}");
             let sent = lane.counts.tensors.load(Ordering::Relaxed);
