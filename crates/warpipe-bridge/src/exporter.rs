@@ -132,6 +132,8 @@ impl Export {
                 source,
             })?;
             let end = self.receive(&mut subscriber, &receiving, &shelf, after);
+            // A publisher that waits for its subscribers does not wait for a send over a lost link.
+            drop(subscriber);
             let is_failure = matches!(end, Ok(End::Failed(_)) | Err(_));
             shelf
                 .held

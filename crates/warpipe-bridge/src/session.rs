@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use zenoh::bytes::ZBytes;
 use zenoh::liveliness::LivelinessToken;
@@ -17,9 +17,15 @@ use crate::error::{Error, Result};
 use crate::message::{Id, Message, VERSION, hex, id_of};
 use crate::options::Options;
 
-/// The longest that Zenoh waits to send a message before it closes the link. Credits keep a
-/// receiver from being the cause, so this is about links that carry nothing.
-const SEND_TIMEOUT_US: u64 = 60_000_000;
+/// The longest that Zenoh waits to send a message, a part at most, before it closes the link. Credits
+/// keep a receiver from being the cause, so this is about links that carry nothing. A link that has
+/// ended is cleared away behind a message that waits, so it is no longer than the link's timeout,
+/// except as a slow link needs for a part.
+fn send_timeout(options: &Options) -> Duration {
+    let (shortest, longest) = (Duration::from_secs(10), Duration::from_secs(60));
+    options.link_timeout.clamp(shortest, longest)
+}
+
 /// Buffers that a link keeps for what it receives: those of a few parts.
 const RECEIVE_BYTES: usize = 4 << 20;
 /// More than any message: a part and its attachment.
@@ -252,7 +258,7 @@ fn config(options: &Options) -> Result<Config> {
     // clears one for each 64 KiB.
     set("transport/link/rx/buffer_size", RECEIVE_BYTES.to_string())?;
     let wait = "transport/link/tx/queue/congestion_control/block/wait_before_close";
-    set(wait, SEND_TIMEOUT_US.to_string())?;
+    set(wait, send_timeout(options).as_micros().to_string())?;
     set(
         "transport/link/rx/max_message_size",
         MESSAGE_BYTES_MAX.to_string(),

@@ -21,7 +21,7 @@ const QUEUES_PER_PEER_MAX: usize = 16;
 const QUEUES_MAX: usize = if cfg!(test) { 4 } else { 256 };
 /// How long a peer may take to take a lane of jobs, and to begin its lane of results, at first.
 const READY_TIMEOUT: Duration = Duration::from_secs(10);
-/// The longest that it may take. A link that takes nothing for 60 s ends.
+/// The longest that it may take: more than the longest send, behind others.
 const READY_TIMEOUT_MAX: Duration = Duration::from_secs(160);
 /// How long a name that is no queue's is left alone.
 const REST: Duration = Duration::from_secs(5);
