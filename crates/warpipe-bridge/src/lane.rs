@@ -175,7 +175,7 @@ impl LaneSender {
     }
 
     /// Waits for this thread's turn; `None` once the lane has ended. The thread before it may be in
-    /// a send over a link that has ended, for a minute: only its own lane has to do with that.
+    /// a send over a link that has ended, until Zenoh gives up: this lane alone waits for it.
     pub(crate) fn turn(&self) -> Option<Turn<'_>> {
         let waits = |state: &mut SenderState| state.has_turn && state.ended.is_none();
         let waited = self.changed.wait_while(lock(&self.state), waits);

@@ -20,9 +20,30 @@ fn queue(domain: &Domain) -> Queue {
     builder.build().unwrap()
 }
 
+/// A worker of the queue, once it is there.
+fn worker(domain: &Domain) -> Worker {
+    let builder = Worker::builder("jobs").domain(domain);
+    let builder = builder.device(&Device::host());
+    builder.wait_for_queue(Some(LONG)).build().unwrap()
+}
+
 /// Starts the bridge that gives jobs of `near` away, or the one that takes them in `far`.
 fn start(pair: &Pair, is_exporter: bool) -> Running {
     start_with(pair, is_exporter, "jobs", "1")
+}
+
+/// Starts the bridge that gives jobs of `near` away, with one limit of its own.
+fn start_limited_exporter(pair: &Pair, limit: &str, mebibytes: &str) -> Running {
+    let exporter = ["bridge", "--name", "near", "--export-queue", "jobs"];
+    let own = [
+        "--listen",
+        &pair.endpoint,
+        "--device",
+        "host",
+        limit,
+        mebibytes,
+    ];
+    pair.near.start(&[&exporter[..], &own].concat())
 }
 
 /// As [`start`], for the queues of a pattern, and with a limit on the silence of the link.
@@ -172,8 +193,7 @@ fn a_job_of_an_unreachable_machine_goes_back_when_its_lease_ends_and_has_one_out
     let (near, far) = pair.domains();
     let (queue, stream) = (queue(&near), Device::host().stream().unwrap());
     let (_exporter, importer) = (start(&pair, true), start(&pair, false));
-    let builder = Worker::builder("jobs").domain(&far).device(&Device::host());
-    let mut there = builder.wait_for_queue(Some(LONG)).build().unwrap();
+    let mut there = worker(&far);
     let job = queue.submit_bytes(&[7], &stream).unwrap();
     let held = there.lease_timeout(&stream, LONG).unwrap();
     importer.signal(Signal::STOP);
@@ -238,8 +258,7 @@ fn a_job_of_a_machine_that_can_be_reached_does_not_go_back_when_workers_there_le
     let stream = Device::host().stream().unwrap();
     let _bridges = [true, false].map(|which| start_with(&pair, which, "jobs", "600"));
     let lease = || {
-        let builder = Worker::builder("jobs").domain(&far).device(&Device::host());
-        let mut worker = builder.wait_for_queue(Some(LONG)).build().unwrap();
+        let mut worker = worker(&far);
         let job = queue.submit_bytes(&[1], &stream).unwrap();
         let lease = worker.lease_timeout(&stream, LONG).unwrap();
         (job, lease, worker)
@@ -281,19 +300,9 @@ fn a_job_or_a_result_that_one_end_does_not_take_fails_with_the_reason_and_others
     let builder = Queue::builder("jobs").domain(&near).max_attempts(1);
     let queue = builder.device(&Device::host()).build().unwrap();
     let stream = Device::host().stream().unwrap();
-    let small = ["--device", "host", "--tensor-max", "1"];
-    let exporter = ["bridge", "--name", "near", "--export-queue", "jobs"];
-    let exporter = [&exporter[..], &["--listen", &pair.endpoint], &small].concat();
-    let _exporter = pair.near.start(&exporter);
+    let _exporter = start_limited_exporter(&pair, "--tensor-max", "1");
     let _importer = start(&pair, false);
-    let device = Device::host();
-    let mut worker = loop {
-        let builder = Worker::builder("jobs").domain(&far).device(&device);
-        match builder.build() {
-            Ok(worker) => break worker,
-            Err(_) => std::thread::park_timeout(SLICE),
-        }
-    };
+    let mut worker = worker(&far);
     let does = |worker: &mut Worker, bytes: u64| {
         let lease = worker.lease_timeout(&stream, LONG).unwrap();
         let output = lease.output(&Layout::bytes_only(bytes).unwrap()).unwrap();
@@ -319,28 +328,17 @@ fn results_that_their_owner_does_not_take_hold_up_no_result_of_another_job() {
     let builder = Queue::builder("jobs").domain(&near).limit(4096);
     let queue = builder.device(&Device::host()).build().unwrap();
     let stream = Device::host().stream().unwrap();
-    let small = ["--device", "host", "--memory", "4"];
-    let exporter = ["bridge", "--name", "near", "--export-queue", "jobs"];
-    let exporter = [&exporter[..], &["--listen", &pair.endpoint], &small].concat();
-    let _exporter = pair.near.start(&exporter);
+    let _exporter = start_limited_exporter(&pair, "--memory", "4");
     let _importer = start(&pair, false);
-    let device = Device::host();
-    let connect = || loop {
-        let builder = Worker::builder("jobs").domain(&far).device(&device);
-        match builder.build() {
-            Ok(worker) => break worker,
-            Err(_) => std::thread::park_timeout(SLICE),
-        }
-    };
     let layout = Layout::bytes_only(1 << 20).unwrap();
-    let (mut slow, mut fast) = (connect(), connect());
+    let (mut slow, mut fast) = (worker(&far), worker(&far));
     let jobs: Vec<_> = (0..16)
         .map(|number| queue.submit_bytes(&[number], &stream).unwrap())
         .collect();
     let first = slow.lease_timeout(&stream, LONG).unwrap();
     let is_over = AtomicBool::new(false);
     let do_all = |worker: &mut Worker| {
-        let stream = device.stream().unwrap();
+        let stream = Device::host().stream().unwrap();
         while !is_over.load(Ordering::Relaxed) {
             if let Ok(lease) = worker.lease_timeout(&stream, SLICE) {
                 let output = lease.output(&layout).unwrap();
