@@ -702,7 +702,7 @@ typedef struct {
   const warpipe_domain *domain;
   // The device that holds the inputs; the first GPU by default, else the host.
   const warpipe_device *device;
-  // The most jobs that are pending or have an outcome not taken yet; 1024 by default.
+  // The most jobs that are pending or have an outcome not taken yet; 1,048,576 by default.
   size_t limit;
   // How often a job is tried before it is dead-lettered; 3 by default.
   uint32_t max_attempts;
@@ -779,7 +779,7 @@ typedef struct {
   const warpipe_domain *domain;
   // The device that holds the requests; the first GPU by default, else the host.
   const warpipe_device *device;
-  // The most requests without a reply; 1024 by default.
+  // The most requests without a reply; 1,048,576 by default.
   size_t limit;
   // How many attempts at a request may fail before it is dead-lettered; 3 by default.
   uint32_t max_attempts;

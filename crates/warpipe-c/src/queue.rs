@@ -49,7 +49,7 @@ pub struct warpipe_queue_options {
     pub domain: *const warpipe_domain,
     /// The device that holds the inputs; the first GPU by default, else the host.
     pub device: *const warpipe_device,
-    /// The most jobs that are pending or have an outcome not taken yet; 1024 by default.
+    /// The most jobs that are pending or have an outcome not taken yet; 1,048,576 by default.
     pub limit: usize,
     /// How often a job is tried before it is dead-lettered; 3 by default.
     pub max_attempts: u32,

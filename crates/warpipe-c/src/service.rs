@@ -47,7 +47,7 @@ pub struct warpipe_client_options {
     pub domain: *const warpipe_domain,
     /// The device that holds the requests; the first GPU by default, else the host.
     pub device: *const warpipe_device,
-    /// The most requests without a reply; 1024 by default.
+    /// The most requests without a reply; 1,048,576 by default.
     pub limit: usize,
     /// How many attempts at a request may fail before it is dead-lettered; 3 by default.
     pub max_attempts: u32,

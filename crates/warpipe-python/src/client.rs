@@ -43,9 +43,9 @@ pub struct Client {
 impl Client {
     #[new]
     #[pyo3(signature = (service, *, domain = None, device = None, timeout = Some(10.0), max_attempts = 3, prefetch = 2,
-        lease_timeout = None, limit = 1024, memory_limit = 4 << 30, loan_timeout = Some(5.0), spin = None),
+        lease_timeout = None, limit = 1 << 20, memory_limit = 4 << 30, loan_timeout = Some(5.0), spin = None),
         text_signature = "(service, *, domain=None, device=None, timeout=10.0, max_attempts=3, prefetch=2, \
-        lease_timeout=None, limit=1024, memory_limit=4294967296, loan_timeout=5.0, spin=None)")]
+        lease_timeout=None, limit=1048576, memory_limit=4294967296, loan_timeout=5.0, spin=None)")]
     #[expect(
         clippy::too_many_arguments,
         reason = "keyword arguments, each with a default"

@@ -268,7 +268,7 @@ impl Lease {
             word.discard_output(py);
             return Err(lease.answered().into());
         }
-        let owed = Mutex::new(answer_handle);
+        let (owed, mut short) = (Mutex::new(answer_handle), None);
         let owed_now = || owed.lock().unwrap_or_else(PoisonError::into_inner);
         let wait_for_room = |slice| {
             let waited = owed_now()
@@ -294,6 +294,7 @@ impl Lease {
                     let is_passing =
                         matches!(error, Error::Timeout { .. } | Error::MemoryLimit { .. });
                     if is_passing && answer_handle.is_some() {
+                        short = Some(error).filter(|error| !matches!(error, Error::Timeout { .. }));
                         Ok(None)
                     } else {
                         Err(error.into())
@@ -313,11 +314,12 @@ impl Lease {
         if has_answer {
             slf.as_super().get().release(py, None)?;
         }
-        Ok(said?.ok_or_else(|| {
-            late(
+        Ok(said?.ok_or_else(|| match short {
+            Some(error) => error.into(),
+            None => late(
                 format!("room for the answer to job {}", lease.job),
                 lease.context.patience,
-            )
+            ),
         })?)
     }
 }

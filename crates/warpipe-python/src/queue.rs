@@ -106,10 +106,10 @@ fn order(name: &str) -> Outcome<ResultOrder> {
 impl Queue {
     #[new]
     #[pyo3(signature = (name, *, domain = None, device = None, prefetch = 2, max_attempts = 3, lease_timeout = None,
-        order = "submission", limit = 1024, submit_timeout = Some(5.0), memory_limit = 4 << 30, workers_max = 256,
+        order = "submission", limit = 1 << 20, submit_timeout = Some(5.0), memory_limit = 4 << 30, workers_max = 256,
         spin = None, handshake_timeout = 5.0),
         text_signature = "(name, *, domain=None, device=None, prefetch=2, max_attempts=3, lease_timeout=None, \
-        order='submission', limit=1024, submit_timeout=5.0, memory_limit=4294967296, workers_max=256, spin=None, \
+        order='submission', limit=1048576, submit_timeout=5.0, memory_limit=4294967296, workers_max=256, spin=None, \
         handshake_timeout=5.0)")]
     #[expect(
         clippy::too_many_arguments,

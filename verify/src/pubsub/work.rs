@@ -32,11 +32,6 @@ pub(crate) struct Line {
 pub(crate) struct Subscriber(pub(crate) Rc<RefCell<Line>>);
 
 impl Subscriber {
-    /// Its depth, and what of it is held.
-    pub(crate) fn load(&self) -> (usize, usize) {
-        (4, 0)
-    }
-
     pub(crate) fn take_raw_sample(&self) -> Result<Option<RawSample>> {
         let mut line = self.0.borrow_mut();
         match (line.answers.pop_front(), line.end) {
@@ -71,6 +66,8 @@ impl RawSample {
     pub(crate) fn metadata(&self) -> &[u8] {
         &self.metadata
     }
+
+    pub(crate) fn make_room(&mut self) {}
 
     pub(crate) fn is_complete(&self) -> Result<bool> {
         match *self.data.borrow() {

@@ -68,13 +68,12 @@ impl State {
         self.table.is_delivering()
     }
 
-    pub(super) fn pick_worker(&self, job: u64, but: &[u64]) -> Option<u64> {
+    pub(super) fn pick_worker(&self, but: &[u64]) -> Option<u64> {
         let open = self
             .sessions
             .iter()
             .filter(|session| session.is_open() && !but.contains(&session.id));
-        let rooms = open.map(|session| (session.id, session.room()));
-        self.table.pick_worker(job, rooms)
+        self.table.pick_worker(open.map(|session| session.id))
     }
 }
 

@@ -35,6 +35,7 @@ pub(crate) struct Entry {
     pub(crate) given_up: AtomicU64,
     pub(crate) aborted: AtomicU64,
     pub(crate) released: TimelineWord,
+    pub(crate) set_aside: AtomicU64,
 }
 
 #[derive(Debug)]
@@ -58,6 +59,7 @@ impl Segment {
             given_up: AtomicU64::default(),
             aborted: AtomicU64::default(),
             released: TimelineWord::default(),
+            set_aside: AtomicU64::default(),
         };
         Segment {
             header: Header::default(),
@@ -75,6 +77,7 @@ impl Segment {
             entry.sequence.touch();
             entry.given_up.touch();
             entry.aborted.touch();
+            entry.set_aside.touch();
             touch(&entry.ready);
             touch(&entry.released);
             entry.words[..WORDS_USED].iter().for_each(AtomicU64::touch);

@@ -101,6 +101,8 @@ pub(crate) enum Message {
     Full { limit: PeerLimit, max: u32 },
     /// Client: a request that brings memory. Descriptor: the memory.
     MemoryRequest { serial: u64, body: Vec<u8> },
+    /// Subscriber, to a publisher of results: it is done with samples that it set aside.
+    Returned { positions: Vec<u64> },
 }
 
 /// Why an end closes.
@@ -131,6 +133,7 @@ impl Message {
             Message::Completions { .. } => "Completions",
             Message::Full { .. } => "Full",
             Message::MemoryRequest { .. } => "MemoryRequest",
+            Message::Returned { .. } => "Returned",
         }
     }
 

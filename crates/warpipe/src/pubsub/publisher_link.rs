@@ -4,6 +4,7 @@
 mod handshake;
 mod monitor;
 mod regions;
+mod set_aside;
 
 use crate::ipc::Kind;
 use std::os::fd::AsFd;
@@ -16,6 +17,7 @@ pub(super) use self::handshake::{ConnectOptions, SubscriberIdentity};
 pub(super) use self::monitor::LinkState;
 use self::monitor::PublisherMonitor;
 use self::regions::AnnouncedRegions;
+use self::set_aside::SetAside;
 use crate::backend::{Access, DeviceId, StreamOp};
 use crate::clock::now_ns;
 use crate::device::Device;
@@ -112,6 +114,7 @@ pub(crate) struct PublisherLink {
     doorbell: Arc<LocalDoorbell>,
     peer_heartbeat: PeerHeartbeat,
     fault: Mutex<LinkFault>,
+    set_aside: SetAside,
     socket: Arc<PeerSocket>,
     reactor: Arc<Reactor>,
     /// Its streams are those that have waited for, read or released a sample.
@@ -174,6 +177,7 @@ impl PublisherLink {
             doorbell: doorbell.clone(),
             peer_heartbeat: PeerHeartbeat::default(),
             fault: Mutex::default(),
+            set_aside: SetAside::default(),
             socket,
             reactor: reactor.clone(),
             memory,

@@ -93,10 +93,25 @@ impl SenderRing {
                 && entry.ready.is(position))
     }
 
+    /// The position that was published last in the entry of `position`; 0 for none.
+    pub(crate) fn last_at(&self, position: u64) -> u64 {
+        self.sent[self.segment.index(position) as usize].position
+    }
+
+    /// Whether the receiver keeps the slot of a sample that is over: see [`set_aside`].
+    pub(crate) fn is_set_aside(&self, position: u64) -> bool {
+        let entry = self.segment.entry(position);
+        !self.receiver_dead && entry.set_aside.load(Acquire) == position
+    }
+
     /// The receiver is *proven* dead. (Suspicion is not enough: its device may still be reading the
     /// slot.)
     pub(crate) fn receiver_is_dead(&mut self) {
         self.receiver_dead = true;
+    }
+
+    pub(crate) fn is_receiver_dead(&self) -> bool {
+        self.receiver_dead
     }
 
     /// Every signal enqueued for this link is proven to have been executed, whatever values its
@@ -330,6 +345,15 @@ impl History {
             .checked_shr(back)
             .is_none_or(|laps| laps & 1 == 1)
     }
+}
+
+/// The receiver keeps the sample at `position`, with data that is complete, longer than its entry:
+/// the entry is free from here on, and the slot is returned by a message.
+pub(crate) fn set_aside(segment: &Segment, position: u64) {
+    let entry = segment.entry(position);
+    // A sender that sees the release sees this.
+    entry.set_aside.store(position, Release);
+    entry.released.store(position);
 }
 
 /// Counts a release by the receiver. Returns whether the sender sleeps.

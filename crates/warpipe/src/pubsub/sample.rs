@@ -53,6 +53,8 @@ pub struct Sample {
     discontinuity: Option<Box<Discontinuity>>,
     stream: Stream,
     is_released: bool,
+    /// Its data is complete, and its entry of the ring may have another sample.
+    is_set_aside: bool,
 }
 
 impl Sample {
@@ -86,7 +88,14 @@ impl Sample {
             discontinuity,
             stream,
             is_released: false,
+            is_set_aside: false,
         }
+    }
+
+    /// For a sample that was [set aside](PublisherLink::set_aside).
+    pub(super) fn set_aside(mut self) -> Sample {
+        self.is_set_aside = true;
+        self
     }
 
     /// The device address of the element with all indices 0. Memory that this process may only
@@ -166,7 +175,7 @@ impl Sample {
     pub fn wait_on(&self, stream: &Stream) -> Result<()> {
         self.link.owner_process.check()?;
         stream.check_usable(self.stream.device())?;
-        if self.link.admit(self.position, stream)? {
+        if self.is_set_aside || self.link.admit(self.position, stream)? {
             return Ok(());
         }
         let (name, sequence, pid) = (self.link.name.clone(), self.sequence(), self.link.peer.pid);
@@ -183,7 +192,7 @@ impl Sample {
     /// [`Error::SampleLost`]; [`Error::Forked`].
     pub fn is_complete(&self) -> Result<bool> {
         self.link.owner_process.check()?;
-        self.link.completion(self.position, self.sequence())
+        Ok(self.is_set_aside || self.link.completion(self.position, self.sequence())?)
     }
 
     /// Waits on the CPU until the data is complete. Device work needs no such wait: its stream
@@ -192,6 +201,9 @@ impl Sample {
     /// # Errors
     /// [`Error::SampleLost`] when the sender died first; [`Error::Timeout`]; [`Error::Forked`].
     pub fn wait(&self, timeout: Duration) -> Result<()> {
+        if self.is_set_aside {
+            return self.link.owner_process.check();
+        }
         self.link
             .wait_complete(self.position, self.sequence(), timeout)
     }
@@ -257,13 +269,23 @@ impl Sample {
     pub fn release(mut self) -> Result<Receipt> {
         self.link.owner_process.check()?;
         // If this fails, the drop tries once more, and closes the link when that fails, too.
-        self.link.release(self.position, &self.stream)?;
+        self.release_behind_stream()?;
         self.is_released = true;
         Ok(Receipt {
             link: self.link.clone(),
             position: self.position,
             sequence: self.sequence(),
+            is_complete: self.is_set_aside,
         })
+    }
+
+    fn release_behind_stream(&self) -> Result<()> {
+        if !self.is_set_aside {
+            return self.link.release(self.position, &self.stream);
+        }
+        self.stream.check_not_capturing()?;
+        self.link.return_behind(self.position, &self.stream);
+        Ok(())
     }
 
     /// Releases the sample behind the work of another stream than the one it was received with,
@@ -289,8 +311,9 @@ impl Drop for Sample {
             std::mem::forget(self.link.clone());
             return;
         }
-        match self.link.release(self.position, &self.stream) {
+        match self.release_behind_stream() {
             Ok(()) => {}
+            Err(_) if self.is_set_aside => self.link.return_behind(self.position, &self.stream),
             Err(Error::Capturing { .. }) => self.link.release_later(self.position, &self.stream),
             // Without a release the publisher keeps the slot. Closing the link tells the publisher
             // so.
@@ -305,6 +328,8 @@ pub struct Receipt {
     link: Arc<PublisherLink>,
     position: u64,
     sequence: u64,
+    /// The data is known to be complete.
+    is_complete: bool,
 }
 
 impl Receipt {
@@ -314,7 +339,7 @@ impl Receipt {
     /// [`Error::SampleLost`].
     pub fn check(&self) -> Result<bool> {
         self.link.owner_process.check()?;
-        self.link.completion(self.position, self.sequence)
+        Ok(self.is_complete || self.link.completion(self.position, self.sequence)?)
     }
 
     /// Waits until the result is known.
@@ -322,6 +347,9 @@ impl Receipt {
     /// # Errors
     /// [`Error::SampleLost`]; [`Error::Timeout`].
     pub fn wait(&self, timeout: Duration) -> Result<()> {
+        if self.is_complete {
+            return self.link.owner_process.check();
+        }
         self.link
             .wait_complete(self.position, self.sequence, timeout)
     }

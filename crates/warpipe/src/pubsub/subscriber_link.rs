@@ -1,7 +1,7 @@
 //! The publisher's end of one link.
 
 use std::cell::Cell;
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
@@ -71,6 +71,9 @@ pub(super) struct SubscriberLink {
     /// Declared before the descriptors: a registration ends before its descriptor is closed.
     pub(super) registrations: Vec<Registration>,
     pub(super) peer: Peer,
+    /// Samples that the subscriber has set aside: the slots of positions that it has not returned.
+    /// `None` where it may not.
+    set_aside: Option<HashMap<u64, SlotId>>,
     /// Counts from the welcome on.
     pub(super) clock: Uptime,
     peer_heartbeat: PeerHeartbeat,
@@ -125,6 +128,7 @@ impl LinkParts {
         self,
         connection: Connection,
         policy: Policy,
+        may_set_aside: bool,
         welcome: &Message,
         completions: Option<(u64, BorrowedFd<'_>)>,
         chunks: &[Chunk],
@@ -147,6 +151,7 @@ impl LinkParts {
             is_foreign: peer.uid != rustix::process::geteuid().as_raw(),
             peer,
             ring: self.ring,
+            set_aside: may_set_aside.then(HashMap::new),
             free: Cell::new(None),
             clock: Uptime::default(),
             peer_heartbeat: PeerHeartbeat::default(),
@@ -340,7 +345,24 @@ impl SubscriberLink {
     #[inline]
     fn record(&mut self, position: u64, slot: SlotId) {
         self.free.set(None);
+        if self.set_aside.is_some() {
+            self.keep_what_is_set_aside(position);
+        }
         self.in_flight.push_back((position, slot));
+    }
+
+    /// Before the entry of `position` is used again: the sample that lay there last may be set
+    /// aside, which only the entry says.
+    fn keep_what_is_set_aside(&mut self, position: u64) {
+        let last = self.ring.last_at(position);
+        if let Some(set_aside) = &mut self.set_aside
+            && self.ring.is_set_aside(last)
+            && let Ok(index) = self.in_flight.binary_search_by_key(&last, |&(it, _)| it)
+            && let Some((_, slot)) = self.in_flight.remove(index)
+        {
+            self.releases_seen += 1;
+            set_aside.insert(last, slot);
+        }
     }
 
     /// The next entry's lines come while the driver's call and the next sample are made. Not where
@@ -364,13 +386,25 @@ impl SubscriberLink {
     /// that is held long.
     #[inline]
     pub(super) fn reclaim(&mut self, thorough: bool, mut free: impl FnMut(SlotId)) {
+        let (ring, set_aside) = (&self.ring, &mut self.set_aside);
+        if ring.is_receiver_dead()
+            && let Some(set_aside) = set_aside
+        {
+            set_aside.drain().for_each(|(_, slot)| free(slot));
+        }
+        let mut free = |position: u64, slot: SlotId| match set_aside {
+            Some(set_aside) if ring.is_set_aside(position) => {
+                set_aside.insert(position, slot);
+            }
+            _ => free(slot),
+        };
         while let Some(&(position, slot)) = self.in_flight.front() {
             if !self.ring.is_over(position) {
                 break;
             }
             self.in_flight.pop_front();
             self.releases_seen += u64::from(!self.ring.is_revoked(position));
-            free(slot);
+            free(position, slot);
         }
         if thorough {
             let (ring, seen) = (&self.ring, &mut self.releases_seen);
@@ -378,20 +412,30 @@ impl SubscriberLink {
                 let over = ring.is_over(position);
                 if over {
                     *seen += u64::from(!ring.is_revoked(position));
-                    free(slot);
+                    free(position, slot);
                 }
                 !over
             });
         }
     }
 
+    /// The subscriber is done with a sample that it set aside. `None` if it has set no such sample
+    /// aside: reclaim first.
+    pub(super) fn take_back(&mut self, position: u64) -> Option<SlotId> {
+        self.set_aside.as_mut()?.remove(&position)
+    }
+
     /// Slots given and not yet released.
     pub(super) fn holds(&self) -> impl Iterator<Item = SlotId> + '_ {
-        self.in_flight.iter().map(|&(_, slot)| slot)
+        let set_aside = self.set_aside.iter().flatten().map(|(_, &slot)| slot);
+        self.in_flight
+            .iter()
+            .map(|&(_, slot)| slot)
+            .chain(set_aside)
     }
 
     pub(super) fn holds_nothing(&self) -> bool {
-        self.in_flight.is_empty()
+        self.in_flight() == 0
     }
 
     /// Whether the device still has to complete something that would free a slot: a release, or a
@@ -439,7 +483,8 @@ impl SubscriberLink {
 
     /// Samples given and not yet released.
     pub(super) fn in_flight(&self) -> u64 {
-        self.in_flight.len() as u64
+        let set_aside = self.set_aside.as_ref().map_or(0, HashMap::len);
+        (self.in_flight.len() + set_aside) as u64
     }
 
     /// Samples that it did not get because of its policy.
@@ -481,7 +526,7 @@ impl SubscriberLink {
             uid: self.peer.uid,
             state,
             silent_for: self.silence(),
-            in_flight: self.in_flight.len() as u32,
+            in_flight: self.in_flight() as u32,
             dropped: self.dropped,
         }
     }

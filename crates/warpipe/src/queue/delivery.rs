@@ -172,7 +172,7 @@ impl Dispatcher {
                 });
             }
         };
-        let to = is_next.then(|| guard.pick_worker(job, &[])).flatten();
+        let to = is_next.then(|| guard.pick_worker(&[])).flatten();
         guard.table.insert(tag, to, metadata);
         let posted = deliver(guard, || sample.post(to, &encoded, stream));
         if guard.table.is_closed() {
@@ -236,7 +236,7 @@ impl Dispatcher {
                 guard.waiters.is_delivery_awaited = true;
                 return false;
             }
-            let Some(id) = guard.pick_worker(waiting, &passed_over) else {
+            let Some(id) = guard.pick_worker(&passed_over) else {
                 return false;
             };
             let Some((tag, job)) = guard.table.next_delivery(waiting) else {

@@ -52,14 +52,11 @@ impl State {
         }
     }
 
-    /// The worker that gets this job, unless it is one of `but`.
-    pub(super) fn pick_worker(&self, job: u64, but: &[u64]) -> Option<u64> {
-        let open = self
-            .sessions
-            .iter()
-            .filter(|session| session.is_open() && !but.contains(&session.id));
-        let rooms = open.map(|session| (session.id, session.room()));
-        self.table.pick_worker(job, rooms)
+    /// The worker that gets the next job, unless it is one of `but`.
+    pub(super) fn pick_worker(&self, but: &[u64]) -> Option<u64> {
+        let is_open = |session: &&WorkerSession| session.is_open() && !but.contains(&session.id);
+        let open = self.sessions.iter().filter(is_open);
+        self.table.pick_worker(open.map(|session| session.id))
     }
 
     pub(super) fn session(&mut self, id: u64) -> Option<&mut WorkerSession> {

@@ -309,20 +309,12 @@ impl<I, R> JobTable<I, R> {
         }
     }
 
-    /// The worker that gets this job: of those with capacity the one with the fewest leases.
-    /// `rooms` are the workers that take jobs, and the entries of their rings that no result holds.
-    pub(super) fn pick_worker(
-        &self,
-        job: u64,
-        rooms: impl Iterator<Item = (u64, usize)>,
-    ) -> Option<u64> {
-        let (prefetch, oldest) = (
-            self.rules.prefetch,
-            self.jobs.keys().next().is_none_or(|&first| job <= first),
-        );
-        let able = rooms.filter_map(|(id, room)| {
+    /// The worker that gets the next job: of those that are `open` and have capacity the one with
+    /// the fewest leases.
+    pub(super) fn pick_worker(&self, open: impl Iterator<Item = u64>) -> Option<u64> {
+        let able = open.filter_map(|id| {
             let leases = self.workers.iter().find(|leases| leases.worker == id)?;
-            let has_capacity = leases.has_capacity(prefetch, room, oldest);
+            let has_capacity = leases.has_capacity(self.rules.prefetch);
             has_capacity.then_some((id, leases.leases.len()))
         });
         able.min_by_key(|&(_, held)| held).map(|(id, _)| id)

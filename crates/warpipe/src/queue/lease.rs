@@ -18,7 +18,7 @@ use crate::tensor::Layout;
 /// The worker's end, shared by its leases.
 #[derive(Debug)]
 pub(super) struct ResultPublisher {
-    publisher: Publisher,
+    pub(super) publisher: Publisher,
     queue: String,
     queue_pid: i32,
     queue_process: Option<ProcessId>,

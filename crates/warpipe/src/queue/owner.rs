@@ -23,6 +23,9 @@ use crate::tensor::Layout;
 /// The most jobs that one worker may hold.
 const PREFETCH_MAX: u32 = 256;
 
+/// The default of [`QueueBuilder::limit`].
+const LIMIT: usize = 1 << 20;
+
 /// In which order [`Queue::next_result`] gives results.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
@@ -91,7 +94,8 @@ impl QueueBuilder {
         self
     }
 
-    /// The most jobs that are pending or have an outcome not taken yet: 1024 by default.
+    /// The most jobs that are pending or have an outcome not taken yet: 1,048,576 by default, more
+    /// than the memory limits of most inputs and results allow.
     pub fn limit(mut self, jobs: usize) -> Self {
         self.limit = jobs;
         self
@@ -228,7 +232,7 @@ impl Queue {
             max_attempts: 3,
             lease_timeout: None,
             order: ResultOrder::Submission,
-            limit: 1024,
+            limit: LIMIT,
             submit_timeout: Duration::from_secs(5),
             workers_max: 256,
         }

@@ -345,42 +345,73 @@ fn many_threads_submit_and_wait_at_once_and_each_gets_its_own() {
     assert_eq!(done, 400);
 }
 
+/// More results than a worker's ring has entries, and more than one packet returns.
+const KEPT: usize = 300;
+
 #[test]
-fn the_oldest_job_gets_a_place_although_the_results_behind_it_fill_all_others() {
-    let fixture = QueueFixture::new("oldest");
-    let queue = fixture.build(|it| it.prefetch(1));
-    let mut slow = FakeWorker::new(&fixture);
-    queue.wait_for_workers(1, SOON).unwrap();
-    let jobs: Vec<_> = (0..80)
-        .map(|_| queue.submit_bytes(b"work", &fixture.stream).unwrap())
-        .collect();
-    let (sample, tag) = slow.take();
-    assert_eq!(tag.job, jobs[0].id());
-    let mut honest = fixture.worker();
-    queue.wait_for_workers(2, SOON).unwrap();
-    // Until it is given no more: the slow worker's lease is the only one left.
-    let is_given_more = || {
-        let mut guard = queue.dispatcher.lock();
-        queue.dispatcher.process_events(&mut guard);
-        guard.table.is_delivering() || guard.table.leased() > 1
+fn results_that_are_kept_hold_up_no_job() {
+    let fixture = QueueFixture::new("kept");
+    let queue = fixture.queue();
+    let worker = fixture.worker();
+    let answers = worker.results.clone();
+    let working = std::thread::spawn({
+        let (mut worker, stream) = (worker, fixture.stream.clone());
+        move || {
+            for _ in 0..KEPT {
+                let lease = worker.lease(&stream).unwrap();
+                let bytes = lease.to_vec(SOON).unwrap();
+                let mut output = lease.output(lease.layout()).unwrap();
+                output.write(&stream, &bytes).unwrap();
+                lease.complete_with(output, &stream).unwrap();
+            }
+            worker
+        }
+    });
+    let submit = |number: usize| {
+        let bytes = number.to_le_bytes();
+        queue.submit_bytes(&bytes, &fixture.stream).unwrap()
     };
-    while is_given_more() {
-        honest
-            .try_lease(&fixture.stream)
-            .unwrap()
-            .map_or(Ok(()), |lease| lease.complete(&fixture.stream))
-            .unwrap();
+    let jobs: Vec<_> = (0..KEPT).map(submit).collect();
+    let kept: Vec<_> = jobs
+        .iter()
+        .map(|job| job.wait(&fixture.stream, SOON).unwrap())
+        .collect();
+    let worker = working.join().unwrap();
+    for (number, result) in kept.iter().enumerate() {
+        assert_eq!(result.to_vec().unwrap(), number.to_le_bytes());
     }
-    assert!(queue.state().unwrap().finished >= 48, "places are left");
-    drop((sample, slow));
-    let lease = honest.lease(&fixture.stream).unwrap();
-    assert_eq!(lease.job(), jobs[0].id(), "all results wait for this one");
-    lease.complete(&fixture.stream).unwrap();
-    // And so for every job that is the oldest one after that.
+    let in_flight = || answers.publisher.subscribers()[0].in_flight;
     assert_eq!(
-        queue.next_result(&fixture.stream, SOON).unwrap().job(),
-        jobs[0].id()
+        in_flight(),
+        KEPT as u32,
+        "each is lent as long as it is kept"
     );
+    drop(kept);
+    let start = Instant::now();
+    while in_flight() > 0 {
+        assert!(start.elapsed() < SOON, "{} are not back", in_flight());
+        std::thread::yield_now();
+    }
+    drop((worker, queue));
+}
+
+#[test]
+fn results_that_nobody_has_taken_yet_hold_up_no_job() {
+    let fixture = QueueFixture::new("untaken");
+    let queue = fixture.queue();
+    let mut worker = fixture.worker();
+    (0..KEPT).for_each(|_| drop(queue.submit_bytes(b"work", &fixture.stream).unwrap()));
+    for _ in 0..KEPT {
+        let lease = worker.lease(&fixture.stream).unwrap();
+        lease.complete(&fixture.stream).unwrap();
+    }
+    queue.drain(SOON).unwrap();
+    // A result that outlives its worker, and one that is never taken.
+    drop(worker);
+    let result = queue.next_result(&fixture.stream, SOON).unwrap();
+    assert_eq!((result.job(), result.to_vec().unwrap().len()), (1, 0));
+    drop(queue);
+    result.finish().unwrap();
 }
 
 #[test]

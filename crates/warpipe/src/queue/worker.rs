@@ -104,7 +104,7 @@ impl WorkerBuilder {
 pub struct Worker {
     /// Declared first: the jobs end before the answers.
     jobs: Subscriber,
-    results: Arc<ResultPublisher>,
+    pub(super) results: Arc<ResultPublisher>,
 }
 
 impl Worker {

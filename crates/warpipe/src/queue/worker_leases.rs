@@ -41,13 +41,10 @@ impl WorkerLeases {
         }
     }
 
-    /// Whether the worker may hold one more job, with `room` entries of its ring that no result
-    /// holds. A worker that is late with another gets none before it has answered. The last entry
-    /// is kept for the `oldest` job: results may be held because its result is to come first.
-    pub(super) fn has_capacity(&self, prefetch: u32, room: usize, oldest: bool) -> bool {
-        self.leases.len() < prefetch as usize
-            && self.leases.iter().all(|lease| !lease.is_late)
-            && self.leases.len() + usize::from(!oldest) < room
+    /// Whether the worker may hold one more job. A worker that is late with another gets none
+    /// before it has answered.
+    pub(super) fn has_capacity(&self, prefetch: u32) -> bool {
+        self.leases.len() < prefetch as usize && self.leases.iter().all(|lease| !lease.is_late)
     }
 
     pub(super) fn add(&mut self, tag: DeliveryTag) {

@@ -77,12 +77,6 @@ impl WorkerSession {
         !self.is_leaving && self.end.is_none()
     }
 
-    /// The entries of the worker's ring that no result holds.
-    pub(super) fn room(&self) -> usize {
-        let (depth, held) = self.subscriber.load();
-        depth.saturating_sub(held)
-    }
-
     /// Whether answers may have come.
     pub(super) fn has_news(&self) -> bool {
         self.end.is_none() && self.subscriber.may_have_news()
@@ -157,12 +151,15 @@ impl WorkerSession {
                 Ok(true) => None,
                 Err(error) => Some(error),
             };
-            let Some(PendingResult { tag, arrival }) = self.pending_results.remove(index) else {
+            let Some(PendingResult { tag, mut arrival }) = self.pending_results.remove(index)
+            else {
                 return;
             };
             let (attempt, pid) = (tag.attempt, self.pid);
             match lost {
                 None => {
+                    // However long it is kept, the worker sends more.
+                    arrival.make_room();
                     let result = Completed::Received {
                         arrival,
                         attempt,

@@ -60,7 +60,7 @@ impl ClientBuilder {
         self
     }
 
-    /// The most requests without a reply: 1024 by default.
+    /// The most requests without a reply: 1,048,576 by default.
     pub fn limit(mut self, requests: usize) -> Self {
         self.queue = self.queue.limit(requests);
         self

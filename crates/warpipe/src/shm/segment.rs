@@ -27,7 +27,7 @@ use crate::fork::CloseOnForkFd;
 const MAGIC: u64 = u64::from_le_bytes(*b"WARPLINK");
 
 /// The version of the layout, and of the handshake.
-pub(crate) const VERSION: u16 = 5;
+pub(crate) const VERSION: u16 = 6;
 
 /// The most entries a ring may have.
 pub(crate) const DEPTH_MAX: u32 = 4096;
@@ -101,7 +101,10 @@ pub(crate) struct Entry {
     /// Reaches the position when the receiver's work on the sample is done. Written by the
     /// receiver's stream.
     pub(crate) released: TimelineWord,
-    _reserved: [AtomicU64; 14],
+    /// The last position that the receiver [set aside](crate::pubsub::ring::set_aside). Written before
+    /// `released`.
+    pub(crate) set_aside: AtomicU64,
+    _reserved: [AtomicU64; 13],
 }
 
 /// The header's size.
@@ -120,7 +123,7 @@ const _: () = {
             && offset_of!(Entry, given_up) == 496
             && offset_of!(Entry, aborted) == 504
     );
-    assert!(offset_of!(Entry, released) == 512);
+    assert!(offset_of!(Entry, released) == 512 && offset_of!(Entry, set_aside) == 528);
 };
 
 /// The length of a segment with `depth` entries, in bytes: whole pages.

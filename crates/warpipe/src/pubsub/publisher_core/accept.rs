@@ -13,6 +13,7 @@ use crate::ipc::acceptor::{Connection, ConnectionOwner, Hello, Postponed, refusa
 use crate::ipc::is_shortage;
 use crate::ipc::message::{self, CloseReason, Message, Received};
 use crate::ipc::peer::DeathEvidence;
+use crate::kind::Kind;
 use crate::runtime::fence::LazyFence;
 use crate::runtime::reactor::{DropReadiness, EventSource, Next};
 use crate::shm::segment::OpenError;
@@ -86,6 +87,7 @@ impl PublisherCore {
         let mut link = match parts.welcome(
             connection,
             policy,
+            self.options.kind == Kind::Results,
             &welcome,
             self.fences.published(),
             state.arena.chunks(),
@@ -147,6 +149,9 @@ impl PublisherCore {
                     link.leave(None);
                     self.ring();
                 }
+                Ok(Received::Message(Message::Returned { positions }, _)) => {
+                    self.take_back(&mut state, id, &positions);
+                }
                 Ok(Received::End) => {
                     self.on_end(&mut state, id);
                     return Next::Stop;
@@ -165,6 +170,26 @@ impl PublisherCore {
             }
         }
         Next::Keep
+    }
+
+    /// A subscriber is done with samples that it set aside.
+    fn take_back(&self, state: &mut PublisherState, id: u64, positions: &[u64]) {
+        // A sample may be set aside and returned between two looks.
+        state.reclaim(&self.fences, true);
+        let PublisherState { links, arena, .. } = state;
+        let Some(link) = links.find(id) else {
+            return;
+        };
+        for &position in positions {
+            let Some(slot) = link.take_back(position) else {
+                let fault = format!("sample {position} returned, which was not set aside");
+                self.trace_left(link, &fault);
+                link.leave(Some(CloseReason::Failed(fault)));
+                break;
+            };
+            arena.release(slot);
+        }
+        self.ring();
     }
 
     /// Sends samples to a link from here on, those of the history first, if its segment could be

@@ -21,6 +21,7 @@ pub(crate) struct RawSample {
     link: LeakOnFork<Arc<PublisherLink>>,
     /// `None` once it has become a [`Sample`].
     taken: Option<TakenSample>,
+    is_set_aside: bool,
 }
 
 impl RawSample {
@@ -30,6 +31,11 @@ impl RawSample {
             .expect("present until it becomes a sample")
     }
 
+    #[cfg(test)]
+    pub(in crate::pubsub) fn link(&self) -> &Arc<PublisherLink> {
+        &self.link
+    }
+
     pub(crate) fn metadata(&self) -> &[u8] {
         self.taken().2.metadata.as_bytes()
     }
@@ -37,8 +43,20 @@ impl RawSample {
     /// Whether the data is complete; an error if it never will be.
     #[inline]
     pub(crate) fn is_complete(&self) -> Result<bool> {
+        if self.is_set_aside {
+            return Ok(true);
+        }
         let (position, _, checked) = self.taken();
         self.link.completion(*position, checked.sequence)
+    }
+
+    /// Once [`is_complete`](Self::is_complete) is true: gives its entry of the ring back, if samples
+    /// hold more than half of the entries.
+    pub(crate) fn make_room(&mut self) {
+        if !self.is_set_aside && self.link.is_crowded() {
+            self.link.set_aside(self.taken().0);
+            self.is_set_aside = true;
+        }
     }
 
     /// A handle to wait for the data without keeping this sample.
@@ -56,14 +74,12 @@ impl RawSample {
             .taken
             .take()
             .expect("present until it becomes a sample");
-        Sample::new(
-            Arc::clone(&self.link),
-            address,
-            position,
-            checked,
-            stream,
-            None,
-        )
+        let link = Arc::clone(&self.link);
+        let sample = Sample::new(link, address, position, checked, stream, None);
+        match self.is_set_aside {
+            true => sample.set_aside(),
+            false => sample,
+        }
     }
 }
 
@@ -84,7 +100,10 @@ impl CompletionWait {
 impl Drop for RawSample {
     fn drop(&mut self) {
         if let (Ok(link), Some((position, ..))) = (self.link.get(), self.taken.take()) {
-            link.give_back(position);
+            match self.is_set_aside {
+                true => link.return_slot(position),
+                false => link.give_back(position),
+            }
         }
     }
 }
@@ -111,6 +130,7 @@ impl Subscriber {
                 Ok(Some(RawSample {
                     link: LeakOnFork::new(attached.link.clone()),
                     taken: Some(taken),
+                    is_set_aside: false,
                 }))
             }
             Ok(None) if link_state == LinkState::Open || attached.is_region_due() => {
@@ -171,17 +191,6 @@ impl Subscriber {
                 was_there: false,
             },
         }
-    }
-
-    /// How many samples can be held, and about how many are.
-    pub(crate) fn load(&self) -> (usize, usize) {
-        self.attached.as_ref().map_or((0, 0), |attached| {
-            // Each sample keeps the link; so does this end itself.
-            (
-                attached.link.segment().depth() as usize,
-                Arc::strong_count(&attached.link).saturating_sub(1),
-            )
-        })
     }
 }
 

@@ -346,31 +346,6 @@ fn a_result_in_flight_when_its_worker_closed_gracefully_counts_however_late_it_c
 }
 
 #[test]
-fn a_job_that_found_all_slots_held_is_delivered_once_results_are_released() {
-    let fixture = QueueFixture::new("held");
-    let queue = fixture.queue();
-    let mut worker = one_worker(&fixture, &queue);
-    let mut held = Vec::new();
-    for _ in 0..63 {
-        let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
-        worker
-            .lease(&fixture.stream)
-            .unwrap()
-            .complete(&fixture.stream)
-            .unwrap();
-        held.push(job.wait(&fixture.stream, SOON).unwrap());
-    }
-    // The oldest job gets the last place, and the next one none.
-    let jobs = [0, 1].map(|_| queue.submit_bytes(b"work", &fixture.stream).unwrap());
-    let lease = worker.lease(&fixture.stream).unwrap();
-    assert_eq!(queue.dispatcher.lock().table.waiting(), 1);
-    drop(held);
-    let next = worker.lease_timeout(&fixture.stream, SOON / 2).unwrap();
-    assert_eq!(next.job(), jobs[1].id());
-    drop((lease, next));
-}
-
-#[test]
 fn a_wait_for_a_job_ends_when_its_queue_is_dropped() {
     let fixture = QueueFixture::new("dropped");
     let queue = fixture.queue();

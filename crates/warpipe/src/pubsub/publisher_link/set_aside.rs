@@ -1,0 +1,228 @@
+//! Samples that a receiver keeps longer than their entries of the ring.
+//!
+//! A sample with complete data is *set aside*: its entry takes the next sample at once, and its slot
+//! goes back with a message, once this process's streams are past it. So the depth of a ring limits
+//! what is under way, and the publisher's memory alone what is kept. Publishers of results allow it.
+
+use std::collections::VecDeque;
+use std::os::fd::AsFd;
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use rustix::io::Errno;
+
+use super::PublisherLink;
+use crate::ipc::message::{self, Message};
+use crate::pubsub::ring;
+use crate::runtime::fence::Fence;
+use crate::runtime::reactor::DropReadiness;
+use crate::stream::Stream;
+
+/// The most positions in one message: a packet has 1024 bytes, a position at most 10.
+const POSITIONS_MAX: usize = 64;
+
+/// See the [module](self).
+#[derive(Debug, Default)]
+pub(super) struct SetAside {
+    /// How many samples are set aside and not on their way back.
+    kept: AtomicUsize,
+    returns: Mutex<Returns>,
+}
+
+/// Positions that the publisher is to be told of.
+#[derive(Debug, Default)]
+struct Returns {
+    due: VecDeque<u64>,
+    /// The fence thread tries again.
+    is_retried: bool,
+}
+
+impl PublisherLink {
+    /// Whether samples hold more than half of the ring's entries, or about so many: whatever else
+    /// holds a part of the link counts, too.
+    pub(in crate::pubsub) fn is_crowded(self: &Arc<Self>) -> bool {
+        let in_the_ring = Arc::strong_count(self).saturating_sub(self.set_aside.kept.load(Relaxed));
+        in_the_ring > self.segment().depth() as usize / 2
+    }
+
+    /// Gives the entry of a sample with complete data back, and keeps its slot. No stream waits for
+    /// the sample or has been given its release.
+    pub(in crate::pubsub) fn set_aside(&self, position: u64) {
+        self.set_aside.kept.fetch_add(1, Relaxed);
+        ring::set_aside(self.segment(), position);
+        self.notify_release();
+    }
+
+    /// Returns the slot of a sample that was set aside, behind the work of `stream`.
+    pub(in crate::pubsub) fn return_behind(self: &Arc<Self>, position: u64, stream: &Stream) {
+        self.record_use(stream);
+        let mut fence = Fence::behind(stream);
+        if fence.is_reached() {
+            return self.return_slot(position);
+        }
+        let me = self.clone();
+        self.reactor.drop_after(move || {
+            let is_past = fence.is_reached();
+            if is_past {
+                me.return_slot(position);
+            }
+            is_past
+        });
+    }
+
+    /// Returns the slot of a sample that was set aside.
+    pub(in crate::pubsub) fn return_slot(self: &Arc<Self>, position: u64) {
+        self.set_aside.kept.fetch_sub(1, Relaxed);
+        self.returns().due.push_back(position);
+        if self.send_returns() {
+            return;
+        }
+        // The publisher does not read now: another try, for all that are due by then.
+        if !std::mem::replace(&mut self.returns().is_retried, true) {
+            let me = self.clone();
+            self.reactor.drop_after(move || match me.send_returns() {
+                false => DropReadiness::Held,
+                true => DropReadiness::Ready,
+            });
+        }
+    }
+
+    fn returns(&self) -> std::sync::MutexGuard<'_, Returns> {
+        let returns = &self.set_aside.returns;
+        returns.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Tells the publisher of all slots that are due. False if it has to be tried again.
+    fn send_returns(&self) -> bool {
+        let mut returns = self.returns();
+        while !returns.due.is_empty() {
+            let next = returns.due.len().min(POSITIONS_MAX);
+            let positions = returns.due.range(..next).copied().collect();
+            let message = Message::Returned { positions };
+            match message::send(self.socket.as_fd().as_fd(), &message, &[]) {
+                Err(Errno::AGAIN) => return false,
+                Err(error) if message::is_own(error) => return false,
+                // The publisher that has gone needs no slot.
+                Ok(()) | Err(_) => returns.due.drain(..next),
+            };
+        }
+        returns.is_retried = false;
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+    use std::time::Duration;
+
+    use crate::device::Device;
+    use crate::error::Error;
+    use crate::ipc::Kind;
+    use crate::ipc::domain::Domain;
+    use crate::pubsub::{Policy, Publisher, RawSample, Subscriber};
+    use crate::stream::Stream;
+    use crate::tensor::Layout;
+
+    const SOON: Duration = Duration::from_secs(10);
+    const DEPTH: u32 = 4;
+
+    struct Scene {
+        folder: PathBuf,
+        publisher: Publisher,
+        subscriber: Subscriber,
+        stream: Stream,
+    }
+
+    impl Scene {
+        fn new(title: &str, kind: Kind) -> Scene {
+            let folder =
+                std::env::temp_dir().join(format!("warpipe-aside-{title}-{}", std::process::id()));
+            let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());
+            let publisher = Publisher::builder("a").domain(&domain).device(&device);
+            let publisher = publisher.kind(kind).depth(DEPTH).policy(Policy::Fail);
+            let subscriber = Subscriber::builder("a").domain(&domain).device(&device);
+            Scene {
+                publisher: publisher.build().unwrap(),
+                subscriber: subscriber.kind(kind).build().unwrap(),
+                stream: device.stream().unwrap(),
+                folder,
+            }
+        }
+
+        fn send(&self) -> Result<u64, Error> {
+            let loan = self.publisher.loan(&Layout::bytes_only(8).unwrap())?;
+            loan.send(&self.stream).map_err(Error::from)
+        }
+
+        fn take(&mut self) -> RawSample {
+            self.send().unwrap();
+            self.subscriber.take_raw_sample().unwrap().unwrap()
+        }
+
+        fn in_flight(&self) -> u32 {
+            self.publisher.subscribers()[0].in_flight
+        }
+    }
+
+    impl Drop for Scene {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_dir_all(&self.folder);
+        }
+    }
+
+    #[test]
+    fn a_sample_that_is_set_aside_holds_its_slot_and_no_entry_until_it_is_dropped() {
+        let mut scene = Scene::new("slot", Kind::Results);
+        let mut kept: Vec<RawSample> = Vec::new();
+        for _ in 0..10 * DEPTH {
+            let mut arrival = scene.take();
+            assert!(arrival.is_complete().unwrap());
+            arrival.make_room();
+            kept.push(arrival);
+        }
+        assert_eq!(scene.in_flight(), 10 * DEPTH);
+        // Half of them are given to a stream and released behind it, the others never leave.
+        let stream = scene.stream.clone();
+        for (index, arrival) in kept.drain(..).enumerate() {
+            if index % 2 == 0 {
+                let sample = arrival.into_sample(&stream);
+                sample.wait_on(&stream).unwrap();
+                let receipt = sample.release().unwrap();
+                assert!(receipt.check().unwrap());
+            }
+        }
+        let start = std::time::Instant::now();
+        while scene.in_flight() > 0 {
+            assert!(start.elapsed() < SOON, "{} are not back", scene.in_flight());
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn a_publisher_of_samples_keeps_no_slot_beyond_its_depth() {
+        let mut scene = Scene::new("samples", Kind::Publisher);
+        let mut kept: Vec<RawSample> = Vec::new();
+        for _ in 0..2 * DEPTH {
+            let mut arrival = scene.take();
+            arrival.make_room();
+            kept.push(arrival);
+        }
+        assert!(scene.in_flight() <= DEPTH, "{}", scene.in_flight());
+    }
+
+    #[test]
+    fn a_subscriber_that_returns_what_it_has_not_set_aside_loses_its_link() {
+        for kind in [Kind::Results, Kind::Publisher] {
+            let mut scene = Scene::new("false", kind);
+            let arrival = scene.take();
+            arrival.link().return_slot(1);
+            let end = scene.subscriber.receive_timeout(&scene.stream, SOON);
+            let Err(Error::Evicted { reason, .. }) = end else {
+                panic!("{end:?}");
+            };
+            assert!(reason.contains("was not set aside"), "{reason}");
+        }
+    }
+}
