@@ -80,7 +80,8 @@ impl TurnCounter {
 #[derive(Debug, Default)]
 pub(crate) struct TurnLock<S> {
     state: Mutex<S>,
-    is_free: Condvar,
+    /// Notified when a turn ends, and by [`notify`](Self::notify).
+    changed: Condvar,
     counter: Arc<TurnCounter>,
 }
 
@@ -88,7 +89,7 @@ impl<S: HasTurn> TurnLock<S> {
     pub(crate) fn new(state: S) -> TurnLock<S> {
         TurnLock {
             state: Mutex::new(state),
-            is_free: Condvar::new(),
+            changed: Condvar::new(),
             counter: Arc::default(),
         }
     }
@@ -133,7 +134,7 @@ impl<S: HasTurn> TurnLock<S> {
     #[cold]
     pub(crate) fn wait<'a>(
         &'a self,
-        mut state: MutexGuard<'a, S>,
+        state: MutexGuard<'a, S>,
         wait: &mut TurnWait,
         what: impl FnOnce() -> String,
     ) -> Result<MutexGuard<'a, S>> {
@@ -156,11 +157,27 @@ impl<S: HasTurn> TurnLock<S> {
                 waited: limit,
             });
         }
+        Ok(self.wait_for_change(state, left))
+    }
+
+    /// Sleeps at most `limit`, until a turn ends or another thread calls [`notify`](Self::notify).
+    pub(crate) fn wait_for_change<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, S>,
+        limit: Duration,
+    ) -> MutexGuard<'a, S> {
         state.turn().waiting += 1;
-        let waited = self.is_free.wait_timeout(state, left);
+        let waited = self.changed.wait_timeout(state, limit);
         let mut state = waited.unwrap_or_else(PoisonError::into_inner).0;
         state.turn().waiting -= 1;
-        Ok(state)
+        state
+    }
+
+    /// Wakes the threads that wait for a turn or a change.
+    pub(crate) fn notify(&self, state: &mut S) {
+        if state.turn().waiting > 0 {
+            self.changed.notify_all();
+        }
     }
 }
 
@@ -235,7 +252,7 @@ impl<S: HasTurn> Drop for TurnGuard<'_, S> {
         lock.counter.end();
         self.unlock();
         if others_wait {
-            lock.is_free.notify_all();
+            lock.changed.notify_all();
         }
     }
 }

@@ -105,6 +105,7 @@ impl PublisherCore {
             return self.lock();
         }
         let before = state.freed_count();
+        state.sleepers += 1;
         state
             .links
             .iter()
@@ -115,25 +116,50 @@ impl PublisherCore {
         if state.freed_count() == before {
             // A device that completes a release cannot ring the doorbell: while such a release is
             // due, the next poll comes soon.
-            let completion_wait = || state.links.iter().filter(|link| concerns(link));
-            let device_owes =
-                !state.arena.is_quiet() || completion_wait().any(SubscriberLink::device_owes);
+            let device_owes = !state.arena.is_quiet()
+                || state
+                    .links
+                    .iter()
+                    .any(|link| concerns(link) && link.device_owes());
             let slice = if device_owes { pause } else { WAIT_SLICE }.min(left);
-            let peer_doorbells: Vec<Arc<PeerDoorbell>> = completion_wait()
-                .map(|link| link.peer_doorbell.clone())
-                .collect();
-            drop(state);
-            self.sleep(&peer_doorbells, slice);
-            state = self.lock();
+            state = self.sleep(state, slice);
         }
-        state.links.iter().for_each(|link| link.set_asleep(false));
+        state.sleepers -= 1;
+        if state.sleepers == 0 {
+            state.links.iter().for_each(|link| link.set_asleep(false));
+        }
         state
     }
 
-    /// Sleeps until a subscriber or the reactor rings, and drains only the doorbells that rang:
-    /// with many subscribers, polling all of them would cost more than the rest of a send. A
-    /// doorbell that rings later makes the next sleep short.
-    fn sleep(&self, peer_doorbells: &[Arc<PeerDoorbell>], limit: Duration) {
+    /// Sleeps until a subscriber or the reactor rings: the first thread on the doorbells, as their
+    /// leader, and all others until the leader wakes. A ring wakes one thread alone, which may not
+    /// be the one that it concerns.
+    fn sleep<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, PublisherState>,
+        limit: Duration,
+    ) -> MutexGuard<'a, PublisherState> {
+        if state.has_leader {
+            return self.state.wait_for_change(state, limit);
+        }
+        state.has_leader = true;
+        let peer_doorbells: Vec<Arc<PeerDoorbell>> = state
+            .links
+            .iter()
+            .map(|link| link.peer_doorbell.clone())
+            .collect();
+        drop(state);
+        self.sleep_on_doorbells(&peer_doorbells, limit);
+        let mut state = self.lock();
+        state.has_leader = false;
+        self.state.notify(&mut state);
+        state
+    }
+
+    /// Sleeps until a doorbell rings, and drains only those that rang: with many subscribers,
+    /// draining all of them would cost more than the rest of a send. A doorbell that rings later
+    /// makes the next sleep short.
+    fn sleep_on_doorbells(&self, peer_doorbells: &[Arc<PeerDoorbell>], limit: Duration) {
         let open: Vec<&PeerDoorbell> = peer_doorbells
             .iter()
             .map(|peer_doorbell| &**peer_doorbell)

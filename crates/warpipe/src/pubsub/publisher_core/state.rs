@@ -45,6 +45,11 @@ pub(super) struct PublisherState {
     pub(super) row: EndpointRow,
     /// The send turn.
     pub(super) turn: TurnState,
+    /// Threads that sleep until a subscriber releases a sample. While there is one, the links that
+    /// they wait for are asked to ring.
+    pub(super) sleepers: u32,
+    /// One of them sleeps on the doorbells and wakes the others.
+    pub(super) has_leader: bool,
     /// Loans since released slots were last looked for.
     pub(super) unlooked_loans: u32,
 }

@@ -18,7 +18,7 @@ use crate::pubsub::entry::Metadata;
 use crate::runtime::reactor::Reactor;
 use crate::stream::Stream;
 use crate::tensor::Layout;
-use crate::{PeerState, Publisher, PublisherBuilder, Subscriber, SubscriberInfo};
+use crate::{PeerState, Policy, Publisher, PublisherBuilder, Subscriber, SubscriberInfo};
 
 const LONG: Duration = Duration::from_secs(60);
 
@@ -446,4 +446,35 @@ fn a_loan_for_which_there_is_no_other_slot_gets_a_released_one_at_once() {
         .collect();
     assert_eq!(slots_used(&stage, &publisher, UNLOOKED_BYTES_MAX), 1);
     drop(all_but_one);
+}
+
+#[test]
+fn of_two_threads_that_wait_for_room_the_one_that_is_woken_last_sleeps_no_longer_than_it_must() {
+    let stage = Stage::new("two-sleepers");
+    let policy = Policy::Block { timeout: LONG };
+    let publisher = stage.builder().depth(1).policy(policy).build().unwrap();
+    let mut subscriber = stage.subscriber();
+    let (sending, receiving) = (stage.stream(), Device::host().stream().unwrap());
+    let core = Arc::clone(&publisher.core);
+    for _ in 0..20 {
+        publisher.send_bytes(&sending, &[1; 8]).unwrap();
+        std::thread::scope(|scope| {
+            let senders = [2, 3].map(|value| {
+                let (publisher, sending) = (&publisher, &sending);
+                scope.spawn(move || publisher.send_bytes(sending, &[value; 8]).map(drop))
+            });
+            eventually("both threads sleep", || core.lock().sleepers == 2);
+            // What one of them takes, the other one waits for once more.
+            for left in (0..=2_u32).rev() {
+                let sample = subscriber.receive_timeout(&receiving, LONG).unwrap();
+                sample.finish(LONG).unwrap();
+                eventually("those that are left sleep", || {
+                    core.lock().sleepers == left.saturating_sub(1)
+                });
+            }
+            for sender in senders {
+                sender.join().unwrap().unwrap();
+            }
+        });
+    }
 }
