@@ -126,6 +126,8 @@ pub(crate) fn messages(number: u64) -> Vec<Message> {
             id: small,
             bytes: number,
         },
+        Message::CloseRegion { id: small },
+        Message::RegionClosed { id: small },
         Message::Attached,
         Message::Close(CloseReason::Closed),
         Message::Close(CloseReason::Evicted("too slow".into())),

@@ -20,6 +20,10 @@ pub(super) const CASES: &[Case] = &[
         limit,
     ),
     Case::new(
+        "samples that grow and shrink are sent in what the limit leaves beside those that are held",
+        changing_lengths,
+    ),
+    Case::new(
         "what a subscriber holds counts against the limit until it is released",
         limit_by_holders,
     ),
@@ -93,6 +97,26 @@ fn limit(context: &Context) -> Result<()> {
     drop(loans);
     drop(publisher.loan(&Layout::bytes_only(2 * MIB)?)?);
     Ok(())
+}
+
+/// Memory that no process holds goes back to the device where it is in the way.
+fn changing_lengths(context: &Context) -> Result<()> {
+    let limit = 64 * MIB;
+    let publisher = context.publisher("lengths").memory_limit(limit).build()?;
+    let stream = context.stream()?;
+    let mut peer = context.peer()?;
+    peer.subscribe("lengths")?;
+    Payload::of(8, 1).send(&publisher, &stream)?;
+    peer.hold(1)?;
+    for round in 0..40 {
+        let mebibytes = 1 + 7 * round % 41;
+        Payload::of(mebibytes * MIB / 8, round + 2).send(&publisher, &stream)?;
+        all_whole(&peer.receive(1)?, round + 2..=round + 2)?;
+        let (used, _) = publisher.memory_in_use();
+        ensure!(used <= 2 * limit, "{used} bytes are mapped");
+    }
+    all_whole(&peer.release()?, 1..=1)?;
+    peer.dismiss()
 }
 
 fn limit_by_holders(context: &Context) -> Result<()> {

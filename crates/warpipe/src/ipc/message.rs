@@ -67,7 +67,8 @@ pub(crate) enum Message {
         source: [u8; 16],
         regions: u32,
     },
-    /// Publisher: one region of its memory, in order from 0. Descriptor: the memory.
+    /// Publisher: one region of its memory. No region has the id of an earlier one, or a lower one.
+    /// Descriptor: the memory.
     Region { id: u32, bytes: u64 },
     /// Subscriber: everything is mapped, and samples may come. Publisher, in reply: samples come
     /// from now on.
@@ -103,6 +104,10 @@ pub(crate) enum Message {
     MemoryRequest { serial: u64, body: Vec<u8> },
     /// Subscriber, to a publisher of results: it is done with samples that it set aside.
     Returned { positions: Vec<u64> },
+    /// Publisher: it no longer has this region, and no sample lies there. The subscriber unmaps it.
+    CloseRegion { id: u32 },
+    /// Subscriber, in reply: the region is no longer mapped.
+    RegionClosed { id: u32 },
 }
 
 /// Why an end closes.
@@ -122,6 +127,8 @@ impl Message {
             Message::Hello { .. } => "Hello",
             Message::Welcome { .. } => "Welcome",
             Message::Region { .. } => "Region",
+            Message::CloseRegion { .. } => "CloseRegion",
+            Message::RegionClosed { .. } => "RegionClosed",
             Message::Attached => "Attached",
             Message::Close(_) => "Close",
             Message::Refused { .. } => "Refused",

@@ -47,6 +47,9 @@ impl Slot {
 /// A region with its free ranges.
 #[derive(Debug)]
 pub(crate) struct Chunk {
+    /// Its name among peers. Unlike its number in the arena, no other region gets it. 0 until the
+    /// arena [adopts](Arena::adopt) it.
+    pub(crate) id: u32,
     pub(crate) region: Arc<Region>,
     pub(crate) export: CloseOnForkFd,
     free: FreeRanges,
@@ -61,7 +64,9 @@ pub(crate) struct Arena {
     device: Device,
     limit: u64,
     total: u64,
+    /// By their ids.
     chunks: Vec<Chunk>,
+    next_id: u32,
     slots: Vec<Slot>,
     unused: Vec<SlotId>,
     /// Slots without holders, with a fence that has not been reached.
@@ -101,6 +106,7 @@ impl Chunk {
         let region = Region::allocate(device, bytes)?;
         let export = region.export()?;
         Ok(Chunk {
+            id: 0,
             free: FreeRanges::new(region.bytes()),
             region: Arc::new(region),
             export,
@@ -120,11 +126,17 @@ impl Chunk {
     }
 }
 
-/// Whether anything can be allocated within a limit: a device gives memory in units.
+/// The unit of regions. A page of host memory would make a region of every small slot; a GPU's 2 MiB
+/// is right for both.
+fn unit_of(device: &Device) -> u64 {
+    device.backend().granularity().max(2 << 20)
+}
+
+/// Whether anything can be allocated within a limit: memory is taken in units.
 pub(crate) fn check_limit(device: &Device, limit: u64) -> Result<()> {
-    let unit = device.backend().granularity();
+    let unit = unit_of(device);
     if limit < unit {
-        let allowed = format!("at least {unit} bytes, the unit in which {device} gives memory");
+        let allowed = format!("at least {unit} bytes, the unit in which memory is taken");
         return Err(Error::argument(
             "memory_limit",
             format!("{limit} bytes"),
@@ -144,6 +156,7 @@ impl Arena {
             limit,
             total,
             chunks,
+            next_id: 0,
             slots,
             unused,
             waiting,
@@ -229,20 +242,9 @@ impl Arena {
         })
     }
 
-    /// A region in which `bytes` fit, counted against the limit from now on: as much as there is so
-    /// far, if the limit and `exempt` bytes beside it allow. `None` when they do not.
-    pub(crate) fn plan(&mut self, bytes: u64, exempt: u64) -> Option<Growth> {
-        let room = self.limit.saturating_add(exempt).saturating_sub(self.total);
-        self.plan_within(bytes, self.total, room)
-    }
-
-    /// A region in which `bytes` fit, for one of several shares of the arena: as much as the share
-    /// has so far, if its room and the limit allow. `None` when they do not.
-    pub(crate) fn plan_share(&mut self, bytes: u64, share: u64, room: u64) -> Option<Growth> {
-        self.plan_within(bytes, share, room.min(self.room()))
-    }
-
-    fn plan_within(&mut self, bytes: u64, so_far: u64, room: u64) -> Option<Growth> {
+    /// A region in which `bytes` fit, counted from now on: as much as there is `so_far`, if `room`
+    /// allows. `None` when it does not.
+    pub(crate) fn plan(&mut self, bytes: u64, so_far: u64, room: u64) -> Option<Growth> {
         let unit = self.granularity();
         let least = self.region_for(bytes)?;
         if least > room || self.is_out_of_regions() || self.is_out_of_slots() {
@@ -266,32 +268,64 @@ impl Arena {
     }
 
     pub(crate) fn is_out_of_regions(&self) -> bool {
-        self.chunks.len() >= REGIONS_MAX
+        self.chunks.len() >= REGIONS_MAX || self.next_id == u32::MAX
     }
 
     pub(crate) fn is_out_of_slots(&self) -> bool {
         self.unused.is_empty() && self.slots.len() >= SLOTS_MAX
     }
 
-    /// Takes out a region without slots, for the caller to drop. The last region gets its number.
+    /// Bytes of the regions with slots that are not free.
+    pub(crate) fn bytes_in_use(&self) -> u64 {
+        let in_use = self.chunks.iter().filter(|chunk| chunk.slots > 0);
+        in_use.map(|chunk| chunk.region.bytes()).sum()
+    }
+
+    /// The numbers of regions without slots, of those that `may_go` accepts: at least one, and
+    /// `missing` bytes of them; none if there are not as many. The last one comes first, so that
+    /// each can be [removed](Self::remove) in turn.
+    pub(crate) fn removable(&self, may_go: impl Fn(usize) -> bool, missing: u64) -> Vec<usize> {
+        let bytes_of = |number: usize| self.chunks[number].region.bytes();
+        let numbers = 0..self.chunks.len();
+        let mut numbers: Vec<usize> = numbers
+            .filter(|&number| self.chunks[number].slots == 0 && may_go(number))
+            .collect();
+        // The largest first: the fewest are made anew.
+        numbers.sort_by_key(|&number| std::cmp::Reverse(bytes_of(number)));
+        let (mut freed, mut needed) = (0_u64, 0);
+        while freed < missing || needed == 0 {
+            let Some(&number) = numbers.get(needed) else {
+                return Vec::new();
+            };
+            freed = freed.saturating_add(bytes_of(number));
+            needed += 1;
+        }
+        numbers.truncate(needed);
+        numbers.sort_unstable_by(|a, b| b.cmp(a));
+        numbers
+    }
+
+    /// Takes out a region without slots, for the caller to drop. Each region behind it has the
+    /// number of the one before it from now on.
     pub(crate) fn remove(&mut self, region: usize) -> Option<Chunk> {
         if self.chunks.get(region)?.slots > 0 {
             return None;
         }
-        let removed = self.chunks.swap_remove(region);
+        let removed = self.chunks.remove(region);
         self.total -= removed.region.bytes();
-        let moved = self.chunks.len() as u32;
         self.slots
             .iter_mut()
-            .filter(|slot| slot.serial != 0 && slot.region == moved)
-            .for_each(|slot| slot.region = region as u32);
+            .filter(|slot| slot.serial != 0 && slot.region as usize > region)
+            .for_each(|slot| slot.region -= 1);
         Some(removed)
     }
 
     /// Takes in what became of a plan. Returns the new region's number.
     pub(crate) fn adopt(&mut self, growth: Growth, made: Result<Chunk>) -> Result<u32> {
         self.total -= growth.generous;
-        let chunk = made?;
+        let mut chunk = made?;
+        chunk.id = self.next_id;
+        self.next_id += 1;
         self.total += chunk.region.bytes();
         self.chunks.push(chunk);
         Ok(self.chunks.len() as u32 - 1)
@@ -299,9 +333,7 @@ impl Arena {
 
     /// The unit of regions.
     pub(crate) fn granularity(&self) -> u64 {
-        // A page of host memory would make a region of every small slot; a GPU's 2 MiB is right for
-        // both.
-        self.device.backend().granularity().max(2 << 20)
+        unit_of(&self.device)
     }
 
     #[inline]
@@ -407,7 +439,8 @@ mod tests {
     }
 
     fn grow(arena: &mut Arena, bytes: u64, exempt: u64) -> Option<u32> {
-        let growth = arena.plan(bytes, exempt)?;
+        let room = (arena.limit() + exempt).saturating_sub(arena.total());
+        let growth = arena.plan(bytes, arena.total(), room)?;
         let made = growth.make(&Device::host());
         Some(arena.adopt(growth, made).unwrap())
     }
@@ -415,7 +448,7 @@ mod tests {
     #[test]
     fn a_region_that_could_not_be_made_is_not_counted() {
         let mut arena = arena(u64::MAX);
-        let growth = arena.plan(1 << 60, 0).unwrap();
+        let growth = arena.plan(1 << 60, 0, u64::MAX).unwrap();
         let made = growth.make(&Device::host());
         assert!(matches!(
             arena.adopt(growth, made),
@@ -492,6 +525,50 @@ mod tests {
             (arena.chunks()[1].slots(), arena.chunks()[0].slots()),
             (0, 1)
         );
+    }
+
+    #[test]
+    fn no_region_gets_the_id_of_one_that_was_removed_and_they_stay_in_order() {
+        let mut arena = arena(64 << 20);
+        let ids = |arena: &Arena| arena.chunks().iter().map(|it| it.id).collect::<Vec<_>>();
+        assert_eq!(
+            [1; 3].map(|bytes| grow(&mut arena, bytes, 0)),
+            [0, 1, 2].map(Some)
+        );
+        arena.remove(1).unwrap();
+        grow(&mut arena, 1, 0);
+        arena.remove(2).unwrap();
+        grow(&mut arena, 1, 0);
+        assert_eq!(ids(&arena), [0, 2, 4]);
+    }
+
+    #[test]
+    fn as_few_empty_regions_are_removable_as_make_the_room_and_none_if_all_do_not() {
+        let mut arena = arena(64 << 20);
+        for bytes in [2 << 20, 16 << 20, 4 << 20] {
+            let growth = arena.plan(bytes, 0, u64::MAX).unwrap();
+            let made = growth.make(&Device::host());
+            arena.adopt(growth, made).unwrap();
+        }
+        assert_eq!(arena.removable(|_| true, 1), [1]);
+        assert_eq!(arena.removable(|_| true, 20 << 20), [2, 1]);
+        assert!(arena.removable(|_| true, 64 << 20).is_empty());
+        let held = arena.take_in(1, |it| it == 1).unwrap();
+        assert_eq!(arena.removable(|_| true, 5 << 20), [2, 0]);
+        assert_eq!(arena.bytes_in_use(), 16 << 20);
+        arena.release(held);
+    }
+
+    #[test]
+    fn a_limit_in_which_nothing_can_be_allocated_is_refused() {
+        let device = Device::host();
+        for limit in [0, 4096, (2 << 20) - 1] {
+            let refused = check_limit(&device, limit).unwrap_err().to_string();
+            assert!(refused.contains("at least 2097152 bytes"), "{refused}");
+        }
+        check_limit(&device, 2 << 20).unwrap();
+        let mut arena = arena(2 << 20);
+        assert!(grow(&mut arena, 16, 0).is_some());
     }
 
     #[test]

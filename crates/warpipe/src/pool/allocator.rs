@@ -249,8 +249,8 @@ impl PoolAllocator {
                 }
                 Room::Removed(removed) => {
                     drop(state);
-                    for (region, chunk) in removed {
-                        self.notify_removed(region);
+                    for chunk in removed {
+                        self.notify_removed(chunk.id);
                         // Unmapped at once, so that the device has it for the next region. It has
                         // no blocks: each was released behind this process's own fence word, event
                         // or proof of death, so no recorded stream works on it.

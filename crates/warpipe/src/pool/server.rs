@@ -239,10 +239,7 @@ impl PoolAllocator {
         is_being_cleared: bool,
     ) -> Result<Option<PendingGrant>, Rejection> {
         let PoolState {
-            arena,
-            borrowers,
-            users,
-            ..
+            arena, borrowers, ..
         } = state;
         let chunk_slot = *arena.slot(slot);
         let chunk = &arena.chunks()[chunk_slot.region as usize];
@@ -254,7 +251,7 @@ impl PoolAllocator {
             return Ok(None);
         };
         let grant = BlockGrant {
-            region: users.region(chunk_slot.region as usize).id,
+            region: chunk.id,
             mapped: chunk.region.bytes(),
             offset: chunk_slot.offset,
             bytes,

@@ -116,8 +116,6 @@ impl OverQuota {
 #[derive(Debug)]
 pub(super) struct UserRegion {
     pub(super) uid: u32,
-    /// Its name among peers. Unlike its number in the arena, no other region gets it.
-    pub(super) id: u32,
     pub(super) last_writers: LastWriters,
 }
 
@@ -130,7 +128,6 @@ pub(super) struct Users {
     regions: Vec<UserRegion>,
     /// Bytes that are planned for regions that are being made, by user.
     growing: HashMap<u32, u64>,
-    next_id: u32,
     /// A region has gone back to the device, which may give the same memory again.
     has_removed: bool,
 }
@@ -142,7 +139,6 @@ impl Users {
             quotas,
             regions: Vec::new(),
             growing: HashMap::new(),
-            next_id: 0,
             has_removed: false,
         }
     }
@@ -162,13 +158,7 @@ impl Users {
             // That new memory is zeroed is no promise of every driver's.
             last_writers.set(0..bytes, LastWriter::Several);
         }
-        self.regions.push(UserRegion {
-            uid,
-            id: self.next_id,
-            last_writers,
-        });
-        // Each region costs a driver call: this does not overflow in the life of a process.
-        self.next_id = self.next_id.wrapping_add(1);
+        self.regions.push(UserRegion { uid, last_writers });
     }
 }
 
@@ -176,9 +166,8 @@ impl Users {
 pub(super) enum Room {
     /// A region to be made, without the lock.
     Growth(Growth),
-    /// Regions without blocks that were in the way, for the caller to drop without the lock, and
-    /// each one's id.
-    Removed(Vec<(u32, Chunk)>),
+    /// Regions without blocks that were in the way, for the caller to drop without the lock.
+    Removed(Vec<Chunk>),
     OverQuota(OverQuota),
     Full,
 }
@@ -236,7 +225,7 @@ impl PoolState {
                 removed => Room::Removed(removed),
             };
         }
-        if let Some(growth) = self.arena.plan_share(bytes, share, room) {
+        if let Some(growth) = self.arena.plan(bytes, share, room.min(self.arena.room())) {
             *self.users.growing.entry(uid).or_default() += growth.bytes();
             return Room::Growth(growth);
         }
@@ -270,50 +259,25 @@ impl PoolState {
             }
         }
         let number = self.arena.adopt(growth, made)? as usize;
-        let bytes = self.arena.chunks()[number].region.bytes();
-        self.users.add_region(uid, bytes);
+        let Chunk { id, region, .. } = &self.arena.chunks()[number];
+        self.users.add_region(uid, region.bytes());
         if let Some(generation) = generation {
-            let id = self.users.region(number).id;
-            self.arena.chunks()[number]
-                .region
-                .identify(generation, id.into());
+            region.identify(generation, (*id).into());
         }
         Ok(())
     }
 
     /// Takes out regions without blocks of the users that `is_of` accepts, at least one and
     /// `missing` bytes of them; none if there are not as many.
-    fn remove_regions(&mut self, is_of: impl Fn(u32) -> bool, missing: u64) -> Vec<(u32, Chunk)> {
-        let free =
-            |it: &(usize, &UserRegion)| is_of(it.1.uid) && self.arena.chunks()[it.0].slots() == 0;
-        let mut numbers: Vec<usize> = self
-            .users
-            .regions
-            .iter()
-            .enumerate()
-            .filter(free)
-            .map(|(number, _)| number)
-            .collect();
-        let bytes_of = |number: usize| self.arena.chunks()[number].region.bytes();
-        // The largest first: the fewest are made anew.
-        numbers.sort_by_key(|&number| std::cmp::Reverse(bytes_of(number)));
-        let (mut freed, mut needed) = (0_u64, 0);
-        while freed < missing || needed == 0 {
-            let Some(&number) = numbers.get(needed) else {
-                return Vec::new();
-            };
-            freed = freed.saturating_add(bytes_of(number));
-            needed += 1;
-        }
-        numbers.truncate(needed);
-        // From the last one on: a removal gives the last region the number of the removed one.
-        numbers.sort_unstable_by(|a, b| b.cmp(a));
-        let removed: Vec<_> = numbers
+    fn remove_regions(&mut self, is_of: impl Fn(u32) -> bool, missing: u64) -> Vec<Chunk> {
+        let regions = &self.users.regions;
+        let numbers = self.arena.removable(|it| is_of(regions[it].uid), missing);
+        let removed: Vec<Chunk> = numbers
             .into_iter()
             .filter_map(|number| {
                 let chunk = self.arena.remove(number)?;
-                let region = self.users.regions.swap_remove(number);
-                Some((region.id, chunk))
+                self.users.regions.remove(number);
+                Some(chunk)
             })
             .collect();
         self.users.has_removed |= !removed.is_empty();

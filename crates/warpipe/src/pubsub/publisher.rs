@@ -498,7 +498,8 @@ impl Publisher {
         Ok(())
     }
 
-    /// Device memory taken so far and its limit, in bytes.
+    /// Device memory in regions and its limit, in bytes. Regions that were given back count until no
+    /// process has them mapped.
     pub fn memory_in_use(&self) -> (u64, u64) {
         self.core.memory_in_use()
     }

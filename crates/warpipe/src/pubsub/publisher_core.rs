@@ -39,7 +39,7 @@ use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
 use crate::ipc::acceptor::{Acceptor, AcceptorOptions};
 use crate::ipc::domain::NameClaim;
-use crate::memory::arena::{Arena, SlotId};
+use crate::memory::arena::{Arena, Chunk, SlotId};
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::{LazyFence, StreamSet};
@@ -140,6 +140,7 @@ impl PublisherCore {
             reactor: reactor.clone(),
             state: TurnLock::new(PublisherState {
                 arena: Arena::new(&device, options.shared.memory_limit),
+                closing: Vec::new(),
                 regions: Vec::new(),
                 links: Links::new(options.observer.is_some()),
                 history: History::new(options.history),
@@ -214,8 +215,7 @@ impl PublisherCore {
             if let Some(slot) = state.arena.take(bytes) {
                 return Ok((slot, state.address(slot)));
             }
-            let exempt = state.quarantined();
-            if let Some(growth) = state.arena.plan(bytes, exempt) {
+            if let Some(growth) = state.plan(bytes) {
                 // Without the lock: the driver may take long, and the reactor must not wait for it.
                 drop(state);
                 let mut held = None;
@@ -226,15 +226,29 @@ impl PublisherCore {
                 });
                 state = self.lock();
                 let number = state.arena.adopt(growth, made)?;
-                let region = &state.arena.chunks()[number as usize].region;
-                region.identify(self.generation, number.into());
+                let Chunk { id, region, .. } = &state.arena.chunks()[number as usize];
+                region.identify(self.generation, (*id).into());
                 state.regions.extend(held.map(Arc::new));
-                state.links.has_new_region();
+                state.links.regions_have_changed();
                 continue;
             }
-            let (used, limit) = (state.arena.total(), state.arena.limit());
+            let limit = state.arena.limit();
+            let can_fit = state
+                .arena
+                .region_for(bytes)
+                .is_some_and(|least| least <= limit);
+            if can_fit {
+                let removed = state.give_back_regions(bytes);
+                if !removed.is_empty() {
+                    drop(state);
+                    drop(removed);
+                    state = self.lock();
+                    continue;
+                }
+            }
+            let used = state.arena.bytes_in_use() + state.closing_bytes();
             let left = self.options.loan_timeout.saturating_sub(clock.elapsed());
-            if left.is_zero() || bytes > limit {
+            if left.is_zero() || !can_fit {
                 return Err(Error::MemoryLimit {
                     name: self.name.clone(),
                     bytes,
@@ -373,7 +387,7 @@ impl PublisherCore {
             return (0, self.options.shared.memory_limit);
         }
         let state = self.lock();
-        (state.arena.total(), state.arena.limit())
+        (state.region_bytes(), state.arena.limit())
     }
 
     /// Withdraws the name, sends `Close` to every subscriber, and keeps the memory until no stream

@@ -12,11 +12,12 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
+pub(super) use self::handshake::OpenRegion;
 use self::handshake::Welcome;
 pub(super) use self::handshake::{ConnectOptions, SubscriberIdentity};
 pub(super) use self::monitor::LinkState;
 use self::monitor::PublisherMonitor;
-use self::regions::AnnouncedRegions;
+use self::regions::{AnnouncedRegions, RegionChange};
 use self::set_aside::SetAside;
 use crate::backend::{Access, DeviceId, StreamOp};
 use crate::clock::now_ns;
@@ -27,7 +28,6 @@ use crate::ipc::PeerState;
 use crate::ipc::domain::EndpointName;
 use crate::ipc::message::{self, CloseReason, Message, Received};
 use crate::ipc::peer::{DeathEvidence, Peer};
-use crate::memory::region::Region;
 use crate::pubsub::entry::{Completion, Violation};
 use crate::pubsub::ring::{self, count_release};
 use crate::runtime::closer::PeerSocket;
@@ -82,7 +82,8 @@ struct LinkMemory {
     peer: Arc<Peer>,
     monitor: Arc<PublisherMonitor>,
     segment: Arc<Segment>,
-    regions: Mutex<Vec<Arc<Region>>>,
+    /// By their ids.
+    regions: Mutex<Vec<OpenRegion>>,
     /// Held until the memory is dropped, so that the publisher sees the end of the socket only
     /// after the last release.
     #[expect(dead_code, reason = "held, not used")]
@@ -128,7 +129,7 @@ impl PublisherLink {
     )]
     fn assemble(
         welcome: Welcome,
-        regions: Vec<Arc<Region>>,
+        regions: Vec<OpenRegion>,
         name: &EndpointName,
         device: &Device,
         doorbell: &Arc<LocalDoorbell>,
@@ -143,8 +144,8 @@ impl PublisherLink {
             .receiver
             .heartbeat_ns
             .store(now_ns(), Relaxed);
-        for (number, region) in regions.iter().enumerate() {
-            region.identify(welcome.generation, number as u64);
+        for OpenRegion { id, region } in &regions {
+            region.identify(welcome.generation, (*id).into());
         }
         let memory = LinkMemory {
             death: OnceLock::new(),
@@ -202,7 +203,7 @@ impl PublisherLink {
         &self.memory.segment
     }
 
-    pub(super) fn regions(&self) -> MutexGuard<'_, Vec<Arc<Region>>> {
+    pub(super) fn regions(&self) -> MutexGuard<'_, Vec<OpenRegion>> {
         self.memory
             .regions
             .lock()
@@ -489,10 +490,16 @@ impl PublisherLink {
                 // Further messages of this publisher are not needed, however many it sends.
                 return Next::Stop;
             }
+            if self.announced.is_full() {
+                return Next::RetryAtTick;
+            }
             match message::receive(self.socket.as_fd().as_fd(), &self.name) {
                 Ok(Received::Nothing) => return Next::Keep,
                 Ok(Received::Message(Message::Region { id, bytes }, fds)) => {
-                    self.map_soon(id, bytes, fds)
+                    self.change_soon(RegionChange::Open { id, bytes, fds })
+                }
+                Ok(Received::Message(Message::CloseRegion { id }, _)) => {
+                    self.change_soon(RegionChange::Close { id })
                 }
                 Ok(Received::Message(Message::Close(close_reason), _)) => {
                     self.on_close(close_reason)

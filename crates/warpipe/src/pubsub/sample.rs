@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::publisher_link::PublisherLink;
+use super::subscriber::{SampleSlot, TakenSample};
 use crate::backend::DevicePtr;
 use crate::clock::now_ns;
 use crate::error::{Error, Result};
@@ -39,9 +40,8 @@ pub struct PreviousPublisher {
 #[derive(Debug)]
 #[must_use = "a sample that is dropped is released"]
 pub struct Sample {
-    /// Keeps the region mapped, among other things.
     link: Arc<PublisherLink>,
-    address: DevicePtr,
+    slot: SampleSlot,
     position: u64,
     sequence: u64,
     layout: Arc<Layout>,
@@ -61,12 +61,15 @@ impl Sample {
     #[inline]
     pub(super) fn new(
         link: Arc<PublisherLink>,
-        address: DevicePtr,
-        position: u64,
-        checked: CheckedEntry,
+        taken: TakenSample,
         stream: &Stream,
         discontinuity: Option<Box<Discontinuity>>,
     ) -> Sample {
+        let TakenSample {
+            position,
+            slot,
+            checked,
+        } = taken;
         let CheckedEntry {
             sequence,
             sent_ns,
@@ -78,7 +81,7 @@ impl Sample {
         let stream = stream.clone();
         Sample {
             link,
-            address,
+            slot,
             position,
             sequence,
             layout,
@@ -106,7 +109,7 @@ impl Sample {
 
     /// The device address of the slot's first byte; it is `layout().bytes()` long.
     pub fn slot_ptr(&self) -> DevicePtr {
-        self.address
+        self.slot.address
     }
 
     /// The tensor's layout.

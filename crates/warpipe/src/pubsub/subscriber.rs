@@ -20,6 +20,7 @@ pub use builder::SubscriberBuilder;
 pub(crate) use raw_sample::{CompletionWait, RawSample};
 
 use self::attached::{Attached, EndedLink};
+pub(in crate::pubsub) use self::attached::{SampleSlot, TakenSample};
 use self::reconnect::ReconnectAttempt;
 use self::wait::{ARRIVALS, DOORBELL, WAKE, listen_to};
 use super::publisher_link::{ConnectOptions, PublisherLink, SubscriberIdentity};
@@ -239,24 +240,14 @@ impl Subscriber {
         if self.is_asleep.load(Ordering::Relaxed) {
             ring.fall_asleep();
         }
-        let regions = link.regions().clone();
         self.row.attach_to(link.generation);
         // The numbers of the link before go on.
         let last_received = match &self.ended {
             Some(ended) if ended.source == link.source => ended.last_received,
             _ => 0,
         };
-        self.attached = Some(LeakOnFork::new(Attached {
-            link,
-            ring,
-            regions,
-            last_sequence: 0,
-            last_received,
-            repeated: 0,
-            region_missing: None,
-            taken: None,
-            row: self.row.clone(),
-        }));
+        let attached = Attached::new(link, ring, last_received, self.row.clone());
+        self.attached = Some(LeakOnFork::new(attached));
         Ok(())
     }
 

@@ -79,8 +79,10 @@ pub(super) struct SubscriberLink {
     peer_heartbeat: PeerHeartbeat,
     /// Shared, so that a sender can sleep on it without the publisher's lock.
     pub(super) peer_doorbell: Arc<PeerDoorbell>,
-    /// The number of regions announced to it.
-    announced: usize,
+    /// The regions that it was told of and has not closed.
+    regions: Vec<AnnouncedRegion>,
+    /// It was told of all regions with lower ids.
+    next_region: u32,
     /// Releases seen completed. The subscriber counts the releases that it has enqueued.
     releases_seen: u64,
     dropped: u64,
@@ -98,6 +100,14 @@ pub(super) struct SubscriberLink {
 }
 
 const _: () = assert!(std::mem::offset_of!(SubscriberLink, registrations) <= 128);
+
+/// A region that a subscriber was told of.
+#[derive(Debug)]
+struct AnnouncedRegion {
+    id: u32,
+    /// It was asked to close it.
+    is_closing: bool,
+}
 
 /// The parts of a new link, before the publisher's state contains it.
 pub(super) struct LinkParts {
@@ -157,7 +167,8 @@ impl LinkParts {
             peer_heartbeat: PeerHeartbeat::default(),
             registrations: Vec::new(),
             in_flight: VecDeque::new(),
-            announced: 0,
+            regions: Vec::new(),
+            next_region: 0,
             releases_seen: 0,
             dropped: 0,
             quota_permit,
@@ -229,21 +240,47 @@ impl SubscriberLink {
         self.leave(None);
     }
 
-    /// Sends the descriptors of the regions that have not been announced to the subscriber.
+    /// Brings the subscriber up to these regions: asks it to close those that are gone, and sends
+    /// the descriptors of those that are new.
     ///
     /// # Errors
-    /// Either [`message::is_own`], and the announcement is repeated later; or the subscriber does
-    /// not read its socket.
+    /// Either [`message::is_own`], and the rest is repeated later; or the subscriber does not read
+    /// its socket.
     pub(super) fn announce(&mut self, chunks: &[Chunk]) -> Result<(), Errno> {
-        for (id, chunk) in chunks.iter().enumerate().skip(self.announced) {
-            let region = Message::Region {
-                id: id as u32,
-                bytes: chunk.region.bytes(),
-            };
-            message::send(self.socket(), &region, &[chunk.export.as_fd()])?;
-            self.announced = id + 1;
+        let socket = self.socket.clone();
+        let is_gone = |id: u32| chunks.binary_search_by_key(&id, |chunk| chunk.id).is_err();
+        for region in self.regions.iter_mut().filter(|region| !region.is_closing) {
+            if is_gone(region.id) {
+                let id = region.id;
+                message::send(socket.as_fd(), &Message::CloseRegion { id }, &[])?;
+                region.is_closing = true;
+            }
+        }
+        let known = chunks.partition_point(|chunk| chunk.id < self.next_region);
+        for chunk in &chunks[known..] {
+            let (id, bytes) = (chunk.id, chunk.region.bytes());
+            let region = Message::Region { id, bytes };
+            message::send(socket.as_fd(), &region, &[chunk.export.as_fd()])?;
+            self.regions.push(AnnouncedRegion {
+                id,
+                is_closing: false,
+            });
+            self.next_region = id + 1;
         }
         Ok(())
+    }
+
+    /// Whether the subscriber may have the region mapped.
+    pub(super) fn has_region(&self, id: u32) -> bool {
+        self.regions.iter().any(|region| region.id == id)
+    }
+
+    /// The subscriber has closed a region. False if it was not asked to.
+    pub(super) fn has_closed_region(&mut self, id: u32) -> bool {
+        let before = self.regions.len();
+        self.regions
+            .retain(|region| region.id != id || !region.is_closing);
+        self.regions.len() < before
     }
 
     /// Ends the subscription: takes back the samples that were not taken, and waits for the rest.

@@ -470,6 +470,28 @@ fn more_new_workers_than_are_attached_at_once_all_get_a_session() {
 }
 
 #[test]
+fn jobs_and_results_that_grow_are_carried_in_what_the_limits_leave() {
+    let fixture = QueueFixture::new("growing");
+    let queue = fixture.build(|it| it.memory_limit(64 << 20));
+    let mut worker = Worker::builder("jobs")
+        .domain(&fixture.domain)
+        .device(&fixture.device)
+        .memory_limit(64 << 20)
+        .build()
+        .unwrap();
+    for mebibytes in [40, 41, 30] {
+        let layout = Layout::bytes_only(mebibytes << 20).unwrap();
+        let job = queue.loan(&layout).unwrap();
+        let job = queue.submit(job, &fixture.stream).unwrap();
+        let lease = worker.lease(&fixture.stream).unwrap();
+        let result = lease.output(&layout).unwrap();
+        lease.complete_with(result, &fixture.stream).unwrap();
+        let result = job.wait(&fixture.stream, SOON).unwrap();
+        assert_eq!(result.layout().bytes(), mebibytes << 20);
+    }
+}
+
+#[test]
 fn a_result_that_is_put_back_is_the_next_one_of_its_handle_and_of_the_queue() {
     for order in [
         super::ResultOrder::Submission,

@@ -350,3 +350,49 @@ fn forged_ready_and_released_words_of_another_user_reuse_no_slot_under_its_write
         eventually("it is lent again", || publisher.loan(&all).is_ok());
     });
 }
+
+/// Takes part in nothing: as a process that is stopped.
+#[test]
+fn a_receiver_that_closes_no_region_keeps_memory_of_the_limit_once_more_and_no_more() {
+    let scratch = Scratch::new();
+    let limit = 64 << 20;
+    let publisher = scratch.publisher(|it| {
+        it.policy(Policy::DropOldest)
+            .depth(1)
+            .memory_limit(limit)
+            .loan_timeout(Duration::from_millis(20))
+    });
+    let (liar, stream) = (Liar::attach(&scratch), stream());
+    let mut lengths = (20 << 20..).step_by(1 << 20);
+    let send = |bytes: u64| {
+        let layout = Layout::bytes_only(bytes).unwrap();
+        let sent = publisher.loan(&layout)?.send(&stream);
+        sent.map_err(|unsent| unsent.error)
+    };
+    let refused = lengths.by_ref().take(12).find_map(|bytes| {
+        let refused = send(bytes).err();
+        let (used, _) = publisher.memory_in_use();
+        assert!(used <= 2 * limit, "{used} bytes are mapped");
+        refused
+    });
+    assert!(
+        matches!(refused, Some(Error::MemoryLimit { .. })),
+        "{refused:?}"
+    );
+    let closed: Vec<u32> = std::iter::from_fn(|| match hear(&liar.socket) {
+        Received::Message(Message::CloseRegion { id }, _) => Some(Some(id)),
+        Received::Message(Message::Region { .. }, _) => Some(None),
+        _ => None,
+    })
+    .flatten()
+    .collect();
+    for id in closed {
+        let said = packet(&Message::RegionClosed { id });
+        send_raw(&liar.socket, &said, &[]).unwrap();
+    }
+    eventually("what was closed leaves room", || send(30 << 20).is_ok());
+    // Of a region that it was not asked to close.
+    let lie = packet(&Message::RegionClosed { id: 4711 });
+    send_raw(&liar.socket, &lie, &[]).unwrap();
+    eventually("it is out", || publisher.subscribers().is_empty());
+}

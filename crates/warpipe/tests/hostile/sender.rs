@@ -234,6 +234,42 @@ fn an_unannounced_region_times_out_with_an_error() {
 }
 
 #[test]
+fn a_region_that_is_closed_under_a_held_sample_stays_mapped_until_it_is_released() {
+    let scratch = Scratch::new();
+    let (mut fake, mut subscriber) = Fake::attach(&scratch, true);
+    fake.send(|_| ());
+    let sample = subscriber.receive(&stream()).unwrap();
+    let close = packet(&Message::CloseRegion { id: 0 });
+    send_raw(&fake.socket, &close, &[]).unwrap();
+    let memory = memfd(REGION_BYTES, SIZE_SEALS);
+    let (id, bytes) = (1, REGION_BYTES);
+    let next = packet(&Message::Region { id, bytes });
+    send_raw(&fake.socket, &next, &[memory.as_fd()]).unwrap();
+    fake.send(|it| word(it, PACKED, |packed| packed | 1));
+    let second = subscriber.receive_timeout(&stream(), LONG).unwrap();
+    assert_eq!(sample.to_vec(LONG).unwrap(), [0; 1000]);
+    drop(second);
+    drop(sample);
+    loop {
+        match hear(&fake.socket) {
+            Received::Message(Message::RegionClosed { id }, _) => break assert_eq!(id, 0),
+            Received::Nothing => std::thread::yield_now(),
+            other => panic!("{other:?}"),
+        }
+    }
+    fake.send(|_| ());
+    let error = subscriber.receive(&stream()).unwrap_err();
+    let is_named = matches!(
+        &error,
+        Error::Protocol {
+            field: "region",
+            ..
+        }
+    );
+    assert!(is_named, "{error}");
+}
+
+#[test]
 fn a_sequence_may_jump_but_not_run_back_where_samples_may_be_dropped() {
     let scratch = Scratch::new();
     let (mut fake, mut subscriber) = Fake::attach(&scratch, false);
@@ -308,6 +344,8 @@ fn endless_invalid_messages_after_the_handshake_are_answered_once() {
                 Message::Attached,
                 Message::Region { id: 7, bytes: 4096 },
                 Message::Region { id: 1, bytes: 3 },
+                Message::CloseRegion { id: 7 },
+                Message::RegionClosed { id: 0 },
             ] {
                 let (fake, mut subscriber) = Fake::attach(&scratch, true);
                 let memory = memfd(4096, SIZE_SEALS);

@@ -152,6 +152,11 @@ impl PublisherCore {
                 Ok(Received::Message(Message::Returned { positions }, _)) => {
                     self.take_back(&mut state, id, &positions);
                 }
+                Ok(Received::Message(Message::RegionClosed { id }, _))
+                    if link.has_closed_region(id) =>
+                {
+                    self.ring();
+                }
                 Ok(Received::End) => {
                     self.on_end(&mut state, id);
                     return Next::Stop;

@@ -94,7 +94,7 @@ impl Links {
     }
 
     /// The arena has a region that no link knows.
-    pub(super) fn has_new_region(&mut self) {
+    pub(super) fn regions_have_changed(&mut self) {
         self.is_announced = false;
     }
 

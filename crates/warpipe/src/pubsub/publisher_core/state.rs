@@ -1,6 +1,6 @@
 //! The state of a publisher under its lock, made of parts that keep their own invariants.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use super::history::History;
 use super::links::Links;
@@ -9,7 +9,7 @@ use super::slot_fences::SlotFences;
 use super::unicast::Recipients;
 use crate::clock::now_ns;
 use crate::error::Result;
-use crate::memory::arena::{Arena, SlotId};
+use crate::memory::arena::{Arena, Chunk, Growth, REGIONS_MAX, SlotId};
 use crate::memory::region::Region;
 use crate::pubsub::entry::{BorrowedDescription, Metadata};
 use crate::pubsub::subscriber_link::SubscriberLink;
@@ -30,8 +30,18 @@ pub(super) const LOOK_EVERY: u32 = 8;
 /// A region that the streams of its publisher work on.
 pub(in crate::pubsub) type HeldRegion = DropAfterFence<Arc<Region>>;
 
+/// A region that was given back and may still be mapped, here or by subscribers.
+pub(super) struct ClosingRegion {
+    id: u32,
+    bytes: u64,
+    /// Without owners once no stream and no handle of this process needs the mapping.
+    own: Weak<Region>,
+}
+
 pub(super) struct PublisherState {
     pub(super) arena: Arena,
+    /// Their memory still counts against the limit.
+    pub(super) closing: Vec<ClosingRegion>,
     /// Each region of the arena, unmapped behind a fence that is recorded after its last holder, a
     /// [`SlotHold`](crate::SlotHold) or the publisher, is gone.
     pub(super) regions: Vec<Arc<HeldRegion>>,
@@ -105,12 +115,67 @@ impl PublisherState {
         self.links.announce(self.arena.chunks(), name)
     }
 
-    /// Bytes held by leaving and suspect subscribers. They do not count against the limit, up to
-    /// the limit once more, so that a stopped process cannot stop the publisher.
-    pub(super) fn quarantined(&self) -> u64 {
+    /// A region in which `bytes` fit, if the limit leaves room. Slots of leaving and suspect
+    /// subscribers, and regions that were given back and are still mapped, do not count, up to the
+    /// limit once more: so a stopped process cannot stop the publisher.
+    pub(super) fn plan(&mut self, bytes: u64) -> Option<Growth> {
+        if self.closing.len() + self.arena.chunks().len() >= REGIONS_MAX {
+            return None;
+        }
+        let room = self.room();
+        self.arena.plan(bytes, self.arena.total(), room)
+    }
+
+    fn room(&self) -> u64 {
         let slots = self.links.quarantined();
-        let bytes: u64 = slots.map(|slot| self.arena.slot(slot).bytes()).sum();
-        bytes.min(self.arena.limit())
+        let quarantined: u64 = slots.map(|slot| self.arena.slot(slot).bytes()).sum();
+        let closing = self.closing_bytes();
+        let limit = self.arena.limit();
+        let exempt = quarantined.saturating_add(closing).min(limit);
+        let taken = self.arena.total().saturating_add(closing);
+        limit.saturating_add(exempt).saturating_sub(taken)
+    }
+
+    /// Takes out regions without slots, so that there is room for a region in which `bytes` fit;
+    /// none if that is not enough. The caller drops them without the lock.
+    pub(super) fn give_back_regions(&mut self, bytes: u64) -> Vec<(Chunk, Arc<HeldRegion>)> {
+        self.forget_closed_regions();
+        let Some(least) = self.arena.region_for(bytes) else {
+            return Vec::new();
+        };
+        let missing = least.saturating_sub(self.room());
+        let numbers = self.arena.removable(|_| true, missing);
+        let mut removed = Vec::with_capacity(numbers.len());
+        for number in numbers {
+            let Some(chunk) = self.arena.remove(number) else {
+                continue;
+            };
+            self.closing.push(ClosingRegion {
+                id: chunk.id,
+                bytes: chunk.region.bytes(),
+                own: Arc::downgrade(&chunk.region),
+            });
+            removed.push((chunk, self.regions.remove(number)));
+            self.links.regions_have_changed();
+        }
+        removed
+    }
+
+    /// No longer counts the regions that neither this process nor a subscriber has mapped.
+    fn forget_closed_regions(&mut self) {
+        let links = &self.links;
+        self.closing.retain(|region| {
+            region.own.strong_count() > 0 || links.iter().any(|link| link.has_region(region.id))
+        });
+    }
+
+    pub(super) fn closing_bytes(&self) -> u64 {
+        self.closing.iter().map(|region| region.bytes).sum()
+    }
+
+    /// Bytes of regions, used and free, and of those that were given back and are still mapped.
+    pub(super) fn region_bytes(&self) -> u64 {
+        self.arena.total().saturating_add(self.closing_bytes())
     }
 
     /// The description of the next sample, which takes the next number. `is_stamped`: with the time.
@@ -129,7 +194,7 @@ impl PublisherState {
         BorrowedDescription {
             sequence,
             sent_ns: if is_stamped { now_ns() } else { 0 },
-            region: slot.region,
+            region: self.arena.chunks()[slot.region as usize].id,
             slot: slot.offset,
             layout,
             metadata,
@@ -148,8 +213,9 @@ impl PublisherState {
         let in_flight: u64 = self.links.iter().map(SubscriberLink::in_flight).sum();
         let peers = self.links.iter().count() as u64;
         let dropped = self.links.dropped();
+        self.forget_closed_regions();
         self.row
-            .set_use(dropped, in_flight, peers, self.arena.total());
+            .set_use(dropped, in_flight, peers, self.region_bytes());
     }
 
     /// A counter that changes whenever a slot was freed.

@@ -478,3 +478,66 @@ fn of_two_threads_that_wait_for_room_the_one_that_is_woken_last_sleeps_no_longer
         });
     }
 }
+
+const MIB: u64 = 1 << 20;
+
+fn send(publisher: &Publisher, stream: &Stream, bytes: u64) -> crate::Result<u64> {
+    let layout = Layout::bytes_only(bytes).unwrap();
+    let sent = publisher.loan(&layout)?.send(stream);
+    sent.map_err(|unsent| unsent.error)
+}
+
+#[test]
+fn memory_that_nobody_holds_makes_room_for_a_longer_sample() {
+    let stage = Stage::new("longer");
+    let publisher = stage.builder().memory_limit(64 * MIB).build().unwrap();
+    let stream = stage.stream();
+    for bytes in [40 * MIB, 41 * MIB, 64 * MIB, 2 * MIB] {
+        send(&publisher, &stream, bytes).unwrap();
+    }
+    let refused = send(&publisher, &stream, 64 * MIB + 1).unwrap_err();
+    assert!(matches!(refused, Error::MemoryLimit { .. }), "{refused}");
+}
+
+#[test]
+fn samples_that_grow_are_sent_as_long_as_those_that_are_held_leave_room() {
+    let stage = Stage::new("growing");
+    let publisher = stage.builder().memory_limit(64 * MIB).build().unwrap();
+    let mut subscriber = stage.subscriber();
+    let (sending, receiving) = (stage.stream(), Device::host().stream().unwrap());
+    publisher.send_bytes(&sending, &[7; 8]).unwrap();
+    let held = subscriber.receive(&receiving).unwrap();
+    for mebibytes in 1..=40 {
+        send(&publisher, &sending, mebibytes * MIB).unwrap();
+        let sample = subscriber.receive_timeout(&receiving, LONG).unwrap();
+        assert_eq!(sample.layout().bytes(), mebibytes * MIB);
+        sample.finish(LONG).unwrap();
+        let (used, limit) = publisher.memory_in_use();
+        assert!(used <= 2 * limit, "{used} bytes are mapped");
+    }
+    assert_eq!(held.to_vec(LONG).unwrap(), [7; 8], "its region is kept");
+    eventually(
+        "regions that were given back are unmapped everywhere",
+        || {
+            let _ = publisher.subscribers();
+            publisher.memory_in_use().0 <= 64 * MIB
+        },
+    );
+}
+
+#[test]
+fn a_sample_that_is_taken_back_while_its_region_is_closed_leaves_no_fault_behind() {
+    let stage = Stage::new("taken-back");
+    let policy = Policy::DropOldest;
+    let builder = stage.builder().depth(1).policy(policy);
+    let publisher = builder.memory_limit(16 * MIB).build().unwrap();
+    let mut subscriber = stage.subscriber();
+    let (sending, receiving) = (stage.stream(), Device::host().stream().unwrap());
+    for round in 0..20 {
+        send(&publisher, &sending, (3 + round % 3) * MIB).unwrap();
+    }
+    let sample = subscriber.receive_timeout(&receiving, LONG).unwrap();
+    assert_eq!(sample.sequence(), 20);
+    sample.finish(LONG).unwrap();
+    assert_eq!(subscriber.publisher_state(), Some(PeerState::Alive));
+}

@@ -134,7 +134,7 @@ impl LinkHandshake<'_> {
     }
 
     /// Maps the announced memory and waits until samples are sent to this link.
-    fn settle(&self, welcome: &mut Welcome) -> Result<Vec<Arc<Region>>> {
+    fn settle(&self, welcome: &mut Welcome) -> Result<Vec<OpenRegion>> {
         let mut regions = self.regions(welcome)?;
         self.client.send(&Message::Attached)?;
         self.admission(welcome, &mut regions)?;
@@ -193,7 +193,7 @@ impl LinkHandshake<'_> {
         })
     }
 
-    fn regions(&self, welcome: &mut Welcome) -> Result<Vec<Arc<Region>>> {
+    fn regions(&self, welcome: &mut Welcome) -> Result<Vec<OpenRegion>> {
         let mut regions = Vec::new();
         while regions.len() < welcome.regions as usize {
             let (message, fds) = self.receive()?;
@@ -204,7 +204,7 @@ impl LinkHandshake<'_> {
 
     /// Waits until the publisher confirms that samples go to this link from now on, and maps the
     /// regions that it adds meanwhile: a subscriber that attaches before a send gets that sample.
-    fn admission(&self, welcome: &mut Welcome, regions: &mut Vec<Arc<Region>>) -> Result<()> {
+    fn admission(&self, welcome: &mut Welcome, regions: &mut Vec<OpenRegion>) -> Result<()> {
         loop {
             match self.receive()? {
                 (Message::Attached, _) => return Ok(()),
@@ -217,7 +217,7 @@ impl LinkHandshake<'_> {
     fn map(
         &self,
         welcome: &mut Welcome,
-        regions: &mut Vec<Arc<Region>>,
+        regions: &mut Vec<OpenRegion>,
         message: Message,
         mut fds: Vec<PeerFd>,
         wanted: &'static str,
@@ -225,15 +225,15 @@ impl LinkHandshake<'_> {
         match message {
             Message::Region { id, bytes } => {
                 let (access, owner) = (welcome.access, welcome.owner);
-                regions.push(import(
-                    self.device,
-                    (id, bytes),
-                    regions.len(),
-                    &fds,
-                    access,
-                    owner,
-                    &self.client.name,
-                )?);
+                let name = &self.client.name;
+                check_id(id, regions, 0, name)?;
+                let region = import(self.device, bytes, &fds, access, owner, name)?;
+                regions.push(OpenRegion { id, region });
+            }
+            // No sample has come yet.
+            Message::CloseRegion { id } => {
+                take_out(id, regions, &self.client.name)?;
+                self.client.send(&Message::RegionClosed { id })?;
             }
             Message::Completions { bytes } if welcome.completions.is_none() => {
                 let Some(fd) = fds.pop() else {
@@ -250,39 +250,68 @@ impl LinkHandshake<'_> {
     }
 }
 
-/// Maps one announced region, the `due`th of its link.
+/// A region of the publisher's that is mapped here.
+#[derive(Debug)]
+pub(in crate::pubsub) struct OpenRegion {
+    pub(in crate::pubsub) id: u32,
+    pub(in crate::pubsub) region: Arc<Region>,
+}
+
+fn wrong(name: &str, field: &'static str, found: String, allowed: String) -> Error {
+    Error::Protocol {
+        name: name.to_string(),
+        field,
+        found,
+        allowed,
+    }
+}
+
+/// Whether a publisher with these open regions, and so many that are being closed, may announce
+/// one with this id.
+pub(super) fn check_id(id: u32, open: &[OpenRegion], closing: usize, name: &str) -> Result<()> {
+    let least = open.last().map_or(0, |last| last.id.saturating_add(1));
+    let count = open.len() + closing;
+    if id < least || count >= REGIONS_MAX {
+        let found = format!("{id}, beside {count} others");
+        let allowed = format!("{least} or more, beside fewer than {REGIONS_MAX}");
+        return Err(wrong(name, "region number", found, allowed));
+    }
+    Ok(())
+}
+
+/// Takes out a region that its publisher closes.
+pub(super) fn take_out(id: u32, open: &mut Vec<OpenRegion>, name: &str) -> Result<Arc<Region>> {
+    match open.binary_search_by_key(&id, |region| region.id) {
+        Ok(index) => Ok(open.remove(index).region),
+        Err(_) => {
+            let allowed = "one that is open".to_string();
+            Err(wrong(name, "region number", id.to_string(), allowed))
+        }
+    }
+}
+
+/// Maps one announced region.
 pub(super) fn import(
     device: &Device,
-    (id, bytes): (u32, u64),
-    due: usize,
+    bytes: u64,
     fds: &[PeerFd],
     access: Access,
     owner: DeviceId,
     name: &str,
 ) -> Result<Arc<Region>> {
-    let wrong = |field, found: String, allowed: String| Error::Protocol {
-        name: name.to_string(),
-        field,
-        found,
-        allowed,
-    };
-    if id as usize != due || due >= REGIONS_MAX {
-        return Err(wrong(
-            "region number",
-            id.to_string(),
-            format!("{due}, below {REGIONS_MAX}"),
-        ));
-    }
     let unit = device.backend().granularity();
     if bytes == 0 || !bytes.is_multiple_of(unit) || bytes > i64::MAX as u64 {
+        let allowed = format!("a multiple of {unit}");
         return Err(wrong(
+            name,
             "region length",
             format!("{bytes} bytes"),
-            format!("a multiple of {unit}"),
+            allowed,
         ));
     }
     let [fd] = fds else {
-        return Err(wrong("descriptors", fds.len().to_string(), "1".into()));
+        let found = fds.len().to_string();
+        return Err(wrong(name, "descriptors", found, "1".into()));
     };
     let region = Region::import(device, fd.as_fd(), bytes, access, owner)?;
     fd.approve();

@@ -1,13 +1,13 @@
 //! A subscriber's end of the ring: takes, checks and admits the samples of one link.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use crate::backend::DevicePtr;
 use crate::error::{Error, Result};
 use crate::memory::region::Region;
 use crate::pubsub::entry::{CheckedEntry, Violation};
-use crate::pubsub::publisher_link::{LinkState, PublisherLink};
+use crate::pubsub::publisher_link::{LinkState, OpenRegion, PublisherLink};
 use crate::pubsub::ring::ReceiverRing;
 use crate::pubsub::sample::{Discontinuity, PreviousPublisher, Sample};
 use crate::runtime::heartbeat::Uptime;
@@ -23,7 +23,10 @@ const REGION_TIMEOUT: Duration = Duration::from_secs(2);
 pub(super) struct Attached {
     pub(super) link: Arc<PublisherLink>,
     pub(super) ring: ReceiverRing,
-    pub(super) regions: Vec<Arc<Region>>,
+    /// The link's regions, by their ids, as they were when one was last looked for in vain.
+    pub(super) regions: Vec<KnownRegion>,
+    /// The index in `regions` of that of the entry that was copied last.
+    region: usize,
     /// The number of the sample that was taken last, lost or not; 0 for none.
     pub(super) last_sequence: u64,
     /// The number of the sample that the subscriber received last, also over an earlier link to the
@@ -32,8 +35,8 @@ pub(super) struct Attached {
     /// How many samples of this link were received over an earlier one. No history is longer than a
     /// ring, so beyond [`DEPTH_MAX`] the source's numbers have begun anew.
     pub(super) repeated: u32,
-    /// The time since a sample was found without its region.
-    pub(super) region_missing: Option<Uptime>,
+    /// A sample was found without its region.
+    pub(super) region_missing: Option<MissingRegion>,
     /// A sample taken from the ring that the device refused to wait for. It is the next to be
     /// admitted.
     pub(super) taken: Option<TakenSample>,
@@ -41,8 +44,45 @@ pub(super) struct Attached {
     pub(super) row: Arc<EndpointRow>,
 }
 
-/// A sample that belongs to this end: its position, the address of its slot, its description.
-pub(super) type TakenSample = (u64, DevicePtr, CheckedEntry);
+/// A region of the link's. The link keeps it mapped until the publisher closes it.
+#[derive(Debug)]
+pub(super) struct KnownRegion {
+    id: u32,
+    region: Weak<Region>,
+}
+
+impl From<&OpenRegion> for KnownRegion {
+    fn from(open: &OpenRegion) -> KnownRegion {
+        KnownRegion {
+            id: open.id,
+            region: Arc::downgrade(&open.region),
+        }
+    }
+}
+
+/// A region that a sample lies in and that is not mapped yet.
+#[derive(Debug, Default)]
+pub(super) struct MissingRegion {
+    pub(super) id: u32,
+    /// The time since the sample was found.
+    pub(super) clock: Uptime,
+}
+
+/// A sample that belongs to this end.
+#[derive(Debug)]
+pub(in crate::pubsub) struct TakenSample {
+    pub(in crate::pubsub) position: u64,
+    pub(in crate::pubsub) slot: SampleSlot,
+    pub(in crate::pubsub) checked: CheckedEntry,
+}
+
+/// Where a sample lies.
+#[derive(Debug)]
+pub(in crate::pubsub) struct SampleSlot {
+    pub(in crate::pubsub) address: DevicePtr,
+    #[expect(dead_code, reason = "keeps it mapped, whatever the publisher says")]
+    pub(in crate::pubsub) region: Arc<Region>,
+}
 
 /// A link that has ended, until a sample of another link is received.
 #[derive(Debug)]
@@ -84,6 +124,29 @@ fn missing_between(last: u64, next: u64) -> u64 {
 }
 
 impl Attached {
+    /// `last_received`: the number of the sample that the subscriber received last over an earlier
+    /// link to the same source; 0 for none.
+    pub(super) fn new(
+        link: Arc<PublisherLink>,
+        ring: ReceiverRing,
+        last_received: u64,
+        row: Arc<EndpointRow>,
+    ) -> Attached {
+        let regions = link.regions().iter().map(KnownRegion::from).collect();
+        Attached {
+            link,
+            ring,
+            regions,
+            region: 0,
+            last_sequence: 0,
+            last_received,
+            repeated: 0,
+            region_missing: None,
+            taken: None,
+            row,
+        }
+    }
+
     /// Whether [`poll`](Self::poll) would find nothing and change nothing: a few words are read, so
     /// that a thread that polls sees the next sample early.
     #[inline]
@@ -107,7 +170,7 @@ impl Attached {
             if link_state == LinkState::Failed {
                 return Err(self.link.why_over());
             }
-            let (position, address, checked) = match self
+            let taken = match self
                 .taken
                 .take()
                 .map_or_else(|| self.next(), |it| Ok(Some(it)))
@@ -119,11 +182,11 @@ impl Attached {
                 Ok(None) => return Err(self.link.why_over()),
                 Err(violation) => return Err(self.fail(violation)),
             };
-            match self.link.admit(position, stream) {
+            match self.link.admit(taken.position, stream) {
                 Ok(true) => {
-                    let gap = self.break_before(checked.sequence, ended);
+                    let gap = self.break_before(taken.checked.sequence, ended);
                     let link = self.link.clone();
-                    let sample = Sample::new(link, address, position, checked, stream, gap);
+                    let sample = Sample::new(link, taken, stream, gap);
                     if let Some(latency_ns) = sample.latency_ns() {
                         self.row.time(latency_ns);
                     }
@@ -131,7 +194,7 @@ impl Attached {
                 }
                 Ok(false) => {}
                 Err(error) => {
-                    self.taken = Some((position, address, checked));
+                    self.taken = Some(taken);
                     return Err(error);
                 }
             }
@@ -177,7 +240,7 @@ impl Attached {
             let Some(position) = self.take()? else {
                 return Ok(None);
             };
-            let (address, checked) = self.check()?;
+            let (slot, checked) = self.check()?;
             // Set whatever happens to the sample: one that its publisher left incomplete is lost,
             // and the next one follows it.
             self.last_sequence = checked.sequence;
@@ -189,7 +252,11 @@ impl Attached {
                 continue;
             }
             self.row.count(checked.sequence, checked.layout.bytes());
-            return Ok(Some((position, address, checked)));
+            return Ok(Some(TakenSample {
+                position,
+                slot,
+                checked,
+            }));
         }
     }
 
@@ -203,39 +270,55 @@ impl Attached {
     }
 
     fn take(&mut self) -> Result<Option<u64>, Violation> {
-        let (link, regions) = (&self.link, &mut self.regions);
-        let missing = &mut self.region_missing;
-        self.ring.take(|id| {
-            if id as usize >= regions.len() {
-                regions.clone_from(&link.regions());
+        let Attached {
+            link,
+            ring,
+            regions,
+            region,
+            region_missing,
+            ..
+        } = self;
+        let mut missing = None;
+        let taken = ring.take(|id| {
+            let find = |regions: &[KnownRegion]| regions.binary_search_by_key(&id, |it| it.id);
+            let found = find(regions).or_else(|_| {
+                regions.clear();
+                regions.extend(link.regions().iter().map(KnownRegion::from));
+                find(regions)
+            });
+            match found {
+                Ok(index) => *region = index,
+                Err(_) => missing = Some(id),
             }
-            let known = (id as usize) < regions.len();
-            if known {
-                *missing = None;
-            } else {
-                missing.get_or_insert_default();
-            }
-            known
-        })
+            found.is_ok()
+        });
+        // An entry may be taken back while its region is missing: then none is.
+        match missing {
+            None => *region_missing = None,
+            Some(id) => region_missing.get_or_insert_default().id = id,
+        }
+        taken
     }
 
     /// Whether a sample waits for its region, which has been announced but not mapped yet.
     pub(super) fn is_region_due(&self) -> bool {
+        let Some(MissingRegion { id, .. }) = self.region_missing else {
+            return false;
+        };
         // In this order: the region may have been mapped since the ring was polled, and then it is
         // no longer being mapped.
-        self.region_missing.is_some()
-            && (self.link.is_mapping() || self.link.regions().len() > self.regions.len())
+        self.link.is_mapping() || self.link.regions().iter().any(|region| region.id == id)
     }
 
     /// There is no sample to take: either none was sent, or its region has not arrived yet, which
     /// is tolerated for a while.
     pub(super) fn wait_for_region(&mut self) -> Result<Option<Sample>> {
         match &self.region_missing {
-            Some(clock) if clock.ran() > REGION_TIMEOUT && !self.is_region_due() => {
-                let allowed = format!("one of the {} announced", self.regions.len());
+            Some(missing) if missing.clock.ran() > REGION_TIMEOUT && !self.is_region_due() => {
+                let allowed = format!("one of the {} that are open", self.regions.len());
                 Err(self.fail(Violation {
                     field: "region",
-                    found: "one never announced".into(),
+                    found: format!("{}, never announced or closed", missing.id),
                     allowed,
                 }))
             }
@@ -243,12 +326,20 @@ impl Attached {
         }
     }
 
-    /// Checks the entry that was taken last. The link keeps the region mapped.
-    fn check(&mut self) -> Result<(DevicePtr, CheckedEntry), Violation> {
+    /// Checks the entry that was taken last.
+    fn check(&mut self) -> Result<(SampleSlot, CheckedEntry), Violation> {
         let copy = self.ring.copy();
-        let region = &self.regions[copy.region() as usize];
+        let known = &self.regions[self.region];
+        let region = known.region.upgrade().ok_or_else(|| Violation {
+            field: "region",
+            found: format!("{}, which was closed", known.id),
+            allowed: "one that is open".into(),
+        })?;
         let checked = copy.check(region.bytes())?;
-        let address = region.ptr() + checked.slot;
+        let slot = SampleSlot {
+            address: region.ptr() + checked.slot,
+            region,
+        };
         let follows = match self.last_sequence {
             0 => checked.sequence > 0,
             last if self.link.lossless => last.checked_add(1) == Some(checked.sequence),
@@ -267,7 +358,7 @@ impl Attached {
                 allowed,
             });
         }
-        Ok((address, checked))
+        Ok((slot, checked))
     }
 
     pub(super) fn fail(&self, violation: Violation) -> Error {
@@ -278,8 +369,8 @@ impl Attached {
 
 impl Drop for Attached {
     fn drop(&mut self) {
-        if let Some((position, ..)) = self.taken.take() {
-            self.link.give_back(position);
+        if let Some(taken) = self.taken.take() {
+            self.link.give_back(taken.position);
         }
     }
 }

@@ -37,7 +37,7 @@ impl RawSample {
     }
 
     pub(crate) fn metadata(&self) -> &[u8] {
-        self.taken().2.metadata.as_bytes()
+        self.taken().checked.metadata.as_bytes()
     }
 
     /// Whether the data is complete; an error if it never will be.
@@ -46,15 +46,15 @@ impl RawSample {
         if self.is_set_aside {
             return Ok(true);
         }
-        let (position, _, checked) = self.taken();
-        self.link.completion(*position, checked.sequence)
+        let taken = self.taken();
+        self.link.completion(taken.position, taken.checked.sequence)
     }
 
     /// Once [`is_complete`](Self::is_complete) is true: gives its entry of the ring back, if samples
     /// hold more than half of the entries.
     pub(crate) fn make_room(&mut self) {
         if !self.is_set_aside && self.link.is_crowded() {
-            self.link.set_aside(self.taken().0);
+            self.link.set_aside(self.taken().position);
             self.is_set_aside = true;
         }
     }
@@ -63,19 +63,19 @@ impl RawSample {
     pub(crate) fn completion_wait(&self) -> CompletionWait {
         CompletionWait {
             link: Arc::clone(&self.link),
-            position: self.taken().0,
+            position: self.taken().position,
         }
     }
 
     /// The sample, once [`is_complete`](Self::is_complete) is true: then `stream` has nothing to
     /// wait for.
     pub(crate) fn into_sample(mut self, stream: &Stream) -> Sample {
-        let (position, address, checked) = self
+        let taken = self
             .taken
             .take()
             .expect("present until it becomes a sample");
         let link = Arc::clone(&self.link);
-        let sample = Sample::new(link, address, position, checked, stream, None);
+        let sample = Sample::new(link, taken, stream, None);
         match self.is_set_aside {
             true => sample.set_aside(),
             false => sample,
@@ -99,10 +99,10 @@ impl CompletionWait {
 
 impl Drop for RawSample {
     fn drop(&mut self) {
-        if let (Ok(link), Some((position, ..))) = (self.link.get(), self.taken.take()) {
+        if let (Ok(link), Some(taken)) = (self.link.get(), self.taken.take()) {
             match self.is_set_aside {
-                true => link.return_slot(position),
-                false => link.give_back(position),
+                true => link.return_slot(taken.position),
+                false => link.give_back(taken.position),
             }
         }
     }
@@ -126,7 +126,7 @@ impl Subscriber {
         }
         match attached.next() {
             Ok(Some(taken)) => {
-                attached.link.keep(taken.0);
+                attached.link.keep(taken.position);
                 Ok(Some(RawSample {
                     link: LeakOnFork::new(attached.link.clone()),
                     taken: Some(taken),
@@ -198,6 +198,7 @@ impl Subscriber {
 mod tests {
     use std::time::Instant;
 
+    use super::super::attached::MissingRegion;
     use super::*;
     use crate::device::Device;
     use crate::ipc::domain::Domain;
@@ -235,7 +236,7 @@ mod tests {
             std::thread::yield_now();
         }
         assert!(attached.regions.is_empty(), "not looked at yet");
-        attached.region_missing = Some(Uptime::default());
+        attached.region_missing = Some(MissingRegion::default());
         assert!(attached.is_region_due());
         assert!(subscriber.take_raw_sample().unwrap().is_some());
         let _ = std::fs::remove_dir_all(folder);
@@ -256,11 +257,14 @@ mod tests {
             .build()
             .unwrap();
         let attached = subscriber.attached.as_mut().unwrap();
-        let clock = attached.region_missing.insert(Uptime::default());
-        clock.freeze(Duration::from_secs(60));
+        let missing = attached.region_missing.insert(MissingRegion {
+            id: 7,
+            clock: Uptime::default(),
+        });
+        missing.clock.freeze(Duration::from_secs(60));
         assert!(attached.wait_for_region().unwrap().is_none());
-        let clock = attached.region_missing.as_ref().unwrap();
-        clock.advance(Duration::from_secs(60));
+        let missing = attached.region_missing.as_ref().unwrap();
+        missing.clock.advance(Duration::from_secs(60));
         let late = attached.wait_for_region().unwrap_err();
         assert!(
             matches!(
