@@ -112,9 +112,9 @@ fn round_trips(reports: &Reports, head: &Head) -> Chart {
             bars.extend(python_bars(report, place));
         }
     }
-    let mut title = "Round trip of a PyTorch tensor of 1 MiB between two processes".to_owned();
+    let mut title = "Round trip of a PyTorch tensor of 1 MiB in a slot, from Python".to_owned();
     if bars.is_empty() {
-        title = "Round trip of a tensor between two processes".to_owned();
+        title = "Round trip of a tensor between two processes, in Rust".to_owned();
         for report in &reports.bench {
             let figures = report.figures.iter();
             let trips = figures.filter(|figure| {

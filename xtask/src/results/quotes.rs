@@ -2,15 +2,20 @@
 
 use std::fmt::Write;
 
-use super::page::{count_not_met, folder_name, is_ours, number, ratios, wrapped};
+use super::page::{count_not_met, folder_name, number, ratios, wrapped};
 use warpipe_testkit::figure::Figure;
 
-use super::report::Reports;
+use super::report::{Contestant, Reports};
 use crate::Outcome;
 
 /// The places of the README that are made from the reports.
 const FIGURES: &str = "figures";
 const DEMO: &str = "demo";
+
+/// The roles of contestants, as `warpipe.bench` names them: a tensor that lies in a slot, and one
+/// that is copied into it.
+const LOAN: &str = "ours";
+const COPIED: &str = "ours, copied";
 
 /// Units of what is measured.
 const UNITS: &[&str] = &["us", "ns", "ms", "GB/s", "frames/s"];
@@ -58,14 +63,33 @@ fn figures(reports: &Reports, picture: &str) -> Outcome<String> {
     if let Some(ratios) = hand_over(reports) {
         let _ = write!(
             sentences,
-            "On an {gpu}, a round trip between two processes takes {ratios} times as long as the \
-             same kernels ordered by bare driver calls. "
+            "On an {gpu}, a round trip between two processes in Rust (`warpipe-bench handoff`) takes \
+             {ratios} times as long as the same kernels ordered by bare driver calls. "
         );
     }
-    if let Some((least, most)) = python_ratios(reports) {
+    if let Some((least, most)) = python_ratios(reports, LOAN) {
         let _ = write!(
             sentences,
-            "From Python it is {} to {} times faster than `torch.multiprocessing`. ",
+            "In Python (`warpipe.bench`; the picture has 1 MiB) a tensor in a slot goes there and back \
+             {} to {} times as fast as by `torch.multiprocessing`",
+            number(least),
+            number(most)
+        );
+        if let Some((least, most)) = python_ratios(reports, COPIED) {
+            let _ = write!(
+                sentences,
+                ", and one that `send` copies {} to {} times as fast: a copy of a long tensor loses",
+                number(least),
+                number(most)
+            );
+        }
+        sentences += ". ";
+    }
+    if let Some((least, most)) = queue_ratios(reports) {
+        let _ = write!(
+            sentences,
+            "With `warpipe.torch.install()` PyTorch's own queues take {} to {} times their usual time \
+             (`warpipe.bench.torch_queue`). ",
             number(least),
             number(most)
         );
@@ -130,19 +154,26 @@ fn hand_over(reports: &Reports) -> Option<String> {
     (!parts.is_empty()).then(|| parts.join(", "))
 }
 
-/// The least and the greatest ratio of all sizes, modes and places.
-fn python_ratios(reports: &Reports) -> Option<(f64, f64)> {
-    let all: Vec<f64> = reports
-        .python
-        .iter()
-        .flat_map(|report| {
-            let ours = report.contestants.iter().filter(|row| is_ours(row));
-            ours.filter_map(|row| ratios(report, row)).flatten()
-        })
-        .map(|(mine, theirs)| theirs / mine)
-        .collect();
-    let least = all.iter().copied().min_by(f64::total_cmp)?;
-    Some((least, all.iter().copied().max_by(f64::total_cmp)?))
+/// The least and the greatest ratio of all sizes, modes and places, of the contestants with a role.
+fn python_ratios(reports: &Reports, role: &str) -> Option<(f64, f64)> {
+    let all = reports.python.iter().flat_map(|report| {
+        let of_role = move |row: &&Contestant| row.role == role && row.status == "measured";
+        let ours = report.contestants.iter().filter(of_role);
+        ours.filter_map(|row| ratios(report, row)).flatten()
+    });
+    least_and_most(all.map(|(mine, theirs)| theirs / mine))
+}
+
+/// The least and the greatest ratio of PyTorch's queues with and without the library's tensors.
+fn queue_ratios(reports: &Reports) -> Option<(f64, f64)> {
+    let figures = reports.bench.iter().flat_map(|report| &report.figures);
+    let trips = figures.filter(|figure| figure.bench == "torch_queue");
+    least_and_most(trips.filter_map(|figure| Some(figure.ours / figure.floor?)))
+}
+
+fn least_and_most(all: impl Iterator<Item = f64> + Clone) -> Option<(f64, f64)> {
+    let least = all.clone().min_by(f64::total_cmp)?;
+    Some((least, all.max_by(f64::total_cmp)?))
 }
 
 fn gone(reports: &Reports) -> Option<&Figure> {
