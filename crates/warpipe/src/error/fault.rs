@@ -321,8 +321,20 @@ pub enum WeightsFault {
     #[error("it is neither a regular file nor a folder")]
     NotRegular,
     /// A folder without weights.
-    #[error("it has neither model.safetensors.index.json nor model.safetensors")]
+    #[error("it has no safetensors file")]
     Empty,
+    /// A folder with several models.
+    #[error("it has several models: {}", listed(models))]
+    Several {
+        /// Their files, indexes first.
+        models: Vec<String>,
+    },
+    /// A folder with a part of a model alone.
+    #[error("it has {part:?}, which is one of several parts, and no index that names the others")]
+    NoIndex {
+        /// The part's file.
+        part: String,
+    },
     /// The file is shorter than its own header says, or longer.
     #[error("it has {found} bytes, and its header describes {described}")]
     Truncated {
@@ -363,8 +375,8 @@ pub enum WeightsFault {
     /// The index of a folder is garbled, or does not fit the files.
     #[error("the index {0}")]
     Index(String),
-    /// The file got shorter while it was read.
-    #[error("it became shorter while it was read")]
+    /// A process wrote to the file, or put another one in its place, while it was loaded.
+    #[error("it was changed while it was loaded")]
     Changed,
     /// There is more of something than this library loads under one name.
     #[error("{what}: more than {limit}")]
@@ -374,6 +386,16 @@ pub enum WeightsFault {
         /// The limit.
         limit: u64,
     },
+}
+
+/// Files of an error, for people: the first ones.
+fn listed(files: &[String]) -> String {
+    const SHOWN: usize = 10;
+    let shown: Vec<&str> = files.iter().take(SHOWN).map(String::as_str).collect();
+    match files.len().saturating_sub(SHOWN) {
+        0 => shown.join(", "),
+        more => format!("{} and {more} more", shown.join(", ")),
+    }
 }
 
 /// The tensors of an error, for people: the first ones by name.

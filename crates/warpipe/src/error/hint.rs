@@ -194,7 +194,13 @@ fn of_text(fault: &HandleFault) -> &'static str {
 fn of_weights(fault: &WeightsFault) -> &'static str {
     match fault {
         WeightsFault::NotRegular | WeightsFault::Empty => {
-            "name safetensors files, or a folder with model.safetensors.index.json or model.safetensors"
+            "name safetensors files, an index of them, or a folder with one model"
+        }
+        WeightsFault::Several { .. } => {
+            "name one of them (an index names the parts of its model), or all files of one model"
+        }
+        WeightsFault::NoIndex { .. } => {
+            "download the folder again, or name all of its files one by one"
         }
         WeightsFault::HeaderLength { .. }
         | WeightsFault::Header(_)

@@ -47,8 +47,8 @@ impl Weights {
     ///
     /// # Errors
     /// [`Error::DeviceMemory`] when the device, or this process, has no room;
-    /// [`Error::WeightsFile`] when a file became shorter since it was opened; [`Error::Os`] when it
-    /// cannot be read; [`Error::Timeout`] when the device copies nothing; [`Error::Driver`].
+    /// [`Error::WeightsFile`] when a process wrote to a file since it was opened; [`Error::Os`] when
+    /// it cannot be read; [`Error::Timeout`] when the device copies nothing; [`Error::Driver`].
     pub fn load(device: &Device, source: &Source) -> Result<Weights> {
         Weights::load_with_progress(device, source, |_| {})
     }
@@ -77,6 +77,7 @@ impl Weights {
             let file = &source.files[from.file];
             read_block(from, file, block, (&memory, to), staging, &progress)
         })?;
+        source.check_unchanged()?;
         let named = source.tensors.iter().map(|from| from.tensor.name.clone());
         Weights::of(
             memory,
@@ -91,7 +92,7 @@ impl Weights {
     ///
     /// # Errors
     /// [`Error::Argument`] for two tensors of one name, a name of no or more than 1,024 bytes, a
-    /// layout with other strides or of another length, or more than 262,144 tensors;
+    /// layout with other strides or of another length, or more than 1,048,576 tensors;
     /// [`Error::DeviceMemory`]; [`Error::Timeout`]; [`Error::Driver`].
     pub fn from_bytes<'a>(
         device: &Device,

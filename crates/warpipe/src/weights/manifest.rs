@@ -19,14 +19,14 @@ use crate::fork::CloseOnForkFd;
 use crate::shm::seal;
 use crate::tensor::{DType, Layout, RANK_MAX};
 
-/// The most tensors under one name.
-pub(super) const TENSORS_MAX: usize = 1 << 18;
+/// The most tensors under one name: twice those of the largest checkpoints.
+pub(super) const TENSORS_MAX: usize = 1 << 20;
 
 /// The longest name of a tensor.
 pub(super) const NAME_BYTES_MAX: usize = 1024;
 
 /// The longest manifest.
-const MANIFEST_BYTES_MAX: u64 = 64 << 20;
+const MANIFEST_BYTES_MAX: u64 = 256 << 20;
 
 /// Every tensor starts at a multiple of this.
 pub(super) const ALIGNMENT: u64 = 512;

@@ -8,8 +8,10 @@
 use std::collections::HashSet;
 use std::fmt;
 
-use serde::de::{DeserializeSeed, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
-use serde::{Deserialize, de};
+use serde::Deserialize;
+use serde::de::{
+    DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor,
+};
 
 use super::manifest::{NAME_BYTES_MAX, TENSORS_MAX};
 use crate::error::WeightsFault;
@@ -67,6 +69,10 @@ pub(super) fn parse(header: &[u8], data_bytes: u64) -> Result<Vec<FileTensor>, W
     let read = HeaderSeed(&mut progress)
         .deserialize(&mut json)
         .and_then(|()| json.end());
+    if let (Ok(()), Some(what)) = (&read, progress.too_many) {
+        let limit = TENSORS_MAX as u64;
+        return Err(WeightsFault::Limit { what, limit });
+    }
     match (read, progress.current) {
         (Ok(()), _) => {}
         (Err(error), Some(name)) => return Err(of_tensor(&name, error)),
@@ -251,38 +257,43 @@ struct Progress {
     tensors: Vec<NamedInfo>,
     current: Option<String>,
     has_metadata: bool,
+    /// What there is more of than the limit. No more than the limit is kept.
+    too_many: Option<&'static str>,
 }
 
 /// The entry that describes no tensor: texts by names, each name once. None is kept.
-struct Metadata;
+struct Metadata<'a> {
+    too_many: &'a mut Option<&'static str>,
+}
 
-impl<'de> Deserialize<'de> for Metadata {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Metadata, D::Error> {
-        from.deserialize_map(Metadata)
+impl<'de> DeserializeSeed<'de> for Metadata<'_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<(), D::Error> {
+        from.deserialize_map(self)
     }
 }
 
-impl<'de> Visitor<'de> for Metadata {
-    type Value = Metadata;
+impl<'de> Visitor<'de> for Metadata<'_> {
+    type Value = ();
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("a map of texts")
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut from: A) -> Result<Metadata, A::Error> {
+    fn visit_map<A: MapAccess<'de>>(self, mut from: A) -> Result<(), A::Error> {
         let mut names = HashSet::new();
         while let Some((name, _)) = from.next_entry::<String, String>()? {
             if names.len() == TENSORS_MAX {
-                return Err(A::Error::custom(format_args!(
-                    "more than {TENSORS_MAX} entries"
-                )));
+                *self.too_many = Some("entries of metadata");
+                continue;
             }
             if let Some(name) = names.replace(name) {
                 let name = shortened(&name);
                 return Err(A::Error::custom(format_args!("{name:?} is there twice")));
             }
         }
-        Ok(Metadata)
+        Ok(())
     }
 }
 
@@ -312,15 +323,16 @@ impl<'de> Visitor<'de> for HeaderSeed<'_> {
                 if std::mem::replace(&mut progress.has_metadata, true) {
                     return Err(A::Error::custom("it is there twice"));
                 }
-                from.next_value::<Metadata>()?;
+                let too_many = &mut progress.too_many;
+                from.next_value_seed(Metadata { too_many })?;
                 progress.current = None;
                 continue;
             }
             check_name(name).map_err(A::Error::custom)?;
             if progress.tensors.len() == TENSORS_MAX {
-                return Err(A::Error::custom(format_args!(
-                    "more than {TENSORS_MAX} tensors"
-                )));
+                progress.too_many = Some("tensors");
+                from.next_value::<IgnoredAny>()?;
+                continue;
             }
             let info = from.next_value()?;
             if let Some(name) = progress.current.take() {
@@ -340,52 +352,6 @@ pub(super) fn check_name(name: &str) -> Result<(), String> {
     Err(format!(
         "its name has {found} bytes, allowed are 1 to {NAME_BYTES_MAX}"
     ))
-}
-
-/// The index of a folder: which file holds which tensor, in the order of the index.
-#[derive(Debug, Deserialize)]
-pub(super) struct Index {
-    pub(super) weight_map: WeightMap,
-}
-
-/// The tensors of an index with their files.
-#[derive(Debug)]
-pub(super) struct WeightMap(pub(super) Vec<(String, String)>);
-
-impl<'de> Deserialize<'de> for WeightMap {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<WeightMap, D::Error> {
-        from.deserialize_map(WeightMapVisitor)
-    }
-}
-
-struct WeightMapVisitor;
-
-impl<'de> Visitor<'de> for WeightMapVisitor {
-    type Value = WeightMap;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a map of tensors to files")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut from: A) -> Result<WeightMap, A::Error> {
-        let mut entries = Vec::new();
-        while let Some(entry) = from.next_entry::<String, String>()? {
-            if entries.len() == TENSORS_MAX {
-                return Err(de::Error::custom(format_args!(
-                    "more than {TENSORS_MAX} tensors"
-                )));
-            }
-            entries.push(entry);
-        }
-        entries.sort();
-        if let Some(pair) = entries.windows(2).find(|pair| pair[0].0 == pair[1].0) {
-            let name = shortened(&pair[0].0);
-            return Err(de::Error::custom(format_args!(
-                "tensor {name:?} is named twice"
-            )));
-        }
-        Ok(WeightMap(entries))
-    }
 }
 
 #[cfg(test)]

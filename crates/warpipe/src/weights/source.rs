@@ -1,13 +1,18 @@
 //! The files that weights are loaded from, opened and checked.
 
+mod index;
+mod stamp;
+
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 
 use rustix::fs::{FileType, Mode, OFlags};
 
+use self::index::Index;
+use self::stamp::FileStamp;
 use super::manifest::{TENSORS_MAX, read_exact};
-use super::safetensors::{self, FileTensor, Index, LENGTH_BYTES};
+use super::safetensors::{self, FileTensor, LENGTH_BYTES};
 use crate::error::{Error, Result, WeightsFault};
 use crate::fork::CloseOnForkFd;
 use crate::memory::slice::zeroed;
@@ -16,11 +21,8 @@ use crate::os::above_standard;
 /// The most files under one name, each of which takes a descriptor.
 const FILES_MAX: usize = 1024;
 
-/// The longest index of a folder.
-const INDEX_BYTES_MAX: u64 = 64 << 20;
-
-const INDEX: &str = "model.safetensors.index.json";
-const SINGLE: &str = "model.safetensors";
+/// The end of the name of a file of weights.
+const EXTENSION: &str = ".safetensors";
 
 /// Safetensors files, opened, with every header read and checked. No tensor has been read yet.
 ///
@@ -43,12 +45,15 @@ const SINGLE: &str = "model.safetensors";
 pub struct Source {
     pub(super) files: Vec<SourceFile>,
     pub(super) tensors: Vec<SourceTensor>,
+    indexes: Vec<(PathBuf, FileStamp)>,
 }
 
 #[derive(Debug)]
 pub(super) struct SourceFile {
     pub(super) path: PathBuf,
     pub(super) fd: CloseOnForkFd,
+    /// From before its first byte was read.
+    stamp: FileStamp,
 }
 
 #[derive(Debug)]
@@ -59,24 +64,28 @@ pub(super) struct SourceTensor {
 }
 
 impl Source {
-    /// Opens safetensors files, or folders as Hugging Face lays them out: with
-    /// `model.safetensors.index.json` and the files that it names, or with `model.safetensors`.
-    /// Reads their headers alone.
+    /// Opens safetensors files, indexes with the files that they name, and folders with one of
+    /// both: with one index (`model.safetensors.index.json`, `NAME.safetensors.index.json`) and no
+    /// other safetensors file than those that it names, or with one safetensors file of any name.
+    /// An index decides which tensors of its files are loaded. Reads headers alone.
     ///
     /// # Errors
     /// [`Error::WeightsFile`] for a file that is damaged, truncated or no safetensors file, a
-    /// tensor of two files, and an index that does not fit its files; [`Error::Os`] for a file that
-    /// cannot be read; [`Error::DescriptorLimit`]; [`Error::DeviceMemory`] when this process has no
-    /// room for a header.
+    /// folder with several models or none, a tensor of two files, an index that does not fit its
+    /// files, and a file that is replaced meanwhile; [`Error::Os`] for a file that cannot be read;
+    /// [`Error::DescriptorLimit`]; [`Error::DeviceMemory`] when this process has no room for a
+    /// header.
     pub fn open<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>) -> Result<Source> {
         let mut source = Source {
             files: Vec::new(),
             tensors: Vec::new(),
+            indexes: Vec::new(),
         };
         for path in paths {
             source.add(path.as_ref())?;
         }
         source.check_names()?;
+        source.check_paths()?;
         Ok(source)
     }
 
@@ -98,21 +107,43 @@ impl Source {
         let is_folder = std::fs::metadata(path)
             .map_err(|e| Error::os("stat", path.display().to_string(), e))?
             .is_dir();
-        if !is_folder {
-            return self.add_file(path);
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        match () {
+            () if is_folder => self.add_folder(path),
+            () if Index::is_name(&name) => self.add_index(Index::read(path)?),
+            () => self.add_file(path, |_| true),
         }
-        let index = path.join(INDEX);
-        if index.exists() {
-            return self.add_index(path, &index);
-        }
-        let single = path.join(SINGLE);
-        if single.exists() {
-            return self.add_file(&single);
-        }
-        Err(of_file(path, WeightsFault::Empty))
     }
 
-    fn add_file(&mut self, path: &Path) -> Result<()> {
+    /// Adds the only model of a folder.
+    fn add_folder(&mut self, folder: &Path) -> Result<()> {
+        let (indexes, mut files) = models_of(folder)?;
+        if let [only] = &indexes[..] {
+            let index = Index::read(&folder.join(only))?;
+            files.retain(|file| !index.names(file));
+            if files.is_empty() {
+                return self.add_index(index);
+            }
+        } else if indexes.len() > 1 {
+            // Each names its parts.
+            files.retain(|file| !is_part(file));
+        }
+        match (&indexes[..], &files[..]) {
+            ([], []) => Err(of_file(folder, WeightsFault::Empty)),
+            ([], [part]) if is_part(part) => {
+                let part = part.clone();
+                Err(of_file(folder, WeightsFault::NoIndex { part }))
+            }
+            ([], [file]) => self.add_file(&folder.join(file), |_| true),
+            _ => {
+                let models = [indexes, files].concat();
+                Err(of_file(folder, WeightsFault::Several { models }))
+            }
+        }
+    }
+
+    /// Adds the tensors of a file with names that `is_wanted`.
+    fn add_file(&mut self, path: &Path, mut is_wanted: impl FnMut(&str) -> bool) -> Result<()> {
         let limit = |what, limit: usize| {
             let limit = limit as u64;
             of_file(path, WeightsFault::Limit { what, limit })
@@ -120,83 +151,62 @@ impl Source {
         if self.files.len() == FILES_MAX {
             return Err(limit("files", FILES_MAX));
         }
-        let (fd, file_bytes) = open_regular(path)?;
-        let tensors = read_header(fd.as_fd(), file_bytes, path)?;
+        let (fd, stamp) = open_regular(path)?;
+        let mut tensors = read_header(fd.as_fd(), stamp.bytes, path)?;
+        tensors.retain(|tensor| is_wanted(&tensor.name));
         if self.tensors.len() + tensors.len() > TENSORS_MAX {
             return Err(limit("tensors", TENSORS_MAX));
         }
         let file = self.files.len();
         let path = path.to_owned();
-        self.files.push(SourceFile { path, fd });
+        self.files.push(SourceFile { path, fd, stamp });
         let tensors = tensors.into_iter();
         self.tensors
             .extend(tensors.map(|tensor| SourceTensor { file, tensor }));
         Ok(())
     }
 
-    /// Adds the files that an index names. Each must hold exactly the tensors that the index says.
-    fn add_index(&mut self, folder: &Path, path: &Path) -> Result<()> {
-        let fault = |text: String| of_file(path, WeightsFault::Index(text));
-        let (fd, file_bytes) = open_regular(path)?;
-        if file_bytes > INDEX_BYTES_MAX {
-            return Err(fault(format!("is longer than {INDEX_BYTES_MAX} bytes")));
+    /// Adds the tensors that an index names, from the files that it assigns them to. What else lies
+    /// in those files is not loaded.
+    fn add_index(&mut self, index: Index) -> Result<()> {
+        let folder = index.path.parent().unwrap_or(Path::new(""));
+        let mut is_found = vec![false; index.tensor_count()];
+        for (file, numbers) in index.files() {
+            self.add_file(&folder.join(file), |tensor| {
+                let position = index.position(tensor, &numbers);
+                position.map(|position| is_found[position] = true).is_some()
+            })?;
         }
-        let mut text = zeroed(file_bytes)?;
-        read_exact(fd.as_fd(), &mut text, 0).map_err(|error| unreadable(path, error))?;
-        let index: Index = serde_json::from_slice(&text).map_err(|error| {
-            let error = safetensors::shortened(&error.to_string());
-            fault(format!("is garbled: {error}"))
-        })?;
-        let map: HashMap<&str, &str> = index
-            .weight_map
-            .0
-            .iter()
-            .map(|(tensor, file)| (tensor.as_str(), file.as_str()))
-            .collect();
-        let mut files: Vec<&str> = map.values().copied().collect();
-        files.sort_unstable();
-        files.dedup();
-        let first = self.tensors.len();
-        for file in files {
-            // An index may come from anywhere: it must not name files elsewhere.
-            let mut parts = Path::new(file).components();
-            if !matches!(
-                (parts.next(), parts.next()),
-                (Some(Component::Normal(_)), None)
-            ) {
-                let file = safetensors::shortened(file);
-                return Err(fault(format!(
-                    "names {file:?}, which is no file of its folder"
-                )));
-            }
-            let before = self.tensors.len();
-            self.add_file(&folder.join(file))?;
-            for SourceTensor { tensor, .. } in &self.tensors[before..] {
-                let name = &tensor.name;
-                match map.get(name.as_str()) {
-                    Some(&named) if named == file => {}
-                    Some(named) => {
-                        let named = safetensors::shortened(named);
-                        return Err(fault(format!(
-                            "has tensor {name:?} in {named:?}, and it lies in {file:?}"
-                        )));
-                    }
-                    None => {
-                        return Err(fault(format!("does not name tensor {name:?} of {file:?}")));
-                    }
-                }
+        if let Some(position) = is_found.iter().position(|is_found| !is_found) {
+            return Err(index.lacks(position));
+        }
+        self.indexes.push((index.path, index.stamp));
+        Ok(())
+    }
+
+    /// Checks that each path still leads to the file that was opened, unchanged: so all of them
+    /// were there at one time, and files of two models are not mixed.
+    fn check_paths(&self) -> Result<()> {
+        let files = self.files.iter().map(|file| (&file.path, &file.stamp));
+        let indexes = self.indexes.iter().map(|(path, stamp)| (path, stamp));
+        for (path, stamp) in files.chain(indexes) {
+            let stat = rustix::fs::stat(path)
+                .map_err(|e| Error::os("stat", path.display().to_string(), e))?;
+            if FileStamp::of(&stat) != *stamp {
+                return Err(of_file(path, WeightsFault::Changed));
             }
         }
-        if self.tensors.len() - first < map.len() {
-            let found: HashMap<&str, ()> = self.tensors[first..]
-                .iter()
-                .map(|tensor| (tensor.tensor.name.as_str(), ()))
-                .collect();
-            if let Some((name, file)) = map.iter().find(|(name, _)| !found.contains_key(*name)) {
-                let (name, file) = (safetensors::shortened(name), safetensors::shortened(file));
-                return Err(fault(format!(
-                    "has tensor {name:?} in {file:?}, which lacks it"
-                )));
+        Ok(())
+    }
+
+    /// Checks, once all files have been read, that no process wrote to one of them since it was
+    /// opened.
+    pub(super) fn check_unchanged(&self) -> Result<()> {
+        for SourceFile { path, fd, stamp } in &self.files {
+            let stat = rustix::fs::fstat(fd)
+                .map_err(|e| Error::os("fstat", path.display().to_string(), e))?;
+            if FileStamp::of(&stat) != *stamp {
+                return Err(of_file(path, WeightsFault::Changed));
             }
         }
         Ok(())
@@ -234,8 +244,46 @@ pub(super) fn unreadable(path: &Path, error: std::io::Error) -> Error {
     }
 }
 
-/// Opens a regular file, and returns it with its length. Does not wait for the writer of a FIFO.
-fn open_regular(path: &Path) -> Result<(CloseOnForkFd, u64)> {
+/// The indexes of a folder, and its safetensors files, each sorted by name.
+fn models_of(folder: &Path) -> Result<(Vec<String>, Vec<String>)> {
+    let failed = |e| Error::os("getdents", folder.display().to_string(), e);
+    let (mut indexes, mut files) = (Vec::new(), Vec::new());
+    for entry in std::fs::read_dir(folder).map_err(failed)? {
+        let entry = entry.map_err(failed)?;
+        let Ok(name) = entry.file_name().into_string() else {
+            continue;
+        };
+        let is_model = name.ends_with(EXTENSION);
+        // macOS leaves files with a dot beside those that it copies.
+        let is_hidden = name.starts_with('.');
+        if is_hidden || !(is_model || Index::is_name(&name)) {
+            continue;
+        }
+        // A link that leads nowhere is one of them, and an error when it is opened.
+        if entry.file_type().map_err(failed)?.is_dir() {
+            continue;
+        }
+        if is_model { &mut files } else { &mut indexes }.push(name);
+    }
+    indexes.sort_unstable();
+    files.sort_unstable();
+    Ok((indexes, files))
+}
+
+/// Whether a file's name says that it is one of several parts: `model-00001-of-00002.safetensors`.
+fn is_part(file: &str) -> bool {
+    let stem = file.strip_suffix(EXTENSION).unwrap_or(file);
+    let Some((first, count)) = stem.rsplit_once("-of-") else {
+        return false;
+    };
+    let number = first.rsplit_once('-').map(|(_, number)| number);
+    let is_number = number.is_some_and(|number| number.parse::<u32>().is_ok());
+    is_number && count.parse::<u32>().is_ok_and(|count| count > 1)
+}
+
+/// Opens a regular file, and returns it with its state from before the first byte is read. Does not
+/// wait for the writer of a FIFO.
+fn open_regular(path: &Path) -> Result<(CloseOnForkFd, FileStamp)> {
     let failed = |call| move |e| Error::os(call, path.display().to_string(), e);
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
     let opened: OwnedFd = rustix::fs::open(path, flags, Mode::empty())
@@ -246,7 +294,9 @@ fn open_regular(path: &Path) -> Result<(CloseOnForkFd, u64)> {
     if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
         return Err(of_file(path, WeightsFault::NotRegular));
     }
-    Ok((fd, stat.st_size as u64))
+    let stamp = FileStamp::of(&stat);
+    stamp.settle();
+    Ok((fd, stamp))
 }
 
 /// Reads and checks the header of a file of `file_bytes` bytes.

@@ -198,7 +198,10 @@ fn a_file_that_shrinks_while_it_is_loaded_is_an_error() {
     let source = Source::open([&path]).unwrap();
     std::fs::write(&path, &file[..file.len() - 1]).unwrap();
     let refused = Weights::load(&stage.device, &source).unwrap_err();
-    assert!(refused.to_string().contains("became shorter"), "{refused}");
+    assert!(
+        refused.to_string().contains("changed while it was loaded"),
+        "{refused}"
+    );
 }
 
 #[test]
@@ -557,4 +560,44 @@ fn a_keeper_that_is_asked_to_end_gives_its_descriptors_up_and_takes_no_more() {
     let held_up = Keeper::end(&stage.domain, "w", Duration::ZERO).unwrap_err();
     assert!(matches!(held_up, Error::Timeout { .. }), "{held_up}");
     assert_eq!(next.candidate().unwrap(), None);
+}
+
+/// A safetensors file with one tensor of `bytes` bytes, each of them `byte`.
+fn file_of(byte: u8, bytes: usize) -> Vec<u8> {
+    let header =
+        format!(r#"{{"a":{{"dtype":"U8","shape":[{bytes}],"data_offsets":[0,{bytes}]}}}}"#);
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend_from_slice(header.as_bytes());
+    file.resize(file.len() + bytes, byte);
+    file
+}
+
+#[test]
+fn a_file_that_is_written_in_place_while_it_is_loaded_is_an_error_also_with_its_old_time() {
+    use std::os::unix::fs::FileExt;
+    let stage = Stage::new("torn");
+    let path = stage.folder.join("model.safetensors");
+    for keeps_time in [false, true] {
+        let whole = file_of(1, 4 << 20);
+        std::fs::write(&path, &whole).unwrap();
+        // At once, in the same tick of the kernel's clock.
+        let source = Source::open([&path]).unwrap();
+        let file = std::fs::File::options().write(true).open(&path).unwrap();
+        let (before, once) = (
+            file.metadata().unwrap().modified().unwrap(),
+            AtomicBool::new(false),
+        );
+        let loaded = Weights::load_with_progress(&stage.device, &source, |_| {
+            if !once.swap(true, SeqCst) {
+                file.write_all_at(&file_of(2, 4 << 20), 0).unwrap();
+                if keeps_time {
+                    file.set_modified(before).unwrap();
+                }
+            }
+        });
+        let refused = loaded.map(drop).unwrap_err().to_string();
+        assert!(refused.contains("changed while it was loaded"), "{refused}");
+        let source = Source::open([&path]).unwrap();
+        Weights::load(&stage.device, &source).unwrap();
+    }
 }

@@ -198,16 +198,22 @@ fn metadata_twice_or_with_a_key_twice_are_refused() {
 }
 
 #[test]
-fn more_tensors_than_the_limit_are_refused() {
+fn more_tensors_or_metadata_than_the_limit_are_told_as_a_limit() {
     let entries: Vec<String> = (0..=TENSORS_MAX)
         .map(|index| entry(&format!("{index:x}"), "U8", "[0]", 0, 0))
         .collect();
     assert_eq!(parse(&header(&entries[1..]), 0).unwrap().len(), TENSORS_MAX);
-    let fault = parse(&header(&entries), 0).unwrap_err();
-    assert!(
-        fault.to_string().contains("more than 262144 tensors"),
-        "{fault}"
-    );
+    let limit = |what| WeightsFault::Limit {
+        what,
+        limit: TENSORS_MAX as u64,
+    };
+    assert_eq!(parse(&header(&entries), 0).unwrap_err(), limit("tensors"));
+    let entries: Vec<String> = (0..=TENSORS_MAX)
+        .map(|index| format!(r#""{index:x}":"""#))
+        .collect();
+    let text = format!(r#"{{"__metadata__":{{{}}}}}"#, entries.join(","));
+    let fault = parse(text.as_bytes(), 0).unwrap_err();
+    assert_eq!(fault, limit("entries of metadata"));
 }
 
 #[test]
