@@ -397,10 +397,10 @@ pub enum WeightsCommand {
 
 /// Loads weights, and keeps them under a name until it is interrupted or told to end
 ///
-/// Each PATH is a safetensors file, or a folder as Hugging Face lays it out: with
-/// model.safetensors.index.json and the files that it names, or with model.safetensors. A child
-/// process opens the device, checks all files, loads them into one memory, and ends. This process
-/// keeps the memory's descriptor alone: it opens no device and needs no memory of its own.
+/// Each PATH is a safetensors file, an index (model.safetensors.index.json), or a folder with one
+/// of them: with one index and the files that it names, or with one safetensors file of any name. A
+/// child process opens the device, checks all files, loads them into one memory, and ends. This
+/// process keeps the memory's descriptor alone: it opens no device and needs no memory of its own.
 ///
 /// When processes have weights of that name open already, their newest version is taken over: a
 /// child process compares the content hash of each tensor, and no file is read. A version that is
@@ -408,12 +408,12 @@ pub enum WeightsCommand {
 /// The same holds for a version on another device than the one that --device names.
 ///
 /// It prints a line with `ready` once the weights can be opened. Nothing is offered if a file is
-/// damaged, the memory too small, or the name taken. SIGINT, SIGTERM and `warpipe weights drop`
+/// damaged or written to meanwhile, the memory too small, or the name taken. SIGINT, SIGTERM and `warpipe weights drop`
 /// end it; processes that have the weights open keep them.
 #[derive(Debug, Args)]
 #[command(after_help = exit::HELP)]
 pub struct WeightsServeArgs {
-    /// Safetensors files, or folders with them
+    /// Safetensors files, indexes of them, or folders with one model
     #[arg(required = true, value_name = "PATH")]
     pub paths: Vec<PathBuf>,
     /// Name of the weights, for example llama; at most 40 bytes

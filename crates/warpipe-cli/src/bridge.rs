@@ -8,11 +8,12 @@ use serde::Serialize;
 use warpipe::Domain;
 use warpipe_bridge::{Bridge, Options, Policy, Tls};
 
+use crate::announcer::Announcer;
 use crate::args::seconds;
 use crate::device_arg::DeviceArg;
 use crate::exit::{Exit, HELP};
 use crate::interrupt::{Interrupt, LOOK};
-use crate::output::{Output, printable};
+use crate::output::printable;
 
 /// Carries names between this machine and others, over TCP or TLS
 ///
@@ -117,14 +118,14 @@ struct Row<'a> {
 
 /// Runs a bridge until it is interrupted.
 pub fn run(args: &BridgeArgs) -> anyhow::Result<Exit> {
-    let output = Output::new(args.json);
+    let announcer = Announcer::start(args.json)?;
     let interrupt = Interrupt::install()?;
     let bridge = Bridge::open(options(args)?)?;
-    output.human(|| "the bridge is open".to_owned())?;
+    announcer.human(|| "the bridge is open".to_owned());
     while !interrupt.came() {
         if let Some(notice) = bridge.next_notice(LOOK) {
             let event = notice.to_string();
-            output.say(|| printable(&event), &Row { event: &event })?;
+            announcer.say(|| printable(&event), &Row { event: &event });
         }
     }
     Ok(Exit::Interrupted)

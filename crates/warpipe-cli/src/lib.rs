@@ -12,6 +12,7 @@ pub mod device_arg;
 #[doc(hidden)]
 pub mod raw;
 
+mod announcer;
 mod args;
 mod attach;
 #[cfg(feature = "bridge")]
@@ -116,15 +117,21 @@ fn run(command: &Command) -> anyhow::Result<u8> {
     Ok(exit? as u8)
 }
 
-/// Says what went wrong, and on a line of its own what to do.
+/// Says what went wrong, if anybody reads it: `eprintln` would panic.
 fn complain(happened: &str, next: Option<&str>) {
-    note(happened);
-    if let Some(next) = next {
-        let _ = writeln!(std::io::stderr(), "  next: {}", output::printable(next));
-    }
+    let _ = std::io::stderr().write_all(complaint(happened, next).as_bytes());
 }
 
-/// Says a line on standard error, if anybody reads it: `eprintln` would panic.
+/// What went wrong, and on a line of its own what to do.
+fn complaint(happened: &str, next: Option<&str>) -> String {
+    let mut text = format!("warpipe: {}\n", output::printable(happened));
+    if let Some(next) = next {
+        text += &format!("  next: {}\n", output::printable(next));
+    }
+    text
+}
+
+/// Says a line on standard error.
 fn note(said: &str) {
-    let _ = writeln!(std::io::stderr(), "warpipe: {}", output::printable(said));
+    complain(said, None);
 }

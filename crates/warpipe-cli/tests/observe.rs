@@ -382,6 +382,30 @@ fn a_metrics_server_without_free_descriptors_answers_when_it_has_some() {
 }
 
 #[test]
+fn a_metrics_server_answers_also_if_nobody_reads_its_address() {
+    let world = World::new();
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = free.local_addr().unwrap().to_string();
+    drop(free);
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let mut command = world.warpipe(&["metrics", "--listen", &address]);
+    command.stdin(Stdio::null()).stdout(writer);
+    let mut server = ChildProcess::start(&mut command).unwrap();
+    let end = server.pidfd().unwrap();
+    let has_ended = || warpipe_testkit::wait_readable(&end, std::time::Duration::ZERO).unwrap();
+    let is_answered = || {
+        try_ask(&address, b"GET /metrics HTTP/1.1\r\n\r\n")
+            .is_ok_and(|answer| answer.starts_with("HTTP/1.1 200 OK\r\n"))
+    };
+    assert!(eventually(support::PATIENCE, || is_answered() || has_ended()));
+    assert!(is_answered(), "it has ended");
+    server.signal(Signal::TERM).unwrap();
+    let status = server.wait(support::PATIENCE).unwrap();
+    assert_eq!(status.code(), Some(130));
+}
+
+#[test]
 fn wrong_uses_are_refused_with_the_next_step() {
     let world = World::new();
     let refused = |ended: &Ended, word: &str| {

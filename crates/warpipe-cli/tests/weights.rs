@@ -2,6 +2,8 @@
 
 mod support;
 
+use std::fs::File;
+use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::process::Stdio;
@@ -169,25 +171,77 @@ fn a_request_to_end_that_comes_twice_at_once_ends_a_keeper_in_order() {
     stage.assert_nothing_is_left();
 }
 
-#[test]
-fn a_keeper_keeps_the_weights_also_if_nobody_reads_what_it_says() {
-    let stage = Stage::new();
-    let (reader, writer) = std::io::pipe().unwrap();
-    drop(reader);
+/// `serve` that says everything there, as a child.
+fn serve_into(stage: &Stage, arguments: &[&str], output: impl Fn() -> Stdio) -> ChildProcess {
     let mut serve = stage
         .world
-        .warpipe(&stage.serve_arguments(&stage.file, &[]));
-    serve.stdin(Stdio::null());
-    serve.stdout(writer.try_clone().unwrap()).stderr(writer);
+        .warpipe(&stage.serve_arguments(&stage.file, arguments));
+    serve.stdin(Stdio::null()).stdout(output()).stderr(output());
+    ChildProcess::start(&mut serve).unwrap()
+}
+
+#[test]
+fn a_keeper_keeps_the_weights_whatever_becomes_of_what_it_says_and_one_signal_ends_it() {
+    let closed = || {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        Stdio::from(writer)
+    };
+    let full_disk = || Stdio::from(File::options().write(true).open("/dev/full").unwrap());
+    let closed_terminal = || Stdio::from(File::from(support::pty::hung_up()));
+    let (_reader, full) = full_pipe();
+    let full_pipe = || Stdio::from(full.try_clone().unwrap());
+    let outputs: [(&str, &dyn Fn() -> Stdio); 4] = [
+        ("a closed pipe", &closed),
+        ("a full disk", &full_disk),
+        ("a closed terminal", &closed_terminal),
+        ("a full pipe", &full_pipe),
+    ];
+    for (output, open) in outputs {
+        let stage = Stage::new();
+        let mut serve = serve_into(&stage, &[], open);
+        let end = serve.pidfd().unwrap();
+        let has_ended = || wait_readable(&end, Duration::ZERO).unwrap();
+        let is_offered = || stage.ls().iter().any(|row| row["state"] == "offered");
+        assert!(eventually(PATIENCE, || is_offered() || has_ended()));
+        assert!(is_offered(), "it has ended with {output}");
+        // Drop and open again: it has said `ready` by now, or tries to.
+        let verified = stage.world.run(&["weights", "verify", "w"]);
+        assert_eq!(verified.code, Some(0), "{output}: {verified:?}");
+        assert!(!has_ended(), "it has ended with {output}");
+        serve.signal(Signal::TERM).unwrap();
+        assert_eq!(serve.wait(PATIENCE).unwrap().code(), Some(130), "{output}");
+        stage.assert_nothing_is_left();
+    }
+}
+
+#[test]
+fn a_keeper_with_progress_that_nobody_reads_loads_and_ends_when_it_is_dropped() {
+    let stage = Stage::new();
+    let (_reader, full) = full_pipe();
+    let path = stage.file.to_str().unwrap();
+    let mut serve = stage
+        .world
+        .warpipe(&["weights", "serve", path, "--name", "w"]);
+    serve.args(["--device", &device()]).stdin(Stdio::null());
+    serve.stdout(full.try_clone().unwrap()).stderr(full);
     let mut serve = ChildProcess::start(&mut serve).unwrap();
-    let end = serve.pidfd().unwrap();
-    let has_ended = || wait_readable(&end, Duration::ZERO).unwrap();
     let is_offered = || stage.ls().iter().any(|row| row["state"] == "offered");
-    assert!(eventually(PATIENCE, || is_offered() || has_ended()));
-    assert!(is_offered(), "it has ended");
-    serve.signal(Signal::INT).unwrap();
-    assert_eq!(serve.wait(PATIENCE).unwrap().code(), Some(130));
+    assert!(eventually(PATIENCE, is_offered));
+    let dropped = stage.world.run(&["weights", "drop", "w"]);
+    assert_eq!(dropped.code, Some(0), "{dropped:?}");
+    assert_eq!(serve.wait(PATIENCE).unwrap().code(), Some(0));
     stage.assert_nothing_is_left();
+}
+
+/// A pipe without room.
+fn full_pipe() -> (std::io::PipeReader, std::io::PipeWriter) {
+    let (reader, mut writer) = std::io::pipe().unwrap();
+    let flags = rustix::fs::fcntl_getfl(&writer).unwrap();
+    rustix::fs::fcntl_setfl(&writer, flags | rustix::fs::OFlags::NONBLOCK).unwrap();
+    while writer.write(&[b'.'; 4096]).is_ok() {}
+    rustix::fs::fcntl_setfl(&writer, flags).unwrap();
+    (reader, writer)
 }
 
 #[test]

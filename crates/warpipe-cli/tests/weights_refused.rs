@@ -45,7 +45,7 @@ fn files_that_cannot_be_loaded_are_named_and_nothing_is_offered_or_left() {
             "outside of the file",
         ),
         (stage.world.path("absent"), "No such file"),
-        (folder, "model.safetensors.index.json"),
+        (folder, "no safetensors file"),
     ];
     for (path, words) in cases {
         let refused = stage.world.run(&stage.serve_arguments(&path, &[]));

@@ -8,11 +8,11 @@ use std::net::TcpListener;
 use anyhow::anyhow;
 use warpipe::Domain;
 
+use crate::announcer::Announcer;
 use crate::args::MetricsArgs;
 use crate::exit::{Exit, UsageError};
 use crate::interrupt::Interrupt;
 use crate::observe::Source;
-use crate::output::Output;
 
 /// Answers until it is interrupted.
 pub fn run(args: &MetricsArgs) -> anyhow::Result<Exit> {
@@ -36,7 +36,8 @@ pub fn run(args: &MetricsArgs) -> anyhow::Result<Exit> {
         )
     })?;
     let address = listener.local_addr()?;
-    Output::new(false).human(|| format!("http://{address}/metrics"))?;
+    let announcer = Announcer::start(false)?;
+    announcer.human(|| format!("http://{address}/metrics"));
     let page = || match source.look() {
         Ok(snapshot) => Ok(format::page(&snapshot)),
         Err(error) => Err(format!("{error:#}")),

@@ -1,6 +1,6 @@
 //! The progress of a load, on standard error: a bar on a terminal, else a line for each tenth.
 
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, IsTerminal};
 
 use crate::output::bytes;
 
@@ -25,36 +25,32 @@ impl Progress {
         }
     }
 
-    /// Shows that `done` of `total` bytes have been read. A closed standard error is no reason to
-    /// stop.
-    pub fn show(&mut self, done: u64, total: u64) {
-        let mut out = io::stderr().lock();
+    /// The text that shows that `done` of `total` bytes have been read, if it is time for one.
+    pub fn text(&mut self, done: u64, total: u64) -> Option<String> {
         let text = format!("{} of {}", bytes(done), bytes(total));
         match self {
-            Progress::Hidden => {}
+            Progress::Hidden => None,
             Progress::Bar { is_drawn } => {
                 *is_drawn = true;
                 let bar = bar(done, total);
-                let _ = write!(out, "\r  loading  [{bar}]  {text}\x1b[K");
+                Some(format!("\r  loading  [{bar}]  {text}\x1b[K"))
             }
             Progress::Lines { last_tenth } => {
                 let tenth = share_of(10, done, total);
-                if last_tenth.is_none_or(|last| tenth > last) {
+                let is_due = last_tenth.is_none_or(|last| tenth > last);
+                is_due.then(|| {
                     *last_tenth = Some(tenth);
-                    let _ = writeln!(out, "  loading  {:>3} %  {text}", tenth * 10);
-                }
+                    format!("  loading  {:>3} %  {text}\n", tenth * 10)
+                })
             }
         }
-        let _ = out.flush();
     }
 
-    /// Removes the bar, so that the next line begins at the left.
-    pub fn clear(&mut self) {
-        if let Progress::Bar { is_drawn: true } = self {
-            let mut out = io::stderr().lock();
-            let _ = write!(out, "\r\x1b[K");
-            let _ = out.flush();
-            *self = Progress::Bar { is_drawn: false };
+    /// The text that removes the bar, so that the next line begins at the left.
+    pub fn end(&mut self) -> Option<String> {
+        match self {
+            Progress::Bar { is_drawn } => std::mem::take(is_drawn).then(|| "\r\x1b[K".to_owned()),
+            _ => None,
         }
     }
 }

@@ -17,10 +17,11 @@ use warpipe::weights::{Keeper, NamedWeights};
 use super::child::{self, ChildLine, OfferedVersion, Task};
 use super::counted;
 use super::progress::Progress;
+use crate::announcer::Announcer;
 use crate::args::WeightsServeArgs;
 use crate::exit::Exit;
 use crate::interrupt::Interrupt;
-use crate::output::{Output, Style, bytes, duration, printable, styled};
+use crate::output::{Style, bytes, duration, printable, styled};
 use crate::process::ending;
 
 #[derive(Serialize)]
@@ -76,7 +77,7 @@ pub fn run(args: &WeightsServeArgs) -> anyhow::Result<Exit> {
     let keeper = Keeper::builder(&args.name).domain(&domain).build()?;
     let serve = Serve {
         args,
-        output: Output::new(args.json),
+        announcer: Announcer::start(args.json)?,
         signals: interrupt.readable()?,
         interrupt,
         domain,
@@ -87,7 +88,7 @@ pub fn run(args: &WeightsServeArgs) -> anyhow::Result<Exit> {
 
 struct Serve<'a> {
     args: &'a WeightsServeArgs,
-    output: Output,
+    announcer: Announcer,
     interrupt: Interrupt,
     /// Readable once a signal has come.
     signals: UnixStream,
@@ -108,9 +109,8 @@ impl Serve<'_> {
     fn run(&self) -> anyhow::Result<Exit> {
         if self.keeper.unanswered() > 0 {
             let silent = counted(self.keeper.unanswered(), "process", "processes");
-            crate::note(&format!(
-                "{silent} with weights of this name did not answer"
-            ));
+            let fact = format!("{silent} with weights of this name did not answer");
+            self.announcer.errors(crate::complaint(&fact, None));
         }
         while let Some(version) = self.keeper.candidate()? {
             let start = Instant::now();
@@ -167,7 +167,7 @@ impl Serve<'_> {
                 duration(taken),
             )
         };
-        self.say(text, &ready)?;
+        self.announcer.say(text, &ready);
         loop {
             self.wait(None)?;
             if let Some(exit) = self.end()? {
@@ -193,15 +193,8 @@ impl Serve<'_> {
             version,
             holders,
         };
-        Ok(self.say(text, &checking)?)
-    }
-
-    /// Says a line. A reader that went away is no reason to give the weights up.
-    fn say(&self, human: impl FnOnce() -> String, json: &impl Serialize) -> io::Result<()> {
-        match self.output.say(human, json) {
-            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-            said => said,
-        }
+        self.announcer.say(text, &checking);
+        Ok(())
     }
 
     /// Starts a child, shows its progress, and waits for its end. A child that is left behind by an
@@ -217,21 +210,34 @@ impl Serve<'_> {
             self.wait(Some(&lines.out))?;
             for line in lines.read()? {
                 match line {
-                    ChildLine::Progress { done, total } => progress.show(done, total),
+                    ChildLine::Progress { done, total } => {
+                        let text = progress.text(done, total);
+                        text.into_iter()
+                            .for_each(|text| self.announcer.errors(text));
+                    }
                     line => last = Some(line),
                 }
             }
-            if let Some(exit) = self.end_if_asked(&mut progress)? {
+            if self.interrupt.came() || self.keeper.is_asked_to_end()? {
+                progress
+                    .end()
+                    .into_iter()
+                    .for_each(|text| self.announcer.errors(text));
+            }
+            if let Some(exit) = self.end()? {
                 return Ok(Outcome::Ended(exit));
             }
         }
-        progress.clear();
+        progress
+            .end()
+            .into_iter()
+            .for_each(|text| self.announcer.errors(text));
         let status = child.0.wait()?;
         let name = &self.args.name;
         match last {
             Some(ChildLine::Offered(offered)) => Ok(Outcome::Offered(offered)),
             Some(ChildLine::Damaged { version, tensors }) => {
-                self.say_damaged(version, &tensors)?;
+                self.say_damaged(version, &tensors);
                 Ok(Outcome::NotTaken)
             }
             Some(ChildLine::Elsewhere { version, device }) => {
@@ -249,11 +255,12 @@ impl Serve<'_> {
                          loading the files"
                     )
                 };
-                self.say(text, &row)?;
+                self.announcer.say(text, &row);
                 Ok(Outcome::NotTaken)
             }
             Some(ChildLine::Failed { exit, fact, next }) => {
-                crate::complain(&fact, next.as_deref());
+                self.announcer
+                    .errors(crate::complaint(&fact, next.as_deref()));
                 Ok(Outcome::Ended(Exit::of_code(exit).unwrap_or(Exit::Failed)))
             }
             Some(ChildLine::Progress { .. }) | None => {
@@ -265,13 +272,13 @@ impl Serve<'_> {
                 let fact = format!("the process that {work} {ending}; nothing is offered");
                 let next = "if nobody killed it, look for the out-of-memory killer in the kernel's \
                             log, and serve again";
-                crate::complain(&fact, Some(next));
+                self.announcer.errors(crate::complaint(&fact, Some(next)));
                 Ok(Outcome::Ended(Exit::Failed))
             }
         }
     }
 
-    fn say_damaged(&self, version: u64, tensors: &[String]) -> io::Result<()> {
+    fn say_damaged(&self, version: u64, tensors: &[String]) {
         let name = &self.args.name;
         let row = NotTaken {
             event: "damaged",
@@ -291,7 +298,7 @@ impl Serve<'_> {
                 styled(Style::Red, "damaged")
             )
         };
-        self.say(text, &row)
+        self.announcer.say(text, &row);
     }
 
     /// Sleeps until there is a signal, a request to end, or something to read.
@@ -305,13 +312,6 @@ impl Serve<'_> {
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
             Err(error) => Err(error.into()),
         }
-    }
-
-    fn end_if_asked(&self, progress: &mut Progress) -> anyhow::Result<Option<Exit>> {
-        if self.interrupt.came() || self.keeper.is_asked_to_end()? {
-            progress.clear();
-        }
-        self.end()
     }
 
     /// Says why this process ends, if it is to end.
@@ -331,7 +331,7 @@ impl Serve<'_> {
             reason,
         };
         let text = || format!("{name}: {text}; processes that have the weights open keep them");
-        self.say(text, &ended)?;
+        self.announcer.say(text, &ended);
         Ok(Some(exit))
     }
 }

@@ -14,6 +14,16 @@ use warpipe_testkit::ChildProcess;
 
 use super::PATIENCE;
 
+/// A terminal that its user has closed.
+pub fn hung_up() -> OwnedFd {
+    let keyboard = rustix::pty::openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
+    rustix::pty::grantpt(&keyboard).unwrap();
+    rustix::pty::unlockpt(&keyboard).unwrap();
+    let path = rustix::pty::ptsname(&keyboard, Vec::new()).unwrap();
+    let flags = OFlags::RDWR | OFlags::NOCTTY | OFlags::CLOEXEC;
+    rustix::fs::open(path, flags, Mode::empty()).unwrap()
+}
+
 /// A program, its terminal, and what the terminal shows.
 pub struct OnTerminal {
     child: ChildProcess,
