@@ -180,6 +180,9 @@ typedef enum {
   WARPIPE_FLOAT8_E5M2FNUZ = 3336,
   // 8 bits of exponent, and no sign.
   WARPIPE_FLOAT8_E8M0FNU = 3592,
+  // Two values of 2 bits of exponent and 1 of mantissa, finite: one element of a byte, so lengths
+  // and strides count pairs. DLPack's 4 bits and 2 lanes.
+  WARPIPE_FLOAT4_E2M1FN_X2 = 4360,
 } warpipe_dtype;
 
 // The state of a peer.

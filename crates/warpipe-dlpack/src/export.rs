@@ -73,8 +73,8 @@ impl<Owner: Send + 'static> Exported<Owner> {
             device,
             dtype: DLDataType {
                 code: dtype.code(),
-                bits: dtype.bits(),
-                lanes: 1,
+                bits: dtype.bits() / dtype.lanes() as u8,
+                lanes: dtype.lanes(),
             },
             ndim: layout.shape().len() as i32,
             shape,

@@ -211,8 +211,12 @@ impl Imported {
 
 fn element_type(dtype: DLDataType) -> Result<DType, Refusal> {
     let DLDataType { code, bits, lanes } = dtype;
-    DType::from_dlpack(code, bits)
-        .filter(|_| lanes == 1)
+    let width = u8::try_from(lanes)
+        .ok()
+        .and_then(|lanes| bits.checked_mul(lanes));
+    width
+        .and_then(|width| DType::from_dlpack(code, width))
+        .filter(|dtype| dtype.lanes() == lanes)
         .ok_or(Refusal::ElementType { code, bits, lanes })
 }
 

@@ -30,10 +30,11 @@ pub enum Refusal {
         /// As the tensor says it.
         ndim: i32,
     },
-    /// An import with elements that are not of [`DType::ALL`](warpipe::DType::ALL), or have more
-    /// than one lane.
+    /// An import with elements that are not of [`DType::ALL`](warpipe::DType::ALL), or have another
+    /// number of lanes.
     #[error(
-        "element type of DLPack code {code}, {bits} bits, {lanes} lanes is not one that can be sent"
+        "element type of DLPack code {code}, {bits} bits, {lanes} lanes is not one that can be sent{}",
+        in_whole_bytes(*bits)
     )]
     ElementType {
         /// `DLDataTypeCode`.
@@ -71,4 +72,13 @@ pub enum Refusal {
         /// As the tensor says it.
         minor: u32,
     },
+}
+
+/// The next step for values that are smaller than a byte.
+fn in_whole_bytes(bits: u8) -> &'static str {
+    match bits {
+        4 => "; values of 4 bits are sent in pairs, 2 lanes, as torch.float4_e2m1fn_x2",
+        1..8 => "; send the bytes that hold its values, as uint8",
+        _ => "",
+    }
 }

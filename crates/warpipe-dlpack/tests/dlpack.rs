@@ -325,6 +325,36 @@ fn a_tensor_without_a_deleter_is_imported() {
 }
 
 #[test]
+fn pairs_of_four_bits_are_two_lanes_in_dlpack_and_lone_ones_are_refused_with_the_next_step() {
+    let foreign = Foreign::new();
+    let with = |bits, lanes| {
+        let mut tensor = foreign.tensor();
+        (tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes) = (17, bits, lanes);
+        import_versioned(&mut foreign.versioned(tensor)).map(|imported| imported.dtype())
+    };
+    assert_eq!(with(4, 2), Ok(DType::F4_E2M1FN_X2));
+    for (bits, lanes) in [(4, 1), (8, 1), (2, 4), (1, 8), (4, 65)] {
+        let refused = with(bits, lanes).unwrap_err().to_string();
+        assert_eq!(
+            refused.contains("torch.float4_e2m1fn_x2"),
+            bits == 4,
+            "{refused}"
+        );
+    }
+    let layout = Layout::contiguous(DType::F4_E2M1FN_X2, &[2, 3]).unwrap();
+    let (exported, _owner) = exported(layout);
+    let tensor = exported.into_versioned();
+    // SAFETY: a live export, which nothing else has.
+    unsafe {
+        let dtype = (*tensor.as_ptr()).dl_tensor.dtype;
+        assert_eq!((dtype.code, dtype.bits, dtype.lanes), (17, 4, 2));
+        assert_eq!(*(*tensor.as_ptr()).dl_tensor.shape.add(1), 3);
+        let imported = Imported::from_versioned(tensor).unwrap();
+        assert_eq!(imported.dtype(), DType::F4_E2M1FN_X2);
+    }
+}
+
+#[test]
 fn an_invalid_tensor_is_refused_and_stays_with_its_owner() {
     let element_type = |code, bits, lanes| Refusal::ElementType { code, bits, lanes };
     let offset = Refusal::Offset {

@@ -248,3 +248,29 @@ def test_tensors_that_cannot_be_published_are_named_with_the_next_step(domain, o
             with pytest.raises(warpipe.Error, match=f"layer.weight.*{said}"):
                 weights.publish("odd", {"fine": torch.ones(2), "layer.weight": tensor}, **options)
         assert keeper.version is None
+
+
+def test_values_of_four_bits_are_published_and_sent_in_pairs_with_their_scales(domain, options, place, link):
+    if not hasattr(torch, "float4_e2m1fn_x2"):
+        pytest.skip("this PyTorch has no such type")
+    raw = torch.arange(96, dtype=torch.uint8, device=place).reshape(3, 32)
+    pairs, scales = raw.view(torch.float4_e2m1fn_x2), raw[:, :2].contiguous().view(torch.float8_e8m0fnu)
+    with weights.keep("model", domain=domain), weights.publish("model", {"w": pairs, "s": scales}, **options):
+        loaded = weights.load("model", **options)
+    publisher, subscriber = link
+    sent = {}
+    for name, tensor in (("w", pairs), ("s", scales), ("gaps", pairs[:, ::2])):
+        publisher.send(tensor)
+        sent[name] = subscriber.receive().torch()
+    for name, found, wanted in (
+        ("w", loaded["w"], pairs),
+        ("s", loaded["s"], scales),
+        ("w", sent["w"], pairs),
+        ("s", sent["s"], scales),
+        ("gaps", sent["gaps"], pairs[:, ::2].contiguous()),
+    ):
+        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape), name
+        assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)), name
+    with pytest.raises(warpipe.DTypeError, match=r"\.torch\(\)"):
+        publisher.send(pairs)
+        subscriber.receive().numpy()

@@ -11,7 +11,10 @@ use crate::error::{Error, Result};
 /// The most dimensions that a tensor may have.
 pub const RANK_MAX: usize = 8;
 
-/// An element type: DLPack's type code and the width in bits. One lane; elements are whole bytes.
+/// An element type: DLPack's type code and the width in bits. Elements are whole bytes: a type of
+/// values that are smaller has several of them in one element, its [lanes](DType::lanes), and
+/// shapes, strides and offsets count elements. So a row of 64 values of 4 bits is 32 elements of
+/// [`DType::F4_E2M1FN_X2`], as in PyTorch (`torch.float4_e2m1fn_x2`).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "Said")]
 pub struct DType {
@@ -45,7 +48,7 @@ macro_rules! dtypes {
             /// Every element type.
             pub const ALL: &'static [DType] = &[$(DType::$constant),*];
 
-            /// The type's name, as NumPy and `ml_dtypes` write it.
+            /// The type's name, as NumPy, `ml_dtypes` and PyTorch write it.
             pub fn name(self) -> &'static str {
                 match (self.code, self.bits) {
                     $(($code, $bits) => $name,)*
@@ -53,7 +56,8 @@ macro_rules! dtypes {
                 }
             }
 
-            /// The type with this DLPack code and width, if it is one of [`DType::ALL`].
+            /// The type with this DLPack code and width of an element, all its
+            /// [lanes](DType::lanes) together, if it is one of [`DType::ALL`].
             #[inline]
             pub fn from_dlpack(code: u8, bits: u8) -> Option<DType> {
                 match (code, bits) {
@@ -75,6 +79,7 @@ dtypes! {
     F8_E3M4 "float8_e3m4" = 7, 8; F8_E4M3 "float8_e4m3" = 8, 8; F8_E4M3B11FNUZ "float8_e4m3b11fnuz" = 9, 8;
     F8_E4M3FN "float8_e4m3fn" = 10, 8; F8_E4M3FNUZ "float8_e4m3fnuz" = 11, 8; F8_E5M2 "float8_e5m2" = 12, 8;
     F8_E5M2FNUZ "float8_e5m2fnuz" = 13, 8; F8_E8M0FNU "float8_e8m0fnu" = 14, 8;
+    F4_E2M1FN_X2 "float4_e2m1fn_x2" = 17, 8;
 }
 
 impl DType {
@@ -94,6 +99,15 @@ impl DType {
     /// The width of one element in bits.
     pub fn bits(self) -> u8 {
         self.bits
+    }
+
+    /// How many values an element holds, side by side: DLPack's `lanes`, of `bits() / lanes()` bits
+    /// each. 2 for [`DType::F4_E2M1FN_X2`], in the order in which their maker packs them; else 1.
+    pub fn lanes(self) -> u16 {
+        match self {
+            DType::F4_E2M1FN_X2 => 2,
+            _ => 1,
+        }
     }
 
     /// The width of one element in bytes.
@@ -397,6 +411,17 @@ mod tests {
                     read.is_none_or(|dtype| postcard::to_stdvec(&dtype) == Ok(vec![code, bits]))
                 );
             }
+        }
+    }
+
+    #[test]
+    fn two_values_of_four_bits_are_one_element_of_a_byte() {
+        let layout = Layout::contiguous(DType::F4_E2M1FN_X2, &[3, 32]).unwrap();
+        assert_eq!((layout.bytes(), layout.elements()), (96, 96));
+        assert_eq!(DType::from_dlpack(17, 4), None, "a lone one");
+        for &dtype in DType::ALL {
+            let is_pair = dtype == DType::F4_E2M1FN_X2;
+            assert_eq!(dtype.lanes(), if is_pair { 2 } else { 1 }, "{dtype}");
         }
     }
 

@@ -142,7 +142,21 @@ fn place(
 
 fn layout_of(info: &RawInfo) -> Result<Layout, String> {
     let dtype = dtype_of(&info.dtype)?;
-    Layout::contiguous(dtype, info.shape.lengths()).map_err(|error| error.to_string())
+    let mut shape = info.shape.lengths;
+    let shape = &mut shape[..info.shape.rank];
+    // A file counts values; an element of this library, and of PyTorch, may hold two of them.
+    let lanes = u64::from(dtype.lanes());
+    if lanes > 1 {
+        let last = shape.last_mut().filter(|last| last.is_multiple_of(lanes));
+        let last = last.ok_or_else(|| {
+            format!(
+                "{} in rows of a length that {lanes} does not divide, which no {dtype} has",
+                info.dtype
+            )
+        })?;
+        *last /= lanes;
+    }
+    Layout::contiguous(dtype, shape).map_err(|error| error.to_string())
 }
 
 /// The element type that a file names. `F8_E4M3` is PyTorch's `float8_e4m3fn`, which the format
@@ -168,8 +182,11 @@ fn dtype_of(name: &str) -> Result<DType, String> {
         "I64" => DType::I64,
         "U64" => DType::U64,
         "F64" => DType::F64,
-        "F4" | "F6_E2M3" | "F6_E3M2" => {
-            return Err(format!("elements of {name} are smaller than a byte"));
+        "F4" => DType::F4_E2M1FN_X2,
+        "F6_E2M3" | "F6_E3M2" => {
+            return Err(format!(
+                "elements of {name} are smaller than a byte, and no framework has a type for them"
+            ));
         }
         _ => {
             let name: String = name.chars().take(32).collect();
@@ -213,12 +230,6 @@ struct RawInfo {
 struct Shape {
     rank: usize,
     lengths: [u64; RANK_MAX],
-}
-
-impl Shape {
-    fn lengths(&self) -> &[u64] {
-        &self.lengths[..self.rank]
-    }
 }
 
 impl<'de> Deserialize<'de> for Shape {

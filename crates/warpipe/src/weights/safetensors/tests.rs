@@ -42,7 +42,7 @@ fn tensors_of_a_whole_header_lie_where_it_says_in_the_order_of_the_file() {
 }
 
 #[test]
-fn every_element_type_of_whole_bytes_is_read_and_a_smaller_one_is_refused_by_name() {
+fn every_element_type_is_read_and_one_that_no_framework_has_is_refused_by_name() {
     for (name, dtype) in [
         ("BOOL", DType::BOOL),
         ("F8_E4M3", DType::F8_E4M3FN),
@@ -55,11 +55,37 @@ fn every_element_type_of_whole_bytes_is_read_and_a_smaller_one_is_refused_by_nam
         let tensors = parse(&header(&[entry("a", name, "[]", 0, bytes)]), bytes).unwrap();
         assert_eq!(tensors[0].layout.dtype(), dtype);
     }
-    for name in ["F4", "F6_E2M3", "Q4_K", "f32", ""] {
+    for name in ["F6_E2M3", "Q4_K", "f32", ""] {
         let (tensor, reason) = refused(&[entry("w", name, "[2]", 0, 1)], 1);
         assert_eq!(tensor, "w");
         assert!(reason.contains(name), "{reason}");
     }
+}
+
+#[test]
+fn values_of_four_bits_are_read_in_pairs_beside_their_scales() {
+    let entries = [
+        entry("w", "F4", "[2,64]", 0, 64),
+        entry("w_scale", "F8_E8M0", "[2,2]", 64, 68),
+        entry("none", "F4", "[0]", 68, 68),
+    ];
+    let tensors = parse(&header(&entries), 68).unwrap();
+    let layout = |dtype, shape: &[u64]| Layout::contiguous(dtype, shape).unwrap();
+    let found: Vec<_> = tensors.iter().map(|it| it.layout).collect();
+    assert_eq!(
+        found,
+        [
+            layout(DType::F4_E2M1FN_X2, &[2, 32]),
+            layout(DType::F8_E8M0FNU, &[2, 2]),
+            layout(DType::F4_E2M1FN_X2, &[0]),
+        ]
+    );
+    for (shape, bytes) in [("[2,3]", 3), ("[1]", 1), ("[]", 1)] {
+        let (_, reason) = refused(&[entry("w", "F4", shape, 0, bytes)], bytes);
+        assert!(reason.contains("2 does not divide"), "{shape}: {reason}");
+    }
+    let (_, reason) = refused(&[entry("w", "F4", "[4]", 0, 4)], 4);
+    assert!(reason.contains("2 bytes"), "{reason}");
 }
 
 #[test]
