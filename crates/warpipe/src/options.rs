@@ -17,7 +17,7 @@ use crate::error::Result;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
     AccessPolicy, Address, ClientSession, HANDSHAKE_TIMEOUT, IncomingReply, IpcServer, Kind,
-    RequestHandler,
+    RequestHandler, until_open,
 };
 use crate::runtime::spin::SPIN;
 
@@ -213,7 +213,8 @@ impl<T> Opener<T> {
         device,
     }
 
-    /// How long to wait for the name to exist: not at all by default.
+    /// How long to wait for the name to exist: not at all by default. An owner that closes, or
+    /// dies, before the object is open counts as none: the wait goes on until the time is over.
     pub fn wait(mut self, timeout: Duration) -> Self {
         self.wait = timeout;
         self
@@ -237,8 +238,14 @@ impl<T> Opener<T> {
         self.wait
     }
 
-    /// Asks the owner of the name, which has to be of this kind.
-    pub(crate) fn attach(&self, kind: Kind, hello: &[u8]) -> Result<Attachment> {
+    /// Asks the owner of the name, which has to be of this kind, and has `open` make the object of
+    /// its answer; both once more with the next owner, if this one ends meanwhile.
+    pub(crate) fn open_with<O>(
+        &self,
+        kind: Kind,
+        hello: &[u8],
+        open: impl Fn(Attachment) -> Result<O>,
+    ) -> Result<O> {
         let name = EndpointName::new(&self.name)?;
         let (domain, device) = (self.shared.domain()?, self.shared.device());
         let at = Address {
@@ -246,13 +253,15 @@ impl<T> Opener<T> {
             name: &name,
             kind,
         };
-        let id = device.info().id;
-        let (session, reply) = ClientSession::attach(&at, Some(id), hello, self.wait)?;
-        Ok(Attachment {
-            name,
-            device,
-            session,
-            reply,
+        until_open(self.wait, |clock| {
+            let left = self.wait.saturating_sub(clock.elapsed());
+            let (session, reply) = ClientSession::attach(&at, Some(device.info().id), hello, left)?;
+            open(Attachment {
+                name: name.clone(),
+                device: device.clone(),
+                session,
+                reply,
+            })
         })
     }
 }

@@ -45,12 +45,18 @@ impl Opener<AllocationClient> {
     /// [`Error::AccessDenied`], [`Error::Refused`] for a device that cannot reach its memory;
     /// [`Error::Name`].
     pub fn open(self) -> Result<AllocationClient> {
+        self.open_with(Kind::Allocations, &[], AllocationClient::connect)
+    }
+}
+
+impl AllocationClient {
+    fn connect(attachment: Attachment) -> Result<AllocationClient> {
         let Attachment {
             device,
             session,
             reply,
             ..
-        } = self.attach(Kind::Allocations, &[])?;
+        } = attachment;
         let key = ImportKey::new(session.uid(), session.generation(), 0, &device);
         // If this process has a session with the server, this one ends here.
         let session = SESSIONS.get_or(&key, AllocationSession::is_connected, || {

@@ -31,7 +31,7 @@ use serde::de::DeserializeOwned;
 
 pub use self::peer_state::PeerState;
 pub(crate) use self::server::{IpcServer, ServerCore};
-pub(crate) use self::session::{ClientSession, PendingSession};
+pub(crate) use self::session::{ClientSession, PendingSession, until_open};
 use crate::backend::DeviceId;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
@@ -270,8 +270,9 @@ pub(crate) trait RequestHandler: Send + Sync {
     ) {
     }
 
-    /// A reply could not be sent because this process lacks room for descriptors in flight. True if
-    /// the handler has taken back what it gave: the request fails then, and the session goes on.
+    /// A reply could not be sent. True if the handler has taken back what it gave: where this
+    /// process lacks room for descriptors in flight, the request fails then, and the session goes
+    /// on.
     fn take_back(&self, _client: &ClientInfo, _body: &[u8]) -> bool {
         false
     }

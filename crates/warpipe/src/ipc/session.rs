@@ -283,6 +283,22 @@ impl ClientSession {
     }
 }
 
+/// The rule for all that wait for a name: an owner that ends before what it was asked for is open
+/// counts as none. Until `timeout` is over, the next owner is asked instead. `open` gets the clock
+/// of the whole wait.
+pub(crate) fn until_open<T>(
+    timeout: Duration,
+    mut open: impl FnMut(&mut Stopwatch) -> Result<T>,
+) -> Result<T> {
+    let mut clock = Stopwatch::default();
+    loop {
+        match open(&mut clock) {
+            Err(Error::PeerGone { .. }) if clock.elapsed() < timeout => {}
+            other => return other,
+        }
+    }
+}
+
 impl Drop for ClientSession {
     fn drop(&mut self) {
         let Ok(inner) = self.inner.get() else { return };

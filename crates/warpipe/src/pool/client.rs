@@ -32,12 +32,18 @@ impl Opener<PoolClient> {
     /// cannot reach its memory); [`Error::Name`].
     pub fn open(self) -> Result<PoolClient> {
         let hello = encode(&Hello { incarnation: None })?;
+        self.open_with(Kind::Pool, &hello, PoolClient::connect)
+    }
+}
+
+impl PoolClient {
+    fn connect(attachment: Attachment) -> Result<PoolClient> {
         let Attachment {
             name,
             device,
             session,
             reply,
-        } = self.attach(Kind::Pool, &hello)?;
+        } = attachment;
         let key = ImportKey::new(session.uid(), session.generation(), 0, &device);
         // All handles share one session. If one exists already, this one ends here.
         let pool_session = SESSIONS.get_or(&key, PoolSession::is_connected, || {

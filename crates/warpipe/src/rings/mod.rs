@@ -35,7 +35,7 @@ use crate::fork::OwnerProcess;
 use crate::ipc::Kind;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::memory::region::Region;
-use crate::options::{EndpointOptions, Opener, option_setters};
+use crate::options::{Attachment, EndpointOptions, Opener, option_setters};
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::StreamSet;
 use crate::shm::page::SharedPage;
@@ -206,7 +206,12 @@ impl Opener<KernelRing> {
     /// without MPS, where the two would take turns in time slices; or an error of the device or the
     /// system.
     pub fn open(self) -> Result<KernelRing> {
-        let attachment = self.attach(Kind::KernelRing, &[])?;
+        self.open_with(Kind::KernelRing, &[], KernelRing::consume)
+    }
+}
+
+impl KernelRing {
+    fn consume(attachment: Attachment) -> Result<KernelRing> {
         let (name, device) = (attachment.name.clone(), attachment.device.clone());
         let side = Side::new(&device)?;
         let (grant, memory) = ConsumerMemory::attach(attachment, &side)?;

@@ -129,12 +129,18 @@ impl Opener<Timeline> {
     /// [`Error::NotFound`], [`Error::OtherKind`], [`Error::AccessDenied`], [`Error::Handshake`],
     /// [`Error::Protocol`], or an error of the device or the system.
     pub fn open(self) -> Result<Timeline> {
+        self.open_with(Kind::Timeline, &[], Timeline::import)
+    }
+}
+
+impl Timeline {
+    fn import(attachment: Attachment) -> Result<Timeline> {
         let Attachment {
             name,
             device,
             session,
             reply,
-        } = self.attach(Kind::Timeline, &[])?;
+        } = attachment;
         let [lane, published] = map_pages(reply, &device, name.as_str())?;
         let death_handler = Arc::new(OwnerDeathHandler {
             lane: lane.clone(),

@@ -11,6 +11,7 @@ use crate::error::{Error, HandshakeFault, Result};
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
     Address, ClientSession, IncomingReply, Kind, REPLY_TIMEOUT, SessionObserver, decode, encode,
+    until_open,
 };
 
 /// Has a keeper fetch what the endpoint `offer` serves, and returns the session and the version's
@@ -117,15 +118,12 @@ fn with_keepers<T>(
     timeout: Duration,
     ask: impl Fn(&KeeperSession, &mut Stopwatch) -> Result<T>,
 ) -> Result<(KeeperSession, T)> {
-    let mut clock = Stopwatch::default();
-    loop {
+    until_open(timeout, |clock| {
         let left = timeout.saturating_sub(clock.elapsed());
         let keeper = KeeperSession::open(domain, name, left)?;
-        match ask(&keeper, &mut clock) {
-            Err(Error::PeerGone { .. }) if clock.elapsed() < timeout => {}
-            other => return other.map(|found| (keeper, found)),
-        }
-    }
+        let found = ask(&keeper, clock)?;
+        Ok((keeper, found))
+    })
 }
 
 /// A session with the keeper of a name.

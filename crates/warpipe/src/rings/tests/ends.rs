@@ -21,7 +21,9 @@ use crate::ipc::message::{self, Message, Received};
 use crate::ipc::peer::DeathEvidence;
 use crate::ipc::{ClientInfo, Kind, RequestHandler, encode};
 use crate::memory::region::Region;
-use crate::rings::{RingEnd, RingMemory, Seat, WordsOffer, allocate, gone_offset, layout};
+use crate::rings::{
+    KernelRing, RingEnd, RingMemory, Seat, WordsOffer, allocate, gone_offset, layout,
+};
 
 /// A consumer that is alive as long as its pipes are open, whatever becomes of this process.
 struct Puppet {
@@ -261,4 +263,25 @@ fn consumers_of_two_processes_on_one_gpu_in_time_slices_are_refused_unless_that_
     }));
     let _first = Puppet::on((gpu, false), &place).unwrap();
     in_a_forked_child(|| Puppet::on((gpu, false), &place).is_ok());
+}
+
+#[test]
+fn an_opener_that_waits_goes_on_with_the_next_producer_when_one_closes_during_the_attachment() {
+    let mut place = Place::new();
+    let first = place.builder().build().unwrap();
+    let driver = wrapped::<Holding>(&mut place);
+    let device = std::mem::replace(&mut place.device, Device::host());
+    // The consumer has its answer by then, and has not brought its words.
+    driver.hook().hold("import");
+    thread::scope(|scope| {
+        let opener = KernelRing::opener("ring").domain(&place.domain);
+        let opening = scope.spawn(|| opener.device(&device).wait(LIMIT).open());
+        driver.hook().wait_for(1);
+        drop(first);
+        let next = place.builder().build().unwrap();
+        driver.hook().unblock();
+        let consumer = opening.join().unwrap().unwrap();
+        next.wait_for_consumers(LIMIT).unwrap();
+        consumer.check().unwrap();
+    });
 }

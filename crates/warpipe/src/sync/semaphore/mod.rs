@@ -147,12 +147,18 @@ impl Opener<Semaphore> {
     /// when it is for another kind of device; [`Error::Protocol`] for a creator that is broken;
     /// [`Error::Driver`], [`Error::Os`].
     pub fn open(self) -> Result<Semaphore> {
+        self.open_with(Kind::Semaphore, &[], Semaphore::join_as_member)
+    }
+}
+
+impl Semaphore {
+    fn join_as_member(attachment: Attachment) -> Result<Semaphore> {
         let Attachment {
             name,
             device,
             session,
             reply,
-        } = self.attach(Kind::Semaphore, &[])?;
+        } = attachment;
         let (SemaphoreWelcome { member, permits }, [fd]) =
             reply.open::<SemaphoreWelcome, 1>(name.as_str())?;
         if !(1..=PERMITS_MAX).contains(&permits) || member == 0 || member == CREATOR {

@@ -424,3 +424,24 @@ fn while_the_driver_holds_up_a_signal_importers_come_and_go_and_miss_nothing() {
         assert!(importer.check(5).unwrap() && !importer.check(6).unwrap());
     });
 }
+
+#[test]
+fn an_opener_that_waits_goes_on_with_the_next_owner_when_one_closes_during_the_attachment() {
+    let stage = Stage::new("next-owner");
+    let first = stage.create();
+    let held = Wrapped::new(stage.device.backend().clone(), Holding::default());
+    let device = Device::from_backend(held.clone());
+    // The importer has its answer by then, and has not sealed its page.
+    held.hook().hold("register");
+    std::thread::scope(|scope| {
+        let opener = Timeline::opener("steps").domain(&stage.domain);
+        let opening = scope.spawn(|| opener.device(&device).wait(WAIT).open());
+        held.hook().wait_for(1);
+        drop(first);
+        let next = stage.create();
+        held.hook().unblock();
+        let importer = opening.join().unwrap().unwrap();
+        next.signal_now(7).unwrap();
+        importer.wait_host(7, WAIT).unwrap();
+    });
+}
