@@ -1,19 +1,20 @@
 //! Creators that break the protocol.
 
 use std::os::fd::OwnedFd;
+use std::sync::{Mutex, mpsc};
 
 use rustix::fs::MemfdFlags;
 use serde::Serialize;
 
 use super::member_monitor::MemberMonitor;
-use super::server::SemaphoreWelcome;
+use super::server::{MemberPresence, SemaphoreNotice, SemaphoreRequest, SemaphoreWelcome};
 use super::signals::MemberSignals;
 use super::*;
 use crate::fork::CloseOnForkFd;
 use crate::ipc::peer::Process;
 use crate::ipc::{
     AccessPolicy, Address, ClientInfo, IpcServer, OutgoingReply, Rejection, RequestHandler,
-    ServerCore,
+    ServerCore, decode,
 };
 use crate::runtime::closer::PeerFd;
 
@@ -151,6 +152,150 @@ fn an_admission_that_makes_no_sense_is_a_typed_error() {
             ..
         })
     ));
+}
+
+/// How a member ends whose stream owes a signal, while another member connects to it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum MemberEnd {
+    /// It dies before the creator can tell it of the page.
+    DiesUntold,
+    /// It dies when it has been told.
+    DiesTold,
+    /// It closes when it has been told: it owes nothing, and its process lives.
+    Leaves,
+    /// It lives and serves nothing, and the creator closes.
+    OutlivesTheCreator,
+}
+
+/// The member that ends.
+const OTHER: u32 = 7;
+
+/// A creator of one permit, whose last holder is a member that is about to end.
+struct LastHolder {
+    end: MemberEnd,
+    page: CloseOnForkFd,
+    /// The other end of the member's lifeline, while it lives.
+    lifeline: Mutex<Option<OwnedFd>>,
+    ends: [OwnedFd; 3],
+    told: mpsc::Sender<()>,
+}
+
+impl RequestHandler for LastHolder {
+    fn on_connect(
+        &self,
+        _: &ServerCore,
+        _: &ClientInfo,
+        _: &[u8],
+    ) -> Result<OutgoingReply, Rejection> {
+        let welcome = SemaphoreWelcome {
+            member: 1,
+            permits: 1,
+        };
+        OutgoingReply::new(&welcome, vec![CloseOnForkFd::duplicate(&self.page)?])
+    }
+
+    fn on_request(
+        &self,
+        server_core: &ServerCore,
+        client: &ClientInfo,
+        body: &[u8],
+    ) -> Result<OutgoingReply, Rejection> {
+        let lives = self.lifeline.lock().unwrap().is_some();
+        match decode(body, "turns")? {
+            SemaphoreRequest::Page { .. } if lives => {
+                let words = crate::shm::seal::memfd(c"words", signals::bytes_for(1) as u64)?;
+                let ends = self.ends.each_ref().map(CloseOnForkFd::duplicate);
+                let fds = [Ok(words)].into_iter().chain(ends);
+                let fds = fds.collect::<std::result::Result<_, _>>()?;
+                OutgoingReply::new(&MemberPresence(true), fds)
+            }
+            SemaphoreRequest::Page { .. } => OutgoingReply::new(&MemberPresence(false), vec![]),
+            SemaphoreRequest::Mapped { .. } => {
+                let notice = SemaphoreNotice::Gone { member: OTHER };
+                let notice = OutgoingReply::new(&notice, vec![])?;
+                match self.end {
+                    MemberEnd::OutlivesTheCreator => {}
+                    MemberEnd::Leaves => assert!(server_core.tell(client.id, notice)),
+                    MemberEnd::DiesUntold | MemberEnd::DiesTold => {
+                        drop(self.lifeline.lock().unwrap().take());
+                    }
+                }
+                self.told.send(()).unwrap();
+                match self.end {
+                    MemberEnd::DiesUntold => Err(Rejection::new("member 7 does not answer")),
+                    _ => Ok(OutgoingReply::default()),
+                }
+            }
+        }
+    }
+}
+
+/// What a member gets that acquires the permit of this last holder.
+fn acquired_from(end: MemberEnd) -> Result<()> {
+    let folder = format!("warpipe-semaphore-{end:?}-{}", std::process::id());
+    let folder = std::env::temp_dir().join(folder);
+    let (domain, name) = (Domain::at(&folder)?, EndpointName::new("turns")?);
+    let (page, fd) = SharedPage::create(None, page::bytes_for(1))?;
+    let shared_page = SemaphorePage::new(page, 1);
+    shared_page.take_free(OTHER, 0).unwrap();
+    shared_page.promise(0, OTHER);
+    shared_page.hand_on(0, OTHER);
+    let own = rustix::process::getpid();
+    let pidfd = rustix::process::pidfd_open(own, rustix::process::PidfdFlags::empty()).unwrap();
+    let (lifeline, writer) = rustix::pipe::pipe().unwrap();
+    let alarm = lifeline.try_clone().unwrap();
+    let (told, is_told) = mpsc::channel();
+    let creator = LastHolder {
+        end,
+        page: fd,
+        lifeline: Mutex::new(Some(writer)),
+        ends: [pidfd, lifeline, alarm],
+        told,
+    };
+    let at = Address {
+        domain: &domain,
+        name: &name,
+        kind: Kind::Semaphore,
+    };
+    let server = IpcServer::open(&at, AccessPolicy::default(), Arc::new(creator))?;
+    let opener = Semaphore::opener("turns").domain(&domain);
+    let (semaphore, stream) = (
+        opener.device(&Device::host()).open()?,
+        Device::host().stream()?,
+    );
+    let patience = Duration::from_secs(60);
+    let (tell, outcome) = mpsc::channel();
+    std::thread::spawn(move || {
+        let permit = semaphore.acquire(&stream, 60 * patience).map(drop);
+        let _ = tell.send(permit.and_then(|()| stream.synchronize(patience)));
+    });
+    is_told.recv_timeout(patience).unwrap();
+    let server = Some(server).filter(|_| end != MemberEnd::OutlivesTheCreator);
+    let outcome = outcome.recv_timeout(patience).expect("it waits on");
+    drop(server);
+    let _ = std::fs::remove_dir_all(folder);
+    outcome
+}
+
+#[test]
+fn a_member_acquires_a_permit_although_its_last_holder_ends_while_the_two_connect() {
+    for end in [
+        MemberEnd::DiesUntold,
+        MemberEnd::DiesTold,
+        MemberEnd::Leaves,
+    ] {
+        let acquired = acquired_from(end);
+        assert!(acquired.is_ok(), "{end:?}: {acquired:?}");
+    }
+}
+
+#[test]
+fn a_member_that_waits_for_another_one_to_connect_is_told_of_the_creators_end() {
+    let told = acquired_from(MemberEnd::OutlivesTheCreator).unwrap_err();
+    assert!(
+        matches!(told, Error::PeerGone { graceful: true, .. }),
+        "{told}"
+    );
 }
 
 #[test]

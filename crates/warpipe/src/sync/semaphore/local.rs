@@ -12,14 +12,14 @@ use super::page::{
     CREATOR, IN_FLIGHT_MAX, RECHECK_INTERVAL, SemaphorePage, WaitProgress, WaitSlot,
 };
 use super::server::{MemberPresence, PageOffer, SemaphoreRequest, SemaphoreServer};
-use super::signals::MemberSignals;
+use super::signals::{MemberSignals, wait_until};
 use crate::backend::StreamOp;
 use crate::backoff::Backoff;
 use crate::clock::Stopwatch;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
-use crate::ipc::{ClientSession, IpcServer, REPLY_TIMEOUT, Rejection, decode, encode};
+use crate::ipc::{ClientSession, IncomingReply, IpcServer, REPLY_TIMEOUT, decode, encode};
 use crate::runtime::closer::PeerFd;
 use crate::runtime::fence::{Fence, LazyFence};
 use crate::runtime::reactor::{DropReadiness, Reactor};
@@ -205,23 +205,34 @@ impl LocalSemaphore {
 
     /// Makes sure that this process's streams can wait for all members that are to signal this
     /// permit, and that it learns of their deaths. The first time with each member takes a few
-    /// messages.
-    pub(super) fn connect_signallers(&self, permit: u32, timeout: Duration) -> Result<()> {
+    /// messages. A member that ends meanwhile owes nothing any more.
+    pub(super) fn connect_signallers(
+        &self,
+        permit: u32,
+        timeout: Duration,
+        called_off: Option<&AtomicBool>,
+    ) -> Result<()> {
         let start = Instant::now();
+        let left = || match called_off.is_some_and(|off| off.load(Relaxed)) {
+            true => Duration::ZERO,
+            false => timeout.saturating_sub(start.elapsed()),
+        };
         for (_, member) in self.shared_page.in_flight(permit) {
-            if !self.is_connected_to(member) {
-                let left = timeout.saturating_sub(start.elapsed());
+            let mut is_settled = self.is_connected_to(member);
+            while !is_settled {
+                // Free between two attempts, since other members may be connected to meanwhile.
                 let _one = self
                     .signals
                     .connecting
-                    .lock(left, String::new)
+                    .lock(left(), String::new)
                     .map_err(|_| self.no_answer(timeout))?;
-                if !self.is_connected_to(member) {
-                    self.connect(
-                        member,
-                        Instant::now(),
-                        timeout.saturating_sub(start.elapsed()).min(REPLY_TIMEOUT),
-                    )?;
+                is_settled = self.is_connected_to(member) || self.connect(member, &left)?;
+                if !is_settled && left().is_zero() {
+                    let what = format!("member {member} of {:?} to share its signals", self.name);
+                    return Err(Error::Timeout {
+                        what,
+                        waited: timeout,
+                    });
                 }
             }
         }
@@ -267,7 +278,7 @@ impl LocalSemaphore {
         let connecting = BackgroundConnect(self.clone());
         let connect = move || {
             let local = &connecting.0;
-            match local.connect_signallers(permit, REPLY_TIMEOUT) {
+            match local.connect_signallers(permit, REPLY_TIMEOUT, None) {
                 Ok(()) | Err(Error::Timeout { .. }) => {}
                 Err(error) => {
                     *local
@@ -300,42 +311,61 @@ impl LocalSemaphore {
         self.monitor.watches(member) && self.signals.is_connected(member)
     }
 
-    /// Connects to a member, within `timeout` of `start`.
-    fn connect(&self, member: u32, start: Instant, timeout: Duration) -> Result<()> {
-        let left = || timeout.saturating_sub(start.elapsed());
-        let Some(PageOffer { page, process }) = self.offer(member, left())? else {
+    /// One attempt to connect to a member. True once it is connected to, or has ended; false if it
+    /// has not answered in time, or the creator cannot tell it.
+    fn connect(&self, member: u32, left: &dyn Fn() -> Duration) -> Result<bool> {
+        let Some(PageOffer { page, process }) = self.offer(member, left)? else {
             // A dead member's promises behind the work of living ones must be completed even if the
             // creator dies now.
             self.monitor.handle_death(member);
-            return Ok(());
+            return Ok(true);
         };
+        // First: from here on the member's end ends this attempt.
+        if let Some(process) = process {
+            self.monitor.watch_member(member, process, &self.name)?;
+        }
+        let has_ended = || left().is_zero() || self.is_over() || self.monitor.has_ended(member);
         let draft = self.signals.map(page)?;
+        let is_connected = if self.announce_mapped(member, left)? {
+            let limit = left().min(REPLY_TIMEOUT);
+            self.signals.connect(member, draft, limit, &has_ended)?
+        } else {
+            // It is about to be proven dead, or does not read its messages.
+            wait_until(left().min(RECHECK_INTERVAL), &has_ended);
+            false
+        };
+        self.check_open()?;
+        if self.monitor.has_ended(member) {
+            // Also what this attempt has just added to it.
+            self.monitor.remove_member(member);
+            return Ok(true);
+        }
+        Ok(is_connected)
+    }
+
+    /// Has the creator tell a member of the page that this process has mapped. False if it could
+    /// not.
+    fn announce_mapped(&self, member: u32, left: &dyn Fn() -> Duration) -> Result<bool> {
         match &self.role {
             Some(SemaphoreRole::Creator {
                 server,
                 semaphore_server,
-            }) => {
-                let forwarded = semaphore_server.forward(server.server_core(), CREATOR, member);
-                forwarded.map_err(|Rejection { text, .. }| Error::Refused {
-                    name: self.name.clone(),
-                    text,
-                })?;
-            }
+            }) => Ok(semaphore_server
+                .forward(server.server_core(), CREATOR, member)
+                .is_ok()),
             Some(SemaphoreRole::Member { session }) => {
-                drop(session.request(&encode(&SemaphoreRequest::Mapped { member })?, left())?)
+                match ask(session, &SemaphoreRequest::Mapped { member }, left) {
+                    Ok(_) => Ok(true),
+                    Err(Error::Refused { .. }) => Ok(false),
+                    Err(error) => Err(error),
+                }
             }
-            None => return Err(Error::Forked),
+            None => Err(Error::Forked),
         }
-        self.signals.connect(member, draft, left())?;
-        // Before the watch: a member that is dead by now is found dead at once, and its shared
-        // words are ended.
-        process.map_or(Ok(()), |process| {
-            self.monitor.watch_member(member, process, &self.name)
-        })
     }
 
     /// Requests a page to share with a member from the creator. `None` if the member is gone.
-    fn offer(&self, member: u32, timeout: Duration) -> Result<Option<PageOffer<PeerFd>>> {
+    fn offer(&self, member: u32, left: &dyn Fn() -> Duration) -> Result<Option<PageOffer<PeerFd>>> {
         match &self.role {
             Some(SemaphoreRole::Creator {
                 server,
@@ -349,8 +379,7 @@ impl LocalSemaphore {
                 }))
             }
             Some(SemaphoreRole::Member { session }) => {
-                let incoming =
-                    session.request(&encode(&SemaphoreRequest::Page { member })?, timeout)?;
+                let incoming = ask(session, &SemaphoreRequest::Page { member }, left)?;
                 let MemberPresence(is_here) = decode(&incoming.body, &self.name)?;
                 let mut fds = incoming.fds.into_iter();
                 let page = fds.next();
@@ -426,6 +455,15 @@ impl LocalSemaphore {
             local.shared_page.hand_on(permit, local.member);
         });
     }
+}
+
+/// Asks the creator, as long as time is left.
+fn ask(
+    session: &ClientSession,
+    request: &SemaphoreRequest,
+    left: &dyn Fn() -> Duration,
+) -> Result<IncomingReply> {
+    session.ask_unless(&encode(request)?, left(), &|| left().is_zero())
 }
 
 impl Drop for LocalSemaphore {

@@ -75,6 +75,18 @@ impl MemberMonitor {
         member == self.member || member == CREATOR || self.watched_members().contains_key(&member)
     }
 
+    /// Whether a member that is watched has left, or is dead. Ask again behind what is to end with
+    /// it: its end may have been handled before that was there.
+    pub(super) fn has_ended(&self, member: u32) -> bool {
+        if member == self.member || member == CREATOR {
+            return false;
+        }
+        let members = self.watched_members();
+        let process = members.get(&member).map(|(_, process)| process.clone());
+        drop(members);
+        process.is_none_or(|process| process.shows(DeathEvidence::Orphaned(ORPHAN_TIMEOUT)))
+    }
+
     /// Starts to watch a member. Calls [`EventSource::on_ready`] at once if it is dead already.
     pub(super) fn watch_member(&self, member: u32, process: [PeerFd; 3], name: &str) -> Result<()> {
         let process = Process::relayed(process).map_err(|fault| Error::Protocol {

@@ -299,7 +299,7 @@ impl Semaphore {
         self.local.check_stream(stream)?;
         let mut clock = Stopwatch::default();
         let permit = self.take(timeout, &mut clock, None)?;
-        self.join(permit, stream, timeout, &mut clock)
+        self.join(permit, stream, timeout, &mut clock, None)
     }
 
     /// Like [`acquire`](Self::acquire), or [`acquire_host`](Self::acquire_host) without a stream,
@@ -318,8 +318,8 @@ impl Semaphore {
         let mut clock = Stopwatch::default();
         let permit = self.take(timeout, &mut clock, Some(called_off))?;
         match stream {
-            Some(stream) => self.join(permit, stream, timeout, &mut clock),
-            None => self.settle(permit, timeout, &mut clock),
+            Some(stream) => self.join(permit, stream, timeout, &mut clock, Some(called_off)),
+            None => self.settle(permit, timeout, &mut clock, Some(called_off)),
         }
     }
 
@@ -349,7 +349,8 @@ impl Semaphore {
             drop(permit);
             return self.local.connect_in_background(index).map(|()| None);
         }
-        self.join(permit, stream, REPLY_TIMEOUT, &mut Stopwatch::default())
+        let clock = &mut Stopwatch::default();
+        self.join(permit, stream, REPLY_TIMEOUT, clock, None)
             .map(Some)
     }
 
@@ -360,7 +361,7 @@ impl Semaphore {
     pub fn acquire_host(&self, timeout: Duration) -> Result<Permit> {
         let mut clock = Stopwatch::default();
         let permit = self.take(timeout, &mut clock, None)?;
-        self.settle(permit, timeout, &mut clock)
+        self.settle(permit, timeout, &mut clock, None)
     }
 
     /// Takes a permit if one is free, no thread waits for it, and the device work of its last
@@ -433,10 +434,17 @@ impl Semaphore {
     }
 
     /// Waits for work in progress. An error drops the permit, which hands it on.
-    fn settle(&self, permit: Permit, timeout: Duration, clock: &mut Stopwatch) -> Result<Permit> {
+    fn settle(
+        &self,
+        permit: Permit,
+        timeout: Duration,
+        clock: &mut Stopwatch,
+        called_off: Option<&AtomicBool>,
+    ) -> Result<Permit> {
         let (local, due) = (&self.local, self.local.shared_page.due(permit.index));
         if !local.shared_page.word(permit.index).reached(due) {
-            local.connect_signallers(permit.index, timeout.saturating_sub(clock.elapsed()))?;
+            let left = timeout.saturating_sub(clock.elapsed());
+            local.connect_signallers(permit.index, left, called_off)?;
             local.await_word(permit.index, due, timeout, clock)?;
         }
         Ok(permit)
@@ -449,11 +457,13 @@ impl Semaphore {
         stream: &Stream,
         timeout: Duration,
         clock: &mut Stopwatch,
+        called_off: Option<&AtomicBool>,
     ) -> Result<Permit> {
         let (local, index) = (&self.local, permit.index);
         let due = local.shared_page.due(index);
         if !local.shared_page.word(index).reached(due) {
-            local.connect_signallers(index, timeout.saturating_sub(clock.elapsed()))?;
+            let left = timeout.saturating_sub(clock.elapsed());
+            local.connect_signallers(index, left, called_off)?;
             local.await_word(index, due.wrapping_sub(IN_FLIGHT_MAX - 1), timeout, clock)?;
             local.wait(index, stream)?;
         }

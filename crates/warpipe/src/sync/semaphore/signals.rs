@@ -45,6 +45,14 @@ pub(super) fn promised_at(permits: u32, permit: u32) -> usize {
     LANES + permits as usize * COUNTER_BYTES + permit as usize * 8
 }
 
+/// Waits until something is so that no other thread tells of, at most for this long.
+pub(super) fn wait_until(timeout: Duration, is_so: &dyn Fn() -> bool) {
+    let (mut clock, mut backoff) = (Stopwatch::default(), Backoff::default());
+    while !is_so() && clock.elapsed() < timeout {
+        backoff.pause();
+    }
+}
+
 /// The page of a signaller and a listener.
 #[derive(Debug, Clone)]
 struct PairPage {
@@ -201,36 +209,31 @@ impl MemberSignals {
         UnsealedPage::open(fd, bytes_for(self.permits()), &self.name)
     }
 
-    /// Waits until `member` has sealed the page and signals there.
+    /// Waits until `member` has sealed the page and signals there. False if the time is over before,
+    /// or `is_pointless`.
     pub(super) fn connect(
         &self,
         member: u32,
         draft: UnsealedPage,
         timeout: Duration,
-    ) -> Result<()> {
-        let (mut clock, mut backoff) = (Stopwatch::default(), Backoff::default());
+        is_pointless: &dyn Fn() -> bool,
+    ) -> Result<bool> {
+        let mut clock = Stopwatch::default();
         let mut wait = |is_done: &dyn Fn() -> bool| {
-            while !is_done() {
-                if clock.elapsed() >= timeout {
-                    let what = format!("member {member} of {:?} to share its signals", self.name);
-                    return Err(Error::Timeout {
-                        what,
-                        waited: timeout,
-                    });
-                }
-                backoff.pause();
-            }
-            Ok(())
+            let left = timeout.saturating_sub(clock.elapsed());
+            wait_until(left, &|| is_done() || is_pointless());
+            is_done()
         };
-        wait(&|| draft.is_closed())?;
+        if !wait(&|| draft.is_closed()) {
+            return Ok(false);
+        }
         let pair_page = PairPage {
             page: Arc::new(draft.confirm(&self.device, &self.name)?),
             permits: self.permits(),
         };
-        let served = wait(&|| pair_page.is_served().load(SeqCst) == 1);
-        if let Err(error) = served {
+        if !wait(&|| pair_page.is_served().load(SeqCst) == 1) {
             self.drop_page_deferred(pair_page);
-            return Err(error);
+            return Ok(false);
         }
         let earlier = self.heard().insert(
             member,
@@ -242,7 +245,7 @@ impl MemberSignals {
         earlier
             .into_iter()
             .for_each(|heard| self.drop_page_deferred(heard.pair_page));
-        Ok(())
+        Ok(true)
     }
 
     /// Starts to signal to a member, on a page that it has mapped. Runs on the control thread: it
