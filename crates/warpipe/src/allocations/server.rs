@@ -11,6 +11,7 @@ use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{IpcServer, Kind};
 use crate::options::{EndpointOptions, option_setters};
+use crate::runtime::reactor::DropReadiness;
 use crate::stream::Stream;
 
 /// Settings of an [`AllocationServer`]. See [`AllocationServer::builder`].
@@ -226,12 +227,14 @@ impl Drop for Inner {
     /// A client that has shares goes on with them: their owners stay until it has released them,
     /// or is proven dead.
     fn drop(&mut self) {
+        // First: a client that was admitted later would have shares that nobody looks at.
+        self.server.close();
+        let shares = self.shares.clone();
         let reactor = self.server.server_core().reactor();
-        for mut claims in self.shares.take_clients() {
-            reactor.drop_after(move || {
-                drop(claims.collect());
-                !claims.has_any() || claims.is_dead()
-            });
-        }
+        let reaper = reactor.clone();
+        reactor.drop_after(move || match shares.has_ended(&reaper) {
+            true => DropReadiness::Ready,
+            false => DropReadiness::Held,
+        });
     }
 }

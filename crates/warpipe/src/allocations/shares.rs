@@ -185,10 +185,18 @@ impl Shares {
         }
     }
 
-    /// Removes and returns the clients that have shares: the server ends.
-    pub(super) fn take_clients(&self) -> impl Iterator<Item = Claims<Share>> {
-        let clients = std::mem::take(&mut self.lock().clients);
-        clients.into_values().filter(Claims::has_any)
+    /// For a server that has closed: takes what no client has, or can open any more. Returns whether
+    /// no client has a share.
+    pub(super) fn has_ended(&self, reactor: &Reactor) -> bool {
+        let mut state = self.lock();
+        let clients = state.clients.values_mut();
+        clients.for_each(|claims| claims.is_leaving = true);
+        let mut dropped = state.collect();
+        dropped.extend(state.unclaimed.drain().map(|(_, share)| share));
+        let has_ended = state.clients.is_empty();
+        drop(state);
+        drop_deferred(dropped, reactor);
+        has_ended
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

@@ -1,15 +1,19 @@
 //! Server and client in one process. The conformance suite covers other processes and their deaths,
 //! and memory in pieces.
 
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
-
-use super::*;
 use std::time::{Duration, Instant};
 
-use crate::backend::DevicePtr;
+use super::*;
+use crate::allocations::shares::Shares;
+use crate::backend::{Access, DevicePtr};
 use crate::error::Error;
-use crate::ipc::domain::Domain;
+use crate::ipc::domain::{Domain, EndpointName};
+use crate::ipc::{
+    AccessPolicy, Address, ClientSession, IpcServer, Kind, SessionObserver, decode, encode,
+};
 use crate::{Device, Stream};
 
 const WAIT: Duration = Duration::from_secs(10);
@@ -248,6 +252,44 @@ fn the_owner_of_an_open_share_outlives_its_server() {
     );
     drop(memory);
     kept.recv_timeout(WAIT).unwrap();
+}
+
+struct Unobserved;
+
+impl SessionObserver for Unobserved {}
+
+#[test]
+fn a_client_that_is_admitted_when_the_server_has_given_up_its_shares_opens_none() {
+    let stage = Stage::new("ended");
+    let (stream, name) = (
+        stage.device.stream().unwrap(),
+        EndpointName::new("ending").unwrap(),
+    );
+    let shares = Arc::new(Shares::new(stage.device.clone()).unwrap());
+    let at = Address {
+        domain: &stage.domain,
+        name: &name,
+        kind: Kind::Allocations,
+    };
+    let server = IpcServer::open(&at, AccessPolicy::default(), shares.clone()).unwrap();
+    let (tensor, told) = Tensor::new(&stage.device, b"raced for", &stream);
+    let range = (tensor.ptr, BYTES);
+    // SAFETY: the memory is freed by its owner's drop.
+    let shared = unsafe { shares.share(&stream, range, Access::ReadWrite, Box::new(tensor)) };
+    let number = shared.unwrap().0;
+    // As the drop of an `AllocationServer` does, if it did not close the name before.
+    assert!(shares.has_ended(server.server_core().reactor()));
+    let (session, _) = ClientSession::attach(&at, None, &[], Duration::ZERO).unwrap();
+    session.observe(Arc::new(Unobserved)).unwrap();
+    let ask = encode(&AllocationRequest::Open(number)).unwrap();
+    let reply = session.request(&ask, WAIT).unwrap();
+    let reply = decode::<AllocationReply>(&reply.body, "ending").unwrap();
+    drop((server, shares));
+    told.recv_timeout(WAIT).unwrap();
+    assert!(
+        matches!(reply, AllocationReply::Gone),
+        "given up while open: {reply:?}"
+    );
 }
 
 #[test]

@@ -94,13 +94,19 @@ impl IpcServer {
     pub(crate) fn server_core(&self) -> &Arc<ServerCore> {
         &self.server_core
     }
+
+    /// Does what the drop does, for an owner that has to collect what its clients hold: after this
+    /// no client is admitted, and none gets another answer, so that is all they have.
+    pub(crate) fn close(&self) {
+        if let Ok(server_core) = self.server_core.get() {
+            server_core.close();
+        }
+    }
 }
 
 impl Drop for IpcServer {
     fn drop(&mut self) {
-        if let Ok(server_core) = self.server_core.get() {
-            server_core.close();
-        }
+        self.close();
     }
 }
 
@@ -348,9 +354,12 @@ impl ServerCore {
         let reply = match self.handler.on_connect(self, &client, &hello.body) {
             Ok(reply) => reply,
             Err(Rejection { text, is_short }) => {
-                let rejected = self.lock().remove(&id);
-                if is_short && let Some(connection) = rejected {
-                    return Err(connection.postponed(hello, text));
+                // `close` has taken it out, and tells the client so.
+                let Some(rejected) = self.lock().remove(&id) else {
+                    return Ok(());
+                };
+                if is_short {
+                    return Err(rejected.postponed(hello, text));
                 }
                 self.refuse(&socket, text);
                 return Ok(());
@@ -480,10 +489,11 @@ impl ServerCore {
                             fds: fds.len().min(FDS_MAX) as u8,
                         };
                         match message::send_owned(socket, &message, &fds) {
+                            // Also where the session ends: the client never learns of the answer.
                             Err(error)
-                                if is_shortage(error)
-                                    && let Message::Reply { body, .. } = &message
-                                    && self.handler.take_back(&client, body) =>
+                                if let Message::Reply { body, .. } = &message
+                                    && self.handler.take_back(&client, body)
+                                    && is_shortage(error) =>
                             {
                                 let text = Error::os("sendmsg", "an answer", error);
                                 let text = message::text(text);

@@ -123,3 +123,113 @@ fn a_request_that_is_read_while_the_server_closes_is_not_refused_before_the_clos
     drop(server);
     let _ = std::fs::remove_dir_all(folder);
 }
+
+/// Refuses every client, after `close` has taken the connections out and before it tells them.
+#[derive(Default)]
+struct Overtaken {
+    taken: Mutex<HashMap<u64, Connection>>,
+}
+
+impl RequestHandler for Overtaken {
+    fn on_connect(
+        &self,
+        server_core: &ServerCore,
+        client: &ClientInfo,
+        _: &[u8],
+    ) -> Result<OutgoingReply, Rejection> {
+        let taken = std::mem::take(&mut *server_core.lock());
+        *self.taken.lock().unwrap() = taken;
+        assert!(server_core.process_of(client.id).is_none());
+        Err(Rejection::new("it is there no more"))
+    }
+}
+
+#[test]
+fn a_client_that_the_closing_server_cannot_admit_any_more_is_not_refused() {
+    let folder = std::env::temp_dir().join(format!("warpipe-overtaken-{}", std::process::id()));
+    let (domain, name) = (
+        Domain::at(&folder).unwrap(),
+        EndpointName::new("a").unwrap(),
+    );
+    let at = Address {
+        domain: &domain,
+        name: &name,
+        kind: crate::ipc::Kind::Allocations,
+    };
+    let handler = Arc::new(Overtaken::default());
+    let server = IpcServer::open(&at, AccessPolicy::default(), handler.clone()).unwrap();
+    let attach = || crate::ipc::ClientSession::attach(&at, None, &[], std::time::Duration::ZERO);
+    let closed = std::thread::scope(|scope| {
+        let client = scope.spawn(|| attach().map(drop).unwrap_err());
+        while handler.taken.lock().unwrap().is_empty() && !client.is_finished() {
+            std::thread::yield_now();
+        }
+        // As `close` goes on.
+        server.server_core().acceptor.close();
+        let taken = std::mem::take(&mut *handler.taken.lock().unwrap());
+        taken.into_values().for_each(Connection::end);
+        client.join().unwrap()
+    });
+    assert!(
+        matches!(closed, Error::NotFound { .. }),
+        "the name is free: {closed}"
+    );
+    drop(server);
+    let _ = std::fs::remove_dir_all(folder);
+}
+
+/// Gives something away with each answer, and closes the client's socket before it is sent.
+#[derive(Default)]
+struct Unheard {
+    taken_back: AtomicBool,
+}
+
+impl RequestHandler for Unheard {
+    fn on_connect(
+        &self,
+        _: &ServerCore,
+        _: &ClientInfo,
+        _: &[u8],
+    ) -> Result<OutgoingReply, Rejection> {
+        Ok(OutgoingReply::default())
+    }
+
+    fn on_request(
+        &self,
+        server_core: &ServerCore,
+        client: &ClientInfo,
+        _: &[u8],
+    ) -> Result<OutgoingReply, Rejection> {
+        let socket = server_core.socket_of(client.id).unwrap();
+        rustix::net::shutdown(&*socket, rustix::net::Shutdown::Both)?;
+        Ok(OutgoingReply::default())
+    }
+
+    fn take_back(&self, _: &ClientInfo, _: &[u8]) -> bool {
+        self.taken_back.store(true, Ordering::SeqCst);
+        true
+    }
+}
+
+#[test]
+fn what_a_client_was_given_by_an_answer_that_it_never_gets_is_taken_back() {
+    let folder = std::env::temp_dir().join(format!("warpipe-unheard-{}", std::process::id()));
+    let (domain, name) = (
+        Domain::at(&folder).unwrap(),
+        EndpointName::new("a").unwrap(),
+    );
+    let at = Address {
+        domain: &domain,
+        name: &name,
+        kind: crate::ipc::Kind::Allocations,
+    };
+    let handler = Arc::new(Unheard::default());
+    let server = IpcServer::open(&at, AccessPolicy::default(), handler.clone()).unwrap();
+    let wait = std::time::Duration::from_secs(20);
+    let (session, _) = crate::ipc::ClientSession::attach(&at, None, &[], wait).unwrap();
+    session.post(b"one, please").unwrap();
+    let is_back = || handler.taken_back.load(Ordering::SeqCst);
+    assert!(warpipe_testkit::eventually(wait, is_back));
+    drop((session, server));
+    let _ = std::fs::remove_dir_all(folder);
+}
