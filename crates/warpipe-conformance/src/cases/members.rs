@@ -221,8 +221,9 @@ fn killed(context: &Context) -> Result<()> {
             .map(|name| name.as_str())
             .collect();
         ensure!(left == ["its/frames", "members/mortal"], "it left {left:?}");
-        let files = std::fs::read_dir(context.domain.path())?.count();
-        ensure!(files == 0, "{files} files are left");
+        let files = || std::fs::read_dir(context.domain.path()).map_or(0, Iterator::count);
+        let is_clean = warpipe_testkit::eventually(PATIENCE, || files() == 0);
+        ensure!(is_clean, "{} files are left", files());
         peer.ended()?;
     }
     ensure!(members.list()?.is_empty(), "nobody is left");

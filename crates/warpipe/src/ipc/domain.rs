@@ -14,6 +14,7 @@ mod endpoint_name;
 mod lock;
 pub(crate) mod watch;
 
+use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -49,6 +50,9 @@ struct DomainInner {
     path: PathBuf,
     directory: OwnedFd,
     owner: u32,
+    /// How often the directory was read.
+    #[cfg(test)]
+    reads: std::sync::atomic::AtomicUsize,
 }
 
 /// An endpoint that [`Domain::endpoints`] found.
@@ -156,8 +160,16 @@ impl Domain {
                 path: path.to_owned(),
                 directory,
                 owner,
+                #[cfg(test)]
+                reads: Default::default(),
             }),
         })
+    }
+
+    /// How often the directory was read, through this handle and its clones.
+    #[cfg(test)]
+    pub(crate) fn reads(&self) -> usize {
+        self.inner.reads.load(Ordering::Relaxed)
     }
 
     /// The directory.
@@ -207,22 +219,25 @@ impl Domain {
         self.clear_up(name) != Cleared::Held
     }
 
-    /// Removes the files of one dead process, by the author in its lock files. A false author, or a
-    /// number reused by now, does no harm: as in [`clean`](Self::clean), no file is removed while
-    /// its lock is held.
-    pub(crate) fn clean_after(&self, author: Author) -> Result<Vec<EndpointName>> {
-        let mut cleared = self.left_by(author)?;
-        cleared.retain(|name| self.clear_name(name));
-        Ok(cleared)
-    }
-
-    /// The endpoints with lock files that name this author, and which it does not hold any more.
-    fn left_by(&self, author: Author) -> Result<Vec<EndpointName>> {
-        let is_left = |name: &EndpointName| {
-            let lock = self.open_lock(name, OFlags::RDONLY);
-            lock.is_ok_and(|lock| read_author(&lock) == Some(author) && !is_owned(&lock))
-        };
-        Ok(self.names()?.into_iter().filter(is_left).collect())
+    /// What dead processes have left, by the author in the lock files: the endpoints that name one
+    /// of these, and are held by none. A false author, or a number reused by now, does no harm: as
+    /// in [`clean`](Self::clean), no file is removed while its lock is held. One pass, which opens
+    /// every lock, however many the dead are.
+    pub(crate) fn left_by(
+        &self,
+        dead: &HashSet<Author>,
+    ) -> Result<HashMap<Author, Vec<EndpointName>>> {
+        let mut left: HashMap<Author, Vec<EndpointName>> = HashMap::new();
+        for name in self.names()? {
+            let Ok(lock) = self.open_lock(&name, OFlags::RDONLY) else {
+                continue;
+            };
+            let author = read_author(&lock).filter(|author| dead.contains(author));
+            if let Some(author) = author.filter(|_| !is_owned(&lock)) {
+                left.entry(author).or_default().push(name);
+            }
+        }
+        Ok(left)
     }
 
     /// Every name in the domain, sorted, whether its owner lives or not.
@@ -260,6 +275,8 @@ impl Domain {
     }
 
     fn files(&self) -> Result<Vec<String>> {
+        #[cfg(test)]
+        self.inner.reads.fetch_add(1, Ordering::Relaxed);
         let failed = |e| Error::os("getdents", self.inner.path.display().to_string(), e);
         let mut files = Vec::new();
         for entry in rustix::fs::Dir::read_from(&self.inner.directory).map_err(failed)? {

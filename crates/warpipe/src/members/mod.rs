@@ -76,7 +76,7 @@ pub struct MemberInfo {
     /// This incarnation: each join under the name has another one. Zeros before it has answered.
     pub generation: [u8; 16],
     /// The endpoints that its process holds in the domain. In [`Change::Died`], the endpoints that
-    /// it left and that this watch removed; empty in other changes.
+    /// it left and that this watch removes next, if it cleans; empty in other changes.
     pub endpoints: Vec<EndpointName>,
 }
 
@@ -94,7 +94,7 @@ pub enum Change {
     Recovered(MemberInfo),
     /// It has closed gracefully. Its process may be alive.
     Left(MemberInfo),
-    /// Its process is proven dead, and its files in the domain are removed.
+    /// Its process is proven dead. Its names are free: its files in the domain are removed next.
     Died(MemberInfo),
 }
 

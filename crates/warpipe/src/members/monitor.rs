@@ -1,7 +1,7 @@
 //! The thread that follows a domain: it connects to new members, reports changes, and waits for no
 //! silent peer.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 
 use super::changes::ChangeQueue;
-use super::table::{MemberEntry, MemberTable, UnresponsiveMember};
+use super::table::{MemberDeath, MemberEntry, MemberTable, UnresponsiveMember};
 use super::{Change, MEMBERS_MAX, member_name};
 use crate::error::{Error, HandshakeFault, Result};
-use crate::ipc::domain::{Arrivals, Domain, EndpointName};
+use crate::ipc::domain::{Arrivals, Author, Domain, EndpointName};
 use crate::ipc::{Address, Kind, PendingSession, SessionObserver};
 use crate::os::timespec;
 use crate::runtime::doorbell::LocalDoorbell;
@@ -227,6 +227,7 @@ impl DirectoryMonitor {
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner),
         );
+        let mut dead = vec![];
         for (id, event) in events {
             match event {
                 SessionEvent::Ended { graceful } => {
@@ -237,32 +238,45 @@ impl DirectoryMonitor {
                     self.shared
                         .push_changes(change.map(|(change, _entry)| change));
                 }
-                SessionEvent::Dead => self.handle_death(id),
+                SessionEvent::Dead => dead.extend(self.shared.table().died(id)),
             }
+        }
+        if !dead.is_empty() {
+            self.report_deaths(dead);
         }
     }
 
-    /// Cleans up after a proven death, then reports it.
-    fn handle_death(&mut self, id: u64) {
-        let Some(mut death) = self.shared.table().died(id) else {
-            return;
-        };
-        drop(death.removed);
-        if self.shared.cleans {
-            // `Domain::clean` removes the files that cannot be removed now, in a domain of another
-            // user.
-            death.member.endpoints = self
-                .shared
-                .domain
-                .clean_after(death.author)
-                .unwrap_or_default();
+    /// Reports proven deaths, and then removes what the dead have left: all that are known by now at
+    /// once, since each look at the directory opens every lock in it.
+    fn report_deaths(&self, dead: Vec<MemberDeath>) {
+        let authors = dead.iter().map(|death| death.author).collect();
+        let left = self.left_by(&authors);
+        for mut death in dead {
+            drop(death.removed);
+            let endpoints = left.get(&death.author).cloned();
+            death.member.endpoints = endpoints.unwrap_or_default();
+            for cleanup in death.cleanups {
+                self.shared
+                    .queue
+                    .push_cleanup(cleanup, death.member.clone());
+            }
+            self.shared.push_changes([Change::Died(death.member)]);
         }
-        for cleanup in death.cleanups {
-            self.shared
-                .queue
-                .push_cleanup(cleanup, death.member.clone());
+        self.remove(left);
+    }
+
+    /// What these processes have left, and this watch is to remove.
+    fn left_by(&self, dead: &HashSet<Author>) -> HashMap<Author, Vec<EndpointName>> {
+        if dead.is_empty() || !self.shared.cleans {
+            return HashMap::new();
         }
-        self.shared.push_changes([Change::Died(death.member)]);
+        self.shared.domain.left_by(dead).unwrap_or_default()
+    }
+
+    /// `Domain::clean` removes the files that cannot be removed now, in a domain of another user.
+    fn remove(&self, left: HashMap<Author, Vec<EndpointName>>) {
+        let names = left.values().flatten();
+        names.for_each(|name| _ = self.shared.domain.clear_name(name));
     }
 
     /// Connects to every unknown name in the directory.
@@ -273,9 +287,10 @@ impl DirectoryMonitor {
         let Ok(names) = self.shared.domain.names() else {
             return;
         };
-        let mut overlooked = 0;
+        let (mut overlooked, mut absent) = (0, vec![]);
+        let present = self.shared.table().present();
         for name in names.into_iter().filter(|name| member_name(name).is_some()) {
-            if self.calls.contains_key(&name) || self.shared.table().has(&name) {
+            if self.calls.contains_key(&name) || present.contains(&name) {
                 continue;
             }
             if self.shared.table().len() >= MEMBERS_MAX {
@@ -289,7 +304,7 @@ impl DirectoryMonitor {
             };
             match PendingSession::begin(&at, None, &[], false) {
                 Ok(call) => self.await_answer(name, call),
-                Err(Error::NotFound { .. }) => self.clear(&name),
+                Err(Error::NotFound { .. }) => absent.push(name),
                 Err(error) => {
                     let silent = HandshakeFault::Silent(Duration::ZERO);
                     is_busy |= matches!(error, Error::Handshake { fault, .. } if fault == silent);
@@ -298,6 +313,7 @@ impl DirectoryMonitor {
             }
         }
         self.shared.table().overlooked = overlooked;
+        self.clear(absent);
         if is_busy && busy_scans < BUSY_SCANS_MAX {
             self.busy_scans = busy_scans + 1;
             self.next_scan = Instant::now() + BUSY_INTERVAL;
@@ -317,16 +333,15 @@ impl DirectoryMonitor {
         self.calls.insert(name, call);
     }
 
-    /// Removes the files of a member that died before this watch knew it. (For a known member,
-    /// `handle_death` does that.)
-    fn clear(&self, name: &EndpointName) {
+    /// Removes what members have left that died before this watch knew them. (For known members,
+    /// `report_deaths` does that.)
+    fn clear(&self, absent: Vec<EndpointName>) {
         let domain = &self.shared.domain;
-        if !self.shared.cleans || self.shared.table().knows(name) || domain.holder(name).is_some() {
-            return;
-        }
-        if let Some(author) = domain.last_holder(name) {
-            let _ = domain.clean_after(author);
-        }
+        let known = self.shared.table().known();
+        let unknown = absent.iter().filter(|name| !known.contains(name));
+        let unheld = unknown.filter(|name| domain.holder(name).is_none());
+        let authors = unheld.filter_map(|name| domain.last_holder(name)).collect();
+        self.remove(self.left_by(&authors));
     }
 
     /// Admits the members that have answered.

@@ -1,6 +1,6 @@
 //! The table of members that a watch knows.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -113,16 +113,16 @@ impl MemberTable {
         self.entries.len() + self.unresponsive.len()
     }
 
-    /// Whether a member of this name is present and not suspect.
-    pub(super) fn has(&self, name: &EndpointName) -> bool {
-        self.entries
-            .values()
-            .any(|entry| entry.name == *name && !entry.is_suspect)
+    /// The names of the members that are present and not suspect.
+    pub(super) fn present(&self) -> HashSet<EndpointName> {
+        let present = self.entries.values().filter(|entry| !entry.is_suspect);
+        present.map(|entry| entry.name.clone()).collect()
     }
 
-    /// Whether a member of this name is present, or was until its connection was lost.
-    pub(super) fn knows(&self, name: &EndpointName) -> bool {
-        self.entries.values().any(|entry| entry.name == *name)
+    /// The names of the members that are present, or were until their connections were lost.
+    pub(super) fn known(&self) -> HashSet<EndpointName> {
+        let entries = self.entries.values();
+        entries.map(|entry| entry.name.clone()).collect()
     }
 
     /// Adds a member that has answered. A member that returns after its connection was lost,

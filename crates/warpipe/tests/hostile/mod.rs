@@ -16,6 +16,7 @@ mod ipc_server;
 mod legacy;
 mod limits;
 mod lingering;
+mod many_deaths;
 mod memory_limits;
 mod names;
 mod namespaces;

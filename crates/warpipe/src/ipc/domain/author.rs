@@ -14,7 +14,7 @@ pub(super) const LOCK_BYTES_MAX: usize = 32;
 
 /// A process's number, and the PID namespace in which it counts. In another namespace the same
 /// number is another process: each container's first process has number 1.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) struct Author {
     pub(crate) pid: i32,
     /// The inode of `/proc/self/ns/pid`; 0 where it cannot be read.
