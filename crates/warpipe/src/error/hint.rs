@@ -147,6 +147,9 @@ impl Error {
                 kind: Kind::KernelRing,
                 ..
             } => "close the ring; its producer makes it again, and its consumers open it again",
+            Error::LinkClosed {
+                kind: Kind::Queue, ..
+            } => "attach to the queue again",
             Error::Evicted { .. } | Error::LinkClosed { .. } => "subscribe again",
             Error::SampleLost { .. } => "discard what was computed from it",
             Error::EventLost { .. } => "discard what depends on it",

@@ -232,7 +232,7 @@ fn a_worker_that_gets_garbage_for_a_job_says_so_and_closes_its_link() {
         );
         let after = worker.lease(&fixture.stream);
         assert!(
-            matches!(after, Err(Error::PeerGone { .. })),
+            matches!(after, Err(Error::LinkClosed { .. })),
             "after that came {after:?}"
         );
     }

@@ -134,6 +134,7 @@ impl Worker {
     /// # Errors
     /// [`Error::Timeout`]; [`Error::PeerGone`], which is `graceful` after the queue's
     /// [shutdown](super::Queue::shutdown) or close: then a worker's loop is done;
+    /// [`Error::LinkClosed`] when the queue, which lives, has ended this worker's link;
     /// [`Error::Protocol`]; [`Error::Forked`]; errors of the device.
     pub fn lease(&mut self, stream: &Stream) -> Result<Lease> {
         let timeout = self.jobs.timeout();
@@ -195,9 +196,12 @@ impl Worker {
     fn told(&self, error: Error) -> Error {
         match error {
             Error::PeerGone { graceful, .. } => self.results.queue_gone("", graceful),
-            Error::Evicted { .. } | Error::LinkClosed { .. } => {
-                self.results.queue_gone(error, false)
-            }
+            // The queue lives, and goes on without this worker.
+            Error::Evicted { reason, .. } | Error::LinkClosed { reason, .. } => Error::LinkClosed {
+                kind: Kind::Queue,
+                name: self.queue().to_string(),
+                reason,
+            },
             other => other,
         }
     }

@@ -109,6 +109,7 @@ impl ServerBuilder {
             scan_timer,
             readable,
             last_scan: None,
+            unattached: None,
             next_client: 0,
             next_id: SCAN_TIMER + 1,
         })
@@ -156,6 +157,8 @@ pub struct Server {
     scan_timer: ScanTimer,
     readable: CloseOnForkFd,
     last_scan: Option<Instant>,
+    /// Why the last scan could not begin to attach to a client: this process is short of threads.
+    unattached: Option<Error>,
     /// The client that is polled first next time.
     next_client: usize,
     next_id: u64,
@@ -188,8 +191,9 @@ impl Server {
     /// client is affected.
     ///
     /// # Errors
-    /// [`Error::Timeout`]; [`Error::Os`] when the directory cannot be read; [`Error::Argument`] for
-    /// a stream of another device; [`Error::Forked`]; [`Error::Driver`].
+    /// [`Error::Timeout`]; [`Error::Os`] when the directory cannot be read, and instead of the
+    /// timeout when this process has no thread left to attach to a client; [`Error::Argument`] for a
+    /// stream of another device; [`Error::Forked`]; [`Error::Driver`].
     pub fn accept(&mut self, stream: &Stream, timeout: Duration) -> Result<Request> {
         self.owner_process.check()?;
         stream.check_usable(&self.device)?;
@@ -202,10 +206,11 @@ impl Server {
             }
             let waited = start.elapsed();
             if waited >= timeout {
-                return Err(Error::Timeout {
+                let unattached = self.unattached.take();
+                return Err(unattached.unwrap_or_else(|| Error::Timeout {
                     what: format!("a request to {:?}", self.service()),
                     waited: timeout,
-                });
+                }));
             }
             if !polls.pass() {
                 self.sleep((timeout - waited).min(SCAN_INTERVAL));
@@ -267,6 +272,7 @@ impl Server {
         self.failed
             .retain(|name, since| since.elapsed() < SCAN_INTERVAL && names.contains(name));
         self.remove_stale_names();
+        self.unattached = None;
         for name in names {
             let is_known = self.clients.iter().any(|link| link.name == name)
                 || self.attaching.contains(&name)
@@ -329,12 +335,18 @@ impl Server {
                 attach_results.doorbell.ring();
             }
         };
-        if std::thread::Builder::new()
+        let spawned = std::thread::Builder::new()
             .name("warpipe-clients".into())
-            .spawn(attach)
-            .is_ok()
-        {
-            self.attaching.insert(name);
+            .spawn(attach);
+        match spawned {
+            Ok(_) => drop(self.attaching.insert(name)),
+            Err(source) => {
+                self.unattached = Some(Error::Os {
+                    call: "clone",
+                    context: format!("a thread that attaches to the client {name:?}"),
+                    source,
+                });
+            }
         }
     }
 

@@ -16,7 +16,10 @@ use super::stage::{LONG, Scratch, eventually, hear, in_a_forked_child, packet, s
 use crate::ipc::Kind;
 use crate::ipc::message::{self, Message, Received};
 use crate::runtime::reactor::{EventSource, Next, Reactor};
-use crate::{Device, Domain, Pool, PoolClient, Publisher};
+use crate::{
+    Client, Device, Domain, Error, JobHandle, Layout, Pool, PoolClient, Publisher, Queue, Server,
+    Stream, Worker,
+};
 
 /// A user without other processes.
 const TENANT: u32 = 60_014;
@@ -201,5 +204,90 @@ fn answers_that_one_client_does_not_read_end_no_session_of_another_one() {
         let scratch = Scratch::new();
         std::os::unix::fs::chown(&scratch.path, Some(TENANT), Some(TENANT)).unwrap();
         outlasts_unread_answers(&scratch)
+    });
+}
+
+/// Becomes a user without other processes, who may have no more threads than now once it
+/// [is limited](limit_threads).
+fn become_tenant(scratch: &Scratch) {
+    std::os::unix::fs::chown(&scratch.path, Some(TENANT), Some(TENANT)).unwrap();
+    // SAFETY: plain system calls; this process has no other thread.
+    let codes = unsafe { [libc::setgid(TENANT), libc::setuid(TENANT)] };
+    assert_eq!(codes, [0; 2]);
+}
+
+/// Whether this process may have no more threads than it has.
+fn limit_threads(is_limited: bool) {
+    set_soft(Resource::Nproc, is_limited.then_some(1));
+}
+
+/// Runs `work` in the only process of its user: root's threads are not limited.
+fn as_tenant(work: impl FnOnce(&Domain) -> bool) {
+    if !rustix::process::geteuid().is_root() {
+        return println!("skipped: only root can become another user");
+    }
+    in_a_forked_child(|| {
+        let scratch = Scratch::new();
+        become_tenant(&scratch);
+        work(&Domain::at(&scratch.path).unwrap())
+    });
+}
+
+#[test]
+fn a_server_without_a_thread_for_a_client_says_so_and_serves_it_when_there_is_one() {
+    as_tenant(|domain| {
+        let (device, soon) = (Device::host(), Duration::from_millis(50));
+        let stream = device.stream().unwrap();
+        let client = Client::builder("s").domain(domain).device(&device);
+        let client = client.build().unwrap();
+        let server = Server::builder("s").domain(domain).device(&device);
+        let mut server = server.build().unwrap();
+        let input = client.loan(&Layout::bytes_only(8).unwrap()).unwrap();
+        let _pending = client.request(input, &stream, LONG).unwrap();
+        limit_threads(true);
+        let short = server.accept(&stream, soon).unwrap_err();
+        let is_told = matches!(short, Error::Os { call: "clone", .. });
+        eprintln!("{short}");
+        limit_threads(false);
+        let request = server.accept(&stream, LONG).unwrap();
+        is_told && request.reply(&stream).is_ok()
+    });
+}
+
+/// A queue that has a job, and a worker of it that came when the queue had no thread for it.
+fn unattached(domain: &Domain, timeout: Duration) -> (Queue, JobHandle, Worker, Stream) {
+    let device = Device::host();
+    let stream = device.stream().unwrap();
+    let queue = Queue::builder("q").domain(domain).device(&device);
+    let queue = queue.handshake_timeout(timeout).build().unwrap();
+    let input = queue.loan(&Layout::bytes_only(8).unwrap()).unwrap();
+    let job = queue.submit(input, &stream).unwrap();
+    limit_threads(true);
+    let worker = Worker::builder("q").domain(domain).device(&device);
+    (queue, job, worker.build().unwrap(), stream)
+}
+
+#[test]
+fn a_worker_that_comes_while_its_queue_has_no_thread_gets_jobs_when_there_is_one() {
+    as_tenant(|domain| {
+        let (_queue, _job, mut worker, stream) = unattached(domain, LONG);
+        let early = worker.lease_timeout(&stream, Duration::from_millis(50));
+        let is_early = matches!(early, Err(Error::Timeout { .. }));
+        eprintln!("{early:?}");
+        limit_threads(false);
+        let lease = worker.lease_timeout(&stream, LONG).unwrap();
+        is_early && lease.complete(&stream).is_ok()
+    });
+}
+
+#[test]
+fn a_worker_is_not_told_that_its_queue_is_gone_when_that_has_no_thread_for_it() {
+    as_tenant(|domain| {
+        let (queue, _job, mut worker, stream) = unattached(domain, Duration::from_millis(200));
+        let told = worker.lease_timeout(&stream, LONG).unwrap_err();
+        limit_threads(false);
+        eprintln!("{told}");
+        drop(queue);
+        matches!(told, Error::LinkClosed { reason, .. } if reason.contains("no thread left"))
     });
 }

@@ -119,6 +119,9 @@ impl Server {
         if let Some(request) = self.poll(stream)? {
             return Ok(Some(request));
         }
+        if let Some(error) = self.unattached.take() {
+            return Err(error);
+        }
         if !is_polled {
             return Ok(None);
         }
