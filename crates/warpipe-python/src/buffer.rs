@@ -37,6 +37,14 @@ pub fn check(memory: &Memory, flags: c_int) -> PyResult<()> {
     if memory.read_only && asks(ffi::PyBUF_WRITABLE) {
         return refuse("the memory is read only; copy it to write it".into());
     }
+    if !asks(ffi::PyBUF_ND) && layout.shape().len() != 1 {
+        // PyTorch's `asarray` asks in this way, and has a row then.
+        return refuse(format!(
+            "the consumer asks for a row of bytes, and these are of shape {:?}; use .torch() or .numpy(), \
+             or memoryview(it) for the bytes alone",
+            layout.shape()
+        ));
+    }
     if asks(ffi::PyBUF_FORMAT) && format(layout.dtype()).is_none() {
         return refuse(format!(
             "the buffer protocol has no letter for {}; use .numpy() or .torch()",

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use pyo3::exceptions::{PyBaseException, PyException};
 use pyo3::prelude::*;
-use pyo3::types::PyType;
+use pyo3::types::{PyDict, PyType};
 use warpipe::{AnswerError, AnswerHandle, Error, Layout};
 
 use crate::copies::Copies;
@@ -259,6 +259,17 @@ impl Lease {
         }
     }
 
+    /// Logs why this attempt failed.
+    fn log<'py>(&self, py: Python<'py>, raised: impl IntoPyObject<'py>) -> PyResult<()> {
+        let options = PyDict::new(py);
+        options.set_item("exc_info", raised)?;
+        let log = py
+            .import("logging")?
+            .call_method1("getLogger", ("warpipe",))?;
+        let told = ("attempt %d of job %d failed", self.attempt, self.job);
+        log.call_method("error", told, Some(&options)).map(drop)
+    }
+
     /// Sends the answer, in slices, and releases the input.
     fn answer(slf: &Bound<'_, Lease>, mut word: LeaseAnswer) -> PyResult<()> {
         let (py, lease) = (slf.py(), slf.get());
@@ -440,34 +451,36 @@ impl Lease {
         Lease::answer(slf, LeaseAnswer::Reject(reason))
     }
 
-    #[pyo3(signature = (kind, error, _trace), text_signature = "($self, kind, error, _trace)")]
+    /// An exception that fails the attempt is logged, and ends the block alone: it is the job's,
+    /// and the next job is another one. Interrupts go on, as does what is raised once the job has
+    /// its answer.
+    #[pyo3(signature = (kind, error, trace), text_signature = "($self, kind, error, trace)")]
     fn __exit__(
         slf: &Bound<'_, Lease>,
         kind: Option<&Bound<'_, PyAny>>,
         error: Option<&Bound<'_, PyBaseException>>,
-        _trace: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<()> {
+        trace: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<bool> {
+        let goes_on = |answered: PyResult<()>| answered.map(|()| false);
         if slf.get().has_answer(slf.py())? {
-            return slf.as_super().get().release(slf.py(), None);
+            return goes_on(slf.as_super().get().release(slf.py(), None));
         }
         let Some(kind) = kind else {
-            return Lease::answer(
-                slf,
-                LeaseAnswer::Fail("its worker left it without an answer".into()),
-            );
+            let reason = "its worker left it without an answer".into();
+            return goes_on(Lease::answer(slf, LeaseAnswer::Fail(reason)));
         };
         let kind = kind.cast::<PyType>()?;
         if !kind.is_subclass_of::<PyException>()? {
-            return Lease::answer(slf, LeaseAnswer::Requeue);
+            return goes_on(Lease::answer(slf, LeaseAnswer::Requeue));
         }
         let said = error
             .map(|error| error.str())
             .transpose()?
             .map(|said| said.to_string_lossy().into_owned());
-        Lease::answer(
-            slf,
-            LeaseAnswer::Fail(format!("{}: {}", kind.name()?, said.unwrap_or_default())),
-        )
+        let reason = format!("{}: {}", kind.name()?, said.unwrap_or_default());
+        Lease::answer(slf, LeaseAnswer::Fail(reason))?;
+        slf.get().log(slf.py(), (kind, error, trace))?;
+        Ok(true)
     }
 
     fn __repr__(slf: &Bound<'_, Lease>) -> PyResult<String> {

@@ -5,8 +5,9 @@
 use std::ffi::CString;
 
 use pyo3::buffer::PyUntypedBuffer;
-use pyo3::exceptions::PyTypeError;
+use pyo3::exceptions::{PyException, PyTypeError};
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyByteArray, PyBytes, PyDict, PyMemoryView, PyType};
 use warpipe::Layout;
 use warpipe::backend::{PointerKind, cuda};
@@ -92,6 +93,11 @@ impl Wanted<'_> {
         if found.is_instance_of::<PyType>() {
             return Err(no_tensor(found)?.into());
         }
+        let prepared = prepared(found)?;
+        if !prepared.is(found) {
+            // Nothing else may hold it.
+            return self.of_dlpack(&prepared, true);
+        }
         if is_masked(found)? {
             return Err(Fault::layout(
                 "it is masked, and a mask does not travel; fill it first, with `.filled()`",
@@ -108,7 +114,7 @@ impl Wanted<'_> {
             );
         }
         if found.hasattr("__dlpack__")? && found.hasattr("__dlpack_device__")? {
-            return self.of_dlpack(found);
+            return self.of_dlpack(found, self.lasting);
         }
         if let Some(interface) = interface(found, "__cuda_array_interface__")? {
             return self.of_cuda_interface(found, &interface);
@@ -176,7 +182,7 @@ impl Wanted<'_> {
         }
     }
 
-    fn of_dlpack(self, found: &Bound<'_, PyAny>) -> PyResult<Source> {
+    fn of_dlpack(self, found: &Bound<'_, PyAny>, must_keep: bool) -> PyResult<Source> {
         let Wanted {
             device,
             stream,
@@ -220,7 +226,7 @@ impl Wanted<'_> {
             return Err(elsewhere(&location_of(tensor.device()), device));
         }
         let array_description = ArrayDescription::of_import(&tensor);
-        let keep = if is_current && !self.lasting && is_from(found, "torch")? {
+        let keep = if is_current && !must_keep && is_from(found, "torch")? {
             SourceOwner::Nothing
         } else {
             SourceOwner::Capsule(Box::new(tensor))
@@ -361,6 +367,17 @@ fn no_tensor(found: &Bound<'_, PyAny>) -> PyResult<Fault> {
     Ok(Fault::Own("NotATensorError", format!("{said}; {next}")))
 }
 
+/// What others read of a tensor of PyTorch's: see `_tensors.py`.
+fn prepared<'py>(found: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    static PREPARED: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let py = found.py();
+    if imported(py, "torch")?.is_none() {
+        return Ok(found.clone());
+    }
+    let prepared = PREPARED.import(py, "warpipe._tensors", "prepared")?;
+    prepared.call1((found,))
+}
+
 /// Whether some of an array's elements are masked. NumPy's array interface does not report that.
 fn is_masked(found: &Bound<'_, PyAny>) -> PyResult<bool> {
     let Some(masks) = imported(found.py(), "numpy.ma")? else {
@@ -380,13 +397,31 @@ fn capsule<'py>(found: &Bound<'py, PyAny>, stream: Option<usize>) -> PyResult<Bo
         options.set_item("stream", stream)?;
     }
     options.set_item("max_version", (VERSION.major, VERSION.minor))?;
-    match found.call_method("__dlpack__", (), Some(&options)) {
-        Err(error) if error.is_instance_of::<pyo3::exceptions::PyTypeError>(py) => {
+    let capsule = match found.call_method("__dlpack__", (), Some(&options)) {
+        Err(error) if error.is_instance_of::<PyTypeError>(py) => {
             options.del_item("max_version")?;
             found.call_method("__dlpack__", (), Some(&options))
         }
         other => other,
+    };
+    capsule.map_err(|error| refused_by_owner(found, error))
+}
+
+/// The error of a tensor that its own framework does not export. Interrupts are what they were.
+fn refused_by_owner(found: &Bound<'_, PyAny>, error: PyErr) -> PyErr {
+    let py = found.py();
+    if !error.is_instance_of::<PyException>(py) {
+        return error;
     }
+    let class = (found.get_type().qualname()).map_or_else(|_| "tensor".into(), |it| it.to_string());
+    let refused = PyErr::from(Fault::Own(
+        "ExportError",
+        format!(
+            "its own __dlpack__ does not hand the {class} out: {error}; give a plain copy of it"
+        ),
+    ));
+    refused.set_cause(py, Some(error));
+    refused
 }
 
 /// The stream to read a GPU's tensor on, and whether it is its framework's current one: the named

@@ -435,9 +435,9 @@ class Lease(Sample):
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        _trace: TracebackType | None,
+        trace: TracebackType | None,
         /,
-    ) -> None: ...
+    ) -> bool: ...
 
 @final
 class Output(Loan):

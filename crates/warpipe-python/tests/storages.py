@@ -152,6 +152,15 @@ def configure(domain, copy=True):
 # What other processes do.
 
 
+def send_again(pipe, domain, device):
+    """Sends one block, again and again, as long as it is asked to."""
+    configure(domain)
+    block = plain(warpipe.Device(device))
+    pipe.send("ready")
+    while pipe.recv():
+        pipe.send(block)
+
+
 def write_into(pipe):
     """Receives blocks; says what is in each, and writes there. Keeps all."""
     held = []

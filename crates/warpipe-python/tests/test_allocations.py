@@ -101,6 +101,26 @@ def test_a_storage_that_is_sent_again_after_its_release_is_the_present_one(devic
             assert said(pipe) == "released"
 
 
+def test_a_storage_that_is_sent_again_and_again_leaves_no_more_behind_than_one_that_is_sent_once(domain, device):
+    block = storages.plain(device)
+    with process(storages.write_into) as (_, pipe):
+        for _ in range(50):
+            pipe.send(block)
+            said(pipe)
+        until(lambda: len(TABLE.shared) <= 2, "the end of the shares that are over")
+        pipe.send("end")
+    with process(storages.send_again, domain, device.uuid) as (_, pipe):
+        others = []
+        for _ in range(50):
+            pipe.send(True)
+            received = pipe.recv()
+            # Another object is where this one was.
+            del received
+            others.append(storages.Block(None))
+        assert len(TABLE.opened) == 1 and len(TABLE.received_by_key) == 1
+        pipe.send(False)
+
+
 @HAS_PIECES
 def test_a_segment_is_mapped_once_however_many_storages_lie_in_it(device):
     with process(storages.say_bytes_held, device) as (_, pipe):

@@ -169,7 +169,7 @@ def test_results_can_be_followed_while_another_thread_submits(open_queue, doubli
 def test_an_exception_fails_the_lease_and_the_reasons_come_with_the_burial(open_queue, open_worker):
     queue, worker = open_queue(max_attempts=3), open_worker()
     handle = queue.submit(b"bad")
-    with pytest.raises(ValueError), worker.lease():
+    with worker.lease():
         raise ValueError("cannot digest this")
     worker.lease().fail("tired")
     worker.lease()
@@ -413,24 +413,6 @@ def test_a_signal_ends_every_wait_of_a_queue(open_queue, open_worker, domain, de
     assert queue.submit(b"after").job == 2
 
 
-def test_a_worker_whose_results_are_all_held_gets_its_next_job_once_they_are_released(open_queue, open_worker):
-    # 64 results that the owner holds take all places of their worker's ring.
-    queue, worker = open_queue(prefetch=1), open_worker()
-    held = []
-    for _ in range(64):
-        handle = queue.submit(b"x")
-        worker.lease().complete(b"y")
-        held.append(handle.result(LIMIT_SECONDS))
-    handle = queue.submit(b"last")
-    with pytest.raises(warpipe.TimeoutError):
-        worker.lease(timeout=0.2)
-    held.clear()
-    gc.collect()
-    # Less than the queue's own thread sleeps when nothing is due.
-    worker.lease(timeout=8.0).complete(b"room")
-    assert handle.result(LIMIT_SECONDS).tobytes() == b"room"
-
-
 def test_closing_ends_the_waits_of_other_threads(open_queue, open_worker):
     queue, worker = open_queue(), open_worker(timeout=None)
     handle, ended = queue.submit(b"x"), []
@@ -543,3 +525,38 @@ def test_a_queue_that_is_killed_is_an_error_to_its_worker(open_worker, place):  
             next(worker)
         assert not gone.value.graceful
         assert lease.numpy().tolist() == [0] * 4, "what was leased can still be read"
+
+
+def test_a_job_that_raises_fails_its_attempts_and_the_loop_does_the_others(open_queue, open_worker, caplog):
+    queue = open_queue(max_attempts=2)
+    worker = open_worker()
+
+    def work():
+        for lease in worker:
+            with lease, lease.output(lease.shape, lease.dtype) as out:
+                out.copy_from(np.array([6 // int(lease.numpy()[0])]))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    handles = [queue.submit(np.array([number])) for number in (1, 0, 2)]
+    assert [handles[index].result(LIMIT_SECONDS).numpy().tolist() for index in (0, 2)] == [[6], [3]]
+    with pytest.raises(warpipe.DeadLetteredError, match="ZeroDivisionError"):
+        handles[1].result(LIMIT_SECONDS)
+    queue.close()
+    thread.join(LIMIT_SECONDS)
+    assert not thread.is_alive()
+    failed = [record for record in caplog.records if record.name == "warpipe"]
+    assert [record.getMessage() for record in failed] == ["attempt 1 of job 2 failed", "attempt 2 of job 2 failed"]
+    assert all(record.exc_info[0] is ZeroDivisionError for record in failed)
+
+
+def test_what_ends_a_worker_goes_on_beyond_its_lease_and_costs_no_attempt(pair):
+    queue, worker = pair
+    handle = queue.submit(b"x")
+    for ends in (KeyboardInterrupt, SystemExit):
+        with pytest.raises(ends), worker.lease(LIMIT_SECONDS):
+            raise ends
+    with pytest.raises(ZeroDivisionError), worker.lease(LIMIT_SECONDS) as lease:
+        lease.complete()
+        raise ZeroDivisionError("behind the answer")
+    assert handle.result(LIMIT_SECONDS).attempt == 1

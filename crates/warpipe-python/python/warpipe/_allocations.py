@@ -98,6 +98,7 @@ class Received(NamedTuple):
     """What is known of a storage of another process that is open here."""
 
     token: Token
+    key: object
     live: Callable[[], Any]
     watch: Any
 
@@ -122,6 +123,15 @@ class Exported:
         return self.source.rebuild, (tuple(TABLE.share(self)),)
 
 
+class Share:
+    """The one holder of a share's storage: it lives as long as the share does."""
+
+    __slots__ = ("__weakref__", "exported")
+
+    def __init__(self, exported: Exported) -> None:
+        self.exported = exported
+
+
 class Table:
     """The storages that this process shares, and those of others that it has open."""
 
@@ -136,7 +146,7 @@ class Table:
         self.servers: dict[tuple[str | None, str], tuple[Any, str]] = {}
         self.exported: weakref.WeakValueDictionary[object, Exported] = weakref.WeakValueDictionary()
         # By server and number: for a process that is sent its own storage.
-        self.shared: weakref.WeakValueDictionary[tuple[str, int], Exported] = weakref.WeakValueDictionary()
+        self.shared: weakref.WeakValueDictionary[tuple[str, int], Share] = weakref.WeakValueDictionary()
         self.last_serial = 0
         self.unclaimed = Unclaimed()
         self.clients: dict[tuple[str, str], Any] = {}
@@ -181,15 +191,15 @@ class Table:
         return self._share(Exported(source.copied(), self._serial()))
 
     def _share(self, exported: Exported) -> Token:
-        source = exported.source
+        source, share = exported.source, Share(exported)
         try:
             server, domain = self._server(source.device)
-            number = server.share(source.address, source.nbytes, exported, stream=source.stream)
+            number = server.share(source.address, source.nbytes, share, stream=source.stream)
         except (NotExportableError, LegacyHandleError):
             raise
         except Error as error:
             raise _told_here(error, source.what, "cannot be sent", "") from error
-        self.shared[server.name, number] = exported
+        self.shared[server.name, number] = share
         message = _messages.current()
         if message is not None:
             message.take_back.append(functools.partial(self._take_back, server, number))
@@ -223,7 +233,7 @@ class Table:
         own = self.shared.get((token.server, token.number))
         if own is not None:
             self._own_server(token).withdraw(token.number)
-            return own.source.storage
+            return own.exported.source.storage
         # Without the lock: the sender may wait for what another thread of this process shares.
         try:
             memory = self._client(token).open(token.number, self.options.timeout)
@@ -247,7 +257,10 @@ class Table:
                 # What was read behind the new share's stream holds for it. The share is released again.
                 return storage
             opened = make(memory)
-            received = Received(token, opened.live, memory.watch())
+            received = Received(token, opened.key, opened.live, memory.watch())
+            before = self.opened.get((token.server, token.serial))
+            if before is not None and self.received_by_key.get(before.key) is before:
+                del self.received_by_key[before.key]
             self.opened[token.server, token.serial] = self.received_by_key[opened.key] = received
             self._forget()
         return opened.storage

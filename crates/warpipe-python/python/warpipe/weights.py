@@ -23,6 +23,7 @@ from typing import Any
 
 from . import _warpipe
 from ._errors import ArgumentError, CopyWarning, Error, NotATensorError, WeightsMismatchError
+from ._tensors import is_lazy, prepared
 from ._warpipe import Keeper, PublishedWeights, SharedWeights, Watch
 
 __all__ = [
@@ -189,7 +190,7 @@ def on_meta(device: Any = None) -> Iterator[None]:
         return threading.get_ident() == thread and not getattr(_giving, "is_on", False)
 
     def parameter(_module: Any, _name: str, given: Any) -> Any:
-        if not applies() or given is None or given.is_meta or _is_lazy(given):
+        if not applies() or given is None or given.is_meta or is_lazy(given):
             return None
         if given not in made:
             made[given] = torch.nn.Parameter(given.detach().to("meta"), requires_grad=given.requires_grad)
@@ -230,17 +231,13 @@ def _places(module: Any) -> dict[str, tuple[Any, str, Any]]:
 
 def _difference(wanted: Any, found: _warpipe.View) -> str | None:
     """How a tensor of a module and one of the weights differ."""
-    if _is_lazy(wanted):
+    if is_lazy(wanted):
         return "has no shape in the module yet: it is lazy"
     dtype = str(wanted.dtype).removeprefix("torch.")
     ours, theirs = (tuple(wanted.shape), dtype), (tuple(found.shape), found.dtype)
     if ours == theirs:
         return None
     return f"is {dtype} {list(ours[0])} in the module, and {found.dtype} {list(theirs[0])} in the weights"
-
-
-def _is_lazy(tensor: Any) -> bool:
-    return type(tensor).__name__.startswith("Uninitialized")
 
 
 def _mismatch(
@@ -366,32 +363,12 @@ def _not_in_place(in_place: Any, tensors: list[tuple[str, Any]], is_required: bo
 
 def _plain(key: str, tensor: Any) -> Any:
     """A tensor as DLPack can export it."""
-    is_torchs = type(tensor).__module__.startswith("torch")
-    refused = _refused(tensor) if is_torchs else None
-    if refused is not None:
-        raise NotATensorError(f"{key!r} {refused}")
+    with _naming(key):
+        tensor = prepared(tensor)
     if not hasattr(tensor, "shape") or not hasattr(tensor, "dtype"):
         said = f"{key!r} is a {type(tensor).__name__} and no tensor; leave it out, or make it an array"
         raise NotATensorError(said)
-    if is_torchs:
-        return tensor.detach().resolve_conj().resolve_neg()
     return tensor
-
-
-def _refused(tensor: Any) -> str | None:
-    """Why a tensor of PyTorch's has no bytes of its own that can be copied, and the next step."""
-    if _is_lazy(tensor):
-        return "has no shape yet: it is lazy; call its module once before"
-    if getattr(tensor, "is_meta", False):
-        return "is on the meta device and has no values; load the module's weights before"
-    if hasattr(tensor, "full_tensor"):
-        return "is distributed; give its full_tensor(), or its to_local() under a name of each rank"
-    if getattr(tensor, "is_nested", False) or getattr(tensor, "is_quantized", False):
-        return "is nested or quantized; give the tensors that it consists of"
-    layout = getattr(tensor, "layout", None)
-    if layout is not None and str(layout) != "torch.strided":
-        return f"has the layout {layout}; give its to_dense(), or the tensors that it consists of"
-    return None
 
 
 @contextlib.contextmanager
