@@ -115,7 +115,7 @@ impl PublisherLink {
 #[cfg(test)]
 mod tests {
     use std::path::PathBuf;
-    use std::time::Duration;
+    use std::time::{Duration, Instant};
 
     use crate::device::Device;
     use crate::error::Error;
@@ -158,7 +158,15 @@ mod tests {
 
         fn take(&mut self) -> RawSample {
             self.send().unwrap();
-            self.subscriber.take_raw_sample().unwrap().unwrap()
+            let start = Instant::now();
+            loop {
+                // Its region may have to be mapped first.
+                if let Some(arrival) = self.subscriber.take_raw_sample().unwrap() {
+                    return arrival;
+                }
+                assert!(start.elapsed() < SOON);
+                std::thread::yield_now();
+            }
         }
 
         fn in_flight(&self) -> u32 {
@@ -193,7 +201,7 @@ mod tests {
                 assert!(receipt.check().unwrap());
             }
         }
-        let start = std::time::Instant::now();
+        let start = Instant::now();
         while scene.in_flight() > 0 {
             assert!(start.elapsed() < SOON, "{} are not back", scene.in_flight());
             std::thread::yield_now();
