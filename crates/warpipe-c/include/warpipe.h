@@ -126,7 +126,7 @@ typedef enum {
   WARPIPE_CHANGE_RECOVERED = 3,
   // It has closed gracefully. Its process may be alive.
   WARPIPE_CHANGE_LEFT = 4,
-  // Its process is proven dead, and its files in the domain are removed.
+  // Its process is proven dead. Its names are free: its files in the domain are removed next.
   WARPIPE_CHANGE_DIED = 5,
 } warpipe_change_kind;
 
@@ -2669,6 +2669,7 @@ warpipe_status warpipe_worker_close(warpipe_worker *worker);
 // warpipe_lease_close.
 //
 // WARPIPE_TIMEOUT; WARPIPE_PEER_GONE when the queue has: then a worker's loop is done;
+// WARPIPE_LINK_CLOSED when the queue, which lives, has ended this worker's link;
 // WARPIPE_INVALID_STATE for a stream that is being captured, or while another thread leases;
 // WARPIPE_DEVICE_FAILED.
 //

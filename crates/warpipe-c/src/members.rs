@@ -110,7 +110,7 @@ pub enum warpipe_change_kind {
     WARPIPE_CHANGE_RECOVERED = 3,
     /// It has closed gracefully. Its process may be alive.
     WARPIPE_CHANGE_LEFT = 4,
-    /// Its process is proven dead, and its files in the domain are removed.
+    /// Its process is proven dead. Its names are free: its files in the domain are removed next.
     WARPIPE_CHANGE_DIED = 5,
 }
 

@@ -120,6 +120,7 @@ pub extern "C" fn warpipe_worker_close(worker: *mut warpipe_worker) -> warpipe_s
 /// `warpipe_lease_close`.
 ///
 /// `WARPIPE_TIMEOUT`; `WARPIPE_PEER_GONE` when the queue has: then a worker's loop is done;
+/// `WARPIPE_LINK_CLOSED` when the queue, which lives, has ended this worker's link;
 /// `WARPIPE_INVALID_STATE` for a stream that is being captured, or while another thread leases;
 /// `WARPIPE_DEVICE_FAILED`.
 ///

@@ -113,8 +113,8 @@ pub struct MemberInfo {
     pub since_ns: u64,
     /// Its incarnation: every join under the name has another one.
     pub generation: Vec<u8>,
-    /// The endpoints that its process holds in the domain; for a dead member, those that were left
-    /// and removed.
+    /// The endpoints that its process holds in the domain; for a dead member, those that were left:
+    /// they are free, and removed next.
     pub endpoints: Vec<String>,
 }
 

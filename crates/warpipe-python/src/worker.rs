@@ -143,7 +143,8 @@ impl Worker {
     /// Waits for the next job, at most ``timeout`` seconds (default: the worker's; None: no limit).
     ///
     /// Raises ``TimeoutError``; ``PeerGoneError``, which is ``graceful`` after the queue's
-    /// ``shutdown`` or ``close``; ``ProtocolError``, ``ClosedError``, ``DriverError``.
+    /// ``shutdown`` or ``close``; ``LinkClosedError`` when the queue, which lives, has ended this
+    /// worker's link; ``ProtocolError``, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (timeout = Timeout::Usual), text_signature = "($self, timeout=...)")]
     fn lease(&self, py: Python<'_>, timeout: Timeout) -> PyResult<Py<Lease>> {
         self.next_within(py, timeout.or(self.inbox.timeout))

@@ -41,6 +41,11 @@ pub(super) const CASES: &[Case] = &[
     )
     .ends_clients(),
     Case::new(
+        "a semaphore: a member acquires although the last holder is killed while the two connect",
+        killed_while_connecting,
+    )
+    .ends_clients(),
+    Case::new(
         "a semaphore that its creator drops while its stream waits for a holder that is killed",
         dropped_too_early,
     )
@@ -329,6 +334,44 @@ fn killed_after_release(context: &Context) -> Result<()> {
         is_restored(&semaphore)?;
     }
     witness.dismiss()
+}
+
+fn killed_while_connecting(context: &Context) -> Result<()> {
+    let semaphore = create(context, 1)?;
+    let (stream, mut rng) = (context.stream()?, context.rng());
+    for round in 0..context.rounds(12, 500, 100) {
+        let mut victim = open(context)?;
+        ask(
+            &mut victim,
+            SemaphoreOrder::BeSlow {
+                slow_us: FOR_EVER.as_micros() as u64,
+            },
+        )?;
+        // Another one each time, which is not connected to anybody; or the creator.
+        let survivor = match round % 3 {
+            0 => semaphore.clone(),
+            _ => Semaphore::opener(NAME)
+                .domain(&context.domain)
+                .device(&context.device)
+                .open()?,
+        };
+        let spins = rng.u32(..40_000);
+        let acquired = std::thread::scope(|scope| {
+            let acquiring = scope.spawn(|| survivor.acquire(&stream, PATIENCE));
+            (0..spins).for_each(|_| std::hint::spin_loop());
+            let killed = victim.kill();
+            let acquired = acquiring.join();
+            killed.map(|()| acquired)
+        })?;
+        let permit = acquired.map_err(|_| anyhow::anyhow!("it panicked"))?;
+        permit
+            .with_context(|| format!("round {round}: the survivor acquires"))?
+            .release(&stream)?;
+        stream
+            .synchronize(PATIENCE)
+            .context("the survivor's stream goes on")?;
+    }
+    is_restored(&semaphore)
 }
 
 fn dropped_too_early(context: &Context) -> Result<()> {

@@ -901,7 +901,8 @@ class _Worker(Closeable):
         """Waits for the next job, at most ``timeout`` seconds (default: the worker's; None: no limit).
 
         Raises ``TimeoutError``; ``PeerGoneError``, which is ``graceful`` after the queue's
-        ``shutdown`` or ``close``; ``ProtocolError``, ``ClosedError``, ``DriverError``.
+        ``shutdown`` or ``close``; ``LinkClosedError`` when the queue, which lives, has ended this
+        worker's link; ``ProtocolError``, ``ClosedError``, ``DriverError``.
         """
     def try_lease(self) -> Lease | None:
         """The next job if there is one, else None.
@@ -1687,8 +1688,8 @@ class MemberInfo:
         """Its incarnation: every join under the name has another one."""
     @property
     def endpoints(self) -> list[str]:
-        """The endpoints that its process holds in the domain; for a dead member, those that were left
-        and removed.
+        """The endpoints that its process holds in the domain; for a dead member, those that were left:
+        they are free, and removed next.
         """
 
 @final
