@@ -416,7 +416,7 @@ pub struct WeightsServeArgs {
     /// Safetensors files, indexes of them, or folders with one model
     #[arg(required = true, value_name = "PATH")]
     pub paths: Vec<PathBuf>,
-    /// Name of the weights, for example llama; at most 40 bytes
+    /// Name of the weights, for example llama; at most 200 bytes
     #[arg(long)]
     pub name: String,
     /// Device of the weights: auto (where a version is that is taken over, else the first GPU, else

@@ -15,7 +15,7 @@ use std::time::{Duration, SystemTime};
 use anyhow::Context as _;
 use rustix::fs::{Access, AtFlags, CWD, Mode, OFlags};
 use rustix::io::Errno;
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 use warpipe::{Domain, EndpointName};
 
 use crate::args::GcArgs;
@@ -36,13 +36,18 @@ const LOCK_MARK: &[u8] = b"warpipe ";
 #[derive(Debug, Serialize)]
 struct Leftover {
     /// The name; `None` for a file of another program.
-    name: Option<String>,
+    #[serde(serialize_with = "as_text")]
+    name: Option<EndpointName>,
     files: Vec<String>,
     /// Since the newest of the files was made or written.
     age_seconds: u64,
     state: State,
     /// Why it counts as dead, or is kept.
     reason: &'static str,
+}
+
+fn as_text<S: Serializer>(name: &Option<EndpointName>, to: S) -> Result<S::Ok, S::Error> {
+    name.as_ref().map(EndpointName::as_str).serialize(to)
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -101,7 +106,7 @@ fn look(domain: &Domain) -> anyhow::Result<Vec<Leftover>> {
         }
         let reason = reason_to_keep(domain, &of_name);
         leftovers.push(Leftover {
-            name: Some(endpoint.name.to_string()),
+            name: Some(endpoint.name.clone()),
             age_seconds: age(&of_name),
             files: shown(&of_name),
             state: match reason {
@@ -153,13 +158,8 @@ impl Files {
 
     /// Takes out the files of a name.
     fn take(&mut self, name: &EndpointName) -> Vec<(OsString, Metadata)> {
-        let stem = name.as_str().replace('/', "+");
-        let names = [
-            format!("{stem}.lock"),
-            format!("{stem}.sock"),
-            format!(".{stem}.new"),
-        ];
-        let found = names
+        let found = name
+            .files()
             .into_iter()
             .filter_map(|file| self.0.remove_entry(&OsString::from(file)));
         found.collect()
@@ -219,13 +219,10 @@ fn shown(files: &[(OsString, Metadata)]) -> Vec<String> {
 
 fn remove(domain: &Domain, leftover: &mut Leftover) {
     let name = match &leftover.name {
-        Some(name) if leftover.state == State::Dead => name.as_str(),
+        Some(name) if leftover.state == State::Dead => name,
         _ => return,
     };
-    let Ok(name) = EndpointName::new(name) else {
-        return;
-    };
-    if domain.clean_name(&name) {
+    if domain.clean_name(name) {
         leftover.state = State::Removed;
         return;
     }
@@ -265,7 +262,7 @@ fn report(
     let path = path.display().to_string();
     output.human(|| styled(Style::Bold, &printable(&path)))?;
     let label = |leftover: &Leftover| match &leftover.name {
-        Some(name) => printable(name),
+        Some(name) => printable(name.as_str()),
         None => printable(&leftover.files.join(" ")),
     };
     let widths = leftovers.iter().map(|it| label(it).chars().count());

@@ -507,3 +507,29 @@ fn a_version_on_another_device_than_the_chosen_one_is_not_taken_over() {
         "{ready}"
     );
 }
+
+#[test]
+fn a_name_of_200_bytes_is_served_and_seen_by_every_list() {
+    let stage = Stage::new();
+    let name = format!("org/model/tp0of8/{}", "n".repeat(183));
+    let path = stage.file.to_str().unwrap();
+    let device = device();
+    let arguments = [
+        "weights", "serve", path, "--name", &name, "--device", &device,
+    ];
+    let mut serve = stage.world.start(&arguments);
+    serve.wait_for_line("ready");
+    for list in [
+        &["weights", "ls"][..],
+        &["ls"],
+        &["ls", "-v"],
+        &["top", "--once"],
+    ] {
+        let listed = stage.world.run(list);
+        assert!(listed.out.contains(&name), "{list:?}: {listed:?}");
+    }
+    let dropped = stage.world.run(&["weights", "drop", &name]);
+    assert_eq!(dropped.code, Some(0), "{dropped:?}");
+    assert_eq!(serve.end().code, Some(0));
+    stage.assert_nothing_is_left();
+}

@@ -93,7 +93,7 @@ fn a_taken_or_wrong_name_is_refused_and_its_keeper_goes_on() {
     let holder = format!("held by process {}", serve.pid());
     assert!(taken.err.contains(&holder), "{taken:?}");
     let path = stage.file.to_str().unwrap();
-    for name in ["../w", "", &"n".repeat(41)] {
+    for name in ["../w", "", &"n".repeat(201)] {
         let wrong = stage.world.run(&["weights", "serve", path, "--name", name]);
         assert_eq!(wrong.code, Some(2), "{wrong:?}");
     }

@@ -460,7 +460,7 @@ fn texts(bytes: &[u8]) {
         assert_eq!(name.as_str(), text);
     }
     if let Some(name) = EndpointName::from_file(&text) {
-        assert_eq!(EndpointName::new(name.as_str()).ok(), Some(name));
+        assert_eq!(EndpointName::of_endpoint(name.as_str()).ok(), Some(name));
     }
     origin::try_stat(bytes);
     text.lines()

@@ -9,7 +9,7 @@ mod verify;
 
 use std::path::PathBuf;
 
-use warpipe::{Domain, EndpointName, Error, Kind};
+use warpipe::{Domain, Error, Kind};
 
 use crate::args::{DomainArg, WeightsArgs, WeightsCommand};
 use crate::exit::Exit;
@@ -39,7 +39,6 @@ fn domain_path(chosen: &DomainArg) -> PathBuf {
 /// The domain in which a name of weights is looked for. Without its directory, which is not made,
 /// there is no such name.
 fn domain_of(chosen: &DomainArg, name: &str) -> warpipe::Result<Domain> {
-    let name = EndpointName::new(name)?;
     existing_domain(&domain_path(chosen))?.ok_or_else(|| Error::NotFound {
         kind: Kind::Weights,
         name: name.to_string(),

@@ -79,8 +79,11 @@ impl Error {
     /// Names, tickets and handles.
     fn hint_of_names(&self) -> &'static str {
         match self {
+            Error::Name { reason, .. } if reason.starts_with("it is longer than") => {
+                "take a shorter name"
+            }
             Error::Name { .. } => {
-                "use 1 to 80 bytes of a-z A-Z 0-9 _ - . in parts joined by /, no part starting with a dot"
+                "use a-z A-Z 0-9 _ - . in parts joined by /, no part empty or starting with a dot"
             }
             Error::ForeignFile { .. } => "it is left alone: move it away, or take another name",
             Error::NameTaken { .. } => "stop it or take another name",

@@ -26,6 +26,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 pub(crate) use self::author::Author;
+pub(crate) use self::endpoint_name::DERIVED_NAME_BYTES_MAX;
 pub use self::endpoint_name::{EndpointName, NAME_BYTES_MAX};
 use self::lock::{Cleared, is_owned, read_author};
 pub(crate) use self::watch::Arrivals;
@@ -363,7 +364,7 @@ impl Domain {
     /// Makes a listening socket under `name`, which appears there ready to be connected to. Returns
     /// it and its file.
     fn listen(&self, name: &EndpointName, mode: u32) -> Result<(Listener, Stat)> {
-        let (new, file) = (name.file(".", ".new"), name.file("", ".sock"));
+        let (new, file) = (name.new_file(), name.file("", ".sock"));
         let failed = |call| move |e: Errno| Error::os(call, format!("endpoint {name}"), e);
         let socket = Listener::new(seqpacket().map_err(failed("socket"))?);
         rustix::net::bind(&socket, &self.address(&new)?).map_err(failed("bind"))?;
@@ -473,8 +474,17 @@ impl Domain {
 
     fn dial(&self, file: &str) -> std::result::Result<PeerSocket, Errno> {
         let socket = PeerSocket::from(seqpacket()?);
-        let address = self.address(file).map_err(|_| Errno::NAMETOOLONG)?;
-        rustix::net::connect(&socket, &address)?;
+        if let Ok(address) = self.address(file) {
+            rustix::net::connect(&socket, &address)?;
+            return Ok(socket);
+        }
+        // The path is too long for a socket's address: by a descriptor of the socket's file.
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let there = CloseOnForkFd::open(|| {
+            rustix::fs::openat(&self.inner.directory, file, flags, Mode::empty())
+        })?;
+        let path = format!("/proc/self/fd/{}", there.as_fd().as_raw_fd());
+        rustix::net::connect(&socket, &SocketAddrUnix::new(path.as_str())?)?;
         Ok(socket)
     }
 

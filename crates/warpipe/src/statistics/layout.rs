@@ -8,7 +8,7 @@ use crate::kind::Kind;
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"WPSTATS\0");
 
 /// Changes with every change of the words.
-pub(super) const VERSION: u64 = 2;
+pub(super) const VERSION: u64 = 3;
 
 /// The name of the memfd, by which an observer finds its descriptor.
 pub(super) const FILE_NAME: &std::ffi::CStr = c"warpipe-statistics";
@@ -50,27 +50,27 @@ pub(super) mod endpoint {
     pub(in super::super) const NAME_BYTES: usize = 10;
     /// The name, filled up with zeros.
     pub(in super::super) const NAME: usize = 11;
-    pub(in super::super) const NAME_WORDS: usize = 10;
+    pub(in super::super) const NAME_WORDS: usize = 30;
     /// The items that were copied although they were to be sent in place, their bytes, and the
     /// last reason.
-    pub(in super::super) const COPIED: usize = 21;
-    pub(in super::super) const COPIED_BYTES: usize = 22;
-    pub(in super::super) const COPY_REASON: usize = 23;
+    pub(in super::super) const COPIED: usize = 41;
+    pub(in super::super) const COPIED_BYTES: usize = 42;
+    pub(in super::super) const COPY_REASON: usize = 43;
     /// Written with each item, in a cache line of their own.
-    pub(in super::super) const ITEMS: usize = 24;
-    pub(in super::super) const BYTES: usize = 25;
-    pub(in super::super) const SEQUENCE: usize = 26;
+    pub(in super::super) const ITEMS: usize = 48;
+    pub(in super::super) const BYTES: usize = 49;
+    pub(in super::super) const SEQUENCE: usize = 50;
     /// The items with a time of sending, and the sum of their latencies.
-    pub(in super::super) const TIMED: usize = 27;
-    pub(in super::super) const LATENCY_NS: usize = 28;
+    pub(in super::super) const TIMED: usize = 51;
+    pub(in super::super) const LATENCY_NS: usize = 52;
     /// Written with each tick.
-    pub(in super::super) const DROPPED: usize = 32;
-    pub(in super::super) const IN_FLIGHT: usize = 33;
-    pub(in super::super) const MEMORY: usize = 34;
-    pub(in super::super) const MEMORY_MAX: usize = 35;
-    pub(in super::super) const PEERS: usize = 36;
-    pub(in super::super) const DEPTH: usize = 37;
-    pub(in super::super) const WORDS: usize = 40;
+    pub(in super::super) const DROPPED: usize = 56;
+    pub(in super::super) const IN_FLIGHT: usize = 57;
+    pub(in super::super) const MEMORY: usize = 58;
+    pub(in super::super) const MEMORY_MAX: usize = 59;
+    pub(in super::super) const PEERS: usize = 60;
+    pub(in super::super) const DEPTH: usize = 61;
+    pub(in super::super) const WORDS: usize = 64;
 }
 
 /// Words of the row of one subscriber, in its publisher's process.
@@ -158,7 +158,7 @@ const _: () = {
     assert!(endpoint::ITEMS.is_multiple_of(8) && endpoint::DROPPED == endpoint::ITEMS + 8);
     assert!(endpoint::NAME + endpoint::NAME_WORDS <= endpoint::COPIED);
     assert!(header::SLOW_PATHS + 2 * crate::slow_path::SlowPath::ALL.len() <= header::WORDS);
-    assert!(endpoint::NAME_WORDS * 8 == crate::ipc::domain::NAME_BYTES_MAX);
+    assert!(endpoint::NAME_WORDS * 8 == crate::ipc::domain::DERIVED_NAME_BYTES_MAX);
     assert!(PAGE_BYTES.is_multiple_of(4096));
 };
 

@@ -516,7 +516,7 @@ fn endpoint_of(_: u32, row: &[u64; endpoint::WORDS]) -> Option<Endpoint> {
         kind: layout::kind_of(row[endpoint::KIND])?,
         role: Role::of(row[endpoint::ROLE])?,
         // A checked name has no character that a terminal would obey.
-        name: EndpointName::new(name).ok()?,
+        name: EndpointName::of_endpoint(name).ok()?,
         domain: pair(row, endpoint::DOMAIN),
         device: device(row, endpoint::DEVICE),
         generation: pair(row, endpoint::GENERATION),

@@ -97,7 +97,7 @@ impl Holder {
         loop {
             let [a, b, c, d, e, f, g, h, ..] = new_generation();
             let random = u64::from_le_bytes([a, b, c, d, e, f, g, h]);
-            let name = EndpointName::new(&format!("{prefix}{random:016x}"))?;
+            let name = EndpointName::of_endpoint(&format!("{prefix}{random:016x}"))?;
             let at = Address {
                 domain,
                 name: &name,

@@ -139,7 +139,7 @@ pub struct Keeper {
 }
 
 impl Keeper {
-    /// Options for the keeper of `name`: at most 40 bytes, otherwise as every endpoint name.
+    /// Options for the keeper of `name`: at most 200 bytes, otherwise as every endpoint name.
     pub fn builder(name: &str) -> KeeperBuilder {
         KeeperBuilder {
             name: name.to_string(),
@@ -330,7 +330,7 @@ impl KeeperCore {
 
     /// Fetches the version that `endpoint` offers. Waits for another process.
     fn fetch(&self, endpoint: &str) -> Result<u64, String> {
-        let endpoint = EndpointName::new(endpoint).map_err(|error| error.to_string())?;
+        let endpoint = EndpointName::of_endpoint(endpoint).map_err(|error| error.to_string())?;
         let fetched = takeover::fetch(&self.domain, &endpoint);
         let (held, _) = fetched.map_err(|error| error.to_string())?;
         // Closed behind the lock.

@@ -77,11 +77,11 @@ crate::ipc::messages!(
 );
 
 /// The longest name of weights: the names of holders begin with it.
-const WEIGHTS_NAME_BYTES_MAX: usize = 40;
+const WEIGHTS_NAME_BYTES_MAX: usize = 200;
 
 /// Checks the name of weights.
 fn weights_name(name: &str) -> Result<EndpointName> {
-    let too_long = "it is longer than 40 bytes, the most for weights";
+    let too_long = "it is longer than 200 bytes, the most for weights";
     EndpointName::of_at_most(WEIGHTS_NAME_BYTES_MAX, name, too_long)
 }
 

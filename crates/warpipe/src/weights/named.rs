@@ -103,7 +103,7 @@ impl Candidate {
         for (endpoint, author) in domain.held()? {
             let weights = weights_of(&endpoint);
             let text = weights.unwrap_or(endpoint.as_str());
-            let Some(name) = EndpointName::new(text).ok().filter(may_be_weights) else {
+            let Some(name) = EndpointName::of_endpoint(text).ok().filter(may_be_weights) else {
                 continue;
             };
             let candidate = found.entry(text.to_owned()).or_insert_with(|| Candidate {

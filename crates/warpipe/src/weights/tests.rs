@@ -1,6 +1,7 @@
 //! Publishing, opening and taking over within one process. `tests/weights.rs` kills processes.
 
 mod in_place;
+mod names;
 mod races;
 
 use std::path::PathBuf;
@@ -355,7 +356,7 @@ fn names_that_are_taken_of_another_kind_or_unknown_are_errors_and_leave_no_file(
     let found = publish(Duration::ZERO).unwrap_err();
     assert!(matches!(found, Error::OtherKind { .. }), "{found}");
     drop(other);
-    let long = Keeper::builder(&"n".repeat(41))
+    let long = Keeper::builder(&"n".repeat(201))
         .domain(&stage.domain)
         .build()
         .unwrap_err();

@@ -250,7 +250,7 @@ impl Domain {
     /// Removes a dead owner's sockets. This process holds [`CLEARING`], and no other one holds
     /// [`OWNER`]: no living owner can exist.
     fn clear(&self, name: &EndpointName) -> Result<()> {
-        for file in [name.file("", ".sock"), name.file(".", ".new")] {
+        for file in [name.file("", ".sock"), name.new_file()] {
             let kind =
                 match rustix::fs::statat(&self.inner.directory, &file, AtFlags::SYMLINK_NOFOLLOW) {
                     Err(_) => continue,
