@@ -213,7 +213,8 @@ fn host_version(entry: &Entry) -> Outcome<HostVersion> {
         .iter()
         .chain(warpipe_kernels::render::ALL)
         .chain(warpipe_kernels::ring::ALL)
-        .chain(warpipe::RING_STEPS);
+        .chain(warpipe::RING_STEPS)
+        .chain(warpipe::weights::CONTENT_HASH);
     let kernel = kernels.find(|kernel| kernel.name().to_bytes() == entry.name.as_bytes());
     match kernel {
         Some(kernel) if entry.parameters.iter().all(|&bytes| bytes == 8) => {
@@ -365,6 +366,7 @@ mod tests {
             .chain(warpipe_kernels::render::ALL)
             .chain(warpipe_kernels::ring::ALL)
             .chain(warpipe::RING_STEPS)
+            .chain(warpipe::weights::CONTENT_HASH)
         {
             let found = entries(kernel.ptx().to_str().unwrap()).unwrap();
             let entry = found

@@ -1,6 +1,6 @@
 //! The content hashes of a version, compared with those of its manifest.
 
-use super::blocks::hash_memory;
+use super::content::hash_memory;
 use super::manifest::{Manifest, TensorInfo};
 use crate::error::Result;
 use crate::memory::DeviceSlice;

@@ -1,7 +1,8 @@
 //! Weights that the caller copies into their memory itself, on streams of its own, beside tensors
 //! that are published where they lie.
 
-use super::blocks::{COPY_TIMEOUT, hash_memory};
+use super::blocks::COPY_TIMEOUT;
+use super::content::hash_memory;
 use super::in_place::TensorsInPlace;
 use super::lease;
 use super::load::{Placement, Storage, Weights};
@@ -100,9 +101,8 @@ impl WeightsBuilder {
         self
     }
 
-    /// Waits for the streams that [`memory`](WeightsBuilder::memory) has recorded, hashes what lies
-    /// in the memory, and seals the description. Several threads read the memory once, each
-    /// through four buffers of 512 KiB.
+    /// Waits for the streams that [`memory`](WeightsBuilder::memory) has recorded, has the device hash
+    /// what lies in the memory, and seals the description.
     ///
     /// # Errors
     /// [`Error::Argument`] for two tensors of one name, a name of no or more than 1,024 bytes, or an

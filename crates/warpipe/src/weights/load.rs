@@ -5,15 +5,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use twox_hash::XxHash3_128;
-
-use super::blocks::{Block, COPY_TIMEOUT, content_hash, hash_in_parallel};
+use super::blocks::{Block, COPY_TIMEOUT, read_in_parallel};
+use super::content::hash_memory;
 use super::held::Held;
 use super::holder::{Holder, clear_dead};
 use super::keeper_session::offer_to_keeper;
-use super::manifest::{
-    ALIGNMENT, ContentHash, Manifest, Part, TENSORS_MAX, TensorInfo, read_exact,
-};
+use super::manifest::{ALIGNMENT, Manifest, Part, TENSORS_MAX, TensorInfo, read_exact};
 use super::source::{Source, SourceFile, SourceTensor, of_file, unreadable};
 use super::staging::Staging;
 use super::weights_name;
@@ -43,7 +40,7 @@ pub struct Weights {
 
 impl Weights {
     /// Loads a source into one allocation of the device, with several readers. Each tensor starts
-    /// at a multiple of 512 bytes, and is hashed while it is read.
+    /// at a multiple of 512 bytes. The device hashes them when all are there.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`] when the device, or this process, has no room;
@@ -70,7 +67,7 @@ impl Weights {
         let lengths = source.tensors.iter().map(layout_of);
         let lengths: Vec<u64> = lengths.map(|layout| layout.bytes()).collect();
         let bytes_read = AtomicU64::new(0);
-        let hashes = hash_in_parallel(device, &lengths, |block, staging| {
+        read_in_parallel(device, &lengths, |block, staging| {
             let from = &source.tensors[block.tensor];
             let to = placed.offsets[block.tensor] + block.begin;
             let progress = |bytes| progress(bytes_read.fetch_add(bytes, Relaxed) + bytes);
@@ -83,7 +80,6 @@ impl Weights {
             memory,
             named.zip(source.tensors.iter().map(layout_of)),
             placed,
-            hashes,
         )
     }
 
@@ -116,24 +112,25 @@ impl Weights {
             }
         }
         stream.synchronize(COPY_TIMEOUT)?;
-        let hashes = tensors
-            .iter()
-            .map(|tensor| content_hash(tensor.2))
-            .collect();
         let named = tensors
             .iter()
             .map(|(name, layout, _)| (name.to_string(), *layout));
-        Weights::of(memory, named, placed, hashes)
+        Weights::of(memory, named, placed)
     }
 
-    /// Seals the manifest of a memory that is complete.
+    /// Hashes a memory that is complete, and seals its manifest.
     pub(super) fn of(
         memory: Memory,
         tensors: impl Iterator<Item = (String, Layout)>,
         placed: Placement,
-        hashes: Vec<ContentHash>,
     ) -> Result<Weights> {
-        let tensors = tensors.zip(&placed.offsets).zip(hashes);
+        let tensors: Vec<(String, Layout)> = tensors.collect();
+        let places = tensors.iter().zip(&placed.offsets);
+        let places: Vec<_> = places
+            .map(|((_, layout), &offset)| (&*memory, offset, layout.bytes()))
+            .collect();
+        let hashes = hash_memory(&places)?;
+        let tensors = tensors.into_iter().zip(&placed.offsets).zip(hashes);
         let tensors = tensors.map(|(((name, layout), &offset), hash)| TensorInfo {
             name,
             layout,
@@ -317,8 +314,8 @@ fn read_block(
     (memory, to): (&Memory, u64),
     staging: &mut Staging,
     progress: &dyn Fn(u64),
-) -> Result<ContentHash> {
-    let (mut hasher, mut done) = (XxHash3_128::new(), 0);
+) -> Result<()> {
+    let mut done = 0;
     while done < block.bytes {
         let buffer = staging.fill(COPY_TIMEOUT)?;
         let part_bytes = (block.bytes - done).min(buffer.len() as u64) as usize;
@@ -326,10 +323,9 @@ fn read_block(
         let at = from.tensor.begin.checked_add(block.begin + done);
         let at = at.ok_or_else(|| of_file(&file.path, WeightsFault::Changed))?;
         read_exact(file.fd.as_fd(), part, at).map_err(|error| unreadable(&file.path, error))?;
-        hasher.write(part);
         staging.copy_to(memory, to + done, part_bytes)?;
         done += part_bytes as u64;
         progress(part_bytes as u64);
     }
-    Ok(hasher.finish_128().to_be_bytes())
+    Ok(())
 }

@@ -32,7 +32,7 @@ const MANIFEST_BYTES_MAX: u64 = 256 << 20;
 pub(super) const ALIGNMENT: u64 = 512;
 
 /// The format of the bytes, and the hash function of contents.
-const FORMAT: u32 = 3;
+const FORMAT: u32 = 4;
 
 /// The most pieces of a version, each of which is a descriptor: the memory of the largest GPUs in
 /// pieces of 20 MiB.
@@ -44,8 +44,8 @@ const FINAL: SealFlags = SealFlags::SHRINK
     .union(SealFlags::WRITE)
     .union(SealFlags::SEAL);
 
-/// A content hash: 128 bits of XXH3, in big endian, over those of the content's blocks of 16 MiB. It
-/// shows damage, and is no signature.
+/// A content hash: 128 bits of XXH3 over those of the content's leaves, as
+/// `docs/design/weights.md` says. It shows damage, and is no signature.
 pub type ContentHash = [u8; 16];
 
 /// One tensor of published weights.

@@ -37,6 +37,7 @@
 
 mod blocks;
 mod check;
+mod content;
 mod fill;
 mod held;
 mod holder;
@@ -56,6 +57,8 @@ mod takeover;
 #[cfg(test)]
 mod tests;
 
+#[doc(hidden)] // For the fake driver.
+pub use self::content::CONTENT_HASH;
 pub use self::fill::WeightsBuilder;
 pub use self::in_place::TensorsInPlace;
 pub use self::keeper::{Keeper, KeeperBuilder};

@@ -1,6 +1,6 @@
-//! The way of a reader's bytes to the device, and from it: a few buffers of page-locked memory, so
-//! that the device copies some while the reader has another. **This module is marked for unsafe**:
-//! it gives out memory that a device reads and writes by its address.
+//! The way of a reader's bytes to the device: a few buffers of page-locked memory, so that the device
+//! copies some while the reader has another. **This module is marked for unsafe**: it gives out memory
+//! that a device reads by its address.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -32,12 +32,6 @@ pub(super) struct Staging {
 
 /// Looks at a copy (`cuEventQuery`) before a reader sleeps between them.
 const POLLS_BEFORE_SLEEP: u32 = 16;
-
-#[derive(Debug, Clone, Copy)]
-enum Direction {
-    ToDevice,
-    FromDevice,
-}
 
 struct Buffer {
     /// Recorded behind the buffer's last copy.
@@ -86,16 +80,7 @@ impl Staging {
     /// `timeout` until the device has copied what was in it.
     pub(super) fn fill(&mut self, timeout: Duration) -> Result<&mut [u8]> {
         self.current = (self.current + 1) % BUFFERS;
-        self.buffer(self.current, timeout)
-    }
-
-    /// The bytes that [`copy_from`](Self::copy_from) had copied into the buffer `index` last. Waits
-    /// up to `timeout` for that copy.
-    pub(super) fn fetched(&mut self, index: usize, timeout: Duration) -> Result<&mut [u8]> {
-        self.buffer(index % BUFFERS, timeout)
-    }
-
-    fn buffer(&mut self, index: usize, timeout: Duration) -> Result<&mut [u8]> {
+        let index = self.current;
         // Sleeps soon: readers that all ask the driver hold each other up, and the other buffers are
         // on their way meanwhile.
         let (start, mut backoff) = (Instant::now(), Backoff::spinning(POLLS_BEFORE_SLEEP));
@@ -125,44 +110,12 @@ impl Staging {
         offset: u64,
         bytes: usize,
     ) -> Result<()> {
-        self.copy(self.current, memory, offset, bytes, Direction::ToDevice)
-    }
-
-    /// Enqueues a copy of `bytes` bytes from byte `offset` of `memory` into the buffer `index`,
-    /// counted modulo [`BUFFERS`] (`cuMemcpyAsync`).
-    pub(super) fn copy_from(
-        &mut self,
-        index: usize,
-        memory: &DeviceSlice,
-        offset: u64,
-        bytes: usize,
-    ) -> Result<()> {
-        self.copy(
-            index % BUFFERS,
-            memory,
-            offset,
-            bytes,
-            Direction::FromDevice,
-        )
-    }
-
-    fn copy(
-        &mut self,
-        index: usize,
-        memory: &DeviceSlice,
-        offset: u64,
-        bytes: usize,
-        direction: Direction,
-    ) -> Result<()> {
+        let index = self.current;
         check_range("weights", offset, bytes as u64, memory.bytes())?;
         check_range("a buffer", 0, bytes as u64, self.buffer_bytes as u64)?;
-        let ours = self.memory.device_ptr(index * self.buffer_bytes);
-        let ours = ours.ok_or_else(|| Error::argument("buffer", "not registered", "registered"))?;
-        let theirs = memory.ptr() + offset;
-        let (to, from) = match direction {
-            Direction::ToDevice => (theirs, ours),
-            Direction::FromDevice => (ours, theirs),
-        };
+        let from = self.memory.device_ptr(index * self.buffer_bytes);
+        let from = from.ok_or_else(|| Error::argument("buffer", "not registered", "registered"))?;
+        let to = memory.ptr() + offset;
         memory.used_on(&self.stream);
         let buffer = &mut self.buffers[index];
         buffer.state = BufferState::Unknown;

@@ -102,7 +102,7 @@ fn weights_of_files_are_the_files_bytes_aligned_and_hashed() {
         .iter()
         .map(|t| (t.name(), t.offset(), t.hash()))
         .collect();
-    let hash = blocks::content_hash;
+    let hash = content::content_hash;
     let end = 512 + (large.len() as u64).next_multiple_of(512);
     assert_eq!(
         found,
@@ -184,7 +184,7 @@ fn a_call_of_the_device_that_fails_ends_the_load_and_the_next_load_is_whole() {
     }
     let weights = Weights::load(&inner, &source).unwrap();
     assert!(weights.memory_for_tests().to_vec(WAIT).unwrap()[..bytes.len()] == bytes[..]);
-    assert_eq!(weights.tensors()[0].hash(), blocks::content_hash(&bytes));
+    assert_eq!(weights.tensors()[0].hash(), content::content_hash(&bytes));
 }
 
 #[test]
@@ -469,7 +469,13 @@ fn a_check_that_the_device_fails_is_no_verdict() {
     let _published = stage.publish(1);
     drop(keeper);
     let keeper = stage.keeper();
-    for (method, call) in [("import", 1), ("register", 1), ("copy", 1), ("copy", 2)] {
+    for (method, call) in [
+        ("import", 1),
+        ("upload", 1),
+        ("launch", 1),
+        ("launch", 2),
+        ("download", 1),
+    ] {
         let backend = Wrapped::new(stage.device.backend().clone(), Failing::default());
         backend.hook().aim(method, call);
         let device = Device::from_backend(backend);

@@ -76,34 +76,3 @@ fn more_bytes_than_a_buffer_or_the_memory_has_are_refused() {
         assert!(matches!(refused, Error::Range { .. }), "{refused}");
     }
 }
-
-#[test]
-fn fetched_bytes_are_given_out_once_the_device_has_copied_them() {
-    let device = Device::preferred().device;
-    let memory = Memory::allocate(&device, 2 * PAGE_BYTES as u64).unwrap();
-    let mut staging = Staging::new(&device, PAGE_BYTES).unwrap();
-    for index in 0..2 {
-        staging.fill(WAIT).unwrap().fill(index as u8 + 1);
-        let place = index * PAGE_BYTES as u64;
-        staging.copy_to(&memory, place, PAGE_BYTES).unwrap();
-    }
-    staging.finish(WAIT).unwrap();
-    let (go_on, wait) = mpsc::channel::<()>();
-    let held_up = move || wait.recv().unwrap_or_default();
-    staging.stream.call(held_up).unwrap();
-    for index in 0..2 {
-        let place = (index * PAGE_BYTES) as u64;
-        staging
-            .copy_from(index, &memory, place, PAGE_BYTES)
-            .unwrap();
-    }
-    for index in 0..2 {
-        let early = staging.fetched(index, Duration::ZERO).unwrap_err();
-        assert!(matches!(early, Error::Timeout { .. }), "{early}");
-    }
-    go_on.send(()).unwrap();
-    for index in 0..2 {
-        let fetched = staging.fetched(index, WAIT).unwrap();
-        assert!(fetched.iter().all(|&byte| byte == index as u8 + 1));
-    }
-}
