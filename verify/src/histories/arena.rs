@@ -92,7 +92,8 @@ impl Play {
         let id = match self.arena.take(bytes) {
             Some(id) => id,
             None => {
-                let Some(growth) = self.arena.plan(bytes, 0) else {
+                let (total, room) = (self.arena.total(), self.arena.room());
+                let Some(growth) = self.arena.plan(bytes, total, room) else {
                     return Ok(());
                 };
                 let made = growth.make(&Device);

@@ -231,7 +231,8 @@ impl Play {
         let slot = match self.state.arena.take(bytes) {
             Some(slot) => slot,
             None => {
-                let Some(growth) = self.state.arena.plan(bytes, 0) else {
+                let (total, room) = (self.state.arena.total(), self.state.arena.room());
+                let Some(growth) = self.state.arena.plan(bytes, total, room) else {
                     return Ok(None);
                 };
                 let made = growth.make(&Device);

@@ -130,7 +130,8 @@ impl Play {
             counts,
             last_writers,
         };
-        let growth = state.arena.plan(BLOCK, 0).expect("room");
+        let (total, room) = (state.arena.total(), state.arena.room());
+        let growth = state.arena.plan(BLOCK, total, room).expect("room");
         state
             .arena
             .adopt(growth, growth.make(&Device))
