@@ -1,7 +1,7 @@
 //! What can go wrong with a bridge.
 
 /// An error of a bridge. Its text says what happened and, behind the last semicolon, the next step.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// An endpoint off loopback without TLS.
@@ -69,6 +69,17 @@ impl Error {
         Error::Zenoh {
             step,
             reason: reason.to_string(),
+        }
+    }
+}
+
+/// As `{}`, and an error of the library with its next step: a `main` that returns an error prints
+/// this.
+impl std::fmt::Debug for Error {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Error::Local(error) => std::fmt::Debug::fmt(error, f),
+            other => std::fmt::Display::fmt(other, f),
         }
     }
 }

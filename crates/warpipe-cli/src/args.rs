@@ -38,6 +38,8 @@ pub enum Command {
     Run(RunArgs),
     #[cfg(feature = "bridge")]
     Bridge(Box<crate::bridge::BridgeArgs>),
+    #[cfg(not(feature = "bridge"))]
+    Bridge(NoBridgeArgs),
     Completions(CompletionsArgs),
     Man(ManArgs),
     #[command(hide = true)]
@@ -587,4 +589,13 @@ mod tests {
             assert!(seconds(wrong).is_err() && rate(wrong).is_err(), "{wrong}");
         }
     }
+}
+
+/// Carries names between this machine and others; this command was built without it
+#[cfg(not(feature = "bridge"))]
+#[derive(Debug, Args)]
+#[command(hide = true, disable_help_flag = true)]
+pub struct NoBridgeArgs {
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    pub given: Vec<std::ffi::OsString>,
 }

@@ -87,6 +87,11 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>, program: Program) -> 
     exit
 }
 
+#[cfg(not(feature = "bridge"))]
+const NO_BRIDGE: &str = "this command was built without the bridge; build it in a checkout with \
+    `cargo install --path crates/warpipe-cli --features bridge`, or take the one of the Python \
+    package's wheel";
+
 /// Its exit code.
 fn run(command: &Command) -> anyhow::Result<u8> {
     let exit = match command {
@@ -102,6 +107,8 @@ fn run(command: &Command) -> anyhow::Result<u8> {
         Command::Weights(args) => weights::run(args),
         #[cfg(feature = "bridge")]
         Command::Bridge(args) => bridge::run(args),
+        #[cfg(not(feature = "bridge"))]
+        Command::Bridge(_) => Err(exit::UsageError(NO_BRIDGE.into()).into()),
         Command::Completions(args) => manual::complete(args),
         Command::Man(args) => manual::man(args),
         Command::DemoPublisher(args) => demo::run_publisher(args),

@@ -459,3 +459,22 @@ fn an_output_that_cannot_be_written_is_an_error_that_names_it() {
     assert_eq!(output.status.code(), Some(7), "{said}");
     assert!(said.contains("standard output cannot be written"), "{said}");
 }
+
+#[test]
+#[cfg(not(feature = "bridge"))]
+fn a_command_without_the_bridge_says_how_to_get_it() {
+    let world = World::new();
+    for arguments in [
+        &["bridge"][..],
+        &["bridge", "--help"],
+        &["bridge", "--listen", "tcp/127.0.0.1:0", "--export", "**"],
+    ] {
+        let refused = world.run(arguments);
+        assert_eq!(
+            (refused.code, refused.out.as_str()),
+            (Some(2), ""),
+            "{refused:?}"
+        );
+        assert!(refused.err.contains("--features bridge"), "{refused:?}");
+    }
+}

@@ -30,8 +30,9 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// An error of this crate: what happened, as data.
 ///
 /// [`kind`](Error::kind) says what a program can do about it; [`hint`](Error::hint) says it to a
-/// person.
-#[derive(Debug, thiserror::Error)]
+/// person. `{:?}` prints the fact and the hint, as a `main` that returns an error, `unwrap` and
+/// `expect` do.
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// No CUDA driver library could be loaded.

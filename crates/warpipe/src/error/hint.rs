@@ -1,6 +1,7 @@
 //! The next step for a person, in the words of this crate.
 
 use std::borrow::Cow;
+use std::fmt;
 
 use super::{
     Error, EventHandleFault, HandleFault, HandshakeFault, LegacyFault, PointerKind, TicketFault,
@@ -11,6 +12,15 @@ use crate::kind::Kind;
 const ONE_VERSION: &str = "run one version of warpipe on both sides";
 const WHOLE_TEXT: &str = "pass it on whole, as it was exported";
 const ONE_MACHINE: &str = "memory is shared within one machine: export it again there";
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.hint() {
+            Some(hint) => write!(f, "{self}; {hint}"),
+            None => write!(f, "{self}"),
+        }
+    }
+}
 
 impl Error {
     /// The next step for a person, in the words of this crate; `None` if the error's own text is
@@ -276,5 +286,22 @@ mod tests {
         };
         let hint = error.hint().unwrap();
         assert!(hint.ends_with("wait for 7"), "{hint}");
+    }
+
+    #[test]
+    fn debug_of_an_error_which_a_main_prints_says_what_happened_and_the_next_step() {
+        let error = Error::Name {
+            name: "a//b".into(),
+            reason: "it has an empty part",
+        };
+        assert_eq!(
+            format!("{error:?}"),
+            format!("{error}; {}", error.hint().unwrap())
+        );
+        let text = format!("{error:?}");
+        assert!(
+            text.starts_with("\"a//b\" is not an endpoint name: "),
+            "{text}"
+        );
     }
 }
