@@ -2,8 +2,10 @@
 
 use std::borrow::Cow;
 
+use pyo3::exceptions::PyKeyError;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyType};
+use pyo3::sync::PyOnceLock;
+use pyo3::types::PyDict;
 use warpipe::{Error, Kind};
 use warpipe_dlpack::Refusal;
 
@@ -402,6 +404,15 @@ fn fill_of_job(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
     }
 }
 
+/// The names of `warpipe._errors`, copied before the interpreter's end clears the module.
+pub fn classes(py: Python<'_>) -> PyResult<&Py<PyDict>> {
+    static CLASSES: PyOnceLock<Py<PyDict>> = PyOnceLock::new();
+    CLASSES.get_or_try_init(py, || {
+        let names = py.import("warpipe._errors")?.dict();
+        Ok(names.copy()?.unbind())
+    })
+}
+
 fn raise(
     py: Python<'_>,
     class: &str,
@@ -409,10 +420,10 @@ fn raise(
     fill: impl FnOnce(&Bound<'_, PyDict>) -> PyResult<()>,
 ) -> PyErr {
     let made = (|| {
-        let class = py
-            .import("warpipe._errors")?
-            .getattr(class)?
-            .cast_into::<PyType>()?;
+        let classes = classes(py)?.bind(py);
+        let class = classes
+            .get_item(class)?
+            .ok_or_else(|| PyKeyError::new_err(class.to_owned()))?;
         let exception = class.call1((message,))?;
         let context = PyDict::new(py);
         fill(&context)?;

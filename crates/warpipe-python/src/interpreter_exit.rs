@@ -16,6 +16,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::detached::DropDetached;
+use crate::errors;
 use crate::process::{self, Home};
 use crate::stream::imported;
 use crate::thread_exit;
@@ -324,10 +325,35 @@ fn close_all(py: Python<'_>) {
     });
 }
 
+/// A callback that Python calls for the library: the end of the program waits for it. Its thread
+/// holds the interpreter when it begins and ends.
+#[pyclass(frozen, module = "warpipe")]
+#[derive(Debug)]
+struct _Running(Mutex<Option<RunningCallback>>);
+
+#[pymethods]
+impl _Running {
+    /// None once the program ends: then no callback begins.
+    #[staticmethod]
+    fn begin() -> Option<_Running> {
+        // Counted before the check, as in `Callback::call`.
+        let running = RunningCallback::start();
+        (!has_begun()).then(|| _Running(Mutex::new(Some(running))))
+    }
+
+    fn end(&self) {
+        let running = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        drop(running);
+    }
+}
+
 /// ``atexit`` calls this: closes all open endpoints, and waits for running callbacks.
 #[pyfunction]
 fn _end(py: Python<'_>) -> PyResult<()> {
     EXITING.store(std::process::id(), Ordering::SeqCst);
+    if let Some(hook) = errors::classes(py)?.bind(py).get_item("_end_quietly")? {
+        hook.call0()?;
+    }
     close_all(py);
     let look = |slice: Duration| {
         let running = is_callback_running();
@@ -347,8 +373,10 @@ pub fn prepare(module: &Bound<'_, PyModule>) -> PyResult<()> {
         let said = "warpipe works in the main interpreter only; import it there, or use processes";
         return Err(PyImportError::new_err(said));
     }
+    module.add_class::<_Running>()?;
     module.add_function(wrap_pyfunction!(_end, module)?)?;
     module.add_function(wrap_pyfunction!(_begin, module)?)?;
+    errors::classes(module.py())?;
     PREPARED.store(std::process::id(), Ordering::SeqCst);
     let (py, end) = (module.py(), module.getattr("_end")?);
     py.import("atexit")?.call_method1("register", (&end,))?;

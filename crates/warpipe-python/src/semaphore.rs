@@ -1,6 +1,6 @@
 //! Semaphores and their permits.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use pyo3::prelude::*;
@@ -12,6 +12,7 @@ use crate::device::Device;
 use crate::domain::Domain;
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
+use crate::interpreter_exit::{Endpoint, close_at_exit};
 use crate::process::Home;
 use crate::stream::Consumer;
 use crate::wait::{attach, on_a_thread, optional};
@@ -43,11 +44,43 @@ pub struct Semaphore {
 pub struct Permit {
     home: Home,
     device: warpipe::Device,
+    passed: u64,
+    held: Arc<HeldPermit>,
+}
+
+/// What the end of the program releases, too, whatever holds the permit then.
+#[derive(Debug)]
+struct HeldPermit {
     /// The stream that it was acquired on; none for the CPU.
     consumer: Option<Consumer>,
-    passed: u64,
     /// `None` once it is released.
     inner: Mutex<Option<DropDetached<warpipe::Permit>>>,
+}
+
+impl HeldPermit {
+    fn lock(&self) -> MutexGuard<'_, Option<DropDetached<warpipe::Permit>>> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Endpoint for HeldPermit {
+    fn end(&self, py: Python<'_>) {
+        let permit = self.lock().take();
+        // No caller is left to get the error.
+        let _ = py.detach(|| {
+            permit.map_or(Ok(()), |permit| {
+                Permit::give_back(permit, self.consumer.as_ref())
+            })
+        });
+    }
+
+    fn is_closed(&self) -> bool {
+        self.lock().is_none()
+    }
+
+    fn is_over(&self) -> bool {
+        self.is_closed()
+    }
 }
 
 impl Semaphore {
@@ -82,13 +115,14 @@ impl Semaphore {
             consumer.lead(py)?;
         }
         let passed = inner.passed();
-        let (home, device, inner) = (Home::here(), self.device.clone(), Mutex::new(Some(inner)));
+        let inner = Mutex::new(Some(inner));
+        let held = Arc::new(HeldPermit { consumer, inner });
+        close_at_exit(&held);
         Ok(Permit {
-            home,
-            device,
-            consumer,
+            home: Home::here(),
+            device: self.device.clone(),
             passed,
-            inner,
+            held,
         })
     }
 }
@@ -269,7 +303,7 @@ impl Semaphore {
 impl Permit {
     fn lock(&self) -> Outcome<MutexGuard<'_, Option<DropDetached<warpipe::Permit>>>> {
         self.home.check()?;
-        Ok(self.inner.lock().unwrap_or_else(PoisonError::into_inner))
+        Ok(self.held.lock())
     }
 
     /// Releases it after the consumer's work; a permit of the CPU at once. Call without the
@@ -292,14 +326,12 @@ impl Permit {
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        let inner = self
-            .inner
-            .get_mut()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
-        if let Some(permit) = inner.filter(|_| self.home.is_here()) {
+        if !self.home.is_here() {
+            return;
+        }
+        if let Some(permit) = self.held.lock().take() {
             // No caller is left to get the error.
-            let _ = detached(|| Permit::give_back(permit, self.consumer.as_ref()));
+            let _ = detached(|| Permit::give_back(permit, self.held.consumer.as_ref()));
         }
     }
 }
@@ -330,7 +362,7 @@ impl Permit {
         let Some(permit) = self.lock()?.take() else {
             return Ok(());
         };
-        let consumer = asked.as_ref().or(self.consumer.as_ref());
+        let consumer = asked.as_ref().or(self.held.consumer.as_ref());
         Ok(py.detach(|| Permit::give_back(permit, consumer))?)
     }
 

@@ -261,3 +261,23 @@ def send_and_end(pipe, domain, device):
     configure(domain)
     pipe.send(plain(device))
     pipe.send("ends")
+
+
+class Gone:
+    """Pickled, it travels as a storage of a process that is there no more."""
+
+    def __init__(self, domain, device):
+        self.fields = tuple(
+            _allocations.Token("torch/gone", os.fspath(domain), 1, 1, NBYTES, device.uuid, "block of 64 bytes", 1, "MainProcess")
+        )
+
+    def __reduce__(self):
+        return rebuild, (self.fields,)
+
+
+def text_of(block):
+    return block.text
+
+
+def gone_from(domain, uuid):
+    return Gone(domain, warpipe.Device(uuid))

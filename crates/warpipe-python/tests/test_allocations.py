@@ -5,6 +5,7 @@ import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -541,6 +542,18 @@ def test_a_storage_whose_sender_is_dead_is_named_in_the_error(domain, device):
         said_by_error = rf"block of 64 bytes of process {sender.pid} \(.*\) went with its process: .*; keep the sender running"
         with pytest.raises(warpipe.PeerGoneError, match=said_by_error):
             pipe.recv()
+
+
+def test_a_pool_tells_of_a_storage_that_cannot_be_opened_and_goes_on(domain, device):
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        with pytest.raises(warpipe.PeerGoneError, match="block of 64 bytes of process 1 .*went with its process"):
+            pool.apply_async(storages.text_of, (storages.Gone(domain, device),)).get(LIMIT_SECONDS)
+        # Of a result: where it is used.
+        found = pool.apply_async(storages.gone_from, (domain, device.uuid)).get(LIMIT_SECONDS)
+        for use in (lambda: found.text, lambda: found + 1, lambda: len(found), lambda: pickle.dumps(found)):
+            with pytest.raises(warpipe.PeerGoneError, match="went with its process"):
+                use()
+        assert pool.apply_async(abs, (-1,)).get(LIMIT_SECONDS) == 1
 
 
 def test_storages_go_by_the_domain_that_is_asked_for_now(device, domain, tmp_path):

@@ -219,3 +219,94 @@ for _ in range(300):
         sys.exit()
     assert os.waitpid(child, 0)[1] == 0
 """)
+
+
+def test_daemon_threads_that_learn_of_the_end_by_an_error_say_nothing(tmp_path, device):
+    ends(tmp_path, device, """
+queue = warpipe.Queue("q", **where)
+worker = warpipe.Worker("q", **where)
+def lease():
+    for one in worker:
+        pass
+def receive():
+    for one in subscriber:
+        pass
+def send():
+    while True:
+        publisher.send(b"x")
+def result():
+    queue.submit(b"x").result()
+for work in (lease, receive, send, result) * 2:
+    threading.Thread(target=work, daemon=True).start()
+time.sleep(0.1)
+sys.slow = Slow()
+""")
+
+
+def test_other_errors_of_threads_are_told_also_at_the_end(tmp_path, device):
+    with pytest.raises(AssertionError, match="ZeroDivisionError"):
+        ends(tmp_path, device, """
+import atexit
+go = threading.Event()
+def divide():
+    go.wait()
+    1 / 0
+thread = threading.Thread(target=divide, daemon=True)
+thread.start()
+class Late:
+    def __del__(self):
+        go.set()
+        thread.join(5)
+sys.late = Late()
+atexit.unregister(warpipe._warpipe._end)
+warpipe._warpipe._end()
+go.set()
+thread.join()
+""")
+
+
+def test_a_callback_of_a_job_that_runs_at_the_end_runs_to_its_end(tmp_path, device):
+    assert ends(tmp_path, device, """
+queue = warpipe.Queue("q", **where)
+worker = warpipe.Worker("q", **where)
+begun = threading.Event()
+def callback(handle):
+    begun.set()
+    time.sleep(1.0)
+    print("done")
+queue.submit(b"x").add_done_callback(callback)
+worker.lease().complete()
+begun.wait()
+""") == "done\n"
+
+
+def test_an_error_of_a_late_finalizer_is_what_it_is(tmp_path, device):
+    assert ends(tmp_path, device, """
+import builtins
+publisher.close()
+class Late:
+    def __del__(self, send=publisher.send, ValueError=ValueError, print=print, type=type):
+        try:
+            send(b"x")
+        except ValueError as error:
+            print(type(error).__name__, flush=True)
+late = Late()
+# Cleared last of all.
+builtins._late = late
+del late
+""") == "ClosedError\n"
+
+
+def test_a_permit_that_a_daemon_thread_holds_leaves_no_files_of_its_semaphore(tmp_path, device):
+    ends(tmp_path, device, """
+semaphore = warpipe.Semaphore.create("s", 1, **where)
+held = threading.Event()
+def hold():
+    with semaphore.acquire():
+        held.set()
+        threading.Event().wait()
+threading.Thread(target=hold, daemon=True).start()
+held.wait()
+publisher.close(); subscriber.close()
+""")
+    assert [path.name for path in (tmp_path / "domain").iterdir()] == []

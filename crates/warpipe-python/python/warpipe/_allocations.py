@@ -229,7 +229,16 @@ class Table:
     # The receiving side.
 
     def open(self, token: Token, make: Callable[[Any], Opened]) -> Any:
-        """The storage of a token: one that this process has, or one that ``make`` makes of the opened memory."""
+        """The storage of a token: one that this process has, or one that ``make`` makes of the opened memory.
+
+        An ``Unopened`` where a ``Pool`` reads a token that cannot be opened.
+        """
+        try:
+            return self._open(token, make)
+        except Exception as error:
+            return _messages.unopened(error)
+
+    def _open(self, token: Token, make: Callable[[Any], Opened]) -> Any:
         own = self.shared.get((token.server, token.number))
         if own is not None:
             self._own_server(token).withdraw(token.number)

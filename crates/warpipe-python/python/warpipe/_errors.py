@@ -7,6 +7,8 @@ Where Python has a family of its own for a kind of failure (``TimeoutError``, ``
 from __future__ import annotations
 
 import builtins
+import threading
+from typing import Any
 
 
 class Error(Exception):
@@ -430,3 +432,15 @@ for _class in list(globals().values()):
     if isinstance(_class, type) and issubclass(_class, Error):
         _class.__module__ = "warpipe"
 del _class
+
+
+def _end_quietly() -> None:
+    """The program ends, and its endpoints are closed: daemon threads that learn it by an error stop there."""
+    usual = threading.excepthook
+
+    def told(raised: Any) -> None:
+        thread = raised.thread
+        if not (thread is not None and thread.daemon and isinstance(raised.exc_value, Error)):
+            usual(raised)
+
+    threading.excepthook = told

@@ -53,6 +53,10 @@ class _Callbacks:
     def _call(self, future: _Future, callbacks: list[_Callback]) -> None:
         # A callback may fork: the others are its parent's.
         while callbacks and self._is_here():
+            running = _warpipe._Running.begin()
+            if running is None:
+                # The program ends, and waits for none that has not begun.
+                return
             callback = callbacks.pop(0)
             try:
                 callback(future)
@@ -65,6 +69,8 @@ class _Callbacks:
                         self._waiting[future] = callbacks + self._waiting.get(future, [])
                         self._rouse()
                 raise
+            finally:
+                running.end()
 
     def _is_here(self) -> bool:
         return self._process == os.getpid()

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import os
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -82,6 +83,46 @@ class Ordered:
 def same(found: Any) -> Any:
     """In messages: the argument."""
     return found
+
+
+class Unopened:
+    """In the place of what a ``Pool`` was sent and cannot open: each use raises the error.
+
+    A ``Pool`` that unpickles takes an ``OSError`` for the end of its pipe, and ends at any other: either way the caller
+    would wait for ever. So the error comes where the message is used, whose errors a ``Pool`` gives to the caller.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.__dict__["_error"] = error
+
+    def _raise(self, *_given: Any, **_named: Any) -> Any:
+        raise self.__dict__["_error"].with_traceback(None)
+
+    __getattr__ = __setattr__ = __getitem__ = __setitem__ = __iter__ = __len__ = __bool__ = __call__ = __reduce_ex__ = _raise  # type: ignore[assignment]
+    __array__ = __dlpack__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = _raise
+    __truediv__ = __rtruediv__ = __neg__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = _raise  # type: ignore[assignment]
+    __hash__ = object.__hash__
+
+    @classmethod
+    def __torch_function__(cls, _function: Any, _types: Any, given: tuple[Any, ...] = (), _named: Any = None) -> Any:
+        for one in given:
+            if isinstance(one, cls):
+                one._raise()
+        return NotImplemented
+
+
+def unopened(error: Exception) -> Unopened:
+    """Raises the error of something that cannot be opened, unless a ``Pool`` unpickles it."""
+    pool = sys.modules.get("multiprocessing.pool")
+    if pool is None:
+        raise error
+    readers = {pool.worker.__code__, pool.Pool._handle_results.__code__}
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in readers:
+            return Unopened(error)
+        frame = frame.f_back  # type: ignore[assignment]
+    raise error
 
 
 def _dumping(_usual: Callable[..., Any]) -> Callable[..., Any]:

@@ -362,7 +362,14 @@ def _place(uuid: str) -> Any:
 
 
 def _rebuild_storage(fields: tuple[Any, ...]) -> Any:
-    return TABLE.open(Token(*fields), _opened)
+    token = Token(*fields)
+    if token.device != _warpipe.Device("host").uuid:
+        try:
+            # In a forked child it says that CUDA is not for one, and what to use.
+            _torch().cuda.init()
+        except RuntimeError as error:
+            return _messages.unopened(error)
+    return TABLE.open(token, _opened)
 
 
 def _opened(memory: Any) -> Opened:
@@ -383,6 +390,8 @@ def _rebuild_tensor(
     is_conj: bool,
     is_neg: bool,
 ) -> Any:
+    if isinstance(storage, _messages.Unopened):
+        return storage
     torch = _torch()
     tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)
     if is_conj:
@@ -395,6 +404,9 @@ def _rebuild_tensor(
 
 
 def _rebuild_coo(indices: Any, values: Any, shape: tuple[int, ...], is_coalesced: bool, requires_grad: bool) -> Any:
+    for part in (indices, values):
+        if isinstance(part, _messages.Unopened):
+            return part
     tensor = _torch().sparse_coo_tensor(indices, values, shape, is_coalesced=is_coalesced)
     return tensor.requires_grad_(requires_grad)
 
@@ -402,6 +414,9 @@ def _rebuild_coo(indices: Any, values: Any, shape: tuple[int, ...], is_coalesced
 def _rebuild_compressed(
     compressed: Any, plain: Any, values: Any, shape: tuple[int, ...], layout: Any, requires_grad: bool
 ) -> Any:
+    for part in (compressed, plain, values):
+        if isinstance(part, _messages.Unopened):
+            return part
     tensor = _torch().sparse_compressed_tensor(compressed, plain, values, shape, layout=layout)
     return tensor.requires_grad_(requires_grad)
 
