@@ -5,6 +5,7 @@ use std::sync::{Arc, Weak};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
+use crate::errors::{Fault, no_pickle};
 use crate::interpreter_exit::Endpoint;
 use crate::process::Home;
 
@@ -48,8 +49,16 @@ impl Closeable {
         Ok(())
     }
 
-    fn __enter__(slf: Py<Closeable>) -> Py<Closeable> {
-        slf
+    fn __enter__(slf: Bound<'_, Closeable>) -> PyResult<Bound<'_, Closeable>> {
+        if slf.get().closed()? {
+            return Err(Fault::closed(&slf.get_type().name()?.to_string_lossy(), "").into());
+        }
+        Ok(slf)
+    }
+
+    fn __reduce__(slf: &Bound<'_, Closeable>) -> PyResult<()> {
+        let next = "open it in the other process, by its name";
+        Err(no_pickle(&format!("a {}", slf.get_type().name()?), next))
     }
 
     /// Calls the class's own ``close``, which may do more.

@@ -1,7 +1,7 @@
 //! Devices, and the arguments that name one.
 
 use pyo3::prelude::*;
-use pyo3::types::{PyInt, PyString};
+use pyo3::types::{PyBool, PyString};
 use warpipe::backend::{DeviceId, DeviceKind, cuda};
 
 use crate::errors::{Fault, Outcome};
@@ -62,8 +62,10 @@ impl Device {
         if let Ok(name) = found.cast::<PyString>() {
             return Device::named(name.to_str()?);
         }
-        if found.is_exact_instance_of::<PyInt>() {
-            return Device::named(&format!("cuda:{found}"));
+        if !found.is_instance_of::<PyBool>()
+            && let Ok(ordinal) = found.call_method0("__index__")
+        {
+            return Device::named(&format!("cuda:{ordinal}"));
         }
         let name = of_torch(found)?.ok_or_else(|| Fault::argument("device", found, DEVICES))?;
         Device::named(&name)

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use pyo3::exceptions::PyKeyError;
+use pyo3::exceptions::{PyKeyError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyDict;
@@ -225,8 +225,13 @@ fn fill(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
         Error::DeviceMemory { bytes, .. } => dict.set_item("nbytes", bytes),
         Error::Os { call, source, .. } => {
             dict.set_item("call", call)?;
-            dict.set_item("code", source.raw_os_error())
+            dict.set_item("code", source.raw_os_error())?;
+            source
+                .raw_os_error()
+                .map_or(Ok(()), |code| fill_number(dict, code))
         }
+        Error::DescriptorLimit { .. } => fill_shortage(dict, libc::EMFILE),
+        Error::InFlightLimit { .. } => fill_shortage(dict, libc::ETOOMANYREFS),
         Error::NameTaken { name, holder } => {
             dict.set_item("endpoint", name)?;
             dict.set_item("pid", holder.pid)
@@ -283,6 +288,20 @@ fn fill(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
         Error::Timeout { waited, .. } => dict.set_item("waited", waited.as_secs_f64()),
         other => fill_primitives(dict, other),
     }
+}
+
+/// As [`fill`], of a limit of descriptors: what the system said when it was reached.
+fn fill_shortage(dict: &Bound<'_, PyDict>, code: i32) -> PyResult<()> {
+    dict.set_item("call", dict.py().None())?;
+    dict.set_item("code", code)?;
+    fill_number(dict, code)
+}
+
+/// What an ``OSError`` has.
+fn fill_number(dict: &Bound<'_, PyDict>, code: i32) -> PyResult<()> {
+    let said = dict.py().import("os")?.call_method1("strerror", (code,))?;
+    dict.set_item("errno", code)?;
+    dict.set_item("strerror", said)
 }
 
 /// As [`fill`], of errors outside the channel.
@@ -433,4 +452,11 @@ fn raise(
         Ok(PyErr::from_value(exception))
     })();
     made.unwrap_or_else(|error: PyErr| error)
+}
+
+/// The error of pickling something that belongs to a process.
+pub fn no_pickle(what: &str, next: &str) -> PyErr {
+    PyTypeError::new_err(format!(
+        "{what} belongs to its process and cannot be pickled; {next}"
+    ))
 }

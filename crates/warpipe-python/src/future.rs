@@ -18,6 +18,7 @@ use crate::detached::detached;
 use crate::errors::{Fault, Outcome};
 use crate::job::{self, Watch};
 use crate::job_endpoint::JobEndpoint;
+use crate::stream::imported;
 use crate::wait::{SLICE, in_slices, late, optional};
 
 use job_or_request::Source;
@@ -333,6 +334,16 @@ impl Drop for Future {
 
 #[pymethods]
 impl Future {
+    /// So that `isinstance` says that it is a ``concurrent.futures.Future``, whose methods it has: its
+    /// type is its own.
+    #[getter(__class__)]
+    fn class<'py>(slf: &Bound<'py, Future>) -> PyResult<Bound<'py, PyAny>> {
+        match imported(slf.py(), "concurrent.futures._base")? {
+            Some(futures) => futures.getattr("Future"),
+            None => Ok(slf.get_type().into_any()),
+        }
+    }
+
     /// The number of the job, or the request, from 1.
     #[getter]
     fn job(&self) -> u64 {

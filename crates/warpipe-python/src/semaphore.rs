@@ -374,8 +374,11 @@ impl Permit {
         Ok(())
     }
 
-    fn __enter__(slf: Py<Permit>) -> Py<Permit> {
-        slf
+    fn __enter__(slf: Py<Permit>) -> PyResult<Py<Permit>> {
+        if slf.get().lock()?.is_none() {
+            return Err(Fault::released("the permit").into());
+        }
+        Ok(slf)
     }
 
     #[pyo3(signature = (*_exception))]

@@ -16,6 +16,7 @@ use crate::array::{self, Request};
 use crate::buffer;
 use crate::device::Device;
 use crate::dlpack;
+use crate::errors::no_pickle;
 use crate::errors::{Fault, Outcome};
 use crate::memory::{Memory, MemoryHolder};
 use crate::process::Home;
@@ -319,8 +320,15 @@ impl Tensor {
         unsafe { buffer::release(view) };
     }
 
-    fn __enter__(slf: Py<Tensor>) -> Py<Tensor> {
-        slf
+    fn __enter__(slf: Py<Tensor>) -> PyResult<Py<Tensor>> {
+        slf.get().owner.memory()?;
+        Ok(slf)
+    }
+
+    fn __reduce__(slf: &Bound<'_, Tensor>) -> PyResult<()> {
+        let next =
+            "send it by a Publisher or a Queue, or pickle a copy, for example `.numpy().copy()`";
+        Err(no_pickle(&format!("a {}", slf.get_type().name()?), next))
     }
 
     /// An error references frames, and they this object.

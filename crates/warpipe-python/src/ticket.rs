@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyType};
 use warpipe::backend::{DeviceId, DeviceKind};
@@ -31,7 +32,11 @@ impl Ticket {
             return Ok(ticket.get().inner.clone());
         }
         let Ok(text) = found.cast::<PyString>() else {
-            return Err(Fault::argument("ticket", found, "a Ticket, or its text").into());
+            let said = format!(
+                "a ticket is a Ticket or its text, and not {}",
+                found.repr()?
+            );
+            return Err(PyTypeError::new_err(said));
         };
         Ok(text
             .to_str()?

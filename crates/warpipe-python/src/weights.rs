@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
-use pyo3::exceptions::{PyKeyError, PyTypeError};
+use pyo3::exceptions::PyKeyError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyIterator, PyList};
 use warpipe::weights::{self, TensorInfo};
@@ -13,7 +13,7 @@ use warpipe::{Error, HandshakeFault, Opener};
 use crate::closeable::Closeable;
 use crate::device::Device;
 use crate::domain::Domain;
-use crate::errors::{Fault, Outcome};
+use crate::errors::{Fault, Outcome, no_pickle};
 use crate::handle::CloseableHandle;
 use crate::memory::{Memory, MemoryHolder};
 use crate::memory_owner::{MemoryOwner, OwnedMemory};
@@ -35,13 +35,6 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(_open_weights, module)?)?;
     module.add_function(wrap_pyfunction!(_keep_weights, module)?)?;
     module.add_function(wrap_pyfunction!(_verify_weights, module)?)
-}
-
-/// The error of pickling something that belongs to a process.
-pub fn no_pickle(what: &str, next: &str) -> PyErr {
-    PyTypeError::new_err(format!(
-        "{what} belongs to its process and cannot be pickled; {next}"
-    ))
 }
 
 /// Whether a wait for a keeper, or for its version, goes on after this error: there is none yet, or
@@ -286,6 +279,38 @@ impl SharedWeights {
         let owner = self.handle.get()?;
         let tensors = weights_of(&owner).tensors();
         PyList::new(py, tensors.iter().map(TensorInfo::name))
+    }
+
+    /// The tensors, in the order of ``keys``.
+    ///
+    /// Raises ``ClosedError``.
+    fn values(&self, py: Python<'_>) -> PyResult<Vec<Py<View>>> {
+        let names = self.keys(py)?;
+        let tensor = |name: Bound<'_, PyAny>| self.__getitem__(py, &name.extract::<String>()?);
+        names.iter().map(tensor).collect()
+    }
+
+    /// The names with the tensors, in the order of ``keys``.
+    ///
+    /// Raises ``ClosedError``.
+    fn items<'py>(&self, py: Python<'py>) -> PyResult<Vec<(Bound<'py, PyAny>, Py<View>)>> {
+        Ok(self.keys(py)?.iter().zip(self.values(py)?).collect())
+    }
+
+    /// The tensor of that name, or ``default`` if there is none.
+    ///
+    /// Raises ``ClosedError``.
+    #[pyo3(signature = (name, default = None, /))]
+    fn get(
+        &self,
+        py: Python<'_>,
+        name: &Bound<'_, PyAny>,
+        default: Option<Py<PyAny>>,
+    ) -> PyResult<Py<PyAny>> {
+        if !self.__contains__(name)? {
+            return Ok(default.unwrap_or_else(|| py.None()));
+        }
+        Ok(self.__getitem__(py, &name.extract::<String>()?)?.into_any())
     }
 
     /// Where a tensor begins in the memory: a multiple of 512. The memory may have parts that are not

@@ -14,12 +14,13 @@ use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 
 use crate::closeable::Closeable;
+use crate::errors::no_pickle;
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::interpreter_exit::Callback;
 use crate::process::Home;
 use crate::wait::{hand_over, in_slices, optional};
-use crate::weights::{LOOK, Place, SharedWeights, Version, is_for_now, no_pickle};
+use crate::weights::{LOOK, Place, SharedWeights, Version, is_for_now};
 
 /// What the thread and the watch share.
 #[derive(Debug)]

@@ -288,4 +288,4 @@ def test_no_public_result_is_a_bare_tuple():
     """Except the dimensions of a tensor, and where another protocol says so."""
     bare = re.compile(r"def (\w+)\(.*\) -> .*\btuple\[(?!int, \.\.\.\])")
     names = {name for name in bare.findall((HERE / "_warpipe.pyi").read_text())}
-    assert names <= {"__cuda_stream__", "__dlpack_device__", "__reduce__"}
+    assert names <= {"__cuda_stream__", "__dlpack_device__", "__reduce__", "items"}

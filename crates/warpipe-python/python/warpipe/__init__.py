@@ -103,6 +103,7 @@ from ._errors import (
     WeightsMismatchError,
     WrongDeviceError,
 )
+from . import _futures as _futures
 from ._queue import Server, Worker
 from ._subscriber import Subscriber
 from ._tuples import EndpointInfo, MemoryUse, PoolUsage, Quota

@@ -7,6 +7,8 @@ Where Python has a family of its own for a kind of failure (``TimeoutError``, ``
 from __future__ import annotations
 
 import builtins
+import errno
+import os
 import threading
 from typing import Any
 
@@ -21,6 +23,15 @@ class Error(Exception):
     __module__ = "warpipe"
 
     error_kind: str = "invalid_input"
+
+    def __str__(self) -> str:
+        # An ``OSError`` with a number would have another text than its message.
+        return str(self.args[0]) if len(self.args) == 1 else super().__str__()
+
+    def __reduce__(self) -> Any:
+        if not isinstance(self, OSError):
+            return super().__reduce__()
+        return type(self), self.args, {**vars(self), "errno": self.errno, "strerror": self.strerror}
 
 
 # Devices and the system.
@@ -84,12 +95,15 @@ class PeerAccessError(DeviceError):
 class SystemCallError(Error, OSError):
     """A call of the operating system failed. Attributes: ``call``, ``code`` (the errno)."""
 
-    call: str
+    call: str | None
     code: int | None
 
 
 class DescriptorLimitError(SystemCallError):
-    """The process, or the system, has no file descriptor left, or this user too many in flight between processes."""
+    """The process, or the system, has no file descriptor left, or this user too many in flight between processes.
+
+    Its ``call`` is None: each call that makes a descriptor fails then.
+    """
 
 
 # Names.
@@ -432,6 +446,20 @@ for _class in list(globals().values()):
     if isinstance(_class, type) and issubclass(_class, Error):
         _class.__module__ = "warpipe"
 del _class
+
+
+def _number(number: int, *classes: Any) -> None:
+    """Gives errors that are ``OSError``s by their meaning the number that the system has for that."""
+    for one in classes:
+        one.errno, one.strerror = number, os.strerror(number)
+
+
+_number(errno.ECONNABORTED, ConnectionError, EventLostError)
+_number(errno.ECONNREFUSED, NotFoundError)
+_number(errno.ECONNRESET, PeerGoneError, TicketExpiredError)
+_number(errno.EACCES, AccessDeniedError, DevicePermissionError)
+_number(errno.EEXIST, ForeignFileError)
+_number(errno.ETIMEDOUT, TimeoutError, DeadlinePassedError)
 
 
 def _end_quietly() -> None:

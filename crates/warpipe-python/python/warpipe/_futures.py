@@ -7,6 +7,7 @@ import os
 import select
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -159,3 +160,58 @@ def add(future: _Future, callback: _Callback) -> None:
 def run(future: _Future) -> None:
     """Runs the callbacks of a future that this thread has cancelled."""
     _callbacks.run(future)
+
+
+class _Waited:
+    """What ``concurrent.futures`` keeps in a future that it waits for, of one of ours."""
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+        self.waiters: list[Any] = []
+        self.state = "PENDING"
+
+    def finish(self, future: _Future) -> None:
+        with self.condition:
+            is_cancelled = future.cancelled()
+            self.state = "CANCELLED_AND_NOTIFIED" if is_cancelled else "FINISHED"
+            for waiter in self.waiters:
+                if is_cancelled:
+                    waiter.add_cancelled(future)
+                elif _has_failed(future):
+                    waiter.add_exception(future)
+                else:
+                    waiter.add_result(future)
+
+
+def _has_failed(future: _Future) -> bool:
+    try:
+        return future.exception(0) is not None
+    except Error:
+        # Its queue is closed.
+        return True
+
+
+_waited: weakref.WeakKeyDictionary[_Future, _Waited] = weakref.WeakKeyDictionary()
+_waited_lock = threading.RLock()
+
+
+def _waited_of(future: _Future) -> _Waited:
+    with _waited_lock:
+        waited = _waited.get(future)
+        if waited is not None:
+            return waited
+        waited = _waited[future] = _Waited()
+    add(future, waited.finish)
+    return waited
+
+
+def _mimic() -> None:
+    """Has ``concurrent.futures.wait``, ``as_completed`` and ``asyncio.wrap_future`` take our futures: they ask
+    for three attributes of a ``Future``."""
+    future: Any = _warpipe._Future
+    future._condition = property(lambda one: _waited_of(one).condition)
+    future._waiters = property(lambda one: _waited_of(one).waiters)
+    future._state = property(lambda one: _waited_of(one).state)
+
+
+_mimic()

@@ -98,9 +98,9 @@ class Unopened:
     def _raise(self, *_given: Any, **_named: Any) -> Any:
         raise self.__dict__["_error"].with_traceback(None)
 
-    __getattr__ = __setattr__ = __getitem__ = __setitem__ = __iter__ = __len__ = __bool__ = __call__ = __reduce_ex__ = _raise  # type: ignore[assignment]
+    __getattr__ = __setattr__ = __getitem__ = __setitem__ = __iter__ = __len__ = __bool__ = __call__ = __reduce_ex__ = _raise
     __array__ = __dlpack__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = _raise
-    __truediv__ = __rtruediv__ = __neg__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = _raise  # type: ignore[assignment]
+    __truediv__ = __rtruediv__ = __neg__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = _raise
     __hash__ = object.__hash__
 
     @classmethod

@@ -672,7 +672,7 @@ class Queue(Closeable):
         max_attempts: int = 3,
         lease_timeout: float | None = None,
         order: _Order = "submission",
-        limit: int = 1024,
+        limit: int = 1048576,
         submit_timeout: float | None = 5.0,
         memory_limit: int = 4294967296,
         workers_max: int = 256,
@@ -849,6 +849,16 @@ class Results:
     def _timeout(self) -> float | None: ...
 
 @final
+class _Running:
+    """A callback that Python calls for the library: the end of the program waits for it. Its thread
+    holds the interpreter when it begins and ends.
+    """
+    @staticmethod
+    def begin() -> _Running | None:
+        """None once the program ends: then no callback begins."""
+    def end(self) -> None: ...
+
+@final
 class _Watch:
     """The descriptor of a queue for event loops."""
     def fileno(self) -> int: ...
@@ -987,9 +997,9 @@ class Lease(Sample):
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        _trace: TracebackType | None,
+        trace: TracebackType | None,
         /,
-    ) -> None: ...
+    ) -> bool: ...
 
 @final
 class Output(Loan):
@@ -1034,7 +1044,7 @@ class Client(Closeable):
         max_attempts: int = 3,
         prefetch: int = 2,
         lease_timeout: float | None = None,
-        limit: int = 1024,
+        limit: int = 1048576,
         memory_limit: int = 4294967296,
         loan_timeout: float | None = 5.0,
         spin: float | None = None,
@@ -2328,6 +2338,21 @@ class SharedWeights(Closeable):
         """The device that they are mapped on."""
     def keys(self) -> list[str]:
         """The names of the tensors, in the order of their places in the memory.
+
+        Raises ``ClosedError``.
+        """
+    def values(self) -> list[View]:
+        """The tensors, in the order of ``keys``.
+
+        Raises ``ClosedError``.
+        """
+    def items(self) -> list[tuple[str, View]]:
+        """The names with the tensors, in the order of ``keys``.
+
+        Raises ``ClosedError``.
+        """
+    def get(self, name: str, default: Any = None, /) -> Any:
+        """The tensor of that name, or ``default`` if there is none.
 
         Raises ``ClosedError``.
         """

@@ -1,0 +1,167 @@
+"""What programs expect of any Python package: errors of the system, pickles, ``with`` blocks, futures."""
+
+import asyncio
+import concurrent.futures
+import copy
+import errno
+import os
+import pickle
+import resource
+import threading
+
+import numpy as np
+import pytest
+from conftest import LIMIT_SECONDS
+
+import warpipe
+
+
+def test_every_error_that_is_an_oserror_has_its_number_and_keeps_its_text(domain, device, link):
+    expected = {
+        warpipe.NotFoundError: (errno.ECONNREFUSED, lambda: warpipe.Subscriber("nobody", domain=domain, device=device)),
+        warpipe.TimeoutError: (errno.ETIMEDOUT, lambda: link[1].receive(0)),
+        warpipe.SystemCallError: (errno.ENOENT, lambda: warpipe.Ticket.read_file("/there/is/none")),
+    }
+    for kind, (number, call) in expected.items():
+        with pytest.raises(kind) as raised:
+            call()
+        error = raised.value
+        assert isinstance(error, OSError) and (error.errno, error.strerror) == (number, os.strerror(number)), kind
+        assert str(error) == error.args[0] and "Errno" not in str(error)
+        again = pickle.loads(pickle.dumps(error))
+        assert (type(again), str(again), again.errno, vars(again)) == (kind, str(error), number, vars(error) | vars(again))
+
+
+def test_every_class_of_errors_that_is_an_oserror_has_a_number():
+    of_the_system = (warpipe.SystemCallError, warpipe.DescriptorLimitError)
+    for kind in vars(warpipe._errors).values():
+        if isinstance(kind, type) and issubclass(kind, (warpipe.Error,)) and issubclass(kind, OSError) and kind not in of_the_system:
+            assert isinstance(kind("x").errno, int) and kind("x").strerror, kind
+
+
+def test_a_process_without_descriptors_left_is_told_the_call_and_the_code(domain, device):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    publisher = warpipe.Publisher("here", domain=domain, device=device)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(warpipe.DescriptorLimitError) as raised:
+            warpipe.Publisher("there", domain=domain, device=device)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (raised.value.call, raised.value.code, raised.value.errno) == (None, errno.EMFILE, errno.EMFILE)
+    publisher.close()
+
+
+def test_what_is_closed_or_released_begins_no_block(link, domain, device):
+    publisher, subscriber = link
+    publisher.send(b"x")
+    frame = subscriber.receive()
+    semaphore = warpipe.Semaphore.create("s", 1, domain=domain, device=device)
+    permit = semaphore.acquire()
+    for one, end in ((frame, frame.release), (permit, permit.release), (semaphore, semaphore.close), (subscriber, subscriber.close)):
+        with one:
+            end()
+        with pytest.raises((warpipe.ClosedError, warpipe.ReleasedError)), one:
+            raise AssertionError("the block was begun")
+
+
+def test_what_belongs_to_a_process_says_what_to_do_instead_of_a_pickle(link):
+    publisher, subscriber = link
+    publisher.send(b"x")
+    frame = subscriber.receive()
+    for one, said in ((frame, "a Sample .*Publisher or a Queue.*numpy"), (publisher, "a Publisher .*by its name")):
+        for call in (pickle.dumps, copy.copy):
+            with pytest.raises(TypeError, match=f"{said}"):
+                call(one)
+
+
+def test_a_devices_number_may_be_of_any_integer_type(device):
+    if device.kind == "cuda":
+        assert warpipe.Device(np.int64(device.ordinal)) == device
+    else:
+        # It is taken as the number of a GPU, whatever becomes of that.
+        with pytest.raises(warpipe.DeviceError):
+            warpipe.Device(np.int64(4000))
+    for wrong in (True, 1.0, b"0"):
+        with pytest.raises(warpipe.ArgumentError, match="a GPU's number"):
+            warpipe.Device(wrong)
+
+
+def test_what_is_no_ticket_by_its_type_is_a_typeerror():
+    for wrong in (None, 3, b"ticket"):
+        with pytest.raises(TypeError, match="a ticket is a Ticket or its text"):
+            warpipe.Ticket(wrong)
+    with pytest.raises(warpipe.TicketError):
+        warpipe.Ticket("no ticket")
+
+
+def test_weights_have_the_methods_of_a_mapping(domain, device):
+    from warpipe import weights
+
+    with weights.keep("w", domain=domain):
+        published = weights.publish("w", {"a": np.arange(3.0), "b": np.arange(4)}, device=device, domain=domain)
+        with weights.open("w", device=device, domain=domain) as found, published:
+            assert dict(found.items()).keys() == {"a", "b"} and len(found.values()) == 2
+            assert found.get("a").numpy().tolist() == [0, 1, 2]
+            assert found.get("c") is None and found.get("c", 7) == 7 and found.get(3) is None
+            assert {name: view.shape for name, view in found.items()} == {"a": (3,), "b": (4,)}
+
+
+@pytest.fixture
+def jobs(open_queue, open_worker):
+    """Submits jobs, which are doubled; the job of a negative number fails."""
+    queue, worker = open_queue(max_attempts=1), open_worker()
+
+    def work():
+        for lease in worker:
+            number = int(lease.numpy()[0])
+            if number < 0:
+                lease.fail("negative")
+            else:
+                lease.complete(np.array([2 * number]))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    yield lambda numbers: [queue.submit(np.array([number])) for number in numbers]
+    queue.close()
+    thread.join(LIMIT_SECONDS)
+    assert not thread.is_alive()
+
+
+def test_concurrent_futures_waits_for_handles(jobs):
+    handles = jobs(range(100))
+    done, pending = concurrent.futures.wait(handles, LIMIT_SECONDS)
+    assert done == set(handles) and not pending
+    assert concurrent.futures.wait(handles, 0).done == done
+    seen = [int(handle.result().numpy()[0]) for handle in concurrent.futures.as_completed(jobs(range(100)), LIMIT_SECONDS)]
+    assert sorted(seen) == [2 * number for number in range(100)]
+
+
+def test_concurrent_futures_sees_the_first_failure_and_what_is_not_done(jobs, open_queue, domain, device):
+    handles = jobs([1, -1, 2])
+    done, _ = concurrent.futures.wait(handles, LIMIT_SECONDS, concurrent.futures.FIRST_EXCEPTION)
+    assert handles[1] in done and isinstance(handles[1].exception(), warpipe.DeadLetteredError)
+    with warpipe.Queue("nobody", domain=domain, device=device) as queue:
+        open_handle, called_off = queue.submit(b"x"), queue.submit(b"y")
+        called_off.cancel()
+        done, pending = concurrent.futures.wait([open_handle, called_off], 0.05)
+        assert (done, pending) == ({called_off}, {open_handle})
+        with pytest.raises(TimeoutError):
+            list(concurrent.futures.as_completed([open_handle], 0.05))
+
+
+def test_asyncio_wraps_handles(jobs):
+    async def run():
+        handles = jobs([3, -1])
+        assert int((await asyncio.wrap_future(handles[0])).numpy()[0]) == 6
+        with pytest.raises(warpipe.DeadLetteredError):
+            await asyncio.wrap_future(handles[1])
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))
+
+
+def test_a_handle_is_still_of_its_own_class(jobs):
+    (handle,) = jobs([1])
+    assert isinstance(handle, warpipe.JobHandle) and type(handle) is warpipe.JobHandle
+    assert isinstance(handle, concurrent.futures.Future) and repr(handle).startswith("JobHandle(")
+    handle.result(LIMIT_SECONDS)
