@@ -462,14 +462,27 @@ impl std::fmt::Display for Fault {
 
 impl std::error::Error for Fault {}
 
-/// The name of an error's variant.
-pub fn kind_of(error: &warpipe::Error) -> String {
-    let shown = format!("{error:?}");
-    shown
-        .split(|c: char| !c.is_alphanumeric())
-        .next()
-        .unwrap_or_default()
-        .to_string()
+macro_rules! variants {
+    ($($variant:ident)*) => {
+        /// The name of an error's variant.
+        pub fn kind_of(error: &warpipe::Error) -> String {
+            let name = match error {
+                $(warpipe::Error::$variant { .. } => stringify!($variant),)*
+                _ => "Other",
+            };
+            name.to_owned()
+        }
+    };
+}
+
+variants! {
+    NoDriver DriverSymbol NoDevice DevicePermission NoSuchDevice Driver Capturing DeviceReset
+    DeviceMemory NotDeviceMemory PeerAccess Os DescriptorLimit InFlightLimit Name Domain ForeignFile
+    NameTaken NotFound OtherKind Ticket TicketExpired Range Refused NotOwner Backwards SignalPending
+    EventNotRecorded EventLost EventHandle AccessDenied Handshake Protocol PeerGone SampleLost
+    Evicted LinkClosed Timeout Full MemoryLimit QuotaExceeded WeightsFile WeightsDamaged
+    NotExportable LegacyHandle EventLimit QueueFull DeadLettered Rejected DeadlinePassed NoSuchJob
+    QueueClosed Layout Profiler Argument Forked
 }
 
 #[cfg(test)]
