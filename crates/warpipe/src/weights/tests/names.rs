@@ -1,6 +1,6 @@
 //! Names as long as a model's id and its ranks need.
 
-use super::*;
+use super::{Keeper, NamedWeights, SharedWeights, Stage, WAIT, WEIGHTS_NAME_BYTES_MAX, byte_of};
 
 /// As long as a name may be, in parts.
 fn longest() -> String {
