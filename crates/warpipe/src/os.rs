@@ -33,16 +33,31 @@ pub(crate) fn kind_of(fd: BorrowedFd<'_>) -> Result<FdKind, Errno> {
 /// `fcntl(fd, F_OFD_SETLK)` with a write lock on one byte: it belongs to the open file description,
 /// so it ends with the last descriptor of its owner, however that dies. `fcntl_locking(2)`.
 pub(crate) fn ofd_write_lock(fd: BorrowedFd<'_>, byte: u8) -> Result<(), Errno> {
-    let lock = write_lock(byte);
+    ofd_set(fd, libc::F_WRLCK, byte.into())
+}
+
+/// The same with a read lock, which a descriptor for reading suffices for: that of a directory, too.
+/// Others may hold read locks on the byte.
+pub(crate) fn ofd_read_lock(fd: BorrowedFd<'_>, byte: i64) -> Result<(), Errno> {
+    ofd_set(fd, libc::F_RDLCK, byte)
+}
+
+/// Releases the lock on one byte, for each copy of the descriptor.
+pub(crate) fn ofd_unlock(fd: BorrowedFd<'_>, byte: i64) -> Result<(), Errno> {
+    ofd_set(fd, libc::F_UNLCK, byte)
+}
+
+fn ofd_set(fd: BorrowedFd<'_>, kind: libc::c_int, byte: i64) -> Result<(), Errno> {
+    let lock = lock_of(kind, byte);
     // SAFETY: F_OFD_SETLK reads one `flock`, which lives across the call.
     let code = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_SETLK, &lock) };
     if code == 0 { Ok(()) } else { Err(last_error()) }
 }
 
-/// Whether another open file description holds a lock on that byte: `fcntl(fd, F_OFD_GETLK)`. Takes
-/// none.
-pub(crate) fn ofd_is_locked(fd: BorrowedFd<'_>, byte: u8) -> Result<bool, Errno> {
-    let mut lock = write_lock(byte);
+/// Whether another open file description holds a lock on that byte, for reading or writing:
+/// `fcntl(fd, F_OFD_GETLK)`. Takes none.
+pub(crate) fn ofd_is_locked(fd: BorrowedFd<'_>, byte: i64) -> Result<bool, Errno> {
+    let mut lock = lock_of(libc::F_WRLCK, byte);
     // SAFETY: F_OFD_GETLK reads and writes one `flock`, which lives across the call.
     let code = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_OFD_GETLK, &mut lock) };
     if code == 0 {
@@ -52,12 +67,12 @@ pub(crate) fn ofd_is_locked(fd: BorrowedFd<'_>, byte: u8) -> Result<bool, Errno>
     }
 }
 
-fn write_lock(byte: u8) -> libc::flock {
+fn lock_of(kind: libc::c_int, byte: i64) -> libc::flock {
     // SAFETY: `flock` is plain data, for which zeros are valid (l_pid must be 0 for OFD locks).
     let mut lock: libc::flock = unsafe { std::mem::zeroed() };
-    lock.l_type = libc::F_WRLCK as _;
+    lock.l_type = kind as _;
     lock.l_whence = libc::SEEK_SET as _;
-    (lock.l_start, lock.l_len) = (byte.into(), 1);
+    (lock.l_start, lock.l_len) = (byte, 1);
     lock
 }
 

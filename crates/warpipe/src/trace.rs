@@ -56,6 +56,10 @@ events! {
     EndpointOpened { name: String, kind: String } => INFO "endpoint.opened";
     /// This process has withdrawn a name.
     EndpointClosed { name: String, kind: String } => INFO "endpoint.closed";
+    /// Others have removed the files of a name that this process serves: no new client finds it.
+    NameVanished { name: String } => WARN "name.vanished";
+    /// They are back.
+    NameRestored { name: String } => WARN "name.restored";
     /// A connection was refused before it counted as a client.
     ConnectionRefused { name: String, uid: u32, pid: i32, reason: String } => WARN "connection.refused";
     /// A client was admitted.

@@ -93,7 +93,7 @@ pub fn row(process: &Process, now_ns: u64) -> ProcessRow {
             false if is_silent(process, now_ns) => ProcessState::Stalled,
             false => ProcessState::Running,
         },
-        descriptors: std::fs::read_dir(format!("/proc/{pid}/fd")).map_or(0, Iterator::count),
+        descriptors: descriptors(pid),
         endpoints: process.endpoints.len(),
         gpu_owned: bytes(DeviceKind::Cuda, Role::Owner),
         gpu_imported: bytes(DeviceKind::Cuda, Role::Peer),
@@ -102,6 +102,19 @@ pub fn row(process: &Process, now_ns: u64) -> ProcessRow {
         gpu_kept: bytes(DeviceKind::Cuda, Role::Keeper),
         host_kept: bytes(DeviceKind::Host, Role::Keeper),
         slow_paths: process.slow_paths.iter().copied().map(slow_path).collect(),
+    }
+}
+
+/// The most descriptors that are counted one by one.
+const DESCRIPTORS_MAX: usize = 4096;
+
+/// How many descriptors a process has open. Since Linux 6.2 the kernel says it as the size of their
+/// directory; before, more than [`DESCRIPTORS_MAX`] are counted as so many.
+fn descriptors(pid: i32) -> usize {
+    let path = format!("/proc/{pid}/fd");
+    match std::fs::metadata(&path).map_or(0, |directory| directory.len()) {
+        0 => std::fs::read_dir(path).map_or(0, |entries| entries.take(DESCRIPTORS_MAX).count()),
+        open => usize::try_from(open).unwrap_or(usize::MAX),
     }
 }
 

@@ -11,6 +11,7 @@ use warpipe::{Domain, clock};
 
 use super::memory::{self, MemoryRow};
 use super::process::{self, ProcessRow, ProcessState, SlowPathRow};
+use crate::output;
 
 /// What is looked at, and what the last look has found out.
 pub struct Source {
@@ -215,6 +216,13 @@ impl Snapshot {
             .iter()
             .map(|it| format!("process {}: {}", it.pid, it.reason))
             .collect();
+        if observation.unsearched > 0 {
+            notes.push(format!(
+                "{} not searched to the end: their users' processes have too many descriptors; \
+                 the next look goes on",
+                output::counted(observation.unsearched, "process was", "processes were")
+            ));
+        }
         for process in &observation.processes {
             let (pid, unlisted, damaged) = (process.pid, process.unlisted, process.damaged);
             if unlisted > 0 {

@@ -103,7 +103,9 @@ impl Error {
             } => "start the publisher, or wait for it with `wait_for_publisher`",
             Error::NotFound { .. } => "start its owner, or wait for it with a timeout",
             Error::OtherKind { .. } => "take the right name, or open it as what it is",
-            Error::AccessDenied { .. } => "ask its owner to allow the uid or gid",
+            Error::AccessDenied { .. } => {
+                "ask its owner to allow the uid or gid, and to let others pass the folder of its domain (chmod 711)"
+            }
             Error::TicketExpired { .. } => "get a new ticket from its owner",
             Error::Range { .. } => "take a range inside",
             Error::Ticket(fault) => match fault {

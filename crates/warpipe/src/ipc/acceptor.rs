@@ -8,14 +8,14 @@
 
 use std::collections::HashMap;
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
 
-use super::domain::NameClaim;
+use super::domain::{FilesSeen, NameClaim};
 use super::limits::{ConnectionQuota, QuotaPermit, eviction_candidate};
 use super::message::{self, Message, Received};
 use super::peer::Peer;
@@ -35,6 +35,9 @@ const PENDING_MAX: usize = 64;
 
 /// The most connections accepted before other descriptors are served.
 const BATCH_MAX: usize = 16;
+
+/// How many ticks pass between two looks at the files of the name.
+const TICKS_PER_LOOK: u64 = 5;
 
 /// The listener's tag. Pending connections have their numbers, from 1.
 const LISTENER: u64 = 0;
@@ -101,6 +104,9 @@ pub(crate) struct Acceptor {
     next_id: AtomicU64,
     state: Mutex<AcceptorState>,
     claim: NameClaim,
+    ticks: AtomicU64,
+    /// The control thread has been asked to look at the files of the name, and is not done.
+    is_look_requested: AtomicBool,
 }
 
 #[derive(Default)]
@@ -167,6 +173,8 @@ impl Acceptor {
             next_id: AtomicU64::new(1),
             state: Mutex::default(),
             claim,
+            ticks: AtomicU64::new(1),
+            is_look_requested: AtomicBool::new(false),
         })
     }
 
@@ -184,12 +192,49 @@ impl Acceptor {
         if state.is_closed || state.listener.is_some() {
             return Ok(());
         }
-        let listener = self.claim.listener.as_fd();
-        state.listener = Some(
-            self.reactor
-                .register(listener, &self.event_source(), LISTENER)?,
-        );
+        let listener = self.claim.listener();
+        state.listener = Some(self.reactor.register(
+            listener.as_fd(),
+            &self.event_source(),
+            LISTENER,
+        )?);
         Ok(())
+    }
+
+    /// Has the control thread look whether the name's files are there: a file system may take long.
+    fn request_look(&self) {
+        if self.is_look_requested.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let me = self.me.clone();
+        self.reactor.run_on_control_thread(Box::new(move || {
+            if let Some(me) = me.upgrade() {
+                me.look();
+                me.is_look_requested.store(false, Ordering::Relaxed);
+            }
+        }));
+    }
+
+    /// Looks whether others have removed the name's files. What they lead to is put back.
+    fn look(&self) {
+        // Kept until it is not watched any more.
+        let before = self.claim.listener();
+        match self.claim.look() {
+            FilesSeen::Unchanged => {}
+            FilesSeen::Vanished => trace::emit(|| TraceEvent::NameVanished {
+                name: self.name().to_string(),
+            }),
+            FilesSeen::PutBack => {
+                let watch = self.lock().listener.take();
+                drop(watch);
+                // If this process is out of descriptors, the next tick tries again.
+                let _ = self.listen();
+                trace::emit(|| TraceEvent::NameRestored {
+                    name: self.name().to_string(),
+                });
+            }
+        }
+        drop(before);
     }
 
     /// Withdraws the name and closes the pending connections.
@@ -214,7 +259,14 @@ impl Acceptor {
     /// Called at each tick: closes the connections that have been pending for too long.
     pub(crate) fn tick(&self) {
         self.quota.release_closed();
-        self.claim.listener.look();
+        self.claim.listener().look();
+        if self
+            .ticks
+            .fetch_add(1, Ordering::Relaxed)
+            .is_multiple_of(TICKS_PER_LOOK)
+        {
+            self.request_look();
+        }
         // If this process is still out of descriptors, the next tick tries again.
         let _ = self.listen();
         let limit = self.options.handshake_timeout;
@@ -250,9 +302,10 @@ impl Acceptor {
     /// Accepts connections, a limited number at a time. When descriptors run out, connections wait
     /// in the backlog. The listener stays readable then, so it is not watched until the next tick.
     fn accept(&self) -> Next {
+        let listener = self.claim.listener();
         for _ in 0..BATCH_MAX {
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-            match CloseOnForkFd::open(|| accept_with(&self.claim.listener, flags)) {
+            match CloseOnForkFd::open(|| accept_with(&listener, flags)) {
                 Ok(socket) => self.begin(Arc::new(PeerSocket::from(socket))),
                 Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return Next::Keep,
                 Err(_) => {
@@ -277,7 +330,8 @@ impl Acceptor {
         };
         let (uid, gid) = (credentials.uid, credentials.gid);
         let is_admitted = || self.options.access_policy.admits(uid, gid);
-        let screened = self.claim.listener.screen(socket.as_fd(), uid, is_admitted);
+        let listener = self.claim.listener();
+        let screened = listener.screen(socket.as_fd(), uid, is_admitted);
         if let Err((denied, reason)) = screened {
             return self.say(&socket, &refusal(denied, reason));
         }

@@ -7,9 +7,12 @@
 //! this library gives it; a socket is dead if the kernel refuses a connection to it.
 //!
 //! All paths are walked from the directory's own descriptor, opened and verified once (`O_DIRECTORY
-//! | O_NOFOLLOW`, owner, mode), so no other process can swap the directory underneath.
+//! | O_NOFOLLOW`, owner, mode), so no other process can swap the directory underneath. That of an
+//! own domain is locked (`flock(LOCK_SH)`), so that systemd-tmpfiles leaves what is in use alone;
+//! that of another user's is opened with `O_PATH`, since it may let others pass and not read.
 
 mod author;
+mod claim;
 mod endpoint_name;
 mod lock;
 pub(crate) mod watch;
@@ -18,20 +21,22 @@ use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use rustix::fs::{AtFlags, Mode, OFlags, Stat};
+use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags, Stat};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 pub(crate) use self::author::Author;
+pub(crate) use self::claim::{FilesSeen, NameClaim};
 pub(crate) use self::endpoint_name::DERIVED_NAME_BYTES_MAX;
 pub use self::endpoint_name::{EndpointName, NAME_BYTES_MAX};
+#[cfg(test)]
+pub(crate) use self::lock::name_byte;
 use self::lock::{Cleared, is_owned, read_author};
 pub(crate) use self::watch::Arrivals;
 use crate::error::{Error, HandshakeFault, Holder, Result};
-use crate::fork::{CloseOnForkFd, OwnerProcess};
+use crate::fork::CloseOnForkFd;
 use crate::ipc::Kind;
 use crate::ipc::client_handshake::HandshakeLimit;
 use crate::os;
@@ -125,19 +130,8 @@ impl Domain {
                 Err(error) => return Err(fail(format!("it cannot be made: {error}"))),
             }
         }
-        let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::RDONLY;
-        let directory =
-            match rustix::fs::open(path, flags, Mode::empty()).and_then(os::above_standard) {
-                Ok(fd) => fd,
-                Err(Errno::LOOP | Errno::NOTDIR) => {
-                    return Err(fail("it is a symlink or no directory".into()));
-                }
-                // The directory may be as it should be.
-                Err(error) if lock::is_own_want(error) => {
-                    return Err(Error::os("open", path.display().to_string(), error));
-                }
-                Err(error) => return Err(fail(format!("it cannot be opened: {error}"))),
-            };
+        let is_own = owner == rustix::process::geteuid().as_raw();
+        let directory = open_domain(path, is_own)?;
         let stat = rustix::fs::fstat(&directory).map_err(|e| fail(format!("fstat: {e}")))?;
         if os::is_unmapped_user(owner) {
             return Err(fail(format!(
@@ -155,6 +149,14 @@ impl Domain {
                 "group or others may write to it (mode {:o})",
                 stat.st_mode & 0o7777
             )));
+        }
+        let inside = rustix::fs::statat(&directory, ".", AtFlags::empty());
+        if !is_own && inside.is_err_and(|error| error == Errno::ACCESS) {
+            return Err(no_way_through(path));
+        }
+        if is_own {
+            // A file system without such locks has no cleaner that heeds them.
+            let _ = rustix::fs::flock(&directory, FlockOperation::NonBlockingLockShared);
         }
         Ok(Domain {
             inner: Arc::new(DomainInner {
@@ -279,13 +281,39 @@ impl Domain {
         #[cfg(test)]
         self.inner.reads.fetch_add(1, Ordering::Relaxed);
         let failed = |e| Error::os("getdents", self.inner.path.display().to_string(), e);
+        let directory = match self.open_directory() {
+            Err(Errno::ACCESS) => {
+                return Err(Error::AccessDenied {
+                    name: self.inner.path.display().to_string(),
+                    detail: "its folder lets others open names, and not list them".into(),
+                });
+            }
+            opened => opened.map_err(failed)?,
+        };
         let mut files = Vec::new();
-        for entry in rustix::fs::Dir::read_from(&self.inner.directory).map_err(failed)? {
+        for entry in rustix::fs::Dir::new(directory).map_err(failed)? {
             if let Ok(file) = entry.map_err(failed)?.file_name().to_str() {
                 files.push(file.to_owned());
             }
         }
         Ok(files)
+    }
+
+    /// The directory, opened once more, for reading.
+    fn open_directory(&self) -> std::result::Result<OwnedFd, Errno> {
+        let flags = OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::RDONLY;
+        let opened = rustix::fs::openat(&self.inner.directory, ".", flags, Mode::empty());
+        opened.and_then(os::above_standard)
+    }
+
+    /// Whether the directory itself has been removed.
+    fn is_removed(&self) -> bool {
+        rustix::fs::fstat(&self.inner.directory).is_ok_and(|stat| stat.st_nlink == 0)
+    }
+
+    /// The domain that lies in the place of this one, which was [removed](Self::is_removed).
+    fn made_again(&self) -> Result<Domain> {
+        Domain::owned_by(&self.inner.path, self.inner.owner, false)
     }
 
     /// The holder of a name, if there is one. Where another user's lock file may not be read, its
@@ -348,22 +376,13 @@ impl Domain {
 
     /// Claims `name` for this process: its lock, and a listening socket under it.
     pub(crate) fn claim(&self, name: &EndpointName, open_to_others: bool) -> Result<NameClaim> {
-        let lock = self.lock(name)?;
-        let (listener, socket) = self.listen(name, if open_to_others { 0o666 } else { 0o600 })?;
-        Ok(NameClaim {
-            listener,
-            socket,
-            lock: lock.disarm(),
-            domain: self.clone(),
-            name: name.clone(),
-            owner_process: OwnerProcess::current(),
-            is_withdrawn: AtomicBool::new(false),
-        })
+        NameClaim::new(self, name, open_to_others)
     }
 
     /// Makes a listening socket under `name`, which appears there ready to be connected to. Returns
     /// it and its file.
-    fn listen(&self, name: &EndpointName, mode: u32) -> Result<(Listener, Stat)> {
+    fn listen(&self, name: &EndpointName, open_to_others: bool) -> Result<(Listener, Stat)> {
+        let mode = if open_to_others { 0o666 } else { 0o600 };
         let (new, file) = (name.new_file(), name.file("", ".sock"));
         let failed = |call| move |e: Errno| Error::os(call, format!("endpoint {name}"), e);
         let socket = Listener::new(seqpacket().map_err(failed("socket"))?);
@@ -523,43 +542,31 @@ impl Domain {
     }
 }
 
-/// A name held by this process: its lock, and the socket that listens under it. Dropping the claim
-/// releases the name.
-#[derive(Debug)]
-pub(crate) struct NameClaim {
-    pub(crate) listener: Listener,
-    /// The file of the listener.
-    socket: Stat,
-    lock: CloseOnForkFd,
-    domain: Domain,
-    name: EndpointName,
-    owner_process: OwnerProcess,
-    is_withdrawn: AtomicBool,
-}
-
-impl NameClaim {
-    /// The domain of the name.
-    pub(crate) fn domain(&self) -> &Domain {
-        &self.domain
-    }
-
-    /// Removes the endpoint's files, once. No new client can connect, and the name is free.
-    pub(crate) fn withdraw(&self) {
-        // In a forked child the files are still the parent's.
-        if self.is_withdrawn.swap(true, Ordering::Relaxed) || !self.owner_process.is_current() {
-            return;
-        }
-        let socket = self.name.file("", ".sock");
-        if self.domain.leads_to(&socket, &self.socket) {
-            self.domain.unlink(&socket);
-        }
-        self.domain.unlink_lock(&self.lock, &self.name);
+/// The error for a directory of another user's that this one may not pass.
+fn no_way_through(path: &Path) -> Error {
+    Error::AccessDenied {
+        name: path.display().to_string(),
+        detail: "its folder, or one above, lets others not pass".into(),
     }
 }
 
-impl Drop for NameClaim {
-    fn drop(&mut self) {
-        self.withdraw();
+/// Opens the directory of a domain.
+fn open_domain(path: &Path, is_own: bool) -> Result<OwnedFd> {
+    let fail = |reason: String| Error::Domain {
+        path: path.to_owned(),
+        reason,
+    };
+    let access = if is_own { OFlags::RDONLY } else { OFlags::PATH };
+    let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC | access;
+    match rustix::fs::open(path, flags, Mode::empty()).and_then(os::above_standard) {
+        Ok(fd) => Ok(fd),
+        Err(Errno::LOOP | Errno::NOTDIR) => Err(fail("it is a symlink or no directory".into())),
+        // The directory may be as it should be.
+        Err(error) if lock::is_own_want(error) => {
+            Err(Error::os("open", path.display().to_string(), error))
+        }
+        Err(Errno::ACCESS) if !is_own => Err(no_way_through(path)),
+        Err(error) => Err(fail(format!("it cannot be opened: {error}"))),
     }
 }
 

@@ -10,6 +10,7 @@ mod layout;
 mod observer;
 mod page;
 mod rows;
+mod search;
 #[cfg(test)]
 mod tests;
 

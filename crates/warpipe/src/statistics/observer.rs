@@ -10,14 +10,15 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::OnceLock;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use std::sync::atomic::{AtomicU64, fence};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::fs::{AtFlags, FileType, MemfdFlags, Mode, OFlags, Statx, StatxFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
 use super::layout::{
-    self, FILE_LINK, MAGIC, PAGE_BYTES, PAGE_WORDS, Table, VERSION, endpoint, header, link, region,
+    self, MAGIC, PAGE_BYTES, PAGE_WORDS, Table, VERSION, endpoint, header, link, region,
 };
+use super::search::{Search, visible_processes};
 use crate::device_types::DeviceId;
 use crate::ipc::domain::EndpointName;
 use crate::kind::Kind;
@@ -25,12 +26,6 @@ use crate::origin::{self, ProcessOrigin};
 use crate::os;
 use crate::shm::seal;
 use crate::slow_path::{SlowPath, SlowPathCount};
-
-/// How long a process in which no page was found is not looked at again.
-const LOOK_AGAIN: Duration = Duration::from_secs(2);
-
-/// The most descriptors of one process that are looked at.
-const FDS_MAX: usize = 65_536;
 
 /// The side of an endpoint, or how a process has memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -223,25 +218,19 @@ pub struct Observation {
     pub processes: Vec<Process>,
     /// The processes with a page that cannot be read.
     pub unreadable: Vec<Unreadable>,
-}
-
-/// Where the page of a process was found.
-#[derive(Debug, Clone, Copy)]
-enum Known {
-    /// The descriptor's number.
-    At(i32),
-    /// There was none at that time.
-    Nowhere(Instant),
+    /// How many processes have not been searched to the end for a page: their users' processes have
+    /// more descriptors than are read in one look. The next look goes on.
+    pub unsearched: usize,
 }
 
 /// Finds and reads the pages of this user's processes; root finds those of all users.
 #[derive(Debug, Default)]
 pub struct Observer {
-    known: HashMap<i32, Known>,
+    search: Search,
 }
 
 /// Why a descriptor is no readable page.
-enum Refusal {
+pub(super) enum Refusal {
     /// Another file: the number has been used again, or another process's page.
     Other,
     /// A page, or a file that pretends to be one.
@@ -254,78 +243,21 @@ impl Observer {
         Observer::default()
     }
 
-    /// Looks at every process that this one may look into.
+    /// Looks at every process that this one may look into. A look takes a limited time, whatever
+    /// other users' processes do.
     pub fn observe(&mut self) -> Observation {
-        let pids = candidates();
-        self.known.retain(|pid, _| pids.binary_search(pid).is_ok());
-        let mut observation = Observation::default();
-        for pid in pids {
-            match self.observe_process(pid) {
-                Ok(Some(process)) => observation.processes.push(process),
-                Ok(None) => {}
-                Err(reason) => observation.unreadable.push(Unreadable { pid, reason }),
-            }
-        }
-        observation
+        self.search.observe(visible_processes())
     }
 
-    fn observe_process(&mut self, pid: i32) -> Result<Option<Process>, String> {
-        match self.known.get(&pid) {
-            Some(Known::Nowhere(when)) if when.elapsed() < LOOK_AGAIN => return Ok(None),
-            Some(&Known::At(fd)) => match read_descriptor(pid, fd) {
-                Ok(process) => return Ok(Some(process)),
-                Err(Refusal::Bad(reason)) => return Err(reason),
-                Err(Refusal::Other) => {}
-            },
-            _ => {}
-        }
-        for fd in page_descriptors(pid) {
-            match read_descriptor(pid, fd) {
-                Ok(process) => {
-                    self.known.insert(pid, Known::At(fd));
-                    return Ok(Some(process));
-                }
-                Err(Refusal::Bad(reason)) => return Err(reason),
-                Err(Refusal::Other) => {}
-            }
-        }
-        self.known.insert(pid, Known::Nowhere(Instant::now()));
-        Ok(None)
+    /// Looks at one process of this user's alone.
+    #[cfg(test)]
+    pub(super) fn observe_one(&mut self, pid: i32) -> Observation {
+        let user = rustix::process::geteuid().as_raw();
+        self.search.observe(vec![(pid, user)])
     }
 }
 
-/// The processes that this one may look into, sorted.
-fn candidates() -> Vec<i32> {
-    let own = rustix::process::geteuid();
-    let is_visible = |pid: &i32| {
-        own.is_root()
-            || rustix::fs::stat(format!("/proc/{pid}"))
-                .is_ok_and(|stat| stat.st_uid == own.as_raw())
-    };
-    let mut pids: Vec<i32> = numbers("/proc").filter(is_visible).collect();
-    pids.sort_unstable();
-    pids
-}
-
-/// The entries of a directory that are numbers.
-fn numbers(directory: &str) -> impl Iterator<Item = i32> {
-    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
-    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
-}
-
-/// The descriptors of a process that have the name of a page.
-fn page_descriptors(pid: i32) -> Vec<i32> {
-    let is_page = |fd: &i32| {
-        rustix::fs::readlink(format!("/proc/{pid}/fd/{fd}"), Vec::new())
-            .is_ok_and(|target| target.as_bytes() == FILE_LINK.as_bytes())
-    };
-    numbers(&format!("/proc/{pid}/fd"))
-        .take(FDS_MAX)
-        .filter(is_page)
-        .collect()
-}
-
-fn read_descriptor(pid: i32, fd: i32) -> Result<Process, Refusal> {
+pub(super) fn read_descriptor(pid: i32, fd: i32) -> Result<Process, Refusal> {
     let file = open(pid, fd).map_err(|_| Refusal::Other)?;
     // Its size and seals are checked by the first, so no access of the mapping raises SIGBUS.
     seal::check(file.as_fd(), PAGE_BYTES as u64)

@@ -24,7 +24,7 @@ const HOST: DeviceId = DeviceId {
     uuid: [0; 16],
 };
 
-fn words(name: &str) -> EndpointWords<'_> {
+pub(super) fn words(name: &str) -> EndpointWords<'_> {
     EndpointWords {
         kind: Kind::Publisher,
         role: Role::Owner,
@@ -39,7 +39,7 @@ fn words(name: &str) -> EndpointWords<'_> {
 
 fn own() -> Process {
     let pid = std::process::id() as i32;
-    let found = Observer::new().observe();
+    let found = Observer::new().observe_one(pid);
     let own = found
         .processes
         .into_iter()

@@ -78,8 +78,8 @@ pub(super) fn meet(
     let claim = scratch.domain.claim(&name(), false).unwrap();
     std::thread::scope(|scope| {
         let publisher = scope.spawn(|| {
-            assert!(wait_readable(claim.listener.as_fd(), LONG));
-            let socket = rustix::net::accept(&claim.listener).unwrap();
+            assert!(wait_readable(claim.listener().as_fd(), LONG));
+            let socket = rustix::net::accept(&claim.listener()).unwrap();
             assert!(matches!(
                 hear(&socket),
                 Received::Message(Message::Hello { .. }, _)

@@ -275,9 +275,9 @@ impl Liar {
     /// Answers one client's first message with `packets`, and keeps the connection.
     fn receive(&self, packets: &[(Vec<u8>, usize)]) -> OwnedFd {
         use rustix::net::{SocketFlags, accept_with};
-        crate::ipc::message::wait_readable(self.claim.listener.as_fd(), LONG);
+        crate::ipc::message::wait_readable(self.claim.listener().as_fd(), LONG);
         let socket = accept_with(
-            &self.claim.listener,
+            &self.claim.listener(),
             SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
         )
         .unwrap();

@@ -32,6 +32,7 @@ mod subscriber_handshake;
 mod tenants;
 mod unread;
 mod users;
+mod vanished;
 
 pub(crate) use descriptors::{leave_descriptors, raise_descriptor_limit};
 pub(crate) use stage::{alone, in_a_forked_child, send_raw, while_locked};

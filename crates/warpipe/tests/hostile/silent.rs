@@ -243,8 +243,8 @@ fn visited(fds: Vec<OwnedFd>) -> crate::Result<()> {
     let claim = scratch.domain.claim(&name(), false)?;
     std::thread::scope(|scope| {
         let server = scope.spawn(|| {
-            assert!(wait_readable(claim.listener.as_fd(), LONG));
-            let socket = rustix::net::accept(&claim.listener).unwrap();
+            assert!(wait_readable(claim.listener().as_fd(), LONG));
+            let socket = rustix::net::accept(&claim.listener()).unwrap();
             assert!(matches!(
                 hear(&socket),
                 Received::Message(Message::Hello { .. }, _)

@@ -9,7 +9,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use super::stage::{
-    LONG, Scratch, alone, assert_delivers, command, domain_of_test, name, role, stream,
+    LONG, Scratch, alone, assert_delivers, command, domain_of_test, name, next_order, role, stream,
 };
 use crate::{Device, Domain, Error, Subscriber};
 
@@ -97,7 +97,7 @@ fn another_user_is_refused_before_a_byte_is_read_and_admitted_when_on_the_list()
     std::fs::set_permissions(&scratch.path, Permissions::from_mode(0o700)).unwrap();
     let publisher = scratch.publisher(|it| it.history(1).allow_uids(&[NOBODY]));
     assert!(
-        visit(test, &scratch, false).contains("Permission denied"),
+        visit(test, &scratch, false).contains("lets others not pass"),
         "the directory keeps everybody out"
     );
     std::fs::set_permissions(&scratch.path, Permissions::from_mode(0o755)).unwrap();
@@ -297,6 +297,98 @@ fn a_publisher_of_another_user_in_a_domain_of_mine_is_not_trusted() {
         matches!(&error, Error::AccessDenied { detail, .. } if detail.contains("65534")),
         "{error}"
     );
+}
+
+/// Becomes a user without any other right, in a process of one test.
+fn become_user(uid: u32) {
+    // SAFETY: plain system calls; this process has one test and no other thread that depends on the
+    // user.
+    let codes = unsafe {
+        [
+            libc::setgroups(0, [].as_ptr()),
+            libc::setgid(uid),
+            libc::setuid(uid),
+        ]
+    };
+    assert_eq!(codes, [0, 0, 0]);
+}
+
+#[test]
+fn a_folder_with_mode_711_lets_admitted_users_open_its_names_and_list_none() {
+    let test = "a_folder_with_mode_711_lets_admitted_users_open_its_names_and_list_none";
+    let path = || std::env::var("WARPIPE_HOSTILE_PATH").unwrap();
+    match role().as_deref() {
+        Some("owner") => {
+            become_user(OTHER_USER);
+            let domain = domain_of_test();
+            println!("outcome: {}", next_order().is_some());
+            let builder = crate::Publisher::builder("a").domain(&domain);
+            let builder = builder.device(&Device::host()).history(1);
+            let publisher = builder.allow_uids(&[NOBODY]).build().unwrap();
+            publisher.send_bytes(&stream(), b"for nobody").unwrap();
+            let _pool = crate::Pool::builder("pool")
+                .domain(&domain)
+                .device(&Device::host())
+                .allow_uids(&[NOBODY])
+                .build()
+                .unwrap();
+            println!("outcome: ready");
+            next_order();
+            return;
+        }
+        Some("other_user") => {
+            become_user(NOBODY);
+            let domain = Domain::of_user(path(), OTHER_USER);
+            let domain = match domain {
+                Ok(domain) => domain,
+                Err(error) => return println!("outcome: {error}; {}", error.hint().unwrap()),
+            };
+            println!("outcome: waiting");
+            let mut subscriber = Subscriber::builder("a")
+                .domain(&domain)
+                .device(&Device::host())
+                .wait_for_publisher(Some(LONG))
+                .build()
+                .unwrap();
+            let sample = subscriber.receive(&stream()).unwrap();
+            let text = String::from_utf8(sample.to_vec(LONG).unwrap());
+            let opener = crate::PoolClient::opener("pool").domain(&domain);
+            let pool = opener.device(&Device::host()).open().map(drop);
+            let listed = domain.endpoints().unwrap_err();
+            let is_denied = matches!(listed, Error::AccessDenied { .. });
+            println!("outcome: {text:?} {pool:?} {is_denied}");
+            return;
+        }
+        _ => {}
+    }
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: only root can become another user");
+        return;
+    }
+    let scratch = Scratch::new();
+    std::os::unix::fs::chown(&scratch.path, Some(OTHER_USER), Some(OTHER_USER)).unwrap();
+    std::fs::set_permissions(&scratch.path, Permissions::from_mode(0o711)).unwrap();
+    let start = |role| super::stage::TestProcess::start(module_path!(), test, role, &scratch);
+    let (mut owner, mut other) = (start("owner"), start("other_user"));
+    assert_eq!(other.hear("outcome:"), "waiting");
+    owner.order("go");
+    assert_eq!(owner.hear("outcome:"), "true");
+    assert_eq!(owner.hear("outcome:"), "ready");
+    assert_eq!(other.hear("outcome:"), "Ok(\"for nobody\") Ok(()) true");
+    // Behind a folder that lets nobody pass, the error says what its owner has to do.
+    let closed = scratch.path.join("closed");
+    std::fs::create_dir(&closed).unwrap();
+    std::fs::set_permissions(&closed, Permissions::from_mode(0o700)).unwrap();
+    let inner = closed.join("domain");
+    std::fs::create_dir(&inner).unwrap();
+    for path in [inner, closed] {
+        std::os::unix::fs::chown(&path, Some(OTHER_USER), Some(OTHER_USER)).unwrap();
+        let mut command = command(module_path!(), test, "other_user");
+        command.env("WARPIPE_HOSTILE_PATH", &path);
+        let mut other = super::stage::TestProcess::run(&mut command);
+        let outcome = other.hear("outcome:");
+        assert!(outcome.contains("chmod 711"), "{outcome}");
+    }
 }
 
 /// Sends descriptors that are never received, until this user may send no more. Returns the sockets

@@ -7,6 +7,9 @@
 //! no further cleaner begins, then waits for [`CLEARING`] and keeps it. So no cleaner costs an
 //! owner its name or removes the files of a living one. A cleaner opens existing files and makes
 //! none.
+//!
+//! Others may remove the lock file of a living owner, and the next process would make and lock
+//! another one. So an owner also has the [`Place`] of its name: a lock on the directory itself.
 
 use std::os::fd::AsFd;
 use std::time::Duration;
@@ -20,8 +23,8 @@ use crate::backoff::Backoff;
 use crate::error::{Error, Holder, Result};
 use crate::fork::CloseOnForkFd;
 use crate::ipc::message::is_short;
-use crate::origin::is_exiting;
-use crate::os::{ofd_is_locked, ofd_write_lock};
+use crate::origin::{hash, is_exiting};
+use crate::os::{ofd_is_locked, ofd_read_lock, ofd_unlock, ofd_write_lock};
 use crate::runtime::heartbeat::Uptime;
 
 /// The bytes that are locked; see the [module](self).
@@ -41,6 +44,10 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 /// The mode of a lock file: any process that may read it could lock it.
 const LOCK_MODE: u32 = 0o600;
 
+/// How long a claim waits for an owner without files to put them back, where a lock on the directory
+/// may be another user's. An owner looks for its files more often.
+const PUT_BACK_TIMEOUT: Duration = Duration::from_secs(4);
+
 /// A socket under a free lock that still answers after this long belongs to another program.
 const LIVE_AFTER: Duration = Duration::from_millis(200);
 
@@ -54,6 +61,35 @@ pub(super) enum Cleared {
     Held,
     /// No file is proven to be a dead owner's.
     Nothing,
+}
+
+/// The place of a name in its domain: an OFD lock on a byte of the directory, which the name's hash
+/// chooses. It lasts as long as its owner, whatever becomes of the files.
+///
+/// A directory cannot be opened for writing, so the lock is one for reading, which several may
+/// have: the one that finds another one's has to go.
+#[derive(Debug)]
+pub(super) struct Place {
+    directory: CloseOnForkFd,
+    byte: i64,
+}
+
+impl Place {
+    /// Whether another process has this place.
+    fn is_contested(&self) -> bool {
+        ofd_is_locked(self.directory.as_fd(), self.byte).unwrap_or(false)
+    }
+
+    /// Whether other users may read the directory, and so lock it: then a lock alone proves no
+    /// owner.
+    fn is_open_to_others(&self) -> bool {
+        rustix::fs::fstat(&self.directory).is_ok_and(|stat| stat.st_mode & 0o044 != 0)
+    }
+
+    /// Gives the place up.
+    pub(super) fn leave(&self) {
+        let _ = ofd_unlock(self.directory.as_fd(), self.byte);
+    }
 }
 
 /// The lock of a name. Dropping it removes its file unless it is disarmed.
@@ -78,8 +114,21 @@ impl Drop for Locked {
 }
 
 impl Domain {
+    /// The place of `name`. Others may have it, too, until [`lock`](Self::lock) has succeeded. Where
+    /// the file system has no such locks, the lock file alone keeps the name.
+    pub(super) fn place(&self, name: &EndpointName) -> Result<Place> {
+        let directory = CloseOnForkFd::open(|| self.open_directory())
+            .map_err(|error| Error::os("openat", self.inner.path.display().to_string(), error))?;
+        let byte = name_byte(name.as_str());
+        let _ = ofd_read_lock(directory.as_fd(), byte);
+        Ok(Place { directory, byte })
+    }
+
     /// Takes the lock of `name` for its next owner, and removes the files that a dead one left.
-    pub(super) fn lock(&self, name: &EndpointName) -> Result<Locked> {
+    /// `place` is that of the next owner; `None` for an owner that has it already, and has lost its
+    /// files.
+    pub(super) fn lock(&self, name: &EndpointName, place: Option<&Place>) -> Result<Locked> {
+        let mut contested = place;
         let file = name.file("", ".lock");
         let (dying, mut backoff) = (Uptime::default(), Backoff::default());
         let mut tries = 0;
@@ -97,7 +146,18 @@ impl Domain {
             };
             tries += 1;
             if let Some(lock) = locked {
-                let had_author = read_author(&lock).is_some();
+                let author = read_author(&lock);
+                let had_author = author.is_some();
+                if let Some(place) = contested.take()
+                    && is_kept(place, author)
+                {
+                    if !had_author {
+                        self.unlink_lock(&lock, name);
+                    }
+                    drop(lock);
+                    self.wait_for_owner_of(name, place)?;
+                    continue;
+                }
                 let written =
                     write_author(&lock).map_err(|e| Error::os("pwrite", self.shown(&file), e));
                 let mut locked = Locked {
@@ -120,6 +180,30 @@ impl Domain {
             name: name.to_string(),
             holder: Holder { pid: None },
         })
+    }
+
+    /// Waits for the owner of a name that has lost its files to put them back.
+    ///
+    /// # Errors
+    /// There is an owner.
+    fn wait_for_owner_of(&self, name: &EndpointName, place: &Place) -> Result<()> {
+        let (clock, mut backoff) = (Uptime::default(), Backoff::default());
+        let taken = |holder| Error::NameTaken {
+            name: name.to_string(),
+            holder,
+        };
+        if !place.is_open_to_others() {
+            return Err(taken(
+                self.listener_of(name).unwrap_or(Holder { pid: None }),
+            ));
+        }
+        while clock.ran() < PUT_BACK_TIMEOUT {
+            if let Some(holder) = self.holder(name) {
+                return Err(taken(holder));
+            }
+            backoff.pause();
+        }
+        Ok(())
     }
 
     /// One try; `None` when the file was removed between opening and locking it.
@@ -291,6 +375,29 @@ impl Domain {
     }
 }
 
+/// The byte of a domain's directory that is locked for a name.
+pub(crate) fn name_byte(name: &str) -> i64 {
+    (hash(name.as_bytes()) >> 2) as i64
+}
+
+/// Whether a name without a locked file has an owner all the same, by its place. The place of a
+/// dying owner, which the file names, or of one that leaves, is free in a moment.
+fn is_kept(place: &Place, author: Option<Author>) -> bool {
+    let (clock, mut backoff) = (Uptime::default(), Backoff::default());
+    loop {
+        let is_exiting = author.and_then(Author::pid_here).is_some_and(is_exiting);
+        let limit = if is_exiting { EXIT_TIMEOUT } else { LIVE_AFTER };
+        let is_last = clock.ran() > limit;
+        if !place.is_contested() {
+            return false;
+        }
+        if is_last {
+            return true;
+        }
+        backoff.pause();
+    }
+}
+
 /// Whether a call failed because this process lacks a descriptor or memory.
 pub(super) fn is_own_want(error: Errno) -> bool {
     matches!(
@@ -303,7 +410,7 @@ pub(super) fn is_own_want(error: Errno) -> bool {
 /// owner its name.
 pub(super) fn is_owned(lock: &CloseOnForkFd) -> bool {
     // If the query fails, nothing is proven.
-    ofd_is_locked(lock.as_fd(), OWNER).unwrap_or(true)
+    ofd_is_locked(lock.as_fd(), OWNER.into()).unwrap_or(true)
 }
 
 fn write_author(fd: &CloseOnForkFd) -> std::result::Result<(), Errno> {
@@ -378,6 +485,8 @@ mod tests {
         let remove = |file: &str| std::fs::remove_file(folder.join(file)).unwrap();
         let first = domain.claim(&name, false).unwrap();
         ["a.sock", "a.lock"].into_iter().for_each(remove);
+        // As on a file system without such locks.
+        first.leave_place();
         let second = domain.claim(&name, false).unwrap();
         drop(first);
         domain
@@ -413,7 +522,9 @@ mod tests {
             Domain::at(&folder).unwrap(),
             EndpointName::new("a").unwrap(),
         );
-        let failing = domain.lock(&name).unwrap();
+        let place = domain.place(&name).unwrap();
+        let failing = domain.lock(&name, Some(&place)).unwrap();
+        place.leave();
         std::fs::remove_file(folder.join("a.lock")).unwrap();
         let second = domain.claim(&name, false).unwrap();
         drop(failing);
@@ -469,15 +580,21 @@ mod tests {
             std::fs::write(folder.join("a.lock"), "warpipe 999999999 \n").unwrap();
             drop(std::os::unix::net::UnixListener::bind(folder.join("a.sock")).unwrap());
             let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
-            // One more can be made: the lock's.
-            let free = rustix::io::fcntl_dupfd_cloexec(&domain.inner.directory, 3).unwrap();
+            // Two more can be made: the place's and the lock's.
+            let free = [(); 2]
+                .map(|()| rustix::io::fcntl_dupfd_cloexec(&domain.inner.directory, 3).unwrap());
             let last = rustix::process::Rlimit {
-                current: Some(free.as_raw_fd() as u64 + 1),
+                current: Some(free[1].as_raw_fd() as u64 + 1),
                 ..limit
             };
             drop(free);
             rustix::process::setrlimit(rustix::process::Resource::Nofile, last).unwrap();
             let claimed = domain.claim(&name, false).map(drop);
+            let last = rustix::process::Rlimit {
+                current: last.current.map(|limit| limit - 1),
+                ..limit
+            };
+            rustix::process::setrlimit(rustix::process::Resource::Nofile, last).unwrap();
             let is_over = domain.forget(&name);
             let none = rustix::process::Rlimit {
                 current: Some(0),

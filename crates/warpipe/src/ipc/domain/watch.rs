@@ -66,14 +66,14 @@ pub(crate) struct Inotify {
 
 impl Inotify {
     /// `None` where this user has reached its limit of instances (`fs.inotify.max_user_instances`)
-    /// or watches (`max_user_watches`), over all its processes. Then the directory has to be
-    /// polled.
+    /// or watches (`max_user_watches`), over all its processes, or may not read the directory: a
+    /// domain of another user's lets it pass alone. Then the directory has to be polled.
     pub(crate) fn new(
         directory: &Path,
         wanted: WatchFlags,
     ) -> std::result::Result<Option<Inotify>, (&'static str, Errno)> {
         match Inotify::make(directory, wanted) {
-            Err((_, Errno::MFILE | Errno::NFILE | Errno::NOSPC)) => Ok(None),
+            Err((_, Errno::MFILE | Errno::NFILE | Errno::NOSPC | Errno::ACCESS)) => Ok(None),
             made => made.map(Some),
         }
     }

@@ -228,10 +228,10 @@ fn holders_without_a_keeper_are_asked_at_the_same_time_and_one_that_answers_is_l
     let listed = std::thread::scope(|scope| {
         let listed = scope.spawn(|| NamedWeights::find(&stage.domain, "w"));
         let accept = |claim: &NameClaim| {
-            let listener = claim.listener.as_fd();
-            let mut fds = [PollFd::from_borrowed_fd(listener, PollFlags::IN)];
+            let listener = claim.listener();
+            let mut fds = [PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN)];
             rustix::event::poll(&mut fds, None).unwrap();
-            rustix::net::accept_with(listener, SocketFlags::CLOEXEC).unwrap()
+            rustix::net::accept_with(&listener, SocketFlags::CLOEXEC).unwrap()
         };
         let connected: Vec<OwnedFd> = silent.iter().map(accept).collect();
         let mut first = [PollFd::new(&connected[0], PollFlags::empty())];

@@ -1,0 +1,203 @@
+//! A name that this process holds: its lock, and the socket that listens under it.
+//!
+//! Other programs may remove the files: a cleaner of old files, a logout, a person. So the owner
+//! looks for them now and then, and puts them back. Until then its [`Place`] keeps the name.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rustix::fs::Stat;
+
+use super::lock::Place;
+use super::{Domain, EndpointName};
+use crate::error::Result;
+use crate::fork::{CloseOnForkFd, OwnerProcess};
+use crate::runtime::closer::Listener;
+
+/// A name held by this process. Dropping the claim releases the name.
+#[derive(Debug)]
+pub(crate) struct NameClaim {
+    domain: Domain,
+    name: EndpointName,
+    is_open_to_others: bool,
+    owner_process: OwnerProcess,
+    is_withdrawn: AtomicBool,
+    files: Mutex<Files>,
+}
+
+/// The files of a name, and where they are.
+#[derive(Debug)]
+struct Files {
+    domain: Domain,
+    place: Place,
+    lock: CloseOnForkFd,
+    listener: Arc<Listener>,
+    /// The file of the listener.
+    socket: Stat,
+    /// They are known to have vanished, and are not back yet.
+    are_missing: bool,
+}
+
+/// What a [look](NameClaim::look) at the files of a name found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum FilesSeen {
+    /// All is as it was left.
+    Unchanged,
+    /// They had vanished, and are back, with a new listener.
+    PutBack,
+    /// They have vanished since the last look, and cannot be put back for now.
+    Vanished,
+}
+
+impl NameClaim {
+    pub(super) fn new(
+        domain: &Domain,
+        name: &EndpointName,
+        is_open_to_others: bool,
+    ) -> Result<NameClaim> {
+        Ok(NameClaim {
+            domain: domain.clone(),
+            name: name.clone(),
+            is_open_to_others,
+            owner_process: OwnerProcess::current(),
+            is_withdrawn: AtomicBool::new(false),
+            files: Mutex::new(Files::make(domain, name, is_open_to_others)?),
+        })
+    }
+
+    /// The domain in which the name was claimed.
+    pub(crate) fn domain(&self) -> &Domain {
+        &self.domain
+    }
+
+    /// The socket that listens under the name.
+    pub(crate) fn listener(&self) -> Arc<Listener> {
+        self.files().listener.clone()
+    }
+
+    #[cfg(test)]
+    pub(super) fn leave_place(&self) {
+        self.files().place.leave();
+    }
+
+    fn files(&self) -> MutexGuard<'_, Files> {
+        self.files.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Looks whether the files are there, and puts them back if not. May wait for a cleaner.
+    pub(crate) fn look(&self) -> FilesSeen {
+        if !self.owner_process.is_current() {
+            return FilesSeen::Unchanged;
+        }
+        let mut files = self.files();
+        if self.is_withdrawn.load(Ordering::Relaxed) || files.are_there(&self.name) {
+            return FilesSeen::Unchanged;
+        }
+        let is_news = !std::mem::replace(&mut files.are_missing, true);
+        match files.put_back(&self.name, self.is_open_to_others) {
+            Ok(()) => FilesSeen::PutBack,
+            Err(_) if is_news => FilesSeen::Vanished,
+            Err(_) => FilesSeen::Unchanged,
+        }
+    }
+
+    /// Removes the endpoint's files, once. No new client can connect, and the name is free.
+    pub(crate) fn withdraw(&self) {
+        // In a forked child the files are still the parent's.
+        if !self.owner_process.is_current() || self.is_withdrawn.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let files = self.files();
+        // First: who finds the name free has to find its place free, too.
+        files.place.leave();
+        files.remove(&self.name);
+    }
+}
+
+impl Drop for NameClaim {
+    fn drop(&mut self) {
+        self.withdraw();
+    }
+}
+
+impl Files {
+    fn make(domain: &Domain, name: &EndpointName, is_open_to_others: bool) -> Result<Files> {
+        let place = domain.place(name)?;
+        let lock = domain.lock(name, Some(&place))?;
+        let (listener, socket) = domain.listen(name, is_open_to_others)?;
+        Ok(Files {
+            domain: domain.clone(),
+            place,
+            lock: lock.disarm(),
+            listener: Arc::new(listener),
+            socket,
+            are_missing: false,
+        })
+    }
+
+    fn are_there(&self, name: &EndpointName) -> bool {
+        let (lock, socket) = (name.file("", ".lock"), name.file("", ".sock"));
+        self.domain.leads_to(&socket, &self.socket)
+            && rustix::fs::fstat(&self.lock).is_ok_and(|stat| self.domain.leads_to(&lock, &stat))
+    }
+
+    /// Removes the files that are this owner's still.
+    fn remove(&self, name: &EndpointName) {
+        let socket = name.file("", ".sock");
+        if self.domain.leads_to(&socket, &self.socket) {
+            self.domain.unlink(&socket);
+        }
+        self.domain.unlink_lock(&self.lock, name);
+    }
+
+    fn put_back(&mut self, name: &EndpointName, is_open_to_others: bool) -> Result<()> {
+        if self.domain.is_removed() {
+            // Another process may have made the directory again. This one does not: its removal may
+            // have been meant.
+            *self = Files::make(&self.domain.made_again()?, name, is_open_to_others)?;
+            return Ok(());
+        }
+        // One file of two would stand for a dead owner, or for another program. The place keeps
+        // the name meanwhile.
+        self.remove(name);
+        let lock = self.domain.lock(name, None)?;
+        let (listener, socket) = self.domain.listen(name, is_open_to_others)?;
+        (self.lock, self.socket) = (lock.disarm(), socket);
+        self.listener = Arc::new(listener);
+        self.are_missing = false;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_look_leaves_a_foreign_file_and_puts_the_name_back_when_that_is_gone() {
+        let folder = std::env::temp_dir().join(format!("warpipe-look-{}", std::process::id()));
+        let (domain, name) = (
+            Domain::at(&folder).unwrap(),
+            EndpointName::new("a").unwrap(),
+        );
+        let claim = domain.claim(&name, false).unwrap();
+        let before = claim.listener();
+        assert_eq!(claim.look(), FilesSeen::Unchanged);
+        assert!(Arc::ptr_eq(&before, &claim.listener()));
+        let socket = folder.join("a.sock");
+        std::fs::remove_file(&socket).unwrap();
+        std::fs::write(&socket, "somebody's").unwrap();
+        assert_eq!(claim.look(), FilesSeen::Vanished, "told once");
+        assert_eq!(claim.look(), FilesSeen::Unchanged);
+        assert_eq!(std::fs::read(&socket).unwrap(), b"somebody's");
+        assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 1);
+        std::fs::remove_file(&socket).unwrap();
+        assert_eq!(claim.look(), FilesSeen::PutBack);
+        assert_eq!(claim.look(), FilesSeen::Unchanged);
+        assert!(!Arc::ptr_eq(&before, &claim.listener()));
+        claim.withdraw();
+        assert_eq!(claim.look(), FilesSeen::Unchanged);
+        assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
+        std::fs::remove_dir(folder).unwrap();
+    }
+}
