@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGXFSZ};
 
 /// The longest that any wait goes without a look at the flag.
 pub const LOOK: Duration = Duration::from_millis(100);
@@ -15,6 +15,13 @@ pub const LOOK: Duration = Duration::from_millis(100);
 /// Signals within this time are one request: `timeout` signals its child, and then the group that
 /// the child is in.
 const ONE_REQUEST: Duration = Duration::from_secs(1);
+
+/// Has a file that grows beyond `RLIMIT_FSIZE` be an error, which says what to do. By default it is
+/// `SIGXFSZ`, which ends the process without a word. A program that this one executes has the default
+/// again.
+pub fn fail_beyond_size_limit() {
+    let _ = signal_hook::flag::register(SIGXFSZ, Arc::default());
+}
 
 /// Set once by the first signal; one that comes later than [`ONE_REQUEST`] after it ends the
 /// process the hard way.

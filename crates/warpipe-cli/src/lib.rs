@@ -94,6 +94,7 @@ const NO_BRIDGE: &str = "this command was built without the bridge; build it in 
 
 /// Its exit code.
 fn run(command: &Command) -> anyhow::Result<u8> {
+    interrupt::fail_beyond_size_limit();
     let exit = match command {
         Command::Demo(args) => demo::run(args),
         Command::Pub(args) => publish::run(args),

@@ -19,6 +19,9 @@ struct Row<'a> {
     name: &'a str,
     live: bool,
     pid: Option<i32>,
+    /// What stands there, if it is no endpoint's.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    foreign: Option<&'static str>,
     /// With `--all-users` alone.
     #[serde(skip_serializing_if = "Option::is_none")]
     uid: Option<u32>,
@@ -30,7 +33,7 @@ pub fn run(args: &LsArgs) -> anyhow::Result<Exit> {
     if args.all_users {
         return list_all(output);
     }
-    let path = Domain::environment_path();
+    let path = Domain::environment_path()?;
     if args.verbose {
         let snapshot = Source::new(path)?.look()?;
         output.say(|| text::all(&snapshot, &[]).join("\n"), &snapshot)?;
@@ -112,13 +115,17 @@ fn list(
         .unwrap_or(0);
     for endpoint in endpoints {
         let (name, holder) = (endpoint.name.as_str(), endpoint.holder.as_ref());
-        let text = || match holder {
-            Some(holder) => format!(
-                "  {name:<width$}  {}   {holder}",
+        let text = || match (holder, endpoint.foreign) {
+            (Some(holder), _) => format!(
+                "  {name:<width$}  {}     {holder}",
                 styled(Style::Green, "live")
             ),
-            None => format!(
-                "  {name:<width$}  {}  left by a dead process; the next publisher takes it over",
+            (None, Some(found)) => format!(
+                "  {name:<width$}  {}  {found}, which no owner of the name removes",
+                styled(Style::Red, "foreign")
+            ),
+            (None, None) => format!(
+                "  {name:<width$}  {}    left by a dead process; the next owner takes it over",
                 styled(Style::Yellow, "stale")
             ),
         };
@@ -126,6 +133,7 @@ fn list(
             name,
             live: holder.is_some(),
             pid: holder.and_then(|holder| holder.pid),
+            foreign: endpoint.foreign,
             uid,
         };
         output.say(text, &row)?;

@@ -41,7 +41,7 @@ impl<'a> Row<'a> {
 pub fn run(args: &MembersArgs) -> anyhow::Result<Exit> {
     let output = Output::new(args.json);
     let interrupt = Interrupt::install()?;
-    let path = Domain::environment_path();
+    let path = Domain::environment_path()?;
     let domain = match existing_domain(&path)? {
         Some(domain) => domain,
         // Members to come are seen in the directory.

@@ -99,6 +99,18 @@ fn a_look_says_rate_lag_latency_and_which_process_shares_the_memory() {
 }
 
 #[test]
+fn processes_of_other_domains_stand_under_a_heading_of_their_own() {
+    let (world, elsewhere) = (World::new(), World::new());
+    let (publisher, _subscriber) = pair(&world, "camera/here");
+    let (other, _other_subscriber) = pair(&elsewhere, "camera/elsewhere");
+    let text = world.run(&["ls", "-v"]).out;
+    let place = |word: &str| text.find(word).unwrap_or_else(|| panic!("{word}: {text}"));
+    let [here, others] = ["in this domain:", "in other domains"].map(place);
+    let [ours, theirs] = [&publisher, &other].map(|it| place(&format!(" {}  warpipe ", pid(it))));
+    assert!(here < ours && ours < others && others < theirs, "{text}");
+}
+
+#[test]
 fn a_pool_is_shown_with_the_memory_that_it_shares_and_without_rates() {
     const BLOCK: u64 = 1 << 20;
     let world = World::new();
@@ -296,7 +308,7 @@ fn a_thousand_endpoints_of_a_process_are_listed_and_scrolled() {
         .count();
     assert_eq!((endpoints.len(), observed), (1000, 1000));
     let mut top = OnTerminal::start(world.warpipe(&["top", "--interval", "0.1"]), 100, 30);
-    top.until(|lines| lines[3].starts_with("many/0000") && lines[0].contains("1000 endpoints"));
+    top.until(|lines| lines[3].starts_with("many/0000") && lines[0].contains("1,000 endpoints"));
     top.press("\x1b[F");
     top.until(|lines| lines[28].starts_with("many/0999"));
     top.press("r\x1b[H");

@@ -328,6 +328,100 @@ fn a_killed_publisher_is_listed_as_stale() {
 }
 
 #[test]
+fn a_file_that_is_no_endpoints_is_listed_as_foreign_and_not_as_stale() {
+    let world = World::new();
+    let domain = world.path("domain");
+    drop(warpipe::Domain::at(&domain).unwrap());
+    std::os::unix::fs::symlink("/nowhere", domain.join("link.lock")).unwrap();
+    std::fs::create_dir(domain.join("folder.sock")).unwrap();
+    std::fs::write(domain.join("text.lock"), "somebody's").unwrap();
+    let fifo = Command::new("mkfifo")
+        .arg(domain.join("fifo.sock"))
+        .status();
+    assert!(fifo.unwrap().success());
+    let kinds = [
+        ("fifo", "a FIFO"),
+        ("folder", "a directory"),
+        ("link", "a symlink"),
+        ("text", "a file with somebody else's contents"),
+    ];
+    let rows = world.run(&["ls", "--json"]).json();
+    let found = rows.iter().map(|row| {
+        assert_eq!(row["live"], false);
+        (
+            row["name"].as_str().unwrap(),
+            row["foreign"].as_str().unwrap(),
+        )
+    });
+    assert_eq!(found.collect::<Vec<_>>(), kinds);
+    for arguments in [&["ls"][..], &["ls", "-v"]] {
+        let text = world.run(arguments).out;
+        assert!(
+            !text.contains("stale") && !text.contains("takes it over"),
+            "{text}"
+        );
+        for (name, kind) in kinds {
+            let line = text.lines().find(|line| line.contains(name)).unwrap();
+            assert!(line.contains("foreign") && line.contains(kind), "{line}");
+        }
+    }
+    let device = device();
+    let file = world.write("a.bin", b"a");
+    let refused = world.run(&["pub", "link", file.to_str().unwrap(), "--device", &device]);
+    assert!(refused.err.contains("a symlink"), "{refused:?}");
+}
+
+#[test]
+fn a_limit_of_file_sizes_is_an_error_that_names_it() {
+    let world = World::new();
+    let file = world.write("a.bin", &[7; 1 << 20]);
+    let mut command = Command::new("sh");
+    let script = format!(
+        "ulimit -f 2048; exec '{}' pub x '{}' --device host",
+        env!("CARGO_BIN_EXE_warpipe"),
+        file.display()
+    );
+    command
+        .args(["-c", &script])
+        .env("WARPIPE_DOMAIN", world.path("domain"));
+    // Its links have room, and a region has not.
+    let _subscriber = world.start(&["sub", "x", "--device", "host"]);
+    let ended = Running::start(command).end();
+    assert_eq!(ended.code, Some(7), "{ended:?}");
+    assert!(ended.err.contains("ulimit -f"), "{ended:?}");
+}
+
+#[test]
+fn an_empty_domain_variable_counts_as_none_and_a_relative_one_is_refused() {
+    let world = World::new();
+    for arguments in [
+        &["ls"][..],
+        &["gc"],
+        &["top", "--once"],
+        &["weights", "ls"],
+        &["members"],
+    ] {
+        let mut command = world.warpipe(arguments);
+        let ended = Running::start({
+            command
+                .env("WARPIPE_DOMAIN", "relative")
+                .current_dir(world.path(""));
+            command
+        });
+        let ended = ended.end();
+        assert_eq!(ended.code, Some(2), "{arguments:?} {ended:?}");
+        assert!(ended.err.contains("absolute path"), "{ended:?}");
+        let mut command = world.warpipe(arguments);
+        command
+            .env("WARPIPE_DOMAIN", "")
+            .env("XDG_RUNTIME_DIR", world.path(""));
+        let ended = Running::start(command).end();
+        assert_eq!(ended.code, Some(0), "{arguments:?} {ended:?}");
+    }
+    assert!(!world.path("relative").exists());
+}
+
+#[test]
 fn a_publisher_nobody_subscribes_to_says_so() {
     let world = World::new();
     let file = world.write("a.bin", b"a");

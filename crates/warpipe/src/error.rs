@@ -190,12 +190,14 @@ pub enum Error {
         holder: Holder,
     },
     /// No endpoint has this name.
-    #[error("no {kind} named {name:?}: {}", if *.was_there { "its owner has died and left the name behind" } else { "nobody has made it yet, or it is closed" })]
+    #[error("{}", construct::not_found(.kind, .name, .domain, *.was_there))]
     NotFound {
         /// The kind that was expected.
         kind: Kind,
         /// The endpoint name.
         name: String,
+        /// The directory of the domain in which it was looked for; empty if that is not known.
+        domain: PathBuf,
         /// Whether a dead process has left the name behind.
         was_there: bool,
     },

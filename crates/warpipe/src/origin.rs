@@ -9,6 +9,7 @@ use std::sync::Mutex;
 
 use serde::{Deserialize, Serialize};
 
+use crate::clock;
 use crate::error::{Error, Result};
 use crate::fork::per_process::PerProcess;
 
@@ -19,7 +20,8 @@ pub(crate) struct ProcessOrigin {
     pub(crate) host: u64,
     /// The PID namespace in which `pid` counts: the inode of `/proc/self/ns/pid`.
     pub(crate) namespace: u64,
-    /// When the process started, in ticks since the boot (`/proc/PID/stat`, field 22).
+    /// When the process started, in ticks since the boot (`/proc/PID/stat`, field 22), as the host
+    /// counts them.
     pub(crate) started: u64,
     /// The process id.
     pub(crate) pid: i32,
@@ -96,6 +98,9 @@ struct Stat {
     started: u64,
 }
 
+/// The unit of start times: `USER_HZ` is 100 on all architectures of this library.
+const TICK_NS: i64 = 10_000_000;
+
 /// The kernel ends this thread: `PF_EXITING`.
 const EXITING: u64 = 4;
 
@@ -118,9 +123,14 @@ impl Stat {
         Stat::at(&format!("/proc/{pid}/stat"))
     }
 
+    /// The kernel counts the start in the reader's time namespace; here it counts in the host's.
     fn at(path: &str) -> io::Result<Stat> {
         let text = std::fs::read(path)?;
-        Stat::parse(&text).ok_or_else(|| io::Error::other("it is not what proc(5) says"))
+        let mut stat =
+            Stat::parse(&text).ok_or_else(|| io::Error::other("it is not what proc(5) says"))?;
+        let ahead = clock::offsets().boottime_ns.div_euclid(TICK_NS);
+        stat.started = stat.started.wrapping_sub(ahead as u64);
+        Ok(stat)
     }
 
     /// The name, in parentheses, may itself contain parentheses and blanks: the fields begin behind
@@ -134,7 +144,7 @@ impl Stat {
         let state = *fields.next()?.first()?;
         let number = |field: &[u8]| std::str::from_utf8(field).ok()?.parse().ok();
         let flags = number(fields.nth(5)?)?;
-        let started = number(fields.nth(12)?)?;
+        let started: u64 = number(fields.nth(12)?)?;
         Some(Stat {
             state,
             flags,

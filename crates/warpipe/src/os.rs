@@ -1,7 +1,7 @@
 //! The system calls that `rustix` does not wrap. **This module is marked for unsafe**: it calls
 //! libc.
 
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::time::Duration;
 
 use rustix::fs::{AtFlags, FileType, OFlags, StatxFlags};
@@ -108,6 +108,40 @@ pub(crate) fn peer_uid(socket: BorrowedFd<'_>) -> Result<u32, Errno> {
     };
     socket_option(socket, libc::SO_PEERCRED, &mut credentials)?;
     Ok(credentials.uid)
+}
+
+/// Makes a file so long: `ftruncate(2)`. A length beyond `RLIMIT_FSIZE`, which counts a memfd's, too,
+/// is the error `EFBIG`, and no signal.
+pub(crate) fn set_length(fd: impl AsFd, bytes: u64) -> Result<(), Errno> {
+    without_size_signal(|| rustix::fs::ftruncate(fd, bytes))
+}
+
+/// Makes a call that may make a file longer than `RLIMIT_FSIZE` allows. The kernel sends the calling
+/// thread `SIGXFSZ` then, beside the error: by default that ends the process without a word.
+pub(crate) fn without_size_signal<T>(call: impl FnOnce() -> T) -> T {
+    // SAFETY: `sigset_t` is plain data, for which zeros are valid.
+    let [mut signal, mut before, mut pending]: [libc::sigset_t; 3] = unsafe { std::mem::zeroed() };
+    // SAFETY: the sets live across the calls; the mask is this thread's own.
+    let was_pending = unsafe {
+        libc::sigemptyset(&mut signal);
+        libc::sigaddset(&mut signal, libc::SIGXFSZ);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &signal, &mut before);
+        libc::sigpending(&mut pending);
+        libc::sigismember(&pending, libc::SIGXFSZ) == 1
+    };
+    let made = call();
+    let now = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: as above. Takes the signal of this call, if there is one, and no other.
+    unsafe {
+        if !was_pending {
+            libc::sigtimedwait(&signal, std::ptr::null_mut(), &now);
+        }
+        libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
+    }
+    made
 }
 
 /// No user and no group: `(uid_t) -1`, which no process can have.

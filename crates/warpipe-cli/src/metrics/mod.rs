@@ -27,7 +27,7 @@ pub fn run(args: &MetricsArgs) -> anyhow::Result<Exit> {
     }
     // It need not exist: a server may be started before the first endpoint.
     let path = args.domain.path.clone();
-    let mut source = Source::new(path.unwrap_or_else(Domain::environment_path))?;
+    let mut source = Source::new(path.map_or_else(Domain::environment_path, Ok)?)?;
     source.look()?;
     let listener = TcpListener::bind(args.listen).map_err(|error| {
         anyhow!(

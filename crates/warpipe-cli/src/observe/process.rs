@@ -43,6 +43,8 @@ pub struct ProcessRow {
     /// Its open descriptors.
     pub descriptors: usize,
     pub endpoints: usize,
+    /// Whether one of its endpoints is of the domain that is looked at.
+    pub is_in_domain: bool,
     /// Memory of GPUs that it has allocated, and that it has imported from others.
     pub gpu_owned: u64,
     pub gpu_imported: u64,
@@ -75,8 +77,8 @@ pub fn slow_path(found: SlowPathCount) -> SlowPathRow {
     }
 }
 
-/// The row of a process.
-pub fn row(process: &Process, now_ns: u64) -> ProcessRow {
+/// The row of a process, in a look at the domain with this directory.
+pub fn row(process: &Process, domain: [u64; 2], now_ns: u64) -> ProcessRow {
     let bytes = |kind: DeviceKind, role: Role| {
         let is_meant = |region: &&Region| region.device.kind == kind && region.role == role;
         let regions = process.regions.iter().filter(is_meant);
@@ -95,6 +97,7 @@ pub fn row(process: &Process, now_ns: u64) -> ProcessRow {
         },
         descriptors: descriptors(pid),
         endpoints: process.endpoints.len(),
+        is_in_domain: process.endpoints.iter().any(|it| it.domain == domain),
         gpu_owned: bytes(DeviceKind::Cuda, Role::Owner),
         gpu_imported: bytes(DeviceKind::Cuda, Role::Peer),
         host_owned: bytes(DeviceKind::Host, Role::Owner),

@@ -51,6 +51,8 @@ pub enum EndpointState {
     Stopped,
     /// A dead process left it.
     Stale,
+    /// Something else stands in its place, which no owner removes.
+    Foreign,
 }
 
 impl EndpointState {
@@ -61,6 +63,7 @@ impl EndpointState {
             EndpointState::Stalled => "stalled",
             EndpointState::Stopped => "stopped",
             EndpointState::Stale => "stale",
+            EndpointState::Foreign => "foreign",
         }
     }
 }
@@ -72,6 +75,8 @@ pub struct EndpointRow {
     /// `publisher`, `queue`, `pool`, ...; unknown for an owner that is not observed.
     pub kind: Option<String>,
     pub state: EndpointState,
+    /// What stands in its place, if that is no endpoint's.
+    pub foreign: Option<&'static str>,
     pub pid: Option<i32>,
     pub device: Option<String>,
     pub items: u64,
@@ -147,17 +152,24 @@ impl Source {
             None => (self.domain, self.identity) = (None, [0; 2]),
         }
         let found = self.domain.as_ref().map(Domain::endpoints).transpose()?;
+        let found = found.unwrap_or_default();
         let names: BTreeMap<String, Option<i32>> = found
-            .unwrap_or_default()
-            .into_iter()
+            .iter()
             .map(|endpoint| {
-                let holder = endpoint.holder.map(|holder| holder.pid.unwrap_or(0));
+                let holder = endpoint.holder.as_ref();
+                let holder = holder.map(|holder| holder.pid.unwrap_or(0));
                 (endpoint.name.to_string(), holder)
             })
             .collect();
         let observation = self.observer.observe();
         let domain = self.path.display().to_string();
         let mut snapshot = Snapshot::of(domain, self.identity, &names, &observation);
+        for endpoint in found.iter().filter(|it| it.foreign.is_some()) {
+            let name = endpoint.name.as_str();
+            for row in snapshot.endpoints.iter_mut().filter(|it| it.name == name) {
+                (row.state, row.foreign) = (EndpointState::Foreign, endpoint.foreign);
+            }
+        }
         if self.domain.is_none() {
             snapshot.notes.insert(0, missing(&self.path));
         }
@@ -192,7 +204,7 @@ impl Snapshot {
         let processes: Vec<ProcessRow> = observation
             .processes
             .iter()
-            .map(|process| process::row(process, taken_ns))
+            .map(|process| process::row(process, identity, taken_ns))
             .collect();
         let states: BTreeMap<i32, ProcessState> =
             processes.iter().map(|row| (row.pid, row.state)).collect();
@@ -276,6 +288,7 @@ impl EndpointRow {
                 Some(_) => EndpointState::Unobserved,
                 None => EndpointState::Stale,
             },
+            foreign: None,
             pid: holder.filter(|&pid| pid != 0),
             device: None,
             items: 0,
@@ -341,6 +354,7 @@ fn observed(
     EndpointRow {
         name: endpoint.name.to_string(),
         kind: Some(endpoint.kind.to_string()),
+        foreign: None,
         state: match state {
             Some(ProcessState::Stopped) => EndpointState::Stopped,
             Some(ProcessState::Stalled) => EndpointState::Stalled,

@@ -1,6 +1,6 @@
 //! A look as lines of text.
 
-use super::process::SlowPathRow;
+use super::process::{ProcessRow, SlowPathRow};
 use super::snapshot::{EndpointRow, EndpointState, Snapshot};
 use super::{MemoryRow, Rate};
 use crate::output::{self, Style, printable, styled};
@@ -15,7 +15,7 @@ pub fn endpoint(endpoint: &EndpointRow, rate: Option<Rate>, width: usize) -> Vec
         EndpointState::Live => Style::Green,
         EndpointState::Unobserved => Style::Dim,
         EndpointState::Stalled | EndpointState::Stopped => Style::Yellow,
-        EndpointState::Stale => Style::Red,
+        EndpointState::Stale | EndpointState::Foreign => Style::Red,
     };
     let width = width.min(NAME_WIDTH_MAX);
     let mut text = format!(
@@ -34,6 +34,10 @@ pub fn endpoint(endpoint: &EndpointRow, rate: Option<Rate>, width: usize) -> Vec
             }
         }
         (None, EndpointState::Stale) => text += "  left by a dead process",
+        (None, EndpointState::Foreign) => {
+            let found = endpoint.foreign.unwrap_or("a foreign file");
+            text += &format!("  {found}, which no owner of the name removes");
+        }
         (None, _) => {
             text += &format!(
                 "{holder}  its statistics cannot be read: it is another user's, in another PID \
@@ -117,6 +121,30 @@ pub fn memory(memory: &MemoryRow) -> String {
     text
 }
 
+/// One line for a process, and one for each particular of it.
+fn process(process: &ProcessRow) -> Vec<String> {
+    let mut lines = vec![format!(
+        "  {:>8}  {:<16}  {:<8}  {} descriptors  GPU {} own, {} of others  host {} own, {} of others",
+        process.pid,
+        process.command,
+        process.state.name(),
+        process.descriptors,
+        output::bytes(process.gpu_owned),
+        output::bytes(process.gpu_imported),
+        output::bytes(process.host_owned),
+        output::bytes(process.host_imported),
+    )];
+    let kept = process.gpu_kept.saturating_add(process.host_kept);
+    if kept > 0 {
+        lines.push(format!(
+            "      keeps {} without mapping it",
+            output::bytes(kept)
+        ));
+    }
+    lines.extend(process.slow_paths.iter().map(slow_path));
+    lines
+}
+
 /// Everything of a look.
 pub fn all(snapshot: &Snapshot, rates: &[Option<Rate>]) -> Vec<String> {
     let domain = printable(&snapshot.domain);
@@ -132,30 +160,17 @@ pub fn all(snapshot: &Snapshot, rates: &[Option<Rate>]) -> Vec<String> {
     for (row, rate) in snapshot.endpoints.iter().zip(rates) {
         lines.extend(endpoint(row, rate, width));
     }
-    lines.push(title(format!("processes: {}", snapshot.processes.len())));
-    for process in &snapshot.processes {
-        lines.push(format!(
-            "  {:>8}  {:<16}  {:<8}  {} descriptors  GPU {} own, {} of others  host {} own, {} of others",
-            process.pid,
-            process.command,
-            process.state.name(),
-            process.descriptors,
-            output::bytes(process.gpu_owned),
-            output::bytes(process.gpu_imported),
-            output::bytes(process.host_owned),
-            output::bytes(process.host_imported),
-        ));
-        let kept = process.gpu_kept.saturating_add(process.host_kept);
-        if kept > 0 {
-            lines.push(format!(
-                "      keeps {} without mapping it",
-                output::bytes(kept)
-            ));
-        }
-        lines.extend(process.slow_paths.iter().map(slow_path));
+    let (own, others): (Vec<_>, Vec<_>) = snapshot.processes.iter().partition(|it| it.is_in_domain);
+    let processes = output::counted(own.len(), "process", "processes");
+    lines.push(title(format!("in this domain: {processes}")));
+    own.into_iter().for_each(|it| lines.extend(process(it)));
+    if !others.is_empty() {
+        let processes = output::counted(others.len(), "process", "processes");
+        lines.push(title(format!("in other domains, or in none: {processes}")));
+        others.into_iter().for_each(|it| lines.extend(process(it)));
     }
     let regions = output::counted(snapshot.memory.len(), "region", "regions");
-    lines.push(title(format!("memory: {regions}")));
+    lines.push(title(format!("memory of all these processes: {regions}")));
     lines.extend(snapshot.memory.iter().map(memory));
     lines.extend(snapshot.notes.iter().map(|note| printable(note)));
     lines

@@ -65,10 +65,11 @@ fn summary(view: &View, rows: usize, buffer: &mut Buffer, area: Rect) {
         output::bytes(numbers.fold(0, u64::saturating_add))
     };
     let text = format!(
-        "{}  {rows} rows  {} endpoints  {} processes  GPU {}  host {}{}",
+        "{}  {}  {}  {}  GPU {}  host {}{}",
         printable(&snapshot.domain),
-        snapshot.endpoints.len(),
-        snapshot.processes.len(),
+        output::counted(rows, "row", "rows"),
+        output::counted(snapshot.endpoints.len(), "endpoint", "endpoints"),
+        output::counted(snapshot.processes.len(), "process", "processes"),
         sum(|process| process.gpu_owned),
         sum(|process| process.host_owned),
         if view.is_paused() { "  paused" } else { "" },
@@ -131,8 +132,8 @@ fn widths(columns: &[Column], all: u16) -> Vec<u16> {
 fn titles(table: &super::table::Table, widths: &[u16], buffer: &mut Buffer, area: Rect) {
     let titles = table.columns.iter().enumerate().map(|(at, column)| {
         let mark = match (at == table.sorted_by, table.is_reversed) {
-            (true, false) => "v",
-            (true, true) => "^",
+            (true, false) => "▼",
+            (true, true) => "▲",
             _ => "",
         };
         Cell {

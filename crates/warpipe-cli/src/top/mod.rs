@@ -38,7 +38,7 @@ pub fn run(args: &TopArgs) -> anyhow::Result<Exit> {
             Domain::of_user(path, rustix::process::geteuid().as_raw())?;
             path.clone()
         }
-        None => Domain::environment_path(),
+        None => Domain::environment_path()?,
     };
     let mut source = Source::new(path)?;
     if args.once {

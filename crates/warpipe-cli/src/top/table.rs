@@ -201,7 +201,7 @@ fn endpoint_row(endpoint: &EndpointRow, rate: Option<Rate>) -> Row {
         EndpointState::Live => Tone::Good,
         EndpointState::Unobserved => Tone::Dim,
         EndpointState::Stalled | EndpointState::Stopped => Tone::Warning,
-        EndpointState::Stale => Tone::Alarm,
+        EndpointState::Stale | EndpointState::Foreign => Tone::Alarm,
     };
     Row {
         cells: vec![

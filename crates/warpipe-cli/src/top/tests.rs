@@ -18,6 +18,7 @@ fn endpoint(name: &str, items: u64) -> EndpointRow {
         name: name.into(),
         kind: Some("publisher".into()),
         state: EndpointState::Live,
+        foreign: None,
         pid: Some(4711),
         device: Some("host".into()),
         items,
@@ -56,6 +57,7 @@ pub fn sample() -> Snapshot {
         subscriber(4802, "stalled"),
         subscriber(4803, "suspect"),
     ];
+    camera.peers = 3;
     let mut lidar = endpoint("lidar", 99);
     lidar.dropped = 7;
     let stale = EndpointRow {
@@ -74,6 +76,7 @@ pub fn sample() -> Snapshot {
             state: ProcessState::Stopped,
             descriptors: 27,
             endpoints: 2,
+            is_in_domain: true,
             gpu_owned: 3 << 30,
             gpu_imported: 0,
             host_owned: 8 << 20,
@@ -211,7 +214,7 @@ fn what_is_not_known_is_last_in_either_order() {
     let shown = lines(&frame(&mut view, 160, 20));
     let camera = shown.iter().find(|line| line.contains("camera/front"));
     let cells: Vec<&str> = camera.unwrap().split_whitespace().collect();
-    assert_eq!(cells[4..], ["-", "-", "-", "-", "-", "1", "8.0", "MiB"]);
+    assert_eq!(cells[4..], ["-", "-", "-", "-", "-", "3", "8.0", "MiB"]);
 }
 
 #[test]
@@ -345,7 +348,23 @@ fn the_picture_in_the_guide_is_what_top_draws() {
     );
 }
 
-/// A frame as an SVG picture: one text for each run of cells of one style.
+/// The parts of a line between two or more blanks, each with its column. A viewer may drop blanks at
+/// the ends of a text, or stretch them: each part has its own place.
+fn parts(line: &str) -> Vec<(u16, &str)> {
+    let mut parts = Vec::new();
+    let mut at = 0;
+    for part in line.split("  ") {
+        let text = part.trim_start();
+        if !text.is_empty() {
+            let blanks = part.len() - text.len();
+            parts.push((at + blanks as u16, text.trim_end()));
+        }
+        at += part.chars().count() as u16 + 2;
+    }
+    parts
+}
+
+/// A frame as an SVG picture: texts for each run of cells of one style.
 fn svg(buffer: &Buffer) -> String {
     use std::fmt::Write;
     const CELL: (u16, u16) = (8, 17);
@@ -387,13 +406,16 @@ fn svg(buffer: &Buffer) -> String {
                 };
                 let bold = modifier.contains(Modifier::BOLD);
                 let weight = if bold { " font-weight=\"bold\"" } else { "" };
-                let _ = writeln!(
-                    svg,
-                    "<text x=\"{left}\" y=\"{}\" textLength=\"{}\" fill=\"{fill}\"{weight}>{}</text>",
-                    y * CELL.1 + 22,
-                    (end - x) * CELL.0,
-                    text.replace('&', "&amp;").replace('<', "&lt;")
-                );
+                for (at, part) in parts(&text) {
+                    let _ = writeln!(
+                        svg,
+                        "<text x=\"{}\" y=\"{}\" textLength=\"{}\" fill=\"{fill}\"{weight}>{}</text>",
+                        left + at * CELL.0,
+                        y * CELL.1 + 22,
+                        part.chars().count() as u16 * CELL.0,
+                        part.replace('&', "&amp;").replace('<', "&lt;")
+                    );
+                }
             }
             x = end;
         }

@@ -24,7 +24,7 @@ struct Row<'a> {
 
 pub fn run(args: &WeightsLsArgs) -> anyhow::Result<Exit> {
     let output = Output::new(args.json);
-    let path = super::domain_path(&args.domain);
+    let path = super::domain_path(&args.domain)?;
     let Some(domain) = existing_domain(&path)? else {
         output.human(|| printable(&missing(&path)))?;
         return Ok(Exit::Done);

@@ -28,20 +28,22 @@ pub fn run(args: &WeightsArgs) -> anyhow::Result<Exit> {
 }
 
 fn domain(chosen: &DomainArg) -> warpipe::Result<Domain> {
-    Domain::at(domain_path(chosen))
+    Domain::at(domain_path(chosen)?)
 }
 
-fn domain_path(chosen: &DomainArg) -> PathBuf {
+fn domain_path(chosen: &DomainArg) -> warpipe::Result<PathBuf> {
     let chosen = chosen.path.clone();
-    chosen.unwrap_or_else(Domain::environment_path)
+    chosen.map_or_else(Domain::environment_path, Ok)
 }
 
 /// The domain in which a name of weights is looked for. Without its directory, which is not made,
 /// there is no such name.
 fn domain_of(chosen: &DomainArg, name: &str) -> warpipe::Result<Domain> {
-    existing_domain(&domain_path(chosen))?.ok_or_else(|| Error::NotFound {
+    let path = domain_path(chosen)?;
+    existing_domain(&path)?.ok_or_else(|| Error::NotFound {
         kind: Kind::Weights,
         name: name.to_string(),
+        domain: path,
         was_there: false,
     })
 }

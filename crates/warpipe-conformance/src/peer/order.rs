@@ -495,6 +495,7 @@ mod tests {
         let wrapped = anyhow::Error::from(warpipe::Error::NotFound {
             kind: warpipe::Kind::Publisher,
             name: "a".into(),
+            domain: "/tmp".into(),
             was_there: false,
         })
         .context("while looking");

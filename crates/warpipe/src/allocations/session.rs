@@ -127,6 +127,7 @@ impl AllocationClient {
                 return Err(Error::NotFound {
                     name: format!("{}, share {number}", self.name()),
                     kind: Kind::Allocations,
+                    domain: Default::default(),
                     was_there: true,
                 });
             }

@@ -1,6 +1,7 @@
 //! Constructors of the errors that many modules report.
 
 use std::io;
+use std::path::Path;
 
 use super::{Error, LegacyFault};
 use crate::kind::Kind;
@@ -63,6 +64,19 @@ impl Error {
             reason: reason.into(),
         }
     }
+}
+
+/// The text of [`Error::NotFound`].
+pub(super) fn not_found(kind: &Kind, name: &str, domain: &Path, was_there: bool) -> String {
+    let place = match domain.as_os_str().is_empty() {
+        true => String::new(),
+        false => format!(" in {}", domain.display()),
+    };
+    let state = match was_there {
+        true => "its owner has died and left the name behind",
+        false => "nobody has made it yet, or it is closed",
+    };
+    format!("no {kind} named {name:?}{place}: {state}")
 }
 
 /// The text of [`Error::PeerGone`].

@@ -10,6 +10,8 @@ use super::{
 use crate::kind::Kind;
 
 const ONE_VERSION: &str = "run one version of warpipe on both sides";
+const FILE_SIZE: &str =
+    "raise the limit of file sizes (`ulimit -f`), which holds for shared memory, too";
 const WHOLE_TEXT: &str = "pass it on whole, as it was exported";
 const ONE_MACHINE: &str = "memory is shared within one machine: export it again there";
 
@@ -39,6 +41,11 @@ impl Error {
     pub fn hint(&self) -> Option<Cow<'static, str>> {
         if let Error::SignalPending { last, .. } = self {
             return Some(format!("signal it on a stream, or wait for {last}").into());
+        }
+        if let Error::Os { source, .. } = self
+            && source.kind() == std::io::ErrorKind::FileTooLarge
+        {
+            return Some(Cow::Borrowed(FILE_SIZE));
         }
         let hint = self.fixed_hint();
         (!hint.is_empty()).then_some(Cow::Borrowed(hint))

@@ -19,6 +19,7 @@ pub(crate) mod watch;
 
 use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -70,34 +71,55 @@ pub struct Endpoint {
     /// The living owner; `None` for an endpoint that a dead process left. For another user's
     /// endpoint, the process that listens there.
     pub holder: Option<Holder>,
+    /// What stands in the place of the endpoint's files, if that is something else, which keeps
+    /// owners away: for example `a symlink`.
+    pub foreign: Option<&'static str>,
 }
 
 impl Domain {
     /// The domain of the environment: `$WARPIPE_DOMAIN`, else `$XDG_RUNTIME_DIR/warpipe`, else
-    /// `/run/user/UID/warpipe`, else `/tmp/warpipe-UID`.
+    /// `/run/user/UID/warpipe`, else `/tmp/warpipe-UID`. An empty variable counts as none, and so
+    /// does an `XDG_RUNTIME_DIR` that is relative or another user's.
     ///
     /// # Errors
-    /// [`Error::Domain`] when the directory cannot be made or trusted.
+    /// [`Error::Domain`] when the directory cannot be made or trusted, or `WARPIPE_DOMAIN` is
+    /// relative.
     pub fn from_environment() -> Result<Domain> {
-        Domain::at(Domain::environment_path())
+        Domain::at(Domain::environment_path()?)
     }
 
     /// The directory of [`from_environment`](Self::from_environment), which may not exist. For a
     /// program that looks at a domain and makes none: [`of_user`](Self::of_user) opens it.
-    pub fn environment_path() -> PathBuf {
-        if let Some(path) = std::env::var_os("WARPIPE_DOMAIN") {
-            return path.into();
+    ///
+    /// # Errors
+    /// [`Error::Domain`]: `WARPIPE_DOMAIN` is relative.
+    pub fn environment_path() -> Result<PathBuf> {
+        let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty());
+        if let Some(path) = variable("WARPIPE_DOMAIN").map(PathBuf::from) {
+            if path.is_absolute() {
+                return Ok(path);
+            }
+            return Err(Error::Domain {
+                path,
+                reason:
+                    "WARPIPE_DOMAIN has to be an absolute path: each process would find another \
+                         directory from its own"
+                        .into(),
+            });
         }
         let uid = rustix::process::geteuid().as_raw();
-        let runtime = std::env::var_os("XDG_RUNTIME_DIR")
-            .map(PathBuf::from)
-            .filter(|path| path.is_absolute());
-        let runtime = runtime.unwrap_or_else(|| PathBuf::from(format!("/run/user/{uid}")));
-        if runtime.is_dir() {
-            runtime.join("warpipe")
-        } else {
-            PathBuf::from(format!("/tmp/warpipe-{uid}"))
-        }
+        let of_session = variable("XDG_RUNTIME_DIR").map(PathBuf::from);
+        let of_user = PathBuf::from(format!("/run/user/{uid}"));
+        // `sudo -E` keeps the variable of the user, who owns that directory.
+        let is_own = |path: &PathBuf| {
+            let found = std::fs::metadata(path);
+            path.is_absolute() && found.is_ok_and(|it| it.is_dir() && it.uid() == uid)
+        };
+        let runtime = of_session.into_iter().chain([of_user]).find(is_own);
+        Ok(match runtime {
+            Some(runtime) => runtime.join("warpipe"),
+            None => PathBuf::from(format!("/tmp/warpipe-{uid}")),
+        })
     }
 
     /// A domain of this user. Makes the directory with mode 0700 if it does not exist.
@@ -193,9 +215,14 @@ impl Domain {
         let names = self.names()?;
         Ok(names
             .into_iter()
-            .map(|name| Endpoint {
-                holder: self.holder(&name),
-                name,
+            .map(|name| {
+                let holder = self.holder(&name);
+                let foreign = holder.is_none().then(|| self.foreign_file(&name)).flatten();
+                Endpoint {
+                    holder,
+                    foreign,
+                    name,
+                }
             })
             .collect())
     }
@@ -416,6 +443,7 @@ impl Domain {
         self.connect_or(name, Some(limit), |was_there| Error::NotFound {
             kind: Kind::Publisher,
             name: name.to_string(),
+            domain: self.inner.path.clone(),
             was_there,
         })
     }
@@ -461,6 +489,7 @@ impl Domain {
         let absent = |was_there| Error::NotFound {
             kind,
             name: name.to_string(),
+            domain: self.inner.path.clone(),
             was_there,
         };
         match self.dial(&file) {

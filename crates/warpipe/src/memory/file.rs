@@ -16,6 +16,7 @@ use crate::ipc::domain::watch::Inotify;
 use crate::ipc::handle::TEXT_BYTES_MAX;
 use crate::ipc::message;
 use crate::os::above_standard;
+use crate::os::without_size_signal;
 
 /// The longest sleep between two reads while a reader waits. A notification of the directory wakes
 /// it earlier.
@@ -58,7 +59,7 @@ impl Ticket {
         // Above the standard numbers, so that output of this program cannot get into the file.
         let file = above_standard(file.into()).map_err(std::io::Error::from);
         let mut file = File::from(file.map_err(failed("fcntl(F_DUPFD_CLOEXEC)"))?);
-        file.write_all(format!("{self}\n").as_bytes())
+        without_size_signal(|| file.write_all(format!("{self}\n").as_bytes()))
             .map_err(failed("write"))?;
         std::fs::rename(&new, path).map_err(failed("rename"))?;
         temporary.0 = None;

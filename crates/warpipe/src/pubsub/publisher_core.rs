@@ -367,12 +367,18 @@ impl PublisherCore {
         let mut backoff = Backoff::spinning(0);
         let mut state = self.lock();
         loop {
-            if state.links.live().count() >= count {
+            let attached = state.links.live().count();
+            if attached >= count {
                 return Ok(());
             }
             let left = timeout.saturating_sub(start.elapsed());
             if left.is_zero() {
-                let what = format!("subscriber {count} of {:?}", self.name);
+                let noun = if count == 1 {
+                    "subscriber"
+                } else {
+                    "subscribers"
+                };
+                let what = format!("{count} {noun} of {:?} ({attached} attached)", self.name);
                 return Err(Error::Timeout {
                     what,
                     waited: timeout,

@@ -382,9 +382,15 @@ impl Subscriber {
             .filter(|attached| attached.region_missing.is_some());
         // There is a sample, but this process lacks resources for its memory.
         let want = held_up.and_then(|attached| attached.link.want());
-        want.unwrap_or_else(|| Error::Timeout {
-            what: format!("a sample of {:?}", self.name),
-            waited,
+        want.unwrap_or_else(|| {
+            let cause = match self.publisher_pid() {
+                Some(pid) => format!("process {pid} publishes it, and has sent no other"),
+                None => "it has no publisher now".into(),
+            };
+            Error::Timeout {
+                what: format!("a sample of {:?} ({cause})", self.name),
+                waited,
+            }
         })
     }
 

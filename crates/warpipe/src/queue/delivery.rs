@@ -17,7 +17,7 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::dispatcher::{Dispatcher, StateGuard};
+use super::dispatcher::{Dispatcher, State, StateGuard};
 use super::job_table::DeliveryResult;
 use super::loan::Loan;
 use super::owner::SubmitError;
@@ -102,7 +102,7 @@ impl Dispatcher {
                 None
             }
         };
-        let late = || match is_full.get() {
+        let late = |_: &State| match is_full.get() {
             true => Error::QueueFull {
                 name: name.to_string(),
                 limit,

@@ -59,6 +59,24 @@ impl State {
         self.table.pick_worker(open.map(|session| session.id))
     }
 
+    /// The number of workers that get jobs.
+    pub(super) fn workers(&self) -> usize {
+        let open = self.sessions.iter().filter(|session| session.is_open());
+        open.count()
+    }
+
+    /// Why a result may not come: for an error.
+    pub(super) fn outlook(&self) -> String {
+        let table = &self.table;
+        let kept = table.len() - table.unfinished();
+        format!(
+            "attached workers: {}, jobs that wait: {}, with workers: {}, results not taken: {kept}",
+            self.workers(),
+            table.waiting(),
+            table.leased(),
+        )
+    }
+
     pub(super) fn session(&mut self, id: u64) -> Option<&mut WorkerSession> {
         self.sessions.iter_mut().find(|session| session.id == id)
     }

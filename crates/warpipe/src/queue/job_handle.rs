@@ -4,7 +4,7 @@ use std::ops::Deref;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use super::dispatcher::Dispatcher;
+use super::dispatcher::{Dispatcher, State};
 use super::job_table::Outcome;
 use super::wire::user_of_answer;
 use super::worker_session::{Completed, Jobs};
@@ -53,8 +53,13 @@ impl JobHandle {
                 name: self.name.clone(),
             })?;
         stream.check_of(dispatcher.publisher.device())?;
-        let late = || Error::Timeout {
-            what: format!("the result of job {} of {:?}", self.id, self.name),
+        let late = |state: &State| Error::Timeout {
+            what: format!(
+                "the result of job {} of {:?} ({})",
+                self.id,
+                self.name,
+                state.outlook()
+            ),
             waited: timeout,
         };
         let (id, outcome) =
@@ -89,7 +94,7 @@ impl JobHandle {
         dispatcher.wait_until(
             Duration::ZERO,
             |state| Some(Ok(state.table.is_settled(self.id))),
-            || dispatcher.gone(),
+            |_| dispatcher.gone(),
         )
     }
 
@@ -109,7 +114,7 @@ impl JobHandle {
         let job = dispatcher.wait_until(
             Duration::ZERO,
             |state| Some(Ok(state.table.cancel(self.id))),
-            || dispatcher.gone(),
+            |_| dispatcher.gone(),
         )?;
         Ok(job.is_some())
     }

@@ -375,8 +375,8 @@ impl Queue {
     /// device; [`Error::QueueClosed`]; [`Error::Forked`].
     pub fn next_result(&self, stream: &Stream, timeout: Duration) -> Result<JobResult> {
         stream.check_of(self.device())?;
-        let late = || Error::Timeout {
-            what: format!("a result of {:?}", self.name()),
+        let late = |state: &State| Error::Timeout {
+            what: format!("a result of {:?} ({})", self.name(), state.outlook()),
             waited: timeout,
         };
         let (id, outcome) =
@@ -394,8 +394,12 @@ impl Queue {
     }
 
     fn wait_for_end(&self, timeout: Duration, is_over: impl Fn(&State) -> bool) -> Result<()> {
-        let late = || Error::Timeout {
-            what: format!("the end of the jobs of {:?}", self.name()),
+        let late = |state: &State| Error::Timeout {
+            what: format!(
+                "the end of the jobs of {:?} ({})",
+                self.name(),
+                state.outlook()
+            ),
             waited: timeout,
         };
         self.dispatcher
@@ -428,7 +432,7 @@ impl Queue {
         let cancelled = self.dispatcher.wait_until(
             Duration::ZERO,
             |state| Some(Ok(state.table.call_off_waiting())),
-            || self.dispatcher.gone(),
+            |_| self.dispatcher.gone(),
         )?;
         Ok(cancelled.into_iter().map(|(id, _)| id).collect())
     }
@@ -438,18 +442,15 @@ impl Queue {
     /// # Errors
     /// [`Error::Timeout`]; [`Error::QueueClosed`]; [`Error::Forked`].
     pub fn wait_for_workers(&self, count: usize, timeout: Duration) -> Result<()> {
-        let late = || Error::Timeout {
-            what: format!("worker {count} of {:?}", self.name()),
-            waited: timeout,
+        let late = |state: &State| {
+            let noun = if count == 1 { "worker" } else { "workers" };
+            let attached = state.workers();
+            Error::Timeout {
+                what: format!("{count} {noun} of {:?} ({attached} attached)", self.name()),
+                waited: timeout,
+            }
         };
-        let is_there = |state: &State| {
-            state
-                .sessions
-                .iter()
-                .filter(|session| session.is_open())
-                .count()
-                >= count
-        };
+        let is_there = |state: &State| state.workers() >= count;
         self.dispatcher
             .wait_until(timeout, |state| is_there(state).then_some(Ok(())), late)
     }

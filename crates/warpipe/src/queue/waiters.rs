@@ -179,7 +179,7 @@ impl Dispatcher {
         self: &Arc<Self>,
         timeout: Duration,
         mut look: impl FnMut(&mut StateGuard<'_>) -> Option<Result<T>>,
-        what: impl FnOnce() -> Error,
+        what: impl FnOnce(&State) -> Error,
     ) -> Result<T> {
         self.owner_process.check()?;
         let (mut clock, mut poll_backoff) = (Stopwatch::default(), PollBackoff::default());
@@ -204,7 +204,7 @@ impl Dispatcher {
             }
             let waited = clock.elapsed();
             if waited >= timeout {
-                break Err(what());
+                break Err(what(guard));
             }
             self.pause(guard, timeout - waited, &mut poll_backoff);
         }

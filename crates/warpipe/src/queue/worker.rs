@@ -155,7 +155,7 @@ impl Worker {
                 .receive_timeout(stream, left)
                 .map_err(|error| match error {
                     Error::Timeout { .. } => Error::Timeout {
-                        what: format!("a job of {:?}", self.queue()),
+                        what: format!("a job of {:?} (its queue has none to give)", self.queue()),
                         waited: timeout,
                     },
                     other => self.told(other),

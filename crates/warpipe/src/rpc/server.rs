@@ -208,7 +208,11 @@ impl Server {
             if waited >= timeout {
                 let unattached = self.unattached.take();
                 return Err(unattached.unwrap_or_else(|| Error::Timeout {
-                    what: format!("a request to {:?}", self.service()),
+                    what: format!(
+                        "a request to {:?} ({} clients attached)",
+                        self.service(),
+                        self.clients.len()
+                    ),
                     waited: timeout,
                 }));
             }

@@ -19,6 +19,7 @@ use crate::backend::{DevicePtr, TimelineWord, host, unreclaimed};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::{CloseOnForkFd, OwnerProcess};
+use crate::os::set_length;
 use crate::runtime::closer::PeerFd;
 use crate::runtime::fence::{LazyFence, StreamSet};
 use crate::runtime::reactor::{DropReadiness, Reactor};
@@ -150,8 +151,7 @@ impl SharedPage {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let fd = CloseOnForkFd::open(|| rustix::fs::memfd_create(c"warpipe-words", flags))
             .map_err(|e| Error::os("memfd_create", context(), e))?;
-        rustix::fs::ftruncate(&fd, bytes as u64)
-            .map_err(|e| Error::os("ftruncate", context(), e))?;
+        set_length(&fd, bytes as u64).map_err(|e| Error::os("ftruncate", context(), e))?;
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
             .map_err(|e| Error::os("fcntl(F_ADD_SEALS)", context(), e))?;
         Ok((SharedPage::map(fd.as_fd(), bytes)?.register(device)?, fd))

@@ -16,6 +16,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use crate::backend::host;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
+use crate::os::set_length;
 
 /// The size is final: a file that shrinks would turn loads into `SIGBUS`.
 const SIZE: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
@@ -30,7 +31,7 @@ pub(crate) fn memfd(name: &std::ffi::CStr, bytes: u64) -> Result<CloseOnForkFd> 
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let fd = CloseOnForkFd::open(|| rustix::fs::memfd_create(name, flags))
         .map_err(|e| Error::os("memfd_create", context(), e))?;
-    rustix::fs::ftruncate(&fd, bytes).map_err(|e| Error::os("ftruncate", context(), e))?;
+    set_length(&fd, bytes).map_err(|e| Error::os("ftruncate", context(), e))?;
     rustix::fs::fcntl_add_seals(&fd, SIZE)
         .map_err(|e| Error::os("fcntl(F_ADD_SEALS)", context(), e))?;
     Ok(fd)

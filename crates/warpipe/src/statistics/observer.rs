@@ -251,7 +251,7 @@ impl Observer {
 
     /// Looks at one process of this user's alone.
     #[cfg(test)]
-    pub(super) fn observe_one(&mut self, pid: i32) -> Observation {
+    pub(crate) fn observe_one(&mut self, pid: i32) -> Observation {
         let user = rustix::process::geteuid().as_raw();
         self.search.observe(vec![(pid, user)])
     }

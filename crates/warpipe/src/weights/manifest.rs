@@ -16,6 +16,7 @@ use super::safetensors::check_name;
 use crate::backend::host;
 use crate::error::{Error, Result, WeightsFault};
 use crate::fork::CloseOnForkFd;
+use crate::os::without_size_signal;
 use crate::shm::seal;
 use crate::tensor::{DType, Layout, RANK_MAX};
 
@@ -395,7 +396,7 @@ pub(super) fn read_exact(fd: BorrowedFd<'_>, bytes: &mut [u8], offset: u64) -> i
 fn write_all(fd: BorrowedFd<'_>, bytes: &[u8]) -> Result<(), Errno> {
     let mut done = 0;
     while done < bytes.len() {
-        match rustix::io::pwrite(fd, &bytes[done..], done as u64) {
+        match without_size_signal(|| rustix::io::pwrite(fd, &bytes[done..], done as u64)) {
             Ok(0) => return Err(Errno::IO),
             Ok(count) => done += count,
             Err(Errno::INTR) => {}

@@ -145,6 +145,7 @@ impl Candidate {
             return Err(Error::NotFound {
                 kind,
                 name,
+                domain: domain.path().to_owned(),
                 was_there: false,
             });
         }

@@ -5,6 +5,7 @@
 
 mod children;
 mod descriptors;
+mod environment;
 mod eviction;
 mod fake_publisher;
 mod files;

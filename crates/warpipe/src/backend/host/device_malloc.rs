@@ -21,6 +21,7 @@ use crate::error::{Error, LegacyFault, Result};
 use crate::fork::per_process::InheritedOnFork;
 use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::origin::{Liveness, ProcessOrigin};
+use crate::os::set_length;
 
 const MEMORY: [u8; 8] = *b"WPHOSTM1";
 const EVENT: [u8; 8] = *b"WPHOSTE1";
@@ -76,7 +77,7 @@ impl DeviceMalloc {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let fd = CloseOnForkFd::open(|| rustix::fs::memfd_create(NAME, flags))
             .map_err(|e| Error::os("memfd_create", context(), e))?;
-        rustix::fs::ftruncate(&fd, length).map_err(|e| Error::os("ftruncate", context(), e))?;
+        set_length(&fd, length).map_err(|e| Error::os("ftruncate", context(), e))?;
         rustix::fs::fcntl_add_seals(&fd, SEALS)
             .map_err(|e| Error::os("fcntl(F_ADD_SEALS)", context(), e))?;
         let base = map(&fd, length, ProtFlags::READ | ProtFlags::WRITE)?;

@@ -7,7 +7,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::backend::{Access, RawRegion, Stage};
 use crate::error::{Error, Result};
-use crate::os::above_standard;
+use crate::os::{above_standard, set_length};
 
 /// The handle of an imported region: it keeps no descriptor, since the mapping holds the memory.
 const IMPORTED: u64 = u64::MAX;
@@ -35,7 +35,7 @@ pub(super) fn allocate(bytes: u64) -> Result<RawRegion> {
     )
     .and_then(above_standard)
     .map_err(|e| Error::os("memfd_create", context(), e))?;
-    rustix::fs::ftruncate(&fd, bytes).map_err(|e| Error::os("ftruncate", context(), e))?;
+    set_length(&fd, bytes).map_err(|e| Error::os("ftruncate", context(), e))?;
     rustix::fs::fcntl_add_seals(&fd, SEALS)
         .map_err(|e| Error::os("fcntl(F_ADD_SEALS)", context(), e))?;
     let ptr = map(&fd, bytes, ProtFlags::READ | ProtFlags::WRITE)?;

@@ -24,7 +24,7 @@ use crate::error::{Error, Holder, Result};
 use crate::fork::CloseOnForkFd;
 use crate::ipc::message::is_short;
 use crate::origin::{hash, is_exiting};
-use crate::os::{ofd_is_locked, ofd_read_lock, ofd_unlock, ofd_write_lock};
+use crate::os::{ofd_is_locked, ofd_read_lock, ofd_unlock, ofd_write_lock, without_size_signal};
 use crate::runtime::heartbeat::Uptime;
 
 /// The bytes that are locked; see the [module](self).
@@ -252,7 +252,7 @@ impl Domain {
         }
         // Only now, when no process of this library can be about to write it.
         if !is_our_lock(&lock, &stat) {
-            return Err(self.foreign(file, "a file with somebody else's contents"));
+            return Err(self.foreign(file, OTHER_CONTENTS));
         }
         Ok(Some(lock))
     }
@@ -333,25 +333,40 @@ impl Domain {
 
     /// Removes a dead owner's sockets. This process holds [`CLEARING`], and no other one holds
     /// [`OWNER`]: no living owner can exist.
-    fn clear(&self, name: &EndpointName) -> Result<()> {
+    pub(super) fn clear(&self, name: &EndpointName) -> Result<()> {
         for file in [name.file("", ".sock"), name.new_file()] {
-            let kind =
-                match rustix::fs::statat(&self.inner.directory, &file, AtFlags::SYMLINK_NOFOLLOW) {
-                    Err(_) => continue,
-                    Ok(stat) => FileType::from_raw_mode(stat.st_mode),
-                };
-            match kind {
-                FileType::Socket if self.is_dead(&file)? => self.unlink(&file),
-                FileType::Socket => {
-                    return Err(self.foreign(&file, "a live socket of another program"));
-                }
-                FileType::Fifo => return Err(self.foreign(&file, "a FIFO")),
-                FileType::Symlink => return Err(self.foreign(&file, "a symlink")),
-                FileType::Directory => return Err(self.foreign(&file, "a directory")),
-                _ => return Err(self.foreign(&file, "a regular file")),
+            match self.kind_of(&file) {
+                None => {}
+                Some(FileType::Socket) if self.is_dead(&file)? => self.unlink(&file),
+                Some(kind) => return Err(self.foreign(&file, described(kind))),
             }
         }
         Ok(())
+    }
+
+    /// What stands in the place of the files of a name without an owner, if no owner could remove
+    /// it: it is no file of this library.
+    pub(super) fn foreign_file(&self, name: &EndpointName) -> Option<&'static str> {
+        match self.kind_of(&name.file("", ".lock")) {
+            None => {}
+            Some(FileType::RegularFile) => {
+                let lock = self.open_lock(name, OFlags::RDONLY).ok()?;
+                let stat = rustix::fs::fstat(&lock).ok()?;
+                if !is_our_lock(&lock, &stat) {
+                    return Some(OTHER_CONTENTS);
+                }
+            }
+            Some(kind) => return Some(described(kind)),
+        }
+        let found = self.kind_of(&name.file("", ".sock"))?;
+        let is_ours = found == FileType::Socket;
+        (!is_ours).then(|| described(found))
+    }
+
+    /// The kind of a file, which is not followed.
+    fn kind_of(&self, file: &str) -> Option<FileType> {
+        let stat = rustix::fs::statat(&self.inner.directory, file, AtFlags::SYMLINK_NOFOLLOW);
+        Some(FileType::from_raw_mode(stat.ok()?.st_mode))
     }
 
     /// Whether no process listens on a socket. A socket that answers is tried again for a while: a
@@ -398,6 +413,19 @@ fn is_kept(place: &Place, author: Option<Author>) -> bool {
     }
 }
 
+const OTHER_CONTENTS: &str = "a file with somebody else's contents";
+
+/// A foreign file, in words.
+fn described(kind: FileType) -> &'static str {
+    match kind {
+        FileType::Socket => "a live socket of another program",
+        FileType::Fifo => "a FIFO",
+        FileType::Symlink => "a symlink",
+        FileType::Directory => "a directory",
+        _ => "a regular file",
+    }
+}
+
 /// Whether a call failed because this process lacks a descriptor or memory.
 pub(super) fn is_own_want(error: Errno) -> bool {
     matches!(
@@ -414,7 +442,8 @@ pub(super) fn is_owned(lock: &CloseOnForkFd) -> bool {
 }
 
 fn write_author(fd: &CloseOnForkFd) -> std::result::Result<(), Errno> {
-    rustix::io::pwrite(fd, Author::own().line().as_bytes(), 0).map(drop)
+    let line = Author::own().line();
+    without_size_signal(|| rustix::io::pwrite(fd, line.as_bytes(), 0)).map(drop)
 }
 
 pub(super) fn read_author(fd: &CloseOnForkFd) -> Option<Author> {
@@ -545,9 +574,6 @@ mod tests {
                     Domain::at(&folder).unwrap(),
                     EndpointName::new("a").unwrap(),
                 );
-                // SAFETY: no handler is installed; the limit is this process's, which ends with
-                // this test.
-                unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
                 let limit = rustix::process::getrlimit(rustix::process::Resource::Fsize);
                 let none = rustix::process::Rlimit {
                     current: Some(0),

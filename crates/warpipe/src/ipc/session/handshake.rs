@@ -44,6 +44,7 @@ impl PendingSession {
         let absent = |was_there| Error::NotFound {
             kind: at.kind,
             name: at.name.to_string(),
+            domain: at.domain.path().to_owned(),
             was_there,
         };
         let socket = at

@@ -64,6 +64,7 @@ impl ConnectOptions {
         let absent = |was_there| Error::NotFound {
             kind: self.identity.kind,
             name: self.name.to_string(),
+            domain: self.domain.path().to_owned(),
             was_there,
         };
         let socket = self.domain.connect_or(&self.name, Some(&limit), absent)?;

@@ -116,6 +116,7 @@ impl Subscriber {
             return Err(Error::NotFound {
                 kind: self.options.kind,
                 name: self.name.to_string(),
+                domain: self.domain.path().to_owned(),
                 was_there: false,
             });
         };
@@ -188,6 +189,7 @@ impl Subscriber {
             None => Error::NotFound {
                 kind: self.options.kind,
                 name: self.name.to_string(),
+                domain: self.domain.path().to_owned(),
                 was_there: false,
             },
         }
