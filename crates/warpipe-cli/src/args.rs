@@ -137,8 +137,8 @@ pub struct PubArgs {
     /// Action when a subscriber has no room for a sample
     #[arg(long, value_enum, default_value_t = PolicyName::Block)]
     pub policy: PolicyName,
-    /// Number of samples that each subscriber may have in flight, 1 to 1024
-    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    /// Number of samples that each subscriber may have in flight, 1 to 4096
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub depth: u32,
     /// Reads every file as plain bytes
     #[arg(long)]
@@ -425,6 +425,13 @@ pub struct WeightsServeArgs {
     /// the host), host, cuda or cuda:N
     #[arg(long, default_value_t = DeviceArg::Auto)]
     pub device: DeviceArg,
+    /// Users that may open the weights beside this one, by their numbers; repeatable. The domain's
+    /// folder has to let them pass (chmod 711)
+    #[arg(long = "allow-uid", value_name = "UID")]
+    pub allow_uids: Vec<u32>,
+    /// Groups that may, by the effective group of a process; repeatable
+    #[arg(long = "allow-gid", value_name = "GID")]
+    pub allow_gids: Vec<u32>,
     #[command(flatten)]
     pub domain: DomainArg,
     /// Prints no progress

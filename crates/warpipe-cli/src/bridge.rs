@@ -56,11 +56,11 @@ pub struct BridgeArgs {
     /// fewer than the publisher's depth
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub held: u32,
-    /// Number of samples of an imported name that its subscribers may have in flight, 1 to 1024
-    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    /// Number of samples of an imported name that its subscribers may have in flight, 1 to 4096
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub depth: u32,
     /// Number of samples of an imported name that a late subscriber gets first, at most the depth
-    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=1024))]
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=4096))]
     pub history: u32,
     /// Largest tensor in MiB; larger ones are left out at the exporter, and refused at the importer
     #[arg(long, value_name = "MIB", default_value_t = 4096, value_parser = clap::value_parser!(u64).range(1..=1048576))]

@@ -111,6 +111,54 @@ fn processes_of_other_domains_stand_under_a_heading_of_their_own() {
 }
 
 #[test]
+fn a_backlog_without_workers_is_seen_wherever_one_looks() {
+    let world = World::new();
+    let domain = Domain::at(world.path("domain")).unwrap();
+    let device = Device::host();
+    let queue = warpipe::Queue::builder("jobs")
+        .domain(&domain)
+        .device(&device);
+    let queue = queue.build().unwrap();
+    let stream = device.stream().unwrap();
+    let jobs = [(); 3].map(|()| queue.submit_bytes(b"input", &stream).unwrap());
+    let seen = endpoint_when(&world, "jobs", |it| it["waiting"] == 3);
+    assert_eq!(seen["peers"], 0);
+    let said = "3 jobs wait, and no worker is attached";
+    for arguments in [
+        &["ls", "-v"][..],
+        &["top", "--once", "--interval", "0.1"],
+        &["doctor"],
+    ] {
+        let text = world.run(arguments).out;
+        assert!(text.contains(said), "{arguments:?} {text}");
+    }
+    let mut server = world.start(&["metrics", "--listen", "127.0.0.1:0"]);
+    let said = server.wait_for_line("http://");
+    let address = said.trim().trim_start_matches("http://");
+    let address = address.trim_end_matches("/metrics");
+    let answer = ask(address, b"GET /metrics HTTP/1.1\r\n\r\n");
+    let counted = "warpipe_endpoint_waiting{name=\"jobs\",kind=\"queue\"} 3\n";
+    assert!(answer.contains(counted), "{answer}");
+    // The wait for a result knows, too.
+    let late = jobs[0]
+        .wait(&stream, std::time::Duration::ZERO)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        late.contains("attached workers: 0, jobs that wait: 3"),
+        "{late}"
+    );
+    let late = queue
+        .wait_for_workers(2, std::time::Duration::ZERO)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        late.contains("2 workers of \"jobs\" (0 attached)"),
+        "{late}"
+    );
+}
+
+#[test]
 fn a_pool_is_shown_with_the_memory_that_it_shares_and_without_rates() {
     const BLOCK: u64 = 1 << 20;
     let world = World::new();

@@ -548,9 +548,12 @@ fn _keep_weights(
     py: Python<'_>,
     name: &str,
     domain: Option<&Bound<'_, PyAny>>,
+    allow_uids: Vec<u32>,
+    allow_gids: Vec<u32>,
 ) -> PyResult<Py<Keeper>> {
     let domain = Domain::from_argument(domain)?;
     let builder = weights::Keeper::builder(name).domain(&domain);
+    let builder = builder.allow_uids(&allow_uids).allow_gids(&allow_gids);
     let keeper = asking(py, move || builder.build())?;
     let unanswered = keeper.unanswered();
     let handle = CloseableHandle::new("keeper", name, keeper);

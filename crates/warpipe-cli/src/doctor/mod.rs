@@ -1,5 +1,6 @@
 //! `warpipe doctor`: what works here, found by doing it.
 
+mod backlog;
 mod channel;
 mod child;
 mod gpu;
@@ -24,6 +25,7 @@ pub fn run(args: &DoctorArgs) -> anyhow::Result<Exit> {
     report.add(system::death())?;
     report.add(system::profiler())?;
     let domain = report.add_with(system::domain())?;
+    report.add(backlog::check(domain.as_ref()))?;
     report.section("host backend")?;
     examine(&mut report, "host", &Device::host(), domain.as_ref())?;
     let gpus = gpu::find(&mut report)?;

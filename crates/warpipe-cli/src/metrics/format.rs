@@ -12,7 +12,7 @@ struct Metric(&'static str, &'static str, &'static str);
 type Value = fn(&EndpointRow) -> u64;
 
 /// The metrics of an observed endpoint that sends samples, with their values.
-const SAMPLES: [(Metric, Value); 4] = [
+const SAMPLES: [(Metric, Value); 5] = [
     (
         Metric(
             "warpipe_endpoint_items_total",
@@ -44,6 +44,14 @@ const SAMPLES: [(Metric, Value); 4] = [
             "Samples given to subscribers and not released.",
         ),
         |it| it.in_flight,
+    ),
+    (
+        Metric(
+            "warpipe_endpoint_waiting",
+            "gauge",
+            "Jobs of a queue that no worker has.",
+        ),
+        |it| it.waiting,
     ),
 ];
 

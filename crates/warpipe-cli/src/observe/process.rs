@@ -181,6 +181,7 @@ mod tests {
             memory_max: 0,
             peers: 0,
             depth: 0,
+            waiting: 0,
             copied: None,
             links: Vec::new(),
         }

@@ -95,6 +95,8 @@ pub struct EndpointRow {
     /// The samples that each subscriber may have in flight; 0 for an endpoint without samples,
     /// which counts neither items nor drops.
     pub depth: u64,
+    /// The jobs of a queue that no worker has.
+    pub waiting: u64,
     /// The tensors that were to be sent where they lie and had to be copied, and the last reason.
     pub copied: Option<SlowPathRow>,
     pub subscribers: Vec<SubscriberRow>,
@@ -189,6 +191,22 @@ pub fn missing(path: &Path) -> String {
 fn identity(path: &Path) -> Option<[u64; 2]> {
     let folder = std::fs::metadata(path).ok()?;
     Some([folder.dev(), folder.ino()])
+}
+
+impl EndpointRow {
+    /// What is wrong with a queue that has jobs and no worker.
+    pub fn backlog(&self) -> Option<String> {
+        let jobs = output::counted(
+            usize::try_from(self.waiting).ok()?,
+            "job waits",
+            "jobs wait",
+        );
+        match (self.waiting, self.peers) {
+            (0, _) => None,
+            (_, 0) => Some(format!("{jobs}, and no worker is attached")),
+            _ => Some(jobs),
+        }
+    }
 }
 
 impl Snapshot {
@@ -301,6 +319,7 @@ impl EndpointRow {
             memory_max: 0,
             peers: 0,
             depth: 0,
+            waiting: 0,
             copied: None,
             subscribers: Vec::new(),
             generation: [0; 2],
@@ -376,6 +395,7 @@ fn observed(
         memory_max: endpoint.memory_max,
         peers: endpoint.peers,
         depth: endpoint.depth,
+        waiting: endpoint.waiting,
         copied: endpoint.copied.map(process::slow_path),
         subscribers,
         generation: endpoint.generation,

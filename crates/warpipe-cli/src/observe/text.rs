@@ -71,9 +71,19 @@ pub fn endpoint(endpoint: &EndpointRow, rate: Option<Rate>, width: usize) -> Vec
             output::count(it.dropped)
         )
     });
+    let backlog = endpoint
+        .backlog()
+        .map(|said| styled(backlog_style(endpoint), &format!("      {said}")));
     let copied = endpoint.copied.iter().map(slow_path);
-    let lines = std::iter::once(text).chain(copied);
+    let lines = std::iter::once(text).chain(backlog).chain(copied);
     lines.chain(subscribers).collect()
+}
+
+fn backlog_style(endpoint: &EndpointRow) -> Style {
+    match endpoint.peers {
+        0 => Style::Yellow,
+        _ => Style::Dim,
+    }
 }
 
 /// One line for a slow path.

@@ -230,8 +230,20 @@ fn endpoint_row(endpoint: &EndpointRow, rate: Option<Rate>) -> Row {
                 bytes(endpoint.memory),
             )),
         ],
-        details: endpoint.subscribers.iter().map(subscriber).collect(),
+        details: backlog(endpoint)
+            .into_iter()
+            .chain(endpoint.subscribers.iter().map(subscriber))
+            .collect(),
     }
+}
+
+/// The jobs of a queue that no worker has.
+fn backlog(endpoint: &EndpointRow) -> Option<Cell> {
+    let tone = match endpoint.peers {
+        0 => Tone::Warning,
+        _ => Tone::Dim,
+    };
+    Some(Cell::text(endpoint.backlog()?).tone(tone))
 }
 
 fn subscriber(subscriber: &SubscriberRow) -> Cell {

@@ -31,6 +31,7 @@ fn endpoint(name: &str, items: u64) -> EndpointRow {
         memory_max: 1 << 30,
         peers: 1,
         depth: 16,
+        waiting: 0,
         copied: None,
         subscribers: Vec::new(),
         generation: [1, 2],

@@ -74,7 +74,11 @@ struct Ended<'a> {
 pub fn run(args: &WeightsServeArgs) -> anyhow::Result<Exit> {
     let interrupt = Interrupt::install()?;
     let domain = super::domain(&args.domain)?;
-    let keeper = Keeper::builder(&args.name).domain(&domain).build()?;
+    let keeper = Keeper::builder(&args.name)
+        .domain(&domain)
+        .allow_uids(&args.allow_uids)
+        .allow_gids(&args.allow_gids)
+        .build()?;
     let serve = Serve {
         args,
         announcer: Announcer::start(args.json)?,

@@ -2506,7 +2506,9 @@ def _open_weights(
     name: str, device: _DeviceLike | None, domain: _DomainLike | None, wait: float | None
 ) -> SharedWeights:
     """Opens a version after number ``after``."""
-def _keep_weights(name: str, domain: _DomainLike | None) -> Keeper:
+def _keep_weights(
+    name: str, domain: _DomainLike | None, allow_uids: Sequence[int], allow_gids: Sequence[int]
+) -> Keeper:
     """Claims a name, and asks the processes that hold a version of it."""
 def _verify_weights(
     name: str, device: _DeviceLike | None, domain: _DomainLike | None, wait: float | None

@@ -403,15 +403,20 @@ def _device_of(tensors: Iterable[Any]) -> Any:
     return _warpipe.Device()
 
 
-def keep(name: str, *, domain: Any = None) -> Keeper:
+def keep(
+    name: str, *, domain: Any = None, allow_uids: Iterable[int] = (), allow_gids: Iterable[int] = ()
+) -> Keeper:
     """Keeps the versions of a name in this process: descriptors alone, without a device. Run it where little can fail.
 
     It asks every process that holds a version of the name, at most 20 s. The newest becomes its ``candidate``, which is
     offered once ``verify`` has been called in a process with a device; or a new version is published.
 
+    ``allow_uids``, ``allow_gids``: users and groups that may open the weights beside this process's own user. They get
+    the memory itself, and could write to it. The domain's folder has to let them pass (``chmod 711``).
+
     Raises ``NameTakenError``, ``InvalidNameError``, ``ForeignFileError``, ``DomainError``.
     """
-    return _warpipe._keep_weights(name, domain)
+    return _warpipe._keep_weights(name, domain, list(allow_uids), list(allow_gids))
 
 
 def verify(name: str, *, device: Any = None, domain: Any = None, wait: float | None = 0.0) -> int:

@@ -175,7 +175,9 @@ impl Error {
             Error::Evicted { .. } | Error::LinkClosed { .. } => "subscribe again",
             Error::SampleLost { .. } => "discard what was computed from it",
             Error::EventLost { .. } => "discard what depends on it",
-            Error::Timeout { .. } => "wait longer, or see `warpipe doctor` and the peer's state",
+            Error::Timeout { .. } => {
+                "wait longer, or see `warpipe ls -v`, which shows what is there and what waits"
+            }
             Error::Full { .. } => {
                 "receive and release faster, raise the depth, or choose another policy"
             }

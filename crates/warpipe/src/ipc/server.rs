@@ -244,15 +244,10 @@ impl ServerCore {
         .is_ok()
     }
 
-    /// Sends a notification without descriptors to every client of the user `uid`, without waiting.
-    /// A client that does not read its socket gets none.
-    pub(crate) fn tell_user(&self, uid: u32, reply: &OutgoingReply) {
-        let clients: Vec<u64> = self
-            .lock()
-            .iter()
-            .filter(|(_, connection)| connection.client.uid == uid)
-            .map(|(&id, _)| id)
-            .collect();
+    /// Sends a notification without descriptors to every client, without waiting. A client that
+    /// does not read its socket gets none.
+    pub(crate) fn tell_all(&self, reply: &OutgoingReply) {
+        let clients: Vec<u64> = self.lock().keys().copied().collect();
         for id in clients {
             let reply = OutgoingReply {
                 body: reply.body.clone(),

@@ -65,6 +65,11 @@ impl State {
         open.count()
     }
 
+    /// The jobs that no worker has, without a look at each.
+    pub(super) fn jobs_without_worker(&self) -> usize {
+        self.table.unfinished().saturating_sub(self.table.leased())
+    }
+
     /// Why a result may not come: for an error.
     pub(super) fn outlook(&self) -> String {
         let table = &self.table;
@@ -238,6 +243,7 @@ impl Dispatcher {
         if guard.table.revision != before {
             self.notify_waiters(&mut guard.waiters);
         }
+        self.observer.note_waiting(guard.jobs_without_worker());
         self.end_if_drained(guard);
     }
 

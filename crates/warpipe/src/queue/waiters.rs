@@ -194,6 +194,7 @@ impl Dispatcher {
             }
             let before = guard.table.revision;
             let found = look(guard);
+            self.observer.note_waiting(guard.jobs_without_worker());
             if guard.table.revision != before {
                 // An outcome that is taken makes room for a job.
                 self.notify_waiters(&mut guard.waiters);

@@ -70,6 +70,8 @@ pub(super) mod endpoint {
     pub(in super::super) const MEMORY_MAX: usize = 59;
     pub(in super::super) const PEERS: usize = 60;
     pub(in super::super) const DEPTH: usize = 61;
+    /// The jobs of a queue that no worker has.
+    pub(in super::super) const WAITING: usize = 62;
     pub(in super::super) const WORDS: usize = 64;
 }
 

@@ -134,6 +134,8 @@ pub struct Endpoint {
     pub peers: u64,
     /// The samples that each subscriber may have in flight; 0 for an endpoint without samples.
     pub depth: u64,
+    /// The jobs of a queue that no worker has.
+    pub waiting: u64,
     /// The items that were copied although they were to be sent in place, and the last reason.
     pub copied: Option<SlowPathCount>,
     /// The subscribers, for a publisher.
@@ -463,6 +465,7 @@ fn endpoint_of(_: u32, row: &[u64; endpoint::WORDS]) -> Option<Endpoint> {
         memory_max: row[endpoint::MEMORY_MAX],
         peers: row[endpoint::PEERS],
         depth: row[endpoint::DEPTH],
+        waiting: row[endpoint::WAITING],
         copied: SlowPath::of(row[endpoint::COPY_REASON]).map(|path| SlowPathCount {
             path,
             count: row[endpoint::COPIED],

@@ -121,6 +121,13 @@ impl EndpointRow {
         }
     }
 
+    /// The jobs of a queue that no worker has, written with each tick.
+    pub(crate) fn set_waiting(&self, jobs: u64) {
+        if let Some(row) = &self.0 {
+            row.store(endpoint::WAITING, jobs);
+        }
+    }
+
     /// The row of a name that a server answers for.
     pub(crate) fn served(at: &Address<'_>, generation: [u8; 16]) -> EndpointRow {
         EndpointRow::open(&EndpointWords {

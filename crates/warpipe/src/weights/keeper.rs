@@ -87,6 +87,11 @@ impl KeeperBuilder {
     option_setters! { (shared):
         /// The domain of its name; the environment's by default.
         domain,
+        /// Has these users, beside this process's own, open the weights that it offers, and do
+        /// nothing else with it. The domain directory must admit them, too. They get the memory
+        /// itself, and could write to it: admit users that are trusted so far.
+        allow_uids,
+        allow_gids,
     }
 
     /// Claims the name, and asks every process that holds a version of it for its descriptors
@@ -357,11 +362,10 @@ impl KeeperCore {
     }
 }
 
-/// Tells every client of this user that another version is offered.
+/// Tells every client that another version is offered.
 fn tell_offered(server: &ServerCore) {
-    let own = rustix::process::geteuid().as_raw();
     if let Ok(notice) = OutgoingReply::new(&KeeperNotice::Offered, vec![]) {
-        server.tell_user(own, &notice);
+        server.tell_all(&notice);
     }
 }
 
@@ -446,7 +450,18 @@ impl RequestHandler for KeeperHandler {
     ) -> Result<OutgoingReply, Rejection> {
         let core = &self.0;
         let nothing = |candidate| OutgoingReply::new(&KeeperReply::Nothing { candidate }, vec![]);
-        match decode(body, server_core.name())? {
+        let request = decode(body, server_core.name())?;
+        let is_own = client.uid == rustix::process::geteuid().as_raw();
+        let reads = matches!(
+            request,
+            KeeperRequest::Offered | KeeperRequest::Pieces { .. }
+        );
+        if !is_own && !reads {
+            return Err(Rejection::new(
+                "other users may open what it offers, and no more",
+            ));
+        }
+        match request {
             KeeperRequest::Offered => {
                 let state = core.lock();
                 match &state.offered {

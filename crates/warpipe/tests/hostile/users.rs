@@ -9,7 +9,8 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use super::stage::{
-    LONG, Scratch, alone, assert_delivers, command, domain_of_test, name, next_order, role, stream,
+    LONG, Scratch, alone, assert_delivers, command, domain_of_test, eventually, name, next_order,
+    role, stream,
 };
 use crate::{Device, Domain, Error, Subscriber};
 
@@ -389,6 +390,90 @@ fn a_folder_with_mode_711_lets_admitted_users_open_its_names_and_list_none() {
         let outcome = other.hear("outcome:");
         assert!(outcome.contains("chmod 711"), "{outcome}");
     }
+}
+
+/// Weights of one tensor, under the name `w`.
+fn some_weights(device: &Device) -> crate::weights::Weights {
+    let layout = crate::Layout::bytes_only(4).unwrap();
+    crate::weights::Weights::from_bytes(device, [("a", layout, &[7; 4][..])]).unwrap()
+}
+
+#[test]
+fn users_that_a_keeper_admits_open_its_weights_and_do_nothing_else() {
+    use crate::weights::{Keeper, SharedWeights};
+    let test = "users_that_a_keeper_admits_open_its_weights_and_do_nothing_else";
+    let device = Device::host();
+    let open = |domain: &Domain| {
+        let opener = SharedWeights::opener("w").domain(domain).device(&device);
+        opener.wait(LONG).open()
+    };
+    match role().as_deref() {
+        Some("owner") => {
+            become_user(OTHER_USER);
+            let domain = domain_of_test();
+            let keeper = || Keeper::builder("w").domain(&domain);
+            let closed = keeper().build().unwrap();
+            println!("outcome: {}", next_order().is_some());
+            drop(closed);
+            let _keeper = keeper().allow_uids(&[NOBODY]).build().unwrap();
+            some_weights(&device).publish(&domain, "w", LONG).unwrap();
+            println!("outcome: {}", next_order().is_some());
+            some_weights(&device).publish(&domain, "w", LONG).unwrap();
+            next_order();
+            return;
+        }
+        Some("other_user") => {
+            become_user(NOBODY);
+            let path = std::env::var("WARPIPE_HOSTILE_PATH").unwrap();
+            let domain = Domain::of_user(path, OTHER_USER).unwrap();
+            let opener = SharedWeights::opener("w").domain(&domain);
+            let refused = opener.device(&device).open().unwrap_err();
+            println!("outcome: {refused}; {}", refused.hint().unwrap());
+            next_order();
+            let weights = open(&domain).unwrap();
+            let bytes = weights.tensor("a").unwrap().memory().to_vec(LONG).unwrap();
+            println!("outcome: {bytes:?}");
+            println!(
+                "outcome: {:?}",
+                Keeper::end(&domain, "w", LONG).map_err(|it| it.kind())
+            );
+            let published = some_weights(&device).publish(&domain, "w", LONG);
+            println!("outcome: {}", published.is_err());
+            // It hears of the next version.
+            println!("outcome: {}", weights.newer(LONG).unwrap().version());
+            return;
+        }
+        _ => {}
+    }
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: only root can become another user");
+        return;
+    }
+    let scratch = Scratch::new();
+    std::os::unix::fs::chown(&scratch.path, Some(OTHER_USER), Some(OTHER_USER)).unwrap();
+    std::fs::set_permissions(&scratch.path, Permissions::from_mode(0o711)).unwrap();
+    let start = |role| super::stage::TestProcess::start(module_path!(), test, role, &scratch);
+    let mut owner = start("owner");
+    // It waits for an order first, which comes when the other user was refused.
+    eventually("the keeper", || scratch.path.join("w.sock").exists());
+    let mut other = start("other_user");
+    let refused = other.hear("outcome:");
+    assert!(
+        refused.contains("does not admit") && refused.contains("allow"),
+        "{refused}"
+    );
+    owner.order("admit");
+    assert_eq!(owner.hear("outcome:"), "true");
+    eventually("the next keeper", || {
+        let socket = std::fs::metadata(scratch.path.join("w.sock"));
+        socket.is_ok_and(|it| it.permissions().mode() & 0o777 == 0o666)
+    });
+    other.order("open");
+    assert_eq!(other.hear("outcome:"), "[7, 7, 7, 7]");
+    assert_eq!(other.hear("outcome:"), "Err(Refused)");
+    assert_eq!(other.hear("outcome:"), "true");
+    owner.order("publish");
+    assert_eq!(other.hear("outcome:"), "2");
 }
 
 /// Sends descriptors that are never received, until this user may send no more. Returns the sockets

@@ -431,6 +431,9 @@ impl EventSource for PublisherCore {
         self.evict_stalled(&mut state);
         self.reap_links(&mut state);
         state.write_statistics();
+        if let Some(observer) = &self.options.observer {
+            state.write_waiting(observer.jobs_waiting());
+        }
         drop(state);
         statistics::beat(now_ns);
     }

@@ -218,6 +218,11 @@ impl PublisherState {
             .set_use(dropped, in_flight, peers, self.region_bytes());
     }
 
+    /// Writes how many jobs of the queue above wait.
+    pub(super) fn write_waiting(&self, jobs: u64) {
+        self.row.set_waiting(jobs);
+    }
+
     /// A counter that changes whenever a slot was freed.
     pub(super) fn freed_count(&self) -> u64 {
         self.arena.changes()

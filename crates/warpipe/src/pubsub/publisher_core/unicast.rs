@@ -5,7 +5,7 @@
 //! `ready` of a later receiver of the same slot is ordered behind that.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::super::subscriber_link::SubscriberLink;
@@ -99,6 +99,8 @@ impl Disconnects {
 pub(crate) struct SubscriberChanges {
     pub(crate) doorbell: LocalDoorbell,
     has_news: AtomicBool,
+    /// The jobs of the queue that no worker has: for the statistics.
+    jobs_waiting: AtomicU64,
 }
 
 impl SubscriberChanges {
@@ -106,12 +108,21 @@ impl SubscriberChanges {
         Ok(SubscriberChanges {
             doorbell: LocalDoorbell::new()?,
             has_news: AtomicBool::new(true),
+            jobs_waiting: AtomicU64::new(0),
         })
     }
 
     pub(crate) fn tell(&self) {
         self.has_news.store(true, Ordering::SeqCst);
         self.doorbell.ring();
+    }
+
+    pub(crate) fn note_waiting(&self, jobs: usize) {
+        self.jobs_waiting.store(jobs as u64, Ordering::Relaxed);
+    }
+
+    pub(super) fn jobs_waiting(&self) -> u64 {
+        self.jobs_waiting.load(Ordering::Relaxed)
     }
 
     /// Whether a change came since the last call.
