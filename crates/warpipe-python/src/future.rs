@@ -19,7 +19,7 @@ use crate::errors::{Fault, Outcome};
 use crate::job::{self, Watch};
 use crate::job_endpoint::JobEndpoint;
 use crate::stream::imported;
-use crate::wait::{SLICE, in_slices, late, optional};
+use crate::wait::{SLICE, in_slices, late_with_cause, optional};
 
 use job_or_request::Source;
 use task_waits::Waits;
@@ -221,7 +221,8 @@ impl Future {
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Outcome<&Given>> {
         let timeout = optional(timeout, "timeout")?;
         let outcome = self.outcome(py, timeout)?;
-        Ok(outcome.ok_or_else(|| late(self.source.described(&self.endpoint), timeout))?)
+        Ok(outcome
+            .ok_or_else(|| late_with_cause(self.source.described(&self.endpoint), timeout))?)
     }
 
     /// Ends a claim, and gives a result that no other thread claims back to its queue.

@@ -12,7 +12,7 @@ use crate::errors::{Fault, Outcome};
 use crate::exclusive::{Closed, Exclusive};
 use crate::interpreter_exit::{self, Endpoint};
 use crate::process::Home;
-use crate::wait::{Timeout, hand_over, in_slices, late, none_if_late};
+use crate::wait::{Timeout, hand_over, in_slices, late, late_with_cause, none_if_late};
 
 /// An endpoint `T` of the library that receives, until it is closed. Python gets each item as an
 /// `R`.
@@ -154,7 +154,7 @@ impl<T: Send + 'static, R: Send + 'static> Inbox<T, R> {
         })?;
         self.give(
             py,
-            found.ok_or_else(|| late(format!("{thing} {:?}", self.name), timeout))?,
+            found.ok_or_else(|| late_with_cause(format!("{thing} {:?}", self.name), timeout))?,
             make,
         )
     }

@@ -12,7 +12,7 @@ use crate::detached::DropDetached;
 use crate::errors::Outcome;
 use crate::frame::Frame;
 use crate::job_endpoint::JobEndpoint;
-use crate::wait::{in_slices, late, none_if_late};
+use crate::wait::{in_slices, late_with_cause, none_if_late};
 
 /// The descriptor of a queue for event loops.
 #[pyclass(frozen, module = "warpipe", name = "_Watch")]
@@ -167,7 +167,7 @@ impl Results {
         match in_slices(py, self.timeout, |slice| self.look(slice))? {
             Some(Found::Result(result)) => self.endpoint.give(py, result),
             Some(Found::QueueOrClient) => Err(PyStopIteration::new_err(())),
-            None => Err(late(
+            None => Err(late_with_cause(
                 format!("a result of {:?}", self.endpoint.name),
                 self.timeout,
             )

@@ -222,7 +222,22 @@ impl JobEndpoint {
         let come = in_slices(py, timeout, |slice| {
             none_if_late(self.end()?.wait_for_workers(count, slice))
         })?;
-        Ok(come.ok_or_else(|| late(format!("{what} {count} of {:?}", self.name), timeout))?)
+        if come.is_some() {
+            return Ok(());
+        }
+        let attached = self
+            .end()?
+            .queue()
+            .state()
+            .map_err(Fault::from)?
+            .workers
+            .len();
+        let plural = if count == 1 { "" } else { "s" };
+        let wanted = format!(
+            "{count} {what}{plural} of {:?} ({attached} attached)",
+            self.name
+        );
+        Err(late(wanted, timeout).into())
     }
 
     /// Whether the outcomes of all jobs were taken.

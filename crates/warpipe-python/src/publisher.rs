@@ -24,7 +24,7 @@ use crate::slot::{self, Slot};
 use crate::source::{Source, SourceLocation, Wanted};
 use crate::stream::Consumer;
 use crate::tuples;
-use crate::wait::{SLICE, in_slices, late, none_if_late, optional, seconds};
+use crate::wait::{SLICE, in_slices, late_with_cause, none_if_late, optional, seconds};
 
 /// Publishes tensors in device memory to any number of subscribers.
 ///
@@ -467,7 +467,9 @@ impl Publisher {
         let come = in_slices(py, timeout, |slice| {
             none_if_late(self.inner()?.wait_for_subscribers(count, slice))
         })?;
-        Ok(come.ok_or_else(|| late(format!("subscriber {count} of {:?}", self.name), timeout))?)
+        Ok(come.ok_or_else(|| {
+            late_with_cause(format!("{count} subscribers of {:?}", self.name), timeout)
+        })?)
     }
 
     /// Device memory allocated so far and its limit, in bytes: a ``MemoryUse``.

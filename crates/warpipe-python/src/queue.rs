@@ -16,7 +16,7 @@ use crate::job::Results;
 use crate::job_endpoint::{JobEndpoint, QueueOrClient};
 use crate::loan::Loan;
 use crate::tuples;
-use crate::wait::{SLICE, Timeout, in_slices, late, none_if_late, optional, seconds};
+use crate::wait::{SLICE, Timeout, in_slices, late_with_cause, none_if_late, optional, seconds};
 
 /// Gives each job to one worker, and gets each job's result once, even if processes die: see
 /// ``Worker``.
@@ -251,7 +251,7 @@ impl Queue {
             none_if_late(self.endpoint.end()?.queue().drain(slice))
         })?;
         Ok(drained.ok_or_else(|| {
-            late(
+            late_with_cause(
                 format!("the end of the jobs of {:?}", self.endpoint.name),
                 timeout,
             )

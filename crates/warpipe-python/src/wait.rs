@@ -1,5 +1,6 @@
 //! Waits that Ctrl-C ends: slices without the interpreter, with a check for signals in between.
 
+use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -72,6 +73,7 @@ pub fn in_slices<T: Send>(
     mut look: impl FnMut(Duration) -> Outcome<Option<T>> + Send,
 ) -> PyResult<Option<T>> {
     let start = Instant::now();
+    WANTED.take();
     loop {
         let left = timeout.map_or(SLICE, |timeout| timeout.saturating_sub(start.elapsed()));
         if let Some(found) = py.detach(|| look(left.min(SLICE)))? {
@@ -273,9 +275,23 @@ pub fn attach<T: Send + 'static>(
 pub fn none_if_late<T>(result: Result<T, Error>) -> Outcome<Option<T>> {
     match result {
         Ok(found) => Ok(Some(found)),
-        Err(Error::Timeout { .. }) => Ok(None),
+        Err(Error::Timeout { what, .. }) => {
+            WANTED.set(Some(what));
+            Ok(None)
+        }
         Err(error) => Err(error.into()),
     }
+}
+
+thread_local! {
+    /// What this thread's last look that was late waited for, with the cause, in the library's words.
+    static WANTED: Cell<Option<String>> = const { Cell::new(None) };
+}
+
+/// The error of a wait that ran out, with the cause that the library gave to the last look; `what`
+/// if no look was made.
+pub fn late_with_cause(what: String, waited: Option<Duration>) -> Fault {
+    late(WANTED.take().unwrap_or(what), waited)
 }
 
 /// The error of a wait that ran out.

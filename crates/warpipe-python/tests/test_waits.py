@@ -36,6 +36,28 @@ def a_signal_soon():
         signal.signal(signal.SIGALRM, before)
 
 
+def test_a_wait_that_is_late_says_what_is_missing(domain):
+    with warpipe.Queue("jobs", domain=domain, device="host") as queue:
+        handle = queue.submit(np.zeros(4, np.uint8))
+        for wait in [lambda: handle.result(0.01), lambda: queue.drain(0.01), lambda: next(queue.results(timeout=0.01))]:
+            with pytest.raises(warpipe.TimeoutError, match="attached workers: 0, jobs that wait: 1"):
+                wait()
+        with pytest.raises(warpipe.TimeoutError, match=r'2 workers of "jobs" \(0 attached\)'):
+            queue.wait_for_workers(2, timeout=0.01)
+    with warpipe.Publisher("camera", domain=domain, device="host") as publisher:
+        with pytest.raises(warpipe.TimeoutError, match=r'1 subscriber of "camera" \(0 attached\)'):
+            publisher.wait_for_subscribers(1, timeout=0.01)
+        with warpipe.Subscriber("camera", domain=domain, device="host") as subscriber:
+            with pytest.raises(warpipe.TimeoutError, match="publishes it, and has sent no other"):
+                subscriber.receive(timeout=0.01)
+
+
+def test_a_name_that_is_looked_for_in_vain_is_told_with_its_domain(domain):
+    with pytest.raises(warpipe.NotFoundError) as told:
+        warpipe.Subscriber("nobody", domain=domain, device="host")
+    assert str(domain.path) in str(told.value)
+
+
 def late_frame(device, publisher, subscriber):
     stream = warpipe.Stream(device)
     loan = publisher.loan((8,), "uint64")

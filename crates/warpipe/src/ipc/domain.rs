@@ -15,6 +15,7 @@ mod author;
 mod claim;
 mod endpoint_name;
 mod lock;
+mod place;
 pub(crate) mod watch;
 
 use std::collections::{HashMap, HashSet};
@@ -32,9 +33,9 @@ pub(crate) use self::author::Author;
 pub(crate) use self::claim::{FilesSeen, NameClaim};
 pub(crate) use self::endpoint_name::DERIVED_NAME_BYTES_MAX;
 pub use self::endpoint_name::{EndpointName, NAME_BYTES_MAX};
-#[cfg(test)]
-pub(crate) use self::lock::name_byte;
 use self::lock::{Cleared, is_owned, read_author};
+#[cfg(test)]
+pub(crate) use self::place::name_byte;
 pub(crate) use self::watch::Arrivals;
 use crate::error::{Error, HandshakeFault, Holder, Result};
 use crate::fork::CloseOnForkFd;
@@ -194,7 +195,7 @@ impl Domain {
     /// How often the directory was read, through this handle and its clones.
     #[cfg(test)]
     pub(crate) fn reads(&self) -> usize {
-        self.inner.reads.load(Ordering::Relaxed)
+        self.inner.reads.load(std::sync::atomic::Ordering::Relaxed)
     }
 
     /// The directory.
@@ -306,7 +307,9 @@ impl Domain {
 
     fn files(&self) -> Result<Vec<String>> {
         #[cfg(test)]
-        self.inner.reads.fetch_add(1, Ordering::Relaxed);
+        self.inner
+            .reads
+            .fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         let failed = |e| Error::os("getdents", self.inner.path.display().to_string(), e);
         let directory = match self.open_directory() {
             Err(Errno::ACCESS) => {

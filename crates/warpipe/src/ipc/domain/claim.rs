@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::fs::Stat;
 
-use super::lock::Place;
+use super::place::Place;
 use super::{Domain, EndpointName};
 use crate::error::Result;
 use crate::fork::{CloseOnForkFd, OwnerProcess};

@@ -1,15 +1,13 @@
 //! The lock of a name: its owner, and the removal of files that a dead owner left.
 //!
 //! `NAME.lock` has two bytes that are locked (`fcntl(F_OFD_SETLK)`); a lock ends with its holder's
-//! last descriptor. The owner locks [`OWNER`] as long as it has the name; only this lock means that
-//! a name is taken. A process that removes files locks [`CLEARING`] for a moment, never takes
-//! [`OWNER`], and removes nothing while [`OWNER`] is locked. A new owner takes [`OWNER`] first, so
-//! no further cleaner begins, then waits for [`CLEARING`] and keeps it. So no cleaner costs an
-//! owner its name or removes the files of a living one. A cleaner opens existing files and makes
-//! none.
+//! last descriptor. The owner locks [`OWNER`] as long as it has the name. A process that removes
+//! files locks [`CLEARING`] for a moment, never takes [`OWNER`], and removes nothing while
+//! [`OWNER`] is locked. A new owner takes [`OWNER`] first, so no further cleaner begins, then waits
+//! for [`CLEARING`] and keeps it. So no cleaner costs an owner its name or removes the files of a
+//! living one. A cleaner opens existing files and makes none.
 //!
-//! Others may remove the lock file of a living owner, and the next process would make and lock
-//! another one. So an owner also has the [`Place`] of its name: a lock on the directory itself.
+//! An owner also has the [`Place`] of its name, which nobody can remove.
 
 use std::os::fd::AsFd;
 use std::time::Duration;
@@ -18,13 +16,14 @@ use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
 use super::author::{Author, LOCK_BYTES_MAX};
+use super::place::{Place, is_kept};
 use super::{Domain, EndpointName};
 use crate::backoff::Backoff;
 use crate::error::{Error, Holder, Result};
 use crate::fork::CloseOnForkFd;
 use crate::ipc::message::is_short;
-use crate::origin::{hash, is_exiting};
-use crate::os::{ofd_is_locked, ofd_read_lock, ofd_unlock, ofd_write_lock, without_size_signal};
+use crate::origin::is_exiting;
+use crate::os::{ofd_is_locked, ofd_write_lock, without_size_signal};
 use crate::runtime::heartbeat::Uptime;
 
 /// The bytes that are locked; see the [module](self).
@@ -39,17 +38,13 @@ const CLAIM_TRIES: u32 = 64;
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How long a claim waits while the exit of the name's owner closes files, the lock among them.
-const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
+pub(super) const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The mode of a lock file: any process that may read it could lock it.
 const LOCK_MODE: u32 = 0o600;
 
-/// How long a claim waits for an owner without files to put them back, where a lock on the directory
-/// may be another user's. An owner looks for its files more often.
-const PUT_BACK_TIMEOUT: Duration = Duration::from_secs(4);
-
 /// A socket under a free lock that still answers after this long belongs to another program.
-const LIVE_AFTER: Duration = Duration::from_millis(200);
+pub(super) const LIVE_AFTER: Duration = Duration::from_millis(200);
 
 /// The result of an attempt to remove a dead owner's files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -61,35 +56,6 @@ pub(super) enum Cleared {
     Held,
     /// No file is proven to be a dead owner's.
     Nothing,
-}
-
-/// The place of a name in its domain: an OFD lock on a byte of the directory, which the name's hash
-/// chooses. It lasts as long as its owner, whatever becomes of the files.
-///
-/// A directory cannot be opened for writing, so the lock is one for reading, which several may
-/// have: the one that finds another one's has to go.
-#[derive(Debug)]
-pub(super) struct Place {
-    directory: CloseOnForkFd,
-    byte: i64,
-}
-
-impl Place {
-    /// Whether another process has this place.
-    fn is_contested(&self) -> bool {
-        ofd_is_locked(self.directory.as_fd(), self.byte).unwrap_or(false)
-    }
-
-    /// Whether other users may read the directory, and so lock it: then a lock alone proves no
-    /// owner.
-    fn is_open_to_others(&self) -> bool {
-        rustix::fs::fstat(&self.directory).is_ok_and(|stat| stat.st_mode & 0o044 != 0)
-    }
-
-    /// Gives the place up.
-    pub(super) fn leave(&self) {
-        let _ = ofd_unlock(self.directory.as_fd(), self.byte);
-    }
 }
 
 /// The lock of a name. Dropping it removes its file unless it is disarmed.
@@ -114,16 +80,6 @@ impl Drop for Locked {
 }
 
 impl Domain {
-    /// The place of `name`. Others may have it, too, until [`lock`](Self::lock) has succeeded. Where
-    /// the file system has no such locks, the lock file alone keeps the name.
-    pub(super) fn place(&self, name: &EndpointName) -> Result<Place> {
-        let directory = CloseOnForkFd::open(|| self.open_directory())
-            .map_err(|error| Error::os("openat", self.inner.path.display().to_string(), error))?;
-        let byte = name_byte(name.as_str());
-        let _ = ofd_read_lock(directory.as_fd(), byte);
-        Ok(Place { directory, byte })
-    }
-
     /// Takes the lock of `name` for its next owner, and removes the files that a dead one left.
     /// `place` is that of the next owner; `None` for an owner that has it already, and has lost its
     /// files.
@@ -180,30 +136,6 @@ impl Domain {
             name: name.to_string(),
             holder: Holder { pid: None },
         })
-    }
-
-    /// Waits for the owner of a name that has lost its files to put them back.
-    ///
-    /// # Errors
-    /// There is an owner.
-    fn wait_for_owner_of(&self, name: &EndpointName, place: &Place) -> Result<()> {
-        let (clock, mut backoff) = (Uptime::default(), Backoff::default());
-        let taken = |holder| Error::NameTaken {
-            name: name.to_string(),
-            holder,
-        };
-        if !place.is_open_to_others() {
-            return Err(taken(
-                self.listener_of(name).unwrap_or(Holder { pid: None }),
-            ));
-        }
-        while clock.ran() < PUT_BACK_TIMEOUT {
-            if let Some(holder) = self.holder(name) {
-                return Err(taken(holder));
-            }
-            backoff.pause();
-        }
-        Ok(())
     }
 
     /// One try; `None` when the file was removed between opening and locking it.
@@ -387,29 +319,6 @@ impl Domain {
                 _ => backoff.pause(),
             }
         }
-    }
-}
-
-/// The byte of a domain's directory that is locked for a name.
-pub(crate) fn name_byte(name: &str) -> i64 {
-    (hash(name.as_bytes()) >> 2) as i64
-}
-
-/// Whether a name without a locked file has an owner all the same, by its place. The place of a
-/// dying owner, which the file names, or of one that leaves, is free in a moment.
-fn is_kept(place: &Place, author: Option<Author>) -> bool {
-    let (clock, mut backoff) = (Uptime::default(), Backoff::default());
-    loop {
-        let is_exiting = author.and_then(Author::pid_here).is_some_and(is_exiting);
-        let limit = if is_exiting { EXIT_TIMEOUT } else { LIVE_AFTER };
-        let is_last = clock.ran() > limit;
-        if !place.is_contested() {
-            return false;
-        }
-        if is_last {
-            return true;
-        }
-        backoff.pause();
     }
 }
 

@@ -1,0 +1,109 @@
+//! The place of a name: what keeps it for its owner when its files are gone.
+//!
+//! Others may remove the lock file of a living owner, and the next process would make and lock
+//! another one. So an owner also has a lock on the directory itself.
+
+use std::os::fd::AsFd;
+use std::time::Duration;
+
+use super::author::Author;
+use super::lock::{EXIT_TIMEOUT, LIVE_AFTER};
+use super::{Domain, EndpointName};
+use crate::backoff::Backoff;
+use crate::error::{Error, Holder, Result};
+use crate::fork::CloseOnForkFd;
+use crate::origin::{hash, is_exiting};
+use crate::os::{ofd_is_locked, ofd_read_lock, ofd_unlock};
+use crate::runtime::heartbeat::Uptime;
+
+/// How long a claim waits for an owner without files to put them back, where a lock on the directory
+/// may be another user's. An owner looks for its files more often.
+const PUT_BACK_TIMEOUT: Duration = Duration::from_secs(4);
+
+/// The place of a name in its domain: an OFD lock on a byte of the directory, which the name's hash
+/// chooses. It lasts as long as its owner, whatever becomes of the files.
+///
+/// A directory cannot be opened for writing, so the lock is one for reading, which several may
+/// have: the one that finds another one's has to go.
+#[derive(Debug)]
+pub(super) struct Place {
+    directory: CloseOnForkFd,
+    byte: i64,
+}
+
+impl Place {
+    /// Whether another process has this place.
+    fn is_contested(&self) -> bool {
+        ofd_is_locked(self.directory.as_fd(), self.byte).unwrap_or(false)
+    }
+
+    /// Whether other users may read the directory, and so lock it: then a lock alone proves no
+    /// owner.
+    fn is_open_to_others(&self) -> bool {
+        rustix::fs::fstat(&self.directory).is_ok_and(|stat| stat.st_mode & 0o044 != 0)
+    }
+
+    /// Gives the place up.
+    pub(super) fn leave(&self) {
+        let _ = ofd_unlock(self.directory.as_fd(), self.byte);
+    }
+}
+
+impl Domain {
+    /// The place of `name`. Others may have it, too, until [`lock`](Self::lock) has succeeded. Where
+    /// the file system has no such locks, the lock file alone keeps the name.
+    pub(super) fn place(&self, name: &EndpointName) -> Result<Place> {
+        let directory = CloseOnForkFd::open(|| self.open_directory())
+            .map_err(|error| Error::os("openat", self.inner.path.display().to_string(), error))?;
+        let byte = name_byte(name.as_str());
+        let _ = ofd_read_lock(directory.as_fd(), byte);
+        Ok(Place { directory, byte })
+    }
+
+    /// Waits for the owner of a name that has lost its files to put them back.
+    ///
+    /// # Errors
+    /// There is an owner.
+    pub(super) fn wait_for_owner_of(&self, name: &EndpointName, place: &Place) -> Result<()> {
+        let (clock, mut backoff) = (Uptime::default(), Backoff::default());
+        let taken = |holder| Error::NameTaken {
+            name: name.to_string(),
+            holder,
+        };
+        if !place.is_open_to_others() {
+            return Err(taken(
+                self.listener_of(name).unwrap_or(Holder { pid: None }),
+            ));
+        }
+        while clock.ran() < PUT_BACK_TIMEOUT {
+            if let Some(holder) = self.holder(name) {
+                return Err(taken(holder));
+            }
+            backoff.pause();
+        }
+        Ok(())
+    }
+}
+
+/// The byte of a domain's directory that is locked for a name.
+pub(crate) fn name_byte(name: &str) -> i64 {
+    (hash(name.as_bytes()) >> 2) as i64
+}
+
+/// Whether a name without a locked file has an owner all the same, by its place. The place of a
+/// dying owner, which the file names, or of one that leaves, is free in a moment.
+pub(super) fn is_kept(place: &Place, author: Option<Author>) -> bool {
+    let (clock, mut backoff) = (Uptime::default(), Backoff::default());
+    loop {
+        let is_exiting = author.and_then(Author::pid_here).is_some_and(is_exiting);
+        let limit = if is_exiting { EXIT_TIMEOUT } else { LIVE_AFTER };
+        let is_last = clock.ran() > limit;
+        if !place.is_contested() {
+            return false;
+        }
+        if is_last {
+            return true;
+        }
+        backoff.pause();
+    }
+}
