@@ -311,6 +311,7 @@ fn fill_primitives(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
             kind,
             name,
             was_there,
+            ..
         } => {
             dict.set_item("kind", kind.to_string())?;
             dict.set_item("endpoint", name)?;
