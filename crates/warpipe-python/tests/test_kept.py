@@ -99,3 +99,31 @@ def test_a_list_of_requests_gives_the_list_of_their_replies(open_client, domain,
     thread.join(LIMIT_SECONDS)
     assert are_doubled(replies)
     server.close()
+
+
+def fail_for_memory(worker):
+    # What is logged keeps the frames of its thread.
+    with worker.lease(LIMIT_SECONDS) as lease:
+        lease.complete(np.zeros(1 << 20, "uint8"))
+
+
+def test_a_worker_without_room_for_another_kept_result_names_its_memory_limit_and_goes_on(open_queue, open_worker, device):
+    if device.kind != "host":
+        pytest.skip("regions of a GPU may have another size")
+    queue, worker = open_queue(max_attempts=1), open_worker(memory_limit=2 << 20, timeout=0.05)
+    kept = []
+    for _ in range(2):
+        handle = queue.submit(b"x")
+        worker.lease(LIMIT_SECONDS).complete(np.zeros(1 << 20, "uint8"))
+        kept.append(handle.result(LIMIT_SECONDS))
+    handle = queue.submit(b"x")
+    failing = threading.Thread(target=fail_for_memory, args=(worker,))
+    failing.start()
+    failing.join(LIMIT_SECONDS)
+    with pytest.raises(warpipe.DeadLetteredError, match="MemoryLimitError.*has no room for 1048576 bytes.*memory limit"):
+        handle.result(LIMIT_SECONDS)
+    kept.clear()
+    del handle
+    handle = queue.submit(b"x")
+    worker.lease(LIMIT_SECONDS).complete(np.zeros(1 << 20, "uint8"))
+    assert handle.result(LIMIT_SECONDS).nbytes == 1 << 20

@@ -9,7 +9,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
 
-/// The most slots that may be in use at once.
+/// The most slots that may be in use at once, unless [more are allowed](Arena::allow_slots).
 pub(crate) const SLOTS_MAX: usize = 8192;
 
 /// The most regions: each one costs every link a descriptor in passing.
@@ -75,6 +75,7 @@ pub(crate) struct Arena {
     changes: u64,
     /// Counts what was taken.
     taken: u64,
+    slots_max: usize,
 }
 
 /// A region that has been counted and not been made.
@@ -162,6 +163,7 @@ impl Arena {
             waiting,
             changes,
             taken,
+            slots_max: SLOTS_MAX,
         }
     }
 
@@ -196,18 +198,22 @@ impl Arena {
         bytes: u64,
         may_use: impl Fn(usize) -> bool,
     ) -> Option<SlotId> {
-        if self.unused.is_empty() && self.slots.len() >= SLOTS_MAX {
+        if self.is_out_of_slots() {
             return None;
         }
-        let bytes = needed(bytes)?;
-        let found = self.find_range(bytes, &may_use);
-        let (region, offset) = found.or_else(|| {
+        let length = needed(bytes)?;
+        let found = self.find_range(length, &may_use).or_else(|| {
             let allowed = self.chunks.iter_mut().enumerate();
             let allowed = allowed.filter(|(index, _)| may_use(*index));
             // All of them: a later search then begins with as much.
             let has_joined = allowed.fold(false, |any, (_, chunk)| chunk.free.join() | any);
-            has_joined.then(|| self.find_range(bytes, &may_use))?
-        })?;
+            has_joined.then(|| self.find_range(length, &may_use))?
+        });
+        let (bytes, (region, offset)) = match found {
+            Some(place) => (length, place),
+            None if bytes == 0 => (0, self.find_region(&may_use)?),
+            None => return None,
+        };
         self.taken += 1;
         let slot = Slot {
             region,
@@ -227,6 +233,13 @@ impl Arena {
                 Some(self.slots.len() as SlotId - 1)
             }
         }
+    }
+
+    /// A place for nothing: where memory is short, news without data still goes.
+    fn find_region(&mut self, may_use: impl Fn(usize) -> bool) -> Option<(u32, u64)> {
+        let index = (0..self.chunks.len()).find(|&index| may_use(index))?;
+        self.chunks[index].slots += 1;
+        Some((index as u32, 0))
     }
 
     /// Takes `bytes` in the first region that has a range for them.
@@ -271,8 +284,13 @@ impl Arena {
         self.chunks.len() >= REGIONS_MAX || self.next_id == u32::MAX
     }
 
+    /// Allows so many slots at once: [`SLOTS_MAX`] at first.
+    pub(crate) fn allow_slots(&mut self, slots: usize) {
+        self.slots_max = self.slots_max.max(slots);
+    }
+
     pub(crate) fn is_out_of_slots(&self) -> bool {
-        self.unused.is_empty() && self.slots.len() >= SLOTS_MAX
+        self.unused.is_empty() && self.slots.len() >= self.slots_max
     }
 
     /// Bytes of the regions with slots that are not free.
@@ -420,7 +438,9 @@ impl Arena {
         self.changes += 1;
         let chunk = &mut self.chunks[region as usize];
         (chunk.slots, chunk.used) = (chunk.slots - 1, chunk.used - bytes);
-        chunk.free.give_back(offset, bytes);
+        if bytes > 0 {
+            chunk.free.give_back(offset, bytes);
+        }
         self.unused.push(id);
     }
 }
@@ -569,6 +589,22 @@ mod tests {
         check_limit(&device, 2 << 20).unwrap();
         let mut arena = arena(2 << 20);
         assert!(grow(&mut arena, 16, 0).is_some());
+    }
+
+    #[test]
+    fn an_empty_slot_is_there_also_without_memory_and_takes_none() {
+        let mut arena = arena(2 << 20);
+        assert_eq!(arena.take(0), None);
+        grow(&mut arena, 0, 0).unwrap();
+        let all = arena.take(2 << 20).unwrap();
+        let empty = [0, 0].map(|bytes| arena.take(bytes).unwrap());
+        assert_eq!(arena.take(1), None);
+        arena.release(all);
+        assert!(arena.remove(0).is_none(), "it is a place of two slots");
+        empty.iter().for_each(|&slot| arena.release(slot));
+        let all = arena.take(2 << 20).unwrap();
+        arena.release(all);
+        assert!(arena.remove(0).is_some());
     }
 
     #[test]

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
+use super::arena::Arena;
 use super::*;
 use crate::backend::testing::{Counting, Failing, Hook, Wrapped};
 use crate::backend::{Access, DeviceId, DeviceKind};
@@ -241,7 +242,7 @@ fn a_ticket_of_an_owner_that_is_gone_opens_nothing_even_where_the_memory_is_open
 #[test]
 fn a_limit_below_the_devices_unit_is_refused_at_once() {
     let stage = Stage::new("below-a-unit");
-    let unit = stage.device.backend().granularity();
+    let unit = Arena::new(&stage.device, u64::MAX).granularity();
     let build = |bytes| {
         let publisher = crate::Publisher::builder("a")
             .domain(&stage.domain)

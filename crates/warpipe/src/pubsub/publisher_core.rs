@@ -215,6 +215,16 @@ impl PublisherCore {
             if let Some(slot) = state.arena.take(bytes) {
                 return Ok((slot, state.address(slot)));
             }
+            if state.arena.is_out_of_slots() {
+                // Without the lock, as below.
+                drop(state);
+                let slots = self.fences.extend()?;
+                state = self.lock();
+                state.arena.allow_slots(slots);
+                if !state.arena.is_out_of_slots() {
+                    continue;
+                }
+            }
             if let Some(growth) = state.plan(bytes) {
                 // Without the lock: the driver may take long, and the reactor must not wait for it.
                 drop(state);

@@ -14,6 +14,7 @@ use crate::error::{Error, Result};
 use crate::ipc::Kind;
 use crate::ipc::domain::Domain;
 use crate::ipc::peer::ProcessId;
+use crate::memory::arena::SLOTS_MAX;
 use crate::pubsub::entry::Metadata;
 use crate::pubsub::{Policy, Publisher, Sample, Subscriber};
 use crate::stream::Stream;
@@ -396,6 +397,52 @@ fn results_that_are_kept_hold_up_no_job() {
 }
 
 #[test]
+fn more_jobs_wait_for_a_worker_than_a_publisher_has_slots_at_first() {
+    const COUNT: usize = SLOTS_MAX + 10;
+    let fixture = QueueFixture::new("slots");
+    let queue = fixture.queue();
+    (0..COUNT).for_each(|_| drop(queue.submit_bytes(b"1", &fixture.stream).unwrap()));
+    assert_eq!(queue.state().unwrap().waiting, COUNT);
+    let mut worker = fixture.worker();
+    for _ in 0..COUNT {
+        let lease = worker.lease(&fixture.stream).unwrap();
+        lease.complete(&fixture.stream).unwrap();
+    }
+    queue.drain(SOON).unwrap();
+    assert_eq!(queue.state().unwrap().finished, COUNT);
+}
+
+#[test]
+fn an_attempt_whose_worker_has_no_memory_left_fails_with_words() {
+    let fixture = QueueFixture::new("full");
+    let queue = fixture.build(|it| it.max_attempts(1));
+    let worker = Worker::builder("jobs").domain(&fixture.domain);
+    // Memory for one region.
+    let worker = worker.device(&fixture.device).memory_limit(2 << 20);
+    let mut worker = worker.timeout(Duration::from_millis(20)).build().unwrap();
+    let [first, second] = [0, 1].map(|_| queue.submit_bytes(b"work", &fixture.stream).unwrap());
+    let all = Layout::bytes_only(2 << 20).unwrap();
+    let mut lease = worker.lease_timeout(&fixture.stream, SOON).unwrap();
+    let output = lease.output(&all).unwrap();
+    lease.complete_with(output, &fixture.stream).unwrap();
+    let kept = first.wait(&fixture.stream, SOON).unwrap();
+    lease = worker.lease_timeout(&fixture.stream, SOON).unwrap();
+    let short = lease.output(&all).unwrap_err();
+    assert!(matches!(short, Error::MemoryLimit { .. }), "{short}");
+    lease.fail(&short.to_string()).unwrap();
+    let lost = second.wait(&fixture.stream, SOON).unwrap_err();
+    assert!(
+        lost.to_string().contains("has no room for 2097152 bytes"),
+        "{lost}"
+    );
+    drop(kept);
+    let third = queue.submit_bytes(b"work", &fixture.stream).unwrap();
+    lease = worker.lease_timeout(&fixture.stream, SOON).unwrap();
+    lease.complete(&fixture.stream).unwrap();
+    assert_eq!(third.wait(&fixture.stream, SOON).unwrap().attempt(), 1);
+}
+
+#[test]
 fn results_that_nobody_has_taken_yet_hold_up_no_job() {
     let fixture = QueueFixture::new("untaken");
     let queue = fixture.queue();
@@ -416,29 +463,36 @@ fn results_that_nobody_has_taken_yet_hold_up_no_job() {
 
 #[test]
 fn a_worker_that_cannot_send_its_answer_loses_its_link_and_not_the_job() {
+    // A worker's ring, and one answer more.
+    const ANSWERS: u32 = 65;
     let fixture = QueueFixture::new("silent");
-    let queue = fixture.queue();
-    let silent = Worker::builder("jobs")
-        .domain(&fixture.domain)
-        .device(&fixture.device);
-    // Memory for one region, and no timeout.
-    let mut silent = silent
-        .memory_limit(2 << 20)
-        .timeout(Duration::from_millis(20))
-        .build()
-        .unwrap();
+    let queue = fixture.build(|it| it.prefetch(ANSWERS));
+    let silent = Worker::builder("jobs").domain(&fixture.domain);
+    let silent = silent
+        .device(&fixture.device)
+        .timeout(Duration::from_millis(20));
+    let mut silent = silent.build().unwrap();
     queue.wait_for_workers(1, SOON).unwrap();
-    let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
-    let lease = silent.lease_timeout(&fixture.stream, SOON).unwrap();
-    let all_its_memory = lease.output(&Layout::bytes_only(2 << 20).unwrap()).unwrap();
+    let submit = |_| queue.submit_bytes(b"work", &fixture.stream).unwrap();
+    let jobs: Vec<_> = (0..ANSWERS).map(submit).collect();
+    let mut lease = |_| silent.lease_timeout(&fixture.stream, SOON).unwrap();
+    let mut leases: Vec<_> = (0..ANSWERS).map(&mut lease).collect();
+    // No thread of the queue takes answers meanwhile.
+    let guard = queue.dispatcher.lock();
+    let last = leases.pop().unwrap();
+    for lease in leases {
+        lease.complete(&fixture.stream).unwrap();
+    }
     assert!(matches!(
-        lease.complete(&fixture.stream),
-        Err(Error::MemoryLimit { .. })
+        last.complete(&fixture.stream),
+        Err(Error::Timeout { .. })
     ));
+    drop(guard);
     let mut other = fixture.worker();
     let lease = other.lease(&fixture.stream).unwrap();
-    assert_eq!((lease.job(), lease.attempt()), (job.id(), 2));
-    drop((all_its_memory, silent));
+    assert_eq!(lease.attempt(), 2);
+    assert!(jobs.iter().any(|job| job.id() == lease.job()));
+    drop(silent);
 }
 
 #[test]

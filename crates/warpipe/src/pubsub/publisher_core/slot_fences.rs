@@ -5,17 +5,24 @@
 //! reach it. The CPU stores a value only after the driver has refused its signal.
 
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::backend::StreamOp;
+use crate::backend::{DevicePtr, StreamOp, TimelineWord};
 use crate::device::Device;
 use crate::error::Result;
 use crate::fork::CloseOnForkFd;
 use crate::memory::arena::{SLOTS_MAX, SlotId};
 use crate::shm::fence_words::FenceWords;
 
+/// How often [`SLOTS_MAX`] slots more are allowed at once. Those of a history cannot be more: its
+/// subscribers map the words once.
+const PIECES_MAX: usize = 64;
+
 pub(super) struct SlotFences {
-    words: FenceWords,
+    /// Each of [`SLOTS_MAX`] words, made when the slots before are all in use.
+    pieces: [OnceLock<FenceWords>; PIECES_MAX],
+    device: Device,
     /// The words' memory, for subscribers of a history.
     published: Option<CloseOnForkFd>,
     /// The last value given out: no word has reached a later one.
@@ -31,8 +38,11 @@ impl SlotFences {
         } else {
             (FenceWords::new(device, SLOTS_MAX)?, None)
         };
+        let pieces = std::array::from_fn(|_| OnceLock::new());
+        let _ = pieces[0].set(words);
         Ok(SlotFences {
-            words,
+            pieces,
+            device: device.clone(),
             published,
             last: AtomicU64::new(0),
         })
@@ -41,30 +51,62 @@ impl SlotFences {
     /// The words' length in bytes and descriptor, if they are published.
     pub(super) fn published(&self) -> Option<(u64, BorrowedFd<'_>)> {
         let fd = self.published.as_ref()?;
-        Some((self.words.bytes(), fd.as_fd()))
+        Some((self.pieces[0].get()?.bytes(), fd.as_fd()))
+    }
+
+    /// Makes the words of more slots, which calls the driver. Returns how many slots have one; no
+    /// more than before if there can be no more.
+    pub(super) fn extend(&self) -> Result<usize> {
+        let made = || self.pieces.iter().take_while(|piece| piece.get().is_some());
+        if self.published.is_none()
+            && let Some(next) = self.pieces.get(made().count())
+        {
+            // Another thread may have made it meanwhile.
+            let _ = next.set(FenceWords::new(&self.device, SLOTS_MAX)?);
+        }
+        Ok(made().count() * SLOTS_MAX)
+    }
+
+    /// The words that a slot's is one of, and its number there. An arena hands out no slot without.
+    #[inline]
+    fn words_of(&self, slot: SlotId) -> (&FenceWords, usize) {
+        let (piece, number) = (slot as usize / SLOTS_MAX, slot as usize % SLOTS_MAX);
+        let words = self.pieces[piece].get();
+        (words.expect("made before its slots are allowed"), number)
+    }
+
+    fn device_word(&self, slot: SlotId) -> DevicePtr {
+        let (words, number) = self.words_of(slot);
+        words.device_word(number)
+    }
+
+    #[inline]
+    fn word(&self, slot: SlotId) -> &TimelineWord {
+        let (words, number) = self.words_of(slot);
+        words.word(number)
     }
 
     /// A new value, and the operation that signals it.
     #[inline]
     pub(super) fn next(&self, slot: SlotId) -> (u64, StreamOp) {
         let value = self.last.fetch_add(1, Ordering::Relaxed) + 1;
-        let word = self.words.device_word(slot as usize);
+        let word = self.device_word(slot);
         (value, StreamOp::Signal { word, value })
     }
 
     /// The operation that waits for a value.
     pub(super) fn wait(&self, slot: SlotId, value: u64) -> StreamOp {
-        let word = self.words.device_word(slot as usize);
+        let word = self.device_word(slot);
         StreamOp::Wait { word, value }
     }
 
     #[inline]
     pub(super) fn is_reached(&self, slot: SlotId, value: u64) -> bool {
-        self.words.word(slot as usize).reached(value)
+        self.word(slot).reached(value)
     }
 
     /// Stores a value that no stream is going to signal.
     pub(super) fn store(&self, slot: SlotId, value: u64) {
-        self.words.word(slot as usize).store(value);
+        self.word(slot).store(value);
     }
 }
