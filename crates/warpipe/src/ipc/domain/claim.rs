@@ -108,7 +108,7 @@ impl NameClaim {
             return;
         }
         let files = self.files();
-        // First: who finds the name free has to find its place free, too.
+        // First: a process that finds the name free has to find its place free, too.
         files.place.leave();
         files.remove(&self.name);
     }

@@ -7,7 +7,7 @@
 //! for [`CLEARING`] and keeps it. So no cleaner costs an owner its name or removes the files of a
 //! living one. A cleaner opens existing files and makes none.
 //!
-//! An owner also has the [`Place`] of its name, which nobody can remove.
+//! An owner also has the [`Place`] of its name, which no other program can remove.
 
 use std::os::fd::AsFd;
 use std::time::Duration;
