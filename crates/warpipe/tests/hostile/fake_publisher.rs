@@ -79,7 +79,7 @@ pub(super) fn meet(
     std::thread::scope(|scope| {
         let publisher = scope.spawn(|| {
             assert!(wait_readable(claim.listener().as_fd(), LONG));
-            let socket = rustix::net::accept(&claim.listener()).unwrap();
+            let socket = rustix::net::accept(claim.listener()).unwrap();
             assert!(matches!(
                 hear(&socket),
                 Received::Message(Message::Hello { .. }, _)

@@ -277,7 +277,7 @@ impl Liar {
         use rustix::net::{SocketFlags, accept_with};
         crate::ipc::message::wait_readable(self.claim.listener().as_fd(), LONG);
         let socket = accept_with(
-            &self.claim.listener(),
+            self.claim.listener(),
             SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
         )
         .unwrap();

@@ -244,7 +244,7 @@ fn visited(fds: Vec<OwnedFd>) -> crate::Result<()> {
     std::thread::scope(|scope| {
         let server = scope.spawn(|| {
             assert!(wait_readable(claim.listener().as_fd(), LONG));
-            let socket = rustix::net::accept(&claim.listener()).unwrap();
+            let socket = rustix::net::accept(claim.listener()).unwrap();
             assert!(matches!(
                 hear(&socket),
                 Received::Message(Message::Hello { .. }, _)
