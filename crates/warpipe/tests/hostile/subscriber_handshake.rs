@@ -41,6 +41,20 @@ fn region(id: u32, bytes: u64, fd: impl FnOnce() -> Vec<OwnedFd> + Send + 'stati
     })
 }
 
+/// Two good regions with these numbers.
+fn regions(ids: [u32; 2]) -> Script {
+    Box::new(move |socket| {
+        let mut offer = Offer::new();
+        offer.regions = 2;
+        offer.send(socket);
+        for id in ids {
+            let (bytes, memory) = (2 << 20, memfd(2 << 20, SIZE_SEALS));
+            let region = packet(&Message::Region { id, bytes });
+            let _ = send_raw(socket, &region, &[memory.as_fd()]);
+        }
+    })
+}
+
 fn say(bytes: Vec<u8>) -> Script {
     Box::new(move |socket| assert!(send_raw(socket, &bytes, &[]).is_ok()))
 }
@@ -423,8 +437,13 @@ fn a_descriptor_that_is_no_region_is_declined() {
             let protocol: Judge = |error| matches!(error, Error::Protocol { .. });
             let memory: Judge = |error| matches!(error, Error::NotDeviceMemory { .. });
             run(vec![
-                ("out of order", region(1, 2 << 20, good), protocol),
-                ("a huge number", region(u32::MAX, 2 << 20, good), protocol),
+                ("out of order", regions([1, 0]), protocol),
+                ("a number that comes twice", regions([7, 7]), protocol),
+                (
+                    "behind the last number",
+                    regions([u32::MAX, u32::MAX]),
+                    protocol,
+                ),
                 ("no length", region(0, 0, good), protocol),
                 ("an odd length", region(0, (2 << 20) + 1, good), protocol),
                 ("a negative length", region(0, 1 << 63, good), protocol),

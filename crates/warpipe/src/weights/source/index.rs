@@ -9,7 +9,7 @@ use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
 
 use super::stamp::FileStamp;
 use super::{of_file, open_regular, unreadable};
-use crate::error::{Result, WeightsFault};
+use crate::error::{Error, Result, WeightsFault};
 use crate::memory::slice::zeroed;
 use crate::weights::manifest::{TENSORS_MAX, read_exact};
 use crate::weights::safetensors::shortened;
@@ -106,7 +106,7 @@ impl Index {
     }
 
     /// The tensor at a position is not in the file that it is assigned to.
-    pub(super) fn lacks(&self, position: usize) -> crate::Error {
+    pub(super) fn lacks(&self, position: usize) -> Error {
         let (name, file) = &self.tensors[position];
         let (name, file) = (shortened(name), self.files[*file].to_string_lossy());
         let file = shortened(&file);
