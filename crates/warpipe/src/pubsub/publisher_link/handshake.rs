@@ -270,11 +270,11 @@ fn wrong(name: &str, field: &'static str, found: String, allowed: String) -> Err
 /// Whether a publisher with these open regions, and so many that are being closed, may announce
 /// one with this id.
 pub(super) fn check_id(id: u32, open: &[OpenRegion], closing: usize, name: &str) -> Result<()> {
-    let least = open.last().map_or(0, |last| last.id.saturating_add(1));
+    let last = open.last().map(|last| last.id);
     let count = open.len() + closing;
-    if id < least || count >= REGIONS_MAX {
-        let found = format!("{id}, beside {count} others");
-        let allowed = format!("{least} or more, beside fewer than {REGIONS_MAX}");
+    if last >= Some(id) || count >= REGIONS_MAX {
+        let found = format!("{id} behind {last:?}, beside {count} others");
+        let allowed = format!("a larger one, beside fewer than {REGIONS_MAX}");
         return Err(wrong(name, "region number", found, allowed));
     }
     Ok(())
