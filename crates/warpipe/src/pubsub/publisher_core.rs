@@ -62,6 +62,9 @@ const WAIT_SLICE: Duration = if cfg!(test) {
     Duration::from_millis(50)
 };
 
+/// How often a loan looks whether this process has unmapped a region that was given back.
+const UNMAP_POLL: Duration = Duration::from_millis(1);
+
 /// The shared part of a publisher.
 pub(super) struct PublisherCore {
     pub(super) owner_process: OwnerProcess,
@@ -266,6 +269,10 @@ impl PublisherCore {
                     limit,
                 });
             }
+            let left = match state.is_unmapping() {
+                true => left.min(UNMAP_POLL),
+                false => left,
+            };
             state = self.wait_for_release(state, left, &mut backoff, |_| true);
         }
     }

@@ -202,6 +202,11 @@ impl SubscriberLink {
         self.phase == LinkPhase::Live
     }
 
+    /// Whether the subscriber gets samples, or is about to.
+    pub(super) fn is_staying(&self) -> bool {
+        !matches!(self.phase, LinkPhase::Leaving | LinkPhase::Suspect)
+    }
+
     /// Whether the link has no room and its subscriber may not miss a sample.
     pub(super) fn must_be_awaited(&self) -> bool {
         self.is_live() && self.policy.is_lossless() && self.room() == RingSpace::Full
@@ -240,8 +245,8 @@ impl SubscriberLink {
         self.leave(None);
     }
 
-    /// Brings the subscriber up to these regions: asks it to close those that are gone, and sends
-    /// the descriptors of those that are new.
+    /// Brings the subscriber up to these regions: asks it to close those that are gone, and, unless it
+    /// leaves, sends the descriptors of those that are new.
     ///
     /// # Errors
     /// Either [`message::is_own`], and the rest is repeated later; or the subscriber does not read
@@ -255,6 +260,9 @@ impl SubscriberLink {
                 message::send(socket.as_fd(), &Message::CloseRegion { id }, &[])?;
                 region.is_closing = true;
             }
+        }
+        if !self.is_staying() {
+            return Ok(());
         }
         let known = chunks.partition_point(|chunk| chunk.id < self.next_region);
         for chunk in &chunks[known..] {
@@ -484,6 +492,11 @@ impl SubscriberLink {
                 .in_flight
                 .iter()
                 .any(|&(position, _)| self.ring.is_revoked(position))
+    }
+
+    /// Entries that were seen free again.
+    pub(super) fn releases_seen(&self) -> u64 {
+        self.releases_seen
     }
 
     /// Asks the subscriber to wake this end with its releases, or to stop that.

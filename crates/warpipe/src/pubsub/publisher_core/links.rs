@@ -109,16 +109,12 @@ impl Links {
         if self.is_announced {
             return Ok(());
         }
-        let is_heard = |link: &&mut SubscriberLink| {
-            matches!(
-                link.phase,
-                LinkPhase::Live | LinkPhase::Joining | LinkPhase::Attaching
-            )
-        };
         let mut own = Ok(());
-        for link in self.list.iter_mut().filter(is_heard) {
+        for link in &mut self.list {
             match link.announce(chunks) {
                 Ok(()) => {}
+                // What it has mapped counts until it has released its samples.
+                Err(_) if !link.is_staying() => {}
                 Err(error) if message::is_own(error) => {
                     let context = format!("memory of {name:?}, to process {}", link.peer.pid);
                     own = Err(Error::os("sendmsg", context, error));

@@ -119,6 +119,7 @@ impl PublisherState {
     /// subscribers, and regions that were given back and are still mapped, do not count, up to the
     /// limit once more: so a stopped process cannot stop the publisher.
     pub(super) fn plan(&mut self, bytes: u64) -> Option<Growth> {
+        self.forget_closed_regions();
         if self.closing.len() + self.arena.chunks().len() >= REGIONS_MAX {
             return None;
         }
@@ -127,23 +128,32 @@ impl PublisherState {
     }
 
     fn room(&self) -> u64 {
+        let taken = self.arena.total().saturating_add(self.closing_bytes());
+        let limit = self.arena.limit();
+        limit.saturating_add(self.exempt()).saturating_sub(taken)
+    }
+
+    /// Bytes that do not count against the limit.
+    fn exempt(&self) -> u64 {
         let slots = self.links.quarantined();
         let quarantined: u64 = slots.map(|slot| self.arena.slot(slot).bytes()).sum();
-        let closing = self.closing_bytes();
-        let limit = self.arena.limit();
-        let exempt = quarantined.saturating_add(closing).min(limit);
-        let taken = self.arena.total().saturating_add(closing);
-        limit.saturating_add(exempt).saturating_sub(taken)
+        let bytes = quarantined.saturating_add(self.closing_bytes());
+        bytes.min(self.arena.limit())
     }
 
     /// Takes out regions without slots, so that there is room for a region in which `bytes` fit;
-    /// none if that is not enough. The caller drops them without the lock.
+    /// none if that is not enough, even while they are still mapped. The caller drops them without
+    /// the lock.
     pub(super) fn give_back_regions(&mut self, bytes: u64) -> Vec<(Chunk, Arc<HeldRegion>)> {
-        self.forget_closed_regions();
         let Some(least) = self.arena.region_for(bytes) else {
             return Vec::new();
         };
         let missing = least.saturating_sub(self.room());
+        // What is given back counts until it is unmapped, but for what may be exempt.
+        let exemptible = self.arena.limit() - self.exempt();
+        if missing > exemptible || self.arena.is_out_of_slots() {
+            return Vec::new();
+        }
         let numbers = self.arena.removable(|_| true, missing);
         let mut removed = Vec::with_capacity(numbers.len());
         for number in numbers {
@@ -167,6 +177,12 @@ impl PublisherState {
         self.closing.retain(|region| {
             region.own.strong_count() > 0 || links.iter().any(|link| link.has_region(region.id))
         });
+    }
+
+    /// Whether this process still unmaps a region that was given back: nothing rings when it has.
+    pub(super) fn is_unmapping(&self) -> bool {
+        let mut closing = self.closing.iter();
+        closing.any(|region| region.own.strong_count() > 0)
     }
 
     pub(super) fn closing_bytes(&self) -> u64 {
@@ -223,9 +239,11 @@ impl PublisherState {
         self.row.set_waiting(jobs);
     }
 
-    /// A counter that changes whenever a slot was freed.
+    /// A counter that changes whenever a slot was freed, or only an entry: that of a sample that its
+    /// subscriber has set aside.
     pub(super) fn freed_count(&self) -> u64 {
-        self.arena.changes()
+        let seen: u64 = self.links.iter().map(SubscriberLink::releases_seen).sum();
+        self.arena.changes() + seen
     }
 
     /// Gives the history to the links that wait for it: see [`History::replay`].

@@ -7,14 +7,16 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
+use super::Recipients;
 use super::state::{LOOK_EVERY, UNLOOKED_BYTES_MAX};
 use crate::backend::testing::{Counting, Failing, Holding, Wrapped};
 use crate::device::Device;
 use crate::error::Error;
 use crate::hostile::{alone, in_a_forked_child};
+use crate::ipc::Kind;
 use crate::ipc::domain::Domain;
-use crate::pubsub::SubscriberChanges;
 use crate::pubsub::entry::Metadata;
+use crate::pubsub::{RawSample, SubscriberChanges};
 use crate::runtime::reactor::Reactor;
 use crate::stream::Stream;
 use crate::tensor::Layout;
@@ -540,4 +542,92 @@ fn a_sample_that_is_taken_back_while_its_region_is_closed_leaves_no_fault_behind
     assert_eq!(sample.sequence(), 20);
     sample.finish(LONG).unwrap();
     assert_eq!(subscriber.publisher_state(), Some(PeerState::Alive));
+}
+
+#[test]
+fn a_loan_that_cannot_be_served_leaves_the_memory_for_those_that_can() {
+    let stage = Stage::new("in-vain");
+    let builder = stage.builder().memory_limit(8 * MIB);
+    let publisher = builder.loan_timeout(Duration::ZERO).build().unwrap();
+    let loan = |mebibytes: u64| publisher.loan(&Layout::bytes_only(mebibytes * MIB).unwrap());
+    // As a stopped subscriber does, these keep regions mapped that are given back.
+    let holds: Vec<_> = [2, 4, 6].map(|it| loan(it).unwrap().hold()).into();
+    let refused = loan(8).unwrap_err();
+    assert!(matches!(refused, Error::MemoryLimit { .. }), "{refused}");
+    drop(loan(6).expect("as before"));
+    drop(holds);
+    eventually("all are unmapped", || !publisher.core.lock().is_unmapping());
+    drop(loan(8).expect("in time"));
+}
+
+#[test]
+fn a_loan_that_waits_sees_that_a_region_is_unmapped_here() {
+    let stage = Stage::new("unmapped");
+    let builder = stage.builder().memory_limit(8 * MIB);
+    let publisher = builder.loan_timeout(LONG).build().unwrap();
+    let loan = |mebibytes: u64| publisher.loan(&Layout::bytes_only(mebibytes * MIB).unwrap());
+    let holds: Vec<_> = [2, 4, 6].map(|it| loan(it).unwrap().hold()).into();
+    let core = Arc::clone(&publisher.core);
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| loan(8).map(drop));
+        eventually("it sleeps", || core.lock().sleepers == 1);
+        drop(holds);
+        waiting.join().unwrap().unwrap();
+    });
+}
+
+#[test]
+fn a_subscriber_that_has_left_and_holds_a_sample_closes_the_regions_of_others() {
+    let stage = Stage::new("left");
+    let publisher = stage.builder().memory_limit(8 * MIB).build().unwrap();
+    let mut subscriber = stage.subscriber();
+    let (sending, receiving) = (stage.stream(), Device::host().stream().unwrap());
+    publisher.send_bytes(&sending, &[7; 8]).unwrap();
+    let held = subscriber.receive(&receiving).unwrap();
+    send(&publisher, &sending, 4 * MIB).unwrap();
+    let sample = subscriber.receive_timeout(&receiving, LONG).unwrap();
+    sample.finish(LONG).unwrap();
+    drop(subscriber);
+    eventually("it leaves", || {
+        publisher.subscribers()[0].state == PeerState::Leaving
+    });
+    send(&publisher, &sending, 6 * MIB).unwrap();
+    eventually("the region that was given back is unmapped", || {
+        publisher.memory_in_use().0 == 8 * MIB
+    });
+    assert_eq!(held.to_vec(LONG).unwrap(), [7; 8]);
+}
+
+#[test]
+fn an_entry_that_is_free_since_its_sample_was_set_aside_is_a_change_that_ends_a_wait() {
+    let stage = Stage::new("aside");
+    let publisher = stage
+        .builder()
+        .kind(Kind::Results)
+        .depth(2)
+        .build()
+        .unwrap();
+    let builder = Subscriber::builder("a").domain(&stage.domain);
+    let builder = builder.kind(Kind::Results).device(&Device::host());
+    let mut subscriber = builder.build().unwrap();
+    let stream = stage.stream();
+    let mut kept: Vec<_> = (0..2_u8)
+        .map(|value| {
+            publisher.send_bytes(&stream, &[value; 8]).unwrap();
+            let mut taken = None;
+            eventually("its region is mapped", || {
+                taken = subscriber.take_raw_sample().unwrap();
+                taken.is_some()
+            });
+            taken.unwrap()
+        })
+        .collect();
+    let mut state = publisher.core.lock();
+    assert!(state.links.first_full(Recipients::All).is_some());
+    // Between the look above and the request to be woken.
+    let before = state.freed_count();
+    kept.iter_mut().for_each(RawSample::make_room);
+    state.reclaim(&publisher.core.fences, true);
+    assert!(state.links.first_full(Recipients::All).is_none());
+    assert_ne!(state.freed_count(), before, "the sender would sleep");
 }
