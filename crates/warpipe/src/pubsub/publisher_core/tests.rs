@@ -564,7 +564,7 @@ fn a_loan_that_cannot_be_served_leaves_the_memory_for_those_that_can() {
 fn a_loan_that_waits_sees_that_a_region_is_unmapped_here() {
     let stage = Stage::new("unmapped");
     let builder = stage.builder().memory_limit(8 * MIB);
-    let publisher = builder.loan_timeout(LONG).build().unwrap();
+    let publisher = builder.loan_timeout(2 * LONG).build().unwrap();
     let loan = |mebibytes: u64| publisher.loan(&Layout::bytes_only(mebibytes * MIB).unwrap());
     let holds: Vec<_> = [2, 4, 6].map(|it| loan(it).unwrap().hold()).into();
     let core = Arc::clone(&publisher.core);
@@ -572,6 +572,7 @@ fn a_loan_that_waits_sees_that_a_region_is_unmapped_here() {
         let waiting = scope.spawn(|| loan(8).map(drop));
         eventually("it sleeps", || core.lock().sleepers == 1);
         drop(holds);
+        eventually("it goes on", || waiting.is_finished());
         waiting.join().unwrap().unwrap();
     });
 }
