@@ -10,12 +10,12 @@ use crate::closeable::Closeable;
 use crate::device::Device;
 use crate::domain::Domain;
 use crate::dtype;
-use crate::errors::Fault;
+use crate::errors::{Fault, Outcome};
 use crate::future::Pending;
 use crate::job;
 use crate::job_endpoint::{JobEndpoint, QueueOrClient};
 use crate::loan::Loan;
-use crate::queue::QueueState;
+use crate::tuples::Info;
 use crate::wait::{SLICE, Timeout, optional};
 
 /// Sends requests to the servers of a service: ``call`` waits for the reply, ``request`` returns a
@@ -187,8 +187,9 @@ impl Client {
     ///
     /// Raises ``ClosedError``.
     #[getter]
-    fn state(&self, py: Python<'_>) -> PyResult<QueueState> {
-        Ok(py.detach(|| QueueState::of(&self.endpoint))?)
+    fn state(&self, py: Python<'_>) -> PyResult<Info<warpipe::QueueState>> {
+        let state = py.detach(|| Outcome::Ok(self.endpoint.end()?.state()?))?;
+        Ok(Info(state))
     }
 
     /// Closes the client. Waits for replies end with an error. Received replies stay valid. Closing

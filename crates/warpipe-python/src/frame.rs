@@ -12,6 +12,7 @@ use crate::in_place::{self, Named, Openings};
 use crate::memory::{InPlaceView, Memory, MemoryHolder, SampleHolder};
 use crate::stream::Consumer;
 use crate::tensor::{Holding, Tensor};
+use crate::tuples::Info;
 use crate::wait::{Timeout, in_slices, late, none_if_late};
 
 /// A received tensor in its publisher's memory, lent until it is released, and read in place.
@@ -34,50 +35,8 @@ pub struct Frame {
     sent_at_ns: Option<u64>,
     received_at_ns: Option<u64>,
     metadata: Vec<u8>,
-    discontinuity: Option<Discontinuity>,
+    discontinuity: Option<Info<warpipe::Discontinuity>>,
     patience: Option<Duration>,
-}
-
-/// A break between a frame and the one received before it.
-#[pyclass(frozen, module = "warpipe", get_all)]
-#[derive(Debug, Clone)]
-pub struct Discontinuity {
-    /// How many frames of this publisher are missing between this one and the one received before
-    /// it. 0 on the first frame of another publisher: its numbers begin anew, unless both are those
-    /// of a bridge for one source, and the numbers go on.
-    pub missing: u64,
-    /// The publisher of the earlier frames, when it is another one than this frame's, else None.
-    pub previous: Option<PreviousPublisher>,
-}
-
-/// The publisher before the one that a subscriber follows now.
-#[pyclass(frozen, module = "warpipe", get_all)]
-#[derive(Debug, Clone)]
-pub struct PreviousPublisher {
-    /// Its process id. One process may publish a name again.
-    pub pid: i32,
-    /// Whether it closed gracefully; otherwise it died, or the link to it ended first.
-    pub graceful: bool,
-}
-
-#[pymethods]
-impl Discontinuity {
-    fn __repr__(&self) -> String {
-        let previous = self.previous.as_ref();
-        format!(
-            "Discontinuity(missing={}, previous={})",
-            self.missing,
-            previous.map_or("None".into(), PreviousPublisher::__repr__)
-        )
-    }
-}
-
-#[pymethods]
-impl PreviousPublisher {
-    fn __repr__(&self) -> String {
-        let graceful = if self.graceful { "True" } else { "False" };
-        format!("PreviousPublisher(pid={}, graceful={graceful})", self.pid)
-    }
 }
 
 impl Frame {
@@ -128,16 +87,9 @@ impl Frame {
         device: &warpipe::Device,
         patience: Option<Duration>,
     ) -> Frame {
-        let change = |found: warpipe::Discontinuity| Discontinuity {
-            missing: found.missing,
-            previous: found.previous.map(|previous| PreviousPublisher {
-                pid: previous.pid,
-                graceful: previous.graceful,
-            }),
-        };
         let (in_place, sequence) = (view.is_some(), sample.sequence());
         let (sent_at_ns, received_at_ns) = (sample.sent_at_ns(), sample.received_at_ns());
-        let discontinuity = sample.discontinuity().map(change);
+        let discontinuity = sample.discontinuity().map(Info);
         let memory =
             Memory::of_sample(&Arc::new(SampleHolder::new(sample, view, patience)), device);
         let owner = Holding::new("sample", Some(sequence), memory);
@@ -226,8 +178,8 @@ impl Frame {
     /// the first one of another incarnation, or of the same one after the link had ended. Else None,
     /// as on the first frame that a subscriber receives.
     #[getter]
-    fn discontinuity(&self) -> Option<Discontinuity> {
-        self.discontinuity.clone()
+    fn discontinuity(&self) -> Option<Info<warpipe::Discontinuity>> {
+        self.discontinuity
     }
 
     /// Waits on the CPU until the data is complete, at most ``timeout`` seconds (default: the

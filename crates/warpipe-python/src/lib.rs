@@ -127,13 +127,10 @@ fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<tensor::Tensor>()?;
     module.add_class::<closeable::Closeable>()?;
     module.add_class::<publisher::Publisher>()?;
-    module.add_class::<publisher::SubscriberInfo>()?;
     module.add_class::<loan::Loan>()?;
     module.add_class::<outgoing::Outgoing>()?;
     module.add_class::<subscriber::Subscriber>()?;
     module.add_class::<frame::Frame>()?;
-    module.add_class::<frame::Discontinuity>()?;
-    module.add_class::<frame::PreviousPublisher>()?;
     module.add_class::<timeline::Timeline>()?;
     module.add_class::<kernel_ring::KernelRing>()?;
     module.add_class::<event::Event>()?;
@@ -142,8 +139,6 @@ fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<semaphore::Semaphore>()?;
     module.add_class::<semaphore::Permit>()?;
     module.add_class::<members::Member>()?;
-    module.add_class::<members::MemberInfo>()?;
-    module.add_class::<members::Change>()?;
     module.add_class::<members::Members>()?;
     module.add_class::<view::View>()?;
     module.add_class::<shared_memory::Memory>()?;
@@ -154,12 +149,10 @@ fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<legacy::LegacyHandle>()?;
     module.add_class::<legacy::LegacyMemory>()?;
     module.add_class::<pool::Pool>()?;
-    module.add_class::<pool::PoolStats>()?;
     module.add_class::<pool::Buffer>()?;
     module.add_class::<pool::PoolClient>()?;
     module.add_class::<pool::LentBuffer>()?;
     module.add_class::<queue::Queue>()?;
-    module.add_class::<queue::QueueState>()?;
     module.add_class::<future::Future>()?;
     module.add_class::<future::JobHandle>()?;
     module.add_class::<job::Result>()?;

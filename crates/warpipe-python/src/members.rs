@@ -13,7 +13,7 @@ use crate::domain::Domain;
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::interpreter_exit::{self, Callback};
-use crate::publisher::word_of;
+use crate::tuples::Info;
 use crate::wait::{asking, hand_over, in_slices, optional};
 
 /// This process as a member of a domain, visible to its monitors until it is closed or dropped.
@@ -93,95 +93,6 @@ impl Member {
     }
 }
 
-/// A member, as ``Members`` shows it.
-#[pyclass(frozen, module = "warpipe", get_all)]
-#[derive(Debug, Clone)]
-pub struct MemberInfo {
-    /// The name that it joined under.
-    pub name: String,
-    /// The role that it states; empty until it has answered.
-    pub role: String,
-    /// Its process id as the kernel reports it; 0 if this PID namespace does not have it.
-    pub pid: i32,
-    /// Its user id.
-    pub uid: u32,
-    /// ``"alive"``, ``"stalled"``, ``"suspect"``; in a change also ``"leaving"`` and ``"dead"``.
-    pub state: &'static str,
-    /// Seconds since its last heartbeat.
-    pub silent_for: f64,
-    /// When it joined, in nanoseconds of ``time.monotonic_ns()``. Untrusted: the member states it.
-    pub since_ns: u64,
-    /// Its incarnation: every join under the name has another one.
-    pub generation: Vec<u8>,
-    /// The endpoints that its process holds in the domain; for a dead member, those that were left:
-    /// they are free, and removed next.
-    pub endpoints: Vec<String>,
-}
-
-impl MemberInfo {
-    fn of(info: &warpipe::MemberInfo) -> MemberInfo {
-        MemberInfo {
-            name: info.name.clone(),
-            role: info.role.clone(),
-            pid: info.pid,
-            uid: info.uid,
-            state: word_of(info.state),
-            silent_for: info.silent_for.as_secs_f64(),
-            since_ns: info.since_ns,
-            generation: info.generation.to_vec(),
-            endpoints: info.endpoints.iter().map(ToString::to_string).collect(),
-        }
-    }
-}
-
-#[pymethods]
-impl MemberInfo {
-    fn __repr__(&self) -> String {
-        let MemberInfo {
-            name,
-            role,
-            pid,
-            state,
-            ..
-        } = self;
-        format!("MemberInfo({name:?}, role={role:?}, pid={pid}, state={state:?})")
-    }
-}
-
-/// A change of a member.
-#[pyclass(frozen, module = "warpipe", get_all)]
-#[derive(Debug, Clone)]
-pub struct Change {
-    /// ``"joined"``, ``"stalled"``, ``"recovered"``, ``"left"`` or ``"died"``.
-    pub what: &'static str,
-    /// The member.
-    pub member: MemberInfo,
-}
-
-impl Change {
-    fn of(change: &warpipe::Change) -> Change {
-        let what = match change {
-            warpipe::Change::Joined(_) => "joined",
-            warpipe::Change::Stalled(_) => "stalled",
-            warpipe::Change::Recovered(_) => "recovered",
-            warpipe::Change::Left(_) => "left",
-            warpipe::Change::Died(_) => "died",
-            _ => "unknown",
-        };
-        Change {
-            what,
-            member: MemberInfo::of(change.member()),
-        }
-    }
-}
-
-#[pymethods]
-impl Change {
-    fn __repr__(&self) -> String {
-        format!("Change({:?}, {})", self.what, self.member.__repr__())
-    }
-}
-
 /// The members of a domain, followed until this is closed: ``for change in Members.watch():``,
 /// ``async for``, or with callbacks.
 ///
@@ -238,7 +149,7 @@ impl Members {
         let callbacks: Vec<Arc<Callback>> = on.into_iter().map(Callback::new).collect();
         for callback in &callbacks {
             let callback = callback.clone();
-            builder = builder.on(move |change| callback.call(Change::of(change)));
+            builder = builder.on(move |change| callback.call(Info(change.clone())));
         }
         let started = asking(py, move || builder.build())?;
         let handle =
@@ -256,10 +167,10 @@ impl Members {
     /// All present members, sorted by name, with the endpoints of each one's process.
     ///
     /// Raises ``SystemCallError``, ``ClosedError``.
-    fn list(&self, py: Python<'_>) -> PyResult<Vec<MemberInfo>> {
+    fn list(&self, py: Python<'_>) -> PyResult<Vec<Info<warpipe::MemberInfo>>> {
         let members = self.handle.get()?;
         let list = py.detach(|| members.list()).map_err(Fault::from)?;
-        Ok(list.iter().map(MemberInfo::of).collect())
+        Ok(list.into_iter().map(Info).collect())
     }
 
     /// The next change, waited for at most ``timeout`` seconds (None: no limit); None if there was
@@ -268,7 +179,11 @@ impl Members {
     /// Raises ``ArgumentError`` if this watch has a callback, which gets the changes;
     /// ``ClosedError``.
     #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
-    fn changes(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<Change>> {
+    fn changes(
+        &self,
+        py: Python<'_>,
+        timeout: Option<f64>,
+    ) -> PyResult<Option<Info<warpipe::Change>>> {
         let timeout = optional(timeout, "timeout")?;
         // Looked up anew in each slice, so that closing the watch ends the wait.
         let found = in_slices(py, timeout, |slice| {
@@ -280,7 +195,7 @@ impl Members {
                 let _ = py.detach(|| members.put_back(change));
             }
         };
-        Ok(hand_over(py, found, put_back)?.as_ref().map(Change::of))
+        Ok(hand_over(py, found, put_back)?.map(Info))
     }
 
     /// Waits for the next change in the running event loop: ``changes`` for asyncio. Cancelling it
@@ -306,7 +221,7 @@ impl Members {
         let members = self.handle.get()?;
         let cleanup = Callback::new(cleanup);
         let called = cleanup.clone();
-        let called = move |member: &warpipe::MemberInfo| called.call_once(MemberInfo::of(member));
+        let called = move |member: &warpipe::MemberInfo| called.call_once(Info(member.clone()));
         py.detach(|| members.on_death_of(name, called))
             .map_err(Fault::from)?;
         let mut callbacks = self.callbacks();
@@ -363,7 +278,7 @@ impl Members {
     }
 
     /// The next change, without a limit; the iteration ends when the watch is closed.
-    fn __next__(&self, py: Python<'_>) -> PyResult<Option<Change>> {
+    fn __next__(&self, py: Python<'_>) -> PyResult<Option<Info<warpipe::Change>>> {
         match self.changes(py, None) {
             Err(_) if self.handle.is_closed()? => Err(PyStopIteration::new_err(())),
             other => other,

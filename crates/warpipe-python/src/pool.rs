@@ -14,7 +14,7 @@ use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::memory_owner::OwnedMemory;
 use crate::ticket::Ticket;
-use crate::tuples::pool_usage;
+use crate::tuples::{Info, pool_usage};
 use crate::view::View;
 use crate::wait::{asking, attach, in_slices_that_ask, late, optional};
 
@@ -34,48 +34,6 @@ use crate::wait::{asking, attach, in_slices_that_ask, late, optional};
 pub struct Pool {
     handle: CloseableHandle<warpipe::Pool>,
     device: warpipe::Device,
-}
-
-/// The state of a pool. A block that both the owner and a peer hold counts in both.
-#[pyclass(frozen, module = "warpipe", get_all)]
-#[derive(Debug, Clone)]
-pub struct PoolStats {
-    /// Regions allocated on the device.
-    pub regions: usize,
-    /// Their bytes.
-    pub total_nbytes: u64,
-    /// The limit of their bytes.
-    pub limit_nbytes: u64,
-    /// Bytes in the owner's blocks.
-    pub in_use_nbytes: u64,
-    /// Bytes in blocks that peers hold.
-    pub lent_nbytes: u64,
-    /// Bytes in released blocks that a stream is not past yet.
-    pub waiting_nbytes: u64,
-    /// The most bytes that were not free at once.
-    pub high_water_nbytes: u64,
-    /// Blocks handed out so far.
-    pub allocations: u64,
-    /// How many of them had to wait for others.
-    pub waits: u64,
-    /// Peers that are connected, or still hold a block.
-    pub peers: usize,
-}
-
-#[pymethods]
-impl PoolStats {
-    fn __repr__(&self) -> String {
-        let PoolStats {
-            total_nbytes,
-            in_use_nbytes,
-            lent_nbytes,
-            peers,
-            ..
-        } = self;
-        format!(
-            "PoolStats(total={total_nbytes}, in_use={in_use_nbytes}, lent={lent_nbytes}, peers={peers})"
-        )
-    }
 }
 
 /// Bytes and blocks of a quota, each without a limit if None.
@@ -224,20 +182,9 @@ impl Pool {
     ///
     /// Raises ``ClosedError``.
     #[getter]
-    fn stats(&self, py: Python<'_>) -> PyResult<PoolStats> {
+    fn stats(&self, py: Python<'_>) -> PyResult<Info<warpipe::PoolStats>> {
         let stats = py.detach(|| Outcome::Ok(self.handle.get()?.stats()))?;
-        Ok(PoolStats {
-            regions: stats.regions,
-            total_nbytes: stats.total_bytes,
-            limit_nbytes: stats.limit_bytes,
-            in_use_nbytes: stats.in_use_bytes,
-            lent_nbytes: stats.lent_bytes,
-            waiting_nbytes: stats.waiting_bytes,
-            high_water_nbytes: stats.high_water_bytes,
-            allocations: stats.allocations,
-            waits: stats.waits,
-            peers: stats.peers,
-        })
+        Ok(Info(stats))
     }
 
     fn __repr__(&self) -> String {

@@ -23,7 +23,7 @@ use crate::process::Home;
 use crate::slot::{self, Slot};
 use crate::source::{Source, SourceLocation, Wanted};
 use crate::stream::Consumer;
-use crate::tuples;
+use crate::tuples::{self, Info};
 use crate::wait::{SLICE, in_slices, late_with_cause, none_if_late, optional, seconds};
 
 /// Publishes tensors in device memory to any number of subscribers.
@@ -77,40 +77,6 @@ struct Opened {
     policy: &'static str,
     depth: u32,
     history: u32,
-}
-
-/// A subscriber, as ``Publisher.subscribers`` shows it.
-#[pyclass(frozen, module = "warpipe", get_all)]
-#[derive(Debug, Clone)]
-pub struct SubscriberInfo {
-    /// Its process id.
-    pub pid: i32,
-    /// Its effective user id.
-    pub uid: u32,
-    /// ``"alive"``, ``"stalled"``, ``"leaving"``, ``"suspect"`` or ``"dead"``.
-    pub state: &'static str,
-    /// Seconds since its last sign of life.
-    pub silent_for: f64,
-    /// Frames that it has received and not released.
-    pub in_flight: u32,
-    /// Frames that it did not get because of the policy.
-    pub dropped: u64,
-}
-
-#[pymethods]
-impl SubscriberInfo {
-    fn __repr__(&self) -> String {
-        let SubscriberInfo {
-            pid,
-            state,
-            in_flight,
-            dropped,
-            ..
-        } = self;
-        format!(
-            "SubscriberInfo(pid={pid}, state={state:?}, in_flight={in_flight}, dropped={dropped})"
-        )
-    }
 }
 
 /// The name of a peer's state.
@@ -439,17 +405,9 @@ impl Publisher {
     ///
     /// Raises ``ClosedError``.
     #[getter]
-    fn subscribers(&self, py: Python<'_>) -> PyResult<Vec<SubscriberInfo>> {
+    fn subscribers(&self, py: Python<'_>) -> PyResult<Vec<Info<warpipe::SubscriberInfo>>> {
         let found = py.detach(|| Outcome::Ok(self.inner()?.subscribers()))?;
-        let row = |info: warpipe::SubscriberInfo| SubscriberInfo {
-            pid: info.pid,
-            uid: info.uid,
-            state: word_of(info.state),
-            silent_for: info.silent_for.as_secs_f64(),
-            in_flight: info.in_flight,
-            dropped: info.dropped,
-        };
-        Ok(found.into_iter().map(row).collect())
+        Ok(found.into_iter().map(Info).collect())
     }
 
     /// Waits until ``count`` subscribers are attached, at most ``timeout`` seconds (None: no

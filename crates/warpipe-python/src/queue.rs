@@ -15,7 +15,7 @@ use crate::future::JobHandle;
 use crate::job::Results;
 use crate::job_endpoint::{JobEndpoint, QueueOrClient};
 use crate::loan::Loan;
-use crate::tuples;
+use crate::tuples::{self, Info};
 use crate::wait::{SLICE, Timeout, in_slices, late_with_cause, none_if_late, optional, seconds};
 
 /// Gives each job to one worker, and gets each job's result once, even if processes die: see
@@ -40,54 +40,6 @@ use crate::wait::{SLICE, Timeout, in_slices, late_with_cause, none_if_late, opti
 pub struct Queue {
     endpoint: Arc<JobEndpoint>,
     submit_timeout: Option<Duration>,
-}
-
-/// The state of a queue, or of a client's requests: see ``Queue.state``.
-#[pyclass(frozen, module = "warpipe", get_all)]
-#[derive(Debug, Clone)]
-pub struct QueueState {
-    /// Process ids of the workers, or servers, that can get jobs.
-    pub workers: Vec<i32>,
-    /// Jobs that no worker has leased.
-    pub waiting: usize,
-    /// Jobs that workers hold.
-    pub leased: usize,
-    /// Jobs that are done or dead-lettered, with an outcome that was not taken.
-    pub finished: usize,
-}
-
-impl QueueState {
-    /// Of a queue or a client.
-    pub fn of(endpoint: &JobEndpoint) -> Outcome<QueueState> {
-        let warpipe::QueueState {
-            workers,
-            waiting,
-            leased,
-            finished,
-            ..
-        } = endpoint.end()?.state()?;
-        Ok(QueueState {
-            workers,
-            waiting,
-            leased,
-            finished,
-        })
-    }
-}
-
-#[pymethods]
-impl QueueState {
-    fn __repr__(&self) -> String {
-        let QueueState {
-            workers,
-            waiting,
-            leased,
-            finished,
-        } = self;
-        format!(
-            "QueueState(workers={workers:?}, waiting={waiting}, leased={leased}, finished={finished})"
-        )
-    }
 }
 
 fn order(name: &str) -> Outcome<ResultOrder> {
@@ -305,8 +257,9 @@ impl Queue {
     ///
     /// Raises ``ClosedError``.
     #[getter]
-    fn state(&self, py: Python<'_>) -> PyResult<QueueState> {
-        Ok(py.detach(|| QueueState::of(&self.endpoint))?)
+    fn state(&self, py: Python<'_>) -> PyResult<Info<warpipe::QueueState>> {
+        let state = py.detach(|| Outcome::Ok(self.endpoint.end()?.state()?))?;
+        Ok(Info(state))
     }
 
     /// Device memory allocated for inputs so far and its limit, in bytes: a ``MemoryUse``.

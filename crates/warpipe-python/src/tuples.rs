@@ -2,6 +2,9 @@
 
 use pyo3::call::PyCallArgs;
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use crate::publisher::word_of;
 
 fn named<'py>(
     py: Python<'py>,
@@ -37,3 +40,80 @@ pub fn endpoint_info<'py>(
     let values = (endpoint.name.to_string(), endpoint.holder.is_some(), pid);
     named(py, "EndpointInfo", values)
 }
+
+/// What the library tells of a state, on its way to the named tuple of its name.
+#[derive(Debug, Clone, Copy)]
+pub struct Info<T>(pub T);
+
+/// Names the values of a piece of information, in the order of its named tuple's fields.
+macro_rules! info {
+    ($class:ident, |$py:ident, $info:ident| $values:expr) => {
+        impl<'py> IntoPyObject<'py> for Info<warpipe::$class> {
+            type Target = PyAny;
+            type Output = Bound<'py, PyAny>;
+            type Error = PyErr;
+
+            fn into_pyobject(self, $py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+                let $info = self.0;
+                named($py, stringify!($class), $values)
+            }
+        }
+    };
+}
+
+info!(SubscriberInfo, |py, info| (
+    info.pid,
+    info.uid,
+    word_of(info.state),
+    info.silent_for.as_secs_f64(),
+    info.in_flight,
+    info.dropped,
+));
+info!(PreviousPublisher, |py, info| (info.pid, info.graceful));
+info!(Discontinuity, |py, info| (
+    info.missing,
+    info.previous.map(Info),
+));
+info!(QueueState, |py, info| (
+    info.workers,
+    info.waiting,
+    info.leased,
+    info.finished,
+));
+info!(MemberInfo, |py, info| (
+    info.name,
+    info.role,
+    info.pid,
+    info.uid,
+    word_of(info.state),
+    info.silent_for.as_secs_f64(),
+    info.since_ns,
+    PyBytes::new(py, &info.generation),
+    info.endpoints
+        .iter()
+        .map(ToString::to_string)
+        .collect::<Vec<_>>(),
+));
+info!(Change, |py, info| {
+    let what = match info {
+        warpipe::Change::Joined(_) => "joined",
+        warpipe::Change::Stalled(_) => "stalled",
+        warpipe::Change::Recovered(_) => "recovered",
+        warpipe::Change::Left(_) => "left",
+        warpipe::Change::Died(_) => "died",
+        _ => "unknown",
+    };
+    (what, Info(info.member().clone()))
+});
+info!(PoolStats, |py, info| (
+    info.regions,
+    info.total_bytes,
+    info.limit_bytes,
+    info.in_use_bytes,
+    info.lent_bytes,
+    info.waiting_bytes,
+    info.high_water_bytes,
+    info.allocations,
+    info.waits,
+    info.peers,
+));

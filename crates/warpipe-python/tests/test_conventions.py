@@ -165,3 +165,28 @@ def test_a_handle_is_still_of_its_own_class(jobs):
     assert isinstance(handle, warpipe.JobHandle) and type(handle) is warpipe.JobHandle
     assert isinstance(handle, concurrent.futures.Future) and repr(handle).startswith("JobHandle(")
     handle.result(LIMIT_SECONDS)
+
+
+def test_every_information_pickles_compares_hashes_and_takes_a_place_in_a_set(domain, device):
+    with (
+        warpipe.Publisher("frames", domain=domain, device=device) as publisher,
+        warpipe.Subscriber("frames", domain=domain, device=device),
+        warpipe.Queue("jobs", domain=domain, device=device) as queue,
+        warpipe.Worker("jobs", domain=domain, device=device),
+        warpipe.Pool.create("blocks", domain=domain, device=device) as pool,
+        warpipe.Members.watch(domain) as members,
+        warpipe.Member.join("renderer", domain=domain),
+    ):
+        publisher.wait_for_subscribers(1, LIMIT_SECONDS)
+        queue.wait_for_workers(1, LIMIT_SECONDS)
+        change = members.changes(LIMIT_SECONDS)
+        previous = warpipe.PreviousPublisher(pid=1, graceful=True)
+        given = [*publisher.subscribers, queue.state, pool.stats, change, change.member, previous]
+        given.append(warpipe.Discontinuity(missing=0, previous=previous))
+    kinds = "SubscriberInfo QueueState PoolStats Change MemberInfo PreviousPublisher Discontinuity"
+    assert [type(info).__name__ for info in given] == kinds.split()
+    for info in given:
+        again = pickle.loads(pickle.dumps(info))
+        assert again == info and hash(again) == hash(info) and {again} == {info}
+        assert copy.deepcopy(info) == info and type(again) is type(info) is getattr(warpipe, type(info).__name__)
+        assert info != info._replace(**{info._fields[0]: "another"})

@@ -106,15 +106,25 @@ from ._errors import (
 from . import _futures as _futures
 from ._queue import Server, Worker
 from ._subscriber import Subscriber
-from ._tuples import EndpointInfo, MemoryUse, PoolUsage, Quota
+from ._tuples import (
+    Change,
+    Discontinuity,
+    EndpointInfo,
+    MemberInfo,
+    MemoryUse,
+    PoolStats,
+    PoolUsage,
+    PreviousPublisher,
+    QueueState,
+    Quota,
+    SubscriberInfo,
+)
 from ._warpipe import (
     Buffer,
-    Change,
     Client,
     Closeable,
     DTYPES,
     Device,
-    Discontinuity,
     Domain,
     Event,
     EventHandle,
@@ -127,7 +137,6 @@ from ._warpipe import (
     LentBuffer,
     Loan,
     Member,
-    MemberInfo,
     Members,
     Memory,
     MemoryInfo,
@@ -136,12 +145,9 @@ from ._warpipe import (
     Permit,
     Pool,
     PoolClient,
-    PoolStats,
-    PreviousPublisher,
     Published,
     Publisher,
     Queue,
-    QueueState,
     Recording,
     Request,
     Results,
@@ -150,7 +156,6 @@ from ._warpipe import (
     Semaphore,
     SharedMemory,
     Stream,
-    SubscriberInfo,
     Ticket,
     Timeline,
     View,

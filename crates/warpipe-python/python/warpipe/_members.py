@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from . import _warpipe
+from ._tuples import Change
 from ._errors import ClosedError
 from ._loop import next_of, rung_of
 
 
-async def change_within(members: _warpipe.Members, timeout: float | None) -> _warpipe.Change | None:
+async def change_within(members: _warpipe.Members, timeout: float | None) -> Change | None:
     """The next change, in the running event loop; None when there was none."""
     return await rung_of(members, lambda: members.changes(0), timeout)
 
 
-async def next_change(members: _warpipe.Members) -> _warpipe.Change:
+async def next_change(members: _warpipe.Members) -> Change:
     """The next change, however long that takes; the iteration ends when the watch is closed."""
     try:
         return await next_of(members, lambda: members.changes(0), "a change", None)

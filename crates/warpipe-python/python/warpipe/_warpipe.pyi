@@ -7,7 +7,18 @@ from types import EllipsisType, TracebackType
 from typing import Any, Final, Literal, Protocol, SupportsIndex, TypeAlias, final
 from typing_extensions import Buffer as _BytesLike, Never, Self, disjoint_base
 
-from ._tuples import EndpointInfo, MemoryUse, PoolUsage
+from ._tuples import (
+    Change,
+    Discontinuity,
+    EndpointInfo,
+    MemberInfo,
+    MemoryUse,
+    PeerState,
+    PoolStats,
+    PoolUsage,
+    QueueState,
+    SubscriberInfo,
+)
 
 __version__: Final[str]
 DTYPES: Final[list[str]]
@@ -27,7 +38,6 @@ _Metadata: TypeAlias = dict[str, Any] | _BytesLike
 _Shape: TypeAlias = SupportsIndex | Sequence[int]
 _Timeout: TypeAlias = float | None | EllipsisType
 _Policy: TypeAlias = Literal["block", "drop_oldest", "drop_newest", "fail"]
-_PeerState: TypeAlias = Literal["alive", "stalled", "leaving", "suspect", "dead", "unknown"]
 @final
 class Device:
     """A device and the backend that drives it: a GPU (``cuDeviceGet``), or the host.
@@ -218,28 +228,6 @@ class Closeable:
         """Closes it in this process. Closing twice is no error."""
     def __enter__(self) -> Self: ...
     def __exit__(self, *_exception: object) -> None: ...
-
-@final
-class SubscriberInfo:
-    """A subscriber, as ``Publisher.subscribers`` shows it."""
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-    @property
-    def uid(self) -> int:
-        """Its effective user id."""
-    @property
-    def state(self) -> _PeerState:
-        """``"alive"``, ``"stalled"``, ``"leaving"``, ``"suspect"`` or ``"dead"``."""
-    @property
-    def silent_for(self) -> float:
-        """Seconds since its last sign of life."""
-    @property
-    def in_flight(self) -> int:
-        """Frames that it has received and not released."""
-    @property
-    def dropped(self) -> int:
-        """Frames that it did not get because of the policy."""
 
 @final
 class Publisher(Closeable):
@@ -477,7 +465,7 @@ class _Subscriber(Closeable):
     @property
     def _iteration(self) -> float | None: ...
     @property
-    def publisher_state(self) -> _PeerState | None:
+    def publisher_state(self) -> PeerState | None:
         """The state of its publisher: ``"alive"``, ``"stalled"``, ``"leaving"``, ``"suspect"``,
         ``"dead"``; None without a publisher.
 
@@ -520,29 +508,6 @@ class _Subscriber(Closeable):
         """Closes the link. Received frames stay valid. Closing twice is no error."""
     def __iter__(self) -> Self: ...
     def __next__(self) -> Sample: ...
-
-@final
-class Discontinuity:
-    """A break between a frame and the one received before it."""
-    @property
-    def missing(self) -> int:
-        """How many frames of this publisher are missing between this one and the one received before
-        it. 0 on the first frame of another publisher: its numbers begin anew, unless both are those
-        of a bridge for one source, and the numbers go on.
-        """
-    @property
-    def previous(self) -> PreviousPublisher | None:
-        """The publisher of the earlier frames, when it is another one than this frame's, else None."""
-
-@final
-class PreviousPublisher:
-    """The publisher before the one that a subscriber follows now."""
-    @property
-    def pid(self) -> int:
-        """Its process id. One process may publish a name again."""
-    @property
-    def graceful(self) -> bool:
-        """Whether it closed gracefully; otherwise it died, or the link to it ended first."""
 
 @disjoint_base
 class Sample(_Tensor):
@@ -625,22 +590,6 @@ class Sample(_Tensor):
     def __exit__(self, *_exception: object) -> None: ...
 
 _Order: TypeAlias = Literal["submission", "completion"]
-
-@final
-class QueueState:
-    """The state of a queue, or of a client's requests: see ``Queue.state``."""
-    @property
-    def workers(self) -> list[int]:
-        """Process ids of the workers, or servers, that can get jobs."""
-    @property
-    def waiting(self) -> int:
-        """Jobs that no worker has leased."""
-    @property
-    def leased(self) -> int:
-        """Jobs that workers hold."""
-    @property
-    def finished(self) -> int:
-        """Jobs that are done or dead-lettered, with an outcome that was not taken."""
 
 @final
 class Queue(Closeable):
@@ -1246,7 +1195,6 @@ class _Adder:
         Raises ``DriverError``.
         """
 
-_What: TypeAlias = Literal["joined", "stalled", "recovered", "left", "died", "unknown"]
 _list: TypeAlias = list[MemberInfo]
 @final
 class Timeline(Closeable):
@@ -1668,49 +1616,6 @@ class Member(Closeable):
     @property
     def generation(self) -> bytes:
         """This incarnation, as ``MemberInfo.generation`` shows it."""
-
-@final
-class MemberInfo:
-    """A member, as ``Members`` shows it."""
-    @property
-    def name(self) -> str:
-        """The name that it joined under."""
-    @property
-    def role(self) -> str:
-        """The role that it states; empty until it has answered."""
-    @property
-    def pid(self) -> int:
-        """Its process id as the kernel reports it; 0 if this PID namespace does not have it."""
-    @property
-    def uid(self) -> int:
-        """Its user id."""
-    @property
-    def state(self) -> _PeerState:
-        """``"alive"``, ``"stalled"``, ``"suspect"``; in a change also ``"leaving"`` and ``"dead"``."""
-    @property
-    def silent_for(self) -> float:
-        """Seconds since its last heartbeat."""
-    @property
-    def since_ns(self) -> int:
-        """When it joined, in nanoseconds of ``time.monotonic_ns()``. Untrusted: the member states it."""
-    @property
-    def generation(self) -> bytes:
-        """Its incarnation: every join under the name has another one."""
-    @property
-    def endpoints(self) -> list[str]:
-        """The endpoints that its process holds in the domain; for a dead member, those that were left:
-        they are free, and removed next.
-        """
-
-@final
-class Change:
-    """A change of a member."""
-    @property
-    def what(self) -> _What:
-        """``"joined"``, ``"stalled"``, ``"recovered"``, ``"left"`` or ``"died"``."""
-    @property
-    def member(self) -> MemberInfo:
-        """The member."""
 
 @final
 class Members(Closeable):
@@ -2136,40 +2041,6 @@ class Pool(Closeable):
 
         Raises ``ClosedError``.
         """
-
-@final
-class PoolStats:
-    """The state of a pool. A block that both the owner and a peer hold counts in both."""
-    @property
-    def regions(self) -> int:
-        """Regions allocated on the device."""
-    @property
-    def total_nbytes(self) -> int:
-        """Their bytes."""
-    @property
-    def limit_nbytes(self) -> int:
-        """The limit of their bytes."""
-    @property
-    def in_use_nbytes(self) -> int:
-        """Bytes in the owner's blocks."""
-    @property
-    def lent_nbytes(self) -> int:
-        """Bytes in blocks that peers hold."""
-    @property
-    def waiting_nbytes(self) -> int:
-        """Bytes in released blocks that a stream is not past yet."""
-    @property
-    def high_water_nbytes(self) -> int:
-        """The most bytes that were not free at once."""
-    @property
-    def allocations(self) -> int:
-        """Blocks handed out so far."""
-    @property
-    def waits(self) -> int:
-        """How many of them had to wait for others."""
-    @property
-    def peers(self) -> int:
-        """Peers that are connected, or still hold a block."""
 
 @final
 class Buffer(View):
