@@ -13,8 +13,8 @@ use super::stage::{
     LONG, Scratch, TestProcess, alone, assert_delivers, eventually, hear, mappings, packet,
     random_bytes, role, send_raw, stream,
 };
-use crate::ipc::PeerState;
 use crate::ipc::message::{Message, Received};
+use crate::ipc::{Kind, PeerState};
 use crate::shm::seal;
 use crate::{Error, Layout, Policy, Publisher};
 
@@ -31,7 +31,11 @@ impl Liar {
     }
 
     fn attach_by(socket: OwnedFd) -> Liar {
-        send_raw(&socket, &packet(&hello()), &[]).unwrap();
+        Liar::attach_as(socket, &hello())
+    }
+
+    fn attach_as(socket: OwnedFd, hello: &Message) -> Liar {
+        send_raw(&socket, &packet(hello), &[]).unwrap();
         let Received::Message(Message::Welcome { regions, .. }, fds) = hear(&socket) else {
             panic!("no welcome")
         };
@@ -395,4 +399,30 @@ fn a_receiver_that_closes_no_region_keeps_memory_of_the_limit_once_more_and_no_m
     let lie = packet(&Message::RegionClosed { id: 4711 });
     send_raw(&liar.socket, &lie, &[]).unwrap();
     eventually("it is out", || publisher.subscribers().is_empty());
+}
+
+#[test]
+fn a_queue_that_returns_results_that_it_did_not_set_aside_loses_its_link_and_no_slot_twice() {
+    for positions in [vec![1], vec![1, 1], vec![7], vec![0, u64::MAX]] {
+        let scratch = Scratch::new();
+        let publisher = scratch.publisher(|it| {
+            it.kind(Kind::Results)
+                .memory_limit(2 << 20)
+                .loan_timeout(Duration::from_millis(20))
+        });
+        let mut own = hello();
+        if let Message::Hello { kind, .. } = &mut own {
+            *kind = Kind::Results;
+        }
+        let (liar, stream) = (Liar::attach_as(scratch.connection(), &own), stream());
+        publisher.send_bytes(&stream, b"one").unwrap();
+        let lie = packet(&Message::Returned { positions });
+        send_raw(&liar.socket, &lie, &[]).unwrap();
+        eventually("it is out", || publisher.subscribers().is_empty());
+        let all = Layout::bytes_only(2 << 20).unwrap();
+        let loan = publisher.loan(&all).expect("its sample was taken back");
+        let more = publisher.loan(&Layout::bytes_only(1).unwrap());
+        assert!(more.is_err(), "a slot is free twice");
+        drop(loan);
+    }
 }

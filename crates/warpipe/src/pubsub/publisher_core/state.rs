@@ -149,9 +149,10 @@ impl PublisherState {
             return Vec::new();
         };
         let missing = least.saturating_sub(self.room());
-        // What is given back counts until it is unmapped, but for what may be exempt.
-        let exemptible = self.arena.limit() - self.exempt();
-        if missing > exemptible || self.arena.is_out_of_slots() {
+        // What is given back counts until it is unmapped, but for what may be exempt: then what is
+        // closing comes first.
+        let is_exempt = missing <= self.arena.limit() - self.exempt();
+        if !(is_exempt || self.closing.is_empty()) || self.arena.is_out_of_slots() {
             return Vec::new();
         }
         let numbers = self.arena.removable(|_| true, missing);

@@ -632,3 +632,23 @@ fn an_entry_that_is_free_since_its_sample_was_set_aside_is_a_change_that_ends_a_
     assert!(state.links.first_full(Recipients::All).is_none());
     assert_ne!(state.freed_count(), before, "the sender would sleep");
 }
+
+#[test]
+fn regions_are_given_back_also_where_those_that_have_left_hold_all_that_is_exempt() {
+    let stage = Stage::new("exempt");
+    let builder = stage.builder().memory_limit(8 * MIB);
+    let publisher = builder.loan_timeout(LONG).build().unwrap();
+    let mut subscriber = stage.subscriber();
+    let (sending, receiving) = (stage.stream(), Device::host().stream().unwrap());
+    let loan = |mebibytes: u64| publisher.loan(&Layout::bytes_only(mebibytes * MIB).unwrap());
+    drop(loan(2).unwrap());
+    send(&publisher, &sending, 6 * MIB).unwrap();
+    let held = subscriber.receive_timeout(&receiving, LONG).unwrap();
+    drop(subscriber);
+    eventually("it leaves", || {
+        publisher.subscribers()[0].state == PeerState::Leaving
+    });
+    drop(loan(4).unwrap());
+    drop(loan(8).expect("nobody holds a sample there"));
+    drop(held);
+}
