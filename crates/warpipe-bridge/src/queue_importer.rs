@@ -806,8 +806,8 @@ mod tests {
         let lane = LaneReceiver::new([1; 16], [2; 16], window(), outbox);
         let queue = import.open(&lane).unwrap().unwrap();
         let layout = |mib: u64| Layout::bytes_only(mib << 20).unwrap();
-        // Its region stays: what is left is too short for three.
-        let held = queue.loan(&layout(2)).unwrap();
+        // One is kept: what is left is too short for three.
+        let [held, kept] = [2, 2].map(|mib| queue.loan(&layout(mib)).unwrap());
         let stream = options.device.stream().unwrap();
         let job = queue.submit(held, &stream).unwrap();
         std::thread::scope(|scope| {
@@ -826,6 +826,7 @@ mod tests {
             let reason = refused.expect("it waits no more").unwrap_err();
             assert!(reason.contains("has no memory for it"), "{reason}");
         });
+        drop(kept);
     }
 
     #[test]

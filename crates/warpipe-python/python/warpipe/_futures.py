@@ -143,12 +143,14 @@ _callbacks = _Callbacks()
 
 def _reset() -> None:
     # The child has no such thread. What the parent waits for stays with it, untouched.
-    global _callbacks
-    _inherited.append(_callbacks)
+    global _callbacks, _waited, _waited_lock
+    _inherited.append((_callbacks, _waited, _waited_lock))
     _callbacks = _Callbacks()
+    # Another thread of the parent may have held the lock at the fork.
+    _waited, _waited_lock = weakref.WeakKeyDictionary(), threading.RLock()
 
 
-_inherited: list[_Callbacks] = []
+_inherited: list[Any] = []
 os.register_at_fork(after_in_child=_reset)
 
 
