@@ -244,6 +244,9 @@ fn acquired_from(end: MemberEnd) -> Result<()> {
     let pidfd = rustix::process::pidfd_open(own, rustix::process::PidfdFlags::empty()).unwrap();
     let (lifeline, writer) = rustix::pipe::pipe().unwrap();
     let alarm = lifeline.try_clone().unwrap();
+    // Else the holder would die with its creator.
+    let outlives = end == MemberEnd::OutlivesTheCreator;
+    let outliving = outlives.then(|| writer.try_clone().unwrap());
     let (told, is_told) = mpsc::channel();
     let creator = LastHolder {
         end,
@@ -270,9 +273,9 @@ fn acquired_from(end: MemberEnd) -> Result<()> {
         let _ = tell.send(permit.and_then(|()| stream.synchronize(patience)));
     });
     is_told.recv_timeout(patience).unwrap();
-    let server = Some(server).filter(|_| end != MemberEnd::OutlivesTheCreator);
+    let server = Some(server).filter(|_| !outlives);
     let outcome = outcome.recv_timeout(patience).expect("it waits on");
-    drop(server);
+    drop((server, outliving));
     let _ = std::fs::remove_dir_all(folder);
     outcome
 }
