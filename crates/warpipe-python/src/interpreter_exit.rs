@@ -250,6 +250,12 @@ pub fn close_at_exit<E: Endpoint + 'static>(endpoint: &Arc<E>) {
     if FINALIZED.load(Ordering::SeqCst) != own {
         let _ = Python::attach(register_finalizer);
     }
+    also_close_at_exit(endpoint);
+}
+
+/// [`close_at_exit`] for what an endpoint gives out, which has registered already. Calls no Python: a
+/// signal's handler would run there, and what it raises would be lost.
+pub fn also_close_at_exit<E: Endpoint + 'static>(endpoint: &Arc<E>) {
     let endpoint: Weak<dyn Endpoint> = Arc::downgrade(endpoint) as Weak<dyn Endpoint>;
     // Never blocks on the list: a forked child may find it locked for ever. An endpoint that is not
     // in it ends when its last reference is dropped.
