@@ -54,9 +54,9 @@ const TURNS: u64 = 3;
 const SHORT: usize = 40;
 /// How long anything may take.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How often one refusal may be reported: by the call, by both ends of the ended link, by the new
-/// peer that was refused.
-const REPORTS_MAX: u64 = 4;
+/// How often one refusal may be reported: by the call, by the ended link, by the new peer that
+/// was refused.
+const REPORTS_MAX: u64 = 3;
 /// Failed cells that are named.
 const NAMED: usize = 100;
 
