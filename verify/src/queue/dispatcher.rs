@@ -252,11 +252,11 @@ impl Dispatcher {
         self: &Arc<Self>,
         _: Duration,
         mut look: impl FnMut(&mut StateGuard<'_>) -> Option<Result<T>>,
-        late: impl FnOnce() -> Error,
+        late: impl FnOnce(&State) -> Error,
     ) -> Result<T> {
         let mut guard = self.lock();
         self.process_events(&mut guard);
-        look(&mut guard).unwrap_or_else(|| Err(late()))
+        look(&mut guard).unwrap_or_else(|| Err(late(&guard)))
     }
 
     pub(super) fn wait_for_change(&self, _: &mut StateGuard<'_>, _: Duration) {}

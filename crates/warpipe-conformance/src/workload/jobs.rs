@@ -84,7 +84,10 @@ impl Jobs {
             .as_mut()
             .context("a worker")?
             .try_lease(&self.working);
-        if matches!(leased, Err(Error::PeerGone { .. })) {
+        if matches!(
+            leased,
+            Err(Error::PeerGone { .. } | Error::LinkClosed { .. })
+        ) {
             self.worker = None;
         }
         if let Some(lease) = leased? {
