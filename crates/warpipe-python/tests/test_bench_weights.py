@@ -27,7 +27,9 @@ def test_the_benchmark_of_weights_compares_every_answer_and_says_what_was_measur
     assert weights["keeper_kib"] < 32 << 10
     names = {figure["name"] for figure in report["figures"]}
     assert "restart of a worker until its first token" in names and "load of the files, the device open" in names
-    assert all(figure["ours"] > 0 for figure in report["figures"])
+    # The memory is the whole device's, on which other programs may allocate and free meanwhile.
+    times = [figure for figure in report["figures"] if figure["unit"] != "GiB"]
+    assert times and all(figure["ours"] > 0 for figure in times), times
     bars = list(xml.etree.ElementTree.parse(svg).iter("{http://www.w3.org/2000/svg}title"))
     assert len(bars) >= 8
 
