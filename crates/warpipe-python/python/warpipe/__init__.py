@@ -18,7 +18,7 @@ Beside them there are memory that others open by a ticket (``Memory``, ``Ticket`
 (``Pool``, ``PoolClient``), the order of streams of several processes (``Timeline``, ``Event``, ``Semaphore``), rings of kernels (``KernelRing``), handles of
 other allocators' memory (``LegacyHandle``), and the members of a domain (``Member``, ``Members``). Model weights that
 outlive their processes are in ``warpipe.weights``. ``warpipe.torch.install()`` has ``torch.multiprocessing`` carry GPU
-tensors by this package.
+tensors by this package. ``warpipe.workers`` keeps warmed-up processes ready to take over from one that died.
 
 Everything that holds memory (``Sample``, ``SampleMut``, ``Lease``, ``JobResult``, ``View``, ...) speaks DLPack and the array
 interfaces, so any framework can use it; ``Publisher.send`` and ``View.copy_from`` take any object that does. Tickets and
@@ -164,7 +164,7 @@ from ._warpipe import (
 from . import weights as weights
 
 if TYPE_CHECKING:
-    from . import torch as torch
+    from . import torch as torch, workers as workers
 
 
 def include_dir() -> str:
@@ -174,8 +174,8 @@ def include_dir() -> str:
 
 def __getattr__(name: str) -> _Any:
     # With ``multiprocessing``, which other programs need not import.
-    if name == "torch":
-        return _import_module(".torch", __name__)
+    if name in ("torch", "workers"):
+        return _import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,0 +1,625 @@
+"""The supervisor of workers: starts them from a fork server, promotes standbys, replaces what died, ends them all."""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import functools
+import itertools
+import logging
+import multiprocessing
+import multiprocessing.context
+import multiprocessing.forkserver
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
+
+from .. import _warpipe
+from .._errors import ArgumentError, ClosedError, Error, TimeoutError
+from . import _preload, _worker
+
+State: TypeAlias = Literal["starting", "standby", "working", "ending"]
+
+_log = logging.getLogger("warpipe.workers")
+# The first delay before a process is started anew, of the second death in a row on; it doubles.
+_DELAY_SECONDS, _DELAY_SECONDS_MAX = 0.1, 10.0
+_NEVER = float("inf")
+# How long the kernel may take to end a process that it was told to kill.
+_KILL_SECONDS = 30.0
+_NAME_MAX = 40
+# What ``multiprocessing`` gives for a process whose fork server has ended.
+_CODE_UNKNOWN = 255
+# Standing in for a place: of a process that died before it had one.
+_NO_PLACE = -1
+
+
+class PreloadError(Error):
+    """A module of ``preload`` that the fork server does not have, or that must not be preloaded. Attribute: ``faults``, the
+    reasons by module."""
+
+    __module__ = "warpipe.workers"
+    faults: dict[str, str]
+
+
+class WorkersFailedError(Error):
+    """Workers died too often in a row, and all have been ended. Attribute: ``deaths``, the last ones."""
+
+    __module__ = "warpipe.workers"
+    error_kind = "limit_reached"
+    deaths: list[Death]
+
+
+class WorkerInfo(NamedTuple):
+    """A worker's process: see ``Workers.processes``."""
+
+    pid: int
+    """Its process id."""
+    state: State
+    """``"starting"`` until ``warm`` has returned, ``"standby"``, ``"working"``, or ``"ending"``."""
+    place: int | None
+    """The number of the place that it works in; None before it has one."""
+
+
+class Death(NamedTuple):
+    """The end of a worker that had not finished: see ``Workers.deaths``."""
+
+    pid: int
+    """Its process id."""
+    place: int | None
+    """The place that it worked in; None if it had none."""
+    state: State
+    """Its state at its end."""
+    exitcode: int | None
+    """As ``multiprocessing`` gives it: a signal's number is negative; None where nobody knows."""
+    reason: str
+    """In words."""
+    times: int
+    """How many deaths there were in the same place, within the time that counts."""
+
+
+class _Process:
+    """A process and what the supervisor knows of it."""
+
+    def __init__(self, process: Any, channel: Connection, lifeline: Connection, limit: float) -> None:
+        self.process = process
+        self.pid: int = process.pid
+        self.channel = channel
+        self.lifeline = lifeline
+        self.state: State = "starting"
+        self.place: int | None = None
+        # When it has to be ready.
+        self.end = time.monotonic() + limit
+        self.has_begun = self.has_returned = self.is_late = False
+        self.said: str | None = None
+        # What it was when its channel ended: from then on only its exit code is awaited.
+        self.died_as: State | None = None
+        # How many deaths its own makes, in its place, within the time that counts.
+        self.count = 0
+        try:
+            self.pidfd: int | None = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            self.pidfd = None
+
+    def signal(self, number: signal.Signals) -> None:
+        """By the descriptor: the number may be another process's by now."""
+        if self.pidfd is not None:
+            try:
+                signal.pidfd_send_signal(self.pidfd, number)
+            except ProcessLookupError:
+                pass
+
+    def info(self) -> WorkerInfo:
+        return WorkerInfo(self.pid, self.state, self.place)
+
+    def release(self) -> int:
+        """Closes everything, and gives the exit code. Call it once its sentinel is ready."""
+        self.process.join()
+        code: int = self.process.exitcode
+        self.process.close()
+        self.channel.close()
+        _close_lifeline(self.lifeline)
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+        return code
+
+
+class Workers:
+    """Processes that do the same work: ``count`` of them work, ``standby`` are ready to take a place at once.
+
+    ``target``: the work, a function at the top level of a module, or ``"MODULE:FUNCTION"``. It is called without an
+    argument, or with the result of ``warm``. A worker has finished when it returns; one that raises, exits with another
+    code than 0, or is killed has died, and a standby takes its place. ``warm``: called in each process before it is ready:
+    what takes time, as opening weights, a CUDA context and a first request. ``preload``: modules that the fork server of
+    this process (``multiprocessing``'s) imports, so that workers have them from their first moment. They must not use CUDA
+    or start threads while they are imported. The first ``Workers`` of a process decide what its fork server has.
+
+    ``name``: shown in ``warpipe ls`` and ``top``; by default the function's and this process's id. ``domain``: where it is
+    shown. ``deaths_max``: so many deaths in one place within ``deaths_within`` seconds, and all are ended (None: no limit
+    and no delay); the second and later ones are replaced with a growing delay, up to 10 s, while standbys take over
+    without one. ``preload_timeout``: seconds that the imports may take together; ``warm_timeout``: seconds from a
+    process's start until it is ready. ``grace``: seconds from SIGTERM, which raises ``SystemExit`` in a worker, to SIGKILL
+    at the end.
+
+    It returns when the fork server runs and the first process has begun. All processes end when this object is closed, this
+    process ends, or it is killed. Deaths are reported by ``logging``, as ``"warpipe.workers"``.
+
+    Raises ``PreloadError``, ``WorkersFailedError``, ``TimeoutError``, ``ArgumentError``, ``InvalidNameError``,
+    ``NameTakenError``, ``DomainError``.
+    """
+
+    __module__ = "warpipe.workers"
+
+    def __init__(
+        self,
+        target: Callable[..., Any] | str,
+        *,
+        count: int = 1,
+        standby: int = 0,
+        preload: Sequence[str] = (),
+        warm: Callable[[], Any] | str | None = None,
+        name: str | None = None,
+        domain: Any = None,
+        deaths_max: int | None = 5,
+        deaths_within: float = 60.0,
+        preload_timeout: float = 300.0,
+        warm_timeout: float = 300.0,
+        grace: float = 5.0,
+    ) -> None:
+        _check(target, warm, count, standby, preload, deaths_max)
+        # A domain that is not there yet is made here, once, and the processes are given its path.
+        found = domain if isinstance(domain, _warpipe.Domain) else _warpipe.Domain(domain)
+        self._name = name if name is not None else _own_name(target)
+        if len(self._name) > _NAME_MAX:
+            raise ArgumentError(f"the name {self._name!r} of workers is longer than {_NAME_MAX} bytes: choose a shorter one")
+        self._order = _worker.Order(target, warm, tuple(preload), self._name, str(found.path))
+        self._count, self._standby = count, standby
+        self._deaths_max, self._deaths_within = deaths_max, deaths_within
+        self._preload_timeout, self._warm_timeout, self._grace = preload_timeout, warm_timeout, grace
+        self._owner = os.getpid()
+        # All below is used under this lock, and its waiters are woken after each change.
+        self._changed = threading.Condition()
+        self._processes: list[_Process] = []
+        self._finished: set[int] = set()
+        self._deaths: collections.deque[Death] = collections.deque(maxlen=1000)
+        self._deaths_of: dict[int, collections.deque[float]] = {}
+        self._may_start_at = 0.0
+        self._has_begun = self._is_closing = self._is_closed = False
+        self._kill_at = _NEVER
+        self._failure: Error | None = None
+        self._member = _warpipe.Member.join(self._name, "supervisor", domain=found)
+        # Removes the files that dead workers leave in the domain.
+        self._members = _warpipe.Members.watch(found, on=_nothing)
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        threads = [(self._watch, "watch"), (self._start_missing, "start")]
+        self._threads = [threading.Thread(target=run, name=f"{self._name}-{what}", daemon=True) for run, what in threads]
+        atexit.register(self.close)
+        for thread in self._threads:
+            thread.start()
+        try:
+            self._until(lambda: self._has_begun, None, "a first process")
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def name(self) -> str:
+        """The name that they are shown under."""
+        return self._name
+
+    @property
+    def closed(self) -> bool:
+        """Whether all processes have ended for good."""
+        return self._is_closed or self._owner != os.getpid()
+
+    @property
+    def processes(self) -> list[WorkerInfo]:
+        """The processes now: those that work first, by their places."""
+        with self._changed:
+            found = [process.info() for process in self._processes]
+        return sorted(found, key=lambda info: (info.place is None, info.place, info.pid))
+
+    @property
+    def deaths(self) -> list[Death]:
+        """The last thousand deaths, the oldest first."""
+        with self._changed:
+            return list(self._deaths)
+
+    def wait_until_ready(self, timeout: float | None = 10.0) -> None:
+        """Waits until every place that is not finished has a worker, and every standby is ready, at most ``timeout`` seconds
+        (None: no limit).
+
+        Raises ``TimeoutError``, ``WorkersFailedError``, ``ClosedError``.
+        """
+
+        def is_ready() -> bool:
+            states = [process.state for process in self._processes]
+            places = self._count - len(self._finished)
+            return states.count("working") == places and (places == 0 or states.count("standby") == self._standby)
+
+        self._until(is_ready, timeout, "the workers")
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits until the work of all ``count`` places has returned, at most ``timeout`` seconds (None: no limit).
+
+        Raises ``TimeoutError``, ``WorkersFailedError``, ``ClosedError``.
+        """
+        self._until(lambda: len(self._finished) == self._count, timeout, "the end of the work")
+
+    def close(self) -> None:
+        """Ends all processes: SIGTERM, and after ``grace`` seconds SIGKILL. Closing twice is no error."""
+        if self._owner != os.getpid():
+            return
+        with self._changed:
+            if self._is_closed:
+                return
+            if not self._is_closing:
+                self._end_all()
+        self._ring()
+        watch, start = self._threads
+        watch.join(self._grace + _KILL_SECONDS)
+        # It may be held up by the imports of a fork server; what comes of that ends at once.
+        start.join(0.5)
+        if not self._is_closed and not watch.is_alive() and not start.is_alive():
+            os.close(self._bell)
+        self._is_closed = True
+        self._members.close()
+        self._member.close()
+        atexit.unregister(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None) -> None:
+        self.close()
+        if kind is None and self._failure is not None:
+            raise self._failure
+
+    def __repr__(self) -> str:
+        return f"Workers({self._name!r}, count={self._count}, standby={self._standby})"
+
+    def _until(self, is_so: Callable[[], bool], timeout: float | None, what: str) -> None:
+        if self._owner != os.getpid():
+            raise ClosedError("these Workers belong to another process: make new ones in this one")
+
+        def is_over() -> bool:
+            return self._failure is not None or self._is_closing or is_so()
+
+        with self._changed:
+            if not self._changed.wait_for(is_over, timeout):
+                raise TimeoutError(f"{what} of {self._name!r} did not come within {timeout} s: see Workers.deaths, or wait longer")
+            if self._failure is not None:
+                raise self._failure
+            if not is_so():
+                raise ClosedError(f"the Workers {self._name!r} are closed")
+
+    def _ring(self) -> None:
+        os.eventfd_write(self._bell, 1)
+
+    # The thread that starts processes. A fork server that imports, or has stopped, holds up this thread alone.
+
+    def _start_missing(self) -> None:
+        while True:
+            with self._changed:
+                while not self._is_closing and (self._missing() <= 0 or time.monotonic() < self._may_start_at):
+                    delay = self._may_start_at - time.monotonic() if self._missing() > 0 else _NEVER
+                    self._changed.wait(delay if delay < _NEVER else None)
+                if self._is_closing:
+                    return
+            try:
+                process = self._start()
+            except Exception as error:
+                with self._changed:
+                    self._fail(_not_started(error))
+                self._ring()
+                return
+            with self._changed:
+                if not self._is_closing:
+                    self._processes.append(process)
+                    self._ring()
+                    continue
+            # The other thread may have ended.
+            process.signal(signal.SIGKILL)
+            process.release()
+            return
+
+    def _missing(self) -> int:
+        """How many processes have to be started."""
+        places = self._count - len(self._finished)
+        living = sum(process.died_as is None for process in self._processes)
+        return (places + self._standby if places else 0) - living
+
+    def _start(self) -> _Process:
+        context = multiprocessing.get_context("forkserver")
+        ours, theirs = context.Pipe()
+        their_lifeline, our_lifeline = context.Pipe(duplex=False)
+        _open_lifelines.add(our_lifeline)
+        try:
+            arguments = (self._order, theirs, their_lifeline)
+            process = context.Process(target=_worker.run, args=arguments, name=self._name)
+            with _starting_one:
+                context.set_forkserver_preload([_preload.__name__])
+                os.environ[_preload.VARIABLE] = _preload.order(list(self._order.preload), self._preload_timeout)
+                try:
+                    process.start()
+                finally:
+                    os.environ.pop(_preload.VARIABLE, None)
+        except BaseException:
+            ours.close()
+            _close_lifeline(our_lifeline)
+            raise
+        finally:
+            theirs.close()
+            their_lifeline.close()
+        return _Process(process, ours, our_lifeline, self._warm_timeout)
+
+    # The thread that watches them. Nothing that it does waits for a process.
+
+    def _watch(self) -> None:
+        try:
+            self._watch_all()
+        except BaseException as error:
+            # A fault of this module: nothing is left that nothing watches.
+            with self._changed:
+                self._fail(_not_started(error))
+                for process in self._processes:
+                    process.signal(signal.SIGKILL)
+            raise
+
+    def _watch_all(self) -> None:
+        while True:
+            with self._changed:
+                living = {process.channel: process for process in self._processes if process.died_as is None}
+                dying = {process.process.sentinel: process for process in self._processes if process.died_as is not None}
+                if self._is_closing and not self._processes:
+                    return
+                patience = self._patience()
+            for ready in wait([self._bell, *living, *dying], patience):
+                if ready == self._bell:
+                    os.eventfd_read(self._bell)
+                    continue
+                with self._changed:
+                    if ready in dying:
+                        self._bury(dying[ready])
+                    else:
+                        self._listen(living[ready])  # type: ignore[index]
+                    self._promote()
+                    self._changed.notify_all()
+            with self._changed:
+                self._end_late_ones()
+
+    def _patience(self) -> float | None:
+        ends = [process.end for process in self._processes if process.state == "starting" and not process.is_late]
+        end = min([*ends, self._kill_at])
+        return None if end == _NEVER else max(0.0, end - time.monotonic())
+
+    def _listen(self, process: _Process) -> None:
+        """Takes what a process says. The end of its channel is seen before its exit code, while the kernel still closes its
+        files: its place is free from here on, and it is killed if it only closed the channel."""
+        try:
+            what, said = process.channel.recv()
+        except (EOFError, OSError):
+            process.signal(signal.SIGKILL)
+            process.died_as, process.state = process.state, "ending"
+            if not process.has_returned:
+                self._count_death(process)
+            return
+        if what == "began":
+            process.has_begun = self._has_begun = True
+            if said:
+                self._fail(_preload_error(said))
+        elif what == "ready":
+            process.state = "standby"
+        elif what == "raised":
+            process.said = said
+        elif what == "returned":
+            process.has_returned = True
+
+    def _promote(self) -> None:
+        """Gives free places to standbys, the longest ready first."""
+        if self._is_closing:
+            return
+        working = {process.place for process in self._processes if process.died_as is None}
+        # A process that has said that its work returned is not replaced.
+        working |= {process.place for process in self._processes if process.has_returned}
+        for place in range(self._count):
+            standby = next((process for process in self._processes if process.state == "standby"), None)
+            if place in working or place in self._finished or standby is None:
+                continue
+            standby.state, standby.place = "working", place
+            try:
+                standby.channel.send(place)
+            except OSError:
+                # Its end is seen on the channel next, as the end of a worker in this place.
+                pass
+
+    def _count_death(self, process: _Process) -> None:
+        """Delays the next start from the second death in a row on. The last one that is allowed prevents it: when its exit
+        code is there, all are ended."""
+        now = time.monotonic()
+        recent = self._deaths_of.setdefault(_NO_PLACE if process.place is None else process.place, collections.deque())
+        recent.append(now)
+        while recent[0] < now - self._deaths_within:
+            recent.popleft()
+        process.count = len(recent)
+        if self._deaths_max is None or process.count == 1:
+            return
+        delay = min(_DELAY_SECONDS * 2.0 ** (process.count - 2), _DELAY_SECONDS_MAX)
+        may_start_at = now + delay if process.count < self._deaths_max else _NEVER
+        self._may_start_at = max(self._may_start_at, may_start_at)
+
+    def _bury(self, process: _Process) -> None:
+        """The process has ended, and its exit code is there."""
+        code = process.release()
+        self._processes.remove(process)
+        if process.has_returned and process.place is not None:
+            self._finished.add(process.place)
+            if code != 0:
+                _log.warning("worker %s of %s (process %d) had finished, then %s", process.place, self._name, process.pid, _ending(code))
+            if len(self._finished) == self._count:
+                self._end_all()
+        elif not self._is_closing:
+            state, known = process.died_as or "ending", code if code != _CODE_UNKNOWN else None
+            death = Death(process.pid, process.place, state, known, _reason(process, code), process.count)
+            self._deaths.append(death)
+            _log.warning("%s", self._told(death))
+            if self._deaths_max is not None and death.times >= self._deaths_max:
+                self._fail(self._too_often(death))
+
+    def _told(self, death: Death) -> str:
+        who = "a standby" if death.place is None else f"worker {death.place}"
+        within = f"death {death.times} within {self._deaths_within:g} s"
+        limit = "" if self._deaths_max is None else f", all are ended at {self._deaths_max}"
+        return f"{who} of {self._name} (process {death.pid}) {death.reason}: {within}{limit}"
+
+    def _too_often(self, death: Death) -> WorkersFailedError:
+        place = "before it had a place" if death.place is None else f"in place {death.place}"
+        error = WorkersFailedError(
+            f"workers of {self._name!r} died {death.times} times within {self._deaths_within:g} s {place}, and all have been "
+            f"ended; the last one {death.reason}. Mend that (its own words are on the standard error stream), or raise deaths_max"
+        )
+        error.deaths = [known for known in self._deaths if known.place == death.place][-death.times :]
+        return error
+
+    def _fail(self, error: Error) -> None:
+        if self._failure is None and not self._is_closing:
+            self._failure = error
+            _log.error("%s", error)
+            self._end_all()
+
+    def _end_all(self) -> None:
+        self._is_closing = True
+        self._kill_at = time.monotonic() + self._grace
+        for process in self._processes:
+            # A process that has not begun has no handler for it yet.
+            process.signal(signal.SIGTERM if process.has_begun else signal.SIGKILL)
+        self._changed.notify_all()
+
+    def _end_late_ones(self) -> None:
+        now = time.monotonic()
+        for process in self._processes:
+            if process.state == "starting" and now >= process.end and not process.is_late:
+                process.is_late = True
+                process.signal(signal.SIGKILL)
+        if now >= self._kill_at:
+            self._kill_at = _NEVER
+            for process in self._processes:
+                process.signal(signal.SIGKILL)
+
+
+# Of the Workers of this process that were given no name.
+_numbers = itertools.count(1)
+# One at a time: the order of a fork server goes by the environment.
+_starting_one = threading.Lock()
+# The ends of lifelines that processes of this supervisor hang on: a forked child of it must not keep them alive.
+_open_lifelines: set[Connection] = set()
+
+
+def _close_lifeline(lifeline: Connection) -> None:
+    _open_lifelines.discard(lifeline)
+    lifeline.close()
+
+
+def _close_lifelines_of_parent() -> None:
+    for lifeline in _open_lifelines:
+        lifeline.close()
+    _open_lifelines.clear()
+
+
+os.register_at_fork(after_in_child=_close_lifelines_of_parent)
+
+
+def _nothing(_change: object) -> None:
+    pass
+
+
+def _check(target: Any, warm: Any, count: int, standby: int, preload: Sequence[str], deaths_max: int | None) -> None:
+    """Arguments that would fail in another process, or later, fail here."""
+    current = multiprocessing.process.current_process()
+    if getattr(current, "_inheriting", False):
+        raise ArgumentError(
+            "Workers are made while a process of them imports this program: put them under `if __name__ == '__main__':`"
+        )
+    if current.daemon:
+        raise ArgumentError("this process is a daemon of multiprocessing, which may have no children: make it with daemon=False")
+    if count < 1 or standby < 0:
+        raise ArgumentError(f"count is {count} and standby {standby}: at least 1 and 0")
+    if deaths_max is not None and deaths_max < 1:
+        raise ArgumentError(f"deaths_max is {deaths_max}: at least 1, or None for no limit")
+    if isinstance(preload, str) or not all(isinstance(name, str) for name in preload):
+        raise ArgumentError("preload is a list of the names of modules")
+    for what, work in (("target", target), ("warm", warm)):
+        if work is None and what == "warm":
+            continue
+        if isinstance(work, str):
+            if not re.fullmatch(r"[\w.]+:[\w.]+", work):
+                raise ArgumentError(f"{what} {work!r} is not of the form MODULE:FUNCTION")
+            continue
+        if not callable(work):
+            raise ArgumentError(f"{what} is a function, or MODULE:FUNCTION, and not a {type(work).__name__}")
+        try:
+            ForkingPickler.dumps(work)
+        except Exception as error:
+            raise ArgumentError(
+                f"{what} cannot be sent to another process ({error}): define it at the top level of a module"
+            ) from error
+
+
+def _own_name(target: Any) -> str:
+    """A name that no other Workers have: of the function, this process, and a number for the second and later ones."""
+    if isinstance(target, functools.partial):
+        target = target.func
+    if not isinstance(target, str):
+        target = getattr(target, "__name__", type(target).__name__)
+    function = re.sub("[^a-zA-Z0-9_-]", "-", target.rpartition(":")[2]).strip("-")[:20]
+    number = next(_numbers)
+    return f"{function or 'workers'}.{os.getpid()}" + (f".{number}" if number > 1 else "")
+
+
+def _preload_error(faults: dict[str, str]) -> PreloadError:
+    said = "; ".join(f"{name}: {reason}" for name, reason in faults.items())
+    error = PreloadError(f"the fork server cannot be used with this preload: {said}")
+    error.faults = faults
+    return error
+
+
+def _not_started(error: BaseException) -> Error:
+    if isinstance(error, (EOFError, ConnectionError)):
+        failed = PreloadError(
+            "the fork server ended before it had forked: a module of preload ended it, or the imports took longer than "
+            "preload_timeout. Its own words are on the standard error stream"
+        )
+        failed.faults = {}
+        return failed
+    failure = WorkersFailedError(f"workers cannot be started or watched: {type(error).__name__}: {error}")
+    failure.deaths = []
+    failure.__cause__ = error
+    return failure
+
+
+def _reason(process: _Process, code: int) -> str:
+    if process.is_late:
+        return "was not ready within warm_timeout, and was killed"
+    if process.said is not None:
+        return f"raised {process.said}"
+    if not process.has_begun:
+        return f"{_ending(code)} before it had begun: its program could not be imported there (is it under `if __name__ == '__main__':`?)"
+    doing = {"starting": "while it warmed up", "standby": "as a standby"}.get(process.died_as or "", "while it worked")
+    return f"{_ending(code)} {doing}"
+
+
+def _ending(code: int) -> str:
+    if code == _CODE_UNKNOWN:
+        return "ended with code 255, or with one that is lost because the fork server ended"
+    if code >= 0:
+        return f"ended with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
