@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import atexit
 import collections
-import functools
-import itertools
 import logging
 import multiprocessing
 import multiprocessing.context
@@ -17,13 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
-from multiprocessing.reduction import ForkingPickler
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 from .. import _warpipe
 from .._errors import ArgumentError, ClosedError, Error, TimeoutError
 from . import _preload, _worker
+from ._arguments import check, own_name
 
 State: TypeAlias = Literal["starting", "standby", "working", "ending"]
 
@@ -172,10 +170,10 @@ class Workers:
         warm_timeout: float = 300.0,
         grace: float = 5.0,
     ) -> None:
-        _check(target, warm, count, standby, preload, deaths_max)
+        check(target, warm, count, standby, preload, deaths_max)
         # A domain that is not there yet is made here, once, and the processes are given its path.
         found = domain if isinstance(domain, _warpipe.Domain) else _warpipe.Domain(domain)
-        self._name = name if name is not None else _own_name(target)
+        self._name = name if name is not None else own_name(target)
         if len(self._name) > _NAME_MAX:
             raise ArgumentError(f"the name {self._name!r} of workers is longer than {_NAME_MAX} bytes: choose a shorter one")
         self._order = _worker.Order(target, warm, tuple(preload), self._name, str(found.path))
@@ -513,8 +511,6 @@ class Workers:
                 process.signal(signal.SIGKILL)
 
 
-# Of the Workers of this process that were given no name.
-_numbers = itertools.count(1)
 # One at a time: the order of a fork server goes by the environment.
 _starting_one = threading.Lock()
 # The ends of lifelines that processes of this supervisor hang on: a forked child of it must not keep them alive.
@@ -537,49 +533,6 @@ os.register_at_fork(after_in_child=_close_lifelines_of_parent)
 
 def _nothing(_change: object) -> None:
     pass
-
-
-def _check(target: Any, warm: Any, count: int, standby: int, preload: Sequence[str], deaths_max: int | None) -> None:
-    """Arguments that would fail in another process, or later, fail here."""
-    current = multiprocessing.process.current_process()
-    if getattr(current, "_inheriting", False):
-        raise ArgumentError(
-            "Workers are made while a process of them imports this program: put them under `if __name__ == '__main__':`"
-        )
-    if current.daemon:
-        raise ArgumentError("this process is a daemon of multiprocessing, which may have no children: make it with daemon=False")
-    if count < 1 or standby < 0:
-        raise ArgumentError(f"count is {count} and standby {standby}: at least 1 and 0")
-    if deaths_max is not None and deaths_max < 1:
-        raise ArgumentError(f"deaths_max is {deaths_max}: at least 1, or None for no limit")
-    if isinstance(preload, str) or not all(isinstance(name, str) for name in preload):
-        raise ArgumentError("preload is a list of the names of modules")
-    for what, work in (("target", target), ("warm", warm)):
-        if work is None and what == "warm":
-            continue
-        if isinstance(work, str):
-            if not re.fullmatch(r"[\w.]+:[\w.]+", work):
-                raise ArgumentError(f"{what} {work!r} is not of the form MODULE:FUNCTION")
-            continue
-        if not callable(work):
-            raise ArgumentError(f"{what} is a function, or MODULE:FUNCTION, and not a {type(work).__name__}")
-        try:
-            ForkingPickler.dumps(work)
-        except Exception as error:
-            raise ArgumentError(
-                f"{what} cannot be sent to another process ({error}): define it at the top level of a module"
-            ) from error
-
-
-def _own_name(target: Any) -> str:
-    """A name that no other Workers have: of the function, this process, and a number for the second and later ones."""
-    if isinstance(target, functools.partial):
-        target = target.func
-    if not isinstance(target, str):
-        target = getattr(target, "__name__", type(target).__name__)
-    function = re.sub("[^a-zA-Z0-9_-]", "-", target.rpartition(":")[2]).strip("-")[:20]
-    number = next(_numbers)
-    return f"{function or 'workers'}.{os.getpid()}" + (f".{number}" if number > 1 else "")
 
 
 def _preload_error(faults: dict[str, str]) -> PreloadError:
