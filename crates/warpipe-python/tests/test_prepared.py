@@ -103,6 +103,9 @@ def test_a_tensor_without_values_of_its_own_is_an_error_with_the_next_step(torch
         "meta device.*no values": torch.empty(3, device="meta"),
         "lazy.*call its module": torch.nn.parameter.UninitializedParameter(),
         "TwoTensor.*consists of other": wrapper(base, base),
+        "masked.*to_tensor": torch.masked.masked_tensor(base, base > 0),
+        "FakeTensor of a trace.*outside": torch._subclasses.FakeTensorMode().from_tensor(base),
+        "of a trace.*outside": torch._to_functional_tensor(base),
     }
     for said, tensor in refused.items():
         for way in ways[:2]:
@@ -110,6 +113,41 @@ def test_a_tensor_without_values_of_its_own_is_an_error_with_the_next_step(torch
                 way(tensor)
         with pytest.raises(warpipe.NotATensorError, match=said):
             warpipe.Memory.allocate(64, device=device).view((3,), "float32").copy_from(tensor)
+
+
+def test_a_tensor_inside_of_a_transformation_is_an_error_with_the_next_step(torch, place, ways):
+    def asked(tensor):
+        for way in ways[:2]:
+            with pytest.raises(warpipe.NotATensorError, match="transformation.*outside of vmap, grad"):
+                way(tensor)
+        return tensor.sum()
+
+    base = torch.ones((2, 3), device=place)
+    torch.vmap(asked)(base)
+    torch.func.grad(asked)(base)
+
+
+def test_elements_that_dlpack_has_no_name_for_are_an_error_and_no_bytes(torch, place, ways):
+    for name in ("uint4", "int4", "uint1", "bits8"):
+        tensor = torch.arange(4, dtype=torch.uint8, device=place).view(getattr(torch, name))
+        for way in ways[:2]:
+            with pytest.raises(warpipe.DTypeError, match=f"torch.{name}.*view.torch.uint8"):
+                way(tensor)
+        np.testing.assert_array_equal(ways[0](tensor.view(torch.uint8)), np.arange(4))
+
+
+@pytest.mark.filterwarnings("ignore::warpipe.CopyWarning")
+def test_the_code_of_a_users_subclass_is_not_asked_for_the_values(torch, place, ways):
+    def refuse(_class, function, _types, _arguments=(), _options=None):
+        raise ValueError(f"{function} was called")
+
+    own = type("Refusing", (torch.Tensor,), {"__torch_function__": classmethod(refuse)})
+    for way in ways[:2]:
+        np.testing.assert_array_equal(way(torch.arange(3, device=place).as_subclass(own)), np.arange(3))
+
+
+def test_zeros_without_memory_arrive_as_zeros(torch, place, ways):
+    np.testing.assert_array_equal(ways[0](torch._efficientzerotensor(3, device=place)), np.zeros(3))
 
 
 def test_a_tensor_that_its_own_framework_does_not_hand_out_is_an_error_of_ours(link):
@@ -132,6 +170,7 @@ def test_every_way_in_asks_for_what_a_tensor_of_pytorch_is(link, monkeypatch):
 
     class Tensor:
         requires_grad = is_quantized = is_nested = is_meta = False
+        dtype = "torch.float64"
         layout = "torch.strided"
 
         def __init__(self, array, negative):
@@ -142,6 +181,12 @@ def test_every_way_in_asks_for_what_a_tensor_of_pytorch_is(link, monkeypatch):
 
         def is_conj(self):
             return False
+
+        def _is_zerotensor(self):
+            return False
+
+        def data_ptr(self):
+            return self._array.ctypes.data
 
         def detach(self):
             return self

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
-from ._errors import NotATensorError
+from ._errors import DTypeError, Error, NotATensorError
 
 
 def prepared(tensor: Any) -> Any:
@@ -14,7 +15,7 @@ def prepared(tensor: Any) -> Any:
     A tensor of PyTorch has its bits there: the values of a conjugate or a negative view are another memory's. It
     requires no gradient, and is of no subclass. Anything else is what it was.
 
-    Raises ``NotATensorError`` for a tensor without such memory.
+    Raises ``NotATensorError`` for a tensor without such memory, ``DTypeError`` for elements that DLPack has no name for.
     """
     torch: Any = sys.modules.get("torch")
     base = getattr(torch, "Tensor", None)
@@ -22,11 +23,31 @@ def prepared(tensor: Any) -> Any:
         return tensor
     if type(tensor) is base and _is_plain(torch, tensor):
         return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            return _plain(tensor, base)
+        except Error:
+            raise
+        except (RuntimeError, TypeError, AttributeError) as error:
+            why = str(error).partition("\n")[0]
+            said = f"the tensor is a {type(tensor).__name__}, which does not give its values out: {why}"
+            raise NotATensorError(f"{said}; give a plain tensor of them") from error
+
+
+def _plain(tensor: Any, base: Any) -> Any:
     refused = _refused(tensor)
     if refused is not None:
         raise NotATensorError(f"the tensor {refused}")
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.detach().as_subclass(base).resolve_conj().resolve_neg()
+    if tensor.dtype in _unnamed():
+        said = f"the tensor has elements of {tensor.dtype}, which DLPack has no name for"
+        raise DTypeError(f"{said}; give its view(torch.uint8), and view what arrives as that type")
+    # The zeros of forward differentiation have no memory until they are copied.
+    plain = tensor.clone() if tensor._is_zerotensor() else tensor
+    plain = plain.detach().as_subclass(base).resolve_conj().resolve_neg()
+    if not _has_memory(plain):
+        said = f"is a {type(tensor).__name__} of a trace or a transformation and has no values"
+        raise NotATensorError(f"the tensor {said}; give it outside of vmap, grad, FakeTensorMode or torch.compile")
+    return plain
 
 
 def _is_plain(torch: Any, tensor: Any) -> bool:
@@ -38,7 +59,26 @@ def _is_plain(torch: Any, tensor: Any) -> bool:
         or tensor.is_quantized
         or tensor.is_nested
         or tensor.is_meta
+        or tensor.dtype in _unnamed()
+        or not _has_memory(tensor)
     )
+
+
+def _has_memory(tensor: Any) -> bool:
+    """Whether its values lie somewhere. Tensors of a trace (``FakeTensorMode``, ``torch.compile``) and of ``vmap`` or
+    ``grad`` look like others."""
+    try:
+        return bool(tensor.data_ptr()) or tensor.numel() == 0
+    except RuntimeError:
+        return False
+
+
+@functools.cache
+def _unnamed() -> frozenset[Any]:
+    """PyTorch's types that DLPack does not give out, or gives out as whole bytes."""
+    short = [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)]
+    bits = ["bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"]
+    return frozenset(getattr(sys.modules["torch"], name, None) for name in short + bits) - {None}
 
 
 def _refused(tensor: Any) -> str | None:
@@ -47,6 +87,8 @@ def _refused(tensor: Any) -> str | None:
         return "has no shape yet: it is lazy; call its module once before"
     if hasattr(tensor, "full_tensor"):
         return "is distributed; give its full_tensor(), or its to_local() under a name of each rank"
+    if hasattr(tensor, "get_mask"):
+        return "is masked, and a mask does not travel; give its to_tensor() with a value for what is masked"
     if tensor.is_nested or tensor.is_quantized:
         return "is nested or quantized; give the tensors that it consists of"
     if hasattr(type(tensor), "__tensor_flatten__"):

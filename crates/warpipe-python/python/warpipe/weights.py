@@ -365,7 +365,7 @@ def _plain(key: str, tensor: Any) -> Any:
     """A tensor as DLPack can export it."""
     with _naming(key):
         tensor = prepared(tensor)
-    if not hasattr(tensor, "shape") or not hasattr(tensor, "dtype"):
+    if isinstance(tensor, type) or not hasattr(tensor, "shape") or not hasattr(tensor, "dtype"):
         said = f"{key!r} is a {type(tensor).__name__} and no tensor; leave it out, or make it an array"
         raise NotATensorError(said)
     return tensor
