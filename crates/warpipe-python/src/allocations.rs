@@ -47,7 +47,7 @@ impl AllocationServer {
                 .build()
         };
         let server = py.detach(build).map_err(Fault::from)?;
-        let handle = CloseableHandle::new("server of allocations", name, server);
+        let handle = CloseableHandle::new("server of allocations", name, server)?;
         let base = handle.base();
         Ok(base.add_subclass(AllocationServer { handle }))
     }
@@ -158,7 +158,7 @@ impl AllocationClient {
                 .open()
         };
         let client = asking(py, open)?;
-        let handle = CloseableHandle::new("client of allocations", name, client);
+        let handle = CloseableHandle::new("client of allocations", name, client)?;
         let base = handle.base();
         Ok(base.add_subclass(AllocationClient { handle }))
     }

@@ -68,7 +68,8 @@ impl Domain {
     }
 
     /// Every endpoint, an ``EndpointInfo`` each, sorted by name. ``alive`` is False for files of a
-    /// dead process; ``pid`` is None where it could not be determined.
+    /// dead process, unless ``foreign`` says that something else stands there; ``pid`` is None where
+    /// it could not be determined.
     fn endpoints<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyAny>>> {
         let found = py.detach(|| self.inner.endpoints()).map_err(Fault::from)?;
         found

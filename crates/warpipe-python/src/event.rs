@@ -120,7 +120,7 @@ impl EventHandle {
 impl Event {
     fn new(py: Python<'_>, inner: warpipe::Event) -> PyResult<Py<Event>> {
         let device = inner.device().clone();
-        let handle = CloseableHandle::new("event", "", inner);
+        let handle = CloseableHandle::new("event", "", inner)?;
         let base = handle.base();
         Py::new(py, base.add_subclass(Event { handle, device }))
     }

@@ -15,7 +15,7 @@ use pyo3::types::PyTuple;
 use warpipe::Error;
 
 use crate::detached::detached;
-use crate::errors::{Fault, Outcome};
+use crate::errors::{Fault, Outcome, no_pickle};
 use crate::job::{self, Watch};
 use crate::job_endpoint::JobEndpoint;
 use crate::stream::imported;
@@ -394,6 +394,12 @@ impl Future {
         Ok(py.detach(|| self.is_cancelled())?)
     }
 
+    /// False: until it is done it can be cancelled, also while a worker, or a server, has it.
+    fn running(&self) -> PyResult<bool> {
+        self.endpoint.check()?;
+        Ok(false)
+    }
+
     /// Calls ``fn(self)`` once it is done, in the order in which callbacks were added: on the
     /// package's thread ``warpipe-callbacks``, or on the thread that cancels it, or, if it is done
     /// already, at once on this thread. An exception of a callback is logged (logger ``warpipe``)
@@ -476,6 +482,12 @@ impl Future {
 
     fn __clear__(&self) {
         self.waits.clear();
+    }
+
+    fn __reduce__(slf: &Bound<'_, Self>) -> PyResult<()> {
+        let next =
+            "wait for its outcome here, and send a copy of that: numpy.array(handle.result())";
+        Err(no_pickle(&format!("a {}", slf.get_type().name()?), next))
     }
 
     fn __repr__(slf: &Bound<'_, Self>) -> PyResult<String> {

@@ -31,13 +31,17 @@ impl<T: Send> CloseableHandle<T> {
     }
 
     /// The same, closed when the program ends.
-    pub fn new(what: &'static str, name: impl Into<String>, inner: T) -> CloseableHandle<T>
+    pub fn new(
+        what: &'static str,
+        name: impl Into<String>,
+        inner: T,
+    ) -> PyResult<CloseableHandle<T>>
     where
         T: Sync + 'static,
     {
         let handle = CloseableHandle::unlisted(what, name, inner);
-        interpreter_exit::close_at_exit(&handle.inner);
-        handle
+        interpreter_exit::close_at_exit(&handle.inner)?;
+        Ok(handle)
     }
 
     /// The library's handle.

@@ -95,22 +95,22 @@ impl<T: Send + 'static, R: Send + 'static> Inbox<T, R> {
         timeout: Option<Duration>,
         inner: T,
         calls: Calls<T, R>,
-    ) -> Inbox<T, R> {
+    ) -> PyResult<Inbox<T, R>> {
         let take_back = calls.take_back;
         let source = Arc::new(Source {
             exclusive: Exclusive::new(inner),
             unused: Mutex::new(Some(VecDeque::new())),
             take_back,
         });
-        interpreter_exit::close_at_exit(&source);
-        Inbox {
+        interpreter_exit::close_at_exit(&source)?;
+        Ok(Inbox {
             home: Home::here(),
             what,
             name: name.to_owned(),
             timeout,
             calls,
             source,
-        }
+        })
     }
 
     /// Runs `work` when no other thread has the endpoint; `None` if that does not happen within
@@ -134,11 +134,13 @@ impl<T: Send + 'static, R: Send + 'static> Inbox<T, R> {
     }
 
     /// Waits for the next `thing`: `take` waits no longer than its argument, and `make` converts
-    /// the item for Python. An interrupted wait has taken nothing.
+    /// the item for Python. An interrupted wait has taken nothing. The error of one that is late
+    /// says that it was waited for as long as `waited`.
     pub fn next<V: Send>(
         &self,
         py: Python<'_>,
         timeout: Option<Duration>,
+        waited: Option<Duration>,
         thing: &str,
         take: impl Fn(&mut T, Duration) -> Result<V, Error> + Send + Sync,
         make: impl FnOnce(V) -> PyResult<Py<R>>,
@@ -154,7 +156,7 @@ impl<T: Send + 'static, R: Send + 'static> Inbox<T, R> {
         })?;
         self.give(
             py,
-            found.ok_or_else(|| late_with_cause(format!("{thing} {:?}", self.name), timeout))?,
+            found.ok_or_else(|| late_with_cause(format!("{thing} {:?}", self.name), waited))?,
             make,
         )
     }

@@ -241,21 +241,18 @@ static PREPARED: AtomicU32 = AtomicU32::new(0);
 static FINALIZED: AtomicU32 = AtomicU32::new(0);
 
 /// Has an endpoint closed when the program ends, even if it is still referenced then.
-pub fn close_at_exit<E: Endpoint + 'static>(endpoint: &Arc<E>) {
+///
+/// It may run Python, where a signal's handler runs, too: an error is what that raised. Then the
+/// caller was interrupted, and drops the endpoint.
+pub fn close_at_exit<E: Endpoint + 'static>(endpoint: &Arc<E>) -> PyResult<()> {
     let own = std::process::id();
-    // Without them the endpoint ends when its last reference is dropped.
-    if PREPARED.swap(own, Ordering::SeqCst) != own {
-        let _ = Python::attach(register_exit);
+    if PREPARED.load(Ordering::SeqCst) != own {
+        Python::attach(register_exit)?;
+        PREPARED.store(own, Ordering::SeqCst);
     }
     if FINALIZED.load(Ordering::SeqCst) != own {
-        let _ = Python::attach(register_finalizer);
+        Python::attach(register_finalizer)?;
     }
-    also_close_at_exit(endpoint);
-}
-
-/// [`close_at_exit`] for what an endpoint gives out, which has registered already. Calls no Python: a
-/// signal's handler would run there, and what it raises would be lost.
-pub fn also_close_at_exit<E: Endpoint + 'static>(endpoint: &Arc<E>) {
     let endpoint: Weak<dyn Endpoint> = Arc::downgrade(endpoint) as Weak<dyn Endpoint>;
     // Never blocks on the list: a forked child may find it locked for ever. An endpoint that is not
     // in it ends when its last reference is dropped.
@@ -265,6 +262,7 @@ pub fn also_close_at_exit<E: Endpoint + 'static>(endpoint: &Arc<E>) {
         }
         open.push((Home::here(), endpoint));
     }
+    Ok(())
 }
 
 fn end_function(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
@@ -288,14 +286,13 @@ fn register_finalizer(py: Python<'_>) -> PyResult<()> {
     if process.call_method0("parent_process")?.is_none() {
         return Ok(());
     }
-    FINALIZED.store(std::process::id(), Ordering::SeqCst);
     let options = PyDict::new(py);
     // After everything else that ends there.
     options.set_item("exitpriority", -1000)?;
     let finalize = py.import("multiprocessing.util")?.getattr("Finalize")?;
-    finalize
-        .call((py.None(), end_function(py)?), Some(&options))
-        .map(drop)
+    finalize.call((py.None(), end_function(py)?), Some(&options))?;
+    FINALIZED.store(std::process::id(), Ordering::SeqCst);
+    Ok(())
 }
 
 /// ``multiprocessing`` calls this in a new child before its work: endpoints that the program opened

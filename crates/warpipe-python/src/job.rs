@@ -135,6 +135,19 @@ impl Results {
         }
     }
 
+    /// An error of a wait that is late tells of the usual timeout.
+    fn next_within(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Py<Result>> {
+        match in_slices(py, timeout, |slice| self.look(slice))? {
+            Some(Found::Result(result)) => self.endpoint.give(py, result),
+            Some(Found::QueueOrClient) => Err(PyStopIteration::new_err(())),
+            None => Err(late_with_cause(
+                format!("a result of {:?}", self.endpoint.name),
+                self.timeout,
+            )
+            .into()),
+        }
+    }
+
     fn look(&self, slice: Duration) -> Outcome<Option<Found>> {
         // Asked first: a job submitted before the shutdown is seen below.
         let may_end = !self.follow || self.endpoint.is_shut();
@@ -164,15 +177,7 @@ impl Results {
 
     /// The next result.
     fn __next__(&self, py: Python<'_>) -> PyResult<Py<Result>> {
-        match in_slices(py, self.timeout, |slice| self.look(slice))? {
-            Some(Found::Result(result)) => self.endpoint.give(py, result),
-            Some(Found::QueueOrClient) => Err(PyStopIteration::new_err(())),
-            None => Err(late_with_cause(
-                format!("a result of {:?}", self.endpoint.name),
-                self.timeout,
-            )
-            .into()),
-        }
+        self.next_within(py, self.timeout)
     }
 
     fn __aiter__(slf: Py<Self>) -> Py<Self> {
@@ -195,6 +200,11 @@ impl Results {
             }
             None => Ok(py.None()),
         }
+    }
+
+    /// The next result, without a wait; if there is none, the error of a wait that was late.
+    fn _last(&self, py: Python<'_>) -> PyResult<Py<Result>> {
+        self.next_within(py, Some(Duration::ZERO))
     }
 
     fn _watch(&self, py: Python<'_>) -> PyResult<Watch> {

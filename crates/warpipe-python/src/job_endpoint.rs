@@ -126,7 +126,7 @@ impl JobEndpoint {
         end: QueueOrClient,
     ) -> PyResult<Arc<JobEndpoint>> {
         let end = Arc::new(Closable::new(end));
-        interpreter_exit::close_at_exit(&end);
+        interpreter_exit::close_at_exit(&end)?;
         Ok(Arc::new(JobEndpoint {
             home: Home::here(),
             kind,

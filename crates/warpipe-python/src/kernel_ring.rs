@@ -98,7 +98,7 @@ impl KernelRing {
             inner,
             consumers: Consumers::default(),
         };
-        let handle = CloseableHandle::new("kernel ring", name, ring);
+        let handle = CloseableHandle::new("kernel ring", name, ring)?;
         let base = handle.base();
         Py::new(
             py,

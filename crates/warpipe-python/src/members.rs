@@ -58,7 +58,7 @@ impl Member {
             })
             .map_err(Fault::from)?;
         let generation = joined.generation();
-        let handle = CloseableHandle::new("membership", name, joined);
+        let handle = CloseableHandle::new("membership", name, joined)?;
         let base = handle.base();
         Py::new(
             py,

@@ -124,7 +124,7 @@ impl Pool {
             it.quota_for(uid, quota_of(quota))
         });
         let pool = py.detach(|| builder.build()).map_err(Fault::from)?;
-        let handle = CloseableHandle::new("pool", name, pool);
+        let handle = CloseableHandle::new("pool", name, pool)?;
         let base = handle.base();
         Py::new(py, base.add_subclass(Pool { handle, device }))
     }
@@ -264,7 +264,7 @@ impl PoolClient {
                 .open()
         };
         let client = attach(py, wait, open)?;
-        let handle = CloseableHandle::new("visit to the pool", name, client);
+        let handle = CloseableHandle::new("visit to the pool", name, client)?;
         let base = handle.base();
         Py::new(py, base.add_subclass(PoolClient { handle }))
     }

@@ -227,7 +227,7 @@ impl Publisher {
         let inner = Arc::new(Closable::new(
             py.detach(|| builder.build()).map_err(Fault::from)?,
         ));
-        interpreter_exit::close_at_exit(&inner);
+        interpreter_exit::close_at_exit(&inner)?;
         let base = Closeable::of(&inner);
         Ok(base.add_subclass(Publisher {
             home: Home::here(),

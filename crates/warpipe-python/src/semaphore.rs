@@ -12,7 +12,7 @@ use crate::device::Device;
 use crate::domain::Domain;
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
-use crate::interpreter_exit::{Endpoint, also_close_at_exit};
+use crate::interpreter_exit::{Endpoint, close_at_exit};
 use crate::process::Home;
 use crate::stream::Consumer;
 use crate::wait::{attach, on_a_thread, optional};
@@ -89,7 +89,7 @@ impl Semaphore {
         inner: warpipe::Semaphore,
         device: warpipe::Device,
     ) -> PyResult<Py<Semaphore>> {
-        let handle = CloseableHandle::new("semaphore", inner.name().to_owned(), inner);
+        let handle = CloseableHandle::new("semaphore", inner.name().to_owned(), inner)?;
         let base = handle.base();
         Py::new(py, base.add_subclass(Semaphore { handle, device }))
     }
@@ -117,7 +117,7 @@ impl Semaphore {
         let passed = inner.passed();
         let inner = Mutex::new(Some(inner));
         let held = Arc::new(HeldPermit { consumer, inner });
-        also_close_at_exit(&held);
+        close_at_exit(&held)?;
         Ok(Permit {
             home: Home::here(),
             device: self.device.clone(),

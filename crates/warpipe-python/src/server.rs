@@ -40,10 +40,15 @@ pub struct Server {
 }
 
 impl Server {
-    fn next_within(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Py<Request>> {
+    fn next_within(
+        &self,
+        py: Python<'_>,
+        timeout: Option<Duration>,
+        waited: Option<Duration>,
+    ) -> PyResult<Py<Request>> {
         let take = |inner: &mut warpipe::Server, limit| inner.accept(&self.context.stream, limit);
         self.inbox
-            .next(py, timeout, "a request to", take, |request| {
+            .next(py, timeout, waited, "a request to", take, |request| {
                 self.request(py, request)
             })
     }
@@ -112,7 +117,7 @@ impl Server {
             ring: warpipe::Server::ring,
             take_back: Lease::return_all,
         };
-        let inbox = Inbox::new("server", service, timeout, server, calls);
+        let inbox = Inbox::new("server", service, timeout, server, calls)?;
         let base = inbox.base();
         Ok(base.add_subclass(Server { inbox, context }))
     }
@@ -135,6 +140,12 @@ impl Server {
         self.inbox.limit(timeout)
     }
 
+    /// The next request, without a wait; if there is none, the error of a wait of ``waited`` seconds.
+    #[pyo3(signature = (waited, /))]
+    fn _last(&self, py: Python<'_>, waited: Option<f64>) -> PyResult<Py<Request>> {
+        self.next_within(py, Some(Duration::ZERO), optional(waited, "waited")?)
+    }
+
     /// How many clients it is attached to. It attaches to new clients while it waits for requests.
     ///
     /// Raises ``ClosedError``.
@@ -150,7 +161,8 @@ impl Server {
     /// Raises ``TimeoutError``, ``SystemCallError``, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (timeout = Timeout::Usual), text_signature = "($self, timeout=...)")]
     fn accept(&self, py: Python<'_>, timeout: Timeout) -> PyResult<Py<Request>> {
-        self.next_within(py, timeout.or(self.inbox.timeout))
+        let timeout = timeout.or(self.inbox.timeout);
+        self.next_within(py, timeout, timeout)
     }
 
     /// The next request if there is one, else None. It attaches to new clients as ``accept`` does.
@@ -183,7 +195,7 @@ impl Server {
 
     /// The next request.
     fn __next__(&self, py: Python<'_>) -> PyResult<Py<Request>> {
-        self.next_within(py, self.inbox.timeout)
+        self.next_within(py, self.inbox.timeout, self.inbox.timeout)
     }
 
     fn __repr__(&self) -> String {

@@ -96,7 +96,7 @@ impl Memory {
             .py()
             .detach(|| publication.build())
             .map_err(Fault::from)?;
-        let handle = CloseableHandle::new("publication", name, published);
+        let handle = CloseableHandle::new("publication", name, published)?;
         let base = handle.base();
         Py::new(slf.py(), base.add_subclass(Published { handle }))
     }

@@ -49,12 +49,18 @@ pub struct Subscriber {
 }
 
 impl Subscriber {
-    fn next_within(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Py<Frame>> {
+    fn next_within(
+        &self,
+        py: Python<'_>,
+        timeout: Option<Duration>,
+        waited: Option<Duration>,
+    ) -> PyResult<Py<Frame>> {
         let take =
             |inner: &mut warpipe::Subscriber, limit| inner.receive_timeout(&self.stream, limit);
-        self.inbox.next(py, timeout, "a sample of", take, |sample| {
-            self.frame(py, sample)
-        })
+        self.inbox
+            .next(py, timeout, waited, "a sample of", take, |sample| {
+                self.frame(py, sample)
+            })
     }
 
     fn frame(&self, py: Python<'_>, sample: warpipe::Sample) -> PyResult<Py<Frame>> {
@@ -116,7 +122,7 @@ impl Subscriber {
             ring: warpipe::Subscriber::ring,
             take_back: |_, frames| drop(frames),
         };
-        let inbox = Inbox::new("subscriber", name, timeout, subscriber, calls);
+        let inbox = Inbox::new("subscriber", name, timeout, subscriber, calls)?;
         let base = inbox.base();
         Ok(base.add_subclass(Subscriber {
             inbox,
@@ -143,6 +149,12 @@ impl Subscriber {
     #[pyo3(text_signature = "($self, timeout)")]
     fn _limit(&self, timeout: Timeout) -> Option<f64> {
         self.inbox.limit(timeout)
+    }
+
+    /// The next frame, without a wait; if there is none, the error of a wait of ``waited`` seconds.
+    #[pyo3(signature = (waited, /))]
+    fn _last(&self, py: Python<'_>, waited: Option<f64>) -> PyResult<Py<Frame>> {
+        self.next_within(py, Some(Duration::ZERO), optional(waited, "waited")?)
     }
 
     /// How many seconds each step of an iteration lasts at most; None for no limit.
@@ -186,7 +198,8 @@ impl Subscriber {
     /// ``LinkClosedError``, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (timeout = Timeout::Usual), text_signature = "($self, timeout=...)")]
     fn receive(&self, py: Python<'_>, timeout: Timeout) -> PyResult<Py<Frame>> {
-        self.next_within(py, timeout.or(self.inbox.timeout))
+        let timeout = timeout.or(self.inbox.timeout);
+        self.next_within(py, timeout, timeout)
     }
 
     /// The next frame if there is one, else None.
@@ -219,7 +232,7 @@ impl Subscriber {
 
     /// The next frame; the iteration ends when the publisher closes gracefully.
     fn __next__(&self, py: Python<'_>) -> PyResult<Py<Frame>> {
-        self.next_within(py, self.iteration)
+        self.next_within(py, self.iteration, self.iteration)
             .map_err(end_if_graceful)
     }
 

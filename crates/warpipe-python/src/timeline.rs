@@ -27,7 +27,7 @@ pub struct Timeline {
 impl Timeline {
     fn new(py: Python<'_>, inner: warpipe::Timeline) -> PyResult<Py<Timeline>> {
         let (device, is_owner) = (inner.device().clone(), inner.is_owner());
-        let handle = CloseableHandle::new("timeline", inner.name().to_owned(), inner);
+        let handle = CloseableHandle::new("timeline", inner.name().to_owned(), inner)?;
         let base = handle.base();
         Py::new(
             py,

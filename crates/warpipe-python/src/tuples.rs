@@ -37,7 +37,8 @@ pub fn endpoint_info<'py>(
     endpoint: &warpipe::Endpoint,
 ) -> PyResult<Bound<'py, PyAny>> {
     let pid = endpoint.holder.as_ref().and_then(|holder| holder.pid);
-    let values = (endpoint.name.to_string(), endpoint.holder.is_some(), pid);
+    let name = endpoint.name.to_string();
+    let values = (name, endpoint.holder.is_some(), pid, endpoint.foreign);
     named(py, "EndpointInfo", values)
 }
 

@@ -211,7 +211,7 @@ impl Version {
         let Version { place, owner } = self;
         let weights = weights_of(&owner);
         let (version, nbytes) = (weights.version(), weights.bytes());
-        let handle = CloseableHandle::new("weights", &place.name, owner);
+        let handle = CloseableHandle::new("weights", &place.name, owner)?;
         let base = handle.base();
         let shared = SharedWeights {
             handle,
@@ -475,7 +475,7 @@ impl PublishedWeights {
         copied: u64,
     ) -> PyResult<Py<PublishedWeights>> {
         let version = published.version();
-        let handle = CloseableHandle::new("publication", name, published);
+        let handle = CloseableHandle::new("publication", name, published)?;
         let base = handle.base();
         let made = PublishedWeights {
             handle,
@@ -556,7 +556,7 @@ fn _keep_weights(
     let builder = builder.allow_uids(&allow_uids).allow_gids(&allow_gids);
     let keeper = asking(py, move || builder.build())?;
     let unanswered = keeper.unanswered();
-    let handle = CloseableHandle::new("keeper", name, keeper);
+    let handle = CloseableHandle::new("keeper", name, keeper)?;
     let base = handle.base();
     Py::new(py, base.add_subclass(Keeper { handle, unanswered }))
 }

@@ -225,7 +225,7 @@ impl Watch {
             .name("warpipe-watch".into())
             .spawn(thread)?;
         let home = Home::here();
-        let handle = CloseableHandle::new("watch", name, Watching { home, board });
+        let handle = CloseableHandle::new("watch", name, Watching { home, board })?;
         Ok(handle.base().add_subclass(Watch {
             handle,
             place,

@@ -41,12 +41,18 @@ pub struct Worker {
 }
 
 impl Worker {
-    fn next_within(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Py<Lease>> {
+    fn next_within(
+        &self,
+        py: Python<'_>,
+        timeout: Option<Duration>,
+        waited: Option<Duration>,
+    ) -> PyResult<Py<Lease>> {
         let take =
             |inner: &mut warpipe::Worker, limit| inner.lease_timeout(&self.context.stream, limit);
-        self.inbox.next(py, timeout, "a job of", take, |lease| {
-            Py::new(py, Lease::parts(lease, &self.context))
-        })
+        self.inbox
+            .next(py, timeout, waited, "a job of", take, |lease| {
+                Py::new(py, Lease::parts(lease, &self.context))
+            })
     }
 }
 
@@ -107,7 +113,7 @@ impl Worker {
             ring: warpipe::Worker::ring,
             take_back: Lease::return_all,
         };
-        let inbox = Inbox::new("worker", queue, timeout, worker, calls);
+        let inbox = Inbox::new("worker", queue, timeout, worker, calls)?;
         let base = inbox.base();
         Ok(base.add_subclass(Worker {
             inbox,
@@ -140,6 +146,12 @@ impl Worker {
         self.inbox.limit(timeout)
     }
 
+    /// The next job, without a wait; if there is none, the error of a wait of ``waited`` seconds.
+    #[pyo3(signature = (waited, /))]
+    fn _last(&self, py: Python<'_>, waited: Option<f64>) -> PyResult<Py<Lease>> {
+        self.next_within(py, Some(Duration::ZERO), optional(waited, "waited")?)
+    }
+
     /// Waits for the next job, at most ``timeout`` seconds (default: the worker's; None: no limit).
     ///
     /// Raises ``TimeoutError``; ``PeerGoneError``, which is ``graceful`` after the queue's
@@ -147,7 +159,8 @@ impl Worker {
     /// worker's link; ``ProtocolError``, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (timeout = Timeout::Usual), text_signature = "($self, timeout=...)")]
     fn lease(&self, py: Python<'_>, timeout: Timeout) -> PyResult<Py<Lease>> {
-        self.next_within(py, timeout.or(self.inbox.timeout))
+        let timeout = timeout.or(self.inbox.timeout);
+        self.next_within(py, timeout, timeout)
     }
 
     /// The next job if there is one, else None.
@@ -181,7 +194,7 @@ impl Worker {
     /// The next job; the iteration ends when the queue is shut down and its jobs are done, or when
     /// it closes gracefully.
     fn __next__(&self, py: Python<'_>) -> PyResult<Py<Lease>> {
-        self.next_within(py, self.inbox.timeout)
+        self.next_within(py, self.inbox.timeout, self.inbox.timeout)
             .map_err(end_if_graceful)
     }
 

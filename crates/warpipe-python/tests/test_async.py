@@ -105,6 +105,25 @@ def test_async_iteration_serves_every_client_and_others_of_the_loop(server, doma
     assert run(go()) == [3 * number for number in range(20) for _ in range(3)]
 
 
+def test_a_wait_that_is_late_says_what_the_wait_that_blocks_says(queue, worker, server, domain, device, link):
+    subscriber = link[1]
+    queue.submit(b"x")
+    lease = worker.lease()
+    waits = [
+        (worker.lease_async, worker.lease),
+        (server.accept_async, server.accept),
+        (subscriber.receive_async, subscriber.receive),
+        (lambda timeout: anext(queue.results(timeout)), lambda timeout: next(queue.results(timeout))),
+    ]
+    for awaited, blocking in waits:
+        with pytest.raises(warpipe.TimeoutError) as expected:
+            blocking(timeout=0.02)
+        with pytest.raises(warpipe.TimeoutError) as late:
+            run(awaited(timeout=0.02))
+        assert (str(late.value), late.value.waited) == (str(expected.value), expected.value.waited)
+    lease.complete()
+
+
 def test_a_server_that_is_waited_for_in_vain_says_so_and_takes_the_next(server, client, nothing_but_rings):
     async def go():
         with pytest.raises(warpipe.TimeoutError) as late:

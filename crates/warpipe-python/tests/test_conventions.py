@@ -75,6 +75,23 @@ def test_what_belongs_to_a_process_says_what_to_do_instead_of_a_pickle(link):
                 call(one)
 
 
+def test_an_outcome_that_is_pickled_says_to_send_a_copy_of_it(open_queue, open_client):
+    for one in (open_queue().submit(b"x"), open_client().request(b"x")):
+        for call in (pickle.dumps, copy.copy):
+            with pytest.raises(TypeError, match=f"a {type(one).__name__} belongs.*send a copy"):
+                call(one)
+        one.cancel()
+
+
+def test_an_outcome_has_every_method_of_a_future_that_is_not_its_executors(open_queue):
+    handle = open_queue().submit(b"x")
+    executors = {"set_result", "set_exception", "set_running_or_notify_cancel"}
+    wanted = {name for name in dir(concurrent.futures.Future) if not name.startswith("_")} - executors
+    assert wanted <= set(dir(handle))
+    # It can be cancelled at any time.
+    assert handle.running() is False and handle.cancel()
+
+
 def test_a_devices_number_may_be_of_any_integer_type(device):
     if device.kind == "cuda":
         assert warpipe.Device(np.int64(device.ordinal)) == device

@@ -358,6 +358,35 @@ def test_an_interrupted_wait_for_a_permit_has_taken_none(domain, device, by, sli
             pass
 
 
+# Opens what another process makes, and what makes it.
+OPENED = {
+    "subscriber": (lambda on: warpipe.Subscriber("made", wait=LIMIT_SECONDS, **on), lambda on: warpipe.Publisher("made", **on)),
+    "worker": (lambda on: warpipe.Worker("made", wait=LIMIT_SECONDS, **on), lambda on: warpipe.Queue("made", **on)),
+    "timeline": (
+        lambda on: warpipe.Timeline.open("made", wait=LIMIT_SECONDS, **on),
+        lambda on: warpipe.Timeline.create("made", **on),
+    ),
+    "semaphore": (
+        lambda on: warpipe.Semaphore.open("made", wait=LIMIT_SECONDS, **on),
+        lambda on: warpipe.Semaphore.create("made", **on),
+    ),
+    "pool": (
+        lambda on: warpipe.PoolClient.open("made", wait=LIMIT_SECONDS, **on),
+        lambda on: warpipe.Pool.create("made", **on),
+    ),
+}
+
+
+@by_any_handler
+@pytest.mark.parametrize("what", OPENED)
+def test_an_open_that_succeeds_as_a_signal_comes_raises_what_its_handler_raises(domain, device, what, by):
+    on, (opens, makes) = {"domain": domain, "device": device}, OPENED[what]
+    for _ in range(ROUNDS):
+        made = []
+        interrupted_by(lambda: opens(on), lambda made=made: made.append(makes(on)), by=by)
+        made[0].close()
+
+
 @by_any_handler
 @long_or_not
 def test_an_interrupted_wait_for_memory_has_taken_none(open_publisher, domain, device, by, slices):

@@ -280,8 +280,14 @@ def test_results_of_several_values_have_names(domain, open_publisher, open_queue
     used, limit = queue.memory_in_use
     assert (used, limit) == (queue.memory_in_use.allocated_nbytes, queue.memory_in_use.limit_nbytes)
     first, second = domain.endpoints()
-    assert (first.name, first.alive, first.pid) == ("a", True, os.getpid()) == tuple(first)
-    assert repr(second) == f"EndpointInfo(name='jobs', alive=True, pid={os.getpid()})"
+    assert (first.name, first.alive, first.pid, first.foreign) == ("a", True, os.getpid(), None) == tuple(first)
+    assert repr(second) == f"EndpointInfo(name='jobs', alive=True, pid={os.getpid()}, foreign=None)"
+
+
+def test_what_stands_in_the_place_of_an_endpoint_is_told(domain, open_publisher):
+    open_publisher()
+    (pathlib.Path(domain.path) / "b.lock").symlink_to("/dev/null")
+    assert [(one.name, one.alive, one.foreign) for one in domain.endpoints()] == [("a", True, None), ("b", False, "a symlink")]
 
 
 def test_no_public_result_is_a_bare_tuple():

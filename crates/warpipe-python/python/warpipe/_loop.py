@@ -13,8 +13,6 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import Protocol, TypeVar
 
-from ._errors import TimeoutError
-
 # A look without having been woken: a publisher that comes back may not ring, nor does an endpoint
 # that is closed here.
 LOOK_SECONDS = 0.1
@@ -133,21 +131,14 @@ def end_of(timeout: float | None) -> float:
     return float("inf") if timeout is None else time.monotonic() + timeout
 
 
-def late(what: str, timeout: float | None) -> TimeoutError:
-    """The error of a wait that ran out."""
-    error = TimeoutError(f"{what} did not come within {timeout} s; wait longer")
-    error.waited = timeout or 0.0
-    return error
-
-
 async def rung_of(endpoint: _Endpoint, look: Callable[[], _Found | None], timeout: float | None) -> _Found | None:
     """What ``look`` finds within ``timeout`` at an endpoint that can be polled."""
     return await found(endpoint, lambda: _EndpointDoorbell(endpoint), look, end_of(timeout), LOOK_SECONDS)
 
 
-async def next_of(endpoint: _Endpoint, look: Callable[[], _Found | None], what: str, timeout: float | None) -> _Found:
-    """The same, where nothing is an error."""
+async def next_of(
+    endpoint: _Endpoint, look: Callable[[], _Found | None], last: Callable[[float | None], _Found], timeout: float | None
+) -> _Found:
+    """The same, where nothing is an error: that of ``last``, which looks once more and knows the cause."""
     here = await rung_of(endpoint, look, timeout)
-    if here is None:
-        raise late(what, timeout)
-    return here
+    return last(timeout) if here is None else here

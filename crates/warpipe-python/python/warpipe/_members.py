@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import _warpipe
 from ._tuples import Change
 from ._errors import ClosedError
-from ._loop import next_of, rung_of
+from ._loop import rung_of
 
 
 async def change_within(members: _warpipe.Members, timeout: float | None) -> Change | None:
@@ -16,6 +16,8 @@ async def change_within(members: _warpipe.Members, timeout: float | None) -> Cha
 async def next_change(members: _warpipe.Members) -> Change:
     """The next change, however long that takes; the iteration ends when the watch is closed."""
     try:
-        return await next_of(members, lambda: members.changes(0), "a change", None)
+        change = await change_within(members, None)
     except ClosedError:
         raise StopAsyncIteration from None
+    assert change is not None, "a wait without a limit ends with a change"
+    return change

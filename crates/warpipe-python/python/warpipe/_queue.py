@@ -9,7 +9,7 @@ from typing import Any
 
 from . import _warpipe
 from ._errors import PeerGoneError
-from ._loop import end_of, found, late, next_of
+from ._loop import end_of, found, next_of
 
 # Every change rings: this is for what no ring tells.
 _PATIENCE_SECONDS = 1.0
@@ -52,15 +52,22 @@ def step(
 
 async def next_result(results: _warpipe.Results) -> _warpipe.JobResult:
     """The next of a queue's results, in the running event loop."""
-    timeout = results._timeout
-    end = end_of(timeout)
+    end = end_of(results._timeout)
     result: _warpipe.JobResult | bool | None
     result = await found(results._queue, results._watch, results._poll, end, _PATIENCE_SECONDS)
     if result is None:
-        raise late("a result", timeout)
+        result = _last_of(results)
     if isinstance(result, bool):
         raise StopAsyncIteration
     return result
+
+
+def _last_of(results: _warpipe.Results) -> _warpipe.JobResult | bool:
+    try:
+        return results._last()
+    except StopIteration:
+        # A coroutine cannot raise it.
+        return False
 
 
 class Worker(_warpipe._Worker):
@@ -73,7 +80,7 @@ class Worker(_warpipe._Worker):
 
         Raises as ``lease``.
         """
-        return await next_of(self, self.try_lease, f"a job of {self.queue!r}", self._limit(timeout))
+        return await next_of(self, self.try_lease, self._last, self._limit(timeout))
 
     def __aiter__(self) -> Worker:
         return self
@@ -104,7 +111,7 @@ class Server(_warpipe._Server):
 
         Raises as ``accept``.
         """
-        return await next_of(self, self.try_accept, f"a request to {self.service!r}", self._limit(timeout))
+        return await next_of(self, self.try_accept, self._last, self._limit(timeout))
 
     def __aiter__(self) -> Server:
         return self

@@ -20,7 +20,7 @@ class Subscriber(_warpipe._Subscriber):
 
         Raises as ``receive``.
         """
-        return await next_of(self, self.try_receive, f"a sample of {self.name!r}", self._limit(timeout))
+        return await next_of(self, self.try_receive, self._last, self._limit(timeout))
 
     def __aiter__(self) -> Subscriber:
         return self

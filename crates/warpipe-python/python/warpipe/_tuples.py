@@ -16,6 +16,8 @@ class EndpointInfo(NamedTuple):
     """False for files of a dead process."""
     pid: int | None
     """None where it could not be determined."""
+    foreign: str | None = None
+    """What stands in the place of its files, if that is no endpoint's and keeps owners away: for example a symlink."""
 
 
 class MemoryUse(NamedTuple):

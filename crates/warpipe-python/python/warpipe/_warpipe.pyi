@@ -93,7 +93,8 @@ class Domain:
         """The directory."""
     def endpoints(self) -> list[EndpointInfo]:
         """Every endpoint, an ``EndpointInfo`` each, sorted by name. ``alive`` is False for files of a
-        dead process; ``pid`` is None where it could not be determined.
+        dead process, unless ``foreign`` says that something else stands there; ``pid`` is None where
+        it could not be determined.
         """
     def clean(self) -> list[str]:
         """Removes the files of dead endpoints, and nothing else. Returns their names."""
@@ -484,6 +485,7 @@ class _Subscriber(Closeable):
         Raises ``ClosedError``.
         """
     def _limit(self, timeout: _Timeout) -> float | None: ...
+    def _last(self, waited: float | None, /) -> Sample: ...
     def receive(self, timeout: _Timeout = ...) -> Sample:
         """Waits for the next frame, at most ``timeout`` seconds (default: the subscriber's; None: no
         limit).
@@ -734,6 +736,8 @@ class _Future:
         """Whether ``result()`` would return, or raise, at once."""
     def cancelled(self) -> bool:
         """Whether it was cancelled."""
+    def running(self) -> bool:
+        """False: until it is done it can be cancelled, also while a worker, or a server, has it."""
     def add_done_callback(self, fn: Callable[[Self], object], /) -> None:
         """Calls ``fn(self)`` once it is done, in the order in which callbacks were added: on the
         package's thread ``warpipe-callbacks``, or on the thread that cancels it, or, if it is done
@@ -791,6 +795,7 @@ class Results:
     def __aiter__(self) -> Self: ...
     def __anext__(self) -> Coroutine[Any, Any, JobResult]: ...
     def _poll(self) -> JobResult | bool | None: ...
+    def _last(self) -> JobResult: ...
     def _watch(self) -> _Watch: ...
     @property
     def _queue(self) -> int: ...
@@ -856,6 +861,7 @@ class _Worker(Closeable):
     def device(self) -> Device:
         """The device that it works with."""
     def _limit(self, timeout: _Timeout) -> float | None: ...
+    def _last(self, waited: float | None, /) -> Lease: ...
     def lease(self, timeout: _Timeout = ...) -> Lease:
         """Waits for the next job, at most ``timeout`` seconds (default: the worker's; None: no limit).
 
@@ -1106,6 +1112,7 @@ class _Server(Closeable):
     def device(self) -> Device:
         """The device that it works with."""
     def _limit(self, timeout: _Timeout) -> float | None: ...
+    def _last(self, waited: float | None, /) -> Request: ...
     @property
     def clients(self) -> int:
         """How many clients it is attached to. It attaches to new clients while it waits for requests.
