@@ -71,7 +71,7 @@ def test_the_examples_are_typed_and_mypy_is_content_with_them():
     pytest.importorskip("mypy")
     names = ["camera_to_two_models.py", "data_loader_to_trainer.py", "inference_server.py", "asyncio_gateway.py"]
     names += ["torch_data_loader.py", "allreduce.py", "ranks.py", "ring.py"]
-    names += ["graph_encoder_decoder.py", "cupy_kernel_ring.py", "numba_kernel_ring.py"]
+    names += ["kv_failover.py", "graph_encoder_decoder.py", "cupy_kernel_ring.py", "numba_kernel_ring.py"]
     # The frameworks of a GPU machine need not be here, and parts of PyTorch have no types.
     flags = ["--strict", "--no-incremental", "--ignore-missing-imports", "--allow-untyped-calls"]
     done = subprocess.run(
@@ -109,6 +109,20 @@ def test_a_replayed_decoder_gets_every_item_of_a_replayed_encoder_once(device):
     replays = "60" if device.kind == "host" else "10000" if UNDER_MPS else "300"
     said = run(example("graph_encoder_decoder.py"), "--replays", replays, "--device", device.kind, *SHARING)
     assert f"decoder: {replays} replays, {8 * int(replays)} items, each right and once" in said
+
+
+@kills
+def test_a_decoder_that_is_killed_in_its_steps_goes_on_in_a_standby_at_the_next_token(device):
+    needs_pytorch_on_a_gpu(device)
+    said = run(example("kv_failover.py"), "--kills", "12", "--device", device.kind)
+    assert "12 kills, " in said and "all 41 tokens are right" in said
+
+
+@kills
+def test_a_model_of_transformers_goes_on_in_a_standby_at_the_next_token(device):
+    pytest.importorskip("transformers")
+    said = run(example("kv_failover.py"), "--kills", "6", "--model", "llama-small", "--device", device.kind)
+    assert "6 kills, " in said and "all 29 tokens are right" in said
 
 
 @kills

@@ -9,7 +9,6 @@ import multiprocessing
 import multiprocessing.context
 import multiprocessing.forkserver
 import os
-import re
 import signal
 import threading
 import time
