@@ -174,6 +174,18 @@ def test_what_is_no_tensor_and_names_out_of_range_are_refused_and_publish_nothin
         weights.open("llama", **options)
 
 
+def test_what_is_no_dict_of_named_tensors_is_refused_with_the_next_step(keeper, publish):
+    for wrong in (None, [("a", np.ones(3))], object(), iter({})):
+        with pytest.raises(warpipe.NotATensorError, match=f"a {type(wrong).__name__} is no mapping.*state_dict"):
+            publish(wrong)
+    for name in (1, None, b"a"):
+        with pytest.raises(TypeError, match="the name .* is a .*; names of tensors are texts"):
+            publish({name: np.ones(3)})
+    with pytest.raises(warpipe.NotATensorError, match="'a' is a type and no tensor"):
+        publish({"a": np.ndarray})
+    assert keeper.version is None
+
+
 def test_without_a_keeper_each_call_says_what_to_start(options):
     for call in (weights.open, weights.load, weights.verify):
         with pytest.raises(warpipe.NotFoundError, match="wait=") as raised:

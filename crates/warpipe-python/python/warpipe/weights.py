@@ -306,6 +306,9 @@ def publish(
     """
     if zero_copy not in (True, False, "require"):
         raise ArgumentError(f'zero_copy is {zero_copy!r}; give True, False or "require"')
+    if not hasattr(state_dict, "items"):
+        said = f"a {type(state_dict).__name__} is no mapping of names to tensors"
+        raise NotATensorError(f"{said}; give a dict: a module's state_dict(), or dict(module.named_parameters())")
     tensors: list[tuple[str, Any]] = []
     aliases = []
     first: dict[Any, int] = {}
@@ -363,6 +366,8 @@ def _not_in_place(in_place: Any, tensors: list[tuple[str, Any]], is_required: bo
 
 def _plain(key: str, tensor: Any) -> Any:
     """A tensor as DLPack can export it."""
+    if not isinstance(key, str):
+        raise TypeError(f"the name {key!r} is a {type(key).__name__}; names of tensors are texts")
     with _naming(key):
         tensor = prepared(tensor)
     if isinstance(tensor, type) or not hasattr(tensor, "shape") or not hasattr(tensor, "dtype"):
