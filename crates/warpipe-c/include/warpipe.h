@@ -437,6 +437,9 @@ typedef struct {
   // The process that owns it; 0 for one that a dead process left, and -1 for a living owner
   // of another PID namespace.
   int32_t pid;
+  // What stands in the place of its files, if that is no endpoint's and keeps owners away: for
+  // example a symlink. Empty if nothing does.
+  char foreign[64];
 } warpipe_endpoint;
 
 // Options of warpipe_event_create. Begin with {.size = sizeof(warpipe_event_options)}; a field

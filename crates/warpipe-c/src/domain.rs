@@ -26,6 +26,9 @@ pub struct warpipe_endpoint {
     /// The process that owns it; 0 for one that a dead process left, and -1 for a living owner
     /// of another PID namespace.
     pub pid: i32,
+    /// What stands in the place of its files, if that is no endpoint's and keeps owners away: for
+    /// example `a symlink`. Empty if nothing does.
+    pub foreign: [c_char; 64],
 }
 
 /// The domain of an argument; of null, the environment's.
@@ -136,6 +139,7 @@ pub unsafe extern "C" fn warpipe_domain_list(
                     Some(holder) => holder.pid.unwrap_or(-1),
                     None => 0,
                 },
+                foreign: fixed(endpoint.foreign.unwrap_or_default()),
             };
         }
         count.put(found.len());

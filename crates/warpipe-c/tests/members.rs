@@ -11,7 +11,7 @@ use common::{Fixture, LONG, Plain, none, text};
 use warpipe_c::*;
 use warpipe_testkit::wait_readable;
 
-plain! { warpipe_member_options, warpipe_members_options, warpipe_member_info, warpipe_change }
+plain! { warpipe_member_options, warpipe_members_options, warpipe_member_info, warpipe_change, warpipe_endpoint }
 
 fn watch(fixture: &Fixture) -> *mut warpipe_members {
     let options = options!(warpipe_members_options {
@@ -36,6 +36,38 @@ fn field(text: &[c_char]) -> &str {
     // SAFETY: a field of a structure ends with a zero.
     let text = unsafe { CStr::from_ptr(text.as_ptr()) };
     text.to_str().expect("UTF-8")
+}
+
+#[test]
+fn a_domain_lists_what_stands_in_the_place_of_an_endpoint() {
+    let fixture = Fixture::new();
+    let (mut path, mut length) = ([0 as c_char; 4096], 0);
+    ok!(warpipe_domain_get_path(
+        fixture.domain,
+        path.as_mut_ptr(),
+        path.len(),
+        &mut length
+    ));
+    let taken = std::path::Path::new(field(&path)).join("taken.lock");
+    std::os::unix::fs::symlink("/dev/null", taken).expect("a symlink");
+    let member = join(&fixture, c"worker", c"worker");
+    let (mut found, mut count): ([warpipe_endpoint; 4], _) = ([common::zeroed(); 4], 0);
+    ok!(warpipe_domain_list(
+        fixture.domain,
+        found.as_mut_ptr(),
+        found.len(),
+        &mut count
+    ));
+    let listed = found[..count]
+        .iter()
+        .map(|one| (field(&one.name), field(&one.foreign)));
+    let listed: Vec<_> = listed.collect();
+    assert!(listed.contains(&("taken", "a symlink")), "{listed:?}");
+    assert!(
+        listed.iter().any(|(_, foreign)| foreign.is_empty()),
+        "{listed:?}"
+    );
+    warpipe_member_close(member);
 }
 
 #[test]
