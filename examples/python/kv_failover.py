@@ -33,6 +33,8 @@ PROMPT = [11, 5, 77, 3, 42, 8, 91, 60]
 # Tokens of the run without an order to wait for one: the reader measures a step with them.
 FIRST_TOKENS = 16
 TOKENS_PER_KILL = 2
+# The next standby begins when the first tokens after a takeover are there.
+START_DELAY_SECONDS = 0.1
 # The least that a step of the tiny model takes, so that there is a middle to be killed in.
 TINY_STEP_SECONDS = 0.004
 LLAMA = {
@@ -310,7 +312,7 @@ def run(task: Task, kills: int) -> tuple[list[int], list[int], list[float]]:
         warpipe.Timeline.create("kv/asked", domain=task.domain, device="host") as asked,
         Workers(
             functools.partial(decode, task), warm=functools.partial(warm, task), count=1, standby=1, preload=modules,
-            name="decoder", domain=task.domain, deaths_max=None,
+            name="decoder", domain=task.domain, deaths_max=None, start_delay=START_DELAY_SECONDS,
         ) as workers,
     ):
         state.tokens[: len(PROMPT)] = framework(task).asarray(PROMPT)

@@ -26,6 +26,8 @@ def test_the_benchmark_of_weights_compares_every_answer_and_says_what_was_measur
     assert weights["storm"]["answers_checked"] >= 4, "each worker gave one behind the last kill"
     assert weights["keeper_kib"] < 32 << 10
     names = {figure["name"] for figure in report["figures"]}
+    assert len(weights["failover"]["answer_ms"]) == len(weights["failover"]["restarts"]) == 2
+    assert "kill in a request until its answer by a standby" in names
     assert "restart of a worker until its first token" in names and "load of the files, the device open" in names
     # The memory is the whole device's, on which other programs may allocate and free meanwhile.
     times = [figure for figure in report["figures"] if figure["unit"] != "GiB"]

@@ -31,7 +31,7 @@ def start(domain):
     started = []
 
     def make(target, **options):
-        started.append(Workers(target, domain=domain, preload=PRELOAD, **options))
+        started.append(Workers(target, domain=domain, preload=PRELOAD, **{"start_delay": 0.0, **options}))
         return started[-1]
 
     yield make
@@ -112,6 +112,19 @@ def test_a_killed_standby_is_replaced(start):
     workers.wait_until_ready(LIMIT_SECONDS)
     assert worker_in(workers, 0) == worker and living(workers)[1].pid != standby
     assert (workers.deaths[0].place, workers.deaths[0].state) == (None, "standby")
+
+
+@kills
+def test_the_next_standby_waits_for_its_delay_and_an_empty_place_does_not(start):
+    workers = start(places.wait_for_ever, standby=1, start_delay=2 * LIMIT_SECONDS)
+    workers.wait_until_ready(LIMIT_SECONDS)
+    first, standby = (found.pid for found in living(workers))
+    kill_one(first)
+    until(lambda: len(workers.deaths) == 1, "its death")
+    assert [(found.pid, found.place) for found in living(workers)] == [(standby, 0)]
+    kill_one(standby)
+    replaced(workers, 0, standby)
+    assert len(living(workers)) == 1
 
 
 @kills

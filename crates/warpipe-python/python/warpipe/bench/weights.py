@@ -285,6 +285,23 @@ class Bench:
             raise Failed(f"the logits differ from those of from_pretrained: {line}")
         return line
 
+    def failover(self, reference: str) -> None:
+        """Workers of ``warpipe.workers``: a restart from their fork server, and a request whose server is killed."""
+        from .weights_failover import Failover
+
+        given = (self.model, NAME, self.domain, self.device)
+        measured, kills = Failover(given, self.folder), 2 if self.quick else 10
+        runs = [self.checked(line, reference) for line in measured.restarts(kills)]
+        found = measured.kills(kills)
+        self.report["failover"] = {"restarts": runs, **found}
+        pretrained = statistics.median(run["total_ms"] for run in self.report["workers"]["pretrained"])
+        restart = statistics.median(run["total_ms"] for run in runs)
+        self.figure("kill of a worker until another one's first token", restart, pretrained, "ratio_at_most", 1 / 15)
+        self.figure("the same, at most a second", restart, pretrained, "at_most", 1000.0)
+        warm, answer = (statistics.median(found[key]) for key in ("request_ms", "answer_ms"))
+        self.figure("kill in a request until its answer by a standby", answer, warm, "beside_floor_at_most", 150.0)
+        self.figure("kill until the next standby is warm", statistics.median(found["standby_ms"]), pretrained)
+
     def storm(self, keeper: Process, reference: str) -> None:
         """Workers and keepers are killed and started again while all others answer."""
         kills = 2 if self.quick else 20
@@ -349,6 +366,7 @@ class Bench:
         self.report["idle_gib"] = self.used_when(lambda used: used < self.report["idle_gib"] + 0.2)
         keeper = self.load(floors)
         self.first_tokens(answer["sha"])
+        self.failover(answer["sha"])
         self.storm(keeper, answer["sha"])
 
 

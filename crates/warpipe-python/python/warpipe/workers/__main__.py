@@ -44,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
             name=options.name,
             deaths_max=options.deaths_max,
             deaths_within=options.deaths_within,
+            start_delay=options.start_delay,
             preload_timeout=options.preload_timeout,
             warm_timeout=options.warm_timeout,
             grace=options.grace,
@@ -70,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--name", help="shown in `warpipe ls` and `top` (default: the function's and the process id)")
     parser.add_argument("--deaths-max", type=int, default=5, help="deaths in one place that end all (default 5)")
     parser.add_argument("--deaths-within", type=float, default=60.0, metavar="SECONDS", help="the time in which they count (default 60)")
+    parser.add_argument("--start-delay", type=float, default=0.5, metavar="SECONDS", help="from a takeover to the start of the next standby (default 0.5)")
     parser.add_argument("--preload-timeout", type=float, default=300.0, metavar="SECONDS", help="the limit of the imports (default 300)")
     parser.add_argument("--warm-timeout", type=float, default=300.0, metavar="SECONDS", help="the limit of a process's start (default 300)")
     parser.add_argument("--grace", type=float, default=5.0, metavar="SECONDS", help="from SIGTERM to SIGKILL at the end (default 5)")

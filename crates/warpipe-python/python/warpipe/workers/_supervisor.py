@@ -140,7 +140,8 @@ class Workers:
     ``name``: shown in ``warpipe ls`` and ``top``; by default the function's and this process's id. ``domain``: where it is
     shown. ``deaths_max``: so many deaths in one place within ``deaths_within`` seconds, and all are ended (None: no limit
     and no delay); the second and later ones are replaced with a growing delay, up to 10 s, while standbys take over
-    without one. ``preload_timeout``: seconds that the imports may take together; ``warm_timeout``: seconds from a
+    without one. ``start_delay``: seconds from a takeover to the start of the next standby, which would slow down the process
+    that takes over. ``preload_timeout``: seconds that the imports may take together; ``warm_timeout``: seconds from a
     process's start until it is ready. ``grace``: seconds from SIGTERM, which raises ``SystemExit`` in a worker, to SIGKILL
     at the end.
 
@@ -165,6 +166,7 @@ class Workers:
         domain: Any = None,
         deaths_max: int | None = 5,
         deaths_within: float = 60.0,
+        start_delay: float = 0.5,
         preload_timeout: float = 300.0,
         warm_timeout: float = 300.0,
         grace: float = 5.0,
@@ -178,6 +180,7 @@ class Workers:
         self._order = _worker.Order(target, warm, tuple(preload), self._name, str(found.path))
         self._count, self._standby = count, standby
         self._deaths_max, self._deaths_within = deaths_max, deaths_within
+        self._start_delay = start_delay
         self._preload_timeout, self._warm_timeout, self._grace = preload_timeout, warm_timeout, grace
         self._owner = os.getpid()
         # All below is used under this lock, and its waiters are woken after each change.
@@ -186,7 +189,7 @@ class Workers:
         self._finished: set[int] = set()
         self._deaths: collections.deque[Death] = collections.deque(maxlen=1000)
         self._deaths_of: dict[int, collections.deque[float]] = {}
-        self._may_start_at = 0.0
+        self._may_start_at = self._standby_may_start_at = 0.0
         self._has_begun = self._is_closing = self._is_closed = False
         self._kill_at = _NEVER
         self._failure: Error | None = None
@@ -304,8 +307,7 @@ class Workers:
     def _start_missing(self) -> None:
         while True:
             with self._changed:
-                while not self._is_closing and (self._missing() <= 0 or time.monotonic() < self._may_start_at):
-                    delay = self._may_start_at - time.monotonic() if self._missing() > 0 else _NEVER
+                while not self._is_closing and (delay := self._start_in()) > 0:
                     self._changed.wait(delay if delay < _NEVER else None)
                 if self._is_closing:
                     return
@@ -326,11 +328,14 @@ class Workers:
             process.release()
             return
 
-    def _missing(self) -> int:
-        """How many processes have to be started."""
+    def _start_in(self) -> float:
+        """Seconds until a process has to be started; ``_NEVER`` as long as none is missing."""
         places = self._count - len(self._finished)
         living = sum(process.died_as is None for process in self._processes)
-        return (places + self._standby if places else 0) - living
+        if living >= (places + self._standby if places else 0):
+            return _NEVER
+        start_at = self._may_start_at if living < places else max(self._may_start_at, self._standby_may_start_at)
+        return start_at - time.monotonic()
 
     def _start(self) -> _Process:
         context = multiprocessing.get_context("forkserver")
@@ -430,6 +435,8 @@ class Workers:
             if place in working or place in self._finished or standby is None:
                 continue
             standby.state, standby.place = "working", place
+            if place in self._deaths_of:
+                self._standby_may_start_at = time.monotonic() + self._start_delay
             try:
                 standby.channel.send(place)
             except OSError:
