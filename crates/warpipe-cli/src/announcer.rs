@@ -38,9 +38,16 @@ impl Announcer {
         let (lines, waiting) = sync_channel(WAITING_MAX);
         let (ended, end) = sync_channel(0);
         let thread = std::thread::Builder::new().name("warpipe-output".into());
-        thread.spawn(move || {
+        let started = thread.spawn(move || {
             let _ended: SyncSender<()> = ended;
             write_all(&waiting);
+        });
+        started.map_err(|error| {
+            let next = "raise the limit of processes and threads (`ulimit -u`)";
+            io::Error::new(
+                error.kind(),
+                format!("a thread cannot be started: {error}; {next}"),
+            )
         })?;
         Ok(Announcer {
             json,

@@ -115,6 +115,12 @@ pub fn is_closed_pipe(error: &anyhow::Error) -> bool {
     error.downcast_ref::<io::Error>().is_some_and(closed)
 }
 
+/// Whether a signal ended the wait for a reader of our output.
+pub fn is_interrupted(error: &anyhow::Error) -> bool {
+    let interrupted = |cause: &io::Error| cause.kind() == io::ErrorKind::Interrupted;
+    error.downcast_ref::<io::Error>().is_some_and(interrupted)
+}
+
 /// What happened, and the next step in the command line's terms. The library's errors have a hint;
 /// messages of this program end in `; the next step`.
 pub fn fact_and_hint(error: &anyhow::Error) -> (String, Option<String>) {

@@ -23,12 +23,18 @@ pub fn fail_beyond_size_limit() {
     let _ = signal_hook::flag::register(SIGXFSZ, Arc::default());
 }
 
+/// The time of the first signal in nanoseconds of the monotonic clock; 0 before it.
+static FIRST: AtomicU64 = AtomicU64::new(0);
+
+/// Whether a signal came that an [`Interrupt`] catches.
+pub fn came() -> bool {
+    FIRST.load(Ordering::Relaxed) != 0
+}
+
 /// Set once by the first signal; one that comes later than [`ONE_REQUEST`] after it ends the
 /// process the hard way.
 #[derive(Debug, Clone)]
 pub struct Interrupt {
-    /// The time of the first signal in nanoseconds of the monotonic clock; 0 before it.
-    first: Arc<AtomicU64>,
     signals: &'static [i32],
 }
 
@@ -45,15 +51,13 @@ impl Interrupt {
     }
 
     fn install_for(signals: &'static [i32]) -> std::io::Result<Interrupt> {
-        let first = Arc::new(AtomicU64::new(0));
         for &signal in signals {
-            let first = Arc::clone(&first);
             // SAFETY: the handler reads a clock, uses an atomic number and may call `_exit`: all
             // are safe in a signal handler. It does not panic.
-            unsafe { signal_hook::low_level::register(signal, move || note(&first, now())) }
+            unsafe { signal_hook::low_level::register(signal, || note(&FIRST, now())) }
                 .map_err(not_caught)?;
         }
-        Ok(Interrupt { first, signals })
+        Ok(Interrupt { signals })
     }
 
     /// A stream that is readable once a signal has come, for `poll`. The flag is set before that.
@@ -68,7 +72,7 @@ impl Interrupt {
 
     /// Whether a signal came.
     pub fn came(&self) -> bool {
-        self.first.load(Ordering::Relaxed) != 0
+        came()
     }
 }
 

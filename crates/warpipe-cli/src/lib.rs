@@ -44,6 +44,7 @@ mod weights;
 
 use std::ffi::OsString;
 use std::io::Write;
+use std::os::fd::AsFd;
 
 use clap::Parser;
 
@@ -62,10 +63,13 @@ pub use process::Program;
 /// a runtime with a handler of its own (Python) restores that first.
 pub fn main(arguments: impl IntoIterator<Item = OsString>, program: Program) -> u8 {
     process::set_program(program);
+    interrupt::fail_beyond_size_limit();
     let exit = match Arguments::try_parse_from(arguments) {
         Ok(arguments) => match run(&arguments.command) {
             Ok(code) => code,
             Err(error) if exit::is_closed_pipe(&error) => Exit::Done as u8,
+            // Nobody reads what it says.
+            Err(error) if exit::is_interrupted(&error) => Exit::Interrupted as u8,
             Err(error) => {
                 let (happened, next) = exit::fact_and_hint(&error);
                 complain(&happened, next.as_deref());
@@ -74,11 +78,14 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>, program: Program) -> 
         },
         // Also help and the version. A reader of them that went away is no error.
         Err(said) => {
-            let _ = said.print();
-            if said.use_stderr() {
-                Exit::Usage as u8
-            } else {
-                Exit::Done as u8
+            let printed = said.print().and_then(|()| std::io::stdout().flush());
+            match printed {
+                Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
+                    note(&format!("this cannot be printed: {error}"));
+                    Exit::System as u8
+                }
+                _ if said.use_stderr() => Exit::Usage as u8,
+                _ => Exit::Done as u8,
             }
         }
     };
@@ -94,7 +101,6 @@ const NO_BRIDGE: &str = "this command was built without the bridge; build it in 
 
 /// Its exit code.
 fn run(command: &Command) -> anyhow::Result<u8> {
-    interrupt::fail_beyond_size_limit();
     let exit = match command {
         Command::Demo(args) => demo::run(args),
         Command::Pub(args) => publish::run(args),
@@ -127,7 +133,8 @@ fn run(command: &Command) -> anyhow::Result<u8> {
 
 /// Says what went wrong, if anybody reads it: `eprintln` would panic.
 fn complain(happened: &str, next: Option<&str>) {
-    let _ = std::io::stderr().write_all(complaint(happened, next).as_bytes());
+    let text = complaint(happened, next);
+    let _ = output::write_until_interrupted(std::io::stderr().as_fd(), text.as_bytes());
 }
 
 /// What went wrong, and on a line of its own what to do.

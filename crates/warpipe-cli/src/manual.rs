@@ -1,6 +1,5 @@
 //! `warpipe completions` and `warpipe man`: both are made from the command line's definition.
 
-use std::io::{self, Write};
 use std::path::Path;
 
 use anyhow::Context;
@@ -10,6 +9,7 @@ use clap_mangen::Man;
 
 use crate::args::{Arguments, CompletionShell, CompletionsArgs, ManArgs};
 use crate::exit::{Exit, UsageError};
+use crate::output::write_out;
 
 /// The command line as its users see it: without the subcommands of child processes.
 fn public() -> clap::Command {
@@ -90,8 +90,6 @@ fn write_all(folder: &Path) -> anyhow::Result<Exit> {
 }
 
 fn print(text: &[u8]) -> anyhow::Result<Exit> {
-    let mut out = io::stdout().lock();
-    out.write_all(text)?;
-    out.flush()?;
+    write_out(text)?;
     Ok(Exit::Done)
 }

@@ -1,9 +1,17 @@
 //! Standard output: lines for people, or one JSON object a line for programs.
 
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, IsTerminal};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use serde::Serialize;
+
+use crate::interrupt::{self, LOOK};
+
+/// The most bytes of a write: so many fit into a pipe that has any room.
+const PIPE_BUF: usize = 4096;
 
 /// Where results go. Errors and progress go to standard error.
 #[derive(Debug, Clone, Copy)]
@@ -49,16 +57,53 @@ impl Output {
     }
 
     fn line(self, text: &str) -> io::Result<()> {
-        let mut out = io::stdout().lock();
-        let written = writeln!(out, "{text}").and_then(|()| out.flush());
-        // With its kind, by which a reader that went away is told apart.
-        written.map_err(|error| {
-            io::Error::new(
-                error.kind(),
-                format!("standard output cannot be written: {error}"),
-            )
-        })
+        write_out(format!("{text}\n").as_bytes())
     }
+}
+
+/// Writes to standard output. A reader that is stopped or hangs is waited for until a signal asks for
+/// an end, which [`Interrupt`](crate::interrupt::Interrupt) notes.
+pub fn write_out(bytes: &[u8]) -> io::Result<()> {
+    // With its kind, by which a reader that went away and an interrupt are told apart.
+    write_until_interrupted(io::stdout().as_fd(), bytes).map_err(|error| {
+        io::Error::new(
+            error.kind(),
+            format!("standard output cannot be written: {error}"),
+        )
+    })
+}
+
+/// The same for standard output or standard error.
+///
+/// # Errors
+/// [`io::ErrorKind::Interrupted`]: a signal came, and there is no room.
+pub fn write_until_interrupted(to: BorrowedFd<'_>, mut bytes: &[u8]) -> io::Result<()> {
+    // Not through the buffers of `std`: the end of the process would wait for what is left in them.
+    while !bytes.is_empty() {
+        let limit = if interrupt::came() {
+            Duration::ZERO
+        } else {
+            LOOK
+        };
+        let limit = Timespec::try_from(limit).ok();
+        match poll(
+            &mut [PollFd::from_borrowed_fd(to, PollFlags::OUT)],
+            limit.as_ref(),
+        ) {
+            Ok(0) if interrupt::came() => return Err(io::ErrorKind::Interrupted.into()),
+            Ok(0) | Err(Errno::INTR) => continue,
+            Ok(_) => {}
+            Err(error) => return Err(error.into()),
+        }
+        match rustix::io::write(to, &bytes[..bytes.len().min(PIPE_BUF)]) {
+            Ok(count) => bytes = &bytes[count..],
+            Err(Errno::INTR | Errno::AGAIN) => {}
+            // Closed by whoever started this program: nobody wants it.
+            Err(Errno::BADF) => return Ok(()),
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
 }
 
 /// Emphasis, where standard output is a terminal and `NO_COLOR` is not set.

@@ -3,7 +3,6 @@
 mod support;
 
 use std::fs::File;
-use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::process::Stdio;
@@ -12,7 +11,7 @@ use std::time::Duration;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use support::weights::{Stage, Worker, children_of, expected, leak, open_device, safetensors};
-use support::{PATIENCE, device};
+use support::{PATIENCE, device, full_pipe};
 use warpipe::weights::{SharedWeights, Weights};
 use warpipe::{DType, Device, Layout};
 use warpipe_testkit::{ChildProcess, eventually, wait_readable};
@@ -232,16 +231,6 @@ fn a_keeper_with_progress_that_nobody_reads_loads_and_ends_when_it_is_dropped() 
     assert_eq!(dropped.code, Some(0), "{dropped:?}");
     assert_eq!(serve.wait(PATIENCE).unwrap().code(), Some(0));
     stage.assert_nothing_is_left();
-}
-
-/// A pipe without room.
-fn full_pipe() -> (std::io::PipeReader, std::io::PipeWriter) {
-    let (reader, mut writer) = std::io::pipe().unwrap();
-    let flags = rustix::fs::fcntl_getfl(&writer).unwrap();
-    rustix::fs::fcntl_setfl(&writer, flags | rustix::fs::OFlags::NONBLOCK).unwrap();
-    while writer.write(&[b'.'; 4096]).is_ok() {}
-    rustix::fs::fcntl_setfl(&writer, flags).unwrap();
-    (reader, writer)
 }
 
 #[test]

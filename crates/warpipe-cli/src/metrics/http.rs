@@ -44,14 +44,21 @@ pub fn serve(
             Err(error) => return Err(error.into()),
         }
         // Before others are accepted: what has come from these may be a request.
-        let now = Instant::now();
-        clients.retain_mut(|client| {
-            // A client that breaks off is its own affair.
-            client.deadline > now && client.go_on(&mut page).unwrap_or(false)
-        });
+        answer(&mut clients, &mut page);
         accept(listener, &mut clients)?;
     }
     Ok(())
+}
+
+/// Goes on with each client. Those that ask at the same time get the same page: a look may take a
+/// second, and so many clients would hold up the next ones, and the end of this program.
+fn answer(clients: &mut Vec<Client>, page: &mut impl FnMut() -> Result<String, String>) {
+    let (now, mut made) = (Instant::now(), None);
+    let mut page = || made.get_or_insert_with(&mut *page).clone();
+    clients.retain_mut(|client| {
+        // A client that breaks off is its own affair.
+        client.deadline > now && client.go_on(&mut page).unwrap_or(false)
+    });
 }
 
 /// Until the time of a client ends.
@@ -252,6 +259,35 @@ mod tests {
     fn status(request: &[u8]) -> String {
         let response = respond(request, &mut || Ok("a 1\n".into()));
         response.split(' ').nth(1).unwrap().to_owned()
+    }
+
+    #[test]
+    fn clients_that_ask_at_the_same_time_get_one_page() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let mut all: Vec<_> = (0..40)
+            .map(|_| TcpStream::connect(address).unwrap())
+            .collect();
+        for asking in &mut all {
+            asking.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
+        }
+        let accepted = all.iter().map(|_| listener.accept().unwrap().0);
+        let mut clients: Vec<_> = accepted.map(|it| Client::new(it).unwrap()).collect();
+        for client in &clients {
+            poll(&mut [PollFd::new(&client.stream, PollFlags::IN)], None).unwrap();
+        }
+        let mut looks = 0;
+        answer(&mut clients, &mut || {
+            looks += 1;
+            Ok("a 1\n".into())
+        });
+        drop(clients);
+        assert_eq!(looks, 1);
+        for mut asking in all {
+            let mut text = String::new();
+            asking.read_to_string(&mut text).unwrap();
+            assert!(text.ends_with("\r\n\r\na 1\n"), "{text}");
+        }
     }
 
     #[test]

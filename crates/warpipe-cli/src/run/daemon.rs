@@ -64,7 +64,7 @@ pub fn run(args: &ChildArgs) -> anyhow::Result<Exit> {
             // Read if the daemon has not answered; on standard error otherwise.
             let said = format!("{error:#}").replace('\n', "; ");
             if writeln!(io::stdout(), "{said}").is_err() {
-                eprintln!("warpipe: {said}");
+                crate::note(&said);
             }
             Ok(Exit::Failed)
         }

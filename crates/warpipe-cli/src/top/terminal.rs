@@ -9,7 +9,7 @@ use ratatui_core::layout::{Position, Size};
 use ratatui_core::style::{Color, Modifier};
 use rustix::termios::{self, OptionalActions, Termios};
 
-use crate::output::is_colour_wanted;
+use crate::output::{is_colour_wanted, write_out};
 
 /// The other screen, and no cursor.
 const ENTER: &[u8] = b"\x1b[?1049h\x1b[?25l\x1b[2J";
@@ -45,9 +45,7 @@ impl Screen {
         };
         raw.make_raw();
         termios::tcsetattr(io::stdin(), OptionalActions::Flush, &raw)?;
-        let mut out = io::stdout().lock();
-        out.write_all(ENTER)?;
-        out.flush()
+        write_out(ENTER)
     }
 
     /// Gives the terminal back for the time of a stop.
@@ -72,8 +70,7 @@ pub fn restore() {
 }
 
 fn leave(before: &Termios) {
-    let mut out = io::stdout().lock();
-    let _ = out.write_all(LEAVE).and_then(|()| out.flush());
+    let _ = write_out(LEAVE);
     let _ = termios::tcsetattr(io::stdin(), OptionalActions::Flush, before);
 }
 
@@ -168,10 +165,9 @@ impl Backend for Output {
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        let mut out = io::stdout().lock();
-        out.write_all(&self.frame)?;
+        write_out(&self.frame)?;
         self.frame.clear();
-        out.flush()
+        Ok(())
     }
 }
 

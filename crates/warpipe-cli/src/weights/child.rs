@@ -160,7 +160,7 @@ fn load(args: &ChildArgs) -> anyhow::Result<ChildLine> {
 fn unreadable(error: Error) -> anyhow::Error {
     match error {
         Error::Os {
-            call: "stat" | "open" | "fstat" | "pread",
+            call: "stat" | "open" | "fstat" | "pread" | "getdents",
             context,
             source,
         } => InputError::unreadable(context, source).into(),

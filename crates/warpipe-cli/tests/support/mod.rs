@@ -4,7 +4,7 @@
 pub mod pty;
 pub mod weights;
 
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{ChildStderr, ChildStdout, Command, Output, Stdio};
 use std::time::Duration;
@@ -41,6 +41,15 @@ impl World {
         let path = self.path(name);
         std::fs::write(&path, content).unwrap();
         path
+    }
+
+    /// A copy of a program where each user may start it.
+    pub fn for_all_users(&self, program: impl AsRef<Path>) -> PathBuf {
+        let readable = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        std::fs::set_permissions(self.directory.path(), readable).unwrap();
+        let copy = self.path(&program.as_ref().file_name().unwrap().to_string_lossy());
+        std::fs::copy(program, &copy).unwrap();
+        copy
     }
 
     /// The command, in this world's domain.
@@ -227,4 +236,14 @@ pub fn bytes(count: usize) -> Vec<u8> {
 /// For tests that need the plain result.
 pub fn text(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// A pipe without room.
+pub fn full_pipe() -> (std::io::PipeReader, std::io::PipeWriter) {
+    let (reader, mut writer) = std::io::pipe().unwrap();
+    let flags = rustix::fs::fcntl_getfl(&writer).unwrap();
+    rustix::fs::fcntl_setfl(&writer, flags | rustix::fs::OFlags::NONBLOCK).unwrap();
+    while writer.write(&[b'.'; 4096]).is_ok() {}
+    rustix::fs::fcntl_setfl(&writer, flags).unwrap();
+    (reader, writer)
 }

@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 use std::fmt;
+use std::io::{self, ErrorKind};
 
 use super::{
     Error, EventHandleFault, HandleFault, HandshakeFault, LegacyFault, PointerKind, TicketFault,
@@ -42,10 +43,8 @@ impl Error {
         if let Error::SignalPending { last, .. } = self {
             return Some(format!("signal it on a stream, or wait for {last}").into());
         }
-        if let Error::Os { source, .. } = self
-            && source.kind() == std::io::ErrorKind::FileTooLarge
-        {
-            return Some(Cow::Borrowed(FILE_SIZE));
+        if let Error::Os { call, source, .. } = self {
+            return of_system(call, source).map(Cow::Borrowed);
         }
         let hint = self.fixed_hint();
         (!hint.is_empty()).then_some(Cow::Borrowed(hint))
@@ -84,8 +83,7 @@ impl Error {
             Error::Profiler { .. } => {
                 "correct NVTX_INJECTION64_PATH or WARPIPE_NVTX, or set WARPIPE_NVTX=0"
             }
-            Error::Os { .. } | Error::Injected { .. } => "",
-            Error::Argument { .. } | Error::Layout { .. } => "",
+            Error::Injected { .. } | Error::Argument { .. } | Error::Layout { .. } => "",
             Error::Forked => {
                 "open a new one in the child (CUDA cannot follow a fork at all: use spawn or exec)"
             }
@@ -206,6 +204,22 @@ impl Error {
     }
 }
 
+/// The next step after a call that the system refused.
+fn of_system(call: &str, error: &io::Error) -> Option<&'static str> {
+    match error.kind() {
+        ErrorKind::FileTooLarge => Some(FILE_SIZE),
+        ErrorKind::StorageFull => Some("remove files there, or choose a directory elsewhere"),
+        ErrorKind::ReadOnlyFilesystem => Some("choose a directory that can be written to"),
+        ErrorKind::PermissionDenied if call.starts_with("open") => {
+            Some("see the permissions of it, and of the folders above it")
+        }
+        ErrorKind::WouldBlock if call == "clone" => Some(
+            "raise the limit of processes and threads (`ulimit -u`, or a container's limit of pids)",
+        ),
+        _ => None,
+    }
+}
+
 /// The next step after a text, or bytes, that name nothing.
 fn of_text(fault: &HandleFault) -> &'static str {
     match fault {
@@ -285,6 +299,31 @@ mod tests {
             error.hint().as_deref(),
             Some("update the driver (R525 or newer), or use Device::host()")
         );
+    }
+
+    #[test]
+    fn a_full_or_locked_file_system_and_a_limit_of_threads_have_a_next_step() {
+        let hint = |call, code| {
+            let source = io::Error::from_raw_os_error(code);
+            let context = "x".into();
+            let error = Error::Os {
+                call,
+                context,
+                source,
+            };
+            error.hint().map(String::from)
+        };
+        for (call, code, word) in [
+            ("clone", libc::EAGAIN, "ulimit -u"),
+            ("bind", libc::ENOSPC, "remove files"),
+            ("openat", libc::EROFS, "written"),
+            ("openat", libc::EACCES, "permissions"),
+            ("pwrite", libc::EFBIG, "ulimit -f"),
+        ] {
+            let hint = hint(call, code).unwrap_or_default();
+            assert!(hint.contains(word), "{call}: {hint}");
+        }
+        assert_eq!(hint("read", libc::EIO), None);
     }
 
     #[test]

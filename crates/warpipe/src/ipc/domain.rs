@@ -140,8 +140,9 @@ impl Domain {
     }
 
     fn owned_by(path: &Path, owner: u32, create: bool) -> Result<Domain> {
-        // Without a trailing `/` or `/.`, behind which the kernel would follow a symlink in spite
-        // of O_NOFOLLOW.
+        // Absolute: it is opened again if the directory is removed. Without a trailing `/` or `/.`,
+        // behind which the kernel would follow a symlink in spite of O_NOFOLLOW.
+        let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
         let path: &Path = &path.components().collect::<PathBuf>();
         let fail = |reason: String| Error::Domain {
             path: path.to_owned(),
@@ -205,7 +206,8 @@ impl Domain {
 
     /// The device and the inode of the directory: the same for every process that uses it.
     pub(crate) fn identity(&self) -> [u64; 2] {
-        rustix::fs::fstat(&self.inner.directory).map_or([0; 2], |stat| [stat.st_dev, stat.st_ino])
+        let now = self.current();
+        rustix::fs::fstat(&now.inner.directory).map_or([0; 2], |stat| [stat.st_dev, stat.st_ino])
     }
 
     /// Every endpoint in the domain, of living and of dead processes, sorted by name.
@@ -213,12 +215,13 @@ impl Domain {
     /// # Errors
     /// [`Error::Os`] when the directory cannot be read.
     pub fn endpoints(&self) -> Result<Vec<Endpoint>> {
-        let names = self.names()?;
+        let now = self.current();
+        let names = now.names()?;
         Ok(names
             .into_iter()
             .map(|name| {
-                let holder = self.holder(&name);
-                let foreign = holder.is_none().then(|| self.foreign_file(&name)).flatten();
+                let holder = now.holder(&name);
+                let foreign = holder.is_none().then(|| now.foreign_file(&name)).flatten();
                 Endpoint {
                     holder,
                     foreign,
@@ -233,8 +236,9 @@ impl Domain {
     /// # Errors
     /// [`Error::Os`] when the directory cannot be read.
     pub fn clean(&self) -> Result<Vec<EndpointName>> {
-        let mut names = self.names()?;
-        names.retain(|name| self.clear_name(name));
+        let now = self.current();
+        let mut names = now.names()?;
+        names.retain(|name| now.clear_name(name));
         Ok(names)
     }
 
@@ -247,7 +251,7 @@ impl Domain {
     /// Removes the files of one dead endpoint. False while its name is held: by a living process,
     /// or for a moment by a dying one: its sockets may close before its lock is free.
     pub(crate) fn forget(&self, name: &EndpointName) -> bool {
-        self.clear_up(name) != Cleared::Held
+        self.current().clear_up(name) != Cleared::Held
     }
 
     /// What dead processes have left, by the author in the lock files: the endpoints that name one
@@ -258,9 +262,10 @@ impl Domain {
         &self,
         dead: &HashSet<Author>,
     ) -> Result<HashMap<Author, Vec<EndpointName>>> {
+        let now = self.current();
         let mut left: HashMap<Author, Vec<EndpointName>> = HashMap::new();
-        for name in self.names()? {
-            let Ok(lock) = self.open_lock(&name, OFlags::RDONLY) else {
+        for name in now.names()? {
+            let Ok(lock) = now.open_lock(&name, OFlags::RDONLY) else {
                 continue;
             };
             let author = read_author(&lock).filter(|author| dead.contains(author));
@@ -286,7 +291,7 @@ impl Domain {
     /// Removes the files that a dead owner of `name` left, and returns whether this call did. Keeps
     /// files that are held, or not this library's.
     pub(crate) fn clear_name(&self, name: &EndpointName) -> bool {
-        self.clear_up(name) == Cleared::Removed
+        self.current().clear_up(name) == Cleared::Removed
     }
 
     /// The names, of living or dead processes, that are `prefix` and one further part or piece of a
@@ -311,7 +316,7 @@ impl Domain {
             .reads
             .fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         let failed = |e| Error::os("getdents", self.inner.path.display().to_string(), e);
-        let directory = match self.open_directory() {
+        let directory = match self.current().open_directory() {
             Err(Errno::ACCESS) => {
                 return Err(Error::AccessDenied {
                     name: self.inner.path.display().to_string(),
@@ -341,17 +346,28 @@ impl Domain {
         rustix::fs::fstat(&self.inner.directory).is_ok_and(|stat| stat.st_nlink == 0)
     }
 
+    /// This domain, or the one that another process has made in its place since its directory was
+    /// removed. What takes several steps takes them in one of them.
+    fn current(&self) -> Domain {
+        let is_removed = self.is_removed();
+        let made_again = is_removed.then(|| self.made_again(false));
+        made_again
+            .and_then(Result::ok)
+            .unwrap_or_else(|| self.clone())
+    }
+
     /// The domain that lies in the place of this one, which was [removed](Self::is_removed).
-    fn made_again(&self) -> Result<Domain> {
-        Domain::owned_by(&self.inner.path, self.inner.owner, false)
+    fn made_again(&self, create: bool) -> Result<Domain> {
+        Domain::owned_by(&self.inner.path, self.inner.owner, create)
     }
 
     /// The holder of a name, if there is one. Where another user's lock file may not be read, its
     /// socket shows the holder.
     pub(crate) fn holder(&self, name: &EndpointName) -> Option<Holder> {
-        match self.open_lock(name, OFlags::RDONLY) {
-            Ok(lock) => is_owned(&lock).then(|| self.holder_by(&lock, name)),
-            Err(Errno::ACCESS | Errno::PERM) => self.listener_of(name),
+        let now = self.current();
+        match now.open_lock(name, OFlags::RDONLY) {
+            Ok(lock) => is_owned(&lock).then(|| now.holder_by(&lock, name)),
+            Err(Errno::ACCESS | Errno::PERM) => now.listener_of(name),
             // Nothing is proven dead by a process that cannot look.
             Err(error) if lock::is_own_want(error) => Some(Holder { pid: None }),
             Err(_) => None,
@@ -370,12 +386,13 @@ impl Domain {
     /// The held names, with the author of each lock. For another user's name it is the process that
     /// listens.
     pub(crate) fn held(&self) -> Result<Vec<(EndpointName, Author)>> {
-        let author = |name: &EndpointName| match self.open_lock(name, OFlags::RDONLY) {
+        let now = self.current();
+        let author = |name: &EndpointName| match now.open_lock(name, OFlags::RDONLY) {
             Ok(lock) => read_author(&lock).filter(|_| is_owned(&lock)),
-            Err(Errno::ACCESS | Errno::PERM) => self.listener_of(name)?.pid.map(Author::seen),
+            Err(Errno::ACCESS | Errno::PERM) => now.listener_of(name)?.pid.map(Author::seen),
             Err(_) => None,
         };
-        Ok(self
+        Ok(now
             .names()?
             .into_iter()
             .filter_map(|name| author(&name).map(|author| (name, author)))
@@ -401,12 +418,16 @@ impl Domain {
 
     /// The last author of the lock file of `name`, whether it lives or not.
     pub(crate) fn last_holder(&self, name: &EndpointName) -> Option<Author> {
-        read_author(&self.open_lock(name, OFlags::RDONLY).ok()?)
+        read_author(&self.current().open_lock(name, OFlags::RDONLY).ok()?)
     }
 
-    /// Claims `name` for this process: its lock, and a listening socket under it.
+    /// Claims `name` for this process: its lock, and a listening socket under it. Makes the
+    /// directory again if it was removed.
     pub(crate) fn claim(&self, name: &EndpointName, open_to_others: bool) -> Result<NameClaim> {
-        NameClaim::new(self, name, open_to_others)
+        match self.is_removed() {
+            true => NameClaim::new(&self.made_again(true)?, name, open_to_others),
+            false => NameClaim::new(self, name, open_to_others),
+        }
     }
 
     /// Makes a listening socket under `name`, which appears there ready to be connected to. Returns
@@ -461,9 +482,10 @@ impl Domain {
         absent: impl FnOnce(bool) -> Error,
     ) -> Result<PeerSocket> {
         let file = name.file("", ".sock");
+        let now = self.current();
         let mut backoff = crate::backoff::Backoff::default();
         loop {
-            match self.dial(&file) {
+            match now.dial(&file) {
                 Ok(socket) => return Ok(socket),
                 Err(Errno::AGAIN) if limit.is_some_and(|limit| !limit.left().is_zero()) => {
                     backoff.pause()
@@ -495,7 +517,7 @@ impl Domain {
             domain: self.inner.path.clone(),
             was_there,
         };
-        match self.dial(&file) {
+        match self.current().dial(&file) {
             Ok(socket) => Ok(Some(socket)),
             Err(Errno::AGAIN) => Ok(None),
             Err(error) => Err(self.not_connected(name, &file, error, absent)),
@@ -546,7 +568,8 @@ impl Domain {
 
     /// Becomes readable when a new file appears in the directory.
     pub(crate) fn arrivals(&self) -> Result<Arrivals> {
-        let directory = &self.inner.directory;
+        let now = self.current();
+        let directory = &now.inner.directory;
         let stat = rustix::fs::fstat(directory)
             .map_err(|e| Error::os("fstat", "the domain's directory", e))?;
         let path = format!("/proc/self/fd/{}/.", directory.as_raw_fd());

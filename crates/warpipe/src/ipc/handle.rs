@@ -8,8 +8,6 @@
 //! shows that they were cut or changed on their way; it proves nothing about their author, so each
 //! kind checks what its payload says.
 
-use std::path::PathBuf;
-
 use data_encoding::HEXLOWER;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -32,16 +30,11 @@ pub(crate) const BYTES_MAX: usize = 5 << 10;
 /// The longest text, with room for white space around it.
 pub(crate) const TEXT_BYTES_MAX: usize = 2 * BYTES_MAX + 64;
 
-/// The domain's path as a handle names it: its reader may run in another directory, and a text can
-/// hold UTF-8 alone.
-pub(crate) fn absolute_path(domain: &Domain) -> Result<String> {
+/// The domain's path as a handle names it: a text can hold UTF-8 alone.
+pub(crate) fn path_of(domain: &Domain) -> Result<String> {
     let path = domain.path();
-    let path = std::path::absolute(path)
-        .map_err(|e| Error::os("getcwd", format!("the domain {}", path.display()), e))?;
-    path.into_os_string().into_string().map_err(|path| {
-        let shown = PathBuf::from(path);
-        Error::argument("domain", shown.display(), "a path in UTF-8")
-    })
+    let text = path.to_str().map(str::to_owned);
+    text.ok_or_else(|| Error::argument("domain", path.display(), "a path in UTF-8"))
 }
 
 /// The kind of object that a handle names.

@@ -75,7 +75,7 @@ impl Ticket {
         wanted: Wanted,
         device: Option<DeviceId>,
     ) -> Result<Ticket> {
-        let path = handle::absolute_path(domain)?;
+        let path = handle::path_of(domain)?;
         let (host, owner, name) = (
             ProcessOrigin::here()?.host,
             domain.owner(),

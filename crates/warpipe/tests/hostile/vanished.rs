@@ -5,11 +5,12 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
+use std::time::Duration;
 
 use crate::ipc::domain::name_byte;
 
 use super::stage::{
-    LONG, Scratch, TestProcess, assert_delivers, domain_of_test, eventually, role, stream,
+    LONG, Scratch, TestProcess, alone, assert_delivers, domain_of_test, eventually, role, stream,
 };
 use crate::{Device, Domain, Error, Publisher, Subscriber};
 
@@ -130,6 +131,45 @@ fn an_owner_appears_in_a_domain_that_was_removed_and_made_again() {
     let sample = subscriber.receive(&stream()).unwrap();
     assert_eq!(sample.to_vec(LONG).unwrap(), b"here");
     assert!(matches!(build(&domain), Err(Error::NameTaken { .. })));
+}
+
+#[test]
+fn a_handle_of_a_domain_that_was_removed_leads_to_the_one_that_is_made_in_its_place() {
+    let test = "a_handle_of_a_domain_that_was_removed_leads_to_the_one_that_is_made_in_its_place";
+    alone(module_path!(), test, || {
+        let scratch = Scratch::new();
+        std::env::set_current_dir(&scratch.path).unwrap();
+        let (before, folder) = (Domain::at("d").unwrap(), scratch.path.join("d"));
+        std::env::set_current_dir("/").unwrap();
+        let make_again = || {
+            fs::remove_dir_all(&folder).unwrap();
+            build(&Domain::at(&folder).unwrap()).unwrap()
+        };
+        let first = make_again();
+        let builder = || Subscriber::builder("a").domain(&before);
+        let builder = || {
+            builder()
+                .device(&Device::host())
+                .wait_for_publisher(Some(LONG))
+        };
+        let mut subscriber = builder().reconnect(true).build().unwrap();
+        assert_delivers(&first, &mut subscriber, b"in its place");
+        assert_eq!(before.endpoints().unwrap().len(), 1);
+        assert!(before.clean().unwrap().is_empty());
+        assert!(matches!(build(&before), Err(Error::NameTaken { .. })));
+        drop(first);
+        let second = make_again();
+        eventually("it has found the next one", || {
+            second.wait_for_subscribers(1, Duration::ZERO).is_ok() || {
+                let _ = subscriber.try_receive(&stream());
+                false
+            }
+        });
+        drop(second);
+        fs::remove_dir_all(&folder).unwrap();
+        let third = build(&before).expect("its directory is made again");
+        assert_delivers(&third, &mut builder().build().unwrap(), b"and again");
+    });
 }
 
 #[test]

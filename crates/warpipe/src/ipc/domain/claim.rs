@@ -154,7 +154,7 @@ impl Files {
         if self.domain.is_removed() {
             // Another process may have made the directory again. This one does not: its removal may
             // have been meant.
-            *self = Files::make(&self.domain.made_again()?, name, is_open_to_others)?;
+            *self = Files::make(&self.domain.made_again(false)?, name, is_open_to_others)?;
             return Ok(());
         }
         // One file of two would stand for a dead owner, or for another program. The place keeps
@@ -171,7 +171,57 @@ impl Files {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicU32;
+
     use super::*;
+
+    #[test]
+    fn a_process_that_waits_for_the_lock_of_a_name_keeps_nobody_from_the_name() {
+        let folder = std::env::temp_dir().join(format!("warpipe-waits-{}", std::process::id()));
+        let domain = Domain::at(&folder).unwrap();
+        let name = EndpointName::new("a").unwrap();
+        // As one that is stopped there.
+        let waits = domain.place(&name).unwrap();
+        domain.claim(&name, false).unwrap();
+        drop(waits);
+        std::fs::remove_dir(folder).unwrap();
+    }
+
+    #[test]
+    fn one_at_a_time_has_a_name_that_many_take_while_others_remove_its_files() {
+        let folder = std::env::temp_dir().join(format!("warpipe-many-{}", std::process::id()));
+        let domain = Domain::at(&folder).unwrap();
+        let name = EndpointName::new("a").unwrap();
+        let (owners, at_work) = (AtomicU32::new(0), AtomicU32::new(3));
+        let take = || {
+            let mut most = 0;
+            for _ in 0..20 {
+                if let Ok(claim) = domain.claim(&name, false) {
+                    most = most.max(1 + owners.fetch_add(1, Ordering::SeqCst));
+                    claim.look();
+                    owners.fetch_sub(1, Ordering::SeqCst);
+                }
+            }
+            at_work.fetch_sub(1, Ordering::SeqCst);
+            most
+        };
+        let remove = || {
+            for file in ["a.lock", "a.sock", "a.lock"].iter().cycle() {
+                let _ = std::fs::remove_file(folder.join(file));
+                std::thread::yield_now();
+                if at_work.load(Ordering::SeqCst) == 0 {
+                    return;
+                }
+            }
+        };
+        let most = std::thread::scope(|scope| {
+            scope.spawn(remove);
+            let all = [(); 3].map(|()| scope.spawn(take));
+            all.map(|one| one.join().unwrap())
+        });
+        assert_eq!(most.iter().max(), Some(&1), "owners at a time");
+        std::fs::remove_dir_all(folder).unwrap();
+    }
 
     #[test]
     fn a_look_leaves_a_foreign_file_and_puts_the_name_back_when_that_is_gone() {

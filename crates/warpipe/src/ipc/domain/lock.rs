@@ -16,7 +16,7 @@ use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
 use super::author::{Author, LOCK_BYTES_MAX};
-use super::place::{Place, is_kept};
+use super::place::Place;
 use super::{Domain, EndpointName};
 use crate::backoff::Backoff;
 use crate::error::{Error, Holder, Result};
@@ -105,7 +105,7 @@ impl Domain {
                 let author = read_author(&lock);
                 let had_author = author.is_some();
                 if let Some(place) = contested.take()
-                    && is_kept(place, author)
+                    && !place.take(author)
                 {
                     if !had_author {
                         self.unlink_lock(&lock, name);

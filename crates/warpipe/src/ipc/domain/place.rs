@@ -43,6 +43,27 @@ impl Place {
         rustix::fs::fstat(&self.directory).is_ok_and(|stat| stat.st_mode & 0o044 != 0)
     }
 
+    /// Takes the place, for a process that has the lock file: one that waits for that has no place,
+    /// and keeps nobody from the name. False if the name has an owner all the same, without a locked
+    /// file. The place of a dying owner, which the file names, or of one that leaves, is free in a
+    /// moment.
+    pub(super) fn take(&self, author: Option<Author>) -> bool {
+        let _ = ofd_read_lock(self.directory.as_fd(), self.byte);
+        let (clock, mut backoff) = (Uptime::default(), Backoff::default());
+        loop {
+            let is_exiting = author.and_then(Author::pid_here).is_some_and(is_exiting);
+            let limit = if is_exiting { EXIT_TIMEOUT } else { LIVE_AFTER };
+            let is_last = clock.ran() > limit;
+            if !self.is_contested() {
+                return true;
+            }
+            if is_last {
+                return false;
+            }
+            backoff.pause();
+        }
+    }
+
     /// Gives the place up.
     pub(super) fn leave(&self) {
         let _ = ofd_unlock(self.directory.as_fd(), self.byte);
@@ -50,13 +71,12 @@ impl Place {
 }
 
 impl Domain {
-    /// The place of `name`. Others may have it, too, until [`lock`](Self::lock) has succeeded. Where
-    /// the file system has no such locks, the lock file alone keeps the name.
+    /// The place of `name`, which nobody has taken by that. Where the file system has no such locks,
+    /// the lock file alone keeps the name.
     pub(super) fn place(&self, name: &EndpointName) -> Result<Place> {
         let directory = CloseOnForkFd::open(|| self.open_directory())
             .map_err(|error| Error::os("openat", self.inner.path.display().to_string(), error))?;
         let byte = name_byte(name.as_str());
-        let _ = ofd_read_lock(directory.as_fd(), byte);
         Ok(Place { directory, byte })
     }
 
@@ -88,22 +108,4 @@ impl Domain {
 /// The byte of a domain's directory that is locked for a name.
 pub(crate) fn name_byte(name: &str) -> i64 {
     (hash(name.as_bytes()) >> 2) as i64
-}
-
-/// Whether a name without a locked file has an owner all the same, by its place. The place of a
-/// dying owner, which the file names, or of one that leaves, is free in a moment.
-pub(super) fn is_kept(place: &Place, author: Option<Author>) -> bool {
-    let (clock, mut backoff) = (Uptime::default(), Backoff::default());
-    loop {
-        let is_exiting = author.and_then(Author::pid_here).is_some_and(is_exiting);
-        let limit = if is_exiting { EXIT_TIMEOUT } else { LIVE_AFTER };
-        let is_last = clock.ran() > limit;
-        if !place.is_contested() {
-            return false;
-        }
-        if is_last {
-            return true;
-        }
-        backoff.pause();
-    }
 }

@@ -37,7 +37,7 @@ use crate::device::Device;
 use crate::error::{Error, EventHandleFault, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::domain::Domain;
-use crate::ipc::handle::{DriverHandle, absolute_path};
+use crate::ipc::handle::{DriverHandle, path_of};
 use crate::options::{EndpointOptions, option_setters};
 use crate::runtime::fence::StreamSet;
 use crate::runtime::timed_lock::{LOCK_TIMEOUT, TimedGuard, TimedLock};
@@ -208,7 +208,7 @@ impl Event {
                 let (endpoint, device) = (exporter.name.to_string(), device.info().id);
                 let (generation, ipc) = (exporter.generation, ipc.map(DriverHandle));
                 HandleBody {
-                    domain: absolute_path(&exporter.domain)?.into(),
+                    domain: path_of(&exporter.domain)?.into(),
                     endpoint,
                     generation,
                     index: *index,

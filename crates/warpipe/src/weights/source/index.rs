@@ -56,6 +56,9 @@ impl Index {
         if is_over {
             return Err(limit("tensors", TENSORS_MAX as u64));
         }
+        if tensors.is_empty() {
+            return Err(fault("names no tensor".into()));
+        }
         tensors.sort_unstable();
         if let Some(pair) = tensors.windows(2).find(|pair| pair[0].0 == pair[1].0) {
             let name = shortened(&pair[0].0);

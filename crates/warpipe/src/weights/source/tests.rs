@@ -265,6 +265,14 @@ fn the_text_of_a_refused_index_is_short_however_long_its_entries_are() {
 }
 
 #[test]
+fn an_index_that_names_no_tensor_is_refused_and_offers_no_empty_model() {
+    let folder = Folder::new("none");
+    folder.index("");
+    let refused = folder.refused();
+    assert!(refused.contains("the index names no tensor"), "{refused}");
+}
+
+#[test]
 fn a_tensor_of_two_files_is_refused_with_both_files() {
     let folder = Folder::new("twice");
     let files = [folder.file("one", &["a"]), folder.file("two", &["b", "a"])];

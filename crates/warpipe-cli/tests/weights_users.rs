@@ -1,0 +1,91 @@
+//! Weights that plain users serve to plain users.
+
+mod support;
+
+use std::os::unix::fs::{PermissionsExt, chown};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use support::weights::{DOMAIN, safetensors};
+use support::{Running, World};
+use warpipe::weights::SharedWeights;
+use warpipe::{Device, Domain};
+
+const OWNER: u32 = 61_201;
+const ADMITTED: u32 = 61_202;
+const GROUP: u32 = 61_203;
+const OTHER: u32 = 61_204;
+
+#[test]
+#[ignore = "the part of a reader, for the other test to start"]
+fn a_reader() {
+    let Ok(path) = std::env::var(DOMAIN) else {
+        return;
+    };
+    let opened = Domain::of_user(path, OWNER).and_then(|domain| {
+        let opener = SharedWeights::opener("w").domain(&domain);
+        opener.device(&Device::host()).open()
+    });
+    match opened {
+        Ok(weights) => println!("outcome: version {}", weights.version()),
+        Err(error) => println!("outcome: {error:?}"),
+    }
+}
+
+fn read_as(program: &Path, domain: &Path, user: u32, group: u32) -> String {
+    let mut command = Command::new(program);
+    command.args(["--ignored", "--exact", "a_reader", "--nocapture"]);
+    command.env(DOMAIN, domain).uid(user).gid(group);
+    let output = command.output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let outcome = text.lines().find_map(|line| line.split_once("outcome: "));
+    let outcome = outcome.map(|(_, outcome)| outcome.to_owned());
+    outcome.unwrap_or_else(|| panic!("{text}{}", String::from_utf8_lossy(&output.stderr)))
+}
+
+#[test]
+fn weights_are_served_to_the_users_and_groups_that_are_named_and_to_no_others() {
+    if !rustix::process::geteuid().is_root() {
+        return println!("skipped: only root can become other users");
+    }
+    let world = World::new();
+    let binary = world.for_all_users(env!("CARGO_BIN_EXE_warpipe"));
+    let reader = world.for_all_users(std::env::current_exe().unwrap());
+    let domain = world.path("domain");
+    let read_as = |user, group| read_as(&reader, &domain, user, group);
+    std::fs::create_dir(&domain).unwrap();
+    chown(&domain, Some(OWNER), Some(OWNER)).unwrap();
+    let file = world.write("model.safetensors", &safetensors(&[("a", &[1; 100])]));
+    let mode = |mode| {
+        std::fs::set_permissions(&domain, PermissionsExt::from_mode(mode)).unwrap();
+    };
+    mode(0o700);
+    let mut serve = Command::new(binary);
+    serve.args(["weights", "serve", file.to_str().unwrap(), "--name", "w"]);
+    serve
+        .args(["--json", "--device", "host", "--domain"])
+        .arg(&domain);
+    serve.args(["--allow-uid", &ADMITTED.to_string()]);
+    serve.args(["--allow-gid", &GROUP.to_string()]);
+    serve.uid(OWNER).gid(OWNER).stderr(Stdio::inherit());
+    let mut serve = Running::start(serve);
+    serve.wait_for("ready", 1);
+    assert_eq!(read_as(OWNER, OWNER), "version 1");
+    let refused = read_as(ADMITTED, ADMITTED);
+    assert!(refused.contains("chmod 711"), "{refused}");
+    for open in [0o711, 0o755] {
+        mode(open);
+        assert_eq!(read_as(ADMITTED, ADMITTED), "version 1", "{open:o}");
+        assert_eq!(read_as(OTHER, GROUP), "version 1", "{open:o}");
+        let refused = read_as(OTHER, OTHER);
+        assert!(
+            refused.contains("is not on its list"),
+            "{open:o}: {refused}"
+        );
+        assert!(
+            refused.contains("allow the uid or gid"),
+            "{open:o}: {refused}"
+        );
+    }
+}
