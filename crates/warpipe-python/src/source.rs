@@ -204,7 +204,13 @@ impl Wanted<'_> {
             let tensor = match capsule(found, None).and_then(|capsule| dlpack::import(&capsule)) {
                 Ok(tensor) => tensor,
                 // JAX has element types that it does not export, and NumPy gets them all.
-                Err(_) if is_from(found, "jax")? => return self.of_numpy(found),
+                // An interrupt is none of its errors.
+                Err(error)
+                    if error.is_instance_of::<PyException>(found.py())
+                        && is_from(found, "jax")? =>
+                {
+                    return self.of_numpy(found);
+                }
                 Err(error) => return Err(error),
             };
             if !is_host(tensor.device()) {

@@ -205,6 +205,16 @@ def test_a_block_is_lent_and_comes_back(domain, device):
         client.close()
 
 
+def test_a_pool_with_as_many_blocks_as_it_may_have_does_not_advise_a_larger_memory_limit(domain, device):
+    with warpipe.Pool.create("scratch", memory_limit=1 << 30, domain=domain, device=device) as pool:
+        blocks = [pool.allocate(16) for _ in range(8192)]
+        with pytest.raises(warpipe.MemoryLimitError, match="release some: it has as many blocks"):
+            pool.allocate(16, timeout=0)
+        blocks.pop().release()
+        blocks.append(pool.allocate(16, timeout=10))
+        del blocks
+
+
 def test_each_user_of_a_pool_has_its_quota(domain, device):
     own, tenant = os.geteuid(), os.geteuid() + 1
     on = {"domain": domain, "device": device}

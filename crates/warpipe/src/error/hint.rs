@@ -179,6 +179,11 @@ impl Error {
             Error::Full { .. } => {
                 "receive and release faster, raise the depth, or choose another policy"
             }
+            Error::MemoryLimit {
+                bytes, used, limit, ..
+            } if used.saturating_add(*bytes) <= *limit => {
+                "release some: it has as many blocks or loans as it may (8,192 blocks of a pool), or what is left lies in pieces that are too short"
+            }
             Error::MemoryLimit { .. } => "release some, or raise the memory limit",
             Error::QuotaExceeded { .. } => {
                 "release blocks of that user, in all of its processes, or have the pool's owner raise its quota"
@@ -336,6 +341,26 @@ mod tests {
         };
         let hint = error.hint().unwrap();
         assert!(hint.ends_with("wait for 7"), "{hint}");
+    }
+
+    #[test]
+    fn a_limit_that_leaves_room_is_not_to_be_raised() {
+        let hint = |used| {
+            let (name, bytes, limit) = ("p".into(), 64, 1 << 30);
+            let error = Error::MemoryLimit {
+                name,
+                bytes,
+                used,
+                limit,
+            };
+            error.hint().unwrap().into_owned()
+        };
+        assert!(
+            hint(4 << 20).contains("as many blocks"),
+            "{}",
+            hint(4 << 20)
+        );
+        assert!(hint((1 << 30) - 8).ends_with("raise the memory limit"));
     }
 
     #[test]
