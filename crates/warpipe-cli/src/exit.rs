@@ -172,6 +172,9 @@ pub fn hint(error: &Error) -> Option<String> {
         Error::WeightsDamaged { .. } => {
             "end the process that wrote to the memory, then `warpipe weights drop` and `serve` again"
         }
+        Error::WeightsUnhashed { .. } => {
+            "publish it with hashes (`hash` is `device` or `later`), or `warpipe weights serve` files"
+        }
         other => return other.hint().map(Into::into),
     };
     Some(own.to_owned())

@@ -214,7 +214,7 @@ pub fn from_typestr(typestr: &str, name: impl FnOnce() -> Option<String>) -> PyR
         // Objects, texts and times.
         'O' | 'S' | 'U' | 'a' | 't' | 'M' | 'm' => {
             return Err(
-                unknown("has no numbers that a device knows; convert it with `.astype`").into(),
+                unknown("is of objects, texts or times, and has no numbers that a device knows; convert it with `.astype`").into(),
             );
         }
         // Structures, and what has a letter of its own.
@@ -223,7 +223,7 @@ pub fn from_typestr(typestr: &str, name: impl FnOnce() -> Option<String>) -> PyR
     let bytes: u16 = letters.as_str().parse().map_err(|_| malformed())?;
     if order == '>' && bytes > 1 {
         return Err(unknown(
-            "is big-endian, and no device computes with that; convert it with `.astype`",
+            "has the byte order of big-endian machines, and no device computes with that; convert it with `.astype`",
         )
         .into());
     }

@@ -201,6 +201,7 @@ fn class_of(error: &Error) -> &'static str {
         Error::Injected { .. } => "InjectedError",
         Error::WeightsFile { .. } => "WeightsFileError",
         Error::WeightsDamaged { .. } => "WeightsDamagedError",
+        Error::WeightsUnhashed { .. } => "WeightsUnhashedError",
         // Queues and services.
         Error::QueueFull { .. } => "QueueFullError",
         Error::DeadLettered { .. } => "DeadLetteredError",
@@ -420,6 +421,10 @@ fn fill_of_job(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
             dict.set_item("version", version)?;
             dict.set_item("tensors", tensors)
         }
+        Error::WeightsUnhashed { name, version } => {
+            dict.set_item("endpoint", name)?;
+            dict.set_item("version", version)
+        }
         _ => Ok(()),
     }
 }
@@ -431,6 +436,14 @@ pub fn classes(py: Python<'_>) -> PyResult<&Py<PyDict>> {
         let names = py.import("warpipe._errors")?.dict();
         Ok(names.copy()?.unbind())
     })
+}
+
+/// Whether an exception is one of this package's.
+pub fn is_of_this_package(py: Python<'_>, error: &PyErr) -> bool {
+    let base = classes(py).and_then(|classes| classes.bind(py).get_item("Error"));
+    base.ok()
+        .flatten()
+        .is_some_and(|base| error.is_instance(py, &base))
 }
 
 fn raise(

@@ -19,7 +19,7 @@
 //! | `inbox` | common to subscribers, workers and servers |
 //! | `client`, `server`, `job_endpoint` | services; `job_endpoint` is common to queues and clients
 //! |
-//! | `weights`, `weights_watch` | model weights: read, filled, kept; new versions |
+//! | `weights`, `weights_publish`, `weights_watch` | model weights: read, kept; published; new versions |
 //! | `memory` | the memory behind arrays, and its release |
 //! | `array`, `buffer`, `dlpack`, `torch` | this package's memory as other frameworks' arrays |
 //! | `torch_allocator` | this package's memory in PyTorch's caching allocator |
@@ -97,7 +97,7 @@ mod tuples;
 mod view;
 mod wait;
 mod weights;
-mod weights_builder;
+mod weights_publish;
 mod weights_watch;
 mod worker;
 

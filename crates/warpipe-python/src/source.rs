@@ -14,8 +14,10 @@ use warpipe::backend::{PointerKind, cuda};
 use warpipe_dlpack::{CPU, CUDA, CUDA_HOST, CUDA_MANAGED, DLDevice, Imported, VERSION};
 
 mod description;
+mod plain_torch;
 
 use self::description::{ArrayDescription, interface};
+pub use self::plain_torch::PlainTorch;
 use crate::device::is_cuda;
 use crate::dlpack;
 use crate::dtype;

@@ -267,6 +267,11 @@ impl Consumer {
         }
     }
 
+    /// Whether both are the same stream.
+    pub fn is_same(&self, other: &Consumer) -> bool {
+        self.stream.raw() == other.stream.raw()
+    }
+
     /// The stream that a link is given.
     pub fn linked(&self) -> &warpipe::Stream {
         self.relay.as_ref().unwrap_or(&self.stream)

@@ -19,8 +19,10 @@ use crate::memory::{Memory, MemoryHolder};
 use crate::memory_owner::{MemoryOwner, OwnedMemory};
 use crate::process::Home;
 use crate::view::View;
-use crate::wait::{CallOff, asking, hand_over, on_a_thread, optional};
-use crate::weights_builder;
+use crate::wait::{
+    CallOff, asking, hand_over, in_slices, late, none_if_late, on_a_thread, optional,
+};
+use crate::weights_publish::_publish_weights;
 
 /// How long one call of the library waits. A wait that is given up leaves at most so much of it
 /// behind.
@@ -31,7 +33,7 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<SharedWeights>()?;
     module.add_class::<Keeper>()?;
     module.add_class::<PublishedWeights>()?;
-    weights_builder::register(module)?;
+    module.add_function(wrap_pyfunction!(_publish_weights, module)?)?;
     module.add_function(wrap_pyfunction!(_open_weights, module)?)?;
     module.add_function(wrap_pyfunction!(_keep_weights, module)?)?;
     module.add_function(wrap_pyfunction!(_verify_weights, module)?)
@@ -112,10 +114,9 @@ fn weights_of(owner: &MemoryOwner) -> &weights::SharedWeights {
 /// interpreter.
 fn owner_of(domain: &Path, opened: weights::SharedWeights) -> Arc<MemoryOwner> {
     let is_same = |other: &weights::SharedWeights| {
-        (other.name(), other.version()) == (opened.name(), opened.version())
+        other.name() == opened.name()
             && other.device().info().id == opened.device().info().id
-            // A domain of another user does not know that this process has a number in use.
-            && other.tensors() == opened.tensors()
+            && other.is_same(&opened)
     };
     // Never blocks on the list: a forked child may find it locked for ever.
     let Ok(mut known) = KNOWN.try_lock() else {
@@ -239,6 +240,12 @@ pub struct SharedWeights {
 }
 
 impl SharedWeights {
+    /// As the base of another version.
+    pub fn as_base(&self) -> Outcome<weights::BaseVersion> {
+        let owner = self.handle.get()?;
+        Ok(weights::BaseVersion::from(weights_of(&owner)))
+    }
+
     fn find<R>(&self, name: &str, read: impl FnOnce(&TensorInfo) -> R) -> PyResult<R> {
         let owner = self.handle.get()?;
         let found = weights_of(&owner).tensor_info(name).map(read);
@@ -322,11 +329,48 @@ impl SharedWeights {
         self.find(name, TensorInfo::offset)
     }
 
-    /// The hash of a tensor's bytes: 128 bits of XXH3.
+    /// The hash of a tensor's bytes: 128 bits of XXH3. None if it has not been computed.
     ///
     /// Raises ``KeyError``, ``ClosedError``.
-    fn content_hash<'py>(&self, py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyBytes>> {
-        Ok(PyBytes::new(py, &self.find(name, TensorInfo::hash)?))
+    fn content_hash<'py>(
+        &self,
+        py: Python<'py>,
+        name: &str,
+    ) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        let hash = self.find(name, TensorInfo::hash)?;
+        Ok(hash.map(|hash| PyBytes::new(py, &hash)))
+    }
+
+    /// When the publisher computes the content hashes: ``"device"``, ``"later"`` or ``"none"``.
+    ///
+    /// Raises ``ClosedError``.
+    #[getter]
+    fn hash(&self) -> PyResult<&'static str> {
+        let owner = self.handle.get()?;
+        Ok(weights_of(&owner).hashing().name())
+    }
+
+    /// Whether each tensor had a content hash when these weights were opened.
+    ///
+    /// Raises ``ClosedError``.
+    #[getter]
+    fn is_hashed(&self) -> PyResult<bool> {
+        let owner = self.handle.get()?;
+        Ok(weights_of(&owner).is_hashed())
+    }
+
+    /// What the publisher gave with the version; None if it gave nothing.
+    ///
+    /// Raises ``ClosedError``.
+    #[getter]
+    fn metadata<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let owner = self.handle.get()?;
+        let json = weights_of(&owner).metadata();
+        if json.is_empty() {
+            return Ok(None);
+        }
+        let loads = py.import("json")?.getattr("loads")?;
+        Ok(Some(loads.call1((PyBytes::new(py, json),))?))
     }
 
     fn __getitem__(&self, py: Python<'_>, name: &str) -> PyResult<Py<View>> {
@@ -485,10 +529,30 @@ impl PublishedWeights {
         };
         Py::new(py, base.add_subclass(made))
     }
+
+    /// As the base of another version.
+    pub fn as_base(&self) -> Outcome<weights::BaseVersion> {
+        let published = self.handle.get()?;
+        Ok(weights::BaseVersion::from(&**published))
+    }
 }
 
 #[pymethods]
 impl PublishedWeights {
+    /// Whether each tensor has a content hash. Waits up to ``timeout`` seconds (None: no limit) for
+    /// those that are computed later, until the keeper has them, too.
+    ///
+    /// Raises ``TimeoutError``; once, the error for which there will be none; ``ClosedError``.
+    #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
+    fn wait_for_hashes(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+        let timeout = optional(timeout, "timeout")?;
+        let published = self.handle.get()?;
+        let hashed = in_slices(py, timeout, |slice| {
+            none_if_late(published.wait_for_hashes(slice))
+        })?;
+        Ok(hashed.ok_or_else(|| late("the content hashes".into(), timeout))?)
+    }
+
     /// The name.
     #[getter]
     fn name(&self) -> &str {

@@ -142,7 +142,7 @@ def test_tied_tensors_are_stored_once_under_all_their_names(keeper, publish, opt
     assert weights.verify("llama", **options) == 1
 
 
-def test_tensors_with_other_strides_become_row_major(keeper, publish, options):
+def test_tensors_with_other_strides_have_their_values(keeper, publish, options):
     whole = np.arange(24, dtype="i4").reshape(4, 6)
     given = {"turned": whole.T, "gaps": whole[::2, ::3], "backwards": whole[::-1], "spread": np.broadcast_to(whole[0], (3, 6))}
     publish(given)

@@ -88,7 +88,10 @@ fn train(stage: &Stage) -> Outcome<String> {
                 // As a training step leaves it: a slice that cudarc allocated.
                 let trained: CudaSlice<f32> = stream.clone_htod(&parameters(tensor))?;
                 let (from, _in_use) = trained.device_ptr(stream);
-                let (to, bytes) = (builder.memory().ptr() + offset, trained.num_bytes());
+                let (to, bytes) = (
+                    builder.memory().expect("there are tensors").ptr() + offset,
+                    trained.num_bytes(),
+                );
                 // SAFETY: the slice and the tensor's place in the memory are `bytes` long; both live
                 // until the stream is synchronised below.
                 unsafe { result::memcpy_dtod_async(to, from, bytes, stream.cu_stream())? };
@@ -113,7 +116,10 @@ fn fill_on_host(
         .into_iter()
         .flat_map(f32::to_ne_bytes)
         .collect();
-    builder.memory().write(&device.stream()?, offset, &bytes)?;
+    builder
+        .memory()
+        .expect("there are tensors")
+        .write(&device.stream()?, offset, &bytes)?;
     Ok(())
 }
 

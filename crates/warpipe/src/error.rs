@@ -450,6 +450,15 @@ pub enum Error {
         /// The tensors that differ, in the order of their offsets.
         tensors: Vec<String>,
     },
+    /// Tensors of published weights have no content hash: nothing shows whether they are what their
+    /// publisher wrote.
+    #[error("version {version} of the weights {name:?} has no content hashes to compare")]
+    WeightsUnhashed {
+        /// The weights' name.
+        name: String,
+        /// The version.
+        version: u64,
+    },
     /// Memory of a kind that another process cannot open by the handle that was asked for.
     #[error("{ptr:#x} cannot be exported: it is {kind}")]
     NotExportable {

@@ -320,6 +320,34 @@ impl Layout {
     pub fn is_contiguous(&self) -> bool {
         self.is_contiguous
     }
+
+    /// Whether the elements lie without gaps and overlaps, forwards in each dimension, whatever the
+    /// order of the dimensions: as those of a transposed tensor do.
+    pub fn is_dense(&self) -> bool {
+        if self.is_contiguous || self.shape().contains(&0) {
+            return true;
+        }
+        let mut steps: [(i64, u64); RANK_MAX] = [(0, 1); RANK_MAX];
+        let dimensions = self.strides().iter().zip(self.shape());
+        for (step, (&stride, &length)) in steps.iter_mut().zip(dimensions) {
+            // The stride of a lone element may be anything.
+            *step = if length == 1 {
+                (0, 1)
+            } else {
+                (stride, length)
+            };
+        }
+        steps.sort_unstable();
+        let mut wanted = 1i64;
+        steps
+            .iter()
+            .filter(|(_, length)| *length > 1)
+            .all(|&(stride, length)| {
+                let is_next = stride == wanted;
+                wanted = wanted.wrapping_mul(length as i64);
+                is_next
+            })
+    }
 }
 
 /// Whether elements of these strides lie in row-major order without gaps.
@@ -411,6 +439,35 @@ mod tests {
                     read.is_none_or(|dtype| postcard::to_stdvec(&dtype) == Ok(vec![code, bits]))
                 );
             }
+        }
+    }
+
+    #[test]
+    fn a_dense_layout_has_each_byte_once_in_whatever_order_of_dimensions() {
+        let strided = |shape: &[u64], strides: &[i64], offset| {
+            Layout::strided(DType::F32, shape, strides, offset).unwrap()
+        };
+        let dense = [
+            strided(&[3, 4], &[4, 1], 0),
+            strided(&[3, 4], &[1, 3], 0),
+            strided(&[2, 3, 4], &[4, 8, 1], 0),
+            strided(&[2, 1, 4], &[1, -7, 2], 7 * 4),
+            strided(&[], &[], 0),
+            strided(&[0, 4], &[9, 9], 0),
+        ];
+        for layout in dense {
+            assert!(layout.is_dense(), "{layout:?}");
+        }
+        let others = [
+            strided(&[3, 4], &[5, 1], 0),
+            strided(&[3, 4], &[1, 4], 0),
+            strided(&[3, 4], &[0, 1], 0),
+            strided(&[3, 4], &[1, 1], 0),
+            strided(&[4], &[-1], 12),
+            strided(&[4], &[2], 0),
+        ];
+        for layout in others {
+            assert!(!layout.is_dense(), "{layout:?}");
         }
     }
 

@@ -55,6 +55,8 @@ pub enum ChildLine {
     Offered(OfferedVersion),
     /// The candidate was damaged, and is dropped.
     Damaged { version: u64, tensors: Vec<String> },
+    /// The candidate has no hashes to compare, and is dropped.
+    Unhashed { version: u64 },
     /// The candidate lies on another device than the one that was asked for.
     Elsewhere { version: u64, device: String },
     /// The task failed. Nothing is offered.
@@ -197,6 +199,7 @@ fn verify(args: &ChildArgs) -> anyhow::Result<ChildLine> {
         Err(Error::WeightsDamaged {
             version, tensors, ..
         }) => Ok(ChildLine::Damaged { version, tensors }),
+        Err(Error::WeightsUnhashed { version, .. }) => Ok(ChildLine::Unhashed { version }),
         Err(error) => Err(error.into()),
     }
 }

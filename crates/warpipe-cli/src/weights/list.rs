@@ -1,7 +1,7 @@
 //! `warpipe weights ls`.
 
 use serde::Serialize;
-use warpipe::weights::NamedWeights;
+use warpipe::weights::{Hashing, NamedWeights};
 
 use super::counted;
 use crate::args::WeightsLsArgs;
@@ -18,6 +18,10 @@ struct Row<'a> {
     tensors: Option<usize>,
     bytes: Option<u64>,
     device: Option<String>,
+    /// When the publisher computes the content hashes: `device`, `later` or `none`.
+    hash: Option<&'static str>,
+    /// Whether each tensor has one.
+    hashed: Option<bool>,
     keeper_pid: Option<i32>,
     holders: usize,
 }
@@ -46,6 +50,8 @@ pub fn run(args: &WeightsLsArgs) -> anyhow::Result<Exit> {
             tensors: version.map(|version| version.tensors),
             bytes: version.map(|version| version.bytes),
             device: version.map(|version| version.device.to_string()),
+            hash: version.map(|version| version.hash.name()),
+            hashed: version.map(|version| version.is_hashed),
             keeper_pid: weights.keeper.as_ref().and_then(|keeper| keeper.pid),
             holders: weights.holders,
         };
@@ -72,6 +78,11 @@ fn line(weights: &NamedWeights) -> String {
             parts.push(counted(version.tensors, "tensor", "tensors"));
             parts.push(bytes(version.bytes));
             parts.push(format!("on {}", version.device));
+            match version.hash {
+                _ if version.is_hashed => {}
+                Hashing::Later => parts.push(styled(Style::Yellow, "hashes come later")),
+                _ => parts.push(styled(Style::Yellow, "no hashes")),
+            }
         }
         None => parts.push("no version".to_owned()),
     }

@@ -34,7 +34,7 @@ struct Checking<'a> {
 
 #[derive(Serialize)]
 struct NotTaken<'a> {
-    /// `damaged` or `elsewhere`.
+    /// `damaged`, `unhashed` or `elsewhere`.
     event: &'static str,
     name: &'a str,
     version: u64,
@@ -242,6 +242,22 @@ impl Serve<'_> {
             Some(ChildLine::Offered(offered)) => Ok(Outcome::Offered(offered)),
             Some(ChildLine::Damaged { version, tensors }) => {
                 self.say_damaged(version, &tensors);
+                Ok(Outcome::NotTaken)
+            }
+            Some(ChildLine::Unhashed { version }) => {
+                let row = NotTaken {
+                    event: "unhashed",
+                    name,
+                    version,
+                    damaged: None,
+                    device: None,
+                };
+                let text = || {
+                    format!(
+                        "{name}: version {version} has no content hashes to compare and is not offered"
+                    )
+                };
+                self.announcer.say(text, &row);
                 Ok(Outcome::NotTaken)
             }
             Some(ChildLine::Elsewhere { version, device }) => {

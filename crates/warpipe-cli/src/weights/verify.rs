@@ -20,6 +20,8 @@ struct Verified<'a> {
     bytes: Option<u64>,
     /// The names of the tensors that differ.
     damaged: &'a [String],
+    /// Whether there were hashes to compare.
+    hashed: bool,
     seconds: f64,
 }
 
@@ -34,11 +36,12 @@ pub fn run(args: &WeightsVerifyArgs) -> anyhow::Result<Exit> {
         None => opener,
     };
     let start = Instant::now();
-    let (version, damaged) = match opener.verify() {
-        Ok(version) => (version, Vec::new()),
+    let (version, damaged, hashed) = match opener.verify() {
+        Ok(version) => (version, Vec::new(), true),
         Err(Error::WeightsDamaged {
             version, tensors, ..
-        }) => (version, tensors),
+        }) => (version, tensors, true),
+        Err(Error::WeightsUnhashed { version, .. }) => (version, Vec::new(), false),
         Err(error) => return Err(error.into()),
     };
     let taken = start.elapsed();
@@ -52,6 +55,10 @@ pub fn run(args: &WeightsVerifyArgs) -> anyhow::Result<Exit> {
         });
         let head = format!("{name}: version {version}{size}");
         let taken = duration(taken);
+        if !hashed {
+            let verdict = styled(Style::Yellow, "it has no content hashes to compare");
+            return format!("{head}: {verdict} ({taken})");
+        }
         if damaged.is_empty() {
             let verdict = styled(Style::Green, "every content hash is right");
             return format!("{head}: {verdict} ({taken})");
@@ -70,10 +77,11 @@ pub fn run(args: &WeightsVerifyArgs) -> anyhow::Result<Exit> {
         tensors: found.map(|found| found.tensors),
         bytes: found.map(|found| found.bytes),
         damaged: &damaged,
+        hashed,
         seconds: taken.as_secs_f64(),
     };
     output.say(text, &row)?;
-    Ok(if damaged.is_empty() {
+    Ok(if damaged.is_empty() && hashed {
         Exit::Done
     } else {
         Exit::Failed

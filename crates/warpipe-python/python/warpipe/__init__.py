@@ -101,6 +101,7 @@ from ._errors import (
     WeightsDamagedError,
     WeightsFileError,
     WeightsMismatchError,
+    WeightsUnhashedError,
     WrongDeviceError,
 )
 from . import _futures as _futures
@@ -299,6 +300,7 @@ __all__ = [
     "WeightsDamagedError",
     "WeightsFileError",
     "WeightsMismatchError",
+    "WeightsUnhashedError",
     "Worker",
     "WrongDeviceError",
     "__version__",

@@ -429,6 +429,13 @@ class WeightsDamagedError(Error):
     tensors: list[str]
 
 
+class WeightsUnhashedError(Error):
+    """Published weights have no content hashes to compare. Attributes: ``endpoint``, ``version``."""
+
+    endpoint: str
+    version: int
+
+
 class WeightsMismatchError(Error, ValueError):
     """Weights and a module have other tensors. Nothing of the module was changed.
 

@@ -2241,10 +2241,28 @@ class SharedWeights(Closeable):
 
         Raises ``KeyError``, ``ClosedError``.
         """
-    def content_hash(self, name: str) -> bytes:
-        """The hash of a tensor's bytes: 128 bits of XXH3.
+    def content_hash(self, name: str) -> bytes | None:
+        """The hash of a tensor's bytes: 128 bits of XXH3. None if it has not been computed.
 
         Raises ``KeyError``, ``ClosedError``.
+        """
+    @property
+    def hash(self) -> str:
+        """When the publisher computes the content hashes: ``"device"``, ``"later"`` or ``"none"``.
+
+        Raises ``ClosedError``.
+        """
+    @property
+    def is_hashed(self) -> bool:
+        """Whether each tensor had a content hash when these weights were opened.
+
+        Raises ``ClosedError``.
+        """
+    @property
+    def metadata(self) -> Any:
+        """What the publisher gave with the version; None if it gave nothing.
+
+        Raises ``ClosedError``.
         """
     def __getitem__(self, name: str, /) -> View: ...
     def __contains__(self, name: object, /) -> bool: ...
@@ -2307,6 +2325,12 @@ class PublishedWeights(Closeable):
     @property
     def copied(self) -> int:
         """The bytes of the tensors that were copied: 0 if all were published where they lie."""
+    def wait_for_hashes(self, timeout: float | None = 10.0) -> bool:
+        """Whether each tensor has a content hash. Waits up to ``timeout`` seconds (None: no limit) for
+        those that are computed later, until the keeper has them, too.
+
+        Raises ``TimeoutError``; once, the error for which there will be none; ``ClosedError``.
+        """
     def __reduce__(self) -> Never: ...
 
 @final
@@ -2354,32 +2378,12 @@ class Watch(Closeable):
     def __anext__(self) -> Coroutine[Any, Any, SharedWeights]: ...
     def __reduce__(self) -> Never: ...
 
-@final
-class _TensorsInPlace:
-    """Tensors that are published where they lie, for ``publish``."""
-    def __new__(cls, device: _DeviceLike) -> Self: ...
-    def add(self, name: str, tensor: Any) -> None:
-        """Adds a tensor, when the streams that write it are done, and keeps its memory allocated."""
-
-@final
-class _WeightsBuilder:
-    """The memory of weights before they are complete, for ``publish``."""
-    def __new__(
-        cls,
-        device: _DeviceLike,
-        tensors: Sequence[tuple[str, _Shape, Any]],
-        aliases: Sequence[tuple[str, int]],
-        in_place: _TensorsInPlace | None = None,
-    ) -> Self: ...
-    @property
-    def memory(self) -> View:
-        """The memory to fill."""
-    @property
-    def offsets(self) -> list[int]:
-        """Where each tensor begins."""
-    def publish(self, name: str, domain: _DomainLike | None, wait: float | None) -> PublishedWeights:
-        """Hashes what was copied, and hands it to the keeper. Ends this object."""
-
+def _publish_weights(
+    name: str, tensors: Sequence[tuple[str, Any]], options: dict[str, Any]
+) -> tuple[PublishedWeights, int, list[str]]:
+    """Publishes tensors: the publication, their number, and why some were copied that were to be published
+    where they lie.
+    """
 def _open_weights(
     name: str, device: _DeviceLike | None, domain: _DomainLike | None, wait: float | None
 ) -> SharedWeights:

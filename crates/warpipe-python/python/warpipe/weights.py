@@ -16,14 +16,15 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import json
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from . import _warpipe
-from ._errors import ArgumentError, CopyWarning, Error, NotATensorError, WeightsMismatchError
-from ._tensors import is_lazy, prepared
+from ._errors import ArgumentError, CopyWarning, NotATensorError, WeightsMismatchError
+from ._tensors import is_lazy
 from ._warpipe import Keeper, PublishedWeights, SharedWeights, Watch
 
 __all__ = [
@@ -41,8 +42,7 @@ __all__ = [
     "watch",
 ]
 
-_CUDA = 2
-_IN_PLACE = "allocate it in warpipe.torch.pool() or in expandable segments, row-major"
+_IN_PLACE = "allocate it in warpipe.torch.pool() or in expandable segments, without gaps"
 # As many names of each kind are in a message; the exception's attributes have all.
 _NAMES_TOLD = 20
 
@@ -128,7 +128,7 @@ def attach(
             continue
         for full in found:
             difference = _difference(places[full][2], weights[full])
-            if difference is None and weights.content_hash(full) != weights.content_hash(found[0]):
+            if difference is None and not _is_same(weights, full, found[0]):
                 difference = f"is one tensor with {found[0]!r} in the module, and another one in the weights"
             if difference is not None:
                 different[full] = difference
@@ -229,6 +229,12 @@ def _places(module: Any) -> dict[str, tuple[Any, str, Any]]:
     return places
 
 
+def _is_same(weights: SharedWeights, name: str, other: str) -> bool:
+    """Whether two names have the same values. Without hashes, those of one tensor have."""
+    hashes = weights.content_hash(name), weights.content_hash(other)
+    return weights.offset(name) == weights.offset(other) if None in hashes else hashes[0] == hashes[1]
+
+
 def _difference(wanted: Any, found: _warpipe.View) -> str | None:
     """How a tensor of a module and one of the weights differ."""
     if is_lazy(wanted):
@@ -279,14 +285,30 @@ def publish(
     domain: Any = None,
     wait: float | None = 10.0,
     zero_copy: bool | str = False,
+    hash: str = "device",
+    layout: str = "as_is",
+    metadata: Any = None,
+    base: int | PublishedWeights | SharedWeights | None = None,
 ) -> PublishedWeights:
     """Copies tensors into one new memory on ``device``, and hands it to the keeper of ``name`` as its next version.
 
     ``state_dict`` has a tensor of any framework for each name: of the host, or of the device, where the copies run on the
     current stream of the tensors' framework (``cuMemcpyDtoDAsync``). Without ``device`` it is that of the first GPU
-    tensor, else ``Device()``. Tensors with other strides become row-major. Names of the same tensor (tied weights) are
-    stored once. When the copies are done, the memory is read once to be hashed. The tensors may be changed as soon as
-    this returns. Waits up to ``wait`` seconds (None: no limit) for the keeper to exist and to answer.
+    tensor, else ``Device()``. Strides are kept: a transposed tensor is transposed for its readers. Tensors with gaps
+    become row-major, and with ``layout="row_major"`` all do. Names of the same tensor (tied weights) are stored once. The
+    tensors may be changed as soon as this returns. Waits up to ``wait`` seconds (None: no limit) for the keeper to exist
+    and to answer.
+
+    ``hash`` says when the content hashes are computed, by which ``verify`` and the next keeper check the version. With
+    ``"device"`` the device computes them before the version is offered; with ``"later"`` afterwards, on a thread of this
+    process: see ``PublishedWeights.wait_for_hashes``. With ``"none"`` there are none, and a keeper that takes over does not
+    offer the version.
+
+    ``metadata`` is anything that ``json`` can write, up to 1 MiB: readers have it as ``SharedWeights.metadata``.
+
+    With ``base`` the version has all tensors of another one but those that ``state_dict`` gives: they are neither copied
+    nor hashed, and readers see one whole version. It is what ``publish`` returned, or open weights, or the number of the
+    version that the keeper offers. Its memory is kept as long as a process has this version.
 
     With ``zero_copy=True`` tensors are published where they lie if they lie in ``warpipe.torch.pool()``, in PyTorch's
     expandable segments or in ``Memory``. The others are copied, and a ``CopyWarning`` says why; with
@@ -309,103 +331,20 @@ def publish(
     if not hasattr(state_dict, "items"):
         said = f"a {type(state_dict).__name__} is no mapping of names to tensors"
         raise NotATensorError(f"{said}; give a dict: a module's state_dict(), or dict(module.named_parameters())")
-    tensors: list[tuple[str, Any]] = []
-    aliases = []
-    first: dict[Any, int] = {}
-    for key, found in state_dict.items():
-        tensor = _plain(key, found)
-        identity = _identity(tensor)
-        index = first.setdefault(identity, len(tensors)) if identity is not None else len(tensors)
-        if index < len(tensors):
-            aliases.append((key, index))
-        else:
-            tensors.append((key, tensor))
-    if device is None:
-        device = _device_of(tensor for _, tensor in tensors)
-    in_place, copied = None, list(range(len(tensors)))
-    if zero_copy:
-        in_place = _warpipe._TensorsInPlace(device)
-        copied = _not_in_place(in_place, tensors, zero_copy == "require")
-        # In the builder's order: those in place are behind the others.
-        lying = sorted(set(range(len(tensors))) - set(copied))
-        place = {index: at for at, index in enumerate([*copied, *lying])}
-        aliases = [(key, place[index]) for key, index in aliases]
-    tensors = [tensors[index] for index in copied]
-    described = [(key, tuple(tensor.shape), tensor.dtype) for key, tensor in tensors]
-    builder = _warpipe._WeightsBuilder(device, described, aliases, in_place)
-    with builder.memory as memory:
-        for (key, shape, dtype), offset, (_, tensor) in zip(described, builder.offsets, tensors):
-            with _naming(key):
-                memory.view(shape, dtype, offset).copy_from(tensor)
-        memory.wait(None)
-    return builder.publish(name, domain, wait)
-
-
-def _not_in_place(in_place: Any, tensors: list[tuple[str, Any]], is_required: bool) -> list[int]:
-    """Adds the tensors that can be published where they lie; returns the indices of the others."""
-    others, refused = [], []
-    for index, (key, tensor) in enumerate(tensors):
-        if 0 in tensor.shape:
-            # There is nothing to copy.
-            others.append(index)
-            continue
-        try:
-            in_place.add(key, tensor)
-        except Error as error:
-            said = f"{key!r} cannot be published where it lies: {error}"
-            if is_required:
-                raise type(error)(f"{said}; {_IN_PLACE}, or give zero_copy=True to have it copied") from error
-            others.append(index)
-            refused.append(said)
+    for key in state_dict:
+        if not isinstance(key, str):
+            raise TypeError(f"the name {key!r} is a {type(key).__name__}; names of tensors are texts")
+    json_text = None if metadata is None else json.dumps(metadata).encode()
+    options = {
+        "device": device, "domain": domain, "wait": wait, "zero_copy": zero_copy, "hash": hash, "layout": layout,
+        "metadata": json_text, "base": base,
+    }  # fmt: skip
+    published, count, refused = _warpipe._publish_weights(name, list(state_dict.items()), options)
     if refused:
         more = f" (and {len(refused) - 1} others)" if len(refused) > 1 else ""
-        said = f"{len(refused)} of {len(tensors)} tensors are copied: {refused[0]}{more}; {_IN_PLACE}"
-        warnings.warn(said, CopyWarning, stacklevel=3)
-    return others
-
-
-def _plain(key: str, tensor: Any) -> Any:
-    """A tensor as DLPack can export it."""
-    if not isinstance(key, str):
-        raise TypeError(f"the name {key!r} is a {type(key).__name__}; names of tensors are texts")
-    with _naming(key):
-        tensor = prepared(tensor)
-    if isinstance(tensor, type) or not hasattr(tensor, "shape") or not hasattr(tensor, "dtype"):
-        said = f"{key!r} is a {type(tensor).__name__} and no tensor; leave it out, or make it an array"
-        raise NotATensorError(said)
-    return tensor
-
-
-@contextlib.contextmanager
-def _naming(key: str) -> Iterator[None]:
-    """Errors inside have the name of the tensor."""
-    try:
-        yield
-    except Error as error:
-        raise type(error)(f"{key!r}: {error}") from error
-
-
-def _identity(tensor: Any) -> Any:
-    """Equal for two tensors that are the same elements in the same memory; None if nobody can tell."""
-    if hasattr(tensor, "data_ptr"):
-        place, strides = (str(tensor.device), tensor.data_ptr()), tuple(tensor.stride())
-    else:
-        interface = getattr(tensor, "__cuda_array_interface__", None) or getattr(tensor, "__array_interface__", None)
-        if interface is None:
-            return None
-        place, strides = ("", interface["data"][0]), interface.get("strides")
-    is_empty = 0 in tensor.shape
-    return None if is_empty else (place, strides, tuple(tensor.shape), str(tensor.dtype))
-
-
-def _device_of(tensors: Iterable[Any]) -> Any:
-    """The GPU of the first tensor on one, else this package's choice."""
-    for tensor in tensors:
-        if hasattr(tensor, "__dlpack_device__"):
-            kind, ordinal = tensor.__dlpack_device__()
-            if kind == _CUDA:
-                return f"cuda:{ordinal}"
-    return _warpipe.Device()
+        said = f"{len(refused)} of {count} tensors are copied: {refused[0]}{more}; {_IN_PLACE}"
+        warnings.warn(said, CopyWarning, stacklevel=2)
+    return published
 
 
 def keep(
@@ -428,8 +367,8 @@ def verify(name: str, *, device: Any = None, domain: Any = None, wait: float | N
     """Compares the content hashes of the version that a new keeper took over, and has the keeper offer it if they are
     right. Without such a candidate, those of the version that is offered. Returns its number. It reads all of the memory.
 
-    Raises ``WeightsDamagedError``: a candidate is dropped then, and an older one may take its place; ``TimeoutError``
-    when the keeper has no version; as ``open``.
+    Raises ``WeightsDamagedError``, and ``WeightsUnhashedError`` for a version that has no hashes to compare: a candidate
+    is dropped then, and an older one may take its place; ``TimeoutError`` when the keeper has no version; as ``open``.
     """
     return _warpipe._verify_weights(name, device, domain, wait)
 

@@ -31,7 +31,12 @@ struct ByteExtent {
 }
 
 impl ArrayDescription {
-    fn new(dtype: DType, shape: Vec<u64>, mut strides: Vec<i64>, address: u64) -> ArrayDescription {
+    pub(super) fn new(
+        dtype: DType,
+        shape: Vec<u64>,
+        mut strides: Vec<i64>,
+        address: u64,
+    ) -> ArrayDescription {
         // The stride of a dimension of length 1, or of an empty tensor, has no meaning: normalise it.
         let is_empty = shape.contains(&0);
         for ((stride, plain), &length) in strides.iter_mut().zip(row_major(&shape)).zip(&shape) {

@@ -136,6 +136,10 @@ impl Error {
             Error::WeightsDamaged { .. } => {
                 "publish the weights again, and end the process that wrote to their memory"
             }
+            Error::WeightsUnhashed { .. } => {
+                "publish the weights with hashes, `hash` is `device` or `later`; a publisher that \
+                 hashes later has to live until it is done"
+            }
             other => other.hint_of_peers(),
         }
     }

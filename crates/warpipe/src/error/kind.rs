@@ -129,7 +129,8 @@ impl Error {
             | Error::SignalPending { .. }
             | Error::EventNotRecorded { .. }
             | Error::QueueClosed { .. }
-            | Error::Forked => ErrorKind::InvalidState,
+            | Error::Forked
+            | Error::WeightsUnhashed { .. } => ErrorKind::InvalidState,
         }
     }
 }

@@ -45,6 +45,11 @@ impl Piece {
         self.retained.bytes
     }
 
+    /// Whether both are the same allocation, mapped at the same place.
+    pub(crate) fn is_same(&self, other: &Piece) -> bool {
+        self.device.info().id == other.device.info().id && self.retained == other.retained
+    }
+
     /// A descriptor of it.
     ///
     /// # Errors

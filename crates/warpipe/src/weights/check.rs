@@ -5,10 +5,11 @@ use super::manifest::{Manifest, TensorInfo};
 use crate::error::Result;
 use crate::memory::DeviceSlice;
 
-/// The tensors with another content hash than the manifest says, in the manifest's order. `memory`
-/// has a slice for each part.
+/// The tensors with another content hash than the manifest says, in the manifest's order; those
+/// without a hash are not read. `memory` has a slice for each part.
 pub(super) fn damaged_tensors(memory: &[&DeviceSlice], manifest: &Manifest) -> Result<Vec<String>> {
-    let tensors = manifest.tensors();
+    let tensors = manifest.tensors().iter();
+    let tensors: Vec<&TensorInfo> = tensors.filter(|tensor| tensor.hash.is_some()).collect();
     let begins: Vec<u64> = manifest.parts().map(|(begin, _)| begin).collect();
     let place = |tensor: &TensorInfo| {
         let part = manifest.part_at(tensor.offset);
@@ -18,11 +19,11 @@ pub(super) fn damaged_tensors(memory: &[&DeviceSlice], manifest: &Manifest) -> R
             tensor.layout.bytes(),
         )
     };
-    let places: Vec<_> = tensors.iter().map(place).collect();
+    let places: Vec<_> = tensors.iter().copied().map(place).collect();
     let hashes = hash_memory(&places)?;
     let damaged = tensors
         .iter()
         .zip(hashes)
-        .filter(|(tensor, hash)| tensor.hash != *hash);
-    Ok(damaged.map(|(tensor, _)| tensor.name.clone()).collect())
+        .filter(|(tensor, hash)| tensor.hash != Some(*hash));
+    Ok(damaged.map(|(tensor, _)| tensor.name.to_string()).collect())
 }

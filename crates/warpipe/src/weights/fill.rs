@@ -1,12 +1,16 @@
 //! Weights that the caller copies into their memory itself, on streams of its own, beside tensors
 //! that are published where they lie.
 
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use super::base::BaseVersion;
 use super::blocks::COPY_TIMEOUT;
-use super::content::hash_memory;
-use super::in_place::TensorsInPlace;
+use super::contents::Contents;
+use super::in_place::{LaidTensor, TensorsInPlace};
 use super::lease;
 use super::load::{Placement, Storage, Weights};
-use super::manifest::TensorInfo;
+use super::manifest::{Hashing, METADATA_BYTES_MAX, Part, TensorInfo};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::memory::Memory;
@@ -23,9 +27,9 @@ use crate::tensor::Layout;
 /// use warpipe::{DType, Device, Layout};
 /// let (device, layout) = (Device::host(), Layout::contiguous(DType::U8, &[3])?);
 /// let builder = Weights::builder(&device, [("embed", layout), ("norm", layout)])?.alias("head", 0);
-/// let stream = device.stream()?;
+/// let (stream, memory) = (device.stream()?, builder.memory().expect("there are tensors"));
 /// for (&offset, bytes) in builder.offsets().iter().zip([b"abc", b"def"]) {
-///     builder.memory().write(&stream, offset, bytes)?;
+///     memory.write(&stream, offset, bytes)?;
 /// }
 /// let weights = builder.finish()?;
 /// let names: Vec<&str> = weights.tensors().iter().map(|tensor| tensor.name()).collect();
@@ -35,52 +39,62 @@ use crate::tensor::Layout;
 /// ```
 #[derive(Debug)]
 pub struct WeightsBuilder {
-    memory: Memory,
-    tensors: Vec<(String, Layout)>,
+    device: Device,
+    /// `None` without tensors to copy.
+    memory: Option<Memory>,
+    tensors: Vec<(Arc<str>, Layout)>,
     placed: Placement,
     in_place: Option<TensorsInPlace>,
     /// Further names of tensors, by their index.
     aliases: Vec<(usize, String)>,
+    base: Option<BaseVersion>,
+    hashing: Hashing,
+    metadata: Vec<u8>,
 }
 
 impl Weights {
-    /// Allocates the memory of these tensors, for the caller to fill. Each layout is row-major
-    /// without gaps.
+    /// Allocates the memory of these tensors, for the caller to fill. Each layout is
+    /// [dense](Layout::is_dense): a tensor is copied as its elements lie.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a layout with other strides, or too many tensors;
+    /// [`Error::Argument`] for a layout with gaps, or too many tensors;
     /// [`Error::DeviceMemory`]; [`Error::Driver`].
     pub fn builder<'a>(
         device: &Device,
         tensors: impl IntoIterator<Item = (&'a str, Layout)>,
     ) -> Result<WeightsBuilder> {
-        let tensors: Vec<_> = tensors
+        let tensors: Vec<(Arc<str>, Layout)> = tensors
             .into_iter()
-            .map(|(name, layout)| (name.to_string(), layout))
+            .map(|(name, layout)| (name.into(), layout))
             .collect();
         for (name, layout) in &tensors {
-            if layout.offset() != 0 || !layout.is_contiguous() {
-                let allowed = format!("a row-major layout of tensor {name:?}");
+            if layout.offset() != 0 || !layout.is_dense() {
+                let allowed = format!("a dense layout of tensor {name:?}");
                 return Err(Error::argument("tensors", format!("{layout:?}"), allowed));
             }
         }
         let placed = Placement::of(tensors.iter().map(|tensor| tensor.1))?;
-        let memory = Memory::allocate(device, placed.bytes)?;
+        let memory = (!tensors.is_empty()).then(|| Memory::allocate(device, placed.bytes));
         Ok(WeightsBuilder {
-            memory,
+            device: device.clone(),
+            memory: memory.transpose()?,
             tensors,
             placed,
             in_place: None,
             aliases: Vec::new(),
+            base: None,
+            hashing: Hashing::default(),
+            metadata: Vec::new(),
         })
     }
 }
 
 impl WeightsBuilder {
-    /// The memory to fill. Nothing may write it after [`finish`](WeightsBuilder::finish): readers
-    /// would see that, and a later check of the hashes would find it.
-    pub fn memory(&self) -> &Memory {
-        &self.memory
+    /// The memory to fill; `None` without tensors to copy. Nothing may write it after
+    /// [`finish`](WeightsBuilder::finish): readers would see that, and a later check of the hashes
+    /// would find it.
+    pub fn memory(&self) -> Option<&Memory> {
+        self.memory.as_ref()
     }
 
     /// Where each tensor begins in the memory, in the order in which they were given.
@@ -101,94 +115,145 @@ impl WeightsBuilder {
         self
     }
 
+    /// Shares all tensors of another version but those of the names that this one gives itself: they
+    /// are neither copied nor hashed, and readers see one whole version. Their memory is kept as long
+    /// as a process has this version, also when the other one is replaced, or its publisher dies.
+    pub fn base(mut self, base: impl Into<BaseVersion>) -> WeightsBuilder {
+        self.base = Some(base.into());
+        self
+    }
+
+    /// When the content hashes are computed; [`Hashing::Device`] by default.
+    pub fn hash(mut self, hashing: Hashing) -> WeightsBuilder {
+        self.hashing = hashing;
+        self
+    }
+
+    /// Has the version carry a JSON text of up to 1 MiB.
+    pub fn metadata(mut self, json: impl Into<Vec<u8>>) -> WeightsBuilder {
+        self.metadata = json.into();
+        self
+    }
+
     /// Waits for the streams that [`memory`](WeightsBuilder::memory) has recorded, has the device hash
     /// what lies in the memory, and seals the description.
     ///
     /// # Errors
-    /// [`Error::Argument`] for two tensors of one name, a name of no or more than 1,024 bytes, or an
-    /// alias of no tensor; [`Error::Timeout`]; [`Error::DescriptorLimit`]; [`Error::Driver`].
-    pub fn finish(self) -> Result<Weights> {
-        let WeightsBuilder {
-            memory,
-            tensors,
-            placed,
-            in_place,
-            aliases,
-        } = self;
-        wait_for(memory.streams(), COPY_TIMEOUT)?;
+    /// [`Error::Argument`] for two tensors of one name, a name of no or more than 1,024 bytes, an
+    /// alias of no tensor, metadata that is no JSON text or too long, or a base on another device;
+    /// [`Error::Timeout`]; [`Error::DescriptorLimit`]; [`Error::Driver`].
+    pub fn finish(mut self) -> Result<Weights> {
+        check_metadata(&self.metadata)?;
+        if let Some(memory) = &self.memory {
+            wait_for(memory.streams(), COPY_TIMEOUT)?;
+        }
+        let in_place = self.in_place.take();
         let in_place = in_place.filter(|tensors| !tensors.is_empty());
-        let device = memory.device().clone();
-        if let Some(other) = in_place
-            .as_ref()
-            .filter(|it| it.device().info().id != device.info().id)
-        {
-            let found = other.device().info().id;
-            return Err(Error::argument("tensors in place", found, device.info().id));
+        self.check_device(in_place.as_ref())?;
+        if self.memory.is_none() && in_place.is_none() && self.base.is_none() {
+            // A version without tensors has memory all the same.
+            self.memory = Some(Memory::allocate(&self.device, self.placed.bytes)?);
         }
-        let (copied, mut storage) = (tensors.len(), Storage::default());
-        if copied > 0 || in_place.is_none() {
-            storage.add_memory(memory.clone())?;
-            storage.bytes = placed.bytes;
+        let (mut storage, mut contents) = (Storage::default(), Contents::default());
+        if let Some(memory) = self.memory.take() {
+            storage.add_memory(&memory)?;
+            contents.memory = Some(memory);
         }
-        let laid = match in_place {
-            None => None,
-            Some(in_place) => {
-                let begin = storage.parts.iter().map(|part| part.bytes()).sum();
-                let mut laid = in_place.lay(begin)?;
-                storage.parts.append(&mut laid.parts);
-                storage.pieces.append(&mut laid.pieces);
-                storage.bytes = storage.parts.iter().map(|part| part.bytes()).sum();
-                storage.lease = Some(lease::grant(laid.mapping.clone())?);
-                Some(laid)
+        if let Some(in_place) = in_place {
+            let mut laid = in_place.lay(storage.bytes)?;
+            let lease = storage.add_lease(lease::grant(laid.mapping.clone())?)?;
+            for part in laid.parts {
+                storage.add_part(Part { lease, ..part });
             }
-        };
-        let copies = tensors.into_iter().zip(&placed.offsets).enumerate();
-        let copies = copies.map(|(number, ((name, layout), &offset))| {
-            ((number, name, layout, offset), (&*memory, offset))
-        });
-        let lying = laid.iter().flat_map(|laid| &laid.tensors).map(|tensor| {
+            storage.pieces.append(&mut laid.pieces);
+            contents.lying = laid.tensors;
+        }
+        let mut tensors = self.described(&contents.lying)?;
+        if let Some(base) = self.base.take() {
+            let changed = tensors.iter().map(|tensor| tensor.name.clone()).collect();
+            tensors.extend(base.lay(&changed, &mut storage)?);
+        }
+        if let [_] = storage.parts[..]
+            && contents.memory.is_some()
+        {
+            storage.bytes = self.placed.bytes;
+        }
+        if self.hashing == Hashing::Device {
+            contents.hash(&mut tensors)?;
+        }
+        let manifest = storage.describe(tensors)?;
+        let manifest = manifest
+            .with_hashing(self.hashing)
+            .with_metadata(self.metadata);
+        Weights::in_storage(&self.device, storage, manifest, contents)
+    }
+
+    fn check_device(&self, in_place: Option<&TensorsInPlace>) -> Result<()> {
+        let device = self.device.info().id;
+        let others = [
+            ("tensors in place", in_place.map(|it| it.device().info().id)),
+            ("base", self.base.as_ref().map(BaseVersion::device)),
+        ];
+        for (name, other) in others {
+            if let Some(other) = other.filter(|&other| other != device) {
+                return Err(Error::argument(name, other, device));
+            }
+        }
+        Ok(())
+    }
+
+    /// The tensors of this version's own, with all names of each.
+    fn described(&mut self, lying: &[LaidTensor]) -> Result<Vec<TensorInfo>> {
+        let copies = std::mem::take(&mut self.tensors);
+        let copied = copies.len();
+        let mut names = names_of(copied + lying.len(), std::mem::take(&mut self.aliases))?;
+        let copies = copies.into_iter().zip(&self.placed.offsets).enumerate();
+        let copies =
+            copies.map(|(number, ((name, layout), &offset))| (number, name, layout, offset));
+        let lying = lying.iter().map(|tensor| {
             let (number, name) = (copied + tensor.number, tensor.name.clone());
-            (
-                (number, name, tensor.layout, tensor.offset),
-                (&tensor.slice, 0),
-            )
+            (number, name, tensor.layout, tensor.offset)
         });
-        let (described, places): (Vec<_>, Vec<_>) = copies.chain(lying).unzip();
-        let mut names = names_of(
-            &described.iter().map(|it| it.0).collect::<Vec<_>>(),
-            aliases,
-        )?;
-        let places = places.into_iter().zip(&described);
-        let places: Vec<_> = places
-            .map(|((memory, begin), (_, _, layout, _))| (memory, begin, layout.bytes()))
-            .collect();
-        let hashes = hash_memory(&places)?;
-        let mut infos = Vec::new();
-        for ((number, name, layout, offset), hash) in described.into_iter().zip(hashes) {
-            let others = std::mem::take(&mut names[number]);
+        let mut infos = Vec::with_capacity(names.len());
+        for (number, name, layout, offset) in copies.chain(lying) {
             let tensor = |name| TensorInfo {
                 name,
                 layout,
                 offset,
-                hash,
+                hash: None,
             };
             infos.push(tensor(name));
-            infos.extend(others.into_iter().map(tensor));
+            let others = names.remove(&number).unwrap_or_default();
+            infos.extend(others.into_iter().map(|name| tensor(name.into())));
         }
-        Weights::in_storage(&device, storage, infos)
+        Ok(infos)
     }
 }
 
-/// The further names of each tensor, by its number.
-fn names_of(numbers: &[usize], aliases: Vec<(usize, String)>) -> Result<Vec<Vec<String>>> {
-    let mut names = vec![Vec::new(); numbers.len()];
+/// The further names of tensors, by their number.
+fn names_of(tensors: usize, aliases: Vec<(usize, String)>) -> Result<HashMap<usize, Vec<String>>> {
+    let mut names: HashMap<usize, Vec<String>> = HashMap::new();
     for (index, name) in aliases {
-        let Some(of_it) = names.get_mut(index) else {
+        if index >= tensors {
             let found = format!("tensor {index} for {name:?}");
-            let allowed = format!("one of {} tensors", numbers.len());
+            let allowed = format!("one of {tensors} tensors");
             return Err(Error::argument("alias", found, allowed));
-        };
-        of_it.push(name);
+        }
+        names.entry(index).or_default().push(name);
     }
     Ok(names)
+}
+
+fn check_metadata(json: &[u8]) -> Result<()> {
+    if json.is_empty() {
+        return Ok(());
+    }
+    let allowed = "a JSON text of up to 1,048,576 bytes";
+    if json.len() > METADATA_BYTES_MAX {
+        let found = format!("{} bytes", json.len());
+        return Err(Error::argument("metadata", found, allowed));
+    }
+    serde_json::from_slice::<serde::de::IgnoredAny>(json)
+        .map(drop)
+        .map_err(|error| Error::argument("metadata", error, allowed))
 }

@@ -9,8 +9,9 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use super::exports::PieceFd;
 use super::lease;
-use super::manifest::{Manifest, SealedManifest};
+use super::manifest::{Manifest, Part, SealedManifest};
 use super::room::check_room;
 use crate::backend::host;
 use crate::device_types::{DeviceId, DeviceKind};
@@ -32,14 +33,13 @@ pub(super) struct Version {
     pub(super) id: [u8; 16],
 }
 
-/// A version's description. Descriptors go along: the manifest, the lease if there is one, and as
-/// many of the first pieces as there is room for.
+/// A version's description. Descriptors go along: the manifest, and as many of the first leases and
+/// pieces as there is room for.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct VersionReply {
     pub(super) version: Version,
     device: DeviceId,
     manifest_bytes: u64,
-    has_lease: bool,
 }
 
 /// The descriptors of one version.
@@ -49,11 +49,14 @@ pub(super) struct Held {
     pub(super) device: DeviceId,
     /// The length of the memory, as its tensors use it.
     pub(super) bytes: u64,
-    /// The length of each part, which a keeper says in its statistics.
-    parts: Arc<[u64]>,
-    pub(super) pieces: Arc<[PeerFd]>,
-    /// Of memory that its publisher must not use again as long as any process has this.
-    pub(super) lease: Option<Arc<PeerFd>>,
+    /// A keeper says them in its statistics.
+    parts: Arc<[Part]>,
+    /// Of memory that its publisher must not use again as long as any process has this. A partial
+    /// version has those of its base, too.
+    pub(super) leases: Arc<[Arc<PeerFd>]>,
+    pub(super) pieces: Arc<[Arc<PieceFd>]>,
+    /// Whether each tensor has a content hash.
+    pub(super) is_hashed: bool,
     manifest: Arc<SealedManifest>,
     /// In a keeper: say in this process's statistics that it has the memory.
     rows: Vec<RegionRow>,
@@ -64,18 +67,18 @@ impl Held {
     pub(super) fn new(
         id: [u8; 16],
         device: DeviceId,
-        pieces: Vec<PeerFd>,
-        lease: Option<Arc<PeerFd>>,
+        pieces: Vec<Arc<PieceFd>>,
+        leases: Vec<Arc<PeerFd>>,
         manifest: &Manifest,
     ) -> Result<Held> {
-        pieces.iter().for_each(PeerFd::approve);
         Ok(Held {
             version: Version { number: 0, id },
             device,
             bytes: manifest.bytes(),
-            parts: manifest.parts().map(|(_, part)| part.bytes()).collect(),
+            parts: manifest.parts().map(|(_, part)| part).collect(),
+            leases: leases.into(),
             pieces: pieces.into(),
-            lease,
+            is_hashed: manifest.is_hashed(),
             manifest: Arc::new(manifest.seal("weights")?),
             rows: Vec::new(),
         })
@@ -84,12 +87,14 @@ impl Held {
     /// Says in this process's statistics that it keeps the memory without mapping it.
     pub(super) fn keep(&mut self) {
         let (device, id) = (self.device, self.version.id);
-        let kept = (0..).zip(&*self.parts).map(|(number, &bytes)| {
+        let kept = (0..).zip(&*self.parts).map(|(number, part)| {
+            let bytes = part.bytes();
             let row = match &self.pieces[..] {
-                [only] => RegionRow::keep(only.as_fd(), bytes, device),
+                [only] => RegionRow::keep((**only).as_fd(), bytes, device),
                 _ => RegionRow::keep_many(bytes, device),
             };
-            row.identify(id, number);
+            let (id, number) = part.base.unwrap_or((id, number));
+            row.identify(id, number.into());
             row
         });
         self.rows = kept.collect();
@@ -105,11 +110,32 @@ impl Held {
             device: self.device,
             bytes: self.bytes,
             parts: self.parts.clone(),
+            leases: self.leases.clone(),
             pieces: self.pieces.clone(),
-            lease: self.lease.clone(),
+            is_hashed: self.is_hashed,
             manifest: self.manifest.clone(),
             rows: Vec::new(),
         }
+    }
+
+    /// The same descriptors, described by a manifest that has the content hashes.
+    pub(super) fn hashed(&self, manifest: &Manifest) -> Result<Held> {
+        Ok(Held {
+            is_hashed: manifest.is_hashed(),
+            manifest: Arc::new(manifest.seal("weights")?),
+            ..self.numbered(self.version.number)
+        })
+    }
+
+    /// Takes the content hashes that the publisher of the same version has computed since. Returns
+    /// whether it had none.
+    pub(super) fn take_hashes(&mut self, hashed: &Held) -> bool {
+        let is_due = !self.is_hashed && hashed.is_hashed && self.parts == hashed.parts;
+        if is_due {
+            self.manifest = hashed.manifest.clone();
+            self.is_hashed = true;
+        }
+        is_due
     }
 
     /// The description of this version, as a part of a [`reply`](Self::reply).
@@ -118,36 +144,38 @@ impl Held {
             version: self.version,
             device: self.device,
             manifest_bytes: self.manifest.bytes,
-            has_lease: self.lease.is_some(),
         }
     }
 
     /// A reply with this version. `body` contains [`describe`](Self::describe).
     pub(super) fn reply(&self, body: &impl Serialize) -> Result<OutgoingReply, Rejection> {
-        let first = [
-            Some(self.manifest.fd.as_fd()),
-            self.lease.as_deref().map(AsFd::as_fd),
-        ];
-        let pieces = self.pieces.iter().map(AsFd::as_fd);
-        let fds = first.into_iter().flatten().chain(pieces).take(FDS_MAX);
+        let first = std::iter::once(self.manifest.fd.as_fd());
+        let fds = first.chain(self.leases_and_pieces(0)).take(FDS_MAX);
         OutgoingReply::new(body, duplicates(fds)?)
     }
 
-    /// A reply with pieces from number `first` on, as many as fit.
+    /// The leases, then the pieces, from number `first` of both on.
+    fn leases_and_pieces(&self, first: usize) -> impl Iterator<Item = BorrowedFd<'_>> {
+        let leases = self.leases.iter().map(|lease| lease.as_fd());
+        leases
+            .chain(self.pieces.iter().map(|piece| piece.as_fd()))
+            .skip(first)
+    }
+
+    /// A reply with leases and pieces from number `first` on, as many as fit.
     pub(super) fn reply_pieces(
         &self,
         body: &impl Serialize,
         first: u32,
     ) -> Result<OutgoingReply, Rejection> {
-        let from = self.pieces.get(first as usize..);
-        let Some(from @ [_, ..]) = from else {
+        let fds = duplicates(self.leases_and_pieces(first as usize).take(FDS_MAX))?;
+        if fds.is_empty() {
             let pieces = self.pieces.len();
             return Err(Rejection::new(format!(
                 "it has {pieces} pieces, and no {first}"
             )));
-        };
-        let fds = from.iter().take(FDS_MAX).map(AsFd::as_fd);
-        OutgoingReply::new(body, duplicates(fds)?)
+        }
+        OutgoingReply::new(body, fds)
     }
 }
 
@@ -168,7 +196,7 @@ pub(super) struct PartialVersion {
     pub(super) device: DeviceId,
     pub(super) manifest: Manifest,
     sealed: SealedManifest,
-    lease: Option<PeerFd>,
+    leases: Vec<PeerFd>,
     pieces: Vec<PeerFd>,
 }
 
@@ -183,21 +211,14 @@ impl PartialVersion {
             version,
             device,
             manifest_bytes,
-            has_lease,
         } = *reply;
         let wrong = |field, found: String, allowed: &str| wrong(name, field, found, allowed);
-        let count = fds.len();
         let mut fds = fds.into_iter();
-        let few = || wrong("descriptors", count.to_string(), "more");
         if version.number > NUMBER_MAX {
             return Err(wrong("version", version.number.to_string(), "up to 2^48"));
         }
-        let sealed = fds.next().ok_or_else(few)?;
-        let lease = has_lease.then(|| fds.next().ok_or_else(few)).transpose()?;
-        if let Some(lease) = &lease {
-            lease::check(lease.as_fd()).map_err(|found| wrong("lease", found, "a pipe"))?;
-            lease.approve();
-        }
+        let sealed = fds.next();
+        let sealed = sealed.ok_or_else(|| wrong("descriptors", "none".into(), "more"))?;
         let manifest = Manifest::receive(sealed.as_fd(), manifest_bytes)
             .map_err(|found| wrong("manifest", found, "a sealed and whole one"))?;
         let sealed = SealedManifest {
@@ -210,35 +231,46 @@ impl PartialVersion {
             device,
             manifest,
             sealed,
-            lease,
+            leases: Vec::new(),
             pieces: Vec::new(),
         };
         partial.add(fds.collect())?;
         Ok(partial)
     }
 
-    /// Whether no piece is missing.
-    pub(super) fn is_whole(&self) -> bool {
-        self.manifest.pieces().count() == self.pieces.len()
+    /// How many leases and pieces are missing.
+    fn missing(&self) -> usize {
+        let all = self.manifest.leases() + self.manifest.pieces().count();
+        all - self.leases.len() - self.pieces.len()
     }
 
-    /// Adds the next pieces.
+    /// Whether nothing is missing.
+    pub(super) fn is_whole(&self) -> bool {
+        self.missing() == 0
+    }
+
+    /// Adds the next leases and pieces.
     fn add(&mut self, fds: Vec<PeerFd>) -> Result<()> {
-        let lengths = self.manifest.pieces().skip(self.pieces.len());
-        let left = lengths.clone().count();
+        let left = self.missing();
         if fds.is_empty() || fds.len() > left {
             let allowed = format!("1 to {left} of its pieces");
-            return Err(wrong(
-                &self.name,
-                "descriptors",
-                fds.len().to_string(),
-                &allowed,
-            ));
+            let found = fds.len().to_string();
+            return Err(wrong(&self.name, "descriptors", found, &allowed));
         }
-        for (fd, bytes) in fds.iter().zip(lengths) {
+        let leases = (self.manifest.leases() - self.leases.len()).min(fds.len());
+        let mut fds = fds.into_iter();
+        for lease in fds.by_ref().take(leases) {
+            lease::check(lease.as_fd())
+                .map_err(|found| wrong(&self.name, "lease", found, "a pipe"))?;
+            lease.approve();
+            self.leases.push(lease);
+        }
+        let lengths = self.manifest.pieces().skip(self.pieces.len());
+        let pieces: Vec<PeerFd> = fds.collect();
+        for (fd, bytes) in pieces.iter().zip(lengths) {
             self.check_piece(fd, bytes)?;
         }
-        self.pieces.extend(fds);
+        self.pieces.extend(pieces);
         Ok(())
     }
 
@@ -265,10 +297,10 @@ impl PartialVersion {
         mut self,
         mut ask: impl FnMut(u32) -> Result<Option<IncomingReply>>,
     ) -> Result<Option<(Held, Manifest)>> {
-        let missing = self.manifest.pieces().count() - self.pieces.len();
-        check_room(missing, &self.name)?;
+        check_room(self.missing(), &self.name)?;
         while !self.is_whole() {
-            let Some(reply) = ask(self.pieces.len() as u32)? else {
+            let has = self.leases.len() + self.pieces.len();
+            let Some(reply) = ask(has as u32)? else {
                 return Ok(None);
             };
             self.add(reply.fds)?;
@@ -277,13 +309,10 @@ impl PartialVersion {
             version: self.version,
             device: self.device,
             bytes: self.manifest.bytes(),
-            parts: self
-                .manifest
-                .parts()
-                .map(|(_, part)| part.bytes())
-                .collect(),
-            pieces: self.pieces.into(),
-            lease: self.lease.map(Arc::new),
+            parts: self.manifest.parts().map(|(_, part)| part).collect(),
+            leases: self.leases.into_iter().map(Arc::new).collect(),
+            pieces: self.pieces.into_iter().map(PieceFd::of_peer).collect(),
+            is_hashed: self.manifest.is_hashed(),
             manifest: Arc::new(self.sealed),
             rows: Vec::new(),
         };

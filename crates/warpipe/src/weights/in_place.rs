@@ -7,15 +7,14 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use super::exports::PieceFd;
 use super::manifest::{ALIGNMENT, PIECES_MAX, Part};
 use super::room::check_room;
 use crate::backend::DevicePtr;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::fork::CloseOnForkFd;
 use crate::memory::DeviceSlice;
-use crate::memory::pieces::{OwnedElsewhere, Piece};
-use crate::runtime::closer::PeerFd;
+use crate::memory::pieces::OwnedElsewhere;
 use crate::tensor::Layout;
 
 /// So many pieces are exported before there is another look at the limit of descriptors.
@@ -64,12 +63,12 @@ pub struct TensorsInPlace {
     /// By address.
     tensors: BTreeMap<DevicePtr, TensorInPlace>,
     /// By address: the length and the descriptor of each.
-    pieces: BTreeMap<DevicePtr, (u64, CloseOnForkFd)>,
+    pieces: BTreeMap<DevicePtr, (u64, Arc<PieceFd>)>,
     owners: Mutex<Vec<Box<dyn Any + Send>>>,
 }
 
 struct TensorInPlace {
-    name: String,
+    name: Arc<str>,
     layout: Layout,
     /// Counted from 0 as they were added.
     number: usize,
@@ -119,7 +118,7 @@ impl TensorsInPlace {
     ///
     /// # Errors
     /// [`Error::NotExportable`] for memory of another kind, `cudaMalloc`'s for example;
-    /// [`Error::Argument`] for a layout that is not row-major without gaps, a tensor without
+    /// [`Error::Argument`] for a layout that is not [dense](Layout::is_dense), a tensor without
     /// elements, an address that is no multiple of 512 bytes from its allocation's first, a tensor
     /// that overlaps one that was added, or lies in allocations of several lengths, or more than
     /// 16,384 pieces; [`Error::DescriptorLimit`], [`Error::Driver`].
@@ -138,7 +137,7 @@ impl TensorsInPlace {
             return Err(error);
         }
         let tensor = TensorInPlace {
-            name: name.to_string(),
+            name: name.into(),
             layout,
             number: self.tensors.len(),
         };
@@ -156,8 +155,8 @@ impl TensorsInPlace {
                 format!("{allowed}; or publish a copy of it"),
             ))
         };
-        if layout.offset() != 0 || !layout.is_contiguous() {
-            return refused(format!("of {layout:?}"), "a row-major one without gaps");
+        if layout.offset() != 0 || !layout.is_dense() {
+            return refused(format!("of {layout:?}"), "one without gaps");
         }
         let end = ptr.checked_add(layout.bytes()).filter(|&end| end > ptr);
         let Some(end) = end else {
@@ -223,9 +222,7 @@ impl TensorsInPlace {
         if count % LOOK_EVERY == LOOK_EVERY - 1 {
             check_room(LOOK_EVERY, name)?;
         }
-        let piece = Piece::at(&self.device, at)?;
-        let (base, bytes) = (piece.base(), piece.bytes());
-        let fd = piece.export()?;
+        let (base, bytes, fd) = PieceFd::export(&self.device, at)?;
         self.pieces.insert(base, (bytes, fd));
         Ok((base, bytes))
     }
@@ -239,8 +236,7 @@ impl TensorsInPlace {
     pub(super) fn lay(self, begin: u64) -> Result<LaidInPlace> {
         let lengths = self.pieces.iter().map(|(&base, &(bytes, _))| (base, bytes));
         let (parts, begins) = parts_of(lengths, begin);
-        let pieces = self.pieces.into_values().map(|(_, fd)| PeerFd::from(fd));
-        let pieces = pieces.collect();
+        let pieces = self.pieces.into_values().map(|(_, fd)| fd).collect();
         let mapping = OwnedElsewhere::new(&self.device, Box::new(self.owners))?;
         let label: Arc<str> = "weights in place".into();
         let tensors = self.tensors.into_iter().map(|(ptr, tensor)| {
@@ -299,13 +295,13 @@ fn parts_of(
 pub(super) struct LaidInPlace {
     pub(super) tensors: Vec<LaidTensor>,
     pub(super) parts: Vec<Part>,
-    pub(super) pieces: Vec<PeerFd>,
+    pub(super) pieces: Vec<Arc<PieceFd>>,
     /// Keeps the owners.
     pub(super) mapping: Arc<OwnedElsewhere>,
 }
 
 pub(super) struct LaidTensor {
-    pub(super) name: String,
+    pub(super) name: Arc<str>,
     pub(super) layout: Layout,
     pub(super) number: usize,
     pub(super) offset: u64,

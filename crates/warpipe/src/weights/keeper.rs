@@ -280,6 +280,9 @@ impl KeeperState {
         if self.is_ending {
             return Err("it was asked to end".into());
         }
+        if held.version.number != 0 {
+            return Ok((held.version.number, vec![self.add_hashes(held)]));
+        }
         if let Some(offered) = &self.offered
             && offered.version.id == held.version.id
         {
@@ -301,6 +304,16 @@ impl KeeperState {
         let mut replaced = std::mem::take(&mut self.candidates);
         replaced.extend(self.offered.replace(held));
         Ok((number, replaced))
+    }
+
+    /// Takes the hashes that the publisher of a version has computed since it was offered, if this
+    /// keeper has the version.
+    fn add_hashes(&mut self, hashed: Held) -> Held {
+        let mut held = self.candidates.iter_mut().chain(&mut self.offered);
+        if let Some(held) = held.find(|held| held.version == hashed.version) {
+            held.take_hashes(&hashed);
+        }
+        hashed
     }
 
     /// Notes the result of a check, and returns the versions that are held no longer; `None` when

@@ -1,16 +1,21 @@
 //! Weights that this process has: loaded from files, or copied from its own memory.
 
 use std::os::fd::AsFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use super::base::BaseVersion;
 use super::blocks::{Block, COPY_TIMEOUT, read_in_parallel};
-use super::content::hash_memory;
+use super::contents::Contents;
+use super::exports::PieceFd;
 use super::held::Held;
 use super::holder::{Holder, clear_dead};
 use super::keeper_session::offer_to_keeper;
-use super::manifest::{ALIGNMENT, Manifest, Part, TENSORS_MAX, TensorInfo, read_exact};
+use super::later::{Current, LaterHashes, Unhashed};
+use super::manifest::{
+    ALIGNMENT, Hashing, LEASES_MAX, Manifest, Part, TENSORS_MAX, TensorInfo, read_exact,
+};
 use super::source::{Source, SourceFile, SourceTensor, of_file, unreadable};
 use super::staging::Staging;
 use super::weights_name;
@@ -31,10 +36,12 @@ const WRITTEN_AT_ONCE: usize = 4 << 20;
 #[derive(Debug)]
 pub struct Weights {
     /// Mapped as long as this object: the memory itself is kept by every descriptor of it. `None`
-    /// if all tensors are [in place](super::TensorsInPlace).
+    /// if no tensor was copied.
     _memory: Option<Memory>,
-    manifest: Manifest,
+    manifest: Arc<Manifest>,
     held: Held,
+    /// The tensors that are hashed once they are published.
+    unhashed: Option<Arc<Unhashed>>,
     owner_process: OwnerProcess,
 }
 
@@ -75,7 +82,10 @@ impl Weights {
             read_block(from, file, block, (&memory, to), staging, &progress)
         })?;
         source.check_unchanged()?;
-        let named = source.tensors.iter().map(|from| from.tensor.name.clone());
+        let named = source
+            .tensors
+            .iter()
+            .map(|from| from.tensor.name.as_str().into());
         Weights::of(
             memory,
             named.zip(source.tensors.iter().map(layout_of)),
@@ -84,11 +94,11 @@ impl Weights {
     }
 
     /// Copies tensors of this process's host memory into one allocation of the device. Each layout
-    /// is row-major without gaps, and as long as its bytes.
+    /// is [dense](Layout::is_dense), and as long as its bytes.
     ///
     /// # Errors
     /// [`Error::Argument`] for two tensors of one name, a name of no or more than 1,024 bytes, a
-    /// layout with other strides or of another length, or more than 1,048,576 tensors;
+    /// layout with gaps or of another length, or more than 1,048,576 tensors;
     /// [`Error::DeviceMemory`]; [`Error::Timeout`]; [`Error::Driver`].
     pub fn from_bytes<'a>(
         device: &Device,
@@ -96,10 +106,10 @@ impl Weights {
     ) -> Result<Weights> {
         let tensors: Vec<_> = tensors.into_iter().collect();
         for (name, layout, bytes) in &tensors {
-            let is_whole = layout.offset() == 0 && layout.is_contiguous();
+            let is_whole = layout.offset() == 0 && layout.is_dense();
             if !is_whole || layout.bytes() != bytes.len() as u64 {
                 let found = format!("{layout:?} with {} bytes", bytes.len());
-                let allowed = format!("a row-major layout of tensor {name:?}, and its bytes");
+                let allowed = format!("a dense layout of tensor {name:?}, and its bytes");
                 return Err(Error::argument("tensors", found, allowed));
             }
         }
@@ -114,62 +124,57 @@ impl Weights {
         stream.synchronize(COPY_TIMEOUT)?;
         let named = tensors
             .iter()
-            .map(|(name, layout, _)| (name.to_string(), *layout));
+            .map(|&(name, layout, _)| (name.into(), layout));
         Weights::of(memory, named, placed)
     }
 
     /// Hashes a memory that is complete, and seals its manifest.
-    pub(super) fn of(
+    fn of(
         memory: Memory,
-        tensors: impl Iterator<Item = (String, Layout)>,
+        tensors: impl Iterator<Item = (Arc<str>, Layout)>,
         placed: Placement,
     ) -> Result<Weights> {
-        let tensors: Vec<(String, Layout)> = tensors.collect();
-        let places = tensors.iter().zip(&placed.offsets);
-        let places: Vec<_> = places
-            .map(|((_, layout), &offset)| (&*memory, offset, layout.bytes()))
-            .collect();
-        let hashes = hash_memory(&places)?;
-        let tensors = tensors.into_iter().zip(&placed.offsets).zip(hashes);
-        let tensors = tensors.map(|(((name, layout), &offset), hash)| TensorInfo {
+        let tensors = tensors.zip(placed.offsets);
+        let tensors = tensors.map(|((name, layout), offset)| TensorInfo {
             name,
             layout,
             offset,
-            hash,
+            hash: None,
         });
+        let mut tensors: Vec<TensorInfo> = tensors.collect();
         let device = memory.device().clone();
         let mut storage = Storage::default();
-        storage.add_memory(memory)?;
+        storage.add_memory(&memory)?;
         storage.bytes = placed.bytes;
-        Weights::in_storage(&device, storage, tensors.collect())
+        let contents = Contents {
+            memory: Some(memory),
+            lying: Vec::new(),
+        };
+        contents.hash(&mut tensors)?;
+        let manifest = storage.describe(tensors)?;
+        Weights::in_storage(&device, storage, manifest, contents)
     }
 
-    /// Seals the manifest of tensors in complete memory, in the order of their offsets.
+    /// Weights with this manifest. The contents that have no hashes are kept, to be hashed later.
     pub(super) fn in_storage(
         device: &Device,
         storage: Storage,
-        tensors: Vec<TensorInfo>,
+        manifest: Manifest,
+        contents: Contents,
     ) -> Result<Weights> {
-        let Storage {
-            memory,
-            bytes,
-            parts,
-            pieces,
-            lease,
-        } = storage;
-        let manifest = Manifest::new(bytes, parts, tensors).map_err(|found| {
-            Error::argument("tensors", found, "unique names of 1 to 1,024 bytes")
-        })?;
-        let id = new_generation();
-        let held = Held::new(id, device.info().id, pieces, lease, &manifest)?;
+        let (id, memory) = (new_generation(), contents.memory.clone());
+        let Storage { pieces, leases, .. } = storage;
+        let held = Held::new(id, device.info().id, pieces, leases, &manifest)?;
         if let Some(memory) = &memory {
             // It is the first part.
             memory.identify(id, 0);
         }
+        let is_later = manifest.hashing() == Hashing::Later;
         Ok(Weights {
             _memory: memory,
-            manifest,
+            manifest: Arc::new(manifest),
             held,
+            unhashed: is_later.then(|| Arc::new(Unhashed::new(contents))),
             owner_process: OwnerProcess::current(),
         })
     }
@@ -209,13 +214,25 @@ impl Weights {
         let offer = Holder::offer(domain, name.as_str(), offered)?;
         let (keeper, number) = offer_to_keeper(domain, &name, &offer.1, timeout)?;
         let held = Arc::new(self.held.numbered(number));
-        let holder = Holder::serve(domain, name.as_str(), held)?;
+        let holder = Holder::serve(domain, name.as_str(), held.clone())?;
         // The next keeper may have begun before the holder was there: it lacks the version.
         keeper.tell_holding(number)?;
+        let base = BaseVersion::new(held, self.manifest.clone());
+        let current = Arc::new(Mutex::new(Current {
+            _holder: holder,
+            base,
+        }));
+        let unhashed = self.unhashed.as_ref();
+        let later = unhashed.map(|unhashed| LaterHashes::begin(unhashed, domain, &name, &current));
         Ok(PublishedWeights {
             version: number,
-            _holder: holder,
+            current,
+            later,
         })
+    }
+
+    pub(super) fn as_base(&self) -> BaseVersion {
+        BaseVersion::new(Arc::new(self.held.numbered(0)), self.manifest.clone())
     }
 }
 
@@ -223,6 +240,10 @@ impl Weights {
 impl Weights {
     pub(super) fn held_for_tests(&self, number: u64) -> Held {
         self.held.numbered(number)
+    }
+
+    pub(super) fn manifest_for_tests(&self) -> &Manifest {
+        &self.manifest
     }
 
     pub(super) fn memory_for_tests(&self) -> &Memory {
@@ -239,7 +260,8 @@ fn layout_of(from: &SourceTensor) -> Layout {
 #[derive(Debug)]
 pub struct PublishedWeights {
     version: u64,
-    _holder: Holder,
+    current: Arc<Mutex<Current>>,
+    later: Option<LaterHashes>,
 }
 
 impl PublishedWeights {
@@ -247,28 +269,68 @@ impl PublishedWeights {
     pub fn version(&self) -> u64 {
         self.version
     }
+
+    /// Whether each tensor of the version has a content hash. Waits up to `timeout` for those that
+    /// are computed [later](Hashing::Later), until the keeper has them, too.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`]; once, the error for which there will be none.
+    pub fn wait_for_hashes(&self, timeout: Duration) -> Result<bool> {
+        if let Some(later) = &self.later {
+            later.wait(timeout)?;
+        }
+        Ok(self.as_base().is_hashed())
+    }
+
+    pub(super) fn as_base(&self) -> BaseVersion {
+        let current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        current.base.clone()
+    }
 }
 
 /// The memory of weights.
 #[derive(Default)]
 pub(super) struct Storage {
-    /// The first part, if it is of this library.
-    pub(super) memory: Option<Memory>,
+    /// Of all parts, or as far as tensors lie in the last one.
     pub(super) bytes: u64,
     pub(super) parts: Vec<Part>,
-    pub(super) pieces: Vec<PeerFd>,
-    pub(super) lease: Option<Arc<PeerFd>>,
+    pub(super) pieces: Vec<Arc<PieceFd>>,
+    pub(super) leases: Vec<Arc<PeerFd>>,
 }
 
 impl Storage {
     /// Begins with this memory.
-    pub(super) fn add_memory(&mut self, memory: Memory) -> Result<()> {
-        let mapped_bytes = memory.info().mapped_bytes;
-        self.parts.push(Part::whole(mapped_bytes));
-        self.pieces.push(PeerFd::from(memory.private_export()?));
-        self.bytes = mapped_bytes;
-        self.memory = Some(memory);
+    pub(super) fn add_memory(&mut self, memory: &Memory) -> Result<()> {
+        self.add_part(Part::whole(memory.info().mapped_bytes));
+        self.pieces.push(PieceFd::own(memory.private_export()?));
         Ok(())
+    }
+
+    pub(super) fn add_part(&mut self, part: Part) {
+        self.bytes += part.bytes();
+        self.parts.push(part);
+    }
+
+    /// Adds a lease, and returns its number.
+    pub(super) fn add_lease(&mut self, lease: Arc<PeerFd>) -> Result<u32> {
+        let known = self.leases.iter().position(|it| Arc::ptr_eq(it, &lease));
+        let index = known.unwrap_or(self.leases.len());
+        if index == LEASES_MAX {
+            let found = format!("tensors in place of more than {LEASES_MAX} versions");
+            let allowed = "a version that has all of its tensors itself";
+            return Err(Error::argument("base", found, allowed));
+        }
+        if known.is_none() {
+            self.leases.push(lease);
+        }
+        Ok(index as u32 + 1)
+    }
+
+    /// The manifest of tensors in it, in the order of their offsets.
+    pub(super) fn describe(&self, tensors: Vec<TensorInfo>) -> Result<Manifest> {
+        let described = Manifest::new(self.bytes, self.parts.clone(), tensors);
+        described
+            .map_err(|found| Error::argument("tensors", found, "unique names of 1 to 1,024 bytes"))
     }
 }
 

@@ -4,9 +4,11 @@
 //! It travels in a sealed memfd beside the memory's descriptors. A receiver copies it once and uses
 //! the copy alone, after it has been checked.
 
-use std::collections::HashSet;
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 
 use rustix::fs::SealFlags;
 use rustix::io::Errno;
@@ -18,7 +20,9 @@ use crate::error::{Error, Result, WeightsFault};
 use crate::fork::CloseOnForkFd;
 use crate::os::without_size_signal;
 use crate::shm::seal;
-use crate::tensor::{DType, Layout, RANK_MAX};
+use crate::tensor::Layout;
+
+mod encoding;
 
 /// The most tensors under one name: twice those of the largest checkpoints.
 pub(super) const TENSORS_MAX: usize = 1 << 20;
@@ -32,8 +36,11 @@ const MANIFEST_BYTES_MAX: u64 = 256 << 20;
 /// Every tensor starts at a multiple of this.
 pub(super) const ALIGNMENT: u64 = 512;
 
-/// The format of the bytes, and the hash function of contents.
-const FORMAT: u32 = 4;
+/// The longest metadata of a version.
+pub(super) const METADATA_BYTES_MAX: usize = 1 << 20;
+
+/// The most leases of a version: of the publishers of the tensors in place that it has.
+pub(super) const LEASES_MAX: usize = 64;
 
 /// The most pieces of a version, each of which is a descriptor: the memory of the largest GPUs in
 /// pieces of 20 MiB.
@@ -49,13 +56,43 @@ const FINAL: SealFlags = SealFlags::SHRINK
 /// `docs/design/weights.md` says. It shows damage, and is no signature.
 pub type ContentHash = [u8; 16];
 
+/// When the content hashes of a version are computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub enum Hashing {
+    /// By the device, before the version is offered.
+    #[default]
+    Device,
+    /// By the device, on a thread of the publisher, once the version is offered. Until then the
+    /// version has none, and so it stays when the publisher dies before.
+    Later,
+    /// Never. Nothing can be compared: a keeper that takes over does not offer the version.
+    None,
+}
+
+impl Hashing {
+    /// `device`, `later` or `none`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Hashing::Device => "device",
+            Hashing::Later => "later",
+            Hashing::None => "none",
+        }
+    }
+
+    /// The value of this [name](Hashing::name).
+    pub fn from_name(name: &str) -> Option<Hashing> {
+        let all = [Hashing::Device, Hashing::Later, Hashing::None];
+        all.into_iter().find(|hashing| hashing.name() == name)
+    }
+}
+
 /// One tensor of published weights.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorInfo {
-    pub(super) name: String,
+    pub(super) name: Arc<str>,
     pub(super) layout: Layout,
     pub(super) offset: u64,
-    pub(super) hash: ContentHash,
+    pub(super) hash: Option<ContentHash>,
 }
 
 impl TensorInfo {
@@ -64,7 +101,7 @@ impl TensorInfo {
         &self.name
     }
 
-    /// The element type and the shape; row-major, without gaps.
+    /// The element type, the shape and the strides: without gaps, the dimensions in any order.
     pub fn layout(&self) -> &Layout {
         &self.layout
     }
@@ -74,8 +111,8 @@ impl TensorInfo {
         self.offset
     }
 
-    /// The hash of its bytes.
-    pub fn hash(&self) -> ContentHash {
+    /// The hash of its bytes; `None` if it has not been computed: see [`Hashing`].
+    pub fn hash(&self) -> Option<ContentHash> {
         self.hash
     }
 
@@ -90,14 +127,20 @@ impl TensorInfo {
 pub(super) struct Part {
     pub(super) pieces: u32,
     pub(super) piece_bytes: u64,
+    /// The number, from 1 on, of the lease that keeps its owner. 0: no lease is needed.
+    pub(super) lease: u32,
+    /// The version that it was memory of first, and its number there. `None`: it is this one's.
+    pub(super) base: Option<([u8; 16], u32)>,
 }
 
 impl Part {
-    /// A part that is one allocation.
+    /// A part that is one allocation of this library.
     pub(super) fn whole(bytes: u64) -> Part {
         Part {
             pieces: 1,
             piece_bytes: bytes,
+            lease: 0,
+            base: None,
         }
     }
 
@@ -109,7 +152,9 @@ impl Part {
     fn check(self) -> Option<u64> {
         let is_one = (1..=PIECES_MAX).contains(&(self.pieces as usize));
         let bytes = self.piece_bytes.checked_mul(u64::from(self.pieces))?;
-        (is_one && bytes > 0 && self.piece_bytes.is_multiple_of(ALIGNMENT)).then_some(bytes)
+        let is_leased = self.lease as usize <= LEASES_MAX;
+        let is_whole = bytes > 0 && self.piece_bytes.is_multiple_of(ALIGNMENT);
+        (is_one && is_leased && is_whole).then_some(bytes)
     }
 }
 
@@ -123,7 +168,9 @@ pub(super) struct Manifest {
     begins: Vec<u64>,
     tensors: Vec<TensorInfo>,
     /// Indices of `tensors`, by name.
-    by_name: Vec<usize>,
+    by_name: HashMap<Arc<str>, u32>,
+    hashing: Hashing,
+    metadata: Vec<u8>,
 }
 
 impl Manifest {
@@ -140,14 +187,18 @@ impl Manifest {
         if tensors.len() > TENSORS_MAX {
             return Err(format!("more than {TENSORS_MAX} tensors"));
         }
-        let mut names = HashSet::with_capacity(tensors.len());
+        let mut by_name = HashMap::with_capacity(tensors.len());
         let mut end_of_last = 0;
         let mut last: Option<&TensorInfo> = None;
-        for tensor in &tensors {
+        for (index, tensor) in (0..).zip(&tensors) {
             let TensorInfo { name, offset, .. } = tensor;
             check_name(name)?;
-            if !names.insert(name) {
-                return Err(format!("two tensors {name:?}"));
+            match by_name.entry(name.clone()) {
+                Entry::Vacant(place) => place.insert(index),
+                Entry::Occupied(_) => return Err(format!("two tensors {name:?}")),
+            };
+            if tensor.layout.offset() != 0 || !tensor.layout.is_dense() {
+                return Err(format!("tensor {name:?} of {:?}", tensor.layout));
             }
             let end = offset.checked_add(tensor.layout.bytes());
             let Some(end) = end.filter(|&end| end <= bytes) else {
@@ -164,15 +215,64 @@ impl Manifest {
             end_of_last = end;
             last = Some(tensor);
         }
-        let mut by_name: Vec<usize> = (0..tensors.len()).collect();
-        by_name.sort_by_key(|&index| &tensors[index].name);
         Ok(Manifest {
             bytes,
             parts,
             begins,
             tensors,
             by_name,
+            hashing: Hashing::default(),
+            metadata: Vec::new(),
         })
+    }
+
+    /// Says when the hashes are computed.
+    pub(super) fn with_hashing(self, hashing: Hashing) -> Manifest {
+        Manifest { hashing, ..self }
+    }
+
+    /// Has the version carry these bytes.
+    pub(super) fn with_metadata(self, metadata: Vec<u8>) -> Manifest {
+        Manifest { metadata, ..self }
+    }
+
+    /// The same version with these hashes, which are in the order of the tensors.
+    pub(super) fn with_hashes(&self, hashes: &[Option<ContentHash>]) -> Manifest {
+        let hashed = self.tensors.iter().zip(hashes);
+        let tensors = hashed.map(|(tensor, &hash)| TensorInfo {
+            hash,
+            ..tensor.clone()
+        });
+        Manifest {
+            bytes: self.bytes,
+            parts: self.parts.clone(),
+            begins: self.begins.clone(),
+            tensors: tensors.collect(),
+            by_name: self.by_name.clone(),
+            hashing: self.hashing,
+            metadata: self.metadata.clone(),
+        }
+    }
+
+    /// When the hashes are computed.
+    pub(super) fn hashing(&self) -> Hashing {
+        self.hashing
+    }
+
+    /// Whether every tensor has a hash.
+    pub(super) fn is_hashed(&self) -> bool {
+        self.tensors.iter().all(|tensor| tensor.hash.is_some())
+    }
+
+    /// What its publisher gave with it; empty if it gave nothing.
+    pub(super) fn metadata(&self) -> &[u8] {
+        &self.metadata
+    }
+
+    /// The number of leases.
+    pub(super) fn leases(&self) -> usize {
+        let numbers = self.parts.iter().map(|part| part.lease as usize);
+        numbers.max().unwrap_or(0)
     }
 
     /// The parts of the memory, and where each begins.
@@ -201,11 +301,7 @@ impl Manifest {
     }
 
     pub(super) fn tensor(&self, name: &str) -> Option<&TensorInfo> {
-        let tensor = |&index: &usize| self.tensors[index].name.as_str();
-        let found = self
-            .by_name
-            .binary_search_by(|index| tensor(index).cmp(name));
-        Some(&self.tensors[self.by_name[found.ok()?]])
+        Some(&self.tensors[*self.by_name.get(name)? as usize])
     }
 
     /// Writes it to a sealed memfd.
@@ -233,24 +329,6 @@ impl Manifest {
         })
     }
 
-    pub(super) fn encode(&self) -> Vec<u8> {
-        let head = Head {
-            format: FORMAT,
-            bytes: self.bytes,
-            parts: self.parts.len() as u32,
-            tensors: self.tensors.len() as u32,
-        };
-        // None can fail: no length is unknown, and a vector takes every byte.
-        let mut bytes = postcard::to_stdvec(&head).unwrap_or_default();
-        for part in &self.parts {
-            bytes.extend(postcard::to_stdvec(part).unwrap_or_default());
-        }
-        for tensor in &self.tensors {
-            bytes.extend(postcard::to_stdvec(&Described::of(tensor)).unwrap_or_default());
-        }
-        bytes
-    }
-
     /// Copies and checks the manifest that a peer sent.
     pub(super) fn receive(fd: BorrowedFd<'_>, bytes: u64) -> Result<Manifest, String> {
         if bytes > MANIFEST_BYTES_MAX {
@@ -260,39 +338,6 @@ impl Manifest {
         let mut copy = vec![0; bytes as usize];
         read_exact(fd, &mut copy, 0).map_err(|error| error.to_string())?;
         Manifest::decode(&copy)
-    }
-
-    /// Reads and checks a manifest's bytes.
-    pub(super) fn decode(bytes: &[u8]) -> Result<Manifest, String> {
-        let garbled = |_| "garbled bytes".to_string();
-        let (head, mut rest): (Head, &[u8]) = postcard::take_from_bytes(bytes).map_err(garbled)?;
-        if head.format != FORMAT {
-            return Err(format!("format {}", head.format));
-        }
-        // Before room is made for them.
-        if head.tensors as usize > TENSORS_MAX {
-            return Err(format!("{} tensors", head.tensors));
-        }
-        if head.parts as usize > PIECES_MAX {
-            return Err(format!("{} parts", head.parts));
-        }
-        let mut parts = Vec::new();
-        for _ in 0..head.parts {
-            let (part, after): (Part, &[u8]) = postcard::take_from_bytes(rest).map_err(garbled)?;
-            parts.push(part);
-            rest = after;
-        }
-        let mut tensors = Vec::new();
-        for _ in 0..head.tensors {
-            let (tensor, after): (Described, &[u8]) =
-                postcard::take_from_bytes(rest).map_err(garbled)?;
-            tensors.push(tensor.checked()?);
-            rest = after;
-        }
-        if !rest.is_empty() {
-            return Err(format!("{} bytes behind the last tensor", rest.len()));
-        }
-        Manifest::new(head.bytes, parts, tensors)
     }
 }
 
@@ -324,56 +369,6 @@ fn part_at(begins: &[u64], offset: u64) -> usize {
 pub(super) struct SealedManifest {
     pub(super) fd: CloseOnForkFd,
     pub(super) bytes: u64,
-}
-
-/// The beginning of a manifest. A [`Part`] follows for each part, then a [`Described`] for each
-/// tensor.
-#[derive(Serialize, Deserialize)]
-struct Head {
-    format: u32,
-    bytes: u64,
-    parts: u32,
-    tensors: u32,
-}
-
-/// A tensor as a manifest describes it. The shape has a fixed size, so that no list of lengths can
-/// be long.
-#[derive(Serialize, Deserialize)]
-struct Described {
-    name: String,
-    dtype: DType,
-    rank: u8,
-    shape: [u64; RANK_MAX],
-    offset: u64,
-    hash: ContentHash,
-}
-
-impl Described {
-    fn of(tensor: &TensorInfo) -> Described {
-        let mut shape = [0; RANK_MAX];
-        let lengths = tensor.layout.shape();
-        shape[..lengths.len()].copy_from_slice(lengths);
-        Described {
-            name: tensor.name.clone(),
-            dtype: tensor.layout.dtype(),
-            rank: lengths.len() as u8,
-            shape,
-            offset: tensor.offset,
-            hash: tensor.hash,
-        }
-    }
-
-    fn checked(self) -> Result<TensorInfo, String> {
-        let rank = usize::from(self.rank);
-        let lengths = self.shape.get(..rank).ok_or("a rank above the limit")?;
-        let layout = Layout::contiguous(self.dtype, lengths).map_err(|error| error.to_string())?;
-        Ok(TensorInfo {
-            name: self.name,
-            layout,
-            offset: self.offset,
-            hash: self.hash,
-        })
-    }
 }
 
 /// `pread` until `bytes` is full.

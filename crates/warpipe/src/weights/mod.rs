@@ -7,7 +7,8 @@
 //! ([`SharedWeights`]) as read-only tensors, and hold descriptors themselves: they go on when the
 //! keeper dies, and the next keeper of the name takes the newest version over from them. It offers
 //! that version once a process with a device has checked the content hashes
-//! ([`verify`](crate::Opener::verify)).
+//! ([`verify`](crate::Opener::verify)). The device computes them before the version is offered, or as
+//! [`Hashing`] says. A version may share tensors with an earlier one ([`WeightsBuilder::base`]).
 //!
 //! ```
 //! use std::time::Duration;
@@ -35,15 +36,19 @@
 //!
 //! `docs/design/weights.md` has the protocol, its invariants and its failure cases.
 
+mod base;
 mod blocks;
 mod check;
 mod content;
+mod contents;
+mod exports;
 mod fill;
 mod held;
 mod holder;
 mod in_place;
 mod keeper;
 mod keeper_session;
+mod later;
 mod lease;
 mod load;
 mod manifest;
@@ -57,13 +62,14 @@ mod takeover;
 #[cfg(test)]
 mod tests;
 
+pub use self::base::BaseVersion;
 #[doc(hidden)] // For the fake driver.
 pub use self::content::CONTENT_HASH;
 pub use self::fill::WeightsBuilder;
 pub use self::in_place::TensorsInPlace;
 pub use self::keeper::{Keeper, KeeperBuilder};
 pub use self::load::{PublishedWeights, Weights};
-pub use self::manifest::{ContentHash, TensorInfo};
+pub use self::manifest::{ContentHash, Hashing, TensorInfo};
 pub use self::named::{NamedVersion, NamedWeights};
 pub use self::shared::{SharedTensor, SharedWeights};
 pub use self::source::Source;
@@ -125,10 +131,11 @@ pub(crate) fn seeds() -> Vec<Vec<u8>> {
         name: name.into(),
         layout,
         offset,
-        hash: [7; 16],
+        hash: Some([7; 16]),
     };
     let tensors = vec![tensor("a", 0), tensor("a, tied", 0), tensor("b", 512)];
     let parts = vec![manifest::Part::whole(512), manifest::Part::whole(4096)];
-    let manifest = manifest::Manifest::new(1024, parts, tensors).map(|manifest| manifest.encode());
+    let manifest = manifest::Manifest::new(1024, parts, tensors);
+    let manifest = manifest.map(|manifest| manifest.with_metadata(b"{}".into()).encode());
     vec![header.into(), manifest.unwrap_or_default()]
 }

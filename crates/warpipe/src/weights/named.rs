@@ -11,6 +11,7 @@ use super::held::PartialVersion;
 use super::holder::{number_of, weights_of};
 use super::keeper::KeeperRequest;
 use super::keeper_session::KeeperSession;
+use super::manifest::Hashing;
 use super::{WEIGHTS_NAME_BYTES_MAX, takeover, weights_name};
 use crate::device_types::DeviceId;
 use crate::error::{Error, Holder, Result};
@@ -51,6 +52,10 @@ pub struct NamedVersion {
     pub device: DeviceId,
     /// Whether a keeper offers it: not a candidate that waits for its check.
     pub is_offered: bool,
+    /// When its publisher computes the content hashes.
+    pub hash: Hashing,
+    /// Whether each tensor has one.
+    pub is_hashed: bool,
 }
 
 impl NamedVersion {
@@ -61,6 +66,8 @@ impl NamedVersion {
             bytes: found.manifest.bytes(),
             device: found.device,
             is_offered,
+            hash: found.manifest.hashing(),
+            is_hashed: found.manifest.is_hashed(),
         }
     }
 }

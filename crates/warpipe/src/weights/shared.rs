@@ -5,12 +5,14 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::base::BaseVersion;
 use super::check::damaged_tensors;
+use super::exports::PieceFd;
 use super::held::{Held, Version};
 use super::holder::{Holder, clear_dead};
 use super::keeper::KeeperRequest;
 use super::keeper_session::{KeeperSession, wait_for_number, wait_for_version};
-use super::manifest::{Manifest, Part, TensorInfo};
+use super::manifest::{Hashing, Manifest, Part, TensorInfo};
 use super::weights_name;
 use crate::device::Device;
 use crate::device_types::Access;
@@ -19,7 +21,6 @@ use crate::fork::OwnerProcess;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::memory::{DeviceSlice, Memory, PiecesInfo, SharedMemory};
 use crate::options::Opener;
-use crate::runtime::closer::PeerFd;
 use crate::tensor::Layout;
 
 /// All tensors of one version of weights, mapped read-only in this process
@@ -38,7 +39,7 @@ struct SharedInner {
     /// One for each part of the manifest.
     memory: Vec<SharedMemory>,
     begins: Vec<u64>,
-    manifest: Manifest,
+    manifest: Arc<Manifest>,
     held: Arc<Held>,
     /// A domain of another user takes no endpoints of this process.
     _holder: Option<Holder>,
@@ -102,10 +103,10 @@ impl Opener<SharedWeights> {
     /// the memory, with several readers that have 2 MiB of page-locked memory each.
     ///
     /// # Errors
-    /// [`Error::WeightsDamaged`]: a candidate is dropped then, and an older one, if there is one,
-    /// takes its place, and a damaged version that is offered stays offered; [`Error::Timeout`]
-    /// when the keeper has no version; as
-    /// [`open`](Opener::open).
+    /// [`Error::WeightsDamaged`], and [`Error::WeightsUnhashed`] for a version with tensors that have no
+    /// hash to compare: a candidate is dropped then, and an older one, if there is one, takes its
+    /// place, and a version that is offered stays offered; [`Error::Timeout`] when the keeper has no
+    /// version; as [`open`](Opener::open).
     pub fn verify(&self) -> Result<u64> {
         let name = weights_name(self.name())?;
         let (domain, device) = (self.chosen_domain()?, self.chosen_device());
@@ -115,20 +116,24 @@ impl Opener<SharedWeights> {
         let memory = map(&device, &held, &manifest)?;
         let slices: Vec<&DeviceSlice> = memory.iter().map(|memory| &**memory).collect();
         let tensors = damaged_tensors(&slices, &manifest)?;
-        let version = held.version;
+        let (version, is_hashed) = (held.version, manifest.is_hashed());
         let checked = KeeperRequest::Checked {
             version,
-            is_sound: tensors.is_empty(),
+            is_sound: tensors.is_empty() && is_hashed,
         };
         keeper.request(&checked, Duration::ZERO)?;
-        if tensors.is_empty() {
-            return Ok(version.number);
+        let (name, version) = (name.to_string(), version.number);
+        if !tensors.is_empty() {
+            return Err(Error::WeightsDamaged {
+                name,
+                version,
+                tensors,
+            });
         }
-        Err(Error::WeightsDamaged {
-            name: name.to_string(),
-            version: version.number,
-            tensors,
-        })
+        match is_hashed {
+            true => Ok(version),
+            false => Err(Error::WeightsUnhashed { name, version }),
+        }
     }
 }
 
@@ -178,7 +183,7 @@ impl SharedWeights {
             inner: Arc::new(SharedInner {
                 memory,
                 begins: manifest.parts().map(|(begin, _)| begin).collect(),
-                manifest,
+                manifest: Arc::new(manifest),
                 held,
                 _holder: holder,
                 domain: domain.clone(),
@@ -219,6 +224,32 @@ impl SharedWeights {
         begins.zip(&self.inner.memory)
     }
 
+    /// When the publisher computes the content hashes. Those of [`Hashing::Later`] are there if the
+    /// version was opened after that.
+    pub fn hashing(&self) -> Hashing {
+        self.inner.manifest.hashing()
+    }
+
+    /// Whether each tensor has a content hash.
+    pub fn is_hashed(&self) -> bool {
+        self.inner.held.is_hashed
+    }
+
+    /// The JSON text that the publisher gave with the version; empty if it gave none.
+    pub fn metadata(&self) -> &[u8] {
+        self.inner.manifest.metadata()
+    }
+
+    /// Whether both are one version, and know the same of it.
+    pub fn is_same(&self, other: &SharedWeights) -> bool {
+        let known = |weights: &SharedWeights| (weights.inner.held.version, weights.is_hashed());
+        known(self) == known(other)
+    }
+
+    pub(super) fn as_base(&self) -> BaseVersion {
+        BaseVersion::new(self.inner.held.clone(), self.inner.manifest.clone())
+    }
+
     /// The tensors, in the order of their offsets.
     pub fn tensors(&self) -> &[TensorInfo] {
         self.inner.manifest.tensors()
@@ -251,12 +282,12 @@ pub struct SharedTensor {
 }
 
 impl SharedTensor {
-    /// The element type and the shape; row-major, without gaps.
+    /// The element type, the shape and the strides: without gaps, the dimensions in any order.
     pub fn layout(&self) -> &Layout {
         &self.layout
     }
 
-    /// The tensor's bytes, for reading alone. Empty for a tensor without elements.
+    /// The tensor's bytes, as its elements lie, for reading alone. Empty for a tensor without elements.
     pub fn memory(&self) -> &SharedMemory {
         &self.memory
     }
@@ -280,18 +311,21 @@ fn map(device: &Device, held: &Held, manifest: &Manifest) -> Result<Vec<SharedMe
     let map_part = |(number, (begin, part)): (u64, (u64, Part))| {
         let (of_it, rest) = pieces.split_at(part.pieces as usize);
         pieces = rest;
-        let fds: Vec<BorrowedFd<'_>> = of_it.iter().map(AsFd::as_fd).collect();
+        let fds: Vec<BorrowedFd<'_>> = of_it.iter().map(|piece| piece.as_fd()).collect();
         let shape = PiecesInfo {
             piece_bytes: part.piece_bytes,
             bytes: part.bytes().min(manifest.bytes() - begin),
             device: held.device,
         };
-        let identity = (held.version.id, number);
+        let identity = part.base.map_or((held.version.id, number), |(id, number)| {
+            (id, number.into())
+        });
         // Mapped memory is in use, whatever has become of this object.
-        let lease = held.lease.clone().map(|lease| lease as Arc<_>);
+        let lease = (part.lease as usize).checked_sub(1);
+        let lease = lease.map(|lease| held.leases[lease].clone() as Arc<_>);
         let memory = Memory::import_shared(device, &fds, &shape, Access::Read, identity, lease)?;
         // The device has mapped it: its `close` does not block.
-        of_it.iter().for_each(PeerFd::approve);
+        of_it.iter().for_each(|piece| PieceFd::approve(piece));
         Ok(memory)
     };
     parts.map(map_part).collect()

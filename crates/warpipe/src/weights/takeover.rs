@@ -37,7 +37,10 @@ pub(super) struct Found {
 impl Found {
     /// Adds a version, and returns one that there is no room for.
     fn add(&mut self, held: Held) -> Option<Held> {
-        if self.versions.iter().any(|v| v.version == held.version) {
+        let mut versions = self.versions.iter_mut();
+        if let Some(known) = versions.find(|known| known.version == held.version) {
+            // A holder may have opened it before its hashes were there.
+            known.take_hashes(&held);
             return Some(held);
         }
         let number = held.version.number;
@@ -135,10 +138,11 @@ impl Search<'_> {
         if completing.is_some() {
             self.check_time()?;
             let found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
+            let brings_hashes = version.manifest.is_hashed();
             if found
                 .versions
                 .iter()
-                .any(|held| held.version == version.version)
+                .any(|held| held.version == version.version && (held.is_hashed || !brings_hashes))
             {
                 return Ok(None);
             }

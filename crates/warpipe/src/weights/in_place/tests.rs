@@ -9,7 +9,7 @@ fn a_part_is_as_many_pieces_of_one_length_as_lie_side_by_side() {
     let row = |base, count, bytes| (0..count).map(move |index| (base + index * bytes, bytes));
     let part = |pieces, piece_bytes| Part {
         pieces,
-        piece_bytes,
+        ..Part::whole(piece_bytes)
     };
     let count = PIECES_MAX as u64 - 3;
     // No gap before the piece of another length; a gap before the last ones.
@@ -31,7 +31,7 @@ fn a_tensor_in_allocations_of_several_lengths_is_refused_with_its_name() {
     let memory = crate::Memory::allocate(&device, 4096).unwrap();
     let mut tensors = TensorsInPlace::new(&device);
     for (base, bytes) in [(1 << 21, 1 << 20), (3 << 20, 1 << 20), (4 << 20, 1 << 21)] {
-        let fd = CloseOnForkFd::new(memory.export_fd().unwrap()).unwrap();
+        let fd = PieceFd::own(memory.private_export().unwrap());
         tensors.pieces.insert(base, (bytes, fd));
     }
     let layout = |bytes| Layout::contiguous(DType::U8, &[bytes]).unwrap();

@@ -1,13 +1,15 @@
 //! Manifests of hostile peers.
 
+use super::encoding::{FORMAT, Head};
 use super::*;
+use crate::tensor::DType;
 
 fn tensor(name: &str, shape: &[u64], offset: u64) -> TensorInfo {
     TensorInfo {
         name: name.into(),
         layout: Layout::contiguous(DType::U8, shape).unwrap(),
         offset,
-        hash: [7; 16],
+        hash: Some([7; 16]),
     }
 }
 
@@ -17,14 +19,19 @@ fn encoded(bytes: u64, tensors: Vec<TensorInfo>) -> Vec<u8> {
 }
 
 fn in_parts(bytes: u64, parts: Vec<Part>, tensors: Vec<TensorInfo>) -> Vec<u8> {
+    unchecked(bytes, parts, tensors).encode()
+}
+
+fn unchecked(bytes: u64, parts: Vec<Part>, tensors: Vec<TensorInfo>) -> Manifest {
     Manifest {
         bytes,
         parts,
         begins: vec![],
         tensors,
-        by_name: vec![],
+        by_name: HashMap::new(),
+        hashing: Hashing::Device,
+        metadata: vec![],
     }
-    .encode()
 }
 
 fn refused(bytes: u64, tensors: Vec<TensorInfo>) -> String {
@@ -81,7 +88,7 @@ fn tied_weights_are_one_tensor_under_several_names_and_nothing_else_overlaps() {
     let changes: [Change; 4] = [
         |b| b.layout = Layout::contiguous(DType::U8, &[699]).unwrap(),
         |b| b.layout = Layout::contiguous(DType::U8, &[7, 100]).unwrap(),
-        |b| b.hash = [8; 16],
+        |b| b.hash = Some([8; 16]),
         |b| b.name = "a".into(),
     ];
     for (index, change) in changes.into_iter().enumerate() {
@@ -102,7 +109,7 @@ fn tied_weights_are_one_tensor_under_several_names_and_nothing_else_overlaps() {
 fn a_memory_is_of_whole_parts_and_each_tensor_lies_in_one_of_them() {
     let part = |pieces, piece_bytes| Part {
         pieces,
-        piece_bytes,
+        ..Part::whole(piece_bytes)
     };
     let two = || vec![part(3, 1024), part(1, 4096)];
     let tensors = vec![tensor("a", &[3072], 0), tensor("b", &[10], 3072)];
@@ -168,6 +175,8 @@ fn garbled_bytes_are_refused_and_none_panics_or_makes_room_for_what_is_not_there
             bytes: 1024,
             parts,
             tensors,
+            hashing: Hashing::Device,
+            metadata_bytes: 0,
         };
         Manifest::decode(&postcard::to_stdvec(&head).unwrap()).unwrap_err()
     };
@@ -201,4 +210,79 @@ fn a_manifest_that_could_still_change_is_not_read() {
     }
     let (_end, pipe) = rustix::pipe::pipe().unwrap();
     assert!(Manifest::receive(pipe.as_fd(), 4).is_err());
+}
+
+#[test]
+fn leases_bases_strides_absent_hashes_and_metadata_arrive_and_wrong_ones_are_refused() {
+    let turned = Layout::strided(DType::F32, &[3, 4], &[1, 3], 0).unwrap();
+    let tensors = || {
+        let mut tensors = vec![tensor("a", &[4], 0), tensor("b", &[4], 512)];
+        (tensors[0].layout, tensors[1].hash) = (turned, None);
+        tensors
+    };
+    let part = Part {
+        lease: 2,
+        base: Some(([3; 16], 9)),
+        ..Part::whole(1024)
+    };
+    let sent = Manifest::new(1024, vec![part], tensors()).unwrap();
+    let sent = sent.with_hashing(Hashing::Later);
+    let sent = sent.with_metadata(b"{\"step\":1}".into());
+    let received = Manifest::decode(&sent.encode()).unwrap();
+    assert_eq!(received, sent);
+    assert_eq!((received.leases(), received.hashing()), (2, Hashing::Later));
+    assert_eq!(received.metadata(), b"{\"step\":1}");
+    assert_eq!(
+        (received.tensors()[0].layout(), received.is_hashed()),
+        (&turned, false)
+    );
+    let hashed = received.with_hashes(&[Some([7; 16]), Some([8; 16])]);
+    assert!(hashed.is_hashed() && hashed.tensor("b").unwrap().hash() == Some([8; 16]));
+    let many = Part {
+        lease: LEASES_MAX as u32 + 1,
+        ..part
+    };
+    let found = Manifest::decode(&in_parts(1024, vec![many], tensors())).unwrap_err();
+    assert!(found.contains("a part of"), "{found}");
+    for (shape, strides) in [([3, 4], [1, 4]), ([3, 4], [0, 1]), ([3, 4], [1, 1])] {
+        let layout = Layout::strided(DType::U8, &shape, &strides, 0).unwrap();
+        let gaps = vec![TensorInfo {
+            layout,
+            ..tensor("gaps", &[4], 0)
+        }];
+        let found = refused(1024, gaps);
+        assert!(found.contains("\"gaps\" of"), "{found}");
+    }
+    let long =
+        unchecked(1024, vec![part], vec![]).with_metadata(vec![b' '; METADATA_BYTES_MAX + 1]);
+    let found = Manifest::decode(&long.encode()).unwrap_err();
+    assert!(found.contains("metadata"), "{found}");
+    let mut cut = sent.encode();
+    cut.pop();
+    let found = Manifest::decode(&cut).unwrap_err();
+    assert!(found.contains("behind the last tensor"), "{found}");
+}
+
+#[test]
+fn half_a_million_tensors_are_found_by_name_after_they_were_sent() {
+    const TENSORS: u64 = 500_000;
+    let name = |number| {
+        format!(
+            "model.layers.{}.mlp.experts.{number}.down_proj",
+            number % 61
+        )
+    };
+    let named = |number| tensor(&name(number), &[8], number * 512);
+    let bytes = TENSORS * 512;
+    let sent = Manifest::new(
+        bytes,
+        vec![Part::whole(bytes)],
+        (0..TENSORS).map(named).collect(),
+    );
+    let sealed = sent.unwrap().seal("any").unwrap();
+    let received = Manifest::receive(sealed.fd.as_fd(), sealed.bytes).unwrap();
+    for number in [0, 1, 4711, TENSORS - 1] {
+        let found = received.tensor(&name(number)).unwrap();
+        assert_eq!(found.offset(), number * 512);
+    }
 }

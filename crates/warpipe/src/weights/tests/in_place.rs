@@ -15,6 +15,7 @@ use crate::ipc::OutgoingReply;
 use crate::memory::Memory;
 use crate::runtime::closer::PeerFd;
 use crate::tensor::{DType, Layout};
+use crate::weights::exports::PieceFd;
 use crate::weights::held::Held;
 use crate::weights::holder::Holder;
 use crate::weights::keeper::{KeeperReply, KeeperRequest};
@@ -33,11 +34,11 @@ fn bytes(count: u64) -> Layout {
     Layout::contiguous(DType::U8, &[count]).unwrap()
 }
 
-fn is_dropped(told: &Receiver<()>) -> bool {
+pub(super) fn is_dropped(told: &Receiver<()>) -> bool {
     told.recv_timeout(WAIT) == Err(RecvTimeoutError::Disconnected)
 }
 
-fn is_kept(told: &Receiver<()>) -> bool {
+pub(super) fn is_kept(told: &Receiver<()>) -> bool {
     told.try_recv() == Err(std::sync::mpsc::TryRecvError::Empty)
 }
 
@@ -45,9 +46,18 @@ impl Stage {
     /// `count` tensors in memory of their own, the number's low byte in all bytes of each. The
     /// receiver says when all of it is free.
     fn in_place(&self, count: usize) -> (TensorsInPlace, Receiver<()>) {
+        self.in_place_from(0, count)
+    }
+
+    /// As [`in_place`](Self::in_place), counted from `first` on.
+    pub(super) fn in_place_from(
+        &self,
+        first: usize,
+        count: usize,
+    ) -> (TensorsInPlace, Receiver<()>) {
         let ((tell, told), stream) = (channel(), self.device.stream().unwrap());
         let mut tensors = TensorsInPlace::new(&self.device);
-        for number in 0..count {
+        for number in first..first + count {
             let memory = Memory::allocate(&self.device, 4096).unwrap();
             memory.write(&stream, 512, &[number as u8; 100]).unwrap();
             stream.synchronize(WAIT).unwrap();
@@ -62,7 +72,7 @@ impl Stage {
         (tensors, told)
     }
 
-    fn weights_in_place(&self, count: usize) -> (Weights, Receiver<()>) {
+    pub(super) fn weights_in_place(&self, count: usize) -> (Weights, Receiver<()>) {
         let (tensors, told) = self.in_place(count);
         let builder = Weights::builder(&self.device, []).unwrap();
         (builder.beside(tensors).finish().unwrap(), told)
@@ -85,7 +95,8 @@ fn tensors_are_read_where_their_publisher_has_them_beside_some_that_are_copied()
     assert_eq!((tensors.len(), tensors.pieces()), (3, 3));
     let builder = Weights::builder(&stage.device, [("copied", bytes(5))]).unwrap();
     let stream = stage.device.stream().unwrap();
-    builder.memory().write(&stream, 0, b"bytes").unwrap();
+    let memory = builder.memory().unwrap();
+    memory.write(&stream, 0, b"bytes").unwrap();
     let builder = builder.alias("tied", 2).alias("also copied", 0);
     let weights = builder.beside(tensors).finish().unwrap();
     let names: Vec<_> = weights.tensors().iter().map(|it| it.name()).collect();
@@ -237,11 +248,9 @@ fn pieces_of_a_wrong_number_length_or_kind_are_refused_before_anything_is_mapped
         let offer = Holder::offer(&stage.domain, "w", Arc::new(held)).unwrap();
         offer_to_keeper(&stage.domain, &name, &offer.1, WAIT).map(|_| ())
     };
-    let with = |held: &Held, last: OwnedFd| -> Arc<[PeerFd]> {
-        let copy = |fd: &PeerFd| PeerFd::from(CloseOnForkFd::duplicate(fd).unwrap());
-        let mut pieces: Vec<PeerFd> = held.pieces.iter().take(8).map(copy).collect();
-        pieces.push(PeerFd::from(CloseOnForkFd::new(last).unwrap()));
-        pieces.into()
+    let with = |held: &Held, last: OwnedFd| -> Arc<[Arc<PieceFd>]> {
+        let last = PieceFd::own(CloseOnForkFd::new(last).unwrap());
+        held.pieces.iter().take(8).cloned().chain([last]).collect()
     };
     let longer = || {
         Memory::allocate(&stage.device, 8192)
@@ -258,19 +267,21 @@ fn pieces_of_a_wrong_number_length_or_kind_are_refused_before_anything_is_mapped
         ),
         (&|held| held.pieces = with(held, file()), "memory"),
         (&|held| held.pieces = with(held, pipe()), "memory"),
-        (&|held| held.pieces = Arc::from(Vec::new()), "descriptors"),
         (
             &|held| {
-                let few = held.pieces.iter().take(7);
-                let copy = |fd: &PeerFd| PeerFd::from(CloseOnForkFd::duplicate(fd).unwrap());
-                held.pieces = few.map(copy).collect();
+                held.leases = Arc::new([]);
+                held.pieces = Arc::new([]);
             },
+            "descriptors",
+        ),
+        (
+            &|held| held.pieces = held.pieces.iter().take(7).cloned().collect(),
             "it has 7 pieces",
         ),
         (
             &|held| {
                 let file = PeerFd::from(CloseOnForkFd::new(file()).unwrap());
-                held.lease = Some(Arc::new(file));
+                held.leases = Arc::new([Arc::new(file)]);
             },
             "lease",
         ),
@@ -284,9 +295,8 @@ fn pieces_of_a_wrong_number_length_or_kind_are_refused_before_anything_is_mapped
     }
     assert_eq!(keeper.version().unwrap(), None);
     let more = offered(&|held| {
-        let copy = |fd: &PeerFd| PeerFd::from(CloseOnForkFd::duplicate(fd).unwrap());
         let twice = held.pieces.iter().chain(&*held.pieces);
-        held.pieces = twice.map(copy).collect();
+        held.pieces = twice.cloned().collect();
     });
     assert!(
         matches!(&more, Err(Error::Refused { text, .. }) if text.contains("descriptors")),
@@ -329,7 +339,7 @@ fn memory_that_no_process_can_open_or_that_does_not_fit_is_refused_with_the_tens
     let ptr = memory.ptr();
     add(bytes(1000), ptr + 512).unwrap();
     let wrong = [
-        (gaps, ptr, "row-major"),
+        (gaps, ptr, "without gaps"),
         (bytes(0), ptr, "with elements"),
         (bytes(4), u64::MAX, "with elements"),
         (bytes(4), ptr + 2048 + 8, "512 bytes"),

@@ -18,6 +18,7 @@ use crate::ipc::{
     ServerCore, decode,
 };
 use crate::runtime::closer::PeerFd;
+use crate::weights::exports::PieceFd;
 use crate::weights::held::{Held, Version};
 use crate::weights::holder::Holder;
 use crate::weights::keeper::{KeeperNotice, KeeperReply, KeeperRequest};
@@ -203,7 +204,7 @@ fn a_descriptor_whose_close_may_block_is_no_memory_of_a_gpu() {
         uuid: [1; 16],
     };
     let directory = PeerFd::from(CloseOnForkFd::new(directory.into()).unwrap());
-    hostile.pieces = [directory].into();
+    hostile.pieces = Arc::new([PieceFd::of_peer(directory)]);
     let offer = Holder::offer(&stage.domain, "w", Arc::new(hostile)).unwrap();
     let name = weights_name("w").unwrap();
     let told = offer_to_keeper(&stage.domain, &name, &offer.1, WAIT).map(|_| ());

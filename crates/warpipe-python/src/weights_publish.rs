@@ -1,0 +1,534 @@
+//! `warpipe.weights.publish`: a dictionary of tensors becomes a version, in one call.
+//!
+//! Each tensor is found once. Those that are published where they lie are added together, the others
+//! are copied into one new memory. **This module is marked for unsafe**: it names ranges of that memory
+//! by address.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyInt, PyString, PyType};
+use warpipe::weights::{BaseVersion, Hashing, TensorsInPlace, Weights, WeightsBuilder};
+use warpipe::{Error, Layout};
+
+use crate::detached::OwnStream;
+use crate::device::Device;
+use crate::domain::Domain;
+use crate::errors::{Fault, Outcome, is_of_this_package};
+use crate::in_place::{ZeroCopy, add_in_place};
+use crate::interpreter_exit::LibraryHeld;
+use crate::memory::Memory;
+use crate::memory_owner::{COPIES, MemoryOwner, OwnedMemory, Range};
+use crate::source::{PlainTorch, Source, SourceLocation, Wanted};
+use crate::stream::{Consumer, imported};
+use crate::view::View;
+use crate::wait::{CallOff, in_slices, none_if_late, on_a_thread, optional};
+use crate::weights::{PublishedWeights, SharedWeights, more_and_more_patiently, patiently};
+
+/// The most that one offer waits for the keeper, which may still ask other processes for what they
+/// hold: an offer that is given up is one of few that a keeper takes at once.
+const OFFER: Duration = Duration::from_secs(8);
+
+/// How often a loop over tensors looks for signals.
+const LOOK_EVERY: usize = 4096;
+
+/// The arguments of `publish` that have a name.
+struct Options<'py> {
+    device: Option<Bound<'py, PyAny>>,
+    domain: Option<Bound<'py, PyAny>>,
+    wait: Option<Duration>,
+    zero_copy: ZeroCopy,
+    hashing: Hashing,
+    row_major: bool,
+    metadata: Vec<u8>,
+    base: Option<Base>,
+}
+
+impl<'py> Options<'py> {
+    fn of(given: &Bound<'py, PyDict>) -> PyResult<Options<'py>> {
+        let get = |name: &str| -> PyResult<Option<Bound<'py, PyAny>>> {
+            Ok(given.get_item(name)?.filter(|value| !value.is_none()))
+        };
+        let word = |name: &str, usual: &str| -> PyResult<String> {
+            get(name)?.map_or(Ok(usual.to_owned()), |word| word.extract())
+        };
+        let (hash, layout) = (word("hash", "device")?, word("layout", "as_is")?);
+        let hashing = Hashing::from_name(&hash)
+            .ok_or_else(|| Fault::argument("hash", &hash, "'device', 'later' or 'none'"))?;
+        let row_major = match layout.as_str() {
+            "row_major" => true,
+            "as_is" => false,
+            _ => return Err(Fault::argument("layout", layout, "'as_is' or 'row_major'").into()),
+        };
+        let wait = get("wait")?.map(|wait| wait.extract()).transpose()?;
+        let zero_copy = get("zero_copy")?.map(|it| it.extract()).transpose()?;
+        let metadata = get("metadata")?.map(|json| json.extract()).transpose()?;
+        Ok(Options {
+            device: get("device")?,
+            domain: get("domain")?,
+            wait: optional(wait, "wait")?,
+            zero_copy: zero_copy.unwrap_or(ZeroCopy::No),
+            hashing,
+            row_major,
+            metadata: metadata.unwrap_or_default(),
+            base: get("base")?.as_ref().map(Base::of).transpose()?,
+        })
+    }
+}
+
+/// A tensor to be published.
+struct Found<'py> {
+    name: String,
+    object: Bound<'py, PyAny>,
+    layout: Layout,
+    place: Place,
+}
+
+enum Place {
+    Source(SourceLocation),
+    /// Memory of this package, complete.
+    View(Memory),
+}
+
+impl Place {
+    /// The address of its bytes, if they lie as the layout says.
+    fn address(&self) -> Option<u64> {
+        match self {
+            Place::View(memory) => Some(memory.lowest),
+            Place::Source(SourceLocation::Host(address, _))
+            | Place::Source(SourceLocation::Device(address, ..)) => Some(*address),
+            Place::Source(_) => None,
+        }
+    }
+}
+
+/// The same error, with the name of the tensor that it is about. Others, as interrupts, stay.
+fn naming(py: Python<'_>, name: &str, error: PyErr) -> PyErr {
+    if !is_of_this_package(py, &error) {
+        return error;
+    }
+    let said = format!("'{name}': {}", error.value(py));
+    let named = PyErr::from_type(error.get_type(py), said);
+    named.set_cause(py, Some(error));
+    named
+}
+
+/// Publishes tensors: the publication, their number, and why some were copied that were to be published
+/// where they lie.
+#[pyfunction]
+pub fn _publish_weights(
+    py: Python<'_>,
+    name: &str,
+    tensors: Vec<(String, Bound<'_, PyAny>)>,
+    options: &Bound<'_, PyDict>,
+) -> PyResult<(Py<PublishedWeights>, usize, Vec<String>)> {
+    let options = Options::of(options)?;
+    let domain = Domain::from_argument(options.domain.as_ref())?;
+    let device = device_of(py, options.device.as_ref(), &tensors)?;
+    let own = OwnStream::new(py, &device)?;
+    let search = Search {
+        device: &device,
+        own: &own,
+        torch: PlainTorch::of(py, &device)?,
+        row_major: options.row_major,
+        zero_copy: options.zero_copy,
+    };
+    let (found, aliases) = search.find_all(py, tensors)?;
+    let count = found.len();
+    let (lying, found, refused) = search.split(py, found)?;
+    // The builder counts those in place behind the others.
+    let mut numbers: HashMap<usize, usize> = HashMap::new();
+    if !aliases.is_empty() {
+        let order = found.iter().map(|(index, _)| *index);
+        let order = order.chain(lying.numbers.iter().copied());
+        numbers.extend(order.enumerate().map(|(at, index)| (index, at)));
+    }
+    let copied: u64 = found.iter().map(|(_, tensor)| tensor.layout.bytes()).sum();
+    let laid: Vec<(String, Layout)> = found
+        .iter()
+        .map(|(_, tensor)| (tensor.name.clone(), tensor.layout))
+        .collect();
+    let Options {
+        hashing,
+        metadata,
+        wait,
+        base,
+        ..
+    } = options;
+    let build = || -> Result<WeightsBuilder, Error> {
+        let laid = laid.iter().map(|(name, layout)| (name.as_str(), *layout));
+        let builder = Weights::builder(&device, laid)?;
+        let builder = builder.beside(lying.tensors).hash(hashing);
+        let builder = builder.metadata(metadata);
+        let named = aliases.iter();
+        Ok(named.fold(builder, |builder, (name, index)| {
+            builder.alias(name, numbers[index])
+        }))
+    };
+    let builder = py.detach(build).map_err(Fault::from)?;
+    search.fill(py, &builder, found)?;
+    let to = name.to_owned();
+    let publish = move |call_off: &CallOff| {
+        let builder = match base {
+            None => builder,
+            Some(base) => builder.base(base.find(&domain, &to, wait, call_off)?),
+        };
+        let weights = builder.finish()?;
+        let offer = |slice| weights.publish(&domain, &to, slice);
+        let published = more_and_more_patiently(wait, call_off, OFFER, offer)?;
+        Ok((published, weights.bytes()))
+    };
+    let (published, nbytes) = on_a_thread(py, "warpipe-offers", || Ok(()), publish)?;
+    let published = PublishedWeights::of(py, name, published, nbytes, copied)?;
+    Ok((published, count, refused))
+}
+
+/// A version that the new one shares tensors with.
+enum Base {
+    Held(BaseVersion),
+    /// The keeper offers it.
+    Number(u64),
+}
+
+impl Base {
+    fn of(found: &Bound<'_, PyAny>) -> PyResult<Base> {
+        if let Ok(published) = found.cast::<PublishedWeights>() {
+            return Ok(Base::Held(published.get().as_base()?));
+        }
+        if let Ok(shared) = found.cast::<SharedWeights>() {
+            return Ok(Base::Held(shared.get().as_base()?));
+        }
+        if found.is_exact_instance_of::<PyInt>() {
+            return Ok(Base::Number(found.extract()?));
+        }
+        let allowed = "a version's number, what `publish` returned, or open weights";
+        Err(Fault::argument("base", found.repr()?, allowed).into())
+    }
+
+    fn find(
+        self,
+        domain: &warpipe::Domain,
+        name: &str,
+        wait: Option<Duration>,
+        call_off: &CallOff,
+    ) -> Outcome<BaseVersion> {
+        let number = match self {
+            Base::Held(base) => return Ok(base),
+            Base::Number(number) => number,
+        };
+        let find = |slice| BaseVersion::find(domain, name, number, slice);
+        Ok(patiently(wait, call_off, find)?)
+    }
+}
+
+/// The device that was named; else the GPU of the first tensor on one, else this package's choice.
+fn device_of(
+    py: Python<'_>,
+    named: Option<&Bound<'_, PyAny>>,
+    tensors: &[(String, Bound<'_, PyAny>)],
+) -> PyResult<warpipe::Device> {
+    if named.is_some() {
+        return Ok(Device::from_argument(named)?.inner);
+    }
+    let torch = imported(py, "torch")?;
+    let class = torch.and_then(|torch| torch.getattr("Tensor").ok());
+    for (_, tensor) in tensors {
+        let is_torch = class.as_ref().is_some_and(|class| {
+            tensor.get_type().is(class) || tensor.is_instance(class).unwrap_or(false)
+        });
+        if is_torch && !tensor.getattr("is_cuda")?.is_truthy()? {
+            continue;
+        }
+        if !tensor.hasattr("__dlpack_device__")? {
+            continue;
+        }
+        let said = tensor.call_method0("__dlpack_device__")?;
+        let Ok((kind, ordinal)) = said.extract::<(i32, i32)>() else {
+            continue;
+        };
+        if kind == warpipe_dlpack::CUDA {
+            let named = PyString::new(py, &format!("cuda:{ordinal}"));
+            return Ok(Device::from_argument(Some(named.as_any()))?.inner);
+        }
+    }
+    Ok(Device::from_argument(None)?.inner)
+}
+
+/// How tensors are found and copied.
+struct Search<'a, 'py> {
+    device: &'a warpipe::Device,
+    own: &'a OwnStream,
+    torch: Option<PlainTorch<'py>>,
+    row_major: bool,
+    zero_copy: ZeroCopy,
+}
+
+/// Tensors that are published where they lie, and their places in the dictionary.
+struct Lying {
+    tensors: TensorsInPlace,
+    numbers: Vec<usize>,
+}
+
+type Copied<'py> = Vec<(usize, Found<'py>)>;
+
+/// Further names of tensors, and the tensors' places in the list of those that were found.
+type Aliases = Vec<(String, usize)>;
+
+impl<'py> Search<'_, 'py> {
+    /// Each tensor once, and the further names of those that have several: with the index of the
+    /// tensor.
+    fn find_all(
+        &self,
+        py: Python<'py>,
+        tensors: Vec<(String, Bound<'py, PyAny>)>,
+    ) -> PyResult<(Vec<Found<'py>>, Aliases)> {
+        let mut all: Vec<Found<'py>> = Vec::with_capacity(tensors.len());
+        let mut aliases = Vec::new();
+        let mut known: HashMap<(u64, Layout), usize> = HashMap::with_capacity(tensors.len());
+        let lasting = self.zero_copy != ZeroCopy::No;
+        for (index, (name, object)) in tensors.into_iter().enumerate() {
+            if index % LOOK_EVERY == LOOK_EVERY - 1 {
+                py.check_signals()?;
+            }
+            let (layout, place) = self.find(&name, &object, lasting)?;
+            let address = place.address().filter(|_| layout.bytes() > 0);
+            if let Some(address) = address {
+                let first = *known.entry((address, layout)).or_insert(all.len());
+                if first < all.len() {
+                    aliases.push((name, first));
+                    continue;
+                }
+            }
+            all.push(Found {
+                name,
+                object,
+                layout,
+                place,
+            });
+        }
+        Ok((all, aliases))
+    }
+
+    /// Finds a tensor as it is to be published: without gaps, and row-major if that was asked for.
+    fn find(
+        &self,
+        name: &str,
+        object: &Bound<'py, PyAny>,
+        lasting: bool,
+    ) -> PyResult<(Layout, Place)> {
+        let found = self.found(object, lasting);
+        found.map_err(|error| match check_tensor(name, object) {
+            Ok(()) => naming(object.py(), name, error),
+            Err(refused) => refused,
+        })
+    }
+
+    fn found(&self, object: &Bound<'py, PyAny>, lasting: bool) -> PyResult<(Layout, Place)> {
+        let py = object.py();
+        if lasting
+            && let Ok(view) = object.cast::<View>()
+            && let Some(memory) = self.of_view(py, view)?
+        {
+            return Ok((memory.layout, Place::View(memory)));
+        }
+        let wanted = |packed, lasting| Wanted {
+            device: self.device,
+            stream: None,
+            own: self.own,
+            packed,
+            lasting,
+        };
+        let find = |wanted: Wanted<'_>| match &self.torch {
+            Some(torch) => match wanted.of_plain_torch(torch, object)? {
+                Some(source) => Ok(source),
+                None => wanted.find(object),
+            },
+            None => wanted.find(object),
+        };
+        let Source { layout, place } = find(wanted(self.row_major, lasting))?;
+        if matches!(place, SourceLocation::Bytes(_)) {
+            check_tensor("it", object)?;
+        }
+        if layout.is_dense() && layout.offset() == 0 {
+            return Ok((layout, Place::Source(place)));
+        }
+        // It runs backwards, or has elements more than once.
+        drop(place);
+        let Source { layout, place } = find(wanted(true, false))?;
+        Ok((layout, Place::Source(place)))
+    }
+
+    /// Memory of this package on the device, when all work on it is done.
+    fn of_view(&self, py: Python<'py>, view: &Bound<'py, View>) -> PyResult<Option<Memory>> {
+        let memory = view.get().memory()?;
+        let layout = memory.layout;
+        let is_kept = !self.row_major || layout.is_contiguous();
+        if memory.device.info().id != self.device.info().id
+            || !layout.is_dense()
+            || layout.offset() != 0
+            || !is_kept
+        {
+            return Ok(None);
+        }
+        view.get().owner()?.settle(py, None)?;
+        Ok(Some(memory))
+    }
+
+    /// Adds the tensors that can be published where they lie; returns the others, with their indices,
+    /// and why they cannot.
+    fn split(
+        &self,
+        py: Python<'py>,
+        found: Vec<Found<'py>>,
+    ) -> PyResult<(Lying, Copied<'py>, Vec<String>)> {
+        let mut lying = Lying {
+            tensors: TensorsInPlace::new(self.device),
+            numbers: Vec::new(),
+        };
+        let found = found.into_iter().enumerate();
+        if self.zero_copy == ZeroCopy::No {
+            return Ok((lying, found.collect(), Vec::new()));
+        }
+        let (mut owned, mut others, mut refused) = (Vec::new(), Vec::new(), Vec::new());
+        let mut streams: Vec<Consumer> = Vec::new();
+        for (index, mut tensor) in found {
+            if tensor.layout.bytes() == 0 {
+                // There is nothing to copy.
+                others.push((index, tensor));
+                continue;
+            }
+            let Some(address) = tensor.place.address() else {
+                let said = "it has gaps, or is no array; make it a contiguous one first";
+                refused.push((tensor.name.clone(), PyErr::from(Fault::layout(said))));
+                others.push((index, tensor));
+                continue;
+            };
+            if let Place::Source(SourceLocation::Device(_, reader, _)) = &tensor.place
+                && !streams.iter().any(|one| one.is_same(reader))
+            {
+                streams.push(reader.clone());
+            }
+            let held = std::mem::replace(
+                &mut tensor.place,
+                Place::Source(SourceLocation::Bytes(Vec::new())),
+            );
+            owned.push((index, tensor, address, held));
+        }
+        for reader in &streams {
+            let behind = reader.follow(py)?.clone();
+            in_slices(py, None, |slice| none_if_late(behind.synchronize(slice)))?;
+        }
+        let (mut todo, mut kept) = (Vec::new(), Vec::new());
+        for (index, tensor, address, held) in owned {
+            todo.push((tensor.name.clone(), tensor.layout, address, Owner::of(held)));
+            kept.push((index, tensor));
+        }
+        let tensors = &mut lying.tensors;
+        let added: Vec<Outcome<()>> = py.detach(|| {
+            let add = |(name, layout, address, owner): (String, Layout, u64, Owner)| {
+                add_in_place(tensors, &name, layout, address, owner.0)
+            };
+            todo.into_iter().map(add).collect()
+        });
+        for ((index, mut tensor), added) in kept.into_iter().zip(added) {
+            let Err(fault) = added else {
+                lying.numbers.push(index);
+                continue;
+            };
+            let error = PyErr::from(fault);
+            refused.push((tensor.name.clone(), error));
+            (tensor.layout, tensor.place) = self.find(&tensor.name, &tensor.object, false)?;
+            others.push((index, tensor));
+        }
+        others.sort_by_key(|(index, _)| *index);
+        let refused = self.refusals(py, refused)?;
+        Ok((lying, others, refused))
+    }
+
+    /// What is said of tensors that are copied; an error if none may be.
+    fn refusals(&self, py: Python<'py>, refused: Vec<(String, PyErr)>) -> PyResult<Vec<String>> {
+        let mut texts = Vec::new();
+        for (name, error) in refused {
+            let told = error.value(py);
+            let said = format!("'{name}' cannot be published where it lies: {told}");
+            if self.zero_copy == ZeroCopy::Require {
+                let said = format!("{said}; {IN_PLACE}, or give zero_copy=True to have it copied");
+                let raised = PyErr::from_type(error.get_type(py), said);
+                raised.set_cause(py, Some(error));
+                return Err(raised);
+            }
+            texts.push(said);
+        }
+        Ok(texts)
+    }
+
+    /// Copies tensors to their places in the builder's memory, and waits until all are there.
+    fn fill(&self, py: Python<'py>, builder: &WeightsBuilder, found: Copied<'py>) -> PyResult<()> {
+        let Some(memory) = builder.memory() else {
+            return Ok(());
+        };
+        let lowest = memory.ptr();
+        let owner = MemoryOwner::new(OwnedMemory::Own(memory.clone()));
+        owner.admit(py, &Consumer::own(self.own))?;
+        let mut streams = vec![self.own.raw()];
+        for (at, ((_, tensor), &offset)) in found.into_iter().zip(builder.offsets()).enumerate() {
+            if at % LOOK_EVERY == LOOK_EVERY - 1 {
+                py.check_signals()?;
+            }
+            let Found {
+                name,
+                layout,
+                place,
+                object,
+            } = tensor;
+            let place = match place {
+                Place::Source(place) => place,
+                // It was not to be published where it lies after all.
+                Place::View(_) => {
+                    let (_, place) = self.find(&name, &object, false)?;
+                    let Place::Source(place) = place else {
+                        return Err(Fault::layout("its memory moved").into());
+                    };
+                    place
+                }
+            };
+            let source = Source { layout, place };
+            // SAFETY: the builder laid the tensor there, and nothing else writes the memory. Its owner
+            // keeps it until the streams that it admits are past the copy.
+            let mut range = unsafe { Range::new(self.device, lowest + offset, layout.bytes()) };
+            let filled = COPIES.fill(py, &mut range, source, self.own, None);
+            let filled_on = filled.map_err(|error| naming(py, &name, error))?;
+            if !streams.contains(&filled_on.raw()) {
+                streams.push(filled_on.raw());
+                owner.admit(py, &Consumer::own(&filled_on))?;
+            }
+        }
+        owner.settle(py, None)
+    }
+}
+
+/// The next step for tensors that cannot be published where they lie.
+const IN_PLACE: &str =
+    "allocate it in warpipe.torch.pool() or in expandable segments, without gaps";
+
+/// What keeps a tensor's memory allocated.
+struct Owner(LibraryHeld<Place>);
+
+impl Owner {
+    fn of(place: Place) -> Owner {
+        Owner(LibraryHeld::new(place))
+    }
+}
+
+/// Refuses what is no tensor, whatever bytes it has.
+fn check_tensor(name: &str, object: &Bound<'_, PyAny>) -> PyResult<()> {
+    // The shape of a tensor that is lazy is an error of its own.
+    let has = |what| object.hasattr(what).unwrap_or(true);
+    if !object.is_instance_of::<PyType>() && has("shape") && has("dtype") {
+        return Ok(());
+    }
+    let class = object.get_type().name()?;
+    let said = format!("'{name}' is a {class} and no tensor; leave it out, or make it an array");
+    Err(Fault::Own("NotATensorError", said).into())
+}

@@ -1,0 +1,55 @@
+//! The tensors that a publisher has: memory of this library that they were copied to, and those that
+//! lie where another allocator put them.
+
+use super::content::hash_memory;
+use super::in_place::LaidTensor;
+use super::manifest::TensorInfo;
+use crate::error::Result;
+use crate::memory::{DeviceSlice, Memory};
+
+/// Tensors in memory of this process, complete.
+#[derive(Default)]
+pub(super) struct Contents {
+    /// The first part, if it is of this library.
+    pub(super) memory: Option<Memory>,
+    /// In the order of their offsets, behind the first part.
+    pub(super) lying: Vec<LaidTensor>,
+}
+
+impl Contents {
+    /// Has the device hash each of these tensors that lies here and has no hash. They are in the order
+    /// of their offsets; those of a base lie elsewhere.
+    pub(super) fn hash(&self, tensors: &mut [TensorInfo]) -> Result<()> {
+        let (mut places, mut hashed) = (Vec::new(), Vec::new());
+        let mut last = None;
+        for (index, tensor) in tensors.iter().enumerate() {
+            if tensor.hash.is_some() {
+                continue;
+            }
+            // Tied weights follow each other.
+            let is_same = last == Some((tensor.offset, tensor.layout));
+            if is_same {
+                hashed.push((index, places.len() - 1));
+            } else if let Some((memory, begin)) = self.place(tensor.offset) {
+                last = Some((tensor.offset, tensor.layout));
+                hashed.push((index, places.len()));
+                places.push((memory, begin, tensor.layout.bytes()));
+            }
+        }
+        let hashes = hash_memory(&places)?;
+        for (index, place) in hashed {
+            tensors[index].hash = Some(hashes[place]);
+        }
+        Ok(())
+    }
+
+    fn place(&self, offset: u64) -> Option<(&DeviceSlice, u64)> {
+        let of_memory = self.memory.as_ref();
+        // A tensor without elements may lie at its very end.
+        if let Some(memory) = of_memory.filter(|memory| offset <= memory.bytes()) {
+            return Some((memory, offset));
+        }
+        let found = self.lying.binary_search_by_key(&offset, |it| it.offset);
+        Some((&self.lying[found.ok()?].slice, 0))
+    }
+}

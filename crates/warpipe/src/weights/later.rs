@@ -1,0 +1,161 @@
+//! Content hashes that are computed once the version is offered, on a thread of its publisher.
+
+use std::fmt;
+use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::time::Duration;
+
+use super::base::BaseVersion;
+use super::contents::Contents;
+use super::holder::Holder;
+use super::keeper_session::offer_to_keeper;
+use super::manifest::{ContentHash, Manifest};
+use crate::error::{Error, Result};
+use crate::ipc::domain::{Domain, EndpointName};
+use crate::ipc::until_open;
+
+/// How long the thread waits for a keeper that takes the hashes.
+const KEEPER_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Tensors of a version that have no hashes yet.
+pub(super) struct Unhashed {
+    contents: Contents,
+    /// In the manifest's order, once they have been computed.
+    hashes: Mutex<Option<Vec<Option<ContentHash>>>>,
+}
+
+impl fmt::Debug for Unhashed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Unhashed").finish_non_exhaustive()
+    }
+}
+
+impl Unhashed {
+    pub(super) fn new(contents: Contents) -> Unhashed {
+        Unhashed {
+            contents,
+            hashes: Mutex::default(),
+        }
+    }
+
+    /// The manifest with the hashes, which are computed once, whatever it is published under.
+    fn hash(&self, manifest: &Manifest) -> Result<Manifest> {
+        let mut known = self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
+        if known.is_none() {
+            let mut tensors = manifest.tensors().to_vec();
+            self.contents.hash(&mut tensors)?;
+            *known = Some(tensors.iter().map(|tensor| tensor.hash).collect());
+        }
+        Ok(manifest.with_hashes(known.as_deref().unwrap_or_default()))
+    }
+}
+
+/// What a publication serves.
+#[derive(Debug)]
+pub(super) struct Current {
+    /// Serves it.
+    pub(super) _holder: Holder,
+    pub(super) base: BaseVersion,
+}
+
+/// The thread that hashes a publication's tensors.
+#[derive(Debug)]
+pub(super) struct LaterHashes {
+    progress: Arc<(Mutex<Progress>, Condvar)>,
+}
+
+#[derive(Debug, Default)]
+struct Progress {
+    is_over: bool,
+    error: Option<Error>,
+}
+
+impl LaterHashes {
+    /// Begins the thread. It keeps what the publication's holder needs no longer than that lives.
+    pub(super) fn begin(
+        unhashed: &Arc<Unhashed>,
+        domain: &Domain,
+        name: &EndpointName,
+        current: &Arc<Mutex<Current>>,
+    ) -> LaterHashes {
+        let later = LaterHashes {
+            progress: Arc::default(),
+        };
+        let task = Task {
+            unhashed: unhashed.clone(),
+            domain: domain.clone(),
+            name: name.clone(),
+            base: lock(current).base.clone(),
+            current: Arc::downgrade(current),
+        };
+        let progress = later.progress.clone();
+        let thread = std::thread::Builder::new().name("warpipe-weights".into());
+        let spawned = thread.spawn(move || end(&progress, task.run()));
+        if let Err(error) = spawned {
+            let error = Error::os("clone", "the thread warpipe-weights", error);
+            end(&later.progress, Err(error));
+        }
+        later
+    }
+
+    /// Waits up to `timeout` until the keeper has the hashes.
+    pub(super) fn wait(&self, timeout: Duration) -> Result<()> {
+        let (progress, changed) = &*self.progress;
+        let waited = changed.wait_timeout_while(lock(progress), timeout, |it| !it.is_over);
+        let mut progress = waited.unwrap_or_else(PoisonError::into_inner).0;
+        if !progress.is_over {
+            return Err(Error::Timeout {
+                what: "the content hashes".into(),
+                waited: timeout,
+            });
+        }
+        progress.error.take().map_or(Ok(()), Err)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn end(progress: &(Mutex<Progress>, Condvar), done: Result<()>) {
+    let mut state = lock(&progress.0);
+    (state.is_over, state.error) = (true, done.err());
+    drop(state);
+    progress.1.notify_all();
+}
+
+struct Task {
+    unhashed: Arc<Unhashed>,
+    domain: Domain,
+    name: EndpointName,
+    base: BaseVersion,
+    current: Weak<Mutex<Current>>,
+}
+
+impl Task {
+    fn run(self) -> Result<()> {
+        let manifest = self.unhashed.hash(self.base.manifest())?;
+        let base = self.base.hashed(Arc::new(manifest))?;
+        let (domain, name) = (&self.domain, &self.name);
+        // The next keeper finds them there.
+        if self.current.strong_count() > 0 {
+            let holder = Holder::serve(domain, name.as_str(), base.held().clone())?;
+            if let Some(current) = self.current.upgrade() {
+                let base = base.clone();
+                // Ended behind the lock.
+                let _without = std::mem::replace(
+                    &mut *lock(&current),
+                    Current {
+                        _holder: holder,
+                        base,
+                    },
+                );
+            }
+        }
+        // An offer that has a number already brings a version's hashes.
+        let offer = Holder::offer(domain, name.as_str(), base.held().clone())?;
+        until_open(KEEPER_TIMEOUT, |clock| {
+            let left = KEEPER_TIMEOUT.saturating_sub(clock.elapsed());
+            offer_to_keeper(domain, name, &offer.1, left).map(drop)
+        })
+    }
+}

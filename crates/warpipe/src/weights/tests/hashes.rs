@@ -1,0 +1,160 @@
+//! Versions with content hashes that come later, or never.
+
+use std::sync::Arc;
+
+use super::{Stage, WAIT, byte_of};
+use crate::backend::testing::{Failing, Wrapped};
+use crate::device::Device;
+use crate::error::Error;
+use crate::tensor::{DType, Layout};
+use crate::weights::holder::Holder;
+use crate::weights::keeper_session::offer_to_keeper;
+use crate::weights::{Hashing, NamedVersion, NamedWeights, Weights, content, weights_name};
+
+impl Stage {
+    fn weights_hashed(&self, device: &Device, byte: u8, hashing: Hashing) -> Weights {
+        let layout = Layout::contiguous(DType::U8, &[3, 300]).unwrap();
+        let builder = Weights::builder(device, [("a", layout), ("b", layout)]).unwrap();
+        let (stream, memory) = (device.stream().unwrap(), builder.memory().unwrap());
+        for &offset in builder.offsets() {
+            memory.write(&stream, offset, &[byte; 900]).unwrap();
+        }
+        builder.alias("c", 1).hash(hashing).finish().unwrap()
+    }
+
+    fn named(&self) -> NamedVersion {
+        let found = NamedWeights::find(&self.domain, "w").unwrap();
+        found.unwrap().version.unwrap()
+    }
+}
+
+#[test]
+fn a_version_without_hashes_is_offered_and_no_keeper_that_takes_it_over_offers_it() {
+    let stage = Stage::new("no-hashes");
+    let keeper = stage.keeper();
+    let _older = stage.publish(1);
+    let weights = stage.weights_hashed(&stage.device, 2, Hashing::None);
+    let newer = weights.publish(&stage.domain, "w", WAIT).unwrap();
+    assert!(!newer.wait_for_hashes(WAIT).unwrap());
+    let shared = stage.opener().open().unwrap();
+    assert_eq!((shared.version(), byte_of(&shared)), (2, 2));
+    assert_eq!(
+        (shared.hashing(), shared.is_hashed()),
+        (Hashing::None, false)
+    );
+    assert_eq!(shared.tensor_info("a").unwrap().hash(), None);
+    let named = stage.named();
+    assert_eq!(
+        (named.number, named.hash, named.is_hashed),
+        (2, Hashing::None, false)
+    );
+    let told = stage.opener().verify().unwrap_err();
+    assert!(
+        matches!(told, Error::WeightsUnhashed { version: 2, .. }),
+        "{told}"
+    );
+    assert_eq!(keeper.version().unwrap(), Some(2), "it stays offered");
+    drop(keeper);
+    let keeper = stage.keeper();
+    assert_eq!(keeper.candidate().unwrap(), Some(2));
+    let told = stage.opener().verify().unwrap_err();
+    assert!(
+        matches!(told, Error::WeightsUnhashed { version: 2, .. }),
+        "{told}"
+    );
+    assert_eq!(
+        (keeper.candidate().unwrap(), keeper.version().unwrap()),
+        (Some(1), None)
+    );
+    assert_eq!(stage.opener().verify().unwrap(), 1);
+    assert_eq!(stage.publish(3).version(), 3);
+}
+
+#[test]
+fn hashes_that_are_computed_later_reach_the_keeper_new_readers_and_the_next_keeper() {
+    let stage = Stage::new("later");
+    let keeper = stage.keeper();
+    let weights = stage.weights_hashed(&stage.device, 5, Hashing::Later);
+    assert_eq!(weights.tensors()[0].hash(), None);
+    let published = weights.publish(&stage.domain, "w", WAIT).unwrap();
+    drop(weights);
+    assert!(published.wait_for_hashes(WAIT).unwrap());
+    assert_eq!(keeper.version().unwrap(), Some(1));
+    let shared = stage.opener().open().unwrap();
+    let hash = Some(content::content_hash(&[5; 900]));
+    for name in ["a", "b", "c"] {
+        assert_eq!(shared.tensor_info(name).unwrap().hash(), hash);
+    }
+    let named = stage.named();
+    assert_eq!((named.hash, named.is_hashed), (Hashing::Later, true));
+    assert_eq!(stage.opener().verify().unwrap(), 1);
+    drop((keeper, shared));
+    // Its publisher alone has it.
+    let keeper = stage.keeper();
+    assert_eq!(keeper.candidate().unwrap(), Some(1));
+    assert_eq!(stage.opener().verify().unwrap(), 1);
+    assert_eq!(byte_of(&stage.opener().open().unwrap()), 5);
+}
+
+#[test]
+fn a_version_that_its_publisher_could_not_hash_stays_offered_and_says_so() {
+    let stage = Stage::new("later-fails");
+    let _keeper = stage.keeper();
+    let inner = stage.device.backend().clone();
+    let backend = Wrapped::new(inner, Failing::default());
+    let device = Device::from_backend(backend.clone());
+    let weights = stage.weights_hashed(&device, 4, Hashing::Later);
+    backend.hook().aim("launch", 1);
+    let published = weights.publish(&stage.domain, "w", WAIT).unwrap();
+    let told = published.wait_for_hashes(WAIT).unwrap_err();
+    assert!(matches!(told, Error::Injected { .. }), "{told}");
+    assert!(!published.wait_for_hashes(WAIT).unwrap());
+    let shared = stage.opener().open().unwrap();
+    assert_eq!((byte_of(&shared), shared.is_hashed()), (4, false));
+    assert_eq!(shared.hashing(), Hashing::Later);
+}
+
+#[test]
+fn a_keeper_takes_the_hashes_of_a_version_that_it_has_and_nothing_else_of_that_offer() {
+    let stage = Stage::new("late-hashes");
+    let keeper = stage.keeper();
+    let name = weights_name("w").unwrap();
+    let later = stage.weights_hashed(&stage.device, 6, Hashing::None);
+    let _published = later.publish(&stage.domain, "w", WAIT).unwrap();
+    let early = stage.opener().open().unwrap();
+    let bring = |number| {
+        let mut held = later.held_for_tests(number);
+        let mut tensors = later.tensors().to_vec();
+        let hash = Some(content::content_hash(&[6; 900]));
+        tensors.iter_mut().for_each(|tensor| tensor.hash = hash);
+        let hashes: Vec<_> = tensors.iter().map(|tensor| tensor.hash).collect();
+        held = held
+            .hashed(&later.manifest_for_tests().with_hashes(&hashes))
+            .unwrap();
+        let offer = Holder::offer(&stage.domain, "w", Arc::new(held)).unwrap();
+        offer_to_keeper(&stage.domain, &name, &offer.1, WAIT)
+            .unwrap()
+            .1
+    };
+    // Of a version that it does not have.
+    assert_eq!(bring(7), 7);
+    assert_eq!(keeper.version().unwrap(), Some(1));
+    assert!(!stage.named().is_hashed);
+    // A candidate gets them, too.
+    drop(keeper);
+    let keeper = stage.keeper();
+    assert_eq!(bring(1), 1);
+    assert_eq!(keeper.candidate().unwrap(), Some(1));
+    assert_eq!(stage.opener().verify().unwrap(), 1);
+    let again = stage.opener().open().unwrap();
+    assert!(again.is_hashed() && !early.is_hashed() && !again.is_same(&early));
+    // When the version has been replaced they change nothing, and number nothing anew.
+    assert_eq!(stage.publish(8).version(), 2);
+    assert_eq!(bring(1), 1);
+    assert_eq!(keeper.version().unwrap(), Some(2));
+    // The next keeper takes them from the holder that has them.
+    drop((keeper, early));
+    let keeper = stage.keeper();
+    assert_eq!(keeper.candidate().unwrap(), Some(1));
+    assert_eq!(stage.opener().verify().unwrap(), 1);
+}
