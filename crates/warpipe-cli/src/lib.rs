@@ -67,7 +67,9 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>, program: Program) -> 
     let exit = match Arguments::try_parse_from(arguments) {
         Ok(arguments) => match run(&arguments.command) {
             Ok(code) => code,
-            Err(error) if exit::is_closed_pipe(&error) => Exit::Done as u8,
+            Err(error) if exit::is_closed_pipe(&error) && only_shows(&arguments.command) => {
+                Exit::Done as u8
+            }
             // Nobody reads what it says.
             Err(error) if exit::is_interrupted(&error) => Exit::Interrupted as u8,
             Err(error) => {
@@ -92,6 +94,15 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>, program: Program) -> 
     // A caller in another language ends without Rust's own flush.
     let _ = std::io::stdout().flush();
     exit
+}
+
+/// Whether a command has done its work when the reader of its output wants no more of it.
+fn only_shows(command: &Command) -> bool {
+    match command {
+        Command::Pub(_) => false,
+        Command::Sub(args) => args.save.is_none(),
+        _ => true,
+    }
 }
 
 #[cfg(not(feature = "bridge"))]

@@ -57,6 +57,39 @@ fn one_signal_ends_a_command_whose_output_nobody_takes_and_nothing_is_left() {
 }
 
 #[test]
+fn a_command_that_only_shows_ends_with_its_reader_and_unfinished_work_is_an_error() {
+    let world = World::new();
+    let file = world.write("a.bin", &[7; 100]);
+    let (file, folder, device) = (file.to_str().unwrap(), world.path("saved"), device());
+    let publish = [
+        "pub",
+        "x",
+        file,
+        "--wait-subscribers",
+        "0",
+        "--device",
+        &device,
+    ];
+    let save = [
+        "sub",
+        "x",
+        "--save",
+        folder.to_str().unwrap(),
+        "--device",
+        &device,
+    ];
+    for (arguments, code) in [(&["ls"][..], 0), (&publish, 7), (&save, 7)] {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let mut command = world.warpipe(arguments);
+        let output = command.stdout(writer).output().unwrap();
+        let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(code), "{arguments:?}: {errors}");
+        assert_eq!(errors.is_empty(), code == 0, "{arguments:?}: {errors}");
+    }
+}
+
+#[test]
 fn help_that_finds_no_room_is_an_error() {
     let world = World::new();
     let said = world.path("said");
