@@ -186,6 +186,11 @@ impl Acceptor {
         self.options.kind
     }
 
+    /// The identity of the domain that the name is in.
+    pub(crate) fn domain_identity(&self) -> [u64; 2] {
+        self.claim.domain_identity()
+    }
+
     /// Starts to accept connections. The owner calls [`tick`](Self::tick) from then on.
     pub(crate) fn listen(&self) -> Result<()> {
         let mut state = self.lock();

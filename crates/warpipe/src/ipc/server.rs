@@ -647,6 +647,7 @@ impl EventSource for ServerCore {
         }
         self.acceptor.tick();
         self.handler.on_server_tick(self, now_ns);
+        self.row.set_domain(self.acceptor.domain_identity());
         self.row.set_clients(self.lock().len(), now_ns);
     }
 }

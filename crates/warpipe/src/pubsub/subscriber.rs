@@ -240,6 +240,7 @@ impl Subscriber {
         if self.is_asleep.load(Ordering::Relaxed) {
             ring.fall_asleep();
         }
+        self.row.set_domain(self.domain.identity());
         self.row.attach_to(link.generation);
         // The numbers of the link before go on.
         let last_received = match &self.ended {

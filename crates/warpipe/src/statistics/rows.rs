@@ -94,6 +94,13 @@ impl EndpointRow {
         }
     }
 
+    /// The domain that the name is in: another one after its directory was removed and made again.
+    pub(crate) fn set_domain(&self, identity: [u64; 2]) {
+        if let Some(row) = &self.0 {
+            row.store_all(endpoint::DOMAIN, &identity);
+        }
+    }
+
     /// The publisher that a subscriber is attached to from now on.
     pub(crate) fn attach_to(&self, generation: [u8; 16]) {
         if let Some(row) = &self.0 {

@@ -12,6 +12,7 @@ use crate::ipc::domain::name_byte;
 use super::stage::{
     LONG, Scratch, TestProcess, alone, assert_delivers, domain_of_test, eventually, role, stream,
 };
+use crate::statistics::{Observer, Role};
 use crate::{Device, Domain, Error, Publisher, Subscriber};
 
 fn build(domain: &Domain) -> crate::Result<Publisher> {
@@ -131,6 +132,12 @@ fn an_owner_appears_in_a_domain_that_was_removed_and_made_again() {
     let sample = subscriber.receive(&stream()).unwrap();
     assert_eq!(sample.to_vec(LONG).unwrap(), b"here");
     assert!(matches!(build(&domain), Err(Error::NameTaken { .. })));
+    let pid = std::process::id() as i32;
+    eventually("its statistics are of that domain", || {
+        let seen = Observer::new().observe_one(pid);
+        let mut all = seen.processes.iter().flat_map(|it| &it.endpoints);
+        all.any(|it| it.role == Role::Owner && it.domain == domain.identity())
+    });
 }
 
 #[test]

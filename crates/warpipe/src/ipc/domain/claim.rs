@@ -3,7 +3,7 @@
 //! Other programs may remove the files: a cleaner of old files, a logout, a person. So the owner
 //! looks for them now and then, and puts them back. Until then its [`Place`] keeps the name.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::fs::Stat;
@@ -23,6 +23,8 @@ pub(crate) struct NameClaim {
     owner_process: OwnerProcess,
     is_withdrawn: AtomicBool,
     files: Mutex<Files>,
+    /// Of the directory that the files are in.
+    identity: [AtomicU64; 2],
 }
 
 /// The files of a name, and where they are.
@@ -56,6 +58,7 @@ impl NameClaim {
         is_open_to_others: bool,
     ) -> Result<NameClaim> {
         Ok(NameClaim {
+            identity: domain.identity().map(AtomicU64::new),
             domain: domain.clone(),
             name: name.clone(),
             is_open_to_others,
@@ -68,6 +71,13 @@ impl NameClaim {
     /// The domain in which the name was claimed.
     pub(crate) fn domain(&self) -> &Domain {
         &self.domain
+    }
+
+    /// The [identity](Domain::identity) of the domain that the name is in now, by the last look.
+    pub(crate) fn domain_identity(&self) -> [u64; 2] {
+        self.identity
+            .each_ref()
+            .map(|word| word.load(Ordering::Relaxed))
     }
 
     /// The socket that listens under the name.
@@ -95,7 +105,12 @@ impl NameClaim {
         }
         let is_news = !std::mem::replace(&mut files.are_missing, true);
         match files.put_back(&self.name, self.is_open_to_others) {
-            Ok(()) => FilesSeen::PutBack,
+            Ok(()) => {
+                let now = files.domain.identity();
+                (self.identity.iter().zip(now))
+                    .for_each(|(word, now)| word.store(now, Ordering::Relaxed));
+                FilesSeen::PutBack
+            }
             Err(_) if is_news => FilesSeen::Vanished,
             Err(_) => FilesSeen::Unchanged,
         }

@@ -430,6 +430,7 @@ impl EventSource for PublisherCore {
         let _ = state.announce(&self.name);
         self.evict_stalled(&mut state);
         self.reap_links(&mut state);
+        state.row.set_domain(self.acceptor.domain_identity());
         state.write_statistics();
         if let Some(observer) = &self.options.observer {
             state.write_waiting(observer.jobs_waiting());
