@@ -18,7 +18,7 @@ impl std::fmt::Display for Holder {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self.pid {
             Some(pid) => write!(f, "process {pid}"),
-            None => f.write_str("a live process of another PID namespace"),
+            None => f.write_str("a live process, of another PID namespace or without its files"),
         }
     }
 }

@@ -44,6 +44,9 @@ fn a_name_that_has_lost_its_files_is_never_held_twice() {
         remove(&scratch.path, files);
         let second = build(&Domain::at(&scratch.path).unwrap()).map(drop);
         assert!(matches!(second, Err(Error::NameTaken { .. })), "{second:?}");
+        let (text, own) = (second.unwrap_err().to_string(), std::process::id());
+        let is_told = text.contains("without its files") || text.contains(&format!("{own}"));
+        assert!(is_told, "{files:?}: {text}");
         let mut other = TestProcess::start(module_path!(), test, "second", &scratch);
         assert_eq!(other.hear("outcome:"), "Err(NameConflict)", "{files:?}");
         assert_delivers(&publisher, &mut subscriber, b"as before");
