@@ -54,6 +54,14 @@ def fail_until(folder, times):
         raise ValueError("once more")
 
 
+def exit_if_not_first(folder):
+    """Leaves at once, with code 0, in all processes but the first one."""
+    try:
+        (pathlib.Path(folder) / "first").touch(exist_ok=False)
+    except FileExistsError:
+        sys.exit(0)
+
+
 def hang():
     time.sleep(LIMIT_SECONDS)
 

@@ -164,6 +164,56 @@ def test_a_death_while_it_warms_up_is_told_and_counted(start):
         start(places.wait_for_ever, warm=functools.partial(places.fail, "no context"), deaths_max=2).wait(LIMIT_SECONDS)
 
 
+def test_a_warm_up_that_exits_is_a_death_whatever_its_code(start):
+    with pytest.raises(WorkersFailedError, match="died 2 times .* before it had a place.*ended with code 0 while it warmed up"):
+        start(places.wait_for_ever, warm=functools.partial(places.exit_with, 0), deaths_max=2).wait(LIMIT_SECONDS)
+
+
+def test_standbys_that_cannot_be_started_end_no_worker(start, tmp_path, caplog):
+    warm = functools.partial(places.exit_if_not_first, str(tmp_path))
+    workers = start(places.wait_for_ever, warm=warm, standby=1, deaths_max=2)
+    until(lambda: len(workers.deaths) >= 2, "the standbys' deaths")
+    assert [found.state for found in living(workers)][0] == "working" and workers.deaths[1].times == 2
+    assert "a standby of" in caplog.text and "the workers go on" in caplog.text
+    with pytest.raises(warpipe.TimeoutError):
+        workers.wait(0.1)
+
+
+@kills
+def test_a_start_that_fails_is_tried_again(start, monkeypatch, caplog):
+    workers = start(places.wait_for_ever)
+    workers.wait_until_ready(LIMIT_SECONDS)
+    first, fail_times, starts = worker_in(workers, 0), [2], workers._start
+
+    def failing_start():
+        if fail_times[0]:
+            fail_times[0] -= 1
+            raise OSError(24, "Too many open files")
+        return starts()
+
+    monkeypatch.setattr(workers, "_start", failing_start)
+    kill_one(first)
+    replaced(workers, 0, first)
+    assert caplog.text.count("no process could be started: OSError") == 2
+
+
+def test_any_number_of_threads_may_close_and_wait(start):
+    workers, raised = start(places.wait_for_ever, count=2), []
+
+    def wait():
+        try:
+            workers.wait(LIMIT_SECONDS)
+        except warpipe.ClosedError as closed:
+            raised.append(closed)
+
+    threads = [threading.Thread(target=wait) for _ in range(3)] + [threading.Thread(target=workers.close) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_SECONDS)
+    assert len(raised) == 3 and workers.closed
+
+
 def test_a_warm_up_that_hangs_is_ended(start):
     with pytest.raises(WorkersFailedError, match="was not ready within warm_timeout"):
         start(places.wait_for_ever, warm=places.hang, warm_timeout=0.5, deaths_max=1).wait(LIMIT_SECONDS)
@@ -405,6 +455,31 @@ def test_a_module_that_uses_cuda_is_named(tmp_path, domain):
     said = failing(tmp_path, domain, "preload=['numpy', 'early', 'json']", modules=modules)
     assert "early: it has initialised CUDA, which does not survive a fork" in said
     assert "numpy:" not in said and "json:" not in said
+
+
+def test_a_fork_server_that_ran_before_is_told(tmp_path, domain):
+    before = "if __name__ == '__main__':\n    import multiprocessing.forkserver\n    multiprocessing.forkserver.ensure_running()"
+    said = failing(tmp_path, domain, "preload=['json']", before=before)
+    assert "json: this process's fork server ran before" in said
+
+
+@kills
+def test_a_preload_that_breaks_later_ends_no_worker(tmp_path, domain):
+    (tmp_path / "fragile.py").write_text("")
+    program(tmp_path, domain, "places.wait_for_ever", "count=2, preload=['fragile'], deaths_max=3")
+    path = tmp_path / "program.py"
+    path.write_text(path.read_text().replace("workers.wait()", f"""\
+first, other = (process.pid for process in workers.processes)
+        server = int(open(f"/proc/{{first}}/stat").read().rpartition(")")[2].split()[1])
+        open({str(tmp_path / "fragile.py")!r}, "w").write("raise ValueError('broken now')")
+        os.kill(server, signal.SIGKILL)
+        os.kill(first, signal.SIGKILL)
+        while len(workers.deaths) < 3: time.sleep(0.01)
+        assert [process.pid for process in workers.processes if process.state == "working"] == [other]
+        print(workers.deaths[1].reason)"""))
+    ran = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert "fragile: it cannot be imported: ValueError: broken now" in ran.stdout
 
 
 def test_a_preload_that_hangs_is_ended_and_its_line_is_shown(tmp_path, domain):

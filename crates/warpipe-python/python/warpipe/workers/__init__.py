@@ -10,7 +10,8 @@ The same from a shell: ``python -m warpipe.workers MODULE:FUNCTION --count 2 --s
 
 from __future__ import annotations
 
-from ._supervisor import Death, PreloadError, WorkerInfo, Workers, WorkersFailedError
+from ._reports import Death, PreloadError, WorkerInfo, WorkersFailedError
+from ._supervisor import Workers
 from ._worker import place
 
 for _one in (Death, WorkerInfo):

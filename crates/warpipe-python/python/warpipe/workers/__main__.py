@@ -10,7 +10,8 @@ from typing import NoReturn
 
 from .. import Error
 from ..__main__ import _open_standard_streams
-from ._supervisor import PreloadError, Workers, WorkersFailedError
+from ._reports import PreloadError, WorkersFailedError
+from ._supervisor import Workers
 
 
 class _Ended(BaseException):

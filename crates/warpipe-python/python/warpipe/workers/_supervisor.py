@@ -6,8 +6,6 @@ import atexit
 import collections
 import logging
 import multiprocessing
-import multiprocessing.context
-import multiprocessing.forkserver
 import os
 import signal
 import threading
@@ -15,14 +13,13 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self, TypeAlias
+from typing import Any, Self
 
 from .. import _warpipe
 from .._errors import ArgumentError, ClosedError, Error, TimeoutError
 from . import _preload, _worker
 from ._arguments import check, own_name
-
-State: TypeAlias = Literal["starting", "standby", "working", "ending"]
+from ._reports import CODE_UNKNOWN, Death, State, WorkerInfo, WorkersFailedError, ending, not_started, preload_error
 
 _log = logging.getLogger("warpipe.workers")
 # The first delay before a process is started anew, of the second death in a row on; it doubles.
@@ -31,54 +28,8 @@ _NEVER = float("inf")
 # How long the kernel may take to end a process that it was told to kill.
 _KILL_SECONDS = 30.0
 _NAME_MAX = 40
-# What ``multiprocessing`` gives for a process whose fork server has ended.
-_CODE_UNKNOWN = 255
 # Standing in for a place: of a process that died before it had one.
 _NO_PLACE = -1
-
-
-class PreloadError(Error):
-    """A module of ``preload`` that the fork server does not have, or that must not be preloaded. Attribute: ``faults``, the
-    reasons by module."""
-
-    __module__ = "warpipe.workers"
-    faults: dict[str, str]
-
-
-class WorkersFailedError(Error):
-    """Workers died too often in a row, and all have been ended. Attribute: ``deaths``, the last ones."""
-
-    __module__ = "warpipe.workers"
-    error_kind = "limit_reached"
-    deaths: list[Death]
-
-
-class WorkerInfo(NamedTuple):
-    """A worker's process: see ``Workers.processes``."""
-
-    pid: int
-    """Its process id."""
-    state: State
-    """``"starting"`` until ``warm`` has returned, ``"standby"``, ``"working"``, or ``"ending"``."""
-    place: int | None
-    """The number of the place that it works in; None before it has one."""
-
-
-class Death(NamedTuple):
-    """The end of a worker that had not finished: see ``Workers.deaths``."""
-
-    pid: int
-    """Its process id."""
-    place: int | None
-    """The place that it worked in; None if it had none."""
-    state: State
-    """Its state at its end."""
-    exitcode: int | None
-    """As ``multiprocessing`` gives it: a signal's number is negative; None where nobody knows."""
-    reason: str
-    """In words."""
-    times: int
-    """How many deaths there were in the same place, within the time that counts."""
 
 
 class _Process:
@@ -190,6 +141,8 @@ class Workers:
         self._deaths: collections.deque[Death] = collections.deque(maxlen=1000)
         self._deaths_of: dict[int, collections.deque[float]] = {}
         self._may_start_at = self._standby_may_start_at = 0.0
+        # Starts that failed, since the last one that did not.
+        self._failures = 0
         self._has_begun = self._is_closing = self._is_closed = False
         self._kill_at = _NEVER
         self._failure: Error | None = None
@@ -261,14 +214,15 @@ class Workers:
                 return
             if not self._is_closing:
                 self._end_all()
-        self._ring()
+            self._ring()
         watch, start = self._threads
         watch.join(self._grace + _KILL_SECONDS)
         # It may be held up by the imports of a fork server; what comes of that ends at once.
         start.join(0.5)
-        if not self._is_closed and not watch.is_alive() and not start.is_alive():
-            os.close(self._bell)
-        self._is_closed = True
+        with self._changed:
+            if not self._is_closed and not watch.is_alive() and not start.is_alive():
+                os.close(self._bell)
+            self._is_closed = True
         self._members.close()
         self._member.close()
         atexit.unregister(self.close)
@@ -315,10 +269,11 @@ class Workers:
                 process = self._start()
             except Exception as error:
                 with self._changed:
-                    self._fail(_not_started(error))
+                    self._count_failure(error)
                 self._ring()
-                return
+                continue
             with self._changed:
+                self._failures = 0
                 if not self._is_closing:
                     self._processes.append(process)
                     self._ring()
@@ -327,6 +282,15 @@ class Workers:
             process.signal(signal.SIGKILL)
             process.release()
             return
+
+    def _count_failure(self, error: Exception) -> None:
+        """A start that failed is tried again, but for the first one: no descriptor, no memory, no fork server."""
+        self._failures += 1
+        if not self._has_begun or (self._deaths_max is not None and self._failures >= self._deaths_max):
+            self._fail(not_started(error, self._has_begun))
+            return
+        _log.warning("no process could be started: %s: %s: it is tried again", type(error).__name__, error)
+        self._may_start_at = max(self._may_start_at, time.monotonic() + _delay(self._failures + 1))
 
     def _start_in(self) -> float:
         """Seconds until a process has to be started; ``_NEVER`` as long as none is missing."""
@@ -369,7 +333,7 @@ class Workers:
         except BaseException as error:
             # A fault of this module: nothing is left that nothing watches.
             with self._changed:
-                self._fail(_not_started(error))
+                self._fail(not_started(error, True))
                 for process in self._processes:
                     process.signal(signal.SIGKILL)
             raise
@@ -409,17 +373,22 @@ class Workers:
         except (EOFError, OSError):
             process.signal(signal.SIGKILL)
             process.died_as, process.state = process.state, "ending"
-            if not process.has_returned:
+            if not (process.has_returned and process.place is not None):
                 self._count_death(process)
             return
-        if what == "began":
+        if what == "began" and said:
+            error = preload_error(said)
+            if not self._has_begun:
+                self._fail(error)
+            # A new fork server's: those that the last one has made go on.
+            process.said = f"found that {error}"
+            process.signal(signal.SIGKILL)
+        elif what == "began":
             process.has_begun = self._has_begun = True
-            if said:
-                self._fail(_preload_error(said))
         elif what == "ready":
             process.state = "standby"
         elif what == "raised":
-            process.said = said
+            process.said = f"raised {said}"
         elif what == "returned":
             process.has_returned = True
 
@@ -444,8 +413,8 @@ class Workers:
                 pass
 
     def _count_death(self, process: _Process) -> None:
-        """Delays the next start from the second death in a row on. The last one that is allowed prevents it: when its exit
-        code is there, all are ended."""
+        """Delays the next start from the second death in a row on. One too many prevents it: when its exit code is there, all
+        are ended."""
         now = time.monotonic()
         recent = self._deaths_of.setdefault(_NO_PLACE if process.place is None else process.place, collections.deque())
         recent.append(now)
@@ -454,32 +423,41 @@ class Workers:
         process.count = len(recent)
         if self._deaths_max is None or process.count == 1:
             return
-        delay = min(_DELAY_SECONDS * 2.0 ** (process.count - 2), _DELAY_SECONDS_MAX)
-        may_start_at = now + delay if process.count < self._deaths_max else _NEVER
-        self._may_start_at = max(self._may_start_at, may_start_at)
+        self._may_start_at = max(self._may_start_at, _NEVER if self._is_too_often(process) else now + _delay(process.count))
+
+    def _is_too_often(self, process: _Process) -> bool:
+        """Whether this death ends all. Standbys that cannot be started are no reason to end workers that work."""
+        others_work = process.place is None and any(one.state == "working" for one in self._processes)
+        return self._deaths_max is not None and process.count >= self._deaths_max and not others_work
 
     def _bury(self, process: _Process) -> None:
         """The process has ended, and its exit code is there."""
+        is_too_often = self._is_too_often(process)
         code = process.release()
         self._processes.remove(process)
         if process.has_returned and process.place is not None:
             self._finished.add(process.place)
             if code != 0:
-                _log.warning("worker %s of %s (process %d) had finished, then %s", process.place, self._name, process.pid, _ending(code))
+                _log.warning("worker %s of %s (process %d) had finished, then %s", process.place, self._name, process.pid, ending(code))
             if len(self._finished) == self._count:
                 self._end_all()
         elif not self._is_closing:
-            state, known = process.died_as or "ending", code if code != _CODE_UNKNOWN else None
+            state, known = process.died_as or "ending", code if code != CODE_UNKNOWN else None
             death = Death(process.pid, process.place, state, known, _reason(process, code), process.count)
             self._deaths.append(death)
             _log.warning("%s", self._told(death))
-            if self._deaths_max is not None and death.times >= self._deaths_max:
+            if is_too_often:
                 self._fail(self._too_often(death))
+            elif self._may_start_at == _NEVER:
+                # The workers that stood against it have ended meanwhile, or begun.
+                self._may_start_at = time.monotonic() + _DELAY_SECONDS_MAX
 
     def _told(self, death: Death) -> str:
         who = "a standby" if death.place is None else f"worker {death.place}"
         within = f"death {death.times} within {self._deaths_within:g} s"
         limit = "" if self._deaths_max is None else f", all are ended at {self._deaths_max}"
+        if self._deaths_max is not None and death.times >= self._deaths_max and death.place is None:
+            limit += " unless others work: the workers go on, and it is tried again"
         return f"{who} of {self._name} (process {death.pid}) {death.reason}: {within}{limit}"
 
     def _too_often(self, death: Death) -> WorkersFailedError:
@@ -541,44 +519,17 @@ def _nothing(_change: object) -> None:
     pass
 
 
-def _preload_error(faults: dict[str, str]) -> PreloadError:
-    said = "; ".join(f"{name}: {reason}" for name, reason in faults.items())
-    error = PreloadError(f"the fork server cannot be used with this preload: {said}")
-    error.faults = faults
-    return error
-
-
-def _not_started(error: BaseException) -> Error:
-    if isinstance(error, (EOFError, ConnectionError)):
-        failed = PreloadError(
-            "the fork server ended before it had forked: a module of preload ended it, or the imports took longer than "
-            "preload_timeout. Its own words are on the standard error stream"
-        )
-        failed.faults = {}
-        return failed
-    failure = WorkersFailedError(f"workers cannot be started or watched: {type(error).__name__}: {error}")
-    failure.deaths = []
-    failure.__cause__ = error
-    return failure
+def _delay(deaths: int) -> float:
+    """Seconds until a process is started after so many deaths in a row."""
+    return min(_DELAY_SECONDS * 2.0 ** min(deaths - 2, 32), _DELAY_SECONDS_MAX)
 
 
 def _reason(process: _Process, code: int) -> str:
     if process.is_late:
         return "was not ready within warm_timeout, and was killed"
     if process.said is not None:
-        return f"raised {process.said}"
+        return process.said
     if not process.has_begun:
-        return f"{_ending(code)} before it had begun: its program could not be imported there (is it under `if __name__ == '__main__':`?)"
+        return f"{ending(code)} before it had begun: its program could not be imported there (is it under `if __name__ == '__main__':`?)"
     doing = {"starting": "while it warmed up", "standby": "as a standby"}.get(process.died_as or "", "while it worked")
-    return f"{_ending(code)} {doing}"
-
-
-def _ending(code: int) -> str:
-    if code == _CODE_UNKNOWN:
-        return "ended with code 255, or with one that is lost because the fork server ended"
-    if code >= 0:
-        return f"ended with code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
+    return f"{ending(code)} {doing}"

@@ -54,9 +54,8 @@ def run(order: Order, channel: Connection, lifeline: Connection) -> None:
     channel.send(("began", _faults(order.preload)))
     try:
         _live(order, channel)
-    except SystemExit as exit:
-        if exit.code not in (None, 0):
-            raise
+    except SystemExit:
+        raise
     except BaseException as error:
         text = f"{type(error).__name__}: {error}"
         _say(channel, ("raised", text[:_TEXT_MAX]))
@@ -77,7 +76,11 @@ def _live(order: Order, channel: Connection) -> None:
         except (EOFError, OSError):
             sys.exit(TERMINATED)
     with _shown_as(order, str(_place)):
-        target(*warmed)
+        try:
+            target(*warmed)
+        except SystemExit as exit:
+            if exit.code not in (None, 0):
+                raise
 
 
 def _die_with(lifeline: Connection) -> None:
