@@ -449,6 +449,13 @@ def test_a_module_that_leaves_a_native_thread_is_named(tmp_path, domain):
     assert "joined: it has started" in said and "native threads" in said
 
 
+def test_a_module_whose_thread_has_an_end_is_not_blamed(tmp_path, domain):
+    (tmp_path / "brief.py").write_text("import _thread, time\n_thread.start_new_thread(time.sleep, (0.3,))\n")
+    command = program(tmp_path, domain, "places.return_at_once", "preload=['brief']")
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+
+
 @pytest.mark.skipif(DEVICE == "host", reason="there is no driver to initialise")
 def test_a_module_that_uses_cuda_is_named(tmp_path, domain):
     modules = {"early": "import ctypes\nassert ctypes.CDLL('libcuda.so.1').cuInit(0) == 0\n"}

@@ -21,6 +21,8 @@ from typing import NamedTuple
 VARIABLE = "_WARPIPE_WORKERS_PRELOAD"
 # CUDA_ERROR_NOT_INITIALIZED of ``cuDeviceGetCount``.
 _NOT_INITIALIZED = 3
+# How long the end of a thread may take. A module that leaves one costs this time.
+_THREAD_ENDS_SECONDS = 3.0
 
 
 class Report(NamedTuple):
@@ -113,7 +115,11 @@ def _native_threads() -> int:
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)
-    return len(os.listdir("/proc/self/task")) - 1
+    # A thread that has ended, as that of the limit above, is listed until the kernel is done with it.
+    end = time.monotonic() + _THREAD_ENDS_SECONDS
+    while (left := len(os.listdir("/proc/self/task")) - 1) and time.monotonic() < end:
+        time.sleep(0.001)
+    return left
 
 
 report = _preload()
