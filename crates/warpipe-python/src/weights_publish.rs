@@ -120,7 +120,8 @@ fn naming(py: Python<'_>, name: &str, error: PyErr) -> PyErr {
 pub fn _publish_weights(
     py: Python<'_>,
     name: &str,
-    tensors: Vec<(String, Bound<'_, PyAny>)>,
+    names: Vec<String>,
+    tensors: Vec<Bound<'_, PyAny>>,
     options: &Bound<'_, PyDict>,
 ) -> PyResult<(Py<PublishedWeights>, usize, Vec<String>)> {
     let options = Options::of(options)?;
@@ -134,7 +135,7 @@ pub fn _publish_weights(
         row_major: options.row_major,
         zero_copy: options.zero_copy,
     };
-    let (found, aliases) = search.find_all(py, tensors)?;
+    let (found, aliases) = search.find_all(py, names, tensors)?;
     let count = found.len();
     let (lying, found, refused) = search.split(py, found)?;
     // The builder counts those in place behind the others.
@@ -226,14 +227,14 @@ impl Base {
 fn device_of(
     py: Python<'_>,
     named: Option<&Bound<'_, PyAny>>,
-    tensors: &[(String, Bound<'_, PyAny>)],
+    tensors: &[Bound<'_, PyAny>],
 ) -> PyResult<warpipe::Device> {
     if named.is_some() {
         return Ok(Device::from_argument(named)?.inner);
     }
     let torch = imported(py, "torch")?;
     let class = torch.and_then(|torch| torch.getattr("Tensor").ok());
-    for (_, tensor) in tensors {
+    for tensor in tensors {
         let is_torch = class.as_ref().is_some_and(|class| {
             tensor.get_type().is(class) || tensor.is_instance(class).unwrap_or(false)
         });
@@ -275,27 +276,48 @@ type Copied<'py> = Vec<(usize, Found<'py>)>;
 /// Further names of tensors, and the tensors' places in the list of those that were found.
 type Aliases = Vec<(String, usize)>;
 
+/// Which tensor lies where.
+#[derive(Default)]
+struct KnownPlaces {
+    /// The first one at each address.
+    first: HashMap<u64, (usize, Layout)>,
+    /// Others there, with another shape.
+    others: HashMap<(u64, Layout), usize>,
+}
+
+impl KnownPlaces {
+    /// The tensor that is the same elements in the same memory, if it is known; else it is `index`.
+    fn first(&mut self, address: u64, layout: &Layout, index: usize) -> Option<usize> {
+        let (first, of_first) = *self.first.entry(address).or_insert((index, *layout));
+        if of_first == *layout {
+            return (first != index).then_some(first);
+        }
+        let other = *self.others.entry((address, *layout)).or_insert(index);
+        (other != index).then_some(other)
+    }
+}
+
 impl<'py> Search<'_, 'py> {
     /// Each tensor once, and the further names of those that have several: with the index of the
     /// tensor.
     fn find_all(
         &self,
         py: Python<'py>,
-        tensors: Vec<(String, Bound<'py, PyAny>)>,
+        names: Vec<String>,
+        tensors: Vec<Bound<'py, PyAny>>,
     ) -> PyResult<(Vec<Found<'py>>, Aliases)> {
         let mut all: Vec<Found<'py>> = Vec::with_capacity(tensors.len());
         let mut aliases = Vec::new();
-        let mut known: HashMap<(u64, Layout), usize> = HashMap::with_capacity(tensors.len());
+        let mut known = KnownPlaces::default();
         let lasting = self.zero_copy != ZeroCopy::No;
-        for (index, (name, object)) in tensors.into_iter().enumerate() {
+        for (index, (name, object)) in names.into_iter().zip(tensors).enumerate() {
             if index % LOOK_EVERY == LOOK_EVERY - 1 {
                 py.check_signals()?;
             }
             let (layout, place) = self.find(&name, &object, lasting)?;
             let address = place.address().filter(|_| layout.bytes() > 0);
             if let Some(address) = address {
-                let first = *known.entry((address, layout)).or_insert(all.len());
-                if first < all.len() {
+                if let Some(first) = known.first(address, &layout, all.len()) {
                     aliases.push((name, first));
                     continue;
                 }

@@ -988,7 +988,7 @@ class Watch(Closeable):
     def __reduce__(self) -> Never: ...
 
 def _publish_weights(
-    name: str, tensors: Sequence[tuple[str, Any]], options: dict[str, Any]
+    name: str, names: Sequence[str], tensors: Sequence[Any], options: dict[str, Any]
 ) -> tuple[PublishedWeights, int, list[str]]: ...
 def _open_weights(
     name: str, device: _DeviceLike | None, domain: _DomainLike | None, wait: float | None

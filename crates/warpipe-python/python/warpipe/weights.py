@@ -331,20 +331,28 @@ def publish(
     if not hasattr(state_dict, "items"):
         said = f"a {type(state_dict).__name__} is no mapping of names to tensors"
         raise NotATensorError(f"{said}; give a dict: a module's state_dict(), or dict(module.named_parameters())")
-    for key in state_dict:
-        if not isinstance(key, str):
-            raise TypeError(f"the name {key!r} is a {type(key).__name__}; names of tensors are texts")
     json_text = None if metadata is None else json.dumps(metadata).encode()
     options = {
         "device": device, "domain": domain, "wait": wait, "zero_copy": zero_copy, "hash": hash, "layout": layout,
         "metadata": json_text, "base": base,
     }  # fmt: skip
-    published, count, refused = _warpipe._publish_weights(name, list(state_dict.items()), options)
+    published, count, refused = _warpipe._publish_weights(name, *_lists(state_dict), options)
     if refused:
         more = f" (and {len(refused) - 1} others)" if len(refused) > 1 else ""
         said = f"{len(refused)} of {count} tensors are copied: {refused[0]}{more}; {_IN_PLACE}"
         warnings.warn(said, CopyWarning, stacklevel=2)
     return published
+
+
+def _lists(state_dict: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
+    """Names and tensors apart: a pair for each of many tensors keeps the garbage collector busy."""
+    names, tensors = [], []
+    for name, tensor in state_dict.items():
+        if not isinstance(name, str):
+            raise TypeError(f"the name {name!r} is a {type(name).__name__}; names of tensors are texts")
+        names.append(name)
+        tensors.append(tensor)
+    return names, tensors
 
 
 def keep(
