@@ -36,6 +36,18 @@ def test_the_benchmark_of_weights_compares_every_answer_and_says_what_was_measur
     assert len(bars) >= 8
 
 
+def test_the_benchmark_of_publications_has_two_engines_that_see_each_version(tmp_path):
+    pytest.importorskip("torch")
+    out = tmp_path / "report.json"
+    command = [sys.executable, "-m", "warpipe.bench.weights_publish", "--quick", "--device", DEVICE, "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(out.read_text())["publish"]
+    ways = {f"{way}, hash={hash}" for way in ("by copy", "in place") for hash in ("device", "later", "none")}
+    assert ways | {"bare device copy", "one tensor by copy, the others of a base"} <= set(report)
+    assert all(len(found["both_ms"]) == 2 and min(found["both_ms"]) > 0 for found in report.values()), report
+
+
 def test_the_benchmark_of_weights_says_which_packages_it_lacks():
     hidden = "import sys, importlib.util; importlib.util.find_spec = lambda name: None; from warpipe.bench import weights;"
     done = subprocess.run(

@@ -2379,7 +2379,7 @@ class Watch(Closeable):
     def __reduce__(self) -> Never: ...
 
 def _publish_weights(
-    name: str, tensors: Sequence[tuple[str, Any]], options: dict[str, Any]
+    name: str, names: Sequence[str], tensors: Sequence[Any], options: dict[str, Any]
 ) -> tuple[PublishedWeights, int, list[str]]:
     """Publishes tensors: the publication, their number, and why some were copied that were to be published
     where they lie.
