@@ -459,6 +459,24 @@ pub enum Error {
         /// The version.
         version: u64,
     },
+    /// A version of weights that cannot take the place of the one that is followed: its tensors lie
+    /// at other places. Nothing was changed.
+    #[error(
+        "version {version} of the weights {name:?} does not fit the version that is followed: {}",
+        fault::differences(missing, unexpected, different)
+    )]
+    WeightsMismatch {
+        /// The weights' name.
+        name: String,
+        /// The version that does not fit.
+        version: u64,
+        /// The names that it lacks.
+        missing: Vec<String>,
+        /// The names that it alone has.
+        unexpected: Vec<String>,
+        /// The tensors of another shape, another element type or at another place.
+        different: Vec<String>,
+    },
     /// Memory of a kind that another process cannot open by the handle that was asked for.
     #[error("{ptr:#x} cannot be exported: it is {kind}")]
     NotExportable {

@@ -258,6 +258,28 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
         })
     }
 
+    /// Maps other allocations over an imported region, in place of its own: pieces of `piece` bytes
+    /// that fill it (`cuMemUnmap`, `cuMemMap` and `cuMemSetAccess`, or `mmap` with `MAP_FIXED`). The
+    /// address stays. Descriptors that are refused change nothing. After any other error parts of
+    /// the region may be without memory, until a later call succeeds.
+    ///
+    /// # Safety
+    /// `region` came from `import` or `import_pieces` of this backend with the same `access`, is not
+    /// released, and no enqueued work uses it.
+    unsafe fn import_over(
+        &self,
+        _region: &mut RawRegion,
+        _fds: &[BorrowedFd<'_>],
+        _piece: u64,
+        _access: Access,
+        owner: DeviceId,
+    ) -> Result<()> {
+        Err(Error::NotDeviceMemory {
+            wanted: "memory of this backend",
+            found: format!("memory of device {owner}"),
+        })
+    }
+
     /// Unmaps a region and releases this process's handle of it. After an error `region` records
     /// the remaining part: call this again to continue there.
     /// [`Error::DeviceReset`](crate::Error::DeviceReset) is final.

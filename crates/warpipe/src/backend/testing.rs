@@ -328,6 +328,19 @@ impl<H: Hook> Backend for Wrapped<H> {
         self.inner.import_pieces(fds, piece, access, owner)
     }
 
+    unsafe fn import_over(
+        &self,
+        region: &mut RawRegion,
+        fds: &[BorrowedFd<'_>],
+        piece: u64,
+        access: Access,
+        owner: DeviceId,
+    ) -> Result<()> {
+        self.hook.before("import_over")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.import_over(region, fds, piece, access, owner) }
+    }
+
     unsafe fn release(&self, region: &mut RawRegion) -> Result<()> {
         self.hook.before("release")?;
         // SAFETY: the caller's promise, passed on.

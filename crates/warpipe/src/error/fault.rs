@@ -417,3 +417,24 @@ pub(super) fn names(tensors: &[String]) -> String {
         _ => format!("{noun} {} and {more} more", shown.join(", ")),
     }
 }
+
+/// In which tensors two versions differ, for people.
+pub(super) fn differences(
+    missing: &[String],
+    unexpected: &[String],
+    different: &[String],
+) -> String {
+    let of = |what: &str, tensors: &[String]| {
+        (!tensors.is_empty()).then(|| format!("{what} {}", names(tensors)))
+    };
+    let parts = [
+        of("it lacks", missing),
+        of("it alone has", unexpected),
+        of("another shape, element type or place has", different),
+    ];
+    let parts: Vec<String> = parts.into_iter().flatten().collect();
+    match parts.is_empty() {
+        true => "its memory is divided in another way".into(),
+        false => parts.join("; "),
+    }
+}

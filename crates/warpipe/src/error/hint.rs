@@ -140,6 +140,9 @@ impl Error {
                 "publish the weights with hashes, `hash` is `device` or `later`; a publisher that \
                  hashes later has to live until it is done"
             }
+            Error::WeightsMismatch { .. } => {
+                "publish the same tensors in the same order, or open the version anew"
+            }
             other => other.hint_of_peers(),
         }
     }

@@ -122,6 +122,7 @@ impl Error {
             | Error::Backwards { .. }
             | Error::NotExportable { .. }
             | Error::WeightsFile { .. }
+            | Error::WeightsMismatch { .. }
             | Error::Layout { .. }
             | Error::Argument { .. } => ErrorKind::InvalidInput,
             Error::Capturing { .. }

@@ -2,9 +2,10 @@
 //! of its memory.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::region::Region;
-use super::slice::{DeviceSlice, Mapping, check_range};
+use super::slice::{DeviceSlice, Mapping, check_range, wait_for};
 use super::weak_cache::WeakCache;
 use crate::backend::{Access, DeviceId, DevicePtr};
 use crate::device::Device;
@@ -93,6 +94,11 @@ impl MappedRegion {
 
     pub(crate) fn region(&self) -> &Region {
         &self.region
+    }
+
+    /// Waits for the streams that work on it, at most `timeout`.
+    pub(super) fn wait_idle(&self, timeout: Duration) -> Result<()> {
+        wait_for(self.region.streams(), timeout)
     }
 
     fn ptr(&self) -> DevicePtr {

@@ -3,7 +3,7 @@
 
 use std::any::Any;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::backend::{Access, DeviceId, DeviceKind, DevicePtr, RawRegion, unreclaimed};
 use crate::device::Device;
@@ -16,8 +16,16 @@ use crate::statistics::{NO_FILE, RegionRow, Role, file_of};
 #[derive(Debug)]
 pub(crate) struct Region {
     device: Device,
-    raw: RawRegion,
+    ptr: DevicePtr,
+    bytes: u64,
     row: RegionRow,
+    contents: Mutex<Contents>,
+}
+
+/// What is mapped at a region's address: see [`Region::replace`].
+#[derive(Debug)]
+struct Contents {
+    raw: RawRegion,
     /// Dropped behind the mapping: see [`hold`](Region::hold).
     held: Option<Arc<dyn Any + Send + Sync>>,
 }
@@ -34,12 +42,8 @@ impl Region {
             }
             DeviceKind::Cuda => NO_FILE,
         };
-        Ok(Region {
-            device: device.clone(),
-            row: RegionRow::open(Role::Owner, raw.bytes, owner, file),
-            raw,
-            held: None,
-        })
+        let row = RegionRow::open(Role::Owner, raw.bytes, owner, file);
+        Ok(Region::of(device, raw, row))
     }
 
     /// Maps a peer's region; the descriptor is checked by the backend.
@@ -51,17 +55,13 @@ impl Region {
         owner: DeviceId,
     ) -> Result<Region> {
         let raw = device.backend().import(fd.as_fd(), bytes, access, owner)?;
-        Ok(Region {
-            device: device.clone(),
-            row: RegionRow::open(Role::Peer, raw.bytes, owner, file_of(fd, owner)),
-            raw,
-            held: None,
-        })
+        let row = RegionRow::open(Role::Peer, raw.bytes, owner, file_of(fd, owner));
+        Ok(Region::of(device, raw, row))
     }
 
     /// Keeps `held` as long as the region is mapped.
     pub(crate) fn hold(&mut self, held: Arc<dyn Any + Send + Sync>) {
-        self.held = Some(held);
+        self.contents().held = Some(held);
     }
 
     /// Says in this process's statistics which endpoint shares the region, and under which number.
@@ -79,28 +79,62 @@ impl Region {
         owner: DeviceId,
     ) -> Result<Region> {
         let raw = device.backend().import_pieces(fds, piece, access, owner)?;
-        Ok(Region {
+        let row = RegionRow::open(Role::Peer, raw.bytes, owner, NO_FILE);
+        Ok(Region::of(device, raw, row))
+    }
+
+    fn of(device: &Device, raw: RawRegion, row: RegionRow) -> Region {
+        Region {
             device: device.clone(),
-            row: RegionRow::open(Role::Peer, raw.bytes, owner, NO_FILE),
-            raw,
-            held: None,
-        })
+            ptr: raw.ptr,
+            bytes: raw.bytes,
+            row,
+            contents: Mutex::new(Contents { raw, held: None }),
+        }
+    }
+
+    /// Maps other allocations at the address of this region, which was imported with `access`: as
+    /// many descriptors of `piece` bytes as fill it. `held` takes the place of what was
+    /// [held](Self::hold). After an error the region may have no memory, but for refused
+    /// descriptors, which change nothing: replace it again, by what it had.
+    ///
+    /// # Safety
+    /// No enqueued work uses the region.
+    pub(crate) unsafe fn replace(
+        &self,
+        fds: &[BorrowedFd<'_>],
+        piece: u64,
+        access: Access,
+        owner: DeviceId,
+        held: Option<Arc<dyn Any + Send + Sync>>,
+    ) -> Result<()> {
+        let mut contents = self.contents();
+        let (backend, raw) = (self.device.backend(), &mut contents.raw);
+        // SAFETY: live as long as self; the rest is the caller's promise.
+        unsafe { backend.import_over(raw, fds, piece, access, owner) }?;
+        let _former = std::mem::replace(&mut contents.held, held);
+        drop(contents);
+        Ok(())
+    }
+
+    fn contents(&self) -> MutexGuard<'_, Contents> {
+        self.contents.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The descriptor that is the right to this memory.
     pub(crate) fn export(&self) -> Result<CloseOnForkFd> {
         // SAFETY: `raw` is live as long as self.
-        let fd = unsafe { self.device.backend().export(&self.raw)? };
+        let fd = unsafe { self.device.backend().export(&self.contents().raw)? };
         CloseOnForkFd::new(fd)
             .map_err(|e| Error::os("fcntl(F_DUPFD_CLOEXEC)", "a region's descriptor", e))
     }
 
     pub(crate) fn ptr(&self) -> DevicePtr {
-        self.raw.ptr
+        self.ptr
     }
 
     pub(crate) fn bytes(&self) -> u64 {
-        self.raw.bytes
+        self.bytes
     }
 }
 
@@ -109,6 +143,6 @@ impl Drop for Region {
         // SAFETY: allocated or imported once, released here only. That no enqueued work uses it is
         // kept by the owners: a publisher retires its arena, a subscriber its imports (see
         // `Reactor::drop_after`).
-        unsafe { unreclaimed::release(self.device.backend(), self.raw) };
+        unsafe { unreclaimed::release(self.device.backend(), self.contents().raw) };
     }
 }

@@ -1,9 +1,13 @@
 //! Memory of another process, mapped here.
 
+use std::any::Any;
 use std::ops::Deref;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::mapped_region::MappedRegion;
+use super::owned::PiecesInfo;
 use super::slice::DeviceSlice;
 use crate::backend::DeviceId;
 use crate::device::Device;
@@ -21,6 +25,7 @@ use crate::slow_path::{self, SlowPath};
 pub struct SharedMemory {
     /// The streams are those of this handle, its clones and ranges.
     slice: Arc<DeviceSlice>,
+    mapping: Arc<MappedRegion>,
 }
 
 impl Deref for SharedMemory {
@@ -36,7 +41,32 @@ impl SharedMemory {
         let slice = mapping.slice(0, mapping.bytes, mapping.access, &name.into())?;
         Ok(SharedMemory {
             slice: Arc::new(slice),
+            mapping: mapping.clone(),
         })
+    }
+
+    /// Waits until the recorded streams are past their work on any part of it, at most `timeout`.
+    pub(crate) fn wait_idle(&self, timeout: Duration) -> Result<()> {
+        self.mapping.wait_idle(timeout)
+    }
+
+    /// Maps other memory at the address of all of this, which [`Memory::import_shared`] mapped: see
+    /// [`Region::replace`](super::region::Region::replace).
+    ///
+    /// # Safety
+    /// No enqueued work uses any part of it.
+    pub(crate) unsafe fn replace(
+        &self,
+        fds: &[BorrowedFd<'_>],
+        pieces: &PiecesInfo,
+        (generation, number): ([u8; 16], u64),
+        held: Option<Arc<dyn Any + Send + Sync>>,
+    ) -> Result<()> {
+        let (region, access) = (self.mapping.region(), self.mapping.access);
+        // SAFETY: the caller's promise.
+        unsafe { region.replace(fds, pieces.piece_bytes, access, pieces.device, held) }?;
+        region.identify(generation, number);
+        Ok(())
     }
 
     /// The part of it at `offset`, of `bytes` bytes; without `bytes`, all that follows.
@@ -48,6 +78,7 @@ impl SharedMemory {
         let bytes = bytes.unwrap_or(self.slice.bytes().saturating_sub(offset));
         Ok(SharedMemory {
             slice: Arc::new(self.slice.part(offset, bytes)?),
+            mapping: self.mapping.clone(),
         })
     }
 

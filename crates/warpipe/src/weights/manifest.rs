@@ -158,6 +158,17 @@ impl Part {
     }
 }
 
+/// The names of the tensors in which two versions differ.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Difference {
+    /// The other version lacks them.
+    pub(super) missing: Vec<String>,
+    /// Only the other version has them.
+    pub(super) unexpected: Vec<String>,
+    /// They have another shape, another element type or another place.
+    pub(super) different: Vec<String>,
+}
+
 /// The tensors of a version, in the order of their offsets. The parts of its memory follow each
 /// other without a gap.
 #[derive(Debug, PartialEq)]
@@ -273,6 +284,40 @@ impl Manifest {
     pub(super) fn leases(&self) -> usize {
         let numbers = self.parts.iter().map(|part| part.lease as usize);
         numbers.max().unwrap_or(0)
+    }
+
+    /// How another version's tensors differ, apart from their contents: by names that it lacks,
+    /// names that it has more, and tensors of other layouts. None if all lie at the same places.
+    pub(super) fn difference(&self, other: &Manifest) -> Option<Difference> {
+        let place = |tensor: &TensorInfo| (tensor.offset, tensor.layout);
+        let shapes = |manifest: &Manifest| -> Vec<(u32, u64)> {
+            let parts = manifest.parts.iter();
+            parts.map(|part| (part.pieces, part.piece_bytes)).collect()
+        };
+        let is_alike = (self.bytes, shapes(self)) == (other.bytes, shapes(other))
+            && self.tensors.len() == other.tensors.len()
+            && self
+                .tensors
+                .iter()
+                .zip(&other.tensors)
+                .all(|(one, two)| place(one) == place(two) && one.name == two.name);
+        if is_alike {
+            return None;
+        }
+        let mut difference = Difference::default();
+        for tensor in &self.tensors {
+            match other.tensor(&tensor.name) {
+                None => difference.missing.push(tensor.name.to_string()),
+                Some(found) if place(found) != place(tensor) => {
+                    difference.different.push(tensor.name.to_string());
+                }
+                Some(_) => {}
+            }
+        }
+        let unknown = |tensor: &&TensorInfo| self.tensor(&tensor.name).is_none();
+        let unexpected = other.tensors.iter().filter(unknown);
+        difference.unexpected = unexpected.map(|tensor| tensor.name.to_string()).collect();
+        Some(difference)
     }
 
     /// The parts of the memory, and where each begins.

@@ -43,6 +43,7 @@ mod content;
 mod contents;
 mod exports;
 mod fill;
+mod follower;
 mod held;
 mod holder;
 mod in_place;
@@ -66,6 +67,7 @@ pub use self::base::BaseVersion;
 #[doc(hidden)] // For the fake driver.
 pub use self::content::CONTENT_HASH;
 pub use self::fill::WeightsBuilder;
+pub use self::follower::Follower;
 pub use self::in_place::TensorsInPlace;
 pub use self::keeper::{Keeper, KeeperBuilder};
 pub use self::load::{PublishedWeights, Weights};

@@ -1,8 +1,9 @@
 //! Weights of another process, open in this one.
 
+use std::any::Any;
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::base::BaseVersion;
@@ -12,7 +13,7 @@ use super::held::{Held, Version};
 use super::holder::{Holder, clear_dead};
 use super::keeper::KeeperRequest;
 use super::keeper_session::{KeeperSession, wait_for_number, wait_for_version};
-use super::manifest::{Hashing, Manifest, Part, TensorInfo};
+use super::manifest::{Hashing, Manifest, TensorInfo};
 use super::weights_name;
 use crate::device::Device;
 use crate::device_types::Access;
@@ -32,21 +33,28 @@ use crate::tensor::Layout;
 /// the version over from. With the last process that has a version open, its memory is free.
 #[derive(Clone)]
 pub struct SharedWeights {
-    inner: Arc<SharedInner>,
+    pub(super) inner: Arc<SharedInner>,
 }
 
-struct SharedInner {
-    /// One for each part of the manifest.
-    memory: Vec<SharedMemory>,
-    begins: Vec<u64>,
-    manifest: Arc<Manifest>,
-    held: Arc<Held>,
+pub(super) struct SharedInner {
+    pub(super) mapped: Arc<Mapped>,
+    pub(super) begins: Arc<[u64]>,
+    pub(super) manifest: Arc<Manifest>,
+    pub(super) held: Arc<Held>,
     /// A domain of another user takes no endpoints of this process.
-    _holder: Option<Holder>,
-    domain: Domain,
-    name: EndpointName,
-    device: Device,
-    owner_process: OwnerProcess,
+    pub(super) holder: Option<Arc<Holder>>,
+    pub(super) domain: Domain,
+    pub(super) name: EndpointName,
+    pub(super) device: Device,
+    pub(super) owner_process: OwnerProcess,
+}
+
+/// Where a version is mapped.
+pub(super) struct Mapped {
+    /// One range for each part of the manifest.
+    pub(super) memory: Vec<SharedMemory>,
+    /// The number of the version that lies there now. Held while that changes.
+    pub(super) number: Mutex<u64>,
 }
 
 impl fmt::Debug for SharedWeights {
@@ -168,24 +176,27 @@ impl SharedWeights {
     ) -> Result<SharedWeights> {
         let wanted = KeeperRequest::Offered;
         let (keeper, held, manifest) = wait_for_version(domain, name, &wanted, after, timeout)?;
-        let memory = map(device, &held, &manifest)?;
+        let mapped = Arc::new(Mapped {
+            memory: map(device, &held, &manifest)?,
+            number: Mutex::new(held.version.number),
+        });
         let held = Arc::new(held);
         let is_own = domain.owner() == rustix::process::geteuid().as_raw();
         let holder = if is_own {
             clear_dead(domain, name.as_str());
             let holder = Holder::serve(domain, name.as_str(), held.clone())?;
             tell_keepers(domain, name, &keeper, held.version.number);
-            Some(holder)
+            Some(Arc::new(holder))
         } else {
             None
         };
         Ok(SharedWeights {
             inner: Arc::new(SharedInner {
-                memory,
+                mapped,
                 begins: manifest.parts().map(|(begin, _)| begin).collect(),
                 manifest: Arc::new(manifest),
                 held,
-                _holder: holder,
+                holder,
                 domain: domain.clone(),
                 name: name.clone(),
                 device: device.clone(),
@@ -221,7 +232,7 @@ impl SharedWeights {
     /// publisher's allocator had.
     pub fn parts(&self) -> impl Iterator<Item = (u64, &SharedMemory)> {
         let begins = self.inner.begins.iter().copied();
-        begins.zip(&self.inner.memory)
+        begins.zip(&self.inner.mapped.memory)
     }
 
     /// When the publisher computes the content hashes. Those of [`Hashing::Later`] are there if the
@@ -263,9 +274,13 @@ impl SharedWeights {
     /// The tensor of this name.
     pub fn tensor(&self, name: &str) -> Option<SharedTensor> {
         let info = self.inner.manifest.tensor(name)?;
-        let part = self.inner.manifest.part_at(info.offset);
-        let begin = info.offset - self.inner.begins[part];
-        let range = self.inner.memory[part].range(begin, info.layout.bytes());
+        let mapped = &self.inner.mapped;
+        let part = mapped
+            .parts
+            .partition_point(|&(begin, _)| begin <= info.offset)
+            - 1;
+        let begin = info.offset - mapped.parts[part].0;
+        let range = mapped.memory[part].range(begin, info.layout.bytes());
         Some(SharedTensor {
             layout: info.layout,
             // The manifest has been checked: every tensor lies in the memory.
@@ -306,27 +321,55 @@ fn tell_keepers(domain: &Domain, name: &EndpointName, keeper: &KeeperSession, nu
 
 /// Maps each part into one range.
 fn map(device: &Device, held: &Held, manifest: &Manifest) -> Result<Vec<SharedMemory>> {
-    let mut pieces = &held.pieces[..];
-    let parts = (0..).zip(manifest.parts());
-    let map_part = |(number, (begin, part)): (u64, (u64, Part))| {
-        let (of_it, rest) = pieces.split_at(part.pieces as usize);
-        pieces = rest;
-        let fds: Vec<BorrowedFd<'_>> = of_it.iter().map(|piece| piece.as_fd()).collect();
-        let shape = PiecesInfo {
-            piece_bytes: part.piece_bytes,
-            bytes: part.bytes().min(manifest.bytes() - begin),
-            device: held.device,
-        };
-        let identity = part.base.map_or((held.version.id, number), |(id, number)| {
-            (id, number.into())
-        });
-        // Mapped memory is in use, whatever has become of this object.
-        let lease = (part.lease as usize).checked_sub(1);
-        let lease = lease.map(|lease| held.leases[lease].clone() as Arc<_>);
-        let memory = Memory::import_shared(device, &fds, &shape, Access::Read, identity, lease)?;
-        // The device has mapped it: its `close` does not block.
-        of_it.iter().for_each(|piece| PieceFd::approve(piece));
-        Ok(memory)
+    let map_part = |part: HeldPart<'_>| {
+        let HeldPart {
+            fds,
+            shape,
+            identity,
+            lease,
+        } = part;
+        Memory::import_shared(device, &fds, &shape, Access::Read, identity, lease)
     };
-    parts.map(map_part).collect()
+    let memory: Result<_> = parts(held, manifest).map(map_part).collect();
+    let memory = memory?;
+    // The device has mapped them: their `close` does not block.
+    held.pieces.iter().for_each(|piece| PieceFd::approve(piece));
+    Ok(memory)
+}
+
+/// A part of a version's memory, to be mapped.
+pub(super) struct HeldPart<'a> {
+    pub(super) fds: Vec<BorrowedFd<'a>>,
+    pub(super) shape: PiecesInfo,
+    /// For the statistics: the version, and the part's number.
+    pub(super) identity: ([u8; 16], u64),
+    /// Mapped memory is in use, whatever has become of the object that mapped it.
+    pub(super) lease: Option<Arc<dyn Any + Send + Sync>>,
+}
+
+/// The parts of a version's memory.
+pub(super) fn parts<'a>(
+    held: &'a Held,
+    manifest: &'a Manifest,
+) -> impl Iterator<Item = HeldPart<'a>> {
+    let mut pieces = &held.pieces[..];
+    (0..)
+        .zip(manifest.parts())
+        .map(move |(number, (begin, part))| {
+            let (of_it, rest) = pieces.split_at(part.pieces as usize);
+            pieces = rest;
+            let lease = (part.lease as usize).checked_sub(1);
+            HeldPart {
+                fds: of_it.iter().map(|piece| piece.as_fd()).collect(),
+                shape: PiecesInfo {
+                    piece_bytes: part.piece_bytes,
+                    bytes: part.bytes().min(manifest.bytes() - begin),
+                    device: held.device,
+                },
+                identity: part.base.map_or((held.version.id, number), |(id, number)| {
+                    (id, number.into())
+                }),
+                lease: lease.map(|lease| held.leases[lease].clone() as Arc<_>),
+            }
+        })
 }

@@ -1,5 +1,6 @@
 //! Publishing, opening and taking over within one process. `tests/weights.rs` kills processes.
 
+mod follower;
 mod hashes;
 mod in_place;
 mod names;

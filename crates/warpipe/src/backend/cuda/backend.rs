@@ -292,6 +292,18 @@ impl Backend for CudaBackend {
         self.import_foreign(fds, piece, access, owner)
     }
 
+    unsafe fn import_over(
+        &self,
+        region: &mut RawRegion,
+        fds: &[BorrowedFd<'_>],
+        piece: u64,
+        access: Access,
+        owner: DeviceId,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.import_foreign_over(region, fds, piece, access, owner) }
+    }
+
     unsafe fn release(&self, region: &mut RawRegion) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.release_region(region) }

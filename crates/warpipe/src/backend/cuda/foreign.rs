@@ -83,6 +83,37 @@ impl CudaBackend {
         access: Access,
         owner: DeviceId,
     ) -> Result<RawRegion> {
+        let bytes = self.check_pieces(fds, piece, owner)?;
+        let _current = self.enter()?;
+        self.check_peer(owner)?;
+        let handles = self.import_handles(fds)?;
+        let ptr = self.driver.address_reserve(size(bytes)?).map_err(|fault| {
+            self.release_handles(&handles);
+            self.no_room(fault, bytes)
+        })?;
+        let mut region = RawRegion {
+            ptr,
+            bytes,
+            handle: 0,
+            stage: Stage::Pieces { piece, mapped: 0 },
+        };
+        self.held.fetch_add(bytes, Ordering::Relaxed);
+        match self.map_pieces(&mut region, &handles, access, owner) {
+            Ok(()) => Ok(region),
+            Err(error) => {
+                // The first failure is the one to report.
+                // SAFETY: made here, and given to nobody.
+                if unsafe { self.release_pieces(&mut region) }.is_err() {
+                    self.held.fetch_sub(bytes, Ordering::Relaxed);
+                    self.owe(region);
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// The length of all pieces.
+    fn check_pieces(&self, fds: &[BorrowedFd<'_>], piece: u64, owner: DeviceId) -> Result<u64> {
         if owner.kind != DeviceKind::Cuda {
             return Err(not_memory(format!("memory of device {owner}")));
         }
@@ -101,59 +132,64 @@ impl CudaBackend {
         for &fd in fds {
             refuse_plain_files(fd)?;
         }
-        let _current = self.enter()?;
-        self.check_peer(owner)?;
-        let ptr = self
-            .driver
-            .address_reserve(size(bytes)?)
-            .map_err(|fault| self.no_room(fault, bytes))?;
-        let mut region = RawRegion {
-            ptr,
-            bytes,
-            handle: 0,
-            stage: Stage::Pieces { piece, mapped: 0 },
-        };
-        self.held.fetch_add(bytes, Ordering::Relaxed);
-        match self.map_pieces(&mut region, fds, access, owner) {
-            Ok(()) => Ok(region),
-            Err(error) => {
-                // The first failure is the one to report.
-                // SAFETY: made here, and given to nobody.
-                if unsafe { self.release_pieces(&mut region) }.is_err() {
-                    self.held.fetch_sub(bytes, Ordering::Relaxed);
-                    self.owe(region);
+        Ok(bytes)
+    }
+
+    /// A handle of each descriptor.
+    fn import_handles(&self, fds: &[BorrowedFd<'_>]) -> Result<Vec<CUmemGenericAllocationHandle>> {
+        let mut handles = Vec::with_capacity(fds.len());
+        for &fd in fds {
+            // The driver takes the descriptor's number as a pointer, and number 0 as null.
+            let moved = (fd.as_raw_fd() == 0).then(|| duplicate(fd)).transpose();
+            let imported = moved.and_then(|moved| {
+                let number = moved.as_ref().map_or(fd.as_raw_fd(), AsRawFd::as_raw_fd);
+                self.driver.memory_import(number).map_err(import_error)
+            });
+            match imported {
+                Ok(handle) => handles.push(handle),
+                Err(error) => {
+                    self.release_handles(&handles);
+                    return Err(error);
                 }
-                Err(error)
             }
+        }
+        Ok(handles)
+    }
+
+    /// After another error, which is the one to report.
+    fn release_handles(&self, handles: &[CUmemGenericAllocationHandle]) {
+        for &handle in handles {
+            // SAFETY: imported here, and released once.
+            let _ = unsafe { self.driver.memory_release(handle) };
         }
     }
 
+    /// Maps the pieces behind those that are mapped, gives up the handles, and makes all
+    /// accessible.
     fn map_pieces(
         &self,
         region: &mut RawRegion,
-        fds: &[BorrowedFd<'_>],
+        handles: &[CUmemGenericAllocationHandle],
         access: Access,
         owner: DeviceId,
     ) -> Result<()> {
         let Stage::Pieces { piece, mapped } = &mut region.stage else {
             unreachable!("a region of pieces")
         };
-        for &fd in fds {
-            // The driver takes the descriptor's number as a pointer, and number 0 as null.
-            let moved = (fd.as_raw_fd() == 0).then(|| duplicate(fd)).transpose()?;
-            let number = moved.as_ref().map_or(fd.as_raw_fd(), AsRawFd::as_raw_fd);
-            let handle = self.driver.memory_import(number).map_err(import_error)?;
-            // SAFETY: the range is reserved, and empty behind `mapped`; the handle was imported
-            // just now.
+        for (index, &handle) in handles.iter().enumerate() {
+            // SAFETY: the range is reserved, and empty behind `mapped`; the handle is held.
             let made = unsafe {
                 self.driver
                     .memory_map(region.ptr + *mapped, size(*piece)?, handle)
             };
-            // SAFETY: imported above, released once. The mapping, if any, holds the allocation.
+            // SAFETY: released once. The mapping, if any, holds the allocation.
             let released = unsafe { self.driver.memory_release(handle) };
-            made.map_err(|fault| not_a_piece(fault, *piece))?;
-            *mapped += *piece;
-            released?;
+            *mapped += if made.is_ok() { *piece } else { 0 };
+            let done = made.map_err(|fault| not_a_piece(fault, *piece));
+            if let Err(error) = done.and_then(|()| Ok(released?)) {
+                self.release_handles(&handles[index + 1..]);
+                return Err(error);
+            }
         }
         let access = self.access_for(access);
         // SAFETY: all of the range is mapped.
@@ -167,20 +203,75 @@ impl CudaBackend {
         })
     }
 
+    /// # Safety
+    /// As for [`crate::backend::Backend::import_over`].
+    pub(super) unsafe fn import_foreign_over(
+        &self,
+        region: &mut RawRegion,
+        fds: &[BorrowedFd<'_>],
+        piece: u64,
+        access: Access,
+        owner: DeviceId,
+    ) -> Result<()> {
+        let bytes = self.check_pieces(fds, piece, owner)?;
+        if bytes != region.bytes {
+            return Err(not_memory(format!(
+                "{bytes} bytes instead of {}",
+                region.bytes
+            )));
+        }
+        let _current = self.enter()?;
+        self.check_peer(owner)?;
+        let handles = self.import_handles(fds)?;
+        // SAFETY: the caller's promise.
+        if let Err(fault) = unsafe { self.empty(region) } {
+            self.release_handles(&handles);
+            return Err(fault.into());
+        }
+        region.stage = Stage::Pieces { piece, mapped: 0 };
+        self.map_pieces(region, &handles, access, owner)
+    }
+
+    /// Leaves a region its addresses alone. After an error `region` records what is left.
+    ///
+    /// # Safety
+    /// As for [`crate::backend::Backend::release`].
+    unsafe fn empty(&self, region: &mut RawRegion) -> Result<(), Fault> {
+        let (ptr, bytes) = (region.ptr, region.bytes as usize);
+        if let Stage::Pieces { piece, mapped } = &mut region.stage {
+            while *mapped > 0 {
+                let last = *mapped - *piece;
+                // SAFETY: mapped as one piece, and no work uses it by the caller's promise.
+                unsafe { self.driver.memory_unmap(ptr + last, *piece as usize) }?;
+                *mapped = last;
+            }
+            return Ok(());
+        }
+        if region.stage == Stage::Mapped {
+            // SAFETY: mapped as one, and no work uses it by the caller's promise.
+            unsafe { self.driver.memory_unmap(ptr, bytes) }?;
+            region.stage = Stage::Reserved;
+        }
+        // SAFETY: held by the region until now.
+        unsafe { self.driver.memory_release(region.handle) }?;
+        (region.handle, region.stage) = (
+            0,
+            Stage::Pieces {
+                piece: region.bytes,
+                mapped: 0,
+            },
+        );
+        Ok(())
+    }
+
     /// Undoes the completed steps, last first. After an error `region` records what is left.
     ///
     /// # Safety
     /// As for [`crate::backend::Backend::release`], of a region in the stage `Pieces`.
     pub(super) unsafe fn release_pieces(&self, region: &mut RawRegion) -> Result<()> {
         let _current = self.enter()?;
-        if let Stage::Pieces { piece, mapped } = &mut region.stage {
-            while *mapped > 0 {
-                let last = *mapped - *piece;
-                // SAFETY: mapped as one piece, and no work uses it by the caller's promise.
-                unsafe { self.driver.memory_unmap(region.ptr + last, size(*piece)?) }?;
-                *mapped = last;
-            }
-        }
+        // SAFETY: the caller's promise.
+        unsafe { self.empty(region) }?;
         // SAFETY: reserved in `import_foreign`, unmapped above.
         unsafe { self.driver.address_free(region.ptr, size(region.bytes)?) }?;
         self.held.fetch_sub(region.bytes, Ordering::Relaxed);

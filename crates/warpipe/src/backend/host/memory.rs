@@ -94,20 +94,7 @@ pub(super) fn import_pieces(
     piece: u64,
     access: Access,
 ) -> Result<RawRegion> {
-    let refused = |found| Error::NotDeviceMemory {
-        wanted: "sealed memfds",
-        found,
-    };
-    let page = rustix::param::page_size() as u64;
-    let bytes = piece
-        .checked_mul(fds.len() as u64)
-        .filter(|&bytes| bytes > 0);
-    let bytes = bytes.filter(|_| piece.is_multiple_of(page));
-    let bytes = bytes.and_then(|bytes| usize::try_from(bytes).ok());
-    let bytes = bytes.ok_or_else(|| refused(format!("{} of {piece} bytes", fds.len())))?;
-    for &fd in fds {
-        check_sealed_memfd(fd, piece).map_err(refused)?;
-    }
+    let bytes = check_pieces(fds, piece)?;
     let failed = |e| Error::os("mmap", format!("{} pieces of {piece} bytes", fds.len()), e);
     // SAFETY: a fresh mapping at an address of the kernel's choice overlaps nothing.
     let base = unsafe {
@@ -124,23 +111,74 @@ pub(super) fn import_pieces(
         handle: IMPORTED,
         stage: Stage::Mapped,
     };
-    let protection = protection_of(access);
-    let mapped = (0..).zip(fds).try_for_each(|(number, &fd)| {
-        let at = (region.ptr + number * piece) as *mut std::ffi::c_void;
-        // SAFETY: inside the range that was mapped just now for this, and nothing uses yet; the
-        // piece's length is sealed.
-        let made = unsafe {
-            let flags = MapFlags::SHARED | MapFlags::FIXED;
-            rustix::mm::mmap(at, piece as usize, protection, flags, fd, 0)
-        };
-        made.map(drop)
-    });
-    if let Err(error) = mapped {
+    // SAFETY: the range was mapped just now for this, and nothing uses it yet.
+    if let Err(error) = unsafe { map_over(&region, fds, piece, access) } {
         // SAFETY: mapped here, and given to nobody.
         let _ = unsafe { release(region) };
-        return Err(failed(error));
+        return Err(error);
     }
     Ok(region)
+}
+
+/// Checks that each of `fds` is a sealed memfd of exactly `piece` bytes. Returns the length of all.
+fn check_pieces(fds: &[BorrowedFd<'_>], piece: u64) -> Result<usize> {
+    let refused = |found| Error::NotDeviceMemory {
+        wanted: "sealed memfds",
+        found,
+    };
+    let page = rustix::param::page_size() as u64;
+    let bytes = piece
+        .checked_mul(fds.len() as u64)
+        .filter(|&bytes| bytes > 0);
+    let bytes = bytes.filter(|_| piece.is_multiple_of(page));
+    let bytes = bytes.and_then(|bytes| usize::try_from(bytes).ok());
+    let bytes = bytes.ok_or_else(|| refused(format!("{} of {piece} bytes", fds.len())))?;
+    for &fd in fds {
+        check_sealed_memfd(fd, piece).map_err(refused)?;
+    }
+    Ok(bytes)
+}
+
+/// Maps checked pieces over `region`, in their order.
+///
+/// # Safety
+/// The pieces fill the region, which is mapped here and not used while this runs.
+unsafe fn map_over(
+    region: &RawRegion,
+    fds: &[BorrowedFd<'_>],
+    piece: u64,
+    access: Access,
+) -> Result<()> {
+    let mapped = (0..).zip(fds).try_for_each(|(number, &fd)| {
+        let at = (region.ptr + number * piece) as *mut std::ffi::c_void;
+        let flags = MapFlags::SHARED | MapFlags::FIXED;
+        // SAFETY: inside the region, by the caller's promise; the piece's length is sealed.
+        let made =
+            unsafe { rustix::mm::mmap(at, piece as usize, protection_of(access), flags, fd, 0) };
+        made.map(drop)
+    });
+    mapped.map_err(|e| Error::os("mmap", format!("{} pieces of {piece} bytes", fds.len()), e))
+}
+
+/// As for [`crate::backend::Backend::import_over`].
+///
+/// # Safety
+/// As there.
+pub(super) unsafe fn import_over(
+    region: &mut RawRegion,
+    fds: &[BorrowedFd<'_>],
+    piece: u64,
+    access: Access,
+) -> Result<()> {
+    let bytes = check_pieces(fds, piece)? as u64;
+    if bytes != region.bytes {
+        return Err(Error::NotDeviceMemory {
+            wanted: "memory of the region's length",
+            found: format!("{bytes} bytes instead of {}", region.bytes),
+        });
+    }
+    // SAFETY: the caller's promise.
+    unsafe { map_over(region, fds, piece, access) }
 }
 
 /// The reason, if any, why `fd` is not a memfd of exactly `bytes` bytes with a sealed size.

@@ -205,6 +205,18 @@ impl Backend for HostBackend {
         Ok(region)
     }
 
+    unsafe fn import_over(
+        &self,
+        region: &mut RawRegion,
+        fds: &[BorrowedFd<'_>],
+        piece: u64,
+        access: Access,
+        _owner: DeviceId,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { memory::import_over(region, fds, piece, access) }
+    }
+
     unsafe fn release(&self, region: &mut RawRegion) -> Result<()> {
         let counter = if memory::is_import(region) {
             &self.imported

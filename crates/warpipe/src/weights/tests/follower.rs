@@ -1,0 +1,266 @@
+//! Versions that come in at the addresses of the one before. **This module is marked for unsafe**: it
+//! publishes tensors by address.
+
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
+
+use super::{Stage, WAIT, byte_of};
+use crate::backend::testing::{Failing, Wrapped};
+use crate::device::Device;
+use crate::error::Error;
+use crate::hostile::in_a_forked_child;
+use crate::memory::Memory;
+use crate::tensor::{DType, Layout};
+use crate::weights::holder::held_prefix;
+use crate::weights::{Follower, Keeper, PublishedWeights, SharedWeights, TensorsInPlace, Weights};
+
+impl Stage {
+    /// The numbers of the versions that this process holds for a later keeper.
+    fn held(&self) -> Vec<String> {
+        let names = self.domain.names().unwrap();
+        let held = names.iter().filter_map(|name| {
+            let rest = name.as_str().strip_prefix(&held_prefix("w"))?;
+            Some(rest.split_once('-')?.0.to_owned())
+        });
+        held.collect()
+    }
+
+    /// Two tensors in memory of their own, so in two parts, every byte `byte`.
+    fn publish_in_place(&self, byte: u8) -> (PublishedWeights, Receiver<()>) {
+        let stream = self.device.stream().unwrap();
+        let (tell, told) = channel();
+        let mut tensors = TensorsInPlace::new(&self.device);
+        // Of two lengths: each is a part of its own, wherever they lie.
+        for (name, bytes) in [("a", 4096), ("b", 4 << 20)] {
+            let memory = Memory::allocate(&self.device, bytes).unwrap();
+            memory.write(&stream, 0, &[byte; 900]).unwrap();
+            stream.synchronize(WAIT).unwrap();
+            let layout = Layout::contiguous(DType::U8, &[3, 300]).unwrap();
+            let (ptr, owner) = (memory.ptr(), Box::new((memory, tell.clone())));
+            // SAFETY: the tensor lies in the memory of its owner, which nothing writes.
+            unsafe { tensors.add(name, layout, ptr, owner) }.unwrap();
+        }
+        let builder = Weights::builder(&self.device, []).unwrap();
+        let weights = builder.beside(tensors).finish().unwrap();
+        (weights.publish(&self.domain, "w", WAIT).unwrap(), told)
+    }
+}
+
+fn update(follower: &mut Follower) -> Result<Option<u64>, Error> {
+    let stream = follower.weights().device().stream().unwrap();
+    follower.update(&stream, WAIT)
+}
+
+#[test]
+fn a_follower_takes_each_version_at_the_same_addresses_and_gives_the_former_one_up() {
+    let stage = Stage::new("follow");
+    let _keeper = stage.keeper();
+    drop(stage.publish(1));
+    let opened = stage.opener().open().unwrap();
+    let (clone, tensor) = (opened.clone(), opened.tensor("a").unwrap());
+    let mut follower = opened.follow();
+    assert_eq!(update(&mut follower).unwrap(), None);
+    drop(clone);
+    for version in 2..6u8 {
+        drop(stage.publish(version));
+        assert_eq!(update(&mut follower).unwrap(), Some(version.into()));
+        let weights = follower.weights();
+        assert_eq!(
+            (weights.version(), byte_of(weights)),
+            (version.into(), version)
+        );
+        assert_eq!(
+            weights.tensor("a").unwrap().memory().ptr(),
+            tensor.memory().ptr()
+        );
+        assert_eq!(tensor.memory().to_vec(WAIT).unwrap(), [version; 900]);
+        assert_eq!(stage.held(), [version.to_string()]);
+        // What it says of the contents is the new version's.
+        let fresh = stage.opener().open().unwrap();
+        assert_eq!(fresh.tensors(), weights.tensors());
+    }
+    assert_eq!(update(&mut follower).unwrap(), None);
+}
+
+#[test]
+fn a_version_of_other_tensors_changes_nothing_and_a_later_one_that_fits_is_taken() {
+    let stage = Stage::new("follow-misfit");
+    let _keeper = stage.keeper();
+    drop(stage.publish(1));
+    let mut follower = stage.opener().open().unwrap().follow();
+    let layout = |shape: &[u64]| Layout::contiguous(DType::U8, shape).unwrap();
+    let other = [
+        ("a", layout(&[300, 3]), &[2; 900][..]),
+        ("c", layout(&[1]), &[2][..]),
+    ];
+    let other = Weights::from_bytes(&stage.device, other).unwrap();
+    drop(other.publish(&stage.domain, "w", WAIT).unwrap());
+    match update(&mut follower).unwrap_err() {
+        Error::WeightsMismatch {
+            version,
+            missing,
+            unexpected,
+            different,
+            ..
+        } => {
+            assert_eq!(version, 2);
+            assert_eq!((missing, unexpected), (vec!["b".into()], vec!["c".into()]));
+            assert_eq!(different, ["a"]);
+        }
+        error => panic!("{error:?}"),
+    }
+    assert_eq!(
+        (follower.weights().version(), byte_of(follower.weights())),
+        (1, 1)
+    );
+    assert_eq!(stage.held(), ["1"]);
+    drop(stage.publish(3));
+    assert_eq!(update(&mut follower).unwrap(), Some(3));
+    assert_eq!(byte_of(follower.weights()), 3);
+}
+
+#[test]
+fn a_version_whose_memory_is_divided_otherwise_changes_nothing() {
+    let stage = Stage::new("follow-parts");
+    let _keeper = stage.keeper();
+    drop(stage.publish(1));
+    let mut follower = stage.opener().open().unwrap().follow();
+    let (_published, _told) = stage.publish_in_place(2);
+    let failed = update(&mut follower).unwrap_err();
+    assert!(
+        matches!(failed, Error::WeightsMismatch { version: 2, .. }),
+        "{failed}"
+    );
+    assert_eq!(byte_of(follower.weights()), 1);
+}
+
+#[test]
+fn an_update_waits_for_the_work_of_the_stream_and_of_recorded_ones_and_changes_nothing_when_that_lasts()
+ {
+    for recorded in [false, true] {
+        let stage = Stage::new(if recorded {
+            "follow-used"
+        } else {
+            "follow-work"
+        });
+        let _keeper = stage.keeper();
+        drop(stage.publish(1));
+        let mut follower = stage.opener().open().unwrap().follow();
+        drop(stage.publish(2));
+        let (named, other) = (
+            stage.device.stream().unwrap(),
+            stage.device.stream().unwrap(),
+        );
+        let ((started, is_started), (end, ends)) = (channel(), channel::<()>());
+        let work = move || {
+            started.send(()).unwrap();
+            let _ = ends.recv();
+        };
+        if recorded {
+            follower
+                .weights()
+                .tensor("b")
+                .unwrap()
+                .memory()
+                .used_on(&other);
+            other.call(work).unwrap();
+        } else {
+            named.call(work).unwrap();
+        }
+        is_started.recv().unwrap();
+        let failed = follower
+            .update(&named, Duration::from_millis(20))
+            .unwrap_err();
+        assert!(matches!(failed, Error::Timeout { .. }), "{failed}");
+        assert_eq!(follower.weights().version(), 1);
+        if !recorded {
+            assert_eq!(byte_of(follower.weights()), 1);
+        }
+        drop(end);
+        assert_eq!(follower.update(&named, WAIT).unwrap(), Some(2));
+        assert_eq!(byte_of(follower.weights()), 2);
+    }
+}
+
+#[test]
+fn a_device_that_fails_at_any_part_leaves_the_former_version_there() {
+    let stage = Stage::new("follow-fails");
+    let _keeper = stage.keeper();
+    let (first, first_told) = stage.publish_in_place(1);
+    let backend = Wrapped::new(stage.device.backend().clone(), Failing::default());
+    let device = Device::from_backend(backend.clone());
+    let mut follower = stage.opener().device(&device).open().unwrap().follow();
+    drop(first);
+    let (_second, _told) = stage.publish_in_place(2);
+    for part in [1, 2] {
+        backend.hook().aim("import_over", part);
+        let failed = update(&mut follower).unwrap_err();
+        assert!(matches!(failed, Error::Injected { .. }), "{failed}");
+        assert_eq!(
+            (follower.weights().version(), byte_of(follower.weights())),
+            (1, 1)
+        );
+        assert!(
+            first_told
+                .try_recv()
+                .is_err_and(|it| it == std::sync::mpsc::TryRecvError::Empty)
+        );
+    }
+    assert_eq!(update(&mut follower).unwrap(), Some(2));
+    assert_eq!(byte_of(follower.weights()), 2);
+    // The publisher may use the first version's memory again.
+    let told = first_told.recv_timeout(WAIT);
+    assert_eq!(told, Err(std::sync::mpsc::RecvTimeoutError::Disconnected));
+}
+
+#[test]
+fn a_follower_whose_addresses_another_one_has_updated_says_so() {
+    let stage = Stage::new("follow-two");
+    let _keeper = stage.keeper();
+    drop(stage.publish(1));
+    let opened = stage.opener().open().unwrap();
+    let (mut one, mut two) = (opened.clone().follow(), opened.follow());
+    drop(stage.publish(2));
+    assert_eq!(update(&mut one).unwrap(), Some(2));
+    let failed = update(&mut two).unwrap_err();
+    assert!(failed.to_string().contains("another follower"), "{failed}");
+    assert_eq!(byte_of(one.weights()), 2);
+}
+
+#[test]
+fn weights_of_another_name_are_refused_and_an_earlier_version_that_is_open_can_be_taken_again() {
+    let stage = Stage::new("follow-back");
+    let _keeper = stage.keeper();
+    drop(stage.publish(1));
+    let first = stage.opener().open().unwrap();
+    let mut follower = stage.opener().open().unwrap().follow();
+    drop(stage.publish(2));
+    assert_eq!(update(&mut follower).unwrap(), Some(2));
+    let stream = stage.device.stream().unwrap();
+    assert_eq!(follower.take(&first, &stream, WAIT).unwrap(), 1);
+    assert_eq!(byte_of(follower.weights()), 1);
+    assert_eq!(update(&mut follower).unwrap(), Some(2));
+
+    let _other = Keeper::builder("v").domain(&stage.domain).build().unwrap();
+    drop(stage.weights(3).publish(&stage.domain, "v", WAIT).unwrap());
+    let other = SharedWeights::opener("v").domain(&stage.domain);
+    let other = other.device(&stage.device).wait(WAIT).open().unwrap();
+    let failed = follower.take(&other, &stream, WAIT).unwrap_err();
+    assert!(matches!(failed, Error::Argument { .. }), "{failed}");
+    assert_eq!(byte_of(follower.weights()), 2);
+}
+
+#[test]
+fn a_forked_child_cannot_update_its_parents_weights() {
+    let stage = Stage::new("follow-fork");
+    let _keeper = stage.keeper();
+    drop(stage.publish(1));
+    let mut follower = stage.opener().open().unwrap().follow();
+    let stream = stage.device.stream().unwrap();
+    drop(stage.publish(2));
+    in_a_forked_child(|| {
+        let failed = follower.update(&stream, Duration::ZERO);
+        matches!(failed, Err(Error::Forked))
+    });
+    assert_eq!(byte_of(follower.weights()), 1);
+}
