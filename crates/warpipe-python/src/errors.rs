@@ -1,6 +1,7 @@
 //! Errors of the Rust library as exceptions of `warpipe._errors`, with their context as attributes.
 
 use std::borrow::Cow;
+use std::collections::HashMap;
 
 use pyo3::exceptions::{PyKeyError, PyTypeError};
 use pyo3::prelude::*;
@@ -202,6 +203,7 @@ fn class_of(error: &Error) -> &'static str {
         Error::WeightsFile { .. } => "WeightsFileError",
         Error::WeightsDamaged { .. } => "WeightsDamagedError",
         Error::WeightsUnhashed { .. } => "WeightsUnhashedError",
+        Error::WeightsMismatch { .. } => "WeightsMismatchError",
         // Queues and services.
         Error::QueueFull { .. } => "QueueFullError",
         Error::DeadLettered { .. } => "DeadLetteredError",
@@ -424,6 +426,19 @@ fn fill_of_job(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
         Error::WeightsUnhashed { name, version } => {
             dict.set_item("endpoint", name)?;
             dict.set_item("version", version)
+        }
+        Error::WeightsMismatch {
+            missing,
+            unexpected,
+            different,
+            ..
+        } => {
+            let how = "has another shape, element type or place";
+            let different: HashMap<_, _> = different.iter().map(|name| (name, how)).collect();
+            dict.set_item("missing", missing)?;
+            dict.set_item("unexpected", unexpected)?;
+            dict.set_item("different", different)?;
+            dict.set_item("uncomputed", Vec::<String>::new())
         }
         _ => Ok(()),
     }

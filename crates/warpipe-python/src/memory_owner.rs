@@ -1,11 +1,12 @@
 //! Memory of the library that Python holds, and the streams that use it.
 //! **This module is marked for unsafe**: it copies from and to such memory by address.
 
-use std::sync::{LazyLock, OnceLock};
+use std::sync::{LazyLock, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use pyo3::prelude::*;
 use warpipe::backend::{Access, DevicePtr};
+use warpipe::weights::SharedWeights;
 
 use crate::copies::{Copies, Target};
 use crate::detached::{OwnStream, detached};
@@ -30,11 +31,52 @@ pub enum OwnedMemory {
     Block(warpipe::Buffer),
     Lent(warpipe::LentBuffer),
     /// With this process's place among the holders of the version.
-    Weights(warpipe::weights::SharedWeights),
+    Weights(OpenWeights),
     /// Memory that another process's library has allocated.
     Foreign(warpipe::OpenAllocation),
     /// Memory without a descriptor, for tests.
     Malloc(DeviceMalloc),
+}
+
+/// The version of weights that lies at some addresses now: a follower takes others there.
+#[derive(Debug)]
+pub struct OpenWeights {
+    device: warpipe::Device,
+    now: Mutex<SharedWeights>,
+}
+
+impl OpenWeights {
+    /// Of weights that were opened.
+    pub fn of(opened: SharedWeights) -> OpenWeights {
+        OpenWeights {
+            device: opened.device().clone(),
+            now: Mutex::new(opened),
+        }
+    }
+
+    /// The version that is there now.
+    pub fn now(&self) -> SharedWeights {
+        self.lock().clone()
+    }
+
+    /// Takes the version `next` at these addresses: as `Follower::take`. Another thread's call is
+    /// waited for. Call without the interpreter.
+    pub fn take(
+        &self,
+        next: &SharedWeights,
+        stream: &warpipe::Stream,
+        timeout: Duration,
+    ) -> Result<u64, warpipe::Error> {
+        let mut now = self.lock();
+        let mut follower = now.clone().follow();
+        let number = follower.take(next, stream, timeout)?;
+        *now = follower.weights().clone();
+        Ok(number)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, SharedWeights> {
+        self.now.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// An allocation as another allocator makes it, for tests.
@@ -92,7 +134,8 @@ impl OwnedMemory {
             OwnedMemory::Block(block) => block.ptr(),
             OwnedMemory::Lent(block) => block.ptr(),
             OwnedMemory::Weights(weights) => {
-                weights.parts().next().map_or(0, |(_, part)| part.ptr())
+                let now = weights.now();
+                now.parts().next().map_or(0, |(_, part)| part.ptr())
             }
             OwnedMemory::Foreign(inner) => inner.ptr(),
             OwnedMemory::Malloc(malloc) => malloc.ptr,
@@ -107,7 +150,7 @@ impl OwnedMemory {
             OwnedMemory::Legacy(inner) => inner.bytes(),
             OwnedMemory::Block(block) => block.bytes(),
             OwnedMemory::Lent(block) => block.bytes(),
-            OwnedMemory::Weights(weights) => weights.bytes(),
+            OwnedMemory::Weights(weights) => weights.now().bytes(),
             OwnedMemory::Foreign(inner) => inner.bytes(),
             OwnedMemory::Malloc(malloc) => malloc.bytes,
         }
@@ -121,7 +164,7 @@ impl OwnedMemory {
             OwnedMemory::Legacy(inner) => inner.device(),
             OwnedMemory::Block(block) => block.device(),
             OwnedMemory::Lent(block) => block.device(),
-            OwnedMemory::Weights(weights) => weights.device(),
+            OwnedMemory::Weights(weights) => &weights.device,
             OwnedMemory::Foreign(inner) => inner.device(),
             OwnedMemory::Malloc(malloc) => &malloc.device,
         }
@@ -146,7 +189,8 @@ impl OwnedMemory {
             OwnedMemory::Block(block) => block.used_on(stream),
             OwnedMemory::Lent(block) => block.used_on(stream),
             OwnedMemory::Weights(weights) => {
-                weights.parts().for_each(|(_, part)| part.used_on(stream));
+                let now = weights.now();
+                now.parts().for_each(|(_, part)| part.used_on(stream));
             }
             OwnedMemory::Foreign(inner) => inner.used_on(stream),
             OwnedMemory::Malloc(_) => {}
@@ -292,7 +336,8 @@ pub fn await_copy(py: Python<'_>, stream: &warpipe::Stream) -> PyResult<()> {
     await_stream(py, stream, Some(DEFAULT_TIMEOUT))
 }
 
-fn await_stream(
+/// Waits on the CPU until `stream` has done the work that it was given so far.
+pub fn await_stream(
     py: Python<'_>,
     stream: &warpipe::Stream,
     timeout: Option<Duration>,

@@ -11,13 +11,14 @@ use warpipe::weights::{self, TensorInfo};
 use warpipe::{Error, HandshakeFault, Opener};
 
 use crate::closeable::Closeable;
-use crate::device::Device;
+use crate::device::{Device, is_cuda};
 use crate::domain::Domain;
 use crate::errors::{Fault, Outcome, no_pickle};
 use crate::handle::CloseableHandle;
 use crate::memory::{Memory, MemoryHolder};
-use crate::memory_owner::{MemoryOwner, OwnedMemory};
+use crate::memory_owner::{MemoryOwner, OpenWeights, OwnedMemory, await_stream};
 use crate::process::Home;
+use crate::stream::{Consumer, likely};
 use crate::view::View;
 use crate::wait::{
     CallOff, asking, hand_over, in_slices, late, none_if_late, on_a_thread, optional,
@@ -31,6 +32,7 @@ pub const LOOK: Duration = Duration::from_secs(1);
 /// Adds the classes.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<SharedWeights>()?;
+    module.add_class::<Follower>()?;
     module.add_class::<Keeper>()?;
     module.add_class::<PublishedWeights>()?;
     module.add_function(wrap_pyfunction!(_publish_weights, module)?)?;
@@ -103,11 +105,16 @@ struct Known {
 /// The versions that are open in this process: each is mapped once on a device.
 static KNOWN: Mutex<Vec<Known>> = Mutex::new(Vec::new());
 
-fn weights_of(owner: &MemoryOwner) -> &weights::SharedWeights {
+fn open_weights(owner: &MemoryOwner) -> &OpenWeights {
     match owner.memory() {
         OwnedMemory::Weights(weights) => weights,
         _ => unreachable!("weights hold one"),
     }
+}
+
+/// The version that lies in the memory now.
+fn weights_of(owner: &MemoryOwner) -> weights::SharedWeights {
+    open_weights(owner).now()
 }
 
 /// The memory of these weights: the one that is open already, if there is one. Call without the
@@ -120,17 +127,21 @@ fn owner_of(domain: &Path, opened: weights::SharedWeights) -> Arc<MemoryOwner> {
     };
     // Never blocks on the list: a forked child may find it locked for ever.
     let Ok(mut known) = KNOWN.try_lock() else {
-        return Arc::new(MemoryOwner::new(OwnedMemory::Weights(opened)));
+        return Arc::new(MemoryOwner::new(OwnedMemory::Weights(OpenWeights::of(
+            opened,
+        ))));
     };
     let found = known
         .iter()
         .filter(|one| one.home.is_here() && one.domain == domain)
         .filter_map(|one| one.owner.upgrade())
-        .find(|owner| is_same(weights_of(owner)));
+        .find(|owner| is_same(&weights_of(owner)));
     if let Some(found) = found {
         return found;
     }
-    let owner = Arc::new(MemoryOwner::new(OwnedMemory::Weights(opened)));
+    let owner = Arc::new(MemoryOwner::new(OwnedMemory::Weights(OpenWeights::of(
+        opened,
+    ))));
     known.retain(|one| one.home.is_here() && one.owner.strong_count() > 0);
     known.push(Known {
         home: Home::here(),
@@ -211,13 +222,13 @@ impl Version {
     pub fn into_python(self, py: Python<'_>) -> PyResult<Bound<'_, SharedWeights>> {
         let Version { place, owner } = self;
         let weights = weights_of(&owner);
-        let (version, nbytes) = (weights.version(), weights.bytes());
+        let (opened, nbytes) = (weights.version(), weights.bytes());
         let handle = CloseableHandle::new("weights", &place.name, owner)?;
         let base = handle.base();
         let shared = SharedWeights {
             handle,
             place,
-            version,
+            opened,
             nbytes,
         };
         Bound::new(py, base.add_subclass(shared))
@@ -235,7 +246,8 @@ impl Version {
 pub struct SharedWeights {
     handle: CloseableHandle<Arc<MemoryOwner>>,
     place: Place,
-    version: u64,
+    /// The number of the version that was opened.
+    opened: u64,
     nbytes: u64,
 }
 
@@ -261,10 +273,14 @@ impl SharedWeights {
         self.handle.name()
     }
 
-    /// The number of the version: larger for later ones.
+    /// The number of the version: larger for later ones. A ``Follower`` changes it.
     #[getter]
     fn version(&self) -> u64 {
-        self.version
+        match self.handle.get() {
+            Ok(owner) => weights_of(&owner).version(),
+            // Closed: the one that was opened.
+            Err(_) => self.opened,
+        }
     }
 
     /// The length of the memory that all tensors lie in, in one part or several.
@@ -284,8 +300,8 @@ impl SharedWeights {
     /// Raises ``ClosedError``.
     fn keys<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let owner = self.handle.get()?;
-        let tensors = weights_of(&owner).tensors();
-        PyList::new(py, tensors.iter().map(TensorInfo::name))
+        let weights = weights_of(&owner);
+        PyList::new(py, weights.tensors().iter().map(TensorInfo::name))
     }
 
     /// The tensors, in the order of ``keys``.
@@ -422,9 +438,21 @@ impl SharedWeights {
         let timeout = optional(timeout, "timeout")?;
         let goes_on = || self.handle.get().map(drop);
         goes_on()?;
-        let opened = self.place.open_after(py, self.version, timeout, goes_on)?;
+        let opened = self
+            .place
+            .open_after(py, self.version(), timeout, goes_on)?;
         let opened = opened.map_err(Fault::from)?;
         hand_over(py, opened, drop)?.into_python(py)
+    }
+
+    /// Later versions come in at the addresses of this one: see ``Follower``.
+    ///
+    /// Raises ``ClosedError``.
+    fn follow(slf: Bound<'_, SharedWeights>) -> PyResult<Follower> {
+        slf.get().handle.get()?;
+        Ok(Follower {
+            weights: slf.unbind(),
+        })
     }
 
     fn __reduce__(&self) -> PyResult<()> {
@@ -436,8 +464,99 @@ impl SharedWeights {
         format!(
             "SharedWeights({:?}, version={}, nbytes={})",
             self.name(),
-            self.version,
+            self.version(),
             self.nbytes
+        )
+    }
+}
+
+/// Weights whose later versions come in at the same addresses: tensors, captured CUDA graphs, compiled
+/// modules and raw pointers that have them stay valid, and read the new version.
+///
+/// ``weights.follow()`` gives it. All objects of the version in this process are of the same memory:
+/// they follow, too.
+#[pyclass(frozen, module = "warpipe.weights", weakref)]
+#[derive(Debug)]
+pub struct Follower {
+    weights: Py<SharedWeights>,
+}
+
+#[pymethods]
+impl Follower {
+    /// The weights, of the version that lies at the addresses now.
+    #[getter]
+    fn weights(&self, py: Python<'_>) -> Py<SharedWeights> {
+        self.weights.clone_ref(py)
+    }
+
+    /// The number of that version.
+    #[getter]
+    fn version(&self) -> u64 {
+        self.weights.get().version()
+    }
+
+    /// Takes the newest version, if there is a later one now, at the same addresses; returns its
+    /// number, or None if there is none, also while the name has no keeper. Between steps of an
+    /// engine, call it with the stream of its work.
+    ///
+    /// It waits, up to ``timeout`` seconds (None: no limit), until the work is done that ``stream``
+    /// (None: the current streams of PyTorch and CuPy) was given, and the streams on which tensors
+    /// of the weights were made. Later work reads the new version. Work on any other stream may not
+    /// touch the weights meanwhile: for a moment the addresses have no memory. The new version is
+    /// taken whole or not at all: after an error, and after Ctrl-C, the former one is there.
+    ///
+    /// Raises ``WeightsMismatchError`` for a version with other names, shapes, element types or
+    /// offsets, before anything is changed; ``TimeoutError`` when the work is not done in time;
+    /// ``CapturingError``, ``ArgumentError`` for ``stream``; ``ClosedError``; as ``open``.
+    #[pyo3(signature = (stream = None, *, timeout = Some(10.0)), text_signature = "($self, stream=None, *, timeout=10.0)")]
+    fn update(
+        &self,
+        py: Python<'_>,
+        stream: Option<&Bound<'_, PyAny>>,
+        timeout: Option<f64>,
+    ) -> PyResult<Option<u64>> {
+        let timeout = optional(timeout, "timeout")?;
+        let weights = self.weights.get();
+        let owner: Arc<MemoryOwner> = (**weights.handle.get()?).clone();
+        let device = &weights.place.device;
+        let consumers = match stream {
+            Some(stream) => vec![Consumer::from_argument(py, device, stream)?],
+            None if is_cuda(device) => likely(py, device)?,
+            None => Vec::new(),
+        };
+        let goes_on = || weights.handle.get().map(drop);
+        let now = Some(Duration::ZERO);
+        let next = weights
+            .place
+            .open_after(py, weights.version(), now, goes_on)?;
+        let next = match next {
+            Err(error) if is_for_now(&error) => return Ok(None),
+            next => next.map_err(Fault::from)?,
+        };
+        for consumer in &consumers {
+            await_stream(py, &consumer.stream, timeout)?;
+        }
+        owner.settle(py, timeout)?;
+        let taken = py.detach(|| -> Outcome<u64> {
+            let own = device.stream()?;
+            let stream = consumers.first().map_or(&own, |it| &*it.stream);
+            Ok(open_weights(&owner).take(&weights_of(&next.owner), stream, LOOK)?)
+        });
+        py.detach(|| drop(next));
+        Ok(Some(taken?))
+    }
+
+    fn __reduce__(&self) -> PyResult<()> {
+        let next = "follow them in the other process: `warpipe.weights.open(name).follow()`";
+        Err(no_pickle("a follower of weights", next))
+    }
+
+    fn __repr__(&self) -> String {
+        let weights = self.weights.get();
+        format!(
+            "Follower({:?}, version={})",
+            weights.name(),
+            weights.version()
         )
     }
 }

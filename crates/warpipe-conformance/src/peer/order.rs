@@ -481,7 +481,7 @@ variants! {
     NameTaken NotFound OtherKind Ticket TicketExpired Range Refused NotOwner Backwards SignalPending
     EventNotRecorded EventLost EventHandle AccessDenied Handshake Protocol PeerGone SampleLost
     Evicted LinkClosed Timeout Full MemoryLimit QuotaExceeded WeightsFile WeightsDamaged
-    WeightsUnhashed
+    WeightsUnhashed WeightsMismatch
     NotExportable LegacyHandle EventLimit QueueFull DeadLettered Rejected DeadlinePassed NoSuchJob
     QueueClosed Layout Profiler Argument Forked
 }

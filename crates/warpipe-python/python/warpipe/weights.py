@@ -25,9 +25,10 @@ from typing import Any
 from . import _warpipe
 from ._errors import ArgumentError, CopyWarning, NotATensorError, WeightsMismatchError
 from ._tensors import is_lazy
-from ._warpipe import Keeper, PublishedWeights, SharedWeights, Watch
+from ._warpipe import Follower, Keeper, PublishedWeights, SharedWeights, Watch
 
 __all__ = [
+    "Follower",
     "Keeper",
     "PublishedWeights",
     "SharedWeights",

@@ -274,13 +274,9 @@ impl SharedWeights {
     /// The tensor of this name.
     pub fn tensor(&self, name: &str) -> Option<SharedTensor> {
         let info = self.inner.manifest.tensor(name)?;
-        let mapped = &self.inner.mapped;
-        let part = mapped
-            .parts
-            .partition_point(|&(begin, _)| begin <= info.offset)
-            - 1;
-        let begin = info.offset - mapped.parts[part].0;
-        let range = mapped.memory[part].range(begin, info.layout.bytes());
+        let part = self.inner.manifest.part_at(info.offset);
+        let begin = info.offset - self.inner.begins[part];
+        let range = self.inner.mapped.memory[part].range(begin, info.layout.bytes());
         Some(SharedTensor {
             layout: info.layout,
             // The manifest has been checked: every tensor lies in the memory.

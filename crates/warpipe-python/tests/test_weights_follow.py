@@ -1,0 +1,250 @@
+"""Followers of weights: each version comes in at the addresses of the one before, whole, and whoever dies."""
+
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from conftest import LIMIT_SECONDS, until
+
+import warpipe
+from warpipe import weights
+
+
+@pytest.fixture
+def keeper(domain):
+    with weights.keep("llama", domain=domain) as keeper:
+        yield keeper
+
+
+@pytest.fixture
+def options(domain, device):
+    return {"domain": domain, "device": device}
+
+
+def state(number, size=300):
+    return {name: np.full((3, size), number, "f4") for name in ("a", "b")}
+
+
+def publish(number, options, **shape):
+    weights.publish("llama", state(number, **shape), **options).close()
+
+
+def numbers(shared):
+    return {float(value) for name in shared for value in np.unique(shared[name].numpy())}
+
+
+def address(view):
+    found = view.__dlpack__ and view
+    return found.data_ptr if hasattr(found, "data_ptr") else found.numpy().__array_interface__["data"][0]
+
+
+def holders(domain):
+    return [one.name for one in domain.endpoints() if one.alive and "/held-" in one.name]
+
+
+def test_a_follower_takes_each_version_where_the_last_one_was_and_holds_no_other(keeper, options, domain):
+    publish(1, options)
+    before = options["device"].bytes_held
+    shared = weights.open("llama", **options)
+    follower, tensor, held = shared.follow(), shared["a"], options["device"].bytes_held
+    assert (follower.version, follower.update()) == (1, None)
+    for number in range(2, 6):
+        publish(number, options)
+        assert follower.update() == follower.version == shared.version == number
+        assert numbers(shared) == {number} and set(np.unique(tensor.numpy())) == {number}
+        assert follower.weights is shared and len(holders(domain)) == 1
+        gc.collect()
+        until(lambda: options["device"].bytes_held == held, "the end of the former version's mapping")
+        # What is opened now is the same version, and the same memory.
+        again = weights.open("llama", **options)
+        assert again.version == number and again.content_hash("a") == shared.content_hash("a")
+        again.close()
+    assert repr(follower) == f"Follower('llama', version={number})".replace("'", '"')
+    del follower, shared, again, tensor
+    gc.collect()
+    until(lambda: options["device"].bytes_held == before, "the end of the mapping")
+
+
+def test_arrays_of_other_frameworks_read_the_new_version_without_being_made_again(keeper, options):
+    if options["device"].kind != "host":
+        pytest.skip("NumPy's arrays of a GPU's memory are copies")
+    publish(1, options)
+    shared = weights.open("llama", **options)
+    array = np.from_dlpack(shared["b"])
+    follower = shared.follow()
+    publish(2, options)
+    assert follower.update() == 2 and (array == 2).all()
+
+
+def test_a_version_that_does_not_fit_changes_nothing(keeper, options):
+    publish(1, options)
+    shared = weights.open("llama", **options)
+    follower = shared.follow()
+    other = {"a": np.zeros((300, 3), "f4"), "c": np.zeros(1)}
+    weights.publish("llama", other, **options).close()
+    with pytest.raises(warpipe.WeightsMismatchError, match="version 2.*open the version anew") as raised:
+        follower.update()
+    error = raised.value
+    assert (error.missing, error.unexpected, list(error.different)) == (["b"], ["c"], ["a"])
+    assert (follower.version, numbers(shared)) == (1, {1})
+    publish(3, options)
+    assert follower.update() == 3 and numbers(shared) == {3}
+
+
+def test_followers_of_one_process_share_the_version_that_is_there(keeper, options):
+    publish(1, options)
+    one, two = weights.open("llama", **options), weights.open("llama", **options)
+    first, second = one.follow(), two.follow()
+    publish(2, options)
+    assert first.update() == 2
+    assert (second.update(), second.version, numbers(two)) == (None, 2, {2})
+
+
+def test_a_follower_goes_on_while_there_is_no_keeper(options, domain):
+    with weights.keep("llama", domain=domain):
+        publish(1, options)
+        shared = weights.open("llama", **options)
+    follower = shared.follow()
+    assert follower.update() is None and numbers(shared) == {1}
+    with weights.keep("llama", domain=domain):
+        assert weights.verify("llama", **options) == 1
+        publish(2, options)
+        assert follower.update() == 2 and numbers(shared) == {2}
+
+
+def test_an_update_waits_for_the_streams_work_and_changes_nothing_in_time_or_when_interrupted(keeper, options):
+    publish(1, options)
+    shared = weights.open("llama", **options)
+    follower, stream, gate = shared.follow(), warpipe.Stream(options["device"]), threading.Event()
+    publish(2, options)
+    stream.call(lambda: gate.wait(LIMIT_SECONDS))
+    try:
+        with pytest.raises(TimeoutError, match="the work on this memory"):
+            follower.update(stream, timeout=0.05)
+        assert follower.version == 1
+        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            follower.update(stream, timeout=None)
+        assert follower.version == 1
+    finally:
+        gate.set()
+    assert follower.update(stream) == 2 and numbers(shared) == {2}
+
+
+def test_what_a_follower_refuses_names_the_next_step(keeper, options):
+    publish(1, options)
+    shared = weights.open("llama", **options)
+    follower = shared.follow()
+    with pytest.raises(TypeError, match=r"open\(name\)\.follow\(\)"):
+        pickle.dumps(follower)
+    with pytest.raises(warpipe.ArgumentError, match="stream"):
+        follower.update("now")
+    shared.close()
+    with pytest.raises(warpipe.ClosedError):
+        follower.update()
+    with pytest.raises(warpipe.ClosedError):
+        shared.follow()
+
+
+ENGINE = """
+import sys, time, numpy as np, warpipe
+from warpipe import weights
+domain, device = warpipe.Domain(sys.argv[1]), sys.argv[2]
+shared = weights.open("llama", device=device, domain=domain, wait=60)
+follower = shared.follow()
+print("open", flush=True)
+last = 0
+while True:
+    follower.update()
+    found = {float(value) for name in shared for value in np.unique(shared[name].numpy())}
+    assert len(found) == 1, f"version {shared.version} is torn: {found}"
+    if found != last:
+        print("whole", shared.version, flush=True)
+    last = found
+"""
+
+TRAINER = """
+import sys, itertools, numpy as np, warpipe
+from warpipe import weights
+domain, device = warpipe.Domain(sys.argv[1]), sys.argv[2]
+for number in itertools.count(int(sys.argv[3])):
+    state = {name: np.full((3, 300), number, "f4") for name in ("a", "b")}
+    weights.publish("llama", state, device=device, domain=domain, wait=60).close()
+    print("published", number, flush=True)
+"""
+
+KEEPER = """
+import sys, warpipe
+from warpipe import weights
+domain, device = warpipe.Domain(sys.argv[1]), sys.argv[2]
+while True:
+    try:
+        keeper = weights.keep("llama", domain=domain)
+        break
+    except warpipe.NameTakenError:
+        pass
+print("keeps", flush=True)
+try:
+    weights.verify("llama", device=device, domain=domain, wait=5)
+except (TimeoutError, warpipe.Error):
+    pass
+print("verified", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("victim", ["engine", "trainer", "keeper"])
+def test_no_version_is_torn_when_a_process_is_killed_in_the_middle_of_updates(domain, device, victim, request):
+    """An engine checks every version that it takes; a process is killed again and again meanwhile."""
+    place = [str(domain.path), device.name if device.kind == "host" else "cuda:0"]
+
+    def start(program, *arguments):
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, *place, *map(str, arguments)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        request.addfinalizer(process.wait)
+        request.addfinalizer(process.kill)
+        return process
+
+    def read(process, word):
+        """The next line that begins with the word."""
+        for line in process.stdout:
+            if line.startswith(word):
+                return line.split()
+        raise AssertionError(f"a process ended with {process.wait()} before it said {word!r}")
+
+    keeper, first = start(KEEPER), 1000
+    read(keeper, "keeps")
+    trainer = start(TRAINER, first)
+    read(trainer, "published")
+    engines = [start(ENGINE), start(ENGINE)]
+    for engine in engines:
+        read(engine, "open")
+    # What nobody reads must not fill a pipe.
+    threading.Thread(target=lambda: [None for _ in trainer.stdout], daemon=True).start()
+    for turn in range(1, 8):
+        for engine in engines:
+            read(engine, "whole")
+        if victim == "engine":
+            engines[0].kill()
+            engines[0] = start(ENGINE)
+            read(engines[0], "open")
+        elif victim == "trainer":
+            trainer.kill()
+            trainer.wait()
+            trainer = start(TRAINER, first + 1000 * turn)
+            threading.Thread(target=lambda stream=trainer.stdout: [None for _ in stream], daemon=True).start()
+        else:
+            keeper.kill()
+            keeper.wait()
+            keeper = start(KEEPER)
+            read(keeper, "verified")
+        read(engines[1], "whole")
