@@ -49,10 +49,12 @@ def holders(domain):
 
 
 def test_a_follower_takes_each_version_where_the_last_one_was_and_holds_no_other(keeper, options, domain):
-    publish(1, options)
     before = options["device"].bytes_held
+    published = weights.publish("llama", state(1), **options)
+    held = options["device"].bytes_held
+    published.close()
     shared = weights.open("llama", **options)
-    follower, tensor, held = shared.follow(), shared["a"], options["device"].bytes_held
+    follower, tensor = shared.follow(), shared["a"]
     assert (follower.version, follower.update()) == (1, None)
     for number in range(2, 6):
         publish(number, options)
@@ -121,9 +123,10 @@ def test_a_follower_goes_on_while_there_is_no_keeper(options, domain):
 def test_an_update_waits_for_the_streams_work_and_changes_nothing_in_time_or_when_interrupted(keeper, options):
     publish(1, options)
     shared = weights.open("llama", **options)
-    follower, stream, gate = shared.follow(), warpipe.Stream(options["device"]), threading.Event()
+    follower, stream = shared.follow(), warpipe.Stream(options["device"])
     publish(2, options)
-    stream.call(lambda: gate.wait(LIMIT_SECONDS))
+    gate = warpipe.Timeline.create("gate", **options)
+    warpipe.Timeline.open("gate", **options).wait(1, stream=stream)
     try:
         with pytest.raises(TimeoutError, match="the work on this memory"):
             follower.update(stream, timeout=0.05)
@@ -134,7 +137,7 @@ def test_an_update_waits_for_the_streams_work_and_changes_nothing_in_time_or_whe
             follower.update(stream, timeout=None)
         assert follower.version == 1
     finally:
-        gate.set()
+        gate.signal(1)
     assert follower.update(stream) == 2 and numbers(shared) == {2}
 
 
