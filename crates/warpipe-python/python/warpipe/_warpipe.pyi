@@ -2207,7 +2207,7 @@ class SharedWeights(Closeable):
         """The name."""
     @property
     def version(self) -> int:
-        """The number of the version: larger for later ones."""
+        """The number of the version: larger for later ones. A ``Follower`` changes it."""
     @property
     def nbytes(self) -> int:
         """The length of the memory that all tensors lie in, in one part or several."""
@@ -2275,6 +2275,42 @@ class SharedWeights(Closeable):
 
         Raises ``TimeoutError`` when none came, ``NotFoundError`` when there is no keeper, and as
         ``open``.
+        """
+    def follow(self) -> Follower:
+        """Later versions come in at the addresses of this one: see ``Follower``.
+
+        Raises ``ClosedError``.
+        """
+    def __reduce__(self) -> Never: ...
+
+@final
+class Follower:
+    """Weights whose later versions come in at the same addresses: tensors, captured CUDA graphs, compiled
+    modules and raw pointers that have them stay valid, and read the new version.
+
+    ``weights.follow()`` gives it. All objects of the version in this process are of the same memory:
+    they follow, too.
+    """
+    @property
+    def weights(self) -> SharedWeights:
+        """The weights, of the version that lies at the addresses now."""
+    @property
+    def version(self) -> int:
+        """The number of that version."""
+    def update(self, stream: _StreamLike | None = None, *, timeout: float | None = 10.0) -> int | None:
+        """Takes the newest version, if there is a later one now, at the same addresses; returns its
+        number, or None if there is none, also while the name has no keeper. Between steps of an
+        engine, call it with the stream of its work.
+
+        It waits, up to ``timeout`` seconds (None: no limit), until the work is done that ``stream``
+        (None: the current streams of PyTorch and CuPy) was given, and the streams on which tensors
+        of the weights were made. Later work reads the new version. Work on any other stream may not
+        touch the weights meanwhile: for a moment the addresses have no memory. The new version is
+        taken whole or not at all: after an error, and after Ctrl-C, the former one is there.
+
+        Raises ``WeightsMismatchError`` for a version with other names, shapes, element types or
+        offsets, before anything is changed; ``TimeoutError`` when the work is not done in time;
+        ``CapturingError``, ``ArgumentError`` for ``stream``; ``ClosedError``; as ``open``.
         """
     def __reduce__(self) -> Never: ...
 
