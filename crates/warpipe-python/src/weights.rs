@@ -255,7 +255,7 @@ impl SharedWeights {
     /// As the base of another version.
     pub fn as_base(&self) -> Outcome<weights::BaseVersion> {
         let owner = self.handle.get()?;
-        Ok(weights::BaseVersion::from(weights_of(&owner)))
+        Ok(weights::BaseVersion::from(&weights_of(&owner)))
     }
 
     fn find<R>(&self, name: &str, read: impl FnOnce(&TensorInfo) -> R) -> PyResult<R> {
@@ -381,7 +381,8 @@ impl SharedWeights {
     #[getter]
     fn metadata<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         let owner = self.handle.get()?;
-        let json = weights_of(&owner).metadata();
+        let weights = weights_of(&owner);
+        let json = weights.metadata();
         if json.is_empty() {
             return Ok(None);
         }
