@@ -374,7 +374,7 @@ def children(pid):
 
 @kills
 def test_workers_outlive_their_fork_server_and_are_replaced_by_a_new_ones(tmp_path, domain):
-    program(tmp_path, domain, "places.wait_for_ever", "")
+    program(tmp_path, domain, "places.wait_for_ever", "count=2")
     path = tmp_path / "program.py"
     path.write_text(path.read_text().replace("workers.wait()", f"""\
 pid = workers.processes[0].pid
@@ -387,7 +387,12 @@ pid = workers.processes[0].pid
         os.kill(pid, signal.SIGKILL)
         while not workers.deaths: time.sleep(0.01)
         workers.wait_until_ready(60)
-        print("replaced", workers.deaths[0].exitcode, workers.deaths[0].reason)"""))
+        print("replaced", workers.deaths[0].exitcode, workers.deaths[0].reason)
+        server = int(open(f"/proc/{{workers.processes[0].pid}}/stat").read().rpartition(")")[2].split()[1])
+        ends = [os.pidfd_open(found.pid) for found in workers.processes]
+        os.kill(server, signal.SIGKILL)
+    assert len(select.select(ends, [], [], 0)[0]) == 2, "it has waited for their end"
+"""))
     ran = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
     assert "replaced None ended with code 255, or with one that is lost because the fork server ended" in ran.stdout

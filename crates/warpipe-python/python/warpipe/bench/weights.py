@@ -297,7 +297,7 @@ class Bench:
         pretrained = statistics.median(run["total_ms"] for run in self.report["workers"]["pretrained"])
         restart = statistics.median(run["total_ms"] for run in runs)
         self.figure("kill of a worker until another one's first token", restart, pretrained, "ratio_at_most", 1 / 15)
-        self.figure("the same, at most a second", restart, pretrained, "at_most", 1000.0)
+        self.figure("kill of a worker until another one's first token, in at most 1 s", restart, pretrained, "at_most", 1000.0)
         warm, answer = (statistics.median(found[key]) for key in ("request_ms", "answer_ms"))
         self.figure("kill in a request until its answer by a standby", answer, warm, "beside_floor_at_most", 150.0)
         self.figure("kill until the next standby is warm", statistics.median(found["standby_ms"]), pretrained)

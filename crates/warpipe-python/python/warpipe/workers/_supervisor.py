@@ -44,7 +44,7 @@ class _Process:
         self.place: int | None = None
         # When it has to be ready.
         self.end = time.monotonic() + limit
-        self.has_begun = self.has_returned = self.is_late = False
+        self.has_begun = self.has_returned = self.has_ended = self.is_late = False
         self.said: str | None = None
         # What it was when its channel ended: from then on only its exit code is awaited.
         self.died_as: State | None = None
@@ -62,6 +62,14 @@ class _Process:
                 signal.pidfd_send_signal(self.pidfd, number)
             except ProcessLookupError:
                 pass
+
+    def end_fd(self) -> int:
+        """Readable at the next step of its end: when it has ended, and then when its exit code is there. Without a fork
+        server there is none, and that is seen at once."""
+        if self.pidfd is not None and not self.has_ended:
+            return self.pidfd
+        sentinel: int = self.process.sentinel
+        return sentinel
 
     def info(self) -> WorkerInfo:
         return WorkerInfo(self.pid, self.state, self.place)
@@ -342,7 +350,7 @@ class Workers:
         while True:
             with self._changed:
                 living = {process.channel: process for process in self._processes if process.died_as is None}
-                dying = {process.process.sentinel: process for process in self._processes if process.died_as is not None}
+                dying = {process.end_fd(): process for process in self._processes if process.died_as is not None}
                 if self._is_closing and not self._processes:
                     return
                 patience = self._patience()
@@ -351,7 +359,9 @@ class Workers:
                     os.eventfd_read(self._bell)
                     continue
                 with self._changed:
-                    if ready in dying:
+                    if ready in dying and ready == dying[ready].pidfd:
+                        dying[ready].has_ended = True
+                    elif ready in dying:
                         self._bury(dying[ready])
                     else:
                         self._listen(living[ready])  # type: ignore[index]
