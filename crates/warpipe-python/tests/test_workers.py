@@ -494,6 +494,18 @@ first, other = (process.pid for process in workers.processes)
     assert "fragile: it cannot be imported: ValueError: broken now" in ran.stdout
 
 
+@kills
+def test_a_fork_server_that_imports_ends_with_a_supervisor_that_is_killed(tmp_path, domain):
+    text = f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+    (tmp_path / "endless.py").write_text(text)
+    ran = subprocess.Popen(program(tmp_path, domain, "places.wait_for_ever", "preload=['endless']"))
+    until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "the import")
+    pidfd = os.pidfd_open(int((tmp_path / "pid").read_text()))
+    ran.kill()
+    ran.wait(LIMIT_SECONDS)
+    gone([pidfd])
+
+
 def test_a_preload_that_hangs_is_ended_and_its_line_is_shown(tmp_path, domain):
     said = failing(tmp_path, domain, "preload=['endless'], preload_timeout=1", modules={"endless": "import time\ntime.sleep(60)\n"})
     assert "the imports took longer than preload_timeout" in said and 'endless.py", line 2' in said

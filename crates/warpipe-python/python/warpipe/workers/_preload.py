@@ -21,6 +21,7 @@ from typing import NamedTuple
 VARIABLE = "_WARPIPE_WORKERS_PRELOAD"
 # CUDA_ERROR_NOT_INITIALIZED of ``cuDeviceGetCount``.
 _NOT_INITIALIZED = 3
+_PR_SET_PDEATHSIG = 1
 # How long the end of a thread may take. A module that leaves one costs this time.
 _THREAD_ENDS_SECONDS = 3.0
 
@@ -37,7 +38,7 @@ def order(modules: list[str], limit_seconds: float) -> str:
     """The text for ``VARIABLE``. The fork server searches modules where this process does."""
     here = os.getcwd()
     path = [entry or here for entry in sys.path]
-    return json.dumps({"modules": modules, "path": path, "limit_seconds": limit_seconds})
+    return json.dumps({"modules": modules, "path": path, "limit_seconds": limit_seconds, "supervisor": os.getpid()})
 
 
 def _preload() -> Report | None:
@@ -51,6 +52,10 @@ def _preload() -> Report | None:
     faults: dict[str, str] = {}
     # Ctrl-C ends the supervisor, and with it this process.
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # While it imports it does not look for the end of its supervisor. The thread that started it waits for it meanwhile.
+    _end_with_parent(True)
+    if os.getppid() != given["supervisor"]:
+        os._exit(1)
     end = time.monotonic() + given["limit_seconds"]
     for name in given["modules"]:
         try:
@@ -65,8 +70,14 @@ def _preload() -> Report | None:
             faults[name] = broken
             break
         imported.add(name)
+    _end_with_parent(False)
     signal.signal(signal.SIGINT, on_interrupt)
     return Report(frozenset(imported), faults)
+
+
+def _end_with_parent(is_so: bool) -> None:
+    """Whether the kernel kills this process when the thread that started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if is_so else 0, 0, 0, 0)
 
 
 @contextlib.contextmanager
