@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use serde::{Deserialize, Serialize};
-use warpipe::weights::{SharedWeights, TensorsInPlace, Weights};
+use warpipe::weights::{Hashing, SharedWeights, TensorsInPlace, Weights};
 use warpipe::{DType, Device, DevicePtr, Error, Layout, Memory};
 
 use crate::PATIENCE;
@@ -97,6 +97,26 @@ pub fn weights(
     ensure!(tensors.pieces() as u64 == pieces, "{tensors:?}");
     let builder = Weights::builder(&context.device, [])?;
     Ok(builder.beside(tensors).finish()?)
+}
+
+/// Weights with one tensor more than `base`, of which they share the others: tensor `tN` has the words
+/// of `seed + N`. They are hashed once they are offered.
+///
+/// # Errors
+/// Those of the device, and of the library.
+pub fn beside_base(context: &Context, base: &SharedWeights, seed: u64) -> Result<Weights> {
+    const COUNT: u64 = 4096;
+    let number = base.tensors().len() as u64;
+    let name = format!("t{number}");
+    let builder = Weights::builder(&context.device, [(name.as_str(), words(COUNT)?)])?;
+    let (stream, memory) = (
+        context.stream()?,
+        builder.memory().context("memory of a tensor")?,
+    );
+    memory.used_on(&stream);
+    // SAFETY: the words lie in the builder's memory, which is kept until the stream is past them.
+    unsafe { fill_words(&stream, memory.ptr(), COUNT, seed + number, Duration::ZERO)? };
+    Ok(builder.base(base).hash(Hashing::Later).finish()?)
 }
 
 /// Reads all tensors.

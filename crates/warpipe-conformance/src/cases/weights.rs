@@ -23,6 +23,11 @@ pub(super) const CASES: &[Case] = &[
     )
     .ends_clients(),
     Case::new(
+        "a version that shares tensors of a base outlives its publishers and its keeper",
+        shared_base,
+    )
+    .ends_clients(),
+    Case::new(
         "weights in more pieces than a message has descriptors are read and taken over whole",
         many,
     ),
@@ -100,6 +105,41 @@ fn killed(context: &Context) -> Result<()> {
     publisher.kill()?;
     keeper.kill()?;
     check(context, counters, &shared, 5)?;
+    let next = self::keeper(context)?;
+    ensure!(next.candidate()? == Some(version), "{:?}", next.candidate());
+    ensure!(opener(context).verify()? == version, "the hashes");
+    drop(shared);
+    check(context, counters, &opener(context).open()?, 5)
+}
+
+fn shared_base(context: &Context) -> Result<()> {
+    let (mut keeper, mut publisher) = (context.peer()?, context.peer()?);
+    let name = || NAME.to_string();
+    keeper.ask(&Order::Weights(WeightsOrder::Keep { name: name() }))?;
+    publisher.number(&Order::Weights(WeightsOrder::PublishInPlace {
+        name: name(),
+        segments: FEW,
+        seed: 5,
+    }))?;
+    let counters = &mut context.error_counters()?;
+    let base = opener(context).open()?;
+    publisher.kill()?;
+    let weights = weights_in_place::beside_base(context, &base, 5)?;
+    let published = weights.publish(&context.domain, NAME, PATIENCE)?;
+    drop((weights, base));
+    ensure!(
+        published.wait_for_hashes(PATIENCE)?,
+        "hashes that come later"
+    );
+    let shared = opener(context).open()?;
+    ensure!(
+        shared.tensors().len() == 4 && shared.is_hashed(),
+        "{shared:?}"
+    );
+    check(context, counters, &shared, 5)?;
+    keeper.kill()?;
+    let version = published.version();
+    drop(published);
     let next = self::keeper(context)?;
     ensure!(next.candidate()? == Some(version), "{:?}", next.candidate());
     ensure!(opener(context).verify()? == version, "the hashes");

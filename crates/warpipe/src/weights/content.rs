@@ -155,7 +155,7 @@ pub(super) fn hash_memory(tensors: &[(&DeviceSlice, u64, u64)]) -> Result<Vec<Co
     for batch in batches {
         let runs = scratch.runs(tensors, batch)?;
         scratch.hash(&stream, &runs, batch.len())?;
-        of_all.extend(scratch.hashes(batch.len())?);
+        of_all.extend(scratch.hashes(&stream, batch.len())?);
     }
     let mut begin = 0;
     let of_tensor = |&length: &u64| {
@@ -270,10 +270,13 @@ impl Scratch {
         stream.synchronize(COPY_TIMEOUT)
     }
 
-    fn hashes(&self, blocks: usize) -> Result<Vec<u8>> {
+    /// The blocks' hashes, when the stream has computed them: it has nothing else to do.
+    fn hashes(&self, stream: &Stream, blocks: usize) -> Result<Vec<u8>> {
         let mut hashes = vec![0; blocks * HASH_BYTES as usize];
-        self.memory
-            .copy_to(self.blocks_at, &mut hashes, COPY_TIMEOUT)?;
+        let at = self.memory.ptr() + self.blocks_at;
+        // SAFETY: the blocks' hashes lie there (`for_batches`), in memory that this stream is recorded
+        // for.
+        unsafe { stream.backend().download(stream.raw(), &mut hashes, at) }?;
         Ok(hashes)
     }
 }

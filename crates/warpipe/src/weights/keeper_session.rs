@@ -228,6 +228,11 @@ impl KeeperSession {
         }
     }
 
+    /// Waits up to `timeout` until the keeper has told of something since the session began, or ends.
+    pub(super) fn wait_for_news(&self, timeout: Duration) {
+        drop(self.news.wait(timeout, |news| news.offered > 0));
+    }
+
     #[cfg(test)]
     pub(super) fn wait_for_offers_for_tests(&self, count: u64, timeout: Duration) -> u64 {
         let is_there = |news: &News| news.offered >= count;

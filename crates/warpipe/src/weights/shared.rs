@@ -4,7 +4,7 @@ use std::any::Any;
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::base::BaseVersion;
 use super::check::damaged_tensors;
@@ -107,8 +107,8 @@ impl Opener<SharedWeights> {
     /// Compares the content hashes of the version that a new keeper took over, and has the keeper
     /// offer it if they are right. Without such a candidate it compares those of the version that
     /// is offered. Waits for one of them up to the time given with [`wait`](Opener::wait): also
-    /// while a new keeper still asks its holders. Returns the version's number. It reads all of
-    /// the memory, with several readers that have 2 MiB of page-locked memory each.
+    /// while a new keeper still asks its holders, and for hashes that the publisher computes
+    /// [later](Hashing::Later). Returns the version's number. The device reads all of the memory.
     ///
     /// # Errors
     /// [`Error::WeightsDamaged`], and [`Error::WeightsUnhashed`] for a version with tensors that have no
@@ -118,9 +118,7 @@ impl Opener<SharedWeights> {
     pub fn verify(&self) -> Result<u64> {
         let name = weights_name(self.name())?;
         let (domain, device) = (self.chosen_domain()?, self.chosen_device());
-        let wanted = KeeperRequest::Candidate;
-        let (keeper, held, manifest) =
-            wait_for_version(&domain, &name, &wanted, 0, self.timeout())?;
+        let (keeper, held, manifest) = wait_for_hashes(&domain, &name, self.timeout())?;
         let memory = map(&device, &held, &manifest)?;
         let slices: Vec<&DeviceSlice> = memory.iter().map(|memory| &**memory).collect();
         let tensors = damaged_tensors(&slices, &manifest)?;
@@ -312,6 +310,26 @@ fn tell_keepers(domain: &Domain, name: &EndpointName, keeper: &KeeperSession, nu
     if keeper.tell_holding(number).is_err() {
         let next = KeeperSession::open(domain, name, Duration::ZERO);
         let _ = next.and_then(|next| next.tell_holding(number));
+    }
+}
+
+/// The version to be checked. Waits up to `timeout` for it, and for its hashes if they come later.
+fn wait_for_hashes(
+    domain: &Domain,
+    name: &EndpointName,
+    timeout: Duration,
+) -> Result<(KeeperSession, Held, Manifest)> {
+    let clock = Instant::now();
+    loop {
+        let left = timeout.saturating_sub(clock.elapsed());
+        let found = wait_for_version(domain, name, &KeeperRequest::Candidate, 0, left)?;
+        let (keeper, _, manifest) = &found;
+        let is_due = !manifest.is_hashed() && manifest.hashing() == Hashing::Later;
+        let left = timeout.saturating_sub(clock.elapsed());
+        if !is_due || left.is_zero() {
+            return Ok(found);
+        }
+        keeper.wait_for_news(left);
     }
 }
 

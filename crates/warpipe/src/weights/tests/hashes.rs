@@ -1,6 +1,7 @@
 //! Versions with content hashes that come later, or never.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::{Stage, WAIT, byte_of};
 use crate::backend::testing::{Failing, Wrapped};
@@ -112,6 +113,33 @@ fn a_version_that_its_publisher_could_not_hash_stays_offered_and_says_so() {
     let shared = stage.opener().open().unwrap();
     assert_eq!((byte_of(&shared), shared.is_hashed()), (4, false));
     assert_eq!(shared.hashing(), Hashing::Later);
+}
+
+#[test]
+fn a_check_waits_for_hashes_that_come_later() {
+    let stage = Stage::new("later-check");
+    let keeper = stage.keeper();
+    let weights = stage.weights_hashed(&stage.device, 3, Hashing::Later);
+    // As if its publisher had not hashed it yet.
+    let held = Arc::new(weights.held_for_tests(4));
+    let _holder = Holder::serve(&stage.domain, "w", held.clone()).unwrap();
+    drop(keeper);
+    let keeper = stage.keeper();
+    assert_eq!(keeper.candidate().unwrap(), Some(4));
+    std::thread::scope(|scope| {
+        let check = scope.spawn(|| stage.opener().verify().unwrap());
+        // Once the check has the version, or before: either way it sees the hashes.
+        let hash = Some(content::content_hash(&[3; 900]));
+        let manifest = weights.manifest_for_tests().with_hashes(&[hash; 3]);
+        let hashed = Arc::new(held.hashed(&manifest).unwrap());
+        let offer = Holder::offer(&stage.domain, "w", hashed).unwrap();
+        let name = weights_name("w").unwrap();
+        offer_to_keeper(&stage.domain, &name, &offer.1, WAIT).unwrap();
+        assert_eq!(check.join().unwrap(), 4);
+    });
+    assert_eq!(keeper.version().unwrap(), Some(4));
+    let told = stage.opener().wait(Duration::ZERO).verify();
+    assert_eq!(told.unwrap(), 4);
 }
 
 #[test]
