@@ -8,9 +8,12 @@ use crate::backend::testing::{Failing, Wrapped};
 use crate::device::Device;
 use crate::error::Error;
 use crate::tensor::{DType, Layout};
+use crate::weights::held::Held;
 use crate::weights::holder::Holder;
 use crate::weights::keeper_session::offer_to_keeper;
-use crate::weights::{Hashing, NamedVersion, NamedWeights, Weights, content, weights_name};
+use crate::weights::{
+    Hashing, NamedVersion, NamedWeights, Weights, content, takeover, weights_name,
+};
 
 impl Stage {
     fn weights_hashed(&self, device: &Device, byte: u8, hashing: Hashing) -> Weights {
@@ -140,6 +143,25 @@ fn a_check_waits_for_hashes_that_come_later() {
     assert_eq!(keeper.version().unwrap(), Some(4));
     let told = stage.opener().wait(Duration::ZERO).verify();
     assert_eq!(told.unwrap(), 4);
+}
+
+#[test]
+fn a_takeover_has_the_hashes_whichever_holder_it_asks_first() {
+    let stage = Stage::new("later-holders");
+    let name = weights_name("w").unwrap();
+    let weights = stage.weights_hashed(&stage.device, 3, Hashing::Later);
+    let early = Arc::new(weights.held_for_tests(4));
+    let hash = Some(content::content_hash(&[3; 900]));
+    let manifest = weights.manifest_for_tests().with_hashes(&[hash; 3]);
+    let hashed = Arc::new(early.hashed(&manifest).unwrap());
+    // Their names, and so the order, are drawn.
+    for _ in 0..16 {
+        let serve = |held: &Arc<Held>| Holder::serve(&stage.domain, "w", held.clone()).unwrap();
+        let _holders = [serve(&early), serve(&early), serve(&hashed)];
+        let found = takeover::find(&stage.domain, &name).unwrap();
+        let versions: Vec<_> = found.versions.iter().map(|it| it.is_hashed).collect();
+        assert_eq!(versions, [true]);
+    }
 }
 
 #[test]
