@@ -322,7 +322,7 @@ def run(task: Task, kills: int) -> tuple[list[int], list[int], list[float]]:
             asked.signal(reader.position + 1)
             reader.next()
             step.append(time.monotonic() - begun)
-        for _ in range(kills):
+        for number in range(1, kills + 1):
             workers.wait_until_ready(LIMIT_SECONDS)
             (decoder,) = (process.pid for process in workers.processes if process.state == "working")
             asked.signal(reader.position + 1)
@@ -335,6 +335,8 @@ def run(task: Task, kills: int) -> tuple[list[int], list[int], list[float]]:
             taken.append(time.monotonic() - begun)
             while reader.position < asked.value:
                 reader.next()
+            if number % 50 == 0:
+                print(f"{number} kills, next tokens after {1e3 * statistics.median(taken):.1f} ms", flush=True)
         asked.signal(task.length)
         while reader.position < task.length:
             reader.next()

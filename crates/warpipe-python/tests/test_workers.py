@@ -511,6 +511,14 @@ def test_a_preload_that_hangs_is_ended_and_its_line_is_shown(tmp_path, domain):
     assert "the imports took longer than preload_timeout" in said and 'endless.py", line 2' in said
 
 
+@pytest.mark.parametrize("order", ["no order", '{"modules": ["antigravity"], "path": [], "limit_seconds": 1, "supervisor": 1}'])
+def test_an_order_for_a_fork_server_that_another_process_inherits_is_nothing_to_it(order):
+    code = "import os, warpipe.workers; print(dict(os.environ).get('_WARPIPE_WORKERS_PRELOAD'), warpipe.workers._preload.report)"
+    given = {**os.environ, "_WARPIPE_WORKERS_PRELOAD": order}
+    ran = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout) == (0, "None None\n"), ran.stderr
+
+
 def test_a_program_without_a_guard_is_told_to_have_one(tmp_path, domain):
     program(tmp_path, domain, "places.wait_for_ever", "deaths_max=1")
     path = tmp_path / "program.py"

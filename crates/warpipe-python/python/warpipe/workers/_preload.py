@@ -44,7 +44,8 @@ def order(modules: list[str], limit_seconds: float) -> str:
 def _preload() -> Report | None:
     """Does what the supervisor has ordered; None if this process is no fork server of ``warpipe.workers``."""
     text = os.environ.pop(VARIABLE, None)
-    if text is None:
+    if text is None or not any("multiprocessing.forkserver" in argument for argument in sys.orig_argv):
+        # A process that was started at the same moment inherits an order that is not for it.
         return None
     given = json.loads(text)
     sys.path[:] = given["path"]
