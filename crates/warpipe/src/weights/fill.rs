@@ -118,6 +118,31 @@ impl WeightsBuilder {
     /// Shares all tensors of another version but those of the names that this one gives itself: they
     /// are neither copied nor hashed, and readers see one whole version. Their memory is kept as long
     /// as a process has this version, also when the other one is replaced, or its publisher dies.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use warpipe::weights::{Keeper, SharedWeights, Weights};
+    /// use warpipe::{DType, Device, Domain, Layout};
+    /// # let folder = std::env::temp_dir().join(format!("warpipe-base-{}", std::process::id()));
+    /// # let (domain, device, wait) = (Domain::at(&folder)?, Device::host(), Duration::from_secs(5));
+    /// # let keeper = Keeper::builder("llama").domain(&domain).build()?;
+    /// let layout = Layout::contiguous(DType::U8, &[3])?;
+    /// let whole = [("embed", layout, &b"abc"[..]), ("lora", layout, &b"old"[..])];
+    /// let base = Weights::from_bytes(&device, whole)?.publish(&domain, "llama", wait)?;
+    ///
+    /// let builder = Weights::builder(&device, [("lora", layout)])?.base(&base);
+    /// let (stream, memory) = (device.stream()?, builder.memory().expect("there is a tensor"));
+    /// memory.write(&stream, builder.offsets()[0], b"new")?;
+    /// builder.metadata(r#"{"step": 1}"#).finish()?.publish(&domain, "llama", wait)?;
+    ///
+    /// let shared = SharedWeights::opener("llama").domain(&domain).device(&device).wait(wait).open()?;
+    /// for (name, bytes) in [("embed", b"abc"), ("lora", b"new")] {
+    ///     assert_eq!(shared.tensor(name).expect("it has all").memory().to_vec(wait)?, bytes);
+    /// }
+    /// assert_eq!(shared.metadata(), br#"{"step": 1}"#);
+    /// # drop((shared, base, keeper)); std::fs::remove_dir_all(folder).ok();
+    /// # Ok::<(), warpipe::Error>(())
+    /// ```
     pub fn base(mut self, base: impl Into<BaseVersion>) -> WeightsBuilder {
         self.base = Some(base.into());
         self

@@ -1,7 +1,7 @@
 //! Content hashes that are computed once the version is offered, on a thread of its publisher.
 
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
 use super::base::BaseVersion;
@@ -52,9 +52,32 @@ impl Unhashed {
 /// What a publication serves.
 #[derive(Debug)]
 pub(super) struct Current {
-    /// Serves it.
-    pub(super) _holder: Holder,
-    pub(super) base: BaseVersion,
+    holder: Mutex<Holder>,
+    base: BaseVersion,
+    /// The same version, once it has its hashes. A forked child reads it without a lock.
+    hashed: OnceLock<BaseVersion>,
+}
+
+impl Current {
+    pub(super) fn new(holder: Holder, base: BaseVersion) -> Arc<Current> {
+        Arc::new(Current {
+            holder: Mutex::new(holder),
+            base,
+            hashed: OnceLock::new(),
+        })
+    }
+
+    /// The version, with its hashes if they are there.
+    pub(super) fn base(&self) -> &BaseVersion {
+        self.hashed.get().unwrap_or(&self.base)
+    }
+
+    /// Serves the version with its hashes from now on.
+    fn replace(&self, holder: Holder, hashed: BaseVersion) {
+        let _ = self.hashed.set(hashed);
+        // Ended behind the lock.
+        let _without = std::mem::replace(&mut *lock(&self.holder), holder);
+    }
 }
 
 /// The thread that hashes a publication's tensors.
@@ -75,7 +98,7 @@ impl LaterHashes {
         unhashed: &Arc<Unhashed>,
         domain: &Domain,
         name: &EndpointName,
-        current: &Arc<Mutex<Current>>,
+        current: &Arc<Current>,
     ) -> LaterHashes {
         let later = LaterHashes {
             progress: Arc::default(),
@@ -84,7 +107,7 @@ impl LaterHashes {
             unhashed: unhashed.clone(),
             domain: domain.clone(),
             name: name.clone(),
-            base: lock(current).base.clone(),
+            base: current.base.clone(),
             current: Arc::downgrade(current),
         };
         let progress = later.progress.clone();
@@ -128,7 +151,7 @@ struct Task {
     domain: Domain,
     name: EndpointName,
     base: BaseVersion,
-    current: Weak<Mutex<Current>>,
+    current: Weak<Current>,
 }
 
 impl Task {
@@ -140,15 +163,7 @@ impl Task {
         if self.current.strong_count() > 0 {
             let holder = Holder::serve(domain, name.as_str(), base.held().clone())?;
             if let Some(current) = self.current.upgrade() {
-                let base = base.clone();
-                // Ended behind the lock.
-                let _without = std::mem::replace(
-                    &mut *lock(&current),
-                    Current {
-                        _holder: holder,
-                        base,
-                    },
-                );
+                current.replace(holder, base.clone());
             }
         }
         // An offer that has a number already brings a version's hashes.

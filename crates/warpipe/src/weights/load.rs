@@ -1,8 +1,8 @@
 //! Weights that this process has: loaded from files, or copied from its own memory.
 
 use std::os::fd::AsFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::base::BaseVersion;
@@ -218,16 +218,14 @@ impl Weights {
         // The next keeper may have begun before the holder was there: it lacks the version.
         keeper.tell_holding(number)?;
         let base = BaseVersion::new(held, self.manifest.clone());
-        let current = Arc::new(Mutex::new(Current {
-            _holder: holder,
-            base,
-        }));
+        let current = Current::new(holder, base);
         let unhashed = self.unhashed.as_ref();
         let later = unhashed.map(|unhashed| LaterHashes::begin(unhashed, domain, &name, &current));
         Ok(PublishedWeights {
             version: number,
             current,
             later,
+            owner_process: OwnerProcess::current(),
         })
     }
 
@@ -260,8 +258,9 @@ fn layout_of(from: &SourceTensor) -> Layout {
 #[derive(Debug)]
 pub struct PublishedWeights {
     version: u64,
-    current: Arc<Mutex<Current>>,
+    current: Arc<Current>,
     later: Option<LaterHashes>,
+    owner_process: OwnerProcess,
 }
 
 impl PublishedWeights {
@@ -274,8 +273,10 @@ impl PublishedWeights {
     /// are computed [later](Hashing::Later), until the keeper has them, too.
     ///
     /// # Errors
-    /// [`Error::Timeout`]; once, the error for which there will be none.
+    /// [`Error::Timeout`]; once, the error for which there will be none; [`Error::Forked`].
     pub fn wait_for_hashes(&self, timeout: Duration) -> Result<bool> {
+        // The thread, and its lock, are the parent's.
+        self.owner_process.check()?;
         if let Some(later) = &self.later {
             later.wait(timeout)?;
         }
@@ -283,8 +284,7 @@ impl PublishedWeights {
     }
 
     pub(super) fn as_base(&self) -> BaseVersion {
-        let current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
-        current.base.clone()
+        self.current.base().clone()
     }
 }
 

@@ -7,12 +7,13 @@ use super::{Stage, WAIT, byte_of};
 use crate::backend::testing::{Failing, Wrapped};
 use crate::device::Device;
 use crate::error::Error;
+use crate::hostile::in_a_forked_child;
 use crate::tensor::{DType, Layout};
 use crate::weights::held::Held;
 use crate::weights::holder::Holder;
 use crate::weights::keeper_session::offer_to_keeper;
 use crate::weights::{
-    Hashing, NamedVersion, NamedWeights, Weights, content, takeover, weights_name,
+    BaseVersion, Hashing, NamedVersion, NamedWeights, Weights, content, takeover, weights_name,
 };
 
 impl Stage {
@@ -98,6 +99,25 @@ fn hashes_that_are_computed_later_reach_the_keeper_new_readers_and_the_next_keep
     assert_eq!(keeper.candidate().unwrap(), Some(1));
     assert_eq!(stage.opener().verify().unwrap(), 1);
     assert_eq!(byte_of(&stage.opener().open().unwrap()), 5);
+}
+
+#[test]
+fn a_forked_child_waits_for_no_hashes_of_its_parent_and_disturbs_nothing() {
+    let stage = Stage::new("later-fork");
+    let _keeper = stage.keeper();
+    let weights = stage.weights_hashed(&stage.device, 5, Hashing::Later);
+    let published = weights.publish(&stage.domain, "w", WAIT).unwrap();
+    let mut held = Some((weights, published));
+    in_a_forked_child(|| {
+        let (weights, published) = held.take().unwrap();
+        let told = published.wait_for_hashes(WAIT);
+        let base = BaseVersion::from(&published);
+        drop((base, weights, published));
+        matches!(told, Err(Error::Forked))
+    });
+    let (_, published) = held.unwrap();
+    assert!(published.wait_for_hashes(WAIT).unwrap());
+    assert_eq!(stage.opener().verify().unwrap(), 1);
 }
 
 #[test]
