@@ -1,16 +1,16 @@
-"""A decoder whose KV cache outlives its process: it is killed in the middle of steps, and a standby goes on at the next token.
+"""A KV cache that outlives its process: a decoder is killed in the middle of steps, a standby goes on at the next token.
 
     python kv_failover.py [--kills 20] [--model tiny] [--device host] [--domain DIR]
 
-The cache lies in memory that the first process allocates. Of two workers that have it mapped one decodes, the other waits,
-warmed up. The decoder's stream writes keys and values, then the next token, then the number of positions that are complete:
-what that number says is complete, whatever dies. A semaphore of one permit says who decodes. It comes back when the death of
-its holder is proven, so no dead process's kernel still writes; then the standby reads the number and goes on there. A timeline
-tells the reader of each token.
+The cache lies in memory that the first process allocates. Of two workers that have it mapped one decodes, the other
+waits, warmed up. The decoder's stream writes keys and values, then the next token, then the number of positions that are
+complete: what that number says is complete, whatever dies. The process that decodes holds the one permit of a semaphore.
+It comes back when the death of its holder is proven, so no dead process's kernel still writes; then the standby reads the
+number and goes on there. A timeline tells the reader of each token.
 
-The tokens must be those of a run without kills, and no step may run twice but one for each kill. ``tiny`` is a model of two
-layers, in NumPy on the host, else in PyTorch. ``llama`` and ``llama-small`` are transformers' Llama with random weights; the
-first has the layers of one of eight billion parameters, 7.6 GiB. Both workers have one copy of the weights.
+The tokens must be those of a run without kills, and no step may run twice but one for each kill. ``tiny`` is a model of
+two layers, in NumPy on the host, else in PyTorch. ``llama`` and ``llama-small`` are transformers' Llama with random
+weights; the first has the layers of one of eight billion parameters, 7.6 GiB. Both workers have one copy of the weights.
 """
 
 import argparse
@@ -97,8 +97,14 @@ class Tiny:
 
         numbers = numpy.random.default_rng(1)
         width = Tiny.shape.heads * Tiny.shape.head_size
-        sizes = {"embed": (Tiny.vocabulary, width), "places": (task.length + 1, width), "head": (width, Tiny.vocabulary)}
-        sizes |= {f"{name}.{layer}": (width, width) for name in ("q", "k", "v", "o") for layer in range(Tiny.shape.layers)}
+        sizes = {
+            "embed": (Tiny.vocabulary, width),
+            "places": (task.length + 1, width),
+            "head": (width, Tiny.vocabulary),
+        }
+        sizes |= {
+            f"{name}.{layer}": (width, width) for name in ("q", "k", "v", "o") for layer in range(Tiny.shape.layers)
+        }
         return {name: numbers.standard_normal(size, dtype=numpy.float32) / 4 for name, size in sizes.items()}
 
     def __init__(self, task: Task, shared: Any, cache: Any) -> None:
@@ -311,8 +317,15 @@ def run(task: Task, kills: int) -> tuple[list[int], list[int], list[float]]:
         warpipe.Semaphore.create("kv/turn", 1, domain=task.domain, device="host"),
         warpipe.Timeline.create("kv/asked", domain=task.domain, device="host") as asked,
         Workers(
-            functools.partial(decode, task), warm=functools.partial(warm, task), count=1, standby=1, preload=modules,
-            name="decoder", domain=task.domain, deaths_max=None, start_delay=START_DELAY_SECONDS,
+            functools.partial(decode, task),
+            warm=functools.partial(warm, task),
+            count=1,
+            standby=1,
+            preload=modules,
+            name="decoder",
+            domain=task.domain,
+            deaths_max=None,
+            start_delay=START_DELAY_SECONDS,
         ) as workers,
     ):
         state.tokens[: len(PROMPT)] = framework(task).asarray(PROMPT)
@@ -342,7 +355,9 @@ def run(task: Task, kills: int) -> tuple[list[int], list[int], list[float]]:
             reader.next()
         asked.signal(task.length + 1)
         workers.wait(LIMIT_SECONDS)
-        print(f"{len(workers.deaths)} deaths of workers, {task.length} positions, {statistics.median(step) * 1e3:.1f} ms a step")
+        print(
+            f"{len(workers.deaths)} deaths of workers, {task.length} positions, {statistics.median(step) * 1e3:.1f} ms a step"
+        )
         return [int(token) for token in state.tokens], [int(times) for times in state.begun], taken
 
 
@@ -374,7 +389,9 @@ def main(arguments: list[str] | None = None) -> None:
     assert all(times >= 1 for times in begun), "every step ran"
     twice = sum(begun) - task.length
     assert twice <= options.kills, "nothing is computed again but the step that died"
-    print(f"{options.kills} kills, {twice} of them in the middle of a step, which ran again; all {task.length} tokens are right")
+    print(
+        f"{options.kills} kills, {twice} of them in the middle of a step, which ran again; all {task.length} tokens are right"
+    )
     if taken:
         ordered = sorted(1e3 * seconds for seconds in taken)
         print(

@@ -1,4 +1,4 @@
-"""The work of the tests of ``warpipe.workers``. A fork server's children import this, so everything here is at its top level."""
+"""The work of the tests of ``warpipe.workers``. A fork server's children import it, so all of it is at its top level."""
 
 import ctypes
 import os
@@ -27,7 +27,9 @@ def warm_up():
 
 def say_and_wait(folder, warmed):
     """Says in a file of its process what it was given, and its place."""
-    (pathlib.Path(folder) / f"place-{workers.place()}-{os.getpid()}").write_text(str(warmed["warmed by"] == os.getpid()))
+    (pathlib.Path(folder) / f"place-{workers.place()}-{os.getpid()}").write_text(
+        str(warmed["warmed by"] == os.getpid())
+    )
     wait_for_ever()
 
 

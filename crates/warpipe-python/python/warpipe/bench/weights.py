@@ -286,7 +286,7 @@ class Bench:
         return line
 
     def failover(self, reference: str) -> None:
-        """Workers of ``warpipe.workers``: a restart from their fork server, and a request whose server is killed."""
+        """Workers of ``warpipe.workers``: a restart from their fork server, and a kill of a server in a request."""
         from .weights_failover import Failover
 
         given = (self.model, NAME, self.domain, self.device)

@@ -1,5 +1,5 @@
-"""Workers of ``warpipe.workers`` in the benchmark ``weights``: a restart from the fork server, and a request whose server is
-killed in the middle of it."""
+"""Workers of ``warpipe.workers`` in the benchmark ``weights``: a restart from the fork server, and a kill of a server in the
+middle of a request."""
 
 from __future__ import annotations
 
@@ -114,7 +114,13 @@ class Failover:
             for number in range(count + 1):
                 line = self._line(path, number)
                 if killed:
-                    runs.append({**line, "total_ms": (line["first_ns"] - killed) / 1e6, "start_ms": (line["begun_ns"] - killed) / 1e6})
+                    runs.append(
+                        {
+                            **line,
+                            "total_ms": (line["first_ns"] - killed) / 1e6,
+                            "start_ms": (line["begun_ns"] - killed) / 1e6,
+                        }
+                    )
                 workers.wait_until_ready(PATIENCE)
                 killed = time.monotonic_ns()
                 os.kill(line["pid"], signal.SIGKILL)
@@ -139,7 +145,12 @@ class Failover:
         requests, answers, standbys = [], [], []
         with (
             Workers(
-                serve, warm=functools.partial(warm, self.given), standby=1, preload=PRELOAD, domain=self.given[2], deaths_max=None
+                serve,
+                warm=functools.partial(warm, self.given),
+                standby=1,
+                preload=PRELOAD,
+                domain=self.given[2],
+                deaths_max=None,
             ) as workers,
             warpipe.Client(SERVICE, domain=self.given[2], device=self.given[3], timeout=PATIENCE) as client,
         ):

@@ -64,18 +64,44 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m warpipe.workers", description=(__doc__ or "").partition(": ")[2])
-    parser.add_argument("target", metavar="MODULE:FUNCTION", help="the work; called with the result of --warm, if given")
+    parser.add_argument(
+        "target", metavar="MODULE:FUNCTION", help="the work; called with the result of --warm, if given"
+    )
     parser.add_argument("--count", type=int, default=1, help="how many work (default 1)")
     parser.add_argument("--standby", type=int, default=0, help="how many more are warmed up and wait (default 0)")
-    parser.add_argument("--preload", action="append", default=[], metavar="MODULES", help="modules that the fork server imports, with commas between them; that of FUNCTION is one")
+    parser.add_argument(
+        "--preload",
+        action="append",
+        default=[],
+        metavar="MODULES",
+        help="modules that the fork server imports, with commas between them; that of FUNCTION is one",
+    )
     parser.add_argument("--warm", metavar="MODULE:FUNCTION", help="called in each process before it is ready")
     parser.add_argument("--name", help="shown in `warpipe ls` and `top` (default: the function's and the process id)")
     parser.add_argument("--deaths-max", type=int, default=5, help="deaths in one place that end all (default 5)")
-    parser.add_argument("--deaths-within", type=float, default=60.0, metavar="SECONDS", help="the time in which they count (default 60)")
-    parser.add_argument("--start-delay", type=float, default=0.5, metavar="SECONDS", help="from a takeover to the start of the next standby (default 0.5)")
-    parser.add_argument("--preload-timeout", type=float, default=300.0, metavar="SECONDS", help="the limit of the imports (default 300)")
-    parser.add_argument("--warm-timeout", type=float, default=300.0, metavar="SECONDS", help="the limit of a process's start (default 300)")
-    parser.add_argument("--grace", type=float, default=5.0, metavar="SECONDS", help="from SIGTERM to SIGKILL at the end (default 5)")
+    parser.add_argument(
+        "--deaths-within", type=float, default=60.0, metavar="SECONDS", help="the time in which they count (default 60)"
+    )
+    parser.add_argument(
+        "--start-delay",
+        type=float,
+        default=0.5,
+        metavar="SECONDS",
+        help="from a takeover to the start of the next standby (default 0.5)",
+    )
+    parser.add_argument(
+        "--preload-timeout", type=float, default=300.0, metavar="SECONDS", help="the limit of the imports (default 300)"
+    )
+    parser.add_argument(
+        "--warm-timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="the limit of a process's start (default 300)",
+    )
+    parser.add_argument(
+        "--grace", type=float, default=5.0, metavar="SECONDS", help="from SIGTERM to SIGKILL at the end (default 5)"
+    )
     return parser
 
 

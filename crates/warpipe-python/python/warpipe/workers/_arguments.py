@@ -25,7 +25,9 @@ def check(target: Any, warm: Any, count: int, standby: int, preload: Sequence[st
             "Workers are made while a process of them imports this program: put them under `if __name__ == '__main__':`"
         )
     if current.daemon:
-        raise ArgumentError("this process is a daemon of multiprocessing, which may have no children: make it with daemon=False")
+        raise ArgumentError(
+            "this process is a daemon of multiprocessing, which may have no children: make it with daemon=False"
+        )
     if count < 1 or standby < 0:
         raise ArgumentError(f"count is {count} and standby {standby}: at least 1 and 0")
     if deaths_max is not None and deaths_max < 1:

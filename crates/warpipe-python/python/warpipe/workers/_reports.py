@@ -9,7 +9,7 @@ from .._errors import Error
 
 State: TypeAlias = Literal["starting", "standby", "working", "ending"]
 
-# What ``multiprocessing`` gives for a process whose fork server has ended.
+# What ``multiprocessing`` gives for the end of a process without its fork server.
 CODE_UNKNOWN = 255
 
 

@@ -135,7 +135,9 @@ class Workers:
         found = domain if isinstance(domain, _warpipe.Domain) else _warpipe.Domain(domain)
         self._name = name if name is not None else own_name(target)
         if len(self._name) > _NAME_MAX:
-            raise ArgumentError(f"the name {self._name!r} of workers is longer than {_NAME_MAX} bytes: choose a shorter one")
+            raise ArgumentError(
+                f"the name {self._name!r} of workers is longer than {_NAME_MAX} bytes: choose a shorter one"
+            )
         self._order = _worker.Order(target, warm, tuple(preload), self._name, str(found.path))
         self._count, self._standby = count, standby
         self._deaths_max, self._deaths_within = deaths_max, deaths_within
@@ -159,7 +161,9 @@ class Workers:
         self._members = _warpipe.Members.watch(found, on=_nothing)
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         threads = [(self._watch, "watch"), (self._start_missing, "start")]
-        self._threads = [threading.Thread(target=run, name=f"{self._name}-{what}", daemon=True) for run, what in threads]
+        self._threads = [
+            threading.Thread(target=run, name=f"{self._name}-{what}", daemon=True) for run, what in threads
+        ]
         atexit.register(self.close)
         for thread in self._threads:
             thread.start()
@@ -238,7 +242,9 @@ class Workers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
         self.close()
         if kind is None and self._failure is not None:
             raise self._failure
@@ -255,7 +261,9 @@ class Workers:
 
         with self._changed:
             if not self._changed.wait_for(is_over, timeout):
-                raise TimeoutError(f"{what} of {self._name!r} did not come within {timeout} s: see Workers.deaths, or wait longer")
+                raise TimeoutError(
+                    f"{what} of {self._name!r} did not come within {timeout} s: see Workers.deaths, or wait longer"
+                )
             if self._failure is not None:
                 raise self._failure
             if not is_so():
@@ -433,7 +441,9 @@ class Workers:
         process.count = len(recent)
         if self._deaths_max is None or process.count == 1:
             return
-        self._may_start_at = max(self._may_start_at, _NEVER if self._is_too_often(process) else now + _delay(process.count))
+        self._may_start_at = max(
+            self._may_start_at, _NEVER if self._is_too_often(process) else now + _delay(process.count)
+        )
 
     def _is_too_often(self, process: _Process) -> bool:
         """Whether this death ends all. Standbys that cannot be started are no reason to end workers that work."""
@@ -448,7 +458,13 @@ class Workers:
         if process.has_returned and process.place is not None:
             self._finished.add(process.place)
             if code != 0:
-                _log.warning("worker %s of %s (process %d) had finished, then %s", process.place, self._name, process.pid, ending(code))
+                _log.warning(
+                    "worker %s of %s (process %d) had finished, then %s",
+                    process.place,
+                    self._name,
+                    process.pid,
+                    ending(code),
+                )
             if len(self._finished) == self._count:
                 self._end_all()
         elif not self._is_closing:
@@ -463,12 +479,12 @@ class Workers:
                 self._may_start_at = time.monotonic() + _DELAY_SECONDS_MAX
 
     def _told(self, death: Death) -> str:
-        who = "a standby" if death.place is None else f"worker {death.place}"
+        what = "a standby" if death.place is None else f"worker {death.place}"
         within = f"death {death.times} within {self._deaths_within:g} s"
         limit = "" if self._deaths_max is None else f", all are ended at {self._deaths_max}"
         if self._deaths_max is not None and death.times >= self._deaths_max and death.place is None:
             limit += " unless others work: the workers go on, and it is tried again"
-        return f"{who} of {self._name} (process {death.pid}) {death.reason}: {within}{limit}"
+        return f"{what} of {self._name} (process {death.pid}) {death.reason}: {within}{limit}"
 
     def _too_often(self, death: Death) -> WorkersFailedError:
         place = "before it had a place" if death.place is None else f"in place {death.place}"
