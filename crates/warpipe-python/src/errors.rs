@@ -427,17 +427,12 @@ fn fill_of_job(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
             dict.set_item("endpoint", name)?;
             dict.set_item("version", version)
         }
-        Error::WeightsMismatch {
-            missing,
-            unexpected,
-            different,
-            ..
-        } => {
+        Error::WeightsMismatch { difference, .. } => {
             let how = "has another shape, element type or place";
-            let different: HashMap<_, _> = different.iter().map(|name| (name, how)).collect();
-            dict.set_item("missing", missing)?;
-            dict.set_item("unexpected", unexpected)?;
-            dict.set_item("different", different)?;
+            let different = difference.different.iter().map(|name| (name, how));
+            dict.set_item("missing", &difference.missing)?;
+            dict.set_item("unexpected", &difference.unexpected)?;
+            dict.set_item("different", different.collect::<HashMap<_, _>>())?;
             dict.set_item("uncomputed", Vec::<String>::new())
         }
         _ => Ok(()),

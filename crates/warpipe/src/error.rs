@@ -16,7 +16,7 @@ use std::time::Duration;
 
 pub use fault::{
     EventHandleFault, Expiry, HandleFault, HandshakeFault, Holder, LegacyFault, PeerLimit,
-    PointerKind, TicketFault, WeightsFault,
+    PointerKind, TicketFault, WeightsDifference, WeightsFault,
 };
 pub use kind::ErrorKind;
 
@@ -462,20 +462,16 @@ pub enum Error {
     /// A version of weights that cannot take the place of the one that is followed: its tensors lie
     /// at other places. Nothing was changed.
     #[error(
-        "version {version} of the weights {name:?} does not fit the version that is followed: {}",
-        fault::differences(missing, unexpected, different)
+        "version {version} of the weights {name:?} does not fit the version that is followed: \
+         {difference}"
     )]
     WeightsMismatch {
         /// The weights' name.
         name: String,
         /// The version that does not fit.
         version: u64,
-        /// The names that it lacks.
-        missing: Vec<String>,
-        /// The names that it alone has.
-        unexpected: Vec<String>,
-        /// The tensors of another shape, another element type or at another place.
-        different: Vec<String>,
+        /// The tensors in which it differs.
+        difference: Box<WeightsDifference>,
     },
     /// Memory of a kind that another process cannot open by the handle that was asked for.
     #[error("{ptr:#x} cannot be exported: it is {kind}")]

@@ -418,23 +418,33 @@ pub(super) fn names(tensors: &[String]) -> String {
     }
 }
 
-/// In which tensors two versions differ, for people.
-pub(super) fn differences(
-    missing: &[String],
-    unexpected: &[String],
-    different: &[String],
-) -> String {
-    let of = |what: &str, tensors: &[String]| {
-        (!tensors.is_empty()).then(|| format!("{what} {}", names(tensors)))
-    };
-    let parts = [
-        of("it lacks", missing),
-        of("it alone has", unexpected),
-        of("another shape, element type or place has", different),
-    ];
-    let parts: Vec<String> = parts.into_iter().flatten().collect();
-    match parts.is_empty() {
-        true => "its memory is divided in another way".into(),
-        false => parts.join("; "),
+/// The tensors in which a version of weights differs from the one that is followed. If there are
+/// none, its memory is divided in another way.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct WeightsDifference {
+    /// The names that it lacks.
+    pub missing: Vec<String>,
+    /// The names that it alone has.
+    pub unexpected: Vec<String>,
+    /// The names of tensors of another shape, another element type or at another place.
+    pub different: Vec<String>,
+}
+
+impl fmt::Display for WeightsDifference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let of = |what: &str, tensors: &[String]| {
+            (!tensors.is_empty()).then(|| format!("{what} {}", names(tensors)))
+        };
+        let parts = [
+            of("it lacks", &self.missing),
+            of("it alone has", &self.unexpected),
+            of("another shape, element type or place has", &self.different),
+        ];
+        let parts: Vec<String> = parts.into_iter().flatten().collect();
+        match parts.is_empty() {
+            true => f.write_str("its memory is divided in another way"),
+            false => f.write_str(&parts.join("; ")),
+        }
     }
 }

@@ -114,9 +114,7 @@ impl Follower {
             return Err(Error::WeightsMismatch {
                 name: next.name.to_string(),
                 version: number,
-                missing: difference.missing,
-                unexpected: difference.unexpected,
-                different: difference.different,
+                difference: Box::new(difference),
             });
         }
         stream.synchronize(left())?;

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use super::safetensors::check_name;
 use crate::backend::host;
-use crate::error::{Error, Result, WeightsFault};
+use crate::error::{Error, Result, WeightsDifference, WeightsFault};
 use crate::fork::CloseOnForkFd;
 use crate::os::without_size_signal;
 use crate::shm::seal;
@@ -158,17 +158,6 @@ impl Part {
     }
 }
 
-/// The names of the tensors in which two versions differ.
-#[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct Difference {
-    /// The other version lacks them.
-    pub(super) missing: Vec<String>,
-    /// Only the other version has them.
-    pub(super) unexpected: Vec<String>,
-    /// They have another shape, another element type or another place.
-    pub(super) different: Vec<String>,
-}
-
 /// The tensors of a version, in the order of their offsets. The parts of its memory follow each
 /// other without a gap.
 #[derive(Debug, PartialEq)]
@@ -288,7 +277,7 @@ impl Manifest {
 
     /// How another version's tensors differ, apart from their contents: by names that it lacks,
     /// names that it has more, and tensors of other layouts. None if all lie at the same places.
-    pub(super) fn difference(&self, other: &Manifest) -> Option<Difference> {
+    pub(super) fn difference(&self, other: &Manifest) -> Option<WeightsDifference> {
         let place = |tensor: &TensorInfo| (tensor.offset, tensor.layout);
         let shapes = |manifest: &Manifest| -> Vec<(u32, u64)> {
             let parts = manifest.parts.iter();
@@ -304,7 +293,7 @@ impl Manifest {
         if is_alike {
             return None;
         }
-        let mut difference = Difference::default();
+        let mut difference = WeightsDifference::default();
         for tensor in &self.tensors {
             match other.tensor(&tensor.name) {
                 None => difference.missing.push(tensor.name.to_string()),

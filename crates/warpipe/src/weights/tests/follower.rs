@@ -98,14 +98,15 @@ fn a_version_of_other_tensors_changes_nothing_and_a_later_one_that_fits_is_taken
     match update(&mut follower).unwrap_err() {
         Error::WeightsMismatch {
             version,
-            missing,
-            unexpected,
-            different,
+            difference,
             ..
         } => {
             assert_eq!(version, 2);
-            assert_eq!((missing, unexpected), (vec!["b".into()], vec!["c".into()]));
-            assert_eq!(different, ["a"]);
+            assert_eq!(
+                (&*difference.missing, &*difference.unexpected),
+                (&["b".into()][..], &["c".into()][..])
+            );
+            assert_eq!(difference.different, ["a"]);
         }
         error => panic!("{error:?}"),
     }
