@@ -316,11 +316,11 @@ impl<'py> Search<'_, 'py> {
             }
             let (layout, place) = self.find(&name, &object, lasting)?;
             let address = place.address().filter(|_| layout.bytes() > 0);
-            if let Some(address) = address {
-                if let Some(first) = known.first(address, &layout, all.len()) {
-                    aliases.push((name, first));
-                    continue;
-                }
+            if let Some(address) = address
+                && let Some(first) = known.first(address, &layout, all.len())
+            {
+                aliases.push((name, first));
+                continue;
             }
             all.push(Found {
                 name,
