@@ -30,7 +30,7 @@ impl Contents {
             let is_same = last == Some((tensor.offset, tensor.layout));
             if is_same {
                 hashed.push((index, places.len() - 1));
-            } else if let Some((memory, begin)) = self.place(tensor.offset) {
+            } else if let Some((memory, begin)) = self.place(tensor) {
                 last = Some((tensor.offset, tensor.layout));
                 hashed.push((index, places.len()));
                 places.push((memory, begin, tensor.layout.bytes()));
@@ -43,13 +43,14 @@ impl Contents {
         Ok(())
     }
 
-    fn place(&self, offset: u64) -> Option<(&DeviceSlice, u64)> {
-        let of_memory = self.memory.as_ref();
-        // A tensor without elements may lie at its very end.
-        if let Some(memory) = of_memory.filter(|memory| offset <= memory.bytes()) {
-            return Some((memory, offset));
+    fn place(&self, tensor: &TensorInfo) -> Option<(&DeviceSlice, u64)> {
+        let TensorInfo { layout, offset, .. } = tensor;
+        // What lies elsewhere begins behind the memory.
+        let is_in = |memory: &&Memory| offset + layout.bytes() <= memory.bytes();
+        if let Some(memory) = self.memory.as_ref().filter(is_in) {
+            return Some((memory, *offset));
         }
-        let found = self.lying.binary_search_by_key(&offset, |it| it.offset);
+        let found = self.lying.binary_search_by_key(offset, |it| it.offset);
         Some((&self.lying[found.ok()?].slice, 0))
     }
 }

@@ -55,13 +55,23 @@ impl Stage {
         first: usize,
         count: usize,
     ) -> (TensorsInPlace, Receiver<()>) {
+        self.in_place_at(512, first, count)
+    }
+
+    /// As [`in_place_from`](Self::in_place_from), each at byte `begin` of its memory.
+    pub(super) fn in_place_at(
+        &self,
+        begin: u64,
+        first: usize,
+        count: usize,
+    ) -> (TensorsInPlace, Receiver<()>) {
         let ((tell, told), stream) = (channel(), self.device.stream().unwrap());
         let mut tensors = TensorsInPlace::new(&self.device);
         for number in first..first + count {
             let memory = Memory::allocate(&self.device, 4096).unwrap();
-            memory.write(&stream, 512, &[number as u8; 100]).unwrap();
+            memory.write(&stream, begin, &[number as u8; 100]).unwrap();
             stream.synchronize(WAIT).unwrap();
-            let (ptr, _dropped) = (memory.ptr() + 512, tell.clone());
+            let (ptr, _dropped) = (memory.ptr() + begin, tell.clone());
             let owner = Box::new(Tensor {
                 _memory: memory,
                 _dropped,

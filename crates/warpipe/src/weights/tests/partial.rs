@@ -7,7 +7,7 @@ use super::{Stage, WAIT, byte_of};
 use crate::error::Error;
 use crate::tensor::{DType, Layout};
 use crate::weights::manifest::LEASES_MAX;
-use crate::weights::{BaseVersion, PublishedWeights, SharedWeights, Weights};
+use crate::weights::{BaseVersion, Hashing, PublishedWeights, SharedWeights, Weights};
 
 fn layout(bytes: u64) -> Layout {
     Layout::contiguous(DType::U8, &[bytes]).unwrap()
@@ -74,6 +74,31 @@ fn a_partial_version_is_whole_for_readers_and_has_the_memory_and_hashes_of_its_b
     let third = stage.publish_partial(&[], &second);
     let third = (third.version(), stage.opener().open().unwrap());
     assert_eq!((third.0, bytes_of(&third.1, "b")), (3, vec![2; 100]));
+}
+
+#[test]
+fn tensors_behind_copies_that_fill_their_memory_are_hashed_where_they_lie_or_not_at_all() {
+    let stage = Stage::new("behind");
+    let _keeper = stage.keeper();
+    let copied = |name, hashing| {
+        // All of the memory that its allocation has: what follows begins at its very end.
+        let builder = Weights::builder(&stage.device, [(name, layout(4096))]).unwrap();
+        let stream = stage.device.stream().unwrap();
+        let memory = builder.memory().unwrap();
+        memory.write(&stream, 0, &[9; 4096]).unwrap();
+        builder.hash(hashing)
+    };
+    let (tensors, _told) = stage.in_place_at(0, 0, 2);
+    let weights = copied("copied", Hashing::Device).beside(tensors);
+    let weights = weights.finish().unwrap();
+    weights.publish(&stage.domain, "w", WAIT).unwrap();
+    assert_eq!(stage.opener().verify().unwrap(), 1);
+    // Tensors of a base without hashes get none.
+    let base = copied("first", Hashing::None).finish().unwrap();
+    let partial = copied("copied", Hashing::Device).base(&base);
+    let partial = partial.finish().unwrap();
+    let hashed = partial.tensors().iter().map(|it| it.hash().is_some());
+    assert_eq!(hashed.collect::<Vec<_>>(), [true, false]);
 }
 
 #[test]
