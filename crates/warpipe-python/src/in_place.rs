@@ -28,7 +28,6 @@ use warpipe::{
 
 use crate::detached::detached;
 use crate::errors::{Fault, Outcome};
-use crate::interpreter_exit::LibraryHeld;
 use crate::metadata::BYTES_MAX;
 use crate::source::{Source, SourceLocation};
 use crate::torch_allocator;
@@ -433,7 +432,7 @@ pub fn add_in_place(
     name: &str,
     layout: Layout,
     address: u64,
-    owner: LibraryHeld<impl Send + 'static>,
+    owner: impl Send + 'static,
 ) -> Outcome<()> {
     // SAFETY: the owner is what keeps the tensor's memory allocated, and the caller of `publish`
     // writes it no more, as its documentation says.

@@ -5,6 +5,7 @@
 //! by address.
 
 use std::collections::HashMap;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use pyo3::prelude::*;
@@ -441,21 +442,24 @@ impl<'py> Search<'_, 'py> {
             let behind = reader.follow(py)?.clone();
             in_slices(py, None, |slice| none_if_late(behind.synchronize(slice)))?;
         }
-        let (mut todo, mut kept) = (Vec::new(), Vec::new());
-        for (index, tensor, address, held) in owned {
-            todo.push((tensor.name.clone(), tensor.layout, address, Owner::of(held)));
-            kept.push((index, tensor));
-        }
+        let owners = Arc::new(OnceLock::new());
         let tensors = &mut lying.tensors;
+        let todo = owned.iter().map(|(_, tensor, address, _)| {
+            let Found { name, layout, .. } = tensor;
+            (name.as_str(), *layout, *address)
+        });
+        let todo: Vec<(&str, Layout, u64)> = todo.collect();
         let added: Vec<Outcome<()>> = py.detach(|| {
-            let add = |(name, layout, address, owner): (String, Layout, u64, Owner)| {
-                add_in_place(tensors, &name, layout, address, owner.0)
+            let add = |(name, layout, address)| {
+                add_in_place(tensors, name, layout, address, Owners(owners.clone()))
             };
             todo.into_iter().map(add).collect()
         });
-        for ((index, mut tensor), added) in kept.into_iter().zip(added) {
+        let mut kept = Vec::new();
+        for ((index, mut tensor, _, held), added) in owned.into_iter().zip(added) {
             let Err(fault) = added else {
                 lying.numbers.push(index);
+                kept.push(held);
                 continue;
             };
             let error = PyErr::from(fault);
@@ -463,6 +467,7 @@ impl<'py> Search<'_, 'py> {
             (tensor.layout, tensor.place) = self.find(&tensor.name, &tensor.object, false)?;
             others.push((index, tensor));
         }
+        let _ = owners.set(LibraryHeld::new(kept));
         others.sort_by_key(|(index, _)| *index);
         let refused = self.refusals(py, refused)?;
         Ok((lying, others, refused))
@@ -534,14 +539,11 @@ impl<'py> Search<'_, 'py> {
 const IN_PLACE: &str =
     "allocate it in warpipe.torch.pool() or in expandable segments, without gaps";
 
-/// What keeps a tensor's memory allocated.
-struct Owner(LibraryHeld<Place>);
-
-impl Owner {
-    fn of(place: Place) -> Owner {
-        Owner(LibraryHeld::new(place))
-    }
-}
+/// What keeps the memory of all tensors allocated: one value, since the drop of each of many would wait
+/// for the interpreter.
+struct Owners(
+    #[allow(dead_code, reason = "held, not used")] Arc<OnceLock<LibraryHeld<Vec<Place>>>>,
+);
 
 /// Refuses what is no tensor, whatever bytes it has.
 fn check_tensor(name: &str, object: &Bound<'_, PyAny>) -> PyResult<()> {
