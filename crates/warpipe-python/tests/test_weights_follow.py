@@ -49,6 +49,7 @@ def holders(domain):
 
 
 def test_a_follower_takes_each_version_where_the_last_one_was_and_holds_no_other(keeper, options, domain):
+    gc.collect()
     before = options["device"].bytes_held
     published = weights.publish("llama", state(1), **options)
     held = options["device"].bytes_held

@@ -440,7 +440,8 @@ class WeightsMismatchError(Error, ValueError):
     """Weights and a module have other tensors. Nothing of the module was changed.
 
     Attributes: ``missing`` (names that the weights lack), ``unexpected`` (names that the module lacks), ``different``
-    (for each name, how the two differ), ``uncomputed`` (buffers of the module without values, which no weights have).
+    (for each name, how the two differ), ``uncomputed`` (other parameters and buffers that would stay on ``meta``, without
+    values).
     """
 
     missing: list[str]

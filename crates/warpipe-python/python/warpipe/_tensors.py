@@ -102,3 +102,14 @@ def _refused(tensor: Any) -> str | None:
 
 def is_lazy(tensor: Any) -> bool:
     return type(tensor).__name__ in ("UninitializedParameter", "UninitializedBuffer")
+
+
+def like(parameter: Any, values: Any, *, requires_grad: bool = False) -> Any:
+    """A parameter of other values, of the same class with the same attributes (``weight_loader``)."""
+    torch: Any = sys.modules["torch"]
+    kind = parameter.cls_to_become if is_lazy(parameter) else type(parameter)
+    if torch.nn.Parameter not in kind.__mro__:
+        return torch.nn.Parameter(values, requires_grad=requires_grad)
+    made = torch.Tensor._make_subclass(kind, values, requires_grad)
+    made.__dict__.update(parameter.__dict__)
+    return made

@@ -23,8 +23,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from . import _warpipe
-from ._errors import ArgumentError, CopyWarning, NotATensorError, WeightsMismatchError
-from ._tensors import is_lazy
+from ._attach import _giving, _tensors, attach, copy_into
+from ._errors import ArgumentError, CopyWarning, NotATensorError
+from ._tensors import is_lazy, like
 from ._warpipe import Follower, Keeper, PublishedWeights, SharedWeights, Watch
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "SharedWeights",
     "Watch",
     "attach",
+    "copy_into",
     "keep",
     "load",
     "on_meta",
@@ -44,8 +46,6 @@ __all__ = [
 ]
 
 _IN_PLACE = "allocate it in warpipe.torch.pool() or in expandable segments, without gaps"
-# As many names of each kind are in a message; the exception's attributes have all.
-_NAMES_TOLD = 20
 
 
 def open(name: str, *, device: Any = None, domain: Any = None, wait: float | None = 0.0) -> SharedWeights:
@@ -75,97 +75,6 @@ def load(name: str, *, device: Any = None, domain: Any = None, wait: float | Non
     return _tensors(weights, weights.keys(), lambda view: view.torch() if has_torch else view)
 
 
-def _tensors(
-    weights: SharedWeights, names: Iterable[str], make: Callable[[_warpipe.View], Any]
-) -> dict[str, Any]:
-    """A tensor for each name, and one for all names of the same tensor."""
-    made: dict[Any, Any] = {}
-    tensors = {}
-    for name in names:
-        view = weights[name]
-        place = (weights.offset(name), view.shape, view.dtype) if view.nbytes else name
-        if place not in made:
-            made[place] = make(view)
-        tensors[name] = made[place]
-    return tensors
-
-
-def attach(
-    module: Any,
-    name: str | SharedWeights,
-    *,
-    device: Any = None,
-    domain: Any = None,
-    wait: float | None = 0.0,
-    strict: bool = True,
-    meta_buffers: bool = False,
-) -> SharedWeights:
-    """Gives a ``torch.nn.Module`` the tensors of published weights, in place of its parameters and buffers; returns the
-    weights, with their ``version``.
-
-    The module may have been built in ``on_meta``: nothing of it is allocated or copied. Names, shapes and element types
-    are compared before anything is changed. Names of the module that are one tensor (tied weights) share one; the
-    weights need one of those names. Parameters do not require gradients afterwards. With ``strict=False`` missing and
-    unexpected names are left out. ``name`` may be weights that are open.
-
-    Buffers that are not persistent are in no state dict and stay as they are. One that is on the ``meta`` device has no
-    values, and is an error; with ``meta_buffers=True`` it stays there, to be computed before the module is called.
-
-    Raises ``WeightsMismatchError``, which tells of all names, and as ``open``.
-    """
-    torch = importlib.import_module("torch")
-    weights = open(name, device=device, domain=domain, wait=wait) if isinstance(name, str) else name
-    places = _places(module)
-    held = set(weights.keys())
-    # Names of one tensor of the module, by its identity.
-    tied: dict[int, list[str]] = {}
-    for full, (_, _, tensor) in places.items():
-        tied.setdefault(id(tensor), []).append(full)
-    missing, different, taken = [], {}, {}
-    for names in tied.values():
-        found = [full for full in names if full in held]
-        if not found:
-            missing += names
-            continue
-        for full in found:
-            difference = _difference(places[full][2], weights[full])
-            if difference is None and not _is_same(weights, full, found[0]):
-                difference = f"is one tensor with {found[0]!r} in the module, and another one in the weights"
-            if difference is not None:
-                different[full] = difference
-        taken.update(dict.fromkeys(names, found[0]))
-    unexpected = [full for full in weights.keys() if full not in places]
-    if not strict:
-        missing, unexpected = [], []
-    uncomputed = [] if meta_buffers else _uncomputed(module)
-    if different or missing or unexpected or uncomputed:
-        raise _mismatch(weights, missing, unexpected, different, uncomputed)
-    tensors = _tensors(weights, dict.fromkeys(taken.values()), lambda view: view.torch())
-    parameters: dict[int, Any] = {}
-    with _as_given():
-        for full, source in taken.items():
-            owner, last, tensor = places[full]
-            given = tensors[source]
-            if isinstance(tensor, torch.nn.Parameter):
-                # One object for all names of a parameter: the module's ties stay.
-                given = parameters.setdefault(id(tensor), torch.nn.Parameter(given, requires_grad=False))
-            setattr(owner, last, given)
-    return weights
-
-
-_giving = threading.local()
-
-
-@contextlib.contextmanager
-def _as_given() -> Iterator[None]:
-    """What this thread gives to modules inside is what they get, in a block of ``on_meta``, too."""
-    _giving.is_on = True
-    try:
-        yield
-    finally:
-        _giving.is_on = False
-
-
 @contextlib.contextmanager
 def on_meta(device: Any = None) -> Iterator[None]:
     """Modules that this thread builds inside have their parameters on PyTorch's ``meta`` device, where they allocate
@@ -177,7 +86,7 @@ def on_meta(device: Any = None) -> Iterator[None]:
     In ``with torch.device("meta")`` the buffers have no values either, and those that are not persistent come from no
     weights (``inv_freq`` of rotary embeddings). Here each is computed where the module makes it, then moved to ``device``
     if there is one, as PyTorch names it. Parameters are made on PyTorch's default device and replaced as soon as the
-    module has them, before they are initialised.
+    module has them, before they are initialised, by ones of the same class with the same attributes.
 
     Raises ``ImportError`` without PyTorch.
     """
@@ -194,7 +103,9 @@ def on_meta(device: Any = None) -> Iterator[None]:
         if not applies() or given is None or given.is_meta or is_lazy(given):
             return None
         if given not in made:
-            made[given] = torch.nn.Parameter(given.detach().to("meta"), requires_grad=given.requires_grad)
+            made[given] = like(given, given.detach().to("meta"), requires_grad=given.requires_grad)
+            # What is set on the parameter later, as loaders do, is set on the one that the module has.
+            made[given].__dict__ = given.__dict__
         return made[given]
 
     def buffer(_module: Any, _name: str, given: Any) -> Any:
@@ -206,76 +117,6 @@ def on_meta(device: Any = None) -> Iterator[None]:
         registered.callback(hooks.register_module_parameter_registration_hook(parameter).remove)
         registered.callback(hooks.register_module_buffer_registration_hook(buffer).remove)
         yield
-
-
-def _uncomputed(module: Any) -> list[str]:
-    """Buffers without values that no weights have."""
-    found = []
-    for prefix, owner in module.named_modules():
-        for last in owner._buffers.keys() & owner._non_persistent_buffers_set:
-            if owner._buffers[last] is not None and owner._buffers[last].is_meta:
-                found.append(f"{prefix}.{last}" if prefix else last)
-    return sorted(found)
-
-
-def _places(module: Any) -> dict[str, tuple[Any, str, Any]]:
-    """Each name that a module's ``state_dict`` has: its owner, its attribute there, its tensor."""
-    places = {}
-    for prefix, owner in module.named_modules(remove_duplicate=False):
-        passing = owner._non_persistent_buffers_set
-        buffers = {last: tensor for last, tensor in owner._buffers.items() if last not in passing}
-        for last, tensor in [*owner._parameters.items(), *buffers.items()]:
-            if tensor is not None:
-                places[f"{prefix}.{last}" if prefix else last] = (owner, last, tensor)
-    return places
-
-
-def _is_same(weights: SharedWeights, name: str, other: str) -> bool:
-    """Whether two names have the same values. Without hashes, those of one tensor have."""
-    hashes = weights.content_hash(name), weights.content_hash(other)
-    return weights.offset(name) == weights.offset(other) if None in hashes else hashes[0] == hashes[1]
-
-
-def _difference(wanted: Any, found: _warpipe.View) -> str | None:
-    """How a tensor of a module and one of the weights differ."""
-    if is_lazy(wanted):
-        return "has no shape in the module yet: it is lazy"
-    dtype = str(wanted.dtype).removeprefix("torch.")
-    ours, theirs = (tuple(wanted.shape), dtype), (tuple(found.shape), found.dtype)
-    if ours == theirs:
-        return None
-    return f"is {dtype} {list(ours[0])} in the module, and {found.dtype} {list(theirs[0])} in the weights"
-
-
-def _mismatch(
-    weights: SharedWeights, missing: list[str], unexpected: list[str], different: dict[str, str], uncomputed: list[str]
-) -> WeightsMismatchError:
-    def listed(names: list[str]) -> str:
-        more = f" and {len(names) - _NAMES_TOLD} more" if len(names) > _NAMES_TOLD else ""
-        return ", ".join(names[:_NAMES_TOLD]) + more
-
-    parts = []
-    if missing:
-        parts.append(f"the weights lack {listed(missing)}")
-    if unexpected:
-        parts.append(f"the module lacks {listed(unexpected)}")
-    if different:
-        parts.append(listed([f"{name} {how}" for name, how in different.items()]))
-    steps = []
-    if parts:
-        steps.append("publish the weights of this model, or build the module for them")
-    if parts and not different:
-        steps.append("strict=False leaves such names out")
-    if uncomputed:
-        parts.append(f"these buffers are on meta, and no state dict has them: {listed(uncomputed)}")
-        steps.append(
-            "build the module in warpipe.weights.on_meta(), which computes its buffers, or compute them afterwards "
-            "and give attach(..., meta_buffers=True)"
-        )
-    said = f"version {weights.version} of the weights {weights.name!r} does not fit the module: {'; '.join([*parts, *steps])}"
-    error = WeightsMismatchError(said)
-    error.missing, error.unexpected, error.different, error.uncomputed = missing, unexpected, different, uncomputed
-    return error
 
 
 def publish(
