@@ -157,6 +157,55 @@ def test_what_a_follower_refuses_names_the_next_step(keeper, options):
         shared.follow()
 
 
+def test_a_module_that_attach_filled_computes_with_each_new_version(keeper, options):
+    torch = pytest.importorskip("torch")
+
+    def linear(seed):
+        torch.manual_seed(seed)
+        return torch.nn.Linear(8, 8)
+
+    weights.publish("llama", linear(1).state_dict(), **options).close()
+    with weights.on_meta():
+        module = linear(0)
+    place = "cpu" if options["device"].kind == "host" else "cuda"
+    given = torch.arange(8, dtype=torch.float32, device=place)
+    follower = weights.attach(module, "llama", **options).follow()
+    addresses = [parameter.data_ptr() for parameter in module.parameters()]
+    for seed in (2, 3):
+        weights.publish("llama", linear(seed).state_dict(), **options).close()
+        assert follower.update() == seed
+        assert torch.equal(module(given), linear(seed).to(place)(given))
+        assert [parameter.data_ptr() for parameter in module.parameters()] == addresses
+
+
+def test_a_captured_graph_computes_with_the_new_version_when_it_is_replayed(keeper, options):
+    torch = pytest.importorskip("torch")
+    if options["device"].kind == "host" or not torch.cuda.is_available():
+        pytest.skip("graphs of CUDA need a GPU and PyTorch")
+
+    def matrix(seed):
+        torch.manual_seed(seed)
+        return torch.randn(512, 512, device="cuda")
+
+    weights.publish("llama", {"a": matrix(1)}, **options).close()
+    shared = weights.open("llama", **options)
+    follower, tensor, given = shared.follow(), shared["a"].torch(), matrix(0)
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        tensor @ given
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        product = tensor @ given
+    for seed in (2, 3, 4):
+        # A replay is under way when the next version is taken.
+        graph.replay()
+        weights.publish("llama", {"a": matrix(seed)}, **options).close()
+        assert follower.update(torch.cuda.current_stream()) == seed
+        graph.replay()
+        assert torch.equal(product, matrix(seed) @ given)
+
+
 ENGINE = """
 import sys, time, numpy as np, warpipe
 from warpipe import weights
