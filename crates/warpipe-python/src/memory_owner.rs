@@ -59,19 +59,27 @@ impl OpenWeights {
         self.lock().clone()
     }
 
-    /// Takes the version `next` at these addresses: as `Follower::take`. Another thread's call is
-    /// waited for. Call without the interpreter.
+    /// Takes the version `next` at these addresses if it is later than the one that is there: as
+    /// `Follower::update`. Another thread's call is waited for. Call without the interpreter.
     pub fn take(
         &self,
         next: &SharedWeights,
         stream: &warpipe::Stream,
         timeout: Duration,
-    ) -> Result<u64, warpipe::Error> {
+    ) -> Result<Option<u64>, warpipe::Error> {
         let mut now = self.lock();
         let mut follower = now.clone().follow();
+        if !now.is_whole() {
+            // An earlier call could not.
+            follower.take(&now, stream, timeout)?;
+        }
+        // Another thread may have taken this version meanwhile, or a later one.
+        if next.version() <= now.version() {
+            return Ok(None);
+        }
         let number = follower.take(next, stream, timeout)?;
         *now = follower.weights().clone();
-        Ok(number)
+        Ok(Some(number))
     }
 
     fn lock(&self) -> MutexGuard<'_, SharedWeights> {

@@ -1,6 +1,7 @@
 //! Model weights: `warpipe.weights`.
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
@@ -74,7 +75,6 @@ pub fn more_and_more_patiently<T>(
     longest: Duration,
     mut call: impl FnMut(Duration) -> Result<T, Error>,
 ) -> Result<T, Error> {
-    use std::sync::atomic::Ordering::Relaxed;
     let (start, mut slice) = (Instant::now(), LOOK);
     let left = |most| wait.map_or(most, |wait: Duration| wait.saturating_sub(start.elapsed()));
     loop {
@@ -530,21 +530,26 @@ impl Follower {
         let next = weights
             .place
             .open_after(py, weights.version(), now, goes_on)?;
+        let open = open_weights(&owner);
         let next = match next {
-            Err(error) if is_for_now(&error) => return Ok(None),
-            next => next.map_err(Fault::from)?,
+            Err(error) if is_for_now(&error) => None,
+            next => Some(next.map_err(Fault::from)?),
         };
+        if next.is_none() && open.now().is_whole() {
+            return Ok(None);
+        }
         for consumer in &consumers {
             await_stream(py, &consumer.stream, timeout)?;
         }
         owner.settle(py, timeout)?;
-        let taken = py.detach(|| -> Outcome<u64> {
+        let taken = py.detach(|| -> Outcome<Option<u64>> {
             let own = device.stream()?;
             let stream = consumers.first().map_or(&own, |it| &*it.stream);
-            Ok(open_weights(&owner).take(&weights_of(&next.owner), stream, LOOK)?)
+            let newest = next.as_ref().map_or(&owner, |next| &next.owner);
+            Ok(open.take(&weights_of(newest), stream, LOOK)?)
         });
         py.detach(|| drop(next));
-        Ok(Some(taken?))
+        Ok(taken?)
     }
 
     fn __reduce__(&self) -> PyResult<()> {
@@ -760,8 +765,19 @@ fn _verify_weights(
         "warpipe-opens",
         || Ok(()),
         move |call_off| {
-            let verify = |slice| place.opener(slice).verify();
-            Ok(patiently(wait, call_off, verify)?)
+            let verify = |slice| place.opener(slice).verify_once_hashed();
+            let late = match patiently(wait, call_off, verify) {
+                Err(late @ Error::Timeout { .. }) => late,
+                verified => return Ok(verified?),
+            };
+            if call_off.flag().load(Relaxed) {
+                return Err(late.into());
+            }
+            // The verdict on a version whose hashes did not come in time.
+            match place.opener(Duration::ZERO).verify() {
+                Err(error) if is_for_now(&error) => Err(late.into()),
+                verified => Ok(verified?),
+            }
         },
     )?;
     Ok(verified)

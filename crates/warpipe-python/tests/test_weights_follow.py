@@ -109,6 +109,25 @@ def test_followers_of_one_process_share_the_version_that_is_there(keeper, option
     assert (second.update(), second.version, numbers(two)) == (None, 2, {2})
 
 
+def test_an_update_that_another_thread_overtook_takes_no_earlier_version(keeper, options):
+    publish(1, options)
+    one, two = weights.open("llama", **options), weights.open("llama", **options)
+    first, second, taken = one.follow(), two.follow(), []
+    publish(2, options)
+    gate, stream = warpipe.Timeline.create("gate", **options), warpipe.Stream(options["device"])
+    warpipe.Timeline.open("gate", **options).wait(1, stream=stream)
+    slow = threading.Thread(target=lambda: taken.append(first.update(stream, timeout=LIMIT_SECONDS)))
+    slow.start()
+    try:
+        until(lambda: len(holders(options["domain"])) == 2, "the opening of version 2 by the slow one")
+        publish(3, options)
+        assert second.update() == 3
+    finally:
+        gate.signal(1)
+        slow.join()
+    assert taken == [None] and numbers(one) == {3} and one.version == 3
+
+
 def test_a_follower_goes_on_while_there_is_no_keeper(options, domain):
     with weights.keep("llama", domain=domain):
         publish(1, options)

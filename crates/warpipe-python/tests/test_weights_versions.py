@@ -2,6 +2,8 @@
 
 import gc
 import json
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 
 import numpy as np
 import pytest
@@ -48,6 +50,21 @@ def test_hashes_are_there_at_once_or_later_or_never(keeper, options):
         assert (told.value.endpoint, told.value.version) == (NAME, 3)
     with pytest.raises(warpipe.ArgumentError, match="'device', 'later' or 'none'"):
         weights.publish(NAME, given, **options, hash="soon")
+
+
+def test_verify_waits_for_hashes_that_come_later_as_long_as_it_may(keeper, options):
+    base = weights.publish(NAME, {"a": np.zeros(3)}, **options, hash="none")
+    # Its hashes never come: some tensors are of a base without.
+    late = weights.publish(NAME, {"b": np.zeros(3)}, **options, base=base, hash="later")
+    assert not late.wait_for_hashes(LIMIT_SECONDS)
+    with pytest.raises(warpipe.WeightsUnhashedError):
+        weights.verify(NAME, **options, wait=0.1)
+    with ThreadPoolExecutor() as pool:
+        verified = pool.submit(weights.verify, NAME, **options, wait=LIMIT_SECONDS)
+        # Longer than one call of the library waits.
+        assert not wait_for([verified], timeout=2.5).done
+        weights.publish(NAME, {"a": np.ones(3)}, **options).close()
+        assert verified.result() == 3
 
 
 def test_a_version_without_hashes_is_not_offered_by_the_keeper_that_takes_it_over(domain, options):

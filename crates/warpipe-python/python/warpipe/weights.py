@@ -216,6 +216,7 @@ def keep(
 def verify(name: str, *, device: Any = None, domain: Any = None, wait: float | None = 0.0) -> int:
     """Compares the content hashes of the version that a new keeper took over, and has the keeper offer it if they are
     right. Without such a candidate, those of the version that is offered. Returns its number. It reads all of the memory.
+    Waits up to ``wait`` seconds (None: no limit) for a version, and for hashes that its publisher computes later.
 
     Raises ``WeightsDamagedError``, and ``WeightsUnhashedError`` for a version that has no hashes to compare: a candidate
     is dropped then, and an older one may take its place; ``TimeoutError`` when the keeper has no version; as ``open``.

@@ -112,6 +112,11 @@ impl Region {
         let (backend, raw) = (self.device.backend(), &mut contents.raw);
         // SAFETY: live as long as self; the rest is the caller's promise.
         unsafe { backend.import_over(raw, fds, piece, access, owner) }?;
+        let file = match fds {
+            &[only] => file_of(only, owner),
+            _ => NO_FILE,
+        };
+        self.row.replace(file);
         let _former = std::mem::replace(&mut contents.held, held);
         drop(contents);
         Ok(())

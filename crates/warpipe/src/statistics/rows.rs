@@ -234,6 +234,13 @@ impl RegionRow {
         RegionRow::open(Role::Keeper, bytes, device, NO_FILE)
     }
 
+    /// Other memory lies there from now on; `file` as for [`open`](Self::open).
+    pub(crate) fn replace(&self, file: [u64; 2]) {
+        if let Some(row) = &self.0 {
+            row.store_all(region::FILE, &file);
+        }
+    }
+
     /// The endpoint that shares the region, and the region's number there.
     pub(crate) fn identify(&self, generation: [u8; 16], number: u64) {
         if let Some(row) = &self.0 {

@@ -175,10 +175,6 @@ impl WeightsBuilder {
         let in_place = self.in_place.take();
         let in_place = in_place.filter(|tensors| !tensors.is_empty());
         self.check_device(in_place.as_ref())?;
-        if self.memory.is_none() && in_place.is_none() && self.base.is_none() {
-            // A version without tensors has memory all the same.
-            self.memory = Some(Memory::allocate(&self.device, self.placed.bytes)?);
-        }
         let (mut storage, mut contents) = (Storage::default(), Contents::default());
         if let Some(memory) = self.memory.take() {
             storage.add_memory(&memory)?;
@@ -197,6 +193,12 @@ impl WeightsBuilder {
         if let Some(base) = self.base.take() {
             let changed = tensors.iter().map(|tensor| tensor.name.clone()).collect();
             tensors.extend(base.lay(&changed, &mut storage)?);
+        }
+        if storage.parts.is_empty() {
+            // A version without tensors has memory all the same.
+            let memory = Memory::allocate(&self.device, self.placed.bytes)?;
+            storage.add_memory(&memory)?;
+            contents.memory = Some(memory);
         }
         if let [_] = storage.parts[..]
             && contents.memory.is_some()

@@ -5,10 +5,10 @@
 //! present one was, once the device is past the work that reads it: a few calls of the driver,
 //! however long the memory is, and no copy.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::shared::{HeldPart, Mapped, SharedInner, SharedWeights, parts};
+use super::shared::{HeldPart, Lying, Mapped, SharedInner, SharedWeights, parts};
 use crate::error::{Error, Result};
 use crate::stream::Stream;
 
@@ -64,6 +64,12 @@ impl Follower {
     /// As [`take`](Self::take) and [`newer`](SharedWeights::newer).
     pub fn update(&mut self, stream: &Stream, timeout: Duration) -> Result<Option<u64>> {
         stream.check_usable(self.weights.device())?;
+        self.weights.inner.owner_process.check()?;
+        if !self.weights.is_whole() {
+            // An earlier call could not.
+            let present = self.weights.clone();
+            self.take(&present, stream, timeout)?;
+        }
         match self.weights.newer(Duration::ZERO) {
             Ok(next) => self.take(&next, stream, timeout).map(Some),
             Err(Error::Timeout { .. } | Error::NotFound { .. } | Error::PeerGone { .. }) => {
@@ -89,7 +95,8 @@ impl Follower {
     /// [`Error::Argument`] for `stream`; [`Error::Argument`] for weights of another name, domain or
     /// device, and when another follower has taken a version at these addresses; [`Error::Forked`].
     /// [`Error::Driver`] when the driver refused to map the new memory; if it then also refused the
-    /// former one, the tensors have none, and an access faults, until a later call succeeds.
+    /// former one, the tensors have none, or that of both, and an access may fault, until a later call
+    /// of this or of [`update`](Self::update) succeeds, whatever it returns.
     pub fn take(
         &mut self,
         next: &SharedWeights,
@@ -142,8 +149,9 @@ impl Follower {
 impl Mapped {
     /// Maps the memory of `next` in place of that of `former`; all of it, or none.
     fn exchange(&self, former: &SharedInner, next: &SharedInner) -> Result<()> {
-        let mut number = self.number.lock().unwrap_or_else(PoisonError::into_inner);
-        if *number != former.held.version.number {
+        let mut lies = self.lies();
+        let number = lies.number;
+        if number != former.held.version.number {
             return Err(Error::argument(
                 "weights",
                 format!("version {}", former.held.version.number),
@@ -152,10 +160,13 @@ impl Mapped {
         }
         if let Err(error) = self.map(next) {
             // The first failure is the one to report.
-            let _ = self.map(former);
+            lies.is_whole = self.map(former).is_ok();
             return Err(error);
         }
-        *number = next.held.version.number;
+        *lies = Lying {
+            number: next.held.version.number,
+            is_whole: true,
+        };
         Ok(())
     }
 

@@ -329,8 +329,11 @@ impl Storage {
     /// The manifest of tensors in it, in the order of their offsets.
     pub(super) fn describe(&self, tensors: Vec<TensorInfo>) -> Result<Manifest> {
         let described = Manifest::new(self.bytes, self.parts.clone(), tensors);
-        described
-            .map_err(|found| Error::argument("tensors", found, "unique names of 1 to 1,024 bytes"))
+        described.map_err(|found| {
+            let allowed = "up to 1,048,576 tensors with unique names of 1 to 1,024 bytes, in up to \
+                           16,384 pieces";
+            Error::argument("tensors", found, allowed)
+        })
     }
 }
 

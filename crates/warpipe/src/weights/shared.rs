@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::base::BaseVersion;
@@ -53,8 +53,21 @@ pub(super) struct SharedInner {
 pub(super) struct Mapped {
     /// One range for each part of the manifest.
     pub(super) memory: Vec<SharedMemory>,
-    /// The number of the version that lies there now. Held while that changes.
-    pub(super) number: Mutex<u64>,
+    /// Held while that changes.
+    pub(super) lies: Mutex<Lying>,
+}
+
+/// The version that is mapped somewhere now.
+pub(super) struct Lying {
+    pub(super) number: u64,
+    /// Not after a change that failed, and whose undoing failed, too.
+    pub(super) is_whole: bool,
+}
+
+impl Mapped {
+    pub(super) fn lies(&self) -> MutexGuard<'_, Lying> {
+        self.lies.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl fmt::Debug for SharedWeights {
@@ -118,28 +131,50 @@ impl Opener<SharedWeights> {
     pub fn verify(&self) -> Result<u64> {
         let name = weights_name(self.name())?;
         let (domain, device) = (self.chosen_domain()?, self.chosen_device());
-        let (keeper, held, manifest) = wait_for_hashes(&domain, &name, self.timeout())?;
-        let memory = map(&device, &held, &manifest)?;
-        let slices: Vec<&DeviceSlice> = memory.iter().map(|memory| &**memory).collect();
-        let tensors = damaged_tensors(&slices, &manifest)?;
-        let (version, is_hashed) = (held.version, manifest.is_hashed());
-        let checked = KeeperRequest::Checked {
-            version,
-            is_sound: tensors.is_empty() && is_hashed,
-        };
-        keeper.request(&checked, Duration::ZERO)?;
-        let (name, version) = (name.to_string(), version.number);
-        if !tensors.is_empty() {
-            return Err(Error::WeightsDamaged {
-                name,
-                version,
-                tensors,
+        let found = wait_for_hashes(&domain, &name, self.timeout())?;
+        verify(&name, &device, found)
+    }
+
+    /// As [`verify`](Opener::verify), but without the hashes that come later there is no verdict: an
+    /// [`Error::Timeout`].
+    #[doc(hidden)] // For the Python package, which waits in slices.
+    pub fn verify_once_hashed(&self) -> Result<u64> {
+        let name = weights_name(self.name())?;
+        let (domain, device) = (self.chosen_domain()?, self.chosen_device());
+        let found = wait_for_hashes(&domain, &name, self.timeout())?;
+        if are_hashes_due(&found.2) {
+            return Err(Error::Timeout {
+                what: format!("the content hashes of the weights {:?}", self.name()),
+                waited: self.timeout(),
             });
         }
-        match is_hashed {
-            true => Ok(version),
-            false => Err(Error::WeightsUnhashed { name, version }),
-        }
+        verify(&name, &device, found)
+    }
+}
+
+/// Compares the content hashes of a version, and tells its keeper.
+fn verify(name: &EndpointName, device: &Device, found: FoundVersion) -> Result<u64> {
+    let (keeper, held, manifest) = found;
+    let memory = map(device, &held, &manifest)?;
+    let slices: Vec<&DeviceSlice> = memory.iter().map(|memory| &**memory).collect();
+    let tensors = damaged_tensors(&slices, &manifest)?;
+    let (version, is_hashed) = (held.version, manifest.is_hashed());
+    let checked = KeeperRequest::Checked {
+        version,
+        is_sound: tensors.is_empty() && is_hashed,
+    };
+    keeper.request(&checked, Duration::ZERO)?;
+    let (name, version) = (name.to_string(), version.number);
+    if !tensors.is_empty() {
+        return Err(Error::WeightsDamaged {
+            name,
+            version,
+            tensors,
+        });
+    }
+    match is_hashed {
+        true => Ok(version),
+        false => Err(Error::WeightsUnhashed { name, version }),
     }
 }
 
@@ -176,7 +211,10 @@ impl SharedWeights {
         let (keeper, held, manifest) = wait_for_version(domain, name, &wanted, after, timeout)?;
         let mapped = Arc::new(Mapped {
             memory: map(device, &held, &manifest)?,
-            number: Mutex::new(held.version.number),
+            lies: Mutex::new(Lying {
+                number: held.version.number,
+                is_whole: true,
+            }),
         });
         let held = Arc::new(held);
         let is_own = domain.owner() == rustix::process::geteuid().as_raw();
@@ -259,6 +297,13 @@ impl SharedWeights {
         BaseVersion::new(self.inner.held.clone(), self.inner.manifest.clone())
     }
 
+    /// Whether a version's memory lies at the addresses: not after a follower's change that failed,
+    /// and whose undoing failed, too.
+    #[doc(hidden)] // For the Python package.
+    pub fn is_whole(&self) -> bool {
+        self.inner.mapped.lies().is_whole
+    }
+
     /// The tensors, in the order of their offsets.
     pub fn tensors(&self) -> &[TensorInfo] {
         self.inner.manifest.tensors()
@@ -313,20 +358,27 @@ fn tell_keepers(domain: &Domain, name: &EndpointName, keeper: &KeeperSession, nu
     }
 }
 
+/// A version, and the keeper that has it.
+type FoundVersion = (KeeperSession, Held, Manifest);
+
+/// Whether the publisher of a version still computes its hashes.
+fn are_hashes_due(manifest: &Manifest) -> bool {
+    !manifest.is_hashed() && manifest.hashing() == Hashing::Later
+}
+
 /// The version to be checked. Waits up to `timeout` for it, and for its hashes if they come later.
 fn wait_for_hashes(
     domain: &Domain,
     name: &EndpointName,
     timeout: Duration,
-) -> Result<(KeeperSession, Held, Manifest)> {
+) -> Result<FoundVersion> {
     let clock = Instant::now();
     loop {
         let left = timeout.saturating_sub(clock.elapsed());
         let found = wait_for_version(domain, name, &KeeperRequest::Candidate, 0, left)?;
         let (keeper, _, manifest) = &found;
-        let is_due = !manifest.is_hashed() && manifest.hashing() == Hashing::Later;
         let left = timeout.saturating_sub(clock.elapsed());
-        if !is_due || left.is_zero() {
+        if !are_hashes_due(manifest) || left.is_zero() {
             return Ok(found);
         }
         keeper.wait_for_news(left);

@@ -1,15 +1,17 @@
 //! Versions that come in at the addresses of the one before. **This module is marked for unsafe**: it
 //! publishes tensors by address.
 
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::mpsc::{Receiver, channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::{Stage, WAIT, byte_of};
-use crate::backend::testing::{Failing, Wrapped};
+use crate::backend::testing::{Failing, Hook, Wrapped};
 use crate::device::Device;
 use crate::error::Error;
 use crate::hostile::in_a_forked_child;
 use crate::memory::Memory;
+use crate::statistics::{Observer, Role};
 use crate::tensor::{DType, Layout};
 use crate::weights::holder::held_prefix;
 use crate::weights::{Follower, Keeper, PublishedWeights, SharedWeights, TensorsInPlace, Weights};
@@ -264,4 +266,72 @@ fn a_forked_child_cannot_update_its_parents_weights() {
         matches!(failed, Err(Error::Forked))
     });
     assert_eq!(byte_of(follower.weights()), 1);
+}
+
+/// Fails the second to the last of so many calls of `import_over`, counted down.
+#[derive(Debug, Default)]
+struct Refusing(AtomicU64);
+
+impl Hook for Refusing {
+    fn before(&self, method: &'static str) -> Result<(), Error> {
+        let left = match method {
+            "import_over" => self.0.load(SeqCst),
+            _ => 0,
+        };
+        self.0.fetch_sub(left.min(1), SeqCst);
+        match left {
+            1 | 2 => Err(Error::Injected { method, call: left }),
+            _ => Ok(()),
+        }
+    }
+}
+
+#[test]
+fn an_update_after_one_that_could_not_restore_the_former_version_restores_it_before_it_says_none() {
+    let stage = Stage::new("follow-restores");
+    let keeper = stage.keeper();
+    let (_first, _first_told) = stage.publish_in_place(1);
+    let backend = Wrapped::new(stage.device.backend().clone(), Refusing::default());
+    let device = Device::from_backend(backend.clone());
+    let mut follower = stage.opener().device(&device).open().unwrap().follow();
+    let (_second, _second_told) = stage.publish_in_place(2);
+    // The first part of the new version, not its second, and not the first of the former one.
+    backend.hook().0.store(3, SeqCst);
+    update(&mut follower).unwrap_err();
+    assert_eq!(follower.weights().version(), 1);
+    drop(keeper);
+    backend.hook().0.store(1, SeqCst);
+    let failed = update(&mut follower).unwrap_err();
+    assert!(matches!(failed, Error::Injected { .. }), "{failed}");
+    assert_eq!(update(&mut follower).unwrap(), None);
+    assert_eq!(byte_of(follower.weights()), 1);
+}
+
+#[test]
+fn the_statistics_say_which_memory_lies_at_the_addresses() {
+    let stage = Stage::new("follow-rows");
+    let _keeper = stage.keeper();
+    let observed = || {
+        let found = Observer::new().observe_one(std::process::id() as i32);
+        let regions = &found.processes[0].regions;
+        let of = |role| {
+            let regions = regions.iter().filter(move |it| it.role == role);
+            regions.map(|it| it.id).collect::<Vec<_>>()
+        };
+        (of(Role::Peer), of(Role::Keeper))
+    };
+    drop(stage.publish(1));
+    let mut follower = stage.opener().open().unwrap().follow();
+    drop(stage.publish(2));
+    assert_eq!(update(&mut follower).unwrap(), Some(2));
+    // The other mapping of the new version ends on a thread of the library.
+    let end = Instant::now() + WAIT;
+    let (mapped, kept) = loop {
+        let (mapped, kept) = observed();
+        if mapped.len() == 1 || Instant::now() > end {
+            break (mapped, kept);
+        }
+        std::thread::yield_now();
+    };
+    assert_eq!(mapped, kept);
 }

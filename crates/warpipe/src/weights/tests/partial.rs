@@ -256,3 +256,18 @@ fn strides_and_metadata_arrive_as_they_were_given() {
         assert!(told.to_string().contains("metadata"), "{told}");
     }
 }
+
+#[test]
+fn a_base_without_tensors_is_the_base_of_a_version_with_some_or_none() {
+    let stage = Stage::new("no-tensors");
+    let keeper = stage.keeper();
+    let nothing = || Weights::builder(&stage.device, []).unwrap();
+    let empty = nothing().finish().unwrap();
+    let again = nothing().base(&empty).finish().unwrap();
+    assert!(again.tensors().is_empty());
+    again.publish(&stage.domain, "w", WAIT).unwrap();
+    stage.publish_partial(&[("b", 7)], &again);
+    let shared = stage.opener().open().unwrap();
+    assert_eq!(bytes_of(&shared, "b"), [7; 100]);
+    drop(keeper);
+}
