@@ -194,7 +194,7 @@ def test_values_are_copied_into_tied_tensors_and_those_of_inference_mode(publish
     assert made.tolist() == module.b.tolist() == [1.0, 1.0, 1.0] and module.a is module.b
 
 
-@pytest.mark.parametrize("change", ["shape", "meta", "expanded", "missing", "unexpected", "tied"])
+@pytest.mark.parametrize("change", ["shape", "meta", "sparse", "expanded", "missing", "unexpected", "tied"])
 def test_nothing_is_copied_into_tensors_that_do_not_fit(publish, options, place, change):
     publish({"a": torch.ones(3, device=place), "b": torch.zeros(3, device=place)})
     zeros = torch.zeros(3, device=place)
@@ -202,6 +202,7 @@ def test_nothing_is_copied_into_tensors_that_do_not_fit(publish, options, place,
     target |= {
         "shape": {"b": torch.zeros(4, device=place)},
         "meta": {"b": torch.zeros(3, device="meta")},
+        "sparse": {"b": torch.zeros(3, device=place).to_sparse()},
         "expanded": {"b": torch.zeros(1, device=place).expand(3)},
         "missing": {"c": zeros.clone()},
         "unexpected": {},
@@ -217,6 +218,21 @@ def test_nothing_is_copied_into_tensors_that_do_not_fit(publish, options, place,
     if change in ("missing", "unexpected"):
         weights.copy_into(target, "layer", strict=False, **options)
         assert zeros.all()
+
+
+def test_nothing_is_copied_into_memory_of_weights(publish, options, place):
+    state = Layer().to(place).state_dict()
+    publish(state)
+    module = on_meta()
+    weights.attach(module, "layer", buffers="copy", **options)
+    publish(changed(state))
+    for target in (module, module.state_dict()):
+        with pytest.raises(warpipe.WeightsMismatchError, match="attach the new version, or follow it") as refused:
+            weights.copy_into(target, "layer", **options)
+        assert sorted(refused.value.different) == ["bias", "norm.bias", "norm.weight", "weight"]
+    assert is_equal(module, state)
+    weights.copy_into(module.to(torch.float64).to(torch.float32), "layer", **options)
+    assert is_equal(module, changed(state))
 
 
 def test_values_are_copied_into_modules_and_mappings_of_tensors_alone(publish, options):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import threading
 import warnings
@@ -94,7 +95,7 @@ def copy_into(
     of transformers. With ``strict=False`` missing and unexpected names are left out. The copies run on PyTorch's current
     stream of each tensor's device, and are done when this returns. If it is interrupted, a part may have been copied.
 
-    Tensors that ``attach`` gave may not be written: open their next version with ``attach``, or follow it.
+    Tensors that ``attach`` gave may not be written, and are an error.
 
     Raises ``WeightsMismatchError``, which tells of all names, ``NotATensorError``, and as ``open``.
     """
@@ -110,10 +111,15 @@ def copy_into(
             raise NotATensorError(f"{full!r} is a {type(tensor).__name__}; give PyTorch's tensors to copy into")
     found = _Found(weights, *_converted(target, places, weights))
     plan = _compared(places, found, replace=False)
+    # A module that was moved since has memory of its own.
+    read_only = {address for tensor, address in _attached().items() if tensor.data_ptr() == address}
     for full in plan.taken:
-        refused = _not_writable(places[full][2])
+        tensor = places[full][2]
+        refused = _not_writable(tensor)
+        if refused is None and tensor.data_ptr() in read_only:
+            refused = "is memory of weights, which attach gave it: attach the new version, or follow it"
         if refused is not None:
-            plan.different.setdefault(full, refused)
+            plan.refused[full] = refused
     if not strict:
         plan.missing, plan.unexpected = [], []
     plan.check(found, [])
@@ -204,9 +210,11 @@ class _Plan:
     missing: list[str] = dataclasses.field(default_factory=list)
     unexpected: list[str] = dataclasses.field(default_factory=list)
     different: dict[str, str] = dataclasses.field(default_factory=dict)
+    # Tensors of the module that take no values, whatever the weights have.
+    refused: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def check(self, found: _Found, left: list[str]) -> None:
-        if self.different or self.missing or self.unexpected or left:
+        if self.different or self.refused or self.missing or self.unexpected or left:
             raise _mismatch(found, self, left)
 
 
@@ -294,6 +302,16 @@ def _give(
             setattr(owner, last, given[id(old), source])
         for full, (owner, last) in added.items():
             setattr(owner, last, given[id(owner), full])
+    ours = {tensor.data_ptr() for tensor in tensors.values()}
+    for new in given.values():
+        if new.numel() and new.data_ptr() in ours:
+            _attached()[new] = new.data_ptr()
+
+
+@functools.cache
+def _attached() -> Any:
+    """Tensors of modules that are memory of weights, with their addresses there: nothing may write them."""
+    return importlib.import_module("torch.utils.weak").WeakIdKeyDictionary()
 
 
 # Copies whose wait was interrupted, and what they read: it stays mapped until they are done.
@@ -325,11 +343,13 @@ def _copy(torch: Any, weights: SharedWeights, pairs: list[tuple[Any, Any]]) -> N
 def _not_writable(tensor: Any) -> str | None:
     """Why nothing can be copied into a tensor."""
     if is_lazy(tensor):
-        return "is lazy in the module: it has no shape yet"
+        return "has no shape in the module yet: call the module once before"
     if tensor.is_meta:
-        return "is on meta in the module: it has no memory to copy into"
+        return "is on meta in the module, and has no memory: give it some with module.to_empty(), or use attach"
+    if str(tensor.layout) != "torch.strided":
+        return f"has the layout {tensor.layout} in the module: give plain tensors"
     if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        return "has several elements in one place in the module: it is expanded"
+        return "is expanded in the module, with several elements in one place: give its contiguous()"
     return None
 
 
@@ -415,6 +435,8 @@ def _mismatch(found: _Found, plan: _Plan, left: list[str]) -> WeightsMismatchErr
         steps.append(f"publish the weights of this model under its own names, {_OWN_NAMES}, or build the module for them")
     if parts and not plan.different:
         steps.append("strict=False leaves such names out")
+    if plan.refused:
+        parts.append(listed([f"{name} {why}" for name, why in plan.refused.items()]))
     if left:
         parts.append(f"these would stay on meta, without values, for the weights lack them: {listed(left)}")
         steps.append(
@@ -424,6 +446,6 @@ def _mismatch(found: _Found, plan: _Plan, left: list[str]) -> WeightsMismatchErr
     weights = found.weights
     said = f"version {weights.version} of the weights {weights.name!r} does not fit the module: {'; '.join([*parts, *steps])}"
     error = WeightsMismatchError(said)
-    error.missing, error.unexpected, error.different = plan.missing, plan.unexpected, plan.different
+    error.missing, error.unexpected, error.different = plan.missing, plan.unexpected, {**plan.refused, **plan.different}
     error.uncomputed = left
     return error
