@@ -314,7 +314,7 @@ def _attached() -> Any:
     return importlib.import_module("torch.utils.weak").WeakIdKeyDictionary()
 
 
-# Copies whose wait was interrupted, and what they read: it stays mapped until they are done.
+# Copies that were still running when their wait was interrupted, and what they read: it stays mapped.
 _unfinished: list[tuple[_warpipe.Stream, Any]] = []
 
 
