@@ -180,11 +180,16 @@ def test_a_module_that_leaves_a_thread_is_named(tmp_path, domain):
     assert "numpy:" not in said and "json:" not in said
 
 
-def test_a_module_that_leaves_a_native_thread_is_named(tmp_path, domain):
+def test_a_module_that_leaves_a_native_thread_is_named_in_a_warning_and_workers_start(tmp_path, domain):
     # A member of a domain has threads of the library.
-    modules = {"joined": f"import warpipe\nmember = warpipe.Member.join('early', domain={str(domain.path)!r})\n"}
-    said = failing(tmp_path, domain, "preload=['joined']", modules=modules)
-    assert "joined: it has started" in said and "native threads" in said
+    (tmp_path / "joined.py").write_text(
+        f"import warpipe\nmember = warpipe.Member.join('early', domain={str(domain.path)!r})\n"
+    )
+    command = program(tmp_path, domain, "places.return_at_once", "preload=['numpy', 'joined', 'json']")
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert "preload 'joined' has started" in ran.stderr and "native threads" in ran.stderr
+    assert "'numpy'" not in ran.stderr and "'json'" not in ran.stderr
 
 
 def test_a_module_with_a_thread_that_ends_is_not_blamed(tmp_path, domain):
@@ -278,7 +283,8 @@ def command(*arguments):
 
 
 def environment(domain):
-    return {**os.environ, "WARPIPE_DOMAIN": str(domain.path), "PYTHONPATH": str(HERE)}
+    path = os.pathsep.join([str(HERE), *sys.path])
+    return {**os.environ, "WARPIPE_DOMAIN": str(domain.path), "PYTHONPATH": path}
 
 
 def test_the_command_runs_workers_until_it_is_ended(tmp_path, domain):

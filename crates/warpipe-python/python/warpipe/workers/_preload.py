@@ -23,7 +23,7 @@ VARIABLE = "_WARPIPE_WORKERS_PRELOAD"
 _NOT_INITIALIZED = 3
 _PR_SET_PDEATHSIG = 1
 # How long the end of a thread may take. A module that leaves one costs this time.
-_THREAD_ENDS_SECONDS = 3.0
+_THREAD_ENDS_SECONDS = 1.0
 
 
 class Report(NamedTuple):
@@ -58,6 +58,7 @@ def _preload() -> Report | None:
     if os.getppid() != given["supervisor"]:
         os._exit(1)
     end = time.monotonic() + given["limit_seconds"]
+    lost = 0
     for name in given["modules"]:
         try:
             with _limited(end - time.monotonic()):
@@ -70,6 +71,12 @@ def _preload() -> Report | None:
             # The next modules would be blamed for it, too.
             faults[name] = broken
             break
+        left = _native_threads()
+        if left > lost:
+            # Whether the library needs it in a child is known to the library alone. transformers leaves one.
+            said = f"preload {name!r} has started {left - lost} native threads, which no worker has"
+            warnings.warn(f"{said}; if its library hangs in a worker, have warm() import it", RuntimeWarning, stacklevel=1)
+        lost = left
         imported.add(name)
     _end_with_parent(False)
     signal.signal(signal.SIGINT, on_interrupt)
@@ -100,9 +107,6 @@ def _broken_rule() -> str | None:
     threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     if threads:
         return f"it has started the thread {threads[0]!r}, which a forked process does not have: have warm() do that"
-    left = _native_threads()
-    if left:
-        return f"it has started {left} native threads, which a forked process does not have: have warm() import it"
     return None
 
 
