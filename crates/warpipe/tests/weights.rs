@@ -246,6 +246,11 @@ fn a_stopped_keeper_costs_readers_and_publishers_no_more_than_the_time_that_they
         let newer = scope.spawn(|| waiting.newer(WAIT).unwrap().version());
         let reader = scope.spawn(|| stage.opener(WAIT).open().unwrap().version());
         let publisher = scope.spawn(|| stage.publish(2).version());
+        let mut follower = waiting.clone().follow();
+        let update = scope.spawn(move || {
+            let stream = follower.weights().device().stream().unwrap();
+            follower.update(&stream, WAIT)
+        });
         // Each of these ends after the longest wait for one message: two are more than one.
         for _ in 0..2 {
             let silent = stage.opener(Duration::ZERO).open().unwrap_err();
@@ -254,6 +259,7 @@ fn a_stopped_keeper_costs_readers_and_publishers_no_more_than_the_time_that_they
                 "{silent}"
             );
         }
+        assert_eq!(update.join().unwrap().unwrap(), None);
         keeper.signal(Signal::CONT);
         assert_eq!(publisher.join().unwrap(), 2);
         assert_eq!(newer.join().unwrap(), 2);

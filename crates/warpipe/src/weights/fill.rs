@@ -10,7 +10,7 @@ use super::contents::Contents;
 use super::in_place::{LaidTensor, TensorsInPlace};
 use super::lease;
 use super::load::{Placement, Storage, Weights};
-use super::manifest::{Hashing, METADATA_BYTES_MAX, Part, TensorInfo};
+use super::manifest::{Hashing, METADATA_BYTES_MAX, Part, TensorInfo, check_json};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::memory::Memory;
@@ -280,7 +280,5 @@ fn check_metadata(json: &[u8]) -> Result<()> {
         let found = format!("{} bytes", json.len());
         return Err(Error::argument("metadata", found, allowed));
     }
-    serde_json::from_slice::<serde::de::IgnoredAny>(json)
-        .map(drop)
-        .map_err(|error| Error::argument("metadata", error, allowed))
+    check_json(json).map_err(|found| Error::argument("metadata", found, allowed))
 }

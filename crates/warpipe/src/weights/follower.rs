@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::shared::{HeldPart, Lying, Mapped, SharedInner, SharedWeights, parts};
-use crate::error::{Error, Result};
+use crate::error::{Error, HandshakeFault, Result};
 use crate::stream::Stream;
 
 /// Weights whose later versions come in at the same addresses: pointers, captured graphs and
@@ -57,8 +57,8 @@ impl Follower {
     }
 
     /// Takes the newest version, if there is a later one now, at the same addresses, and returns its
-    /// number. None if there is none, also while the name has no keeper: nothing waits for a
-    /// publisher ([`version_after`](crate::Opener::version_after) does).
+    /// number. None if there is none, also while the name has no keeper, or one that is stopped: nothing
+    /// waits for a publisher ([`version_after`](crate::Opener::version_after) does).
     ///
     /// # Errors
     /// As [`take`](Self::take) and [`newer`](SharedWeights::newer).
@@ -75,6 +75,11 @@ impl Follower {
             Err(Error::Timeout { .. } | Error::NotFound { .. } | Error::PeerGone { .. }) => {
                 Ok(None)
             }
+            // The keeper is stopped, or ends.
+            Err(Error::Handshake {
+                fault: HandshakeFault::Silent(_) | HandshakeFault::Closed,
+                ..
+            }) => Ok(None),
             Err(error) => Err(error),
         }
     }

@@ -375,6 +375,13 @@ impl Manifest {
     }
 }
 
+/// The reason, if any, why these bytes are no JSON text.
+pub(super) fn check_json(bytes: &[u8]) -> Result<(), String> {
+    let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
+    let read = serde_json::from_str::<serde::de::IgnoredAny>(text);
+    read.map(drop).map_err(|error| error.to_string())
+}
+
 /// Where the parts of a memory of `bytes` bytes begin.
 fn begins_of(bytes: u64, parts: &[Part]) -> Result<Vec<u64>, String> {
     let (mut begins, mut end, mut pieces) = (Vec::with_capacity(parts.len()), 0u64, 0);

@@ -139,5 +139,26 @@ pub(crate) fn seeds() -> Vec<Vec<u8>> {
     let parts = vec![manifest::Part::whole(512), manifest::Part::whole(4096)];
     let manifest = manifest::Manifest::new(1024, parts, tensors);
     let manifest = manifest.map(|manifest| manifest.with_metadata(b"{}".into()).encode());
-    vec![header.into(), manifest.unwrap_or_default()]
+    // Of another version and of a publisher's allocator, not row-major, without a hash.
+    let Ok(layout) = Layout::strided(DType::F32, &[2, 3], &[1, 2], 0) else {
+        return Vec::new();
+    };
+    let turned = TensorInfo {
+        layout,
+        hash: None,
+        ..tensor("turned", 512)
+    };
+    let part = manifest::Part {
+        pieces: 2,
+        lease: 1,
+        base: Some(([3; 16], 9)),
+        ..manifest::Part::whole(512)
+    };
+    let partial = manifest::Manifest::new(1024, vec![part], vec![turned]);
+    let partial = partial.map(|manifest| manifest.with_hashing(Hashing::Later).encode());
+    vec![
+        header.into(),
+        manifest.unwrap_or_default(),
+        partial.unwrap_or_default(),
+    ]
 }

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     ContentHash, Hashing, METADATA_BYTES_MAX, Manifest, PIECES_MAX, Part, TENSORS_MAX, TensorInfo,
+    check_json,
 };
 use crate::tensor::{DType, Layout, RANK_MAX};
 
@@ -146,6 +147,9 @@ impl Manifest {
             return Err(format!(
                 "{behind} bytes behind the last tensor, not {allowed}"
             ));
+        }
+        if !rest.is_empty() {
+            check_json(rest).map_err(|found| format!("metadata that is no JSON text: {found}"))?;
         }
         let manifest = Manifest::new(head.bytes, parts, tensors)?;
         Ok(manifest

@@ -257,6 +257,12 @@ fn leases_bases_strides_absent_hashes_and_metadata_arrive_and_wrong_ones_are_ref
         unchecked(1024, vec![part], vec![]).with_metadata(vec![b' '; METADATA_BYTES_MAX + 1]);
     let found = Manifest::decode(&long.encode()).unwrap_err();
     assert!(found.contains("metadata"), "{found}");
+    for wrong in [&b"{"[..], b"\x00", b"{} {}", b"\"\xff\"", b" "] {
+        let sent = Manifest::new(1024, vec![part], tensors()).unwrap();
+        let sent = sent.with_metadata(wrong.into()).encode();
+        let found = Manifest::decode(&sent).unwrap_err();
+        assert!(found.contains("metadata"), "{found}");
+    }
     let mut cut = sent.encode();
     cut.pop();
     let found = Manifest::decode(&cut).unwrap_err();

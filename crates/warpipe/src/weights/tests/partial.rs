@@ -250,7 +250,7 @@ fn strides_and_metadata_arrive_as_they_were_given() {
     assert_eq!(shared.metadata(), b"");
     assert_eq!(shared.tensor_info("turned").unwrap().layout(), &turned);
     let long = format!("\"{}\"", "m".repeat(1 << 20));
-    for wrong in ["{", "{} 1", "\u{1}", &long] {
+    for wrong in [&b"{"[..], b"{} 1", b"\x01", b"\"\xff\"", long.as_bytes()] {
         let builder = Weights::builder(&stage.device, []).unwrap();
         let told = builder.metadata(wrong).finish().unwrap_err();
         assert!(told.to_string().contains("metadata"), "{told}");
