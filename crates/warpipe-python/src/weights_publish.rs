@@ -201,8 +201,10 @@ impl Base {
         if let Ok(shared) = found.cast::<SharedWeights>() {
             return Ok(Base::Held(shared.get().as_base()?));
         }
-        if found.is_exact_instance_of::<PyInt>() {
-            return Ok(Base::Number(found.extract()?));
+        if found.is_exact_instance_of::<PyInt>()
+            && let Ok(number) = found.extract()
+        {
+            return Ok(Base::Number(number));
         }
         let allowed = "a version's number, what `publish` returned, or open weights";
         Err(Fault::argument("base", found.repr()?, allowed).into())

@@ -158,6 +158,9 @@ def test_a_partial_version_shares_the_other_tensors_of_its_base(keeper, options)
         weights.publish(NAME, {}, **options, base=2)
     with pytest.raises(warpipe.ArgumentError, match="open weights"):
         weights.publish(NAME, {}, **options, base="2")
+    for number in (-1, 1 << 64):
+        with pytest.raises(warpipe.ArgumentError, match="a version's number"):
+            weights.publish(NAME, {"b": np.zeros(3)}, **options, base=number)
     with pytest.raises(warpipe.ClosedError):
         weights.publish(NAME, {}, **options, base=first)
 
