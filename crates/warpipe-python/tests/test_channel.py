@@ -226,7 +226,7 @@ def test_names_are_checked_taken_and_missed_in_words(open_publisher, open_subscr
     with pytest.raises(warpipe.NotFoundError, match="wait=") as missing:
         open_subscriber("nobody", wait=0.1)
     assert isinstance(missing.value, ConnectionRefusedError) and missing.value.endpoint == "nobody"
-    assert [name for name, alive, _pid in domain.endpoints() if alive] == ["camera/front"]
+    assert [one.name for one in domain.endpoints() if one.alive] == ["camera/front"]
 
 
 @pytest.mark.parametrize(
