@@ -27,6 +27,8 @@ _DELAY_SECONDS, _DELAY_SECONDS_MAX = 0.1, 10.0
 _NEVER = float("inf")
 # How long the kernel may take to end a process that it was told to kill.
 _KILL_SECONDS = 30.0
+# How long the main thread may not see a signal.
+_LOOK_SECONDS = 0.1
 _NAME_MAX = 40
 # Standing in for a place: of a process that died before it had one.
 _NO_PLACE = -1
@@ -259,11 +261,16 @@ class Workers:
         def is_over() -> bool:
             return self._failure is not None or self._is_closing or is_so()
 
+        end = _NEVER if timeout is None else time.monotonic() + timeout
         with self._changed:
-            if not self._changed.wait_for(is_over, timeout):
-                raise TimeoutError(
-                    f"{what} of {self._name!r} did not come within {timeout} s: see Workers.deaths, or wait longer"
-                )
+            while not is_over():
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(
+                        f"{what} of {self._name!r} did not come within {timeout} s: see Workers.deaths, or wait longer"
+                    )
+                # A signal that comes right before the interpreter blocks in a lock wakes nobody up.
+                self._changed.wait(min(left, _LOOK_SECONDS))
             if self._failure is not None:
                 raise self._failure
             if not is_so():
