@@ -7,7 +7,8 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use support::weights::{DOMAIN, safetensors};
+use rustix::process::Signal;
+use support::weights::{DOMAIN, Stage, Worker, be_a_worker_in, expected, safetensors};
 use support::{Running, World};
 use warpipe::weights::SharedWeights;
 use warpipe::{Device, Domain};
@@ -31,6 +32,13 @@ fn a_reader() {
         Ok(weights) => println!("outcome: version {}", weights.version()),
         Err(error) => println!("outcome: {error:?}"),
     }
+}
+
+#[test]
+#[ignore = "the part of an engine, for another test to start"]
+fn a_worker() {
+    let path = std::env::var_os(DOMAIN).expect("started by another test");
+    be_a_worker_in(&Domain::of_user(path, OWNER).unwrap());
 }
 
 fn read_as(program: &Path, domain: &Path, user: u32, group: u32) -> String {
@@ -88,4 +96,58 @@ fn weights_are_served_to_the_users_and_groups_that_are_named_and_to_no_others() 
             "{open:o}: {refused}"
         );
     }
+}
+
+/// A program as it runs in a container: as one user, in PID and IPC namespaces of its own.
+fn container(user: u32, program: &Path) -> Command {
+    let mut command = Command::new("unshare");
+    command.args(["--pid", "--ipc", "--mount-proc", "--fork"]);
+    // It dies with `unshare`: a signal that was asked for before is forgotten with the former user.
+    command.args(["setpriv", "--clear-groups", "--pdeathsig=KILL"]);
+    command.args([format!("--reuid={user}"), format!("--regid={user}")]);
+    command.arg(program);
+    command
+}
+
+/// The keeper and the engines share a directory, and no namespace.
+#[test]
+fn containers_of_other_users_open_weights_and_keep_them_when_the_keepers_container_ends() {
+    let possible = container(OWNER, Path::new("true")).status();
+    if !possible.is_ok_and(|status| status.success()) {
+        return println!("declared skip: only root can make namespaces for other users");
+    }
+    let stage = Stage::new();
+    let binary = stage.world.for_all_users(env!("CARGO_BIN_EXE_warpipe"));
+    let program = stage.world.for_all_users(std::env::current_exe().unwrap());
+    let domain = stage.world.path("domain");
+    std::fs::create_dir(&domain).unwrap();
+    chown(&domain, Some(OWNER), Some(OWNER)).unwrap();
+    std::fs::set_permissions(&domain, PermissionsExt::from_mode(0o711)).unwrap();
+    let admitted = ADMITTED.to_string();
+    let serve = || {
+        let mut serve = container(OWNER, &binary);
+        serve.args(stage.serve_arguments(&stage.file, &["--allow-uid", &admitted]));
+        serve.env("WARPIPE_DOMAIN", &domain);
+        Running::start(serve)
+    };
+    let mut keeper = serve();
+    let ready = keeper.wait_for("ready", 1).remove(0);
+    assert_eq!(ready["from"], "files", "{ready}");
+    let mut engines =
+        [ADMITTED, ADMITTED, OWNER].map(|user| Worker::of(container(user, &program), &domain));
+    for engine in &mut engines {
+        assert_eq!(engine.reply(), expected(1));
+    }
+    keeper.signal(Signal::KILL);
+    keeper.end();
+    engines[0].kill();
+    for engine in &mut engines[1..] {
+        assert_eq!(engine.read(), expected(1));
+    }
+    // From the engine of the keeper's user: the domain takes endpoints of its owner alone.
+    let mut next = serve();
+    let ready = next.wait_for("ready", 1).remove(0);
+    assert_eq!(ready["from"], "processes", "{ready}");
+    let mut later = Worker::of(container(ADMITTED, &program), &domain);
+    assert_eq!(later.reply(), expected(1));
 }

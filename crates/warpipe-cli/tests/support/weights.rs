@@ -95,13 +95,18 @@ pub struct Worker {
 
 impl Worker {
     pub fn start(stage: &Stage) -> Worker {
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        command
+        let program = Command::new(std::env::current_exe().unwrap());
+        Worker::of(program, &stage.world.path("domain"))
+    }
+
+    /// A worker of a test program, which has a test `a_worker` for it, in a domain.
+    pub fn of(mut program: Command, domain: &Path) -> Worker {
+        program
             .args(["--ignored", "--exact", "a_worker", "--nocapture"])
-            .env(DOMAIN, stage.world.path("domain"))
+            .env(DOMAIN, domain)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped());
-        let mut process = ChildProcess::start(&mut command).unwrap();
+        let mut process = ChildProcess::start(&mut program).unwrap();
         Worker {
             replies: LineReader::new(process.take_stdout().unwrap()),
             commands: process.take_stdin().unwrap(),
@@ -157,9 +162,13 @@ pub fn children_of(pid: i32) -> Vec<i32> {
 
 /// The part of a worker.
 pub fn be_a_worker() {
-    let domain = Domain::at(std::env::var_os(DOMAIN).expect("started by another test")).unwrap();
+    let path = std::env::var_os(DOMAIN).expect("started by another test");
+    be_a_worker_in(&Domain::at(path).unwrap());
+}
+
+pub fn be_a_worker_in(domain: &Domain) {
     let (device, wait) = (open_device(), Duration::from_secs(60));
-    let opener = SharedWeights::opener("w").domain(&domain).device(&device);
+    let opener = SharedWeights::opener("w").domain(domain).device(&device);
     let weights = opener.wait(wait).open().unwrap();
     let read = || {
         let sum = |name| -> u64 {

@@ -165,7 +165,7 @@ from ._warpipe import (
 from . import weights as weights
 
 if TYPE_CHECKING:
-    from . import torch as torch, workers as workers
+    from . import torch as torch, transformers as transformers, workers as workers
 
 
 def include_dir() -> str:
@@ -174,8 +174,8 @@ def include_dir() -> str:
 
 
 def __getattr__(name: str) -> _Any:
-    # With ``multiprocessing``, which other programs need not import.
-    if name in ("torch", "workers"):
+    # What other programs need not import: ``multiprocessing``, and adapters for one package each.
+    if name in ("torch", "transformers", "workers"):
         return _import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
