@@ -16,7 +16,9 @@ weights; the first has the layers of one of eight billion parameters, 7.6 GiB. B
 import argparse
 import contextlib
 import functools
+import json
 import os
+import pathlib
 import random
 import signal
 import statistics
@@ -304,9 +306,20 @@ class Reader:
             self.next()
 
 
-def run(task: Task, kills: int) -> tuple[list[int], list[int], list[float]]:
-    """Decodes everything. Returns the tokens, how often each step has begun, and the seconds from each kill to the next token
-    of the process that went on."""
+class Run(NamedTuple):
+    """What happened."""
+
+    tokens: list[int]
+    # How often each step has begun.
+    begun: list[int]
+    # Of the first steps, which nobody disturbs.
+    step_seconds: list[float]
+    # From each kill to the next token of the process that went on.
+    next_token_seconds: list[float]
+
+
+def run(task: Task, kills: int) -> Run:
+    """Decodes everything."""
     modules = [framework(task).__name__]
     if task.model != "tiny":
         modules += ["transformers", "transformers.models.llama.modeling_llama"]
@@ -358,7 +371,8 @@ def run(task: Task, kills: int) -> tuple[list[int], list[int], list[float]]:
         print(
             f"{len(workers.deaths)} deaths of workers, {task.length} positions, {statistics.median(step) * 1e3:.1f} ms a step"
         )
-        return [int(token) for token in state.tokens], [int(times) for times in state.begun], taken
+        tokens, begun_times = ([int(value) for value in values] for values in (state.tokens, state.begun))
+        return Run(tokens, begun_times, step, taken)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -367,6 +381,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", choices=["tiny", "llama-small", "llama"], default="tiny")
     parser.add_argument("--device", default=None, help="host, cuda or cuda:N; the first GPU by default, else the host")
     parser.add_argument("--domain", default=None, help="the directory of names; a temporary one by default")
+    parser.add_argument("--out", type=pathlib.Path, help="write what was measured to this file, as JSON")
     options = parser.parse_args(arguments)
     device = warpipe.Device(options.device)
     print(f"device: {device} ({device.why})")
@@ -383,15 +398,20 @@ def main(arguments: list[str] | None = None) -> None:
         if device.kind == "cuda":
             # What the model was made in.
             framework(task).cuda.empty_cache()
-        expected, _, _ = run(task, 0)
-        found, begun, taken = run(task, options.kills)
-    assert found == expected, "all tokens are those of the run without kills"
+        expected = run(task, 0).tokens
+        found = run(task, options.kills)
+    begun, taken = found.begun, found.next_token_seconds
+    assert found.tokens == expected, "all tokens are those of the run without kills"
     assert all(times >= 1 for times in begun), "every step ran"
     twice = sum(begun) - task.length
     assert twice <= options.kills, "nothing is computed again but the step that died"
     print(
         f"{options.kills} kills, {twice} of them in the middle of a step, which ran again; all {task.length} tokens are right"
     )
+    if options.out:
+        measured = {"step_ms": found.step_seconds, "next_token_ms": taken}
+        milliseconds = {name: [1e3 * seconds for seconds in of] for name, of in measured.items()}
+        options.out.write_text(json.dumps({"kills": options.kills, "ran_twice": twice, **milliseconds}) + "\n")
     if taken:
         ordered = sorted(1e3 * seconds for seconds in taken)
         print(

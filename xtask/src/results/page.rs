@@ -60,8 +60,9 @@ const TABLES: &[(&str, &str, &[&str])] = &[
     (
         "Weights",
         "8 GiB of a model of transformers. The floor of the load is one copy from page-locked memory, \
-         that of the opening the driver's import and mapping, that of the others safetensors and \
-         `from_pretrained`. `python -m warpipe.bench.weights` measures it.",
+         that of the opening the driver's import and mapping, that of a new version a bare device copy, \
+         that of the next token one step, that of the others safetensors and `from_pretrained`. \
+         `python -m warpipe.bench.weights` measures it.",
         &["weights"],
     ),
     (
@@ -210,7 +211,7 @@ fn pictures(text: &mut String, reports: &Reports, picture: &str) {
     let folder = folder_name(reports);
     let _ = writeln!(
         text,
-        "\n![Round trips, restarts, and the times after a SIGKILL](results/{folder}/{picture})"
+        "\n![Round trips, new weights, and the times after a SIGKILL](results/{folder}/{picture})"
     );
     if !reports.pictures.is_empty() {
         let links = reports.pictures.iter().map(|name| {
@@ -303,13 +304,22 @@ fn introduction(text: &mut String, reports: &Reports, head: &Head) {
         head.gpu,
         head.driver,
         joined(cpus.iter().map(String::as_str)),
-        head.commit,
+        commits(reports, head),
         joined(days),
         joined(modes),
     );
     *text += "\n`warpipe-bench all` measures the figures on your machine, and `python -m warpipe.bench` \
               those of\nPython. [CONTRIBUTING.md](CONTRIBUTING.md#measurements) says how to make this \
               page.\n";
+}
+
+/// That of all reports, and where it differs that of the weights' report.
+pub fn commits(reports: &Reports, head: &Head) -> String {
+    let weights = reports.weights_head();
+    match weights.filter(|weights| weights.commit != head.commit) {
+        None => head.commit.clone(),
+        Some(weights) => format!("{}; weights: {}", head.commit, weights.commit),
+    }
 }
 
 fn not_met(text: &mut String, reports: &Reports, rows: &[Row]) {

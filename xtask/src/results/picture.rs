@@ -1,10 +1,10 @@
-//! The picture of the README: round trips beside the floor and torch.multiprocessing, a worker's
-//! restart beside `from_pretrained`, and the times after a SIGKILL. Drawn as SVG from the reports.
+//! The picture of the README: round trips beside the floor and torch.multiprocessing, new weights in
+//! two engines beside PyTorch's own way, and the times after a SIGKILL. Drawn as SVG from the reports.
 
 use std::fmt::Write;
 
-use super::page::{is_ours, microseconds, number, python_mode, ratios};
-use super::quotes::restart;
+use super::page::{commits, is_ours, microseconds, number, python_mode, ratios};
+use super::quotes::weights_figure;
 use super::report::{Head, Python, Reports};
 use crate::Outcome;
 
@@ -37,7 +37,8 @@ pub fn svg(reports: &Reports) -> Outcome<String> {
     let head = reports.head()?;
     let all = [
         round_trips(reports, head),
-        restarts(reports, head),
+        syncs(reports, head),
+        failovers(reports, head),
         deaths(reports, head),
     ];
     let charts: Vec<Chart> = all
@@ -63,7 +64,9 @@ pub fn svg(reports: &Reports) -> Outcome<String> {
     }
     let source = format!(
         "{}, driver {}, commit {}",
-        head.gpu, head.driver, head.commit
+        head.gpu,
+        head.driver,
+        commits(reports, head)
     );
     let _ = writeln!(
         text,
@@ -164,18 +167,61 @@ fn python_bars(report: &Python, place: &str) -> Vec<Bar> {
     bars
 }
 
-/// A worker that starts again, until its first token.
-fn restarts(reports: &Reports, head: &Head) -> Chart {
-    let bars = restart(reports).map(|(ours, theirs)| {
-        vec![
-            bar("warpipe weights".into(), ours / 1e3, OURS),
-            bar("from_pretrained".into(), theirs / 1e3, OTHER),
-        ]
+/// New weights from a trainer until two engines have them.
+fn syncs(reports: &Reports, head: &Head) -> Chart {
+    let rows = [
+        ("in place, hash=device", "warpipe, in place", OURS),
+        ("by copy, hash=device", "warpipe, by copy", OURS),
+        (
+            "torch.multiprocessing, two engines that copy",
+            "torch.multiprocessing",
+            OTHER,
+        ),
+    ];
+    let found = rows.map(|(way, label, color)| {
+        let figure = weights_figure(reports, &format!("new version in two engines, {way}"))?;
+        Some((bar(label.to_owned(), figure.ours, color), figure.floor))
+    });
+    let found: Vec<_> = found.into_iter().flatten().collect();
+    let floor = found.iter().find_map(|(_, floor)| *floor);
+    let floor = floor.map(|floor| bar("bare device copy".to_owned(), floor, FLOOR));
+    Chart {
+        title: format!(
+            "New weights, 7.7 GiB, from the trainer's call until two engines have them ({})",
+            head.gpu
+        ),
+        unit: "ms",
+        bars: found.into_iter().map(|(bar, _)| bar).chain(floor).collect(),
+    }
+}
+
+/// A process with a model of 7.6 GiB that is killed.
+fn failovers(reports: &Reports, head: &Head) -> Chart {
+    let rows = [
+        (
+            "kill in a step until the next token, with the KV cache kept",
+            "next token, KV cache kept",
+        ),
+        (
+            "kill in a request until its answer by a standby",
+            "answer of 32 tokens, by a standby",
+        ),
+        (
+            "kill of a worker until another one's first token",
+            "first token, no standby",
+        ),
+    ];
+    let found = rows.map(|(name, label)| {
+        let figure = weights_figure(reports, name)?;
+        Some(bar(label.to_owned(), figure.ours, OURS))
     });
     Chart {
-        title: format!("Restart of a worker until its first token ({})", head.gpu),
-        unit: "s",
-        bars: bars.unwrap_or_default(),
+        title: format!(
+            "After kill -9 of a process with a model of 7.6 GiB ({})",
+            head.gpu
+        ),
+        unit: "ms",
+        bars: found.into_iter().flatten().collect(),
     }
 }
 

@@ -48,15 +48,9 @@ fn markers(name: &str) -> (String, String) {
 
 fn figures(reports: &Reports, picture: &str) -> Outcome<String> {
     let folder = folder_name(reports);
-    let restart = restart(reports);
-    let restarts = if restart.is_some() {
-        "a worker's restart beside from_pretrained, "
-    } else {
-        ""
-    };
     let mut text = format!(
-        "![Round trips beside the bare driver's and torch.multiprocessing's, {restarts}and the \
-         times after a SIGKILL](results/{folder}/{picture})\n\n"
+        "![Round trips beside the bare driver's and torch.multiprocessing's, new weights in two engines, \
+         and the times after a SIGKILL](results/{folder}/{picture})\n\n"
     );
     let mut sentences = String::new();
     let gpu = &reports.head()?.gpu;
@@ -94,13 +88,29 @@ fn figures(reports: &Reports, picture: &str) -> Outcome<String> {
             number(most)
         );
     }
-    if let Some((ours, theirs)) = restart {
+    let sync = |way| weights_figure(reports, &format!("new version in two engines, {way}"));
+    let rival = sync("torch.multiprocessing, two engines that copy");
+    if let (Some(copy), Some(lying), Some(rival)) = (
+        sync("by copy, hash=device"),
+        sync("in place, hash=device"),
+        rival,
+    ) {
         let _ = write!(
             sentences,
-            "A worker with a model in `warpipe weights` restarts to its first token in {} s, with \
-             `from_pretrained` in {} s. ",
-            number(ours / 1e3),
-            number(theirs / 1e3)
+            "New weights, 7.7 GiB, are in two engines {} ms after the trainer's call, by copy, and {} ms in \
+             place; by `torch.multiprocessing` after {} ms (`warpipe.bench.weights`). ",
+            number(copy.ours),
+            number(lying.ours),
+            number(rival.ours)
+        );
+    }
+    let kept = "kill in a step until the next token, with the KV cache kept";
+    if let Some(figure) = weights_figure(reports, kept) {
+        let _ = write!(
+            sentences,
+            "{} ms after the SIGKILL of a decoder, a standby that has its KV cache mapped gives the next \
+             token. ",
+            number(figure.ours)
         );
     }
     if let Some(figure) = gone(reports) {
@@ -123,14 +133,10 @@ fn figures(reports: &Reports, picture: &str) -> Outcome<String> {
     Ok(text)
 }
 
-/// Milliseconds of a worker's restart until its first token: ours, and by `from_pretrained`.
-pub fn restart(reports: &Reports) -> Option<(f64, f64)> {
+/// A figure of `warpipe.bench.weights`, by its name there.
+pub fn weights_figure<'a>(reports: &'a Reports, name: &str) -> Option<&'a Figure> {
     let mut figures = reports.bench.iter().flat_map(|report| &report.figures);
-    // As `warpipe.bench.weights` names it.
-    let figure = figures.find(|figure| {
-        figure.bench == "weights" && figure.name == "restart of a worker until its first token"
-    })?;
-    Some((figure.ours, figure.floor?))
+    figures.find(|figure| figure.bench == "weights" && figure.name == name)
 }
 
 /// `1.03 (time-sliced), 1.00 (MPS)`.

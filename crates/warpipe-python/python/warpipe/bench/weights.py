@@ -302,6 +302,37 @@ class Bench:
         self.figure("kill in a request until its answer by a standby", answer, warm, "beside_floor_at_most", 150.0)
         self.figure("kill until the next standby is warm", statistics.median(found["standby_ms"]), pretrained)
 
+    def sync(self) -> None:
+        """New versions from a trainer to two engines, beside PyTorch's own way and a bare copy of the same bytes."""
+        out = self.folder / "publish.json"
+        self.measured("warpipe.bench.weights_publish", ["-m"], out, ["--quick"] if self.quick else [])
+        ways = json.loads(out.read_text())["publish"]
+        self.report["sync"] = ways
+        both = {way: statistics.median(found["both_ms"]) for way, found in ways.items()}
+        bare = both.pop("bare device copy")
+        for way, ours in both.items():
+            limits = {"by copy": 1.3 * bare + 3, "in place": 5.0}
+            limit = next((limit for kind, limit in limits.items() if way.startswith(kind)), None)
+            wanted = "nothing" if limit is None else "at_most"
+            self.figure(f"new version in two engines, {way}", ours, bare, wanted, limit or 0.0)
+
+    def kv_failover(self, program: pathlib.Path) -> None:
+        """A decoder that is killed in the middle of steps, with its KV cache kept."""
+        out = self.folder / "kv-failover.json"
+        model, kills = ("llama-small", 3) if self.quick else ("llama", 300)
+        self.measured(str(program), [], out, ["--model", model, "--kills", str(kills)])
+        found = json.loads(out.read_text())
+        self.report["kv_failover"] = found
+        taken, step = statistics.median(found["next_token_ms"]), statistics.median(found["step_ms"])
+        self.figure("kill in a step until the next token, with the KV cache kept", taken, step, "at_most", 100.0)
+
+    def measured(self, program: str, before: list[str], out: pathlib.Path, more: list[str]) -> None:
+        """Runs a program that measures something with processes of its own."""
+        command = [sys.executable, *before, program, "--device", self.device, "--out", str(out), *more]
+        done = subprocess.run(command, env=self.environment, timeout=2 * PATIENCE, check=False)
+        if done.returncode != 0:
+            raise Failed(f"{' '.join(command)}: exit code {done.returncode}")
+
     def storm(self, keeper: Process, reference: str) -> None:
         """Workers and keepers are killed and started again while all others answer."""
         kills = 2 if self.quick else 20
@@ -354,7 +385,10 @@ class Bench:
         lines = [self.checked(line, reference) for line in worker.said() if line["event"] == "again"]
         return len(lines)
 
-    def run(self) -> None:
+    def run(self, kv_failover: pathlib.Path | None) -> None:
+        self.sync()
+        if kv_failover is not None:
+            self.kv_failover(kv_failover)
         self.make_model()
         floors = self.floors()
         self.used()
@@ -396,6 +430,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--device", help="a GPU if there is one")
     parser.add_argument("--quick", action="store_true", help="a small model: shows that everything runs")
     parser.add_argument("--folder", type=pathlib.Path, help="for the model, of 8 GiB; a temporary one if left out")
+    parser.add_argument("--kv-failover", type=pathlib.Path, help="the program kv_failover.py of the examples, to run it, too")
     parser.add_argument("--mode", help="how processes share the GPU, for the report; found by itself if left out")
     parser.add_argument("--out", type=pathlib.Path, help="write everything to this file, as JSON")
     parser.add_argument("--svg", type=pathlib.Path, help="draw a worker's restart until its first token into this file")
@@ -412,7 +447,7 @@ def main(given: list[str] | None = None) -> int:
     with place(asked.folder) as folder:
         bench = Bench(asked.device or ("host" if device.kind == "host" else "cuda:0"), folder, asked.quick)
         try:
-            bench.run()
+            bench.run(asked.kv_failover)
         except (Failed, Ended) as failed:
             print(f"FAILED: {failed}", flush=True)
             bench.report["failed"] = str(failed)
