@@ -39,10 +39,10 @@ const USAGE: &str = "usage: cargo xtask COMMAND
   wheel --target aarch64
                   the same for 64-bit ARM, tried under qemu-user with Debian's Python
   sdist           build the Python package's source distribution, and see that it compiles
-  results [--check | --from FOLDER]
+  results [--check | --all | --from FOLDER]
                   make BENCHMARKS.md and the README's figures from the reports in results/;
-                  or see whether they are made from them; or take in the reports of a GPU
-                  machine first, which replace those
+                  or see whether they are made from them; or print every figure; or take in
+                  the reports of a GPU machine first, which replace those
   style           the rules of the sources: layers, imports, lengths
   api             write the list of the public API, crates/warpipe/public-api.txt
   c header        write the C interface's header, crates/warpipe-c/include/warpipe.h
@@ -113,6 +113,9 @@ fn main() -> ExitCode {
             .map(|()| true),
         ["results"] => Workspace::find()
             .and_then(|workspace| results::write(&workspace, None))
+            .map(|()| true),
+        ["results", "--all"] => Workspace::find()
+            .and_then(|workspace| results::print(&workspace))
             .map(|()| true),
         ["results", "--check"] => Workspace::find()
             .and_then(|workspace| results::check(&workspace))

@@ -4,6 +4,7 @@
 //! `results/` holds one such folder. Everything else lies in `results/history/`: measurements of
 //! other commits that a design document cites.
 
+mod deciding;
 mod page;
 mod picture;
 mod quotes;
@@ -43,6 +44,12 @@ pub fn write(workspace: &Workspace, from: Option<&Path>) -> Outcome<()> {
     Ok(())
 }
 
+/// Prints every figure, with its floor, its target and its distribution.
+pub fn print(workspace: &Workspace) -> Outcome<()> {
+    print!("{}", page::page(&Reports::read(&current(workspace)?)?)?);
+    Ok(())
+}
+
 /// An error if a made file differs from the reports, if they are of several commits, or if a page
 /// for users quotes another figure.
 pub fn check(workspace: &Workspace) -> Outcome<()> {
@@ -73,7 +80,7 @@ fn made(workspace: &Workspace) -> Outcome<Vec<Made>> {
         },
         Made {
             path: workspace.root.join("BENCHMARKS.md"),
-            text: page::page(&reports, PICTURE)?,
+            text: deciding::page(&reports, PICTURE)?,
         },
         Made {
             text: quotes::readme(&read(&readme)?, &reports, PICTURE)?,

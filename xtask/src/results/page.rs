@@ -1,4 +1,4 @@
-//! BENCHMARKS.md, from the reports.
+//! Every figure, as `cargo xtask results --all` prints it.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -135,19 +135,19 @@ const PARTS: [(&str, usize); 9] = [
 ];
 
 /// One row of a table of figures.
-struct Row<'a> {
-    mode: String,
-    figure: &'a Figure,
+pub struct Row<'a> {
+    pub mode: String,
+    pub figure: &'a Figure,
 }
 
 /// The whole page.
-pub fn page(reports: &Reports, picture: &str) -> Outcome<String> {
+pub fn page(reports: &Reports) -> Outcome<String> {
     let head = reports.head()?;
     let rows = rows(reports);
     let mut text = String::new();
     introduction(&mut text, reports, head);
     parts(&mut text, reports);
-    pictures(&mut text, reports, picture);
+    pictures(&mut text, reports);
     not_met(&mut text, reports, &rows);
     for (title, sentence, benches) in TABLES {
         let rows: Vec<&Row> = rows
@@ -207,12 +207,8 @@ fn parts(text: &mut String, reports: &Reports) {
     }
 }
 
-fn pictures(text: &mut String, reports: &Reports, picture: &str) {
+fn pictures(text: &mut String, reports: &Reports) {
     let folder = folder_name(reports);
-    let _ = writeln!(
-        text,
-        "\n![Round trips, new weights, and the times after a SIGKILL](results/{folder}/{picture})"
-    );
     if !reports.pictures.is_empty() {
         let links = reports.pictures.iter().map(|name| {
             let stem = name.trim_end_matches(".svg");
@@ -277,7 +273,7 @@ fn distributions(text: &mut String, reports: &Reports, rows: &[Row]) {
     }
 }
 
-fn introduction(text: &mut String, reports: &Reports, head: &Head) {
+pub fn introduction(text: &mut String, reports: &Reports, head: &Head) {
     let days: BTreeSet<&str> = reports
         .heads()
         .map(|head| head.date.split('T').next().unwrap_or_default())
@@ -357,7 +353,7 @@ pub fn count_not_met(reports: &Reports) -> usize {
 }
 
 /// Every figure of `warpipe-bench`, once for each mode: of the report with the fewest GPUs.
-fn rows(reports: &Reports) -> Vec<Row<'_>> {
+pub fn rows(reports: &Reports) -> Vec<Row<'_>> {
     let mut seen = BTreeSet::new();
     let mut rows = Vec::new();
     for report in &reports.bench {
@@ -571,7 +567,7 @@ fn missed_by(figure: &Figure) -> String {
     }
 }
 
-fn quantity(value: f64, unit: &str) -> String {
+pub fn quantity(value: f64, unit: &str) -> String {
     format!("{} {unit}", number(value))
 }
 

@@ -1,0 +1,296 @@
+//! BENCHMARKS.md: the figures by which a user decides. `page` prints all others.
+
+use std::fmt::Write;
+
+use super::page::{
+    Row, count_not_met, folder_name, introduction, python_mode, quantity, ratios, rows, wrapped,
+};
+use super::report::Reports;
+use crate::Outcome;
+
+/// A figure as its benchmark names it (without the place, `one device` or `two devices`), and as a user asks for it.
+struct Pick {
+    question: &'static str,
+    bench: &'static str,
+    name: &'static str,
+}
+
+const fn pick(question: &'static str, bench: &'static str, name: &'static str) -> Pick {
+    Pick {
+        question,
+        bench,
+        name,
+    }
+}
+
+const GPU: [&str; 3] = ["time-sliced", "MPS", "two GPUs, time-sliced"];
+
+/// What processes on a GPU do.
+const ON_GPU: &[Pick] = &[
+    pick(
+        "round trip, a kernel on each side",
+        "handoff",
+        "kernel -> kernel, PLACE, sent",
+    ),
+    pick(
+        "the same, with the host as reader",
+        "handoff",
+        "kernel -> copy to host, PLACE, sent",
+    ),
+    pick(
+        "an item of a stream, 8 in flight",
+        "pipeline",
+        "per item, 8 in flight, PLACE",
+    ),
+    pick(
+        "an item for 4 subscribers",
+        "fanout",
+        "per item, kernels, 4 subscribers",
+    ),
+    pick(
+        "CPU time of a send to 1",
+        "send",
+        "CPU of a send, 1 subscribers",
+    ),
+    pick(
+        "CPU time of a send to 64",
+        "send",
+        "CPU of a send, 64 subscribers",
+    ),
+    pick(
+        "CPU share of a process that waits",
+        "idle",
+        "CPU of a process whose subscriber waits",
+    ),
+    pick(
+        "a job to a worker and its result back",
+        "queue",
+        "one job to a worker and back",
+    ),
+    pick(
+        "a semaphore there and back, kernel to kernel",
+        "semaphore",
+        "there and back, kernel to kernel, two processes",
+    ),
+    pick(
+        "reading another process's memory",
+        "bandwidth",
+        "reading an import, PLACE, 256 MiB",
+    ),
+    pick("opening 1 GiB by ticket", "attach", "by ticket, 1 GiB"),
+    pick(
+        "8 bytes there and back between running kernels",
+        "kernel_ring",
+        "8 bytes there and back between two kernels, PLACE",
+    ),
+    pick(
+        "a hand-over through C, beside Rust",
+        "c",
+        "CPU of a hand-over through C",
+    ),
+    pick(
+        "a queue of PyTorch, 4 KiB, beside PyTorch's own",
+        "torch_queue",
+        "4 KiB, segments, PLACE: a round trip, beside PyTorch's",
+    ),
+    pick(
+        "the same, 64 MiB",
+        "torch_queue",
+        "64 MiB, segments, PLACE: a round trip, beside PyTorch's",
+    ),
+    pick(
+        "the same, 1 GiB, memory of `warpipe.torch.pool()`",
+        "torch_queue",
+        "1 GiB, pool, PLACE: a round trip, beside PyTorch's",
+    ),
+    pick(
+        "publisher killed: its subscriber knows",
+        "death",
+        "publisher killed mid-kernel: kill -> receive() returns PeerGone",
+    ),
+    pick(
+        "publisher killed: a stream that waits goes on",
+        "death",
+        "publisher killed mid-kernel: kill -> the stuck stream is free, SampleLost",
+    ),
+    pick(
+        "subscriber killed: its slots are lent again",
+        "death",
+        "subscriber killed mid-kernel: kill -> its slots are lent again",
+    ),
+    pick(
+        "load of 7.6 GiB from files",
+        "weights",
+        "load of the files, the device open",
+    ),
+    pick(
+        "opening a model that is there",
+        "weights",
+        "open, with a context there",
+    ),
+    pick(
+        "a new version in two engines, by copy",
+        "weights",
+        "new version in two engines, by copy, hash=device",
+    ),
+    pick(
+        "a new version in two engines, in place",
+        "weights",
+        "new version in two engines, in place, hash=device",
+    ),
+    pick(
+        "the same by torch.multiprocessing",
+        "weights",
+        "new version in two engines, torch.multiprocessing, two engines that copy",
+    ),
+    pick(
+        "killed in a step: the next token, KV cache kept",
+        "weights",
+        "kill in a step until the next token, with the KV cache kept",
+    ),
+    pick(
+        "killed in a request: its answer by a standby",
+        "weights",
+        "kill in a request until its answer by a standby",
+    ),
+    pick(
+        "killed: another worker's first token",
+        "weights",
+        "kill of a worker until another one's first token",
+    ),
+    pick(
+        "memory with 4 workers, beside 4 copies",
+        "weights",
+        "GPU memory with 4 workers, beside a copy for each",
+    ),
+];
+
+/// What needs no GPU.
+const ON_HOST: &[Pick] = &[
+    pick(
+        "128 bytes one way, beside iceoryx2",
+        "host path",
+        "128 bytes one way, polling, not pinned, beside iceoryx2",
+    ),
+    pick(
+        "the same, a receiver that sleeps",
+        "host path",
+        "128 bytes one way, receiver asleep, not pinned, beside iceoryx2",
+    ),
+    pick(
+        "128 bytes to 4 subscribers, beside iceoryx2",
+        "host path",
+        "128 bytes pipelined, 4 subscribers, polling, not pinned, beside iceoryx2",
+    ),
+    pick(
+        "1 MiB through two bridges, beside Zenoh",
+        "bridge",
+        "1 MiB behind each other",
+    ),
+    pick(
+        "64 MiB through two bridges, beside Zenoh",
+        "bridge",
+        "64 MiB behind each other",
+    ),
+];
+
+/// The whole page.
+pub fn page(reports: &Reports, picture: &str) -> Outcome<String> {
+    let head = reports.head()?;
+    let all = rows(reports);
+    let mut text = String::new();
+    introduction(&mut text, reports, head);
+    let folder = folder_name(reports);
+    let _ = writeln!(
+        text,
+        "\n![Round trips, new weights, and the times after a SIGKILL](results/{folder}/{picture})"
+    );
+    text += "\n## On a GPU\n\n";
+    let _ = writeln!(text, "| | {} |\n| --- | --- | --- | --- |", GPU.join(" | "));
+    for pick in ON_GPU {
+        let cells = GPU.map(|mode| cell(&all, pick, mode));
+        if cells.iter().any(|cell| !cell.is_empty()) {
+            let _ = writeln!(text, "| {} | {} |", pick.question, cells.join(" | "));
+        }
+    }
+    python(&mut text, reports);
+    text += "\n## On the host\n\n| | ours, and beside the floor |\n| --- | --- |\n";
+    for pick in ON_HOST {
+        let _ = writeln!(text, "| {} | {} |", pick.question, cell(&all, pick, "host"));
+    }
+    text += "\n## Known gaps\n\n";
+    text += &wrapped(&format!(
+        "`(!)` marks a target that is not met. `cargo xtask results --all` prints every figure, with its floor, its \
+         target and its distribution; {} targets are not met in all.",
+        count_not_met(reports)
+    ));
+    text.push('\n');
+    Ok(text)
+}
+
+/// `290.5 us, 1.02 x`, or nothing where it was not measured.
+fn cell(all: &[Row], pick: &Pick, mode: &str) -> String {
+    let place = if mode.starts_with("two GPUs") {
+        "two devices"
+    } else {
+        "one device"
+    };
+    let name = pick.name.replace("PLACE", place);
+    let mut found = all.iter().filter(|row| row.mode == mode);
+    let Some(row) = found.find(|row| row.figure.bench == pick.bench && row.figure.name == name)
+    else {
+        return String::new();
+    };
+    let figure = row.figure;
+    let ratio = figure.floor.filter(|floor| *floor > 0.0);
+    let ratio = ratio.map_or(String::new(), |floor| {
+        format!(", {:.2} x", figure.ours / floor)
+    });
+    let mark = if figure.met == Some(false) {
+        " (!)"
+    } else {
+        ""
+    };
+    format!("{}{ratio}{mark}", quantity(figure.ours, &figure.unit))
+}
+
+/// Round trips from Python, each beside the fastest way of PyTorch's own.
+fn python(text: &mut String, reports: &Reports) {
+    let mut lines = String::new();
+    for report in &reports.python {
+        let chosen = [1 << 20, 1 << 30];
+        let is_ours = |role: &str| ["ours", "ours, copied"].contains(&role);
+        let ours = report
+            .contestants
+            .iter()
+            .filter(|row| row.status == "measured" && is_ours(&row.role));
+        for row in ours.filter(|row| chosen.contains(&row.bytes)) {
+            let Some([(mine, theirs), _]) = ratios(report, row) else {
+                continue;
+            };
+            let size = if row.bytes == 1 << 20 {
+                "1 MiB"
+            } else {
+                "1 GiB"
+            };
+            let how = if row.role == "ours" {
+                "in a slot"
+            } else {
+                "copied by `send`"
+            };
+            let _ = writeln!(
+                lines,
+                "| {size} {how}, {} | {} | {} | {:.2} |",
+                python_mode(report, &row.place),
+                quantity(mine, "us"),
+                quantity(theirs, "us"),
+                mine / theirs
+            );
+        }
+    }
+    if !lines.is_empty() {
+        *text += "\n## Round trips from Python\n\n| tensor | warpipe | torch.multiprocessing | ratio |\n\
+                  | --- | --- | --- | --- |\n";
+        *text += &lines;
+    }
+}
