@@ -207,11 +207,18 @@ pub fn page(reports: &Reports, picture: &str) -> Outcome<String> {
     );
     text += "\n## On a GPU\n\n";
     let _ = writeln!(text, "| | {} |\n| --- | --- | --- | --- |", GPU.join(" | "));
+    let mut missing = Vec::new();
     for pick in ON_GPU {
         let cells = GPU.map(|mode| cell(&all, pick, mode));
         if cells.iter().any(|cell| !cell.is_empty()) {
             let _ = writeln!(text, "| {} | {} |", pick.question, cells.join(" | "));
+        } else {
+            missing.push(pick.question);
         }
+    }
+    if !missing.is_empty() {
+        let said = format!("Not measured at this commit: {}.", missing.join("; "));
+        let _ = writeln!(text, "\n{}", wrapped(&said));
     }
     python(&mut text, reports);
     text += "\n## On the host\n\n| | ours, and beside the floor |\n| --- | --- |\n";
@@ -292,5 +299,30 @@ fn python(text: &mut String, reports: &Reports) {
         *text += "\n## Round trips from Python\n\n| tensor | warpipe | torch.multiprocessing | ratio |\n\
                   | --- | --- | --- | --- |\n";
         *text += &lines;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::workspace::Workspace;
+
+    #[test]
+    fn every_figure_of_the_page_is_one_that_a_benchmark_reports() {
+        let root = Workspace::find().unwrap().root;
+        let found = std::fs::read_dir(root.join("results")).unwrap();
+        let mut folders = found.map(|entry| entry.unwrap().path());
+        let folder = folders.find(|path| !path.ends_with("history")).unwrap();
+        let reports = Reports::read(&folder).unwrap();
+        let all = rows(&reports);
+        let is_there = |pick: &&Pick| all.iter().any(|row| row.figure.bench == pick.bench);
+        for pick in ON_GPU.iter().chain(ON_HOST).filter(is_there) {
+            let modes = GPU.iter().chain(&["host"]);
+            let measured = modes
+                .filter(|mode| !cell(&all, pick, mode).is_empty())
+                .count();
+            let is_new = pick.name.starts_with("new version") || pick.name.starts_with("kill ");
+            assert!(measured > 0 || is_new, "{}: {}", pick.bench, pick.name);
+        }
     }
 }

@@ -651,7 +651,7 @@ mod tests {
         for (name, report) in files {
             std::fs::write(folder.path().join(name), report.to_string()).unwrap();
         }
-        page(&Reports::read(folder.path()).unwrap(), "round-trip.svg").unwrap()
+        page(&Reports::read(folder.path()).unwrap()).unwrap()
     }
 
     #[test]
