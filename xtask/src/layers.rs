@@ -1,5 +1,8 @@
 //! The library's modules form layers, and a module uses its own layer and those below it. The table
-//! is the block of ARCHITECTURE.md that begins with `error`.
+//! is the block of ARCHITECTURE.md that begins with `error`. Inside a module there are no
+//! [`circles`].
+
+mod circles;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -22,13 +25,14 @@ const SEPARATE: &str = "(separate)";
 /// Checks every file of the library against the table.
 ///
 /// # Errors
-/// An upward use, or a module without a layer.
+/// An upward use, a circle, or a module without a layer.
 pub fn check(workspace: &Workspace) -> Outcome<()> {
     let map = workspace.root.join("ARCHITECTURE.md");
     let map = fs::read_to_string(&map).map_err(|error| format!("ARCHITECTURE.md: {error}"))?;
     let layers = Layers::parse(&map)?;
     let library = workspace.root.join("crates/warpipe/src");
     let mut found = BTreeSet::new();
+    let mut modules = circles::Modules::default();
     for path in workspace.sources("rs")? {
         let Ok(file) = path.strip_prefix(&library) else {
             continue;
@@ -39,6 +43,7 @@ pub fn check(workspace: &Workspace) -> Outcome<()> {
         }
         let text = fs::read_to_string(&path)
             .map_err(|error| format!("{} not read: {error}", path.display()))?;
+        modules.add(&file.with_extension("").display().to_string(), &text);
         let file = file.display().to_string();
         for used in uses(&text) {
             if !layers.allow(&of, &used)? {
@@ -50,6 +55,11 @@ pub fn check(workspace: &Workspace) -> Outcome<()> {
     if !found.is_empty() {
         let found: Vec<_> = found.into_iter().collect();
         return Err(format!("upward uses: {}", found.join(", ")));
+    }
+    let circles = modules.circles();
+    println!("circles of files: {}", circles.len());
+    if !circles.is_empty() {
+        return Err(format!("circles: {}", circles.join("; ")));
     }
     Ok(())
 }

@@ -1,8 +1,11 @@
 //! Stand-in for a pool's shared part: the bookkeeping only.
 
+#[path = "../../../crates/warpipe/src/pool/allocator/block.rs"]
+pub(crate) mod block;
+
 use std::collections::HashMap;
 
-use super::block::{BlockUsers, Borrower, LentBlock, PoolCounts};
+use self::block::{BlockUsers, Borrower, LentBlock, PoolCounts};
 use super::last_writers::LastWriters;
 use crate::memory::arena::{Arena, SlotId};
 

@@ -2,8 +2,7 @@
 //! library's.
 
 pub(crate) mod allocator;
-#[path = "../../../crates/warpipe/src/pool/block.rs"]
-pub(crate) mod block;
+pub(crate) use self::allocator::block;
 #[path = "../histories/pool.rs"]
 pub mod histories;
 #[path = "../../../crates/warpipe/src/pool/last_writers.rs"]

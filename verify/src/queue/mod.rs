@@ -15,7 +15,7 @@ pub(crate) mod worker_leases;
 #[path = "../../../crates/warpipe/src/queue/worker_session.rs"]
 pub(crate) mod worker_session;
 
-pub(crate) mod job_handle {
+pub(crate) mod job_result {
     #[derive(Debug)]
     pub(crate) struct JobResult(pub(crate) u64);
 
@@ -51,12 +51,6 @@ pub(crate) mod loan {
 pub(crate) mod owner {
     use super::loan::Loan;
     use crate::error::Error;
-
-    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-    pub(crate) enum ResultOrder {
-        Submission,
-        Completion,
-    }
 
     #[derive(Debug)]
     pub(crate) struct SubmitError {

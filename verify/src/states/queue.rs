@@ -14,9 +14,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::dispatcher::Dispatcher;
-use super::job_table::{Outcome, QueueRules};
+use super::job_table::{Outcome, QueueRules, ResultOrder};
 use super::loan::Loan;
-use super::owner::ResultOrder;
 use super::wire::{Answer, AnswerKind, DeliveryTag};
 use super::worker_session::Completed;
 use crate::pubsub::{Data, Line};

@@ -21,8 +21,9 @@ mod tests;
 
 use serde::{Deserialize, Serialize};
 
-pub use self::server::{AllocationServer, AllocationServerBuilder, AllocationStats};
+pub use self::server::{AllocationServer, AllocationServerBuilder};
 pub use self::session::{AllocationClient, OpenAllocation};
+pub use self::shares::AllocationStats;
 use crate::backend::{Access, DeviceId, TimelineWord};
 
 crate::ipc::messages!(

@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use super::shares::Shares;
+use super::shares::{AllocationStats, Shares};
 use crate::backend::{Access, DevicePtr};
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -87,22 +87,6 @@ pub struct AllocationServer {
 struct Inner {
     server: IpcServer,
     shares: Arc<Shares>,
-}
-
-/// The state of a server, from [`AllocationServer::stats`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct AllocationStats {
-    /// Shares that no client has opened.
-    pub unclaimed: usize,
-    /// Shares that a client has open.
-    pub claimed: usize,
-    /// Bytes of both.
-    pub bytes: u64,
-    /// Runs of allocations that are held, for shares or for a second after the last one.
-    pub runs: usize,
-    /// Clients that are connected, or still have shares.
-    pub clients: usize,
 }
 
 impl AllocationServer {

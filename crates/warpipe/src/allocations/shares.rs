@@ -8,7 +8,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::claims::{Claims, Ended};
-use super::server::AllocationStats;
 use super::{
     AllocationNotice, AllocationReply, AllocationRequest, CLAIMS_BYTES, Grant, HelloReply, Place,
     READY_BYTES, READY_MAX, word_at,
@@ -32,6 +31,22 @@ use crate::stream::Stream;
 /// How long a run is held that no share lies in: a sender of many small tensors of one allocation
 /// exports it once.
 const RUN_IDLE: Duration = Duration::from_secs(1);
+
+/// The state of a server, from [`AllocationServer::stats`](crate::AllocationServer::stats).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct AllocationStats {
+    /// Shares that no client has opened.
+    pub unclaimed: usize,
+    /// Shares that a client has open.
+    pub claimed: usize,
+    /// Bytes of both.
+    pub bytes: u64,
+    /// Runs of allocations that are held, for shares or for a second after the last one.
+    pub runs: usize,
+    /// Clients that are connected, or still have shares.
+    pub clients: usize,
+}
 
 /// A range that is shared once.
 pub(super) struct Share {

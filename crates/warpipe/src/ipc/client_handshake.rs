@@ -12,6 +12,7 @@ use super::message::{self, Message, Received};
 use super::peer::Peer;
 use super::{Address, Kind};
 use crate::backend::DeviceId;
+use crate::backoff::Backoff;
 use crate::error::{Error, HandshakeFault, Result};
 use crate::runtime::closer::{PeerFd, PeerSocket};
 use crate::runtime::heartbeat::Uptime;
@@ -91,8 +92,7 @@ impl ClientHandshake {
             kind: self.kind,
             body: body.to_vec(),
         };
-        message::send_first(self.socket.as_fd(), &hello, &self.limit)
-            .map_err(|error| self.unsent(error))
+        send_first(self.socket.as_fd(), &hello, &self.limit).map_err(|error| self.unsent(error))
     }
 
     /// Sends a later message. If the server has closed, its answer that says why can still be read.
@@ -169,6 +169,29 @@ impl ClientHandshake {
         Error::Handshake {
             name: self.name.clone(),
             fault,
+        }
+    }
+}
+
+/// Sends the first message of a connection. The listener may let no descriptors in before it has
+/// checked the peer (see [`Listener::set_wary`](crate::runtime::closer::Listener::set_wary)). So
+/// the message is sent again until the listener lets it in, replies, or `limit` is over.
+fn send_first(
+    socket: BorrowedFd<'_>,
+    message: &Message,
+    limit: &HandshakeLimit,
+) -> std::result::Result<(), Errno> {
+    let mut backoff = Backoff::default();
+    loop {
+        match message::send(socket, message, &[]) {
+            Err(Errno::PERM)
+                if !limit.left().is_zero() && !message::wait_readable(socket, Duration::ZERO) =>
+            {
+                backoff.pause()
+            }
+            // The refusal that explains the error may be waiting to be read.
+            Err(Errno::PIPE | Errno::CONNRESET | Errno::PERM) => return Ok(()),
+            other => return other,
         }
     }
 }

@@ -17,12 +17,10 @@ use rustix::net::{
 use serde::{Deserialize, Serialize};
 
 use crate::backend::{Access, DeviceId};
-use crate::backoff::Backoff;
 use crate::error::PeerLimit;
 use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::lifeline::Lifeline;
 use crate::fork::{CloseOnForkFd, NoForkSection};
-use crate::ipc::client_handshake::HandshakeLimit;
 use crate::ipc::{FDS_MAX, Kind};
 use crate::os::take_standard;
 use crate::runtime::closer::{PeerFd, PeerSocket, peek, peer_of};
@@ -224,29 +222,6 @@ pub(crate) fn is_own(error: Errno) -> bool {
         error,
         Errno::TOOMANYREFS | Errno::NOBUFS | Errno::NOMEM | Errno::MFILE | Errno::NFILE
     )
-}
-
-/// Sends the first message of a connection. The listener may let no descriptors in before it has
-/// checked the peer (see [`Listener::set_wary`](crate::runtime::closer::Listener::set_wary)). So
-/// the message is sent again until the listener lets it in, replies, or `limit` is over.
-pub(crate) fn send_first(
-    socket: BorrowedFd<'_>,
-    message: &Message,
-    limit: &HandshakeLimit,
-) -> std::result::Result<(), Errno> {
-    let mut backoff = Backoff::default();
-    loop {
-        match send(socket, message, &[]) {
-            Err(Errno::PERM)
-                if !limit.left().is_zero() && !wait_readable(socket, Duration::ZERO) =>
-            {
-                backoff.pause()
-            }
-            // The refusal that explains the error may be waiting to be read.
-            Err(Errno::PIPE | Errno::CONNRESET | Errno::PERM) => return Ok(()),
-            other => return other,
-        }
-    }
 }
 
 /// The eight bytes before a message.

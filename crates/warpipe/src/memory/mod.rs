@@ -9,6 +9,7 @@ pub(crate) mod mapped_region;
 mod owned;
 pub(crate) mod pieces;
 mod published;
+pub(crate) mod published_wire;
 pub(crate) mod region;
 mod shared;
 pub(crate) mod slice;
@@ -17,11 +18,11 @@ mod tests;
 pub(crate) mod ticket;
 pub(crate) mod weak_cache;
 
-pub(crate) use self::owned::PiecesInfo;
 pub use self::owned::{Export, Memory, MemoryInfo};
 pub use self::published::{Publication, Published};
+pub(crate) use self::shared::PiecesInfo;
 pub use self::shared::SharedMemory;
 pub use self::slice::DeviceSlice;
 pub use self::ticket::Ticket;
 
-crate::ipc::messages!(published::TicketReply, published::TicketRequest);
+crate::ipc::messages!(published_wire::TicketReply, published_wire::TicketRequest);

@@ -8,16 +8,14 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::mapped_region::MappedRegion;
-use super::published::{Publication, Published};
 use super::region::Region;
-use super::shared::SharedMemory;
+use super::shared::{PiecesInfo, SharedMemory};
 use super::slice::{DeviceSlice, check_range};
 use crate::backend::{Access, DeviceId};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
 use crate::fork::driver_files::EXPORTED;
-use crate::ipc::domain::Domain;
 
 /// An allocation that can be given to other processes (`cuMemCreate` with an exportable handle; a
 /// sealed memfd on the host). Zeroed at first. Cheap to clone: all clones are one.
@@ -68,15 +66,6 @@ pub struct MemoryInfo {
     pub mapped_bytes: u64,
     /// The device that the memory lies on.
     pub device: DeviceId,
-}
-
-/// Memory that comes as descriptors of pieces of one length.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct PiecesInfo {
-    pub(crate) piece_bytes: u64,
-    /// The length of all that is used.
-    pub(crate) bytes: u64,
-    pub(crate) device: DeviceId,
 }
 
 fn check_import(device: &Device, info: &MemoryInfo) -> Result<()> {
@@ -238,19 +227,5 @@ impl Memory {
     /// which number.
     pub(crate) fn identify(&self, generation: [u8; 16], number: u64) {
         self.mapping.region().identify(generation, number);
-    }
-
-    /// Publishes it under a name, read-only, for this user: see [`publication`](Self::publication)
-    /// for more.
-    ///
-    /// # Errors
-    /// As [`Publication::build`].
-    pub fn publish(&self, domain: &Domain, name: &str) -> Result<Published> {
-        self.publication(name).domain(domain).build()
-    }
-
-    /// Options to publish the memory under a name.
-    pub fn publication(&self, name: &str) -> Publication {
-        Publication::new(self, name)
     }
 }

@@ -1,46 +1,36 @@
 //! Memory published under a name: serves clients that have a ticket.
 
 use std::ops::{Bound, RangeBounds};
-use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use serde::{Deserialize, Serialize};
-
-use super::mapped_region::{IMPORTS, ImportKey, MappedRegion};
+use super::mapped_region::{IMPORTS, ImportKey};
 use super::owned::Memory;
-use super::region::Region;
-use super::ticket::{Incarnation, Ticket, Wanted};
+use super::published_wire::{PUBLISHED_ID, TicketReply, TicketRequest};
+use super::ticket::{Ticket, Wanted};
 use crate::backend::{Access, DeviceId};
-use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
-    Address, ClientInfo, IncomingReply, IpcServer, Kind, OutgoingReply, Rejection, RequestHandler,
-    ServerCore, decode,
+    Address, ClientInfo, IpcServer, Kind, OutgoingReply, Rejection, RequestHandler, ServerCore,
+    decode,
 };
 use crate::options::{EndpointOptions, option_setters};
 
-/// The number of the one memory of a publication.
-pub(super) const PUBLISHED_ID: u64 = 0;
+impl Memory {
+    /// Publishes it under a name, read-only, for this user: see [`publication`](Self::publication)
+    /// for more.
+    ///
+    /// # Errors
+    /// As [`Publication::build`].
+    pub fn publish(&self, domain: &Domain, name: &str) -> Result<Published> {
+        self.publication(name).domain(domain).build()
+    }
 
-/// A client's request.
-#[derive(Debug, Serialize, Deserialize)]
-pub(super) struct TicketRequest {
-    pub(super) incarnation: Option<Incarnation>,
-    pub(super) id: u64,
-}
-
-/// The reply; a descriptor goes with the memory.
-#[derive(Debug, Serialize, Deserialize)]
-pub(super) enum TicketReply {
-    Memory {
-        mapped: u64,
-        bytes: u64,
-        access: Access,
-        owner: DeviceId,
-    },
-    Expired,
+    /// Options to publish the memory under a name.
+    pub fn publication(&self, name: &str) -> Publication {
+        Publication::new(self, name)
+    }
 }
 
 /// Options for publishing memory.
@@ -237,38 +227,4 @@ impl RequestHandler for PublishedHandler {
     fn runs_on_reactor(&self) -> bool {
         true
     }
-}
-
-/// Checks and maps the memory in a publication's reply. `None` if it is another publication than
-/// the requested one.
-pub(super) fn import(
-    incoming: IncomingReply,
-    device: &Device,
-    name: &str,
-) -> Result<Option<MappedRegion>> {
-    let wrong = |field, found: String, allowed: &str| Error::Protocol {
-        name: name.to_string(),
-        field,
-        found,
-        allowed: allowed.to_string(),
-    };
-    let TicketReply::Memory {
-        mapped,
-        bytes,
-        access,
-        owner,
-    } = decode(&incoming.body, name)?
-    else {
-        return Ok(None);
-    };
-    if bytes == 0 || bytes > mapped {
-        return Err(wrong("bytes", bytes.to_string(), &format!("1 to {mapped}")));
-    }
-    let [fd] = &incoming.fds[..] else {
-        return Err(wrong("descriptors", incoming.fds.len().to_string(), "1"));
-    };
-    super::shared::check_reach(device, owner)?;
-    let region = Region::import(device, fd.as_fd(), mapped, access, owner)?;
-    fd.approve();
-    MappedRegion::of(region, device, owner, access, bytes).map(Some)
 }

@@ -7,7 +7,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::mapped_region::MappedRegion;
-use super::owned::PiecesInfo;
 use super::slice::DeviceSlice;
 use crate::backend::DeviceId;
 use crate::device::Device;
@@ -50,7 +49,7 @@ impl SharedMemory {
         self.mapping.wait_idle(timeout)
     }
 
-    /// Maps other memory at the address of all of this, which [`Memory::import_shared`] mapped: see
+    /// Maps other memory at the address of all of this, which [`Memory::import_shared`](crate::Memory::import_shared) mapped: see
     /// [`Region::replace`](super::region::Region::replace).
     ///
     /// # Safety
@@ -86,6 +85,15 @@ impl SharedMemory {
     pub fn name(&self) -> &str {
         self.slice.name()
     }
+}
+
+/// Memory that comes as descriptors of pieces of one length.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PiecesInfo {
+    pub(crate) piece_bytes: u64,
+    /// The length of all that is used.
+    pub(crate) bytes: u64,
+    pub(crate) device: DeviceId,
 }
 
 /// Whether `device` can at all map memory of `owner`: a GPU no memfd, and the host no GPU's memory.

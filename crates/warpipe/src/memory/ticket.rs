@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::mapped_region::{IMPORTS, ImportKey, MappedRegion};
-use super::published::{self, PUBLISHED_ID, TicketRequest};
+use super::published_wire::{self, Incarnation, PUBLISHED_ID, TicketRequest};
 use super::shared::{SharedMemory, check_reach};
 use crate::backend::DeviceId;
 use crate::device::Device;
@@ -16,9 +16,6 @@ use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::handle::{self, HandleKind, text_form};
 use crate::ipc::{Address, ClientSession, Kind, encode};
 use crate::origin::ProcessOrigin;
-
-/// One run of an endpoint.
-pub(crate) type Incarnation = [u8; 16];
 
 /// Names memory of a process on this machine: domain, endpoint, its incarnation, the memory's
 /// number, a range of its bytes, and its device. A text ([`Display`](std::fmt::Display) and
@@ -177,7 +174,7 @@ impl Ticket {
         IMPORTS.get_or(
             &key,
             |_| true,
-            || match published::import(incoming, device, self.name())? {
+            || match published_wire::import(incoming, device, self.name())? {
                 Some(mapping) => {
                     mapping.region().identify(session.generation(), id);
                     Ok(Arc::new(mapping))

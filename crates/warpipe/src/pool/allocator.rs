@@ -1,14 +1,17 @@
 //! The state that all handles of one pool share: its memory and the users of each block. **This
 //! module is marked for unsafe**: it enqueues work on blocks by address.
 
+pub(super) mod block;
+pub(super) mod users;
+
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
 use std::time::Duration;
 
+use self::block::{BlockUsers, Borrower, LentBlock, PoolCounts};
+use self::users::{OverQuota, Quotas, Room, Users};
 use super::PoolNotice;
-use super::block::{BlockUsers, Borrower, LentBlock, PoolCounts};
 use super::last_writers::LastWriter;
-use super::users::{OverQuota, Quotas, Room, Users};
 use crate::backend::{Access, DeviceId, DevicePtr, StreamOp};
 use crate::backoff::Backoff;
 use crate::clock::Stopwatch;
@@ -21,8 +24,9 @@ use crate::ipc::limits::QuotaPermit;
 use crate::ipc::{Kind, OutgoingReply, ServerCore};
 use crate::memory::DeviceSlice;
 use crate::memory::arena::{Arena, SLOTS_MAX, SlotId};
+use crate::memory::published_wire::Incarnation;
 use crate::memory::slice::Mapping;
-use crate::memory::ticket::{Incarnation, Ticket, Wanted};
+use crate::memory::ticket::{Ticket, Wanted};
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::StreamSet;
 use crate::runtime::reactor::Reactor;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::allocator::PoolAllocator;
-use super::users::{PoolUsage, Quota, Quotas};
+use super::allocator::users::{PoolUsage, Quota, Quotas};
 use crate::backend::Access;
 use crate::device::Device;
 use crate::error::{Error, Result};

@@ -5,12 +5,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::allocator::check_bytes;
-use super::session::{BlockGuard, PoolSession, SESSIONS, wrong};
+use super::session::{BlockGuard, LentBuffer, PoolSession, SESSIONS, wrong};
 use super::{AllocReply, AllocRequest, Hello};
 use crate::clock::Stopwatch;
 use crate::device::Device;
 use crate::error::{Error, Expiry, Result};
-use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::{Kind, encode};
 use crate::memory::DeviceSlice;
 use crate::memory::mapped_region::ImportKey;
@@ -200,15 +199,6 @@ impl PoolClient {
 /// The owner cannot know when a device will release a block, so the peer repeats its request.
 fn pause(left: Duration) {
     std::thread::park_timeout(left.min(RETRY_INTERVAL));
-}
-
-/// A block of another process's pool. The drop releases it: the owner reuses it when the recorded
-/// streams are past it. It stays valid when its owner closes the pool, or dies. Its methods to read
-/// and write are those of [`DeviceSlice`].
-#[derive(Debug)]
-pub struct LentBuffer {
-    pub(super) guard: LeakOnFork<BlockGuard>,
-    pub(super) slice: DeviceSlice,
 }
 
 impl Deref for LentBuffer {

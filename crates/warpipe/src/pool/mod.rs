@@ -10,7 +10,6 @@
 //! streams show it. Each user has regions of its own, and may have a quota (`users`).
 
 mod allocator;
-mod block;
 mod buffer;
 mod client;
 mod last_writers;
@@ -18,18 +17,18 @@ mod server;
 mod session;
 #[cfg(test)]
 mod tests;
-mod users;
 #[cfg(test)]
 mod users_tests;
 
 use serde::{Deserialize, Serialize};
 
+use self::allocator::users::OverQuota;
+pub use self::allocator::users::{PoolUsage, Quota};
 pub use self::buffer::{Buffer, Pool, PoolBuilder, PoolStats};
-pub use self::client::{LentBuffer, PoolClient};
-use self::users::OverQuota;
-pub use self::users::{PoolUsage, Quota};
+pub use self::client::PoolClient;
+pub use self::session::LentBuffer;
 use crate::backend::{Access, DeviceId, TimelineWord};
-use crate::memory::ticket::Incarnation;
+use crate::memory::published_wire::Incarnation;
 
 crate::ipc::messages!(AllocReply, Hello, HelloReply, AllocRequest, PoolNotice);
 

@@ -3,8 +3,8 @@
 
 use std::sync::Arc;
 
+use super::allocator::block::{BlockUsers, Borrower, LentBlock};
 use super::allocator::{AllocOutcome, PoolAllocator, PoolState};
-use super::block::{BlockUsers, Borrower, LentBlock};
 use super::{AllocReply, AllocRequest, BlockGrant, Hello, HelloReply, PAGE_BYTES, cleared_at};
 use crate::backend::Access;
 use crate::fork::CloseOnForkFd;

@@ -7,7 +7,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::client::LentBuffer;
 use super::{
     AllocReply, AllocRequest, BlockGrant, HelloReply, PAGE_BYTES, PAIRS_MAX, PoolNotice,
     cleared_at, released_at,
@@ -21,7 +20,7 @@ use crate::ipc::{ClientSession, IncomingReply, REPLY_TIMEOUT, SessionObserver, d
 use crate::memory::arena::REGIONS_MAX;
 use crate::memory::mapped_region::{ImportKey, MappedRegion};
 use crate::memory::region::Region;
-use crate::memory::slice::check_range;
+use crate::memory::slice::{DeviceSlice, check_range};
 use crate::memory::weak_cache::WeakCache;
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::heartbeat::Uptime;
@@ -122,6 +121,15 @@ impl SessionObserver for PoolObserver {
             self.regions.unmap_deferred(region, &self.reactor);
         }
     }
+}
+
+/// A block of another process's pool. The drop releases it: the owner reuses it when the recorded
+/// streams are past it. It stays valid when its owner closes the pool, or dies. Its methods to read
+/// and write are those of [`DeviceSlice`].
+#[derive(Debug)]
+pub struct LentBuffer {
+    pub(super) guard: LeakOnFork<BlockGuard>,
+    pub(super) slice: DeviceSlice,
 }
 
 impl PoolSession {

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::sync::{Arc, Mutex, OnceLock, Weak, mpsc};
 use std::time::{Duration, Instant};
 
+use super::allocator::block::BlockUsers;
 use super::allocator::{AllocOutcome, PoolAllocator};
-use super::block::BlockUsers;
 use super::*;
 use crate::backend::testing::{Hook, Wrapped};
 use crate::error::Expiry;

@@ -8,7 +8,9 @@
 //! messages, descriptors), a sealed memfd (the *link segment*, in which samples are announced) and
 //! a wake channel. Formats: `docs/design/link.md`. Deaths: `docs/design/recovery.md`.
 
+mod builder;
 pub(crate) mod entry;
+mod observer;
 mod publisher;
 mod publisher_core;
 mod publisher_link;
@@ -18,11 +20,11 @@ mod subscriber;
 mod subscriber_link;
 mod unicast;
 
-pub use publisher::{
-    PeerCredentials, Policy, Publisher, PublisherBuilder, SampleMut, SendError, SlotHold,
-    SlotReturn, SubscriberInfo,
-};
+pub use builder::{PeerCredentials, Policy, PublisherBuilder, SubscriberInfo};
+pub(crate) use observer::{Disconnects, LinkedSubscriber, SubscriberChanges};
+pub use publisher::{Publisher, SampleMut, SendError};
+pub(crate) use publisher_core::RetainedSlot;
+pub use publisher_core::{SlotHold, SlotReturn};
 pub use sample::{Discontinuity, PreviousPublisher, Receipt, Sample};
 pub(crate) use subscriber::{CompletionWait, RawSample};
 pub use subscriber::{Samples, Subscriber, SubscriberBuilder};
-pub(crate) use unicast::{Disconnects, LinkedSubscriber, RetainedSlot, SubscriberChanges};

@@ -10,17 +10,19 @@ mod backpressure;
 mod history;
 mod links;
 mod placement;
+mod recipients;
 mod send;
 mod send_turn;
 mod slot_fences;
+mod slot_handles;
 mod state;
 #[cfg(test)]
 mod tests;
 mod unicast;
 
-pub(super) use state::HeldRegion;
-pub(super) use unicast::Recipients;
-pub(crate) use unicast::{Disconnects, LinkedSubscriber, RetainedSlot, SubscriberChanges};
+pub(super) use recipients::Recipients;
+pub use slot_handles::{SlotHold, SlotReturn};
+pub(crate) use unicast::RetainedSlot;
 
 use std::sync::{Arc, MutexGuard, Weak};
 use std::time::{Duration, Instant};
@@ -30,7 +32,7 @@ use self::links::Links;
 use self::placement::Placement;
 use self::slot_fences::SlotFences;
 use self::state::PublisherState;
-use super::publisher::{PublisherBuilder, SlotHold, SlotReturn, SubscriberInfo};
+use super::builder::{PublisherBuilder, SubscriberInfo};
 use super::subscriber_link::{LinkPhase, SubscriberLink};
 use crate::backoff::Backoff;
 use crate::clock::Stopwatch;

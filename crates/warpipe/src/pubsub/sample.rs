@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::publisher_link::PublisherLink;
-use super::subscriber::{SampleSlot, TakenSample};
 use crate::backend::DevicePtr;
 use crate::clock::now_ns;
 use crate::error::{Error, Result};
+use crate::memory::region::Region;
 use crate::memory::slice::zeroed;
 use crate::pubsub::entry::{CheckedEntry, Metadata};
 use crate::stream::Stream;
@@ -33,6 +33,22 @@ pub struct PreviousPublisher {
     pub pid: i32,
     /// Whether it closed gracefully; otherwise it died, or the link to it ended first.
     pub graceful: bool,
+}
+
+/// A sample that belongs to this end.
+#[derive(Debug)]
+pub(super) struct TakenSample {
+    pub(super) position: u64,
+    pub(super) slot: SampleSlot,
+    pub(super) checked: CheckedEntry,
+}
+
+/// Where a sample lies.
+#[derive(Debug)]
+pub(super) struct SampleSlot {
+    pub(super) address: DevicePtr,
+    #[expect(dead_code, reason = "keeps it mapped, whatever the publisher says")]
+    pub(super) region: Arc<Region>,
 }
 
 /// A tensor in the publisher's memory. Kernels enqueued on the stream that it was received with

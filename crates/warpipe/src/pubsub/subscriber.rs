@@ -20,7 +20,6 @@ pub use builder::SubscriberBuilder;
 pub(crate) use raw_sample::{CompletionWait, RawSample};
 
 use self::attached::{Attached, EndedLink};
-pub(in crate::pubsub) use self::attached::{SampleSlot, TakenSample};
 use self::reconnect::ReconnectAttempt;
 use self::wait::{ARRIVALS, DOORBELL, WAKE, listen_to};
 use super::publisher_link::{ConnectOptions, PublisherLink, SubscriberIdentity};

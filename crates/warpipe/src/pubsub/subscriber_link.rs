@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 
-use super::publisher::{Policy, SubscriberInfo};
+use super::builder::{Policy, SubscriberInfo};
 use crate::backend::{DeviceId, StreamOp};
 use crate::device::Device;
 use crate::error::Result;

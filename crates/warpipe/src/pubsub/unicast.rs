@@ -3,11 +3,9 @@
 
 use std::time::Duration;
 
+use super::observer::{Disconnects, LinkedSubscriber};
 use super::publisher::{Publisher, SampleMut, SendError};
-pub(crate) use super::publisher_core::{
-    Disconnects, LinkedSubscriber, RetainedSlot, SubscriberChanges,
-};
-use super::publisher_core::{Recipients, SendFailure};
+use super::publisher_core::{Recipients, RetainedSlot, SendFailure};
 use crate::error::Result;
 use crate::ipc::peer::ProcessId;
 use crate::pubsub::entry::Metadata;

@@ -1,19 +1,23 @@
 //! Runs a queue: takes answers in, meets workers that come and go, and applies both to the job
 //! table. Any thread may do this work, under the queue's lock.
 
+mod delivery_thread;
+pub(super) mod pending_workers;
+mod waiters;
+
 use std::collections::HashSet;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
 
-use super::delivery_thread::DeliveryThread;
-use super::job_handle::JobResult;
+use self::delivery_thread::DeliveryThread;
+use self::pending_workers::PendingWorkers;
+use self::waiters::{OWN_DOORBELL, Waiters};
+use super::builder::QueueBuilder;
+use super::job_result::JobResult;
 use super::job_table::{JobTable, QueueRules, Stage};
-use super::owner::QueueBuilder;
-use super::pending_workers::PendingWorkers;
 use super::results_name;
-use super::waiters::{OWN_DOORBELL, Waiters};
 use super::worker_session::{Completed, Jobs, WorkerSession};
 use crate::error::{Error, Result};
 use crate::fork::{CloseOnForkFd, OwnerProcess};
@@ -192,7 +196,7 @@ impl Dispatcher {
     /// Puts back a result that was taken and not used, and wakes the threads that may wait for it.
     /// False if no job of this queue misses it.
     pub(super) fn put_back(&self, result: JobResult) -> Result<bool> {
-        if !result.is_of(self) {
+        if !result.is_of(&self.observer) {
             return Ok(false);
         }
         let mut guard = self.lock();
@@ -209,7 +213,7 @@ impl Dispatcher {
     }
 
     /// Does all pending work, and makes no call that the driver may hold up: those are left to the
-    /// [delivery thread](super::delivery_thread).
+    /// [delivery thread](delivery_thread).
     pub(super) fn process_events(self: &Arc<Self>, guard: &mut StateGuard<'_>) {
         self.process(guard, false);
     }

@@ -1,19 +1,14 @@
-//! A submitter's handle of a job while it is pending, and the job's result.
+//! A submitter's handle of a job while it is pending.
 
-use std::ops::Deref;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use super::dispatcher::{Dispatcher, State};
+use super::job_result::JobResult;
 use super::job_table::Outcome;
-use super::wire::user_of_answer;
 use super::worker_session::{Completed, Jobs};
 use crate::error::{Error, Result};
-use crate::pubsub::Sample;
 use crate::stream::Stream;
-
-/// How long copying or releasing complete data may take.
-const COPY_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A job that was submitted. Dropped, the job continues, and
 /// [`Queue::next_result`](super::Queue::next_result) returns its result.
@@ -144,7 +139,7 @@ pub(super) fn into_result(
             attempt,
             pid,
         }) => Ok(JobResult {
-            dispatcher: Arc::downgrade(dispatcher),
+            queue: Arc::downgrade(&dispatcher.observer),
             sample: arrival.into_sample(stream),
             job,
             attempt,
@@ -154,97 +149,6 @@ pub(super) fn into_result(
         Outcome::DeadLettered { reasons } => Err(Error::DeadLettered { name, job, reasons }),
         Outcome::Rejected { reason } => Err(Error::Rejected { name, job, reason }),
         Outcome::Expired => Err(Error::DeadlinePassed { name, job }),
-    }
-}
-
-/// A job's result: a tensor in its worker's memory, complete, and lent until it is dropped. It
-/// outlives the worker.
-///
-/// Its address, its layout (no bytes if the worker completed without an output) and its stream are
-/// those of the [`Sample`] that it dereferences to.
-#[derive(Debug)]
-#[must_use = "a result that is dropped is released"]
-pub struct JobResult {
-    /// Its queue's: a job's number alone does not tell one queue's results from another's.
-    dispatcher: Weak<Dispatcher>,
-    sample: Sample,
-    job: u64,
-    attempt: u32,
-    worker_pid: i32,
-}
-
-impl Deref for JobResult {
-    type Target = Sample;
-
-    fn deref(&self) -> &Sample {
-        &self.sample
-    }
-}
-
-impl JobResult {
-    /// The metadata bytes that the worker sent along.
-    pub fn metadata(&self) -> &[u8] {
-        user_of_answer(self.sample.metadata())
-    }
-
-    /// The job's number, from 1.
-    pub fn job(&self) -> u64 {
-        self.job
-    }
-
-    /// The number of the attempt that gave this result, from 1.
-    pub fn attempt(&self) -> u32 {
-        self.attempt
-    }
-
-    /// The process id of the worker.
-    pub fn worker_pid(&self) -> i32 {
-        self.worker_pid
-    }
-
-    /// Whether the job is one of this dispatcher's.
-    pub(super) fn is_of(&self, dispatcher: &Dispatcher) -> bool {
-        std::ptr::eq(self.dispatcher.as_ptr(), dispatcher)
-    }
-
-    /// This result, released behind another stream's work: its data is complete.
-    fn received_on(self, stream: &Stream) -> JobResult {
-        JobResult {
-            sample: self.sample.received_on(stream),
-            ..self
-        }
-    }
-
-    /// The result as a sample, which can be released behind other streams. The first bytes of its
-    /// [`metadata`](Sample::metadata) belong to the queue: call [`metadata`](Self::metadata)
-    /// before.
-    pub fn into_sample(self) -> Sample {
-        self.sample
-    }
-
-    /// Copies all of it to host memory.
-    ///
-    /// # Errors
-    /// Those of [`Sample::to_vec`].
-    pub fn to_vec(&self) -> Result<Vec<u8>> {
-        self.sample.to_vec(COPY_TIMEOUT)
-    }
-
-    /// Copies all of it to `bytes`.
-    ///
-    /// # Errors
-    /// Those of [`Sample::copy_to`].
-    pub fn copy_to(&self, bytes: &mut [u8]) -> Result<()> {
-        self.sample.copy_to(bytes, COPY_TIMEOUT)
-    }
-
-    /// Releases the result behind the work of its stream, as dropping it does, and reports whether
-    /// the release could be enqueued.
-    ///
-    /// # Errors
-    /// [`Error::Driver`]; [`Error::Forked`].
-    pub fn finish(self) -> Result<()> {
-        self.sample.finish(COPY_TIMEOUT)
     }
 }
 

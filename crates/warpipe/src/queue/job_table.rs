@@ -11,7 +11,6 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-use super::owner::ResultOrder;
 use super::wire::{AnswerKind, DeliveryTag};
 use super::worker_leases::WorkerLeases;
 use crate::ipc::message::text;
@@ -43,6 +42,16 @@ pub(super) enum Outcome<R> {
     },
     /// Its worker saw that the deadline had passed.
     Expired,
+}
+
+/// In which order [`Queue::next_result`] gives results.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ResultOrder {
+    /// In the order of submission.
+    Submission,
+    /// In the order of completion.
+    Completion,
 }
 
 /// The rules of a queue.

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
+use super::job_table::ResultOrder;
 use super::job_table::{DeliveryResult, JobTable, Outcome, QueueRules};
-use super::owner::ResultOrder;
 use super::wire::{AnswerKind, DeliveryTag};
 
 type Table = JobTable<&'static str, &'static str>;

@@ -5,34 +5,36 @@
 //! or fails, the job goes to another one. Each attempt's result lies in other memory, so a late
 //! worker cannot write into an accepted one. Two links connect a worker: the queue publishes jobs,
 //! the worker publishes answers. [`job_table`] decides which job is where, [`dispatcher`] applies
-//! what workers do, [`waiters`] is how threads wait, [`wire`] is the metadata's format.
+//! what workers do, its `waiters` is how threads wait, [`wire`] is the metadata's format.
 
 #[cfg(test)]
 mod blocked_driver;
+mod builder;
 mod delivery;
-mod delivery_thread;
 mod dispatcher;
 mod job_handle;
+mod job_result;
 mod job_table;
 #[cfg(test)]
 mod job_table_tests;
 mod lease;
 mod loan;
 mod owner;
-mod pending_workers;
 #[cfg(test)]
 mod tests;
-mod waiters;
 mod watch;
 pub(crate) mod wire;
 mod worker;
 mod worker_leases;
 mod worker_session;
 
-pub use job_handle::{JobHandle, JobResult};
+pub use builder::QueueBuilder;
+pub use job_handle::JobHandle;
+pub use job_result::JobResult;
+pub use job_table::ResultOrder;
 pub use lease::{AnswerError, AnswerHandle, Lease};
 pub use loan::Loan;
-pub use owner::{Queue, QueueBuilder, QueueState, ResultOrder, SubmitError};
+pub use owner::{Queue, QueueState, SubmitError};
 pub use watch::QueueWatch;
 pub use worker::{Worker, WorkerBuilder};
 

@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
-use super::pending_workers::ATTACHING_MAX;
+use super::dispatcher::pending_workers::ATTACHING_MAX;
 use super::wire::{Answer, AnswerKind, DeliveryTag};
 use super::{Queue, QueueBuilder, Worker, results_name};
 use crate::device::Device;

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::job_handle::JobResult;
+use super::job_result::JobResult;
 use super::job_table::JobTable;
 use super::wire::{Answer, DeliveryTag, violation};
 use crate::error::Error;

@@ -10,7 +10,6 @@ mod layout;
 mod observer;
 mod page;
 mod rows;
-mod search;
 #[cfg(test)]
 mod tests;
 

@@ -4,6 +4,8 @@
 //! (kind, size, seals), each word is loaded once, and a row with a word that no writer stores is
 //! counted as damaged and left out. All numbers of a row are the other process's claim.
 
+mod search;
+
 use std::collections::HashMap;
 use std::fmt;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -15,10 +17,10 @@ use std::time::Duration;
 use rustix::fs::{AtFlags, FileType, MemfdFlags, Mode, OFlags, Statx, StatxFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
+use self::search::{Search, visible_processes};
 use super::layout::{
     self, MAGIC, PAGE_BYTES, PAGE_WORDS, Table, VERSION, endpoint, header, link, region,
 };
-use super::search::{Search, visible_processes};
 use crate::device_types::DeviceId;
 use crate::ipc::domain::EndpointName;
 use crate::kind::Kind;

@@ -8,9 +8,8 @@ use std::time::Duration;
 use super::held::Held;
 use super::keeper::KeeperRequest;
 use super::keeper_session::wait_for_version;
-use super::load::{PublishedWeights, Storage, Weights};
 use super::manifest::{Manifest, Part, TensorInfo};
-use super::shared::SharedWeights;
+use super::storage::Storage;
 use super::weights_name;
 use crate::device_types::DeviceId;
 use crate::error::{Error, Result};
@@ -34,24 +33,6 @@ impl fmt::Debug for BaseVersion {
             .field("version", &self.held.version.number)
             .field("tensors", &self.manifest.tensors().len())
             .finish_non_exhaustive()
-    }
-}
-
-impl From<&Weights> for BaseVersion {
-    fn from(weights: &Weights) -> BaseVersion {
-        weights.as_base()
-    }
-}
-
-impl From<&PublishedWeights> for BaseVersion {
-    fn from(published: &PublishedWeights) -> BaseVersion {
-        published.as_base()
-    }
-}
-
-impl From<&SharedWeights> for BaseVersion {
-    fn from(shared: &SharedWeights) -> BaseVersion {
-        shared.as_base()
     }
 }
 

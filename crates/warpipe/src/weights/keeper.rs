@@ -7,13 +7,11 @@
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
-use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use super::held::{Held, NUMBER_MAX, Version, VersionReply};
 use super::holder::{clear_dead, offer_prefix};
-use super::keeper_session::end_keeper;
 use super::takeover::Found;
 use super::{takeover, weights_name};
 use crate::error::{Error, Result};
@@ -193,17 +191,6 @@ impl Keeper {
     pub fn is_asked_to_end(&self) -> Result<bool> {
         self.owner_process.check()?;
         Ok(self.core.lock().is_ending)
-    }
-
-    /// Asks the keeper of `name`, in whatever process of this user, to give its descriptors up and
-    /// to end, and waits up to `timeout` until the name is free. Processes that have the weights
-    /// open keep them.
-    ///
-    /// # Errors
-    /// [`Error::NotFound`] without a keeper; [`Error::Timeout`] when its process does not drop it;
-    /// [`Error::OtherKind`], [`Error::Name`], [`Error::Handshake`].
-    pub fn end(domain: &Domain, name: &str, timeout: Duration) -> Result<()> {
-        end_keeper(domain, &weights_name(name)?, timeout)
     }
 }
 

@@ -4,8 +4,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::held::{Held, NUMBER_MAX, PartialVersion, Version};
-use super::keeper::{KeeperNotice, KeeperReply, KeeperRequest};
+use super::keeper::{Keeper, KeeperNotice, KeeperReply, KeeperRequest};
 use super::manifest::Manifest;
+use super::weights_name;
 use crate::clock::Stopwatch;
 use crate::error::{Error, HandshakeFault, Result};
 use crate::ipc::domain::{Domain, EndpointName};
@@ -52,8 +53,21 @@ pub(super) fn offer_to_keeper(
     }
 }
 
+impl Keeper {
+    /// Asks the keeper of `name`, in whatever process of this user, to give its descriptors up and
+    /// to end, and waits up to `timeout` until the name is free. Processes that have the weights
+    /// open keep them.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`] without a keeper; [`Error::Timeout`] when its process does not drop it;
+    /// [`Error::OtherKind`], [`Error::Name`], [`Error::Handshake`].
+    pub fn end(domain: &Domain, name: &str, timeout: Duration) -> Result<()> {
+        end_keeper(domain, &weights_name(name)?, timeout)
+    }
+}
+
 /// Has a keeper give its descriptors up, and waits up to `timeout` until it has ended.
-pub(super) fn end_keeper(domain: &Domain, name: &EndpointName, timeout: Duration) -> Result<()> {
+fn end_keeper(domain: &Domain, name: &EndpointName, timeout: Duration) -> Result<()> {
     let keeper = KeeperSession::open(domain, name, Duration::ZERO)?;
     match keeper.request(&KeeperRequest::End, timeout) {
         // Its owner may drop it before the reply is sent.

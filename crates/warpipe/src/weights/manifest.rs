@@ -14,7 +14,7 @@ use rustix::fs::SealFlags;
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
-use super::safetensors::check_name;
+use super::safetensors::{TENSORS_MAX, check_name};
 use crate::backend::host;
 use crate::error::{Error, Result, WeightsDifference, WeightsFault};
 use crate::fork::CloseOnForkFd;
@@ -23,12 +23,6 @@ use crate::shm::seal;
 use crate::tensor::Layout;
 
 mod encoding;
-
-/// The most tensors under one name: twice those of the largest checkpoints.
-pub(super) const TENSORS_MAX: usize = 1 << 20;
-
-/// The longest name of a tensor.
-pub(super) const NAME_BYTES_MAX: usize = 1024;
 
 /// The longest manifest.
 const MANIFEST_BYTES_MAX: u64 = 256 << 20;

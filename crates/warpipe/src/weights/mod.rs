@@ -59,6 +59,7 @@ mod safetensors;
 mod shared;
 mod source;
 mod staging;
+mod storage;
 mod takeover;
 #[cfg(test)]
 mod tests;

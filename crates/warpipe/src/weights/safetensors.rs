@@ -13,9 +13,14 @@ use serde::de::{
     DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor,
 };
 
-use super::manifest::{NAME_BYTES_MAX, TENSORS_MAX};
 use crate::error::WeightsFault;
 use crate::tensor::{DType, Layout, RANK_MAX};
+
+/// The most tensors under one name: twice those of the largest checkpoints.
+pub(super) const TENSORS_MAX: usize = 1 << 20;
+
+/// The longest name of a tensor.
+pub(super) const NAME_BYTES_MAX: usize = 1024;
 
 /// The longest header, as the format limits it.
 pub(super) const HEADER_BYTES_MAX: u64 = 100_000_000;

@@ -178,6 +178,12 @@ fn verify(name: &EndpointName, device: &Device, found: FoundVersion) -> Result<u
     }
 }
 
+impl From<&SharedWeights> for BaseVersion {
+    fn from(shared: &SharedWeights) -> BaseVersion {
+        shared.as_base()
+    }
+}
+
 impl SharedWeights {
     /// Options to open the weights of a name.
     pub fn opener(name: &str) -> Opener<SharedWeights> {

@@ -11,7 +11,8 @@ use rustix::fs::{FileType, Mode, OFlags};
 
 use self::index::Index;
 use self::stamp::FileStamp;
-use super::manifest::{TENSORS_MAX, read_exact};
+use super::manifest::read_exact;
+use super::safetensors::TENSORS_MAX;
 use super::safetensors::{self, FileTensor, LENGTH_BYTES};
 use crate::error::{Error, Result, WeightsFault};
 use crate::fork::CloseOnForkFd;

@@ -1,6 +1,12 @@
 //! The CUDA implementation of [`Backend`]: opening a device, entering its context, and the calls to
 //! the other parts.
 
+pub(super) mod broadcast;
+mod gather;
+mod kernels;
+mod legacy;
+pub(super) mod memory;
+
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashSet};
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -9,14 +15,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
-use super::broadcast::Broadcast;
+use self::broadcast::Broadcast;
+use self::gather::Gather;
+use self::kernels::Kernels;
+use self::legacy::{EVENTS, IpcHandleTable};
+use self::memory::allocation;
 use super::context::{Current, Relaxed, enter, make_current};
 use super::device::{check_abilities, describe, driver, find};
 use super::fault::Fault;
-use super::gather::Gather;
-use super::kernels::Kernels;
-use super::legacy::{EVENTS, IpcHandleTable};
-use super::memory::allocation;
 use super::staging::Staging;
 use super::sys::{CUcontext, CUdevice, CUresult, DEVICE_ATTRIBUTE_MPS_ENABLED, Driver};
 use super::{shutdown_gate, waits};

@@ -19,11 +19,11 @@ pub(super) fn driver() -> Result<&'static Driver> {
         searched: sys::LIBRARY_NAMES.join(", "),
         reason: reason.to_owned(),
     })?;
-    if fault::forked() {
+    if shutdown_gate::forked() {
         return Err(Error::Forked);
     }
     init(driver).map_err(fault::init_error)?;
-    fault::remember_process();
+    shutdown_gate::remember_process();
     close_at_exit()?;
     Ok(driver)
 }

@@ -3,8 +3,6 @@
 use std::ffi::{CStr, c_char};
 use std::io;
 use std::path::Path;
-use std::sync::atomic::AtomicU32;
-use std::sync::atomic::Ordering::Relaxed;
 
 use super::shutdown_gate;
 use super::sys::{self, CUresult};
@@ -54,7 +52,7 @@ impl From<Fault> for Error {
             Fault::Call {
                 code: CUresult::NOT_INITIALIZED,
                 ..
-            } if forked() => Error::Forked,
+            } if shutdown_gate::forked() => Error::Forked,
             Fault::Call {
                 code: CUresult::NO_DEVICE,
                 ..
@@ -108,21 +106,6 @@ pub(super) fn no_device() -> Error {
         None => String::new(),
     };
     Error::NoDevice { cause }
-}
-
-/// 0 before the driver is initialised. A child inherits it on purpose.
-static PROCESS: AtomicU32 = AtomicU32::new(0);
-
-/// Remembers the process in which the driver was initialised, which is the only one that may use
-/// it.
-pub(super) fn remember_process() {
-    let _ = PROCESS.compare_exchange(0, std::process::id(), Relaxed, Relaxed);
-}
-
-/// Whether this process is a fork of the one in which the driver was initialised.
-pub(super) fn forked() -> bool {
-    let process = PROCESS.load(Relaxed);
-    process != 0 && process != std::process::id()
 }
 
 fn name(code: CUresult) -> String {

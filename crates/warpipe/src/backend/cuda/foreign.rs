@@ -11,8 +11,8 @@ use std::sync::atomic::Ordering;
 use rustix::io::FdFlags;
 
 use super::backend::CudaBackend;
+use super::backend::memory::{duplicate, import_error, not_memory, on, refuse_plain_files, size};
 use super::fault::Fault;
-use super::memory::{duplicate, import_error, not_memory, on, refuse_plain_files, size};
 use super::sys::*;
 use crate::backend::{
     Access, DeviceId, DeviceKind, DevicePtr, PointerKind, RawRegion, Retained, Stage,
@@ -281,7 +281,7 @@ impl CudaBackend {
     fn access_for(&self, access: Access) -> CUmemAccessDesc {
         CUmemAccessDesc {
             location: on(self.device),
-            flags: super::memory::access_flags(access),
+            flags: super::backend::memory::access_flags(access),
         }
     }
 }

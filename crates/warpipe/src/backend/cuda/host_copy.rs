@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use super::backend::CudaBackend;
-use super::fault;
+use super::shutdown_gate;
 use super::staging::{Purpose, StagingLease};
 use super::sys::{CUdeviceptr, CUstream};
 use crate::backend::{HostCopy, HostPiece, copy_at_once};
@@ -128,7 +128,7 @@ impl StagedCopy {
         let Some(lease) = self.lease.take() else {
             return Ok(None);
         };
-        if fault::forked() {
+        if shutdown_gate::forked() {
             // The memory is the parent's, and another thread of the parent may have held its lock.
             return Err(Error::Forked);
         }
@@ -177,7 +177,7 @@ impl Drop for Arrived {
     fn drop(&mut self) {
         // As above: in a child it is the parent's.
         if let Some(lease) = self.lease.take()
-            && !fault::forked()
+            && !shutdown_gate::forked()
         {
             self.backend.staging.give_back(lease);
         }

@@ -10,17 +10,12 @@
 //! [`Error::Forked`](crate::Error::Forked).
 
 mod backend;
-mod broadcast;
 mod context;
 mod copies;
 mod device;
 mod fault;
 mod foreign;
-mod gather;
 mod host_copy;
-mod kernels;
-mod legacy;
-mod memory;
 mod result;
 pub(crate) mod shutdown_gate;
 mod staging;

@@ -19,7 +19,6 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 
 use self::entrances::{Entrance, Entrances};
-use super::fault;
 use crate::atomic::{AtomicBool, AtomicU32};
 use crate::backoff::Backoff;
 use crate::error::{Error, Result};
@@ -30,11 +29,26 @@ use crate::error::{Error, Result};
 /// threads that are blocked behind its stream.
 const PATIENCE: Duration = Duration::from_secs(2);
 
+/// 0 before the driver is initialised. A child inherits it on purpose.
+static PROCESS: AtomicU32 = AtomicU32::new(0);
+
+/// Remembers the process in which the driver was initialised, which is the only one that may use
+/// it.
+pub(super) fn remember_process() {
+    let _ = PROCESS.compare_exchange(0, std::process::id(), Relaxed, Relaxed);
+}
+
+/// Whether this process is a fork of the one in which the driver was initialised.
+pub(super) fn forked() -> bool {
+    let process = PROCESS.load(Relaxed);
+    process != 0 && process != std::process::id()
+}
+
 /// So many threads have an entrance each, and all others share the second number.
 const OWN: usize = 64;
 const SHARED: usize = 64;
 
-/// A child inherits the counts, and never waits for them ([`fault::forked`]).
+/// A child inherits the counts, and never waits for them ([`forked`]).
 static GATE: Gate = Gate::new();
 
 /// The number of the next thread that comes to a gate for the first time. No number is given twice.
@@ -114,7 +128,7 @@ pub(super) fn close_before_the_driver() -> Result<()> {
 extern "C" fn close() {
     // A child cannot use the driver, and has none of the threads that its copy of the count
     // includes.
-    if !fault::forked() {
+    if !forked() {
         GATE.close(PATIENCE);
     }
 }
@@ -188,7 +202,7 @@ impl Gate {
     /// A child that was forked while the process ended has nothing to close.
     #[cold]
     fn is_closer(&self) -> bool {
-        self.closer.load(SeqCst) == this_thread() || fault::forked()
+        self.closer.load(SeqCst) == this_thread() || forked()
     }
 
     /// Whether this thread has to park from now on. If so, its entries are taken back.

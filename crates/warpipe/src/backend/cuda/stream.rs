@@ -5,7 +5,7 @@ use std::mem::MaybeUninit;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::backend::CudaBackend;
-use super::broadcast::WORDS_MAX;
+use super::backend::broadcast::WORDS_MAX;
 use super::sys::*;
 use super::waits;
 use crate::backend::{RawStream, StreamOp};

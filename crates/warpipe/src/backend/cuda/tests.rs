@@ -365,7 +365,7 @@ fn constants_have_the_drivers_values() {
 
 #[test]
 fn the_broadcast_kernel_signals_at_system_scope() {
-    let ptx = include_str!("broadcast.ptx");
+    let ptx = include_str!("backend/broadcast.ptx");
     assert!(ptx.contains("st.release.sys.global.u64"));
     for line in ptx.lines() {
         let atomic = line.contains("atom.") || line.contains("red.");

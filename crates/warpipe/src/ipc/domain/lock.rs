@@ -16,7 +16,7 @@ use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
 use super::author::{Author, LOCK_BYTES_MAX};
-use super::place::Place;
+use super::place::{EXIT_TIMEOUT, LIVE_AFTER, Place};
 use super::{Domain, EndpointName};
 use crate::backoff::Backoff;
 use crate::error::{Error, Holder, Result};
@@ -37,14 +37,8 @@ const CLAIM_TRIES: u32 = 64;
 /// How long a claim waits for a cleaner, which may be stopped while it holds the lock.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How long a claim waits while the exit of the name's owner closes files, the lock among them.
-pub(super) const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
-
 /// The mode of a lock file: any process that may read it could lock it.
 const LOCK_MODE: u32 = 0o600;
-
-/// A socket under a free lock that still answers after this long belongs to another program.
-pub(super) const LIVE_AFTER: Duration = Duration::from_millis(200);
 
 /// The result of an attempt to remove a dead owner's files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

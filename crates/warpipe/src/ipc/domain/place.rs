@@ -7,7 +7,6 @@ use std::os::fd::AsFd;
 use std::time::Duration;
 
 use super::author::Author;
-use super::lock::{EXIT_TIMEOUT, LIVE_AFTER};
 use super::{Domain, EndpointName};
 use crate::backoff::Backoff;
 use crate::error::{Error, Holder, Result};
@@ -15,6 +14,12 @@ use crate::fork::CloseOnForkFd;
 use crate::origin::{hash, is_exiting};
 use crate::os::{ofd_is_locked, ofd_read_lock, ofd_unlock};
 use crate::runtime::heartbeat::Uptime;
+
+/// How long a claim waits while the exit of the name's owner closes files, the lock among them.
+pub(super) const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// A socket under a free lock that still answers after this long belongs to another program.
+pub(super) const LIVE_AFTER: Duration = Duration::from_millis(200);
 
 /// How long a claim waits for an owner without files to put them back, where a lock on the directory
 /// may be another user's. An owner looks for its files more often.

@@ -1,16 +1,14 @@
 //! A slot on loan: filled by the user, then sent to the subscribers or returned.
 
 use std::fmt;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::backend::DevicePtr;
 use crate::error::{Error, Result, returns_to_caller};
-use crate::fork::OwnerProcess;
-use crate::ipc::Kind;
 use crate::memory::arena::SlotId;
 use crate::pubsub::entry::Metadata;
-use crate::pubsub::publisher_core::{HeldRegion, PublisherCore, SendFailure};
+use crate::pubsub::publisher_core::{PublisherCore, SendFailure, SlotHold, SlotReturn};
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
@@ -220,37 +218,6 @@ impl SampleMut {
         self.earlier.extend(self.behind.take());
         self.core.return_slot(slot, &self.earlier)
     }
-}
-
-/// Reports when a slot is free again. See [`SampleMut::returned`].
-#[derive(Debug, Clone)]
-pub struct SlotReturn {
-    pub(in crate::pubsub) core: Weak<PublisherCore>,
-    pub(in crate::pubsub) owner_process: OwnerProcess,
-    pub(in crate::pubsub) slot: SlotId,
-    pub(in crate::pubsub) serial: u64,
-}
-
-impl SlotReturn {
-    /// Whether the slot is free again. Does not wait.
-    ///
-    /// # Errors
-    /// [`Error::PeerGone`] when the publisher was dropped before: the answer is no longer
-    /// known. [`Error::Forked`].
-    pub fn is_back(&self) -> Result<bool> {
-        self.owner_process.check()?;
-        let pid = std::process::id() as i32;
-        let core = self.core.upgrade();
-        let core = core.ok_or_else(|| Error::peer_gone(Kind::Publisher, "", pid, true))?;
-        Ok(core.is_back(self.slot, self.serial))
-    }
-}
-
-/// Keeps the memory of a loan mapped in this process. See [`SampleMut::hold`].
-#[derive(Debug)]
-pub struct SlotHold {
-    /// `None` in a forked child.
-    pub(in crate::pubsub) _region: Option<Arc<HeldRegion>>,
 }
 
 impl Drop for SampleMut {

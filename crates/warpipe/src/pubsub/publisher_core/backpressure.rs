@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
 
-use super::super::publisher::Policy;
+use super::super::builder::Policy;
 use super::super::subscriber_link::SubscriberLink;
+use super::recipients::Recipients;
 use super::send_turn::{SendTurn, send_turn_wait};
 use super::state::PublisherState;
-use super::unicast::Recipients;
 use super::{POLLS, PublisherCore, WAIT_SLICE, own_pid};
 use crate::backoff::Backoff;
 use crate::clock::Stopwatch;
@@ -55,7 +55,7 @@ impl PublisherCore {
                 let name = self.name.clone();
                 return Err(Error::peer_gone(Kind::Publisher, name, own_pid(), true));
             }
-            to.check(&self.name, &state.links)?;
+            state.links.check(to, &self.name)?;
             // Room does not depend on which slots have been reclaimed.
             let Some(full) = state.links.first_full(to) else {
                 return Ok(SendTurn::begin(self, state));

@@ -5,10 +5,12 @@
 
 use std::time::Duration;
 
-use super::unicast::{Disconnects, Recipients};
+use super::recipients::Recipients;
 use crate::error::{Error, Result};
 use crate::ipc::message::{self, CloseReason, Message};
+use crate::kind::Kind;
 use crate::memory::arena::{Arena, Chunk, SlotId};
+use crate::pubsub::observer::Disconnects;
 use crate::pubsub::ring::RingSpace;
 use crate::pubsub::subscriber_link::{LinkPhase, SubscriberLink};
 
@@ -76,6 +78,19 @@ impl Links {
     pub(super) fn has_room(&self, id: u64) -> bool {
         self.live()
             .any(|link| link.id == id && link.ring.space() != RingSpace::Full)
+    }
+
+    /// Whether a chosen recipient is still attached.
+    #[inline]
+    pub(super) fn check(&self, to: Recipients, name: &str) -> Result<()> {
+        match to {
+            Recipients::One(id) if !self.is_live(id) => Err(Error::LinkClosed {
+                kind: Kind::Publisher,
+                name: name.to_string(),
+                reason: "the one it was meant for has gone".into(),
+            }),
+            _ => Ok(()),
+        }
     }
 
     /// The first recipient that must not miss a sample and has no room for one.

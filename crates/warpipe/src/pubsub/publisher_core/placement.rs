@@ -9,7 +9,7 @@
 use std::sync::Arc;
 
 use super::links::Links;
-use super::unicast::Recipients;
+use super::recipients::Recipients;
 use crate::backend::StreamOp;
 use crate::memory::arena::{Arena, SlotId};
 use crate::pubsub::entry::{BorrowedDescription, PackedEntry};

@@ -3,9 +3,9 @@
 
 use std::time::Duration;
 
+use super::recipients::Recipients;
 use super::send_turn::SendTurn;
 use super::state::PublisherState;
-use super::unicast::Recipients;
 use super::{PublisherCore, SendFailure};
 use crate::backend::DeviceKind;
 use crate::error::{Error, Result};

@@ -5,11 +5,9 @@
 //! `ready` of a later receiver of the same slot is ordered behind that.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::super::subscriber_link::SubscriberLink;
-use super::links::Links;
+use super::recipients::Recipients;
 use super::send_turn::SendTurn;
 use super::state::PublisherState;
 use super::{PublisherCore, SendFailure};
@@ -18,119 +16,12 @@ use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::message::{self, CloseReason};
 use crate::ipc::peer::ProcessId;
-use crate::kind::Kind;
 use crate::memory::arena::SlotId;
 use crate::pubsub::entry::Metadata;
-use crate::runtime::doorbell::LocalDoorbell;
+use crate::pubsub::observer::{Disconnects, LinkedSubscriber};
 use crate::shm::segment::Segment;
 use crate::stream::Stream;
 use crate::tensor::Layout;
-
-/// The recipients of a sample.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::pubsub) enum Recipients {
-    /// Every subscriber.
-    All,
-    /// The subscriber with this id.
-    One(u64),
-    /// No subscriber yet.
-    Nobody,
-}
-
-impl Recipients {
-    #[inline]
-    pub(super) fn include(self, link: &SubscriberLink) -> bool {
-        match self {
-            Recipients::All => true,
-            Recipients::One(id) => link.id == id,
-            Recipients::Nobody => false,
-        }
-    }
-
-    /// Whether a send must wait for room on this link.
-    #[inline]
-    pub(super) fn await_it(self, link: &SubscriberLink) -> bool {
-        self.include(link) && link.must_be_awaited()
-    }
-
-    /// Whether the chosen subscriber is still attached.
-    #[inline]
-    pub(super) fn check(self, name: &str, links: &Links) -> Result<()> {
-        match self {
-            Recipients::One(id) if !links.is_live(id) => Err(Error::LinkClosed {
-                kind: Kind::Publisher,
-                name: name.to_string(),
-                reason: "the one it was meant for has gone".into(),
-            }),
-            _ => Ok(()),
-        }
-    }
-}
-
-/// A live subscriber that can be chosen.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct LinkedSubscriber {
-    pub(crate) id: u64,
-    /// For messages to people.
-    pub(crate) pid: i32,
-    pub(crate) process: ProcessId,
-    /// The generation that its `Hello` carried.
-    pub(crate) generation: [u8; 16],
-}
-
-/// Data of subscribers that have gone.
-#[derive(Debug, Default)]
-pub(crate) struct Disconnects {
-    /// Samples that they had been given and had not taken: subscriber id and position.
-    pub(crate) untaken: Vec<(u64, u64)>,
-    /// The generations of subscribers that hold no samples any more.
-    pub(crate) generations: Vec<[u8; 16]>,
-}
-
-impl Disconnects {
-    pub(super) fn add_untaken(&mut self, subscriber: u64, positions: &[u64]) {
-        let untaken = positions.iter().map(|&position| (subscriber, position));
-        self.untaken.extend(untaken);
-    }
-}
-
-/// Is notified of subscribers that come and go.
-#[derive(Debug)]
-pub(crate) struct SubscriberChanges {
-    pub(crate) doorbell: LocalDoorbell,
-    has_news: AtomicBool,
-    /// The jobs of the queue that no worker has: for the statistics.
-    jobs_waiting: AtomicU64,
-}
-
-impl SubscriberChanges {
-    pub(crate) fn new() -> Result<SubscriberChanges> {
-        Ok(SubscriberChanges {
-            doorbell: LocalDoorbell::new()?,
-            has_news: AtomicBool::new(true),
-            jobs_waiting: AtomicU64::new(0),
-        })
-    }
-
-    pub(crate) fn tell(&self) {
-        self.has_news.store(true, Ordering::SeqCst);
-        self.doorbell.ring();
-    }
-
-    pub(crate) fn note_waiting(&self, jobs: usize) {
-        self.jobs_waiting.store(jobs as u64, Ordering::Relaxed);
-    }
-
-    pub(super) fn jobs_waiting(&self) -> u64 {
-        self.jobs_waiting.load(Ordering::Relaxed)
-    }
-
-    /// Whether a change came since the last call.
-    #[inline]
-    pub(crate) fn take_news(&self) -> bool {
-        self.has_news.load(Ordering::Relaxed) && self.has_news.swap(false, Ordering::SeqCst)
-    }
-}
 
 /// A filled slot that is kept, so that its contents can be given to one subscriber after another
 /// without a copy.

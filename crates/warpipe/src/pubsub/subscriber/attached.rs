@@ -3,13 +3,12 @@
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use crate::backend::DevicePtr;
 use crate::error::{Error, Result};
 use crate::memory::region::Region;
 use crate::pubsub::entry::{CheckedEntry, Violation};
 use crate::pubsub::publisher_link::{LinkState, OpenRegion, PublisherLink};
 use crate::pubsub::ring::ReceiverRing;
-use crate::pubsub::sample::{Discontinuity, PreviousPublisher, Sample};
+use crate::pubsub::sample::{Discontinuity, PreviousPublisher, Sample, SampleSlot, TakenSample};
 use crate::runtime::heartbeat::Uptime;
 use crate::shm::segment::DEPTH_MAX;
 use crate::statistics::EndpointRow;
@@ -66,22 +65,6 @@ pub(super) struct MissingRegion {
     pub(super) id: u32,
     /// The time since the sample was found.
     pub(super) clock: Uptime,
-}
-
-/// A sample that belongs to this end.
-#[derive(Debug)]
-pub(in crate::pubsub) struct TakenSample {
-    pub(in crate::pubsub) position: u64,
-    pub(in crate::pubsub) slot: SampleSlot,
-    pub(in crate::pubsub) checked: CheckedEntry,
-}
-
-/// Where a sample lies.
-#[derive(Debug)]
-pub(in crate::pubsub) struct SampleSlot {
-    pub(in crate::pubsub) address: DevicePtr,
-    #[expect(dead_code, reason = "keeps it mapped, whatever the publisher says")]
-    pub(in crate::pubsub) region: Arc<Region>,
 }
 
 /// A link that has ended, until a sample of another link is received.

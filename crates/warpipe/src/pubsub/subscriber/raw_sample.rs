@@ -6,9 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::super::publisher_link::{LinkState, PublisherLink};
-use super::super::sample::Sample;
+use super::super::sample::{Sample, TakenSample};
 use super::Subscriber;
-use super::attached::TakenSample;
 use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::pubsub::entry::Violation;

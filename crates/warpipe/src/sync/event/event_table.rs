@@ -1,11 +1,14 @@
 //! The event table of an exporter: it answers the requests of importers.
 
+pub(super) mod event_slots;
+mod recorder_watch;
+
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use serde::{Deserialize, Serialize};
 
+use self::event_slots::{EventSlot, ExporterState, NewListener};
 use super::Recording;
-use super::event_slots::{EventSlot, ExporterState, NewListener};
 use super::layout::{EventPage, PAGE_BYTES};
 use crate::clock::now_ns;
 use crate::device::Device;

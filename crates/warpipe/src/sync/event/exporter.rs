@@ -3,8 +3,8 @@
 
 use std::sync::{Arc, Mutex, Weak};
 
-use super::event_slots::{EventSlot, SlotPhase};
 use super::event_table::EventTable;
+use super::event_table::event_slots::{EventSlot, SlotPhase};
 use super::layout::{EventPage, EventWords, PAGES_MAX};
 use super::recording::LatestRecording as _;
 use super::{EventInner, Recording};

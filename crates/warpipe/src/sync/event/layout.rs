@@ -5,7 +5,6 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
-use super::Recording;
 use crate::backend::IPC_EVENTS_MAX;
 use crate::device::Device;
 use crate::error::Result;
@@ -39,6 +38,13 @@ const COUNT_BITS: u32 = 56;
 /// The largest count that a new recorder continues from: no process records an event 2^55 times, so
 /// a larger count is corrupt.
 pub(super) const FROM_MAX: u64 = 1 << (COUNT_BITS - 1);
+
+/// One recording of an event, for which a stream can wait.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Recording {
+    pub(super) lane: usize,
+    pub(super) count: u64,
+}
 
 /// The words before an event's lanes. A recording is written before its time, so a reader that
 /// loads the time first and then the recording gets one that is at least as late.

@@ -9,13 +9,11 @@
 //! `docs/design/pages.md` draws it. An importer misleads only itself: it reaches no other process's
 //! streams.
 
-mod event_slots;
 mod event_table;
 mod exporter;
 mod handle;
 mod importer;
 mod layout;
-mod recorder_watch;
 mod recording;
 #[cfg(test)]
 mod tests;
@@ -29,8 +27,8 @@ pub use self::handle::EventHandle;
 use self::handle::{HandleBody, fault};
 use self::importer::EventImporter;
 use self::layout::EventWords;
+pub use self::layout::Recording;
 use self::recording::LatestRecording as _;
-pub use self::recording::Recording;
 use crate::backend::RawEvent;
 use crate::clock::now_ns;
 use crate::device::Device;

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::layout;
+use super::layout::{self, Recording};
 
 /// Selects the later of two recordings.
 pub(super) trait LatestRecording: Sized {
@@ -17,13 +17,6 @@ impl LatestRecording for Option<(u64, Recording)> {
             _ => self,
         }
     }
-}
-
-/// One recording of an event, for which a stream can wait.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Recording {
-    pub(super) lane: usize,
-    pub(super) count: u64,
 }
 
 impl Recording {

@@ -7,7 +7,8 @@ use rustix::fs::MemfdFlags;
 use serde::Serialize;
 
 use super::member_monitor::MemberMonitor;
-use super::server::{MemberPresence, SemaphoreNotice, SemaphoreRequest, SemaphoreWelcome};
+use super::member_monitor::SemaphoreNotice;
+use super::server::{MemberPresence, SemaphoreRequest, SemaphoreWelcome};
 use super::signals::MemberSignals;
 use super::*;
 use crate::fork::CloseOnForkFd;

@@ -10,13 +10,24 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use super::page::{CREATOR, SemaphorePage};
-use super::server::SemaphoreNotice;
 use super::signals::MemberSignals;
+use serde::{Deserialize, Serialize};
+
 use crate::error::{Error, Result};
 use crate::ipc::peer::{DeathEvidence, ORPHAN_TIMEOUT, Process};
 use crate::ipc::{IncomingReply, SessionObserver, decode};
 use crate::runtime::closer::PeerFd;
 use crate::runtime::reactor::{EventSource, Next, Registration};
+
+/// A notification of the creator to a member.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum SemaphoreNotice {
+    /// This member's streams are to wait for yours: map and seal the attached page, and signal
+    /// there.
+    Serve { member: u32 },
+    /// This member is gone.
+    Gone { member: u32 },
+}
 
 /// The most notifications that the control thread has not handled: two for each possible member.
 const NOTICES_MAX: usize = 512;

@@ -48,7 +48,7 @@ use crate::stream::Stream;
 crate::ipc::messages!(
     server::SemaphoreRequest,
     server::MemberPresence,
-    server::SemaphoreNotice,
+    member_monitor::SemaphoreNotice,
     server::SemaphoreWelcome
 );
 

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
-use super::member_monitor::MemberMonitor;
+use super::member_monitor::{MemberMonitor, SemaphoreNotice};
 use super::page::{CREATOR, SemaphorePage};
 use super::signals::MemberSignals;
 use crate::backend::DeviceKind;
@@ -38,16 +38,6 @@ pub(super) enum SemaphoreRequest {
 /// lifeline unless it is the creator. An absent member owes no signal.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct MemberPresence(pub(super) bool);
-
-/// A notification of the creator to a member.
-#[derive(Debug, Serialize, Deserialize)]
-pub(super) enum SemaphoreNotice {
-    /// This member's streams are to wait for yours: map and seal the attached page, and signal
-    /// there.
-    Serve { member: u32 },
-    /// This member is gone.
-    Gone { member: u32 },
-}
 
 /// A page for two members, and the descriptors that prove the other member's death.
 pub(super) struct PageOffer<F> {

@@ -11,7 +11,8 @@ use super::stamp::FileStamp;
 use super::{of_file, open_regular, unreadable};
 use crate::error::{Error, Result, WeightsFault};
 use crate::memory::slice::zeroed;
-use crate::weights::manifest::{TENSORS_MAX, read_exact};
+use crate::weights::manifest::read_exact;
+use crate::weights::safetensors::TENSORS_MAX;
 use crate::weights::safetensors::shortened;
 
 /// The longest index.

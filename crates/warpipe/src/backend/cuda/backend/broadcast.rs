@@ -6,9 +6,9 @@
 use std::ffi::{CStr, c_void};
 use std::ptr;
 
-use super::fault::Fault;
+use super::super::fault::Fault;
+use super::super::sys::{CUdeviceptr, CUfunction, CUstream, Driver};
 use super::kernels::load_resident;
-use super::sys::{CUdeviceptr, CUfunction, CUstream, Driver};
 use crate::backend::StreamOp;
 use crate::error::Result;
 
@@ -19,7 +19,7 @@ const PTX: &CStr =
     };
 
 /// The words that one launch can store.
-pub(super) const WORDS_MAX: usize = 64;
+pub(in crate::backend::cuda) const WORDS_MAX: usize = 64;
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
@@ -40,7 +40,7 @@ const _: () = assert!(size_of::<SignalBatch>() == 8 + 16 * WORDS_MAX);
 
 /// The kernel, resident in one context.
 #[derive(Debug)]
-pub(super) struct Broadcast {
+pub(in crate::backend::cuda) struct Broadcast {
     function: CUfunction,
 }
 

@@ -4,9 +4,9 @@ use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::backend::CudaBackend;
-use super::fault::Fault;
-use super::sys::*;
+use super::super::fault::Fault;
+use super::super::sys::*;
+use super::CudaBackend;
 use crate::backend::pointer::kind_outside;
 use crate::backend::{
     DeviceId, DeviceKind, IPC_EVENTS_MAX, IpcBytes, PointerInfo, PointerKind, RawEvent,
@@ -30,7 +30,7 @@ const NO_EVENT_LEFT: [CUresult; 2] = [CUresult::OUT_OF_MEMORY, CUresult::MAP_FAI
 
 /// Legacy memory by its base: its bytes, and how often it is open.
 #[derive(Debug, Default)]
-pub(super) struct IpcHandleTable {
+pub(in crate::backend::cuda) struct IpcHandleTable {
     allocated: Mutex<HashMap<CUdeviceptr, u64>>,
     opened: Mutex<HashMap<CUdeviceptr, OpenHandle>>,
 }
@@ -46,7 +46,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl CudaBackend {
-    pub(super) fn allocate_legacy(&self, bytes: u64) -> Result<CUdeviceptr> {
+    pub(in crate::backend::cuda) fn allocate_legacy(&self, bytes: u64) -> Result<CUdeviceptr> {
         let _current = self.enter()?;
         let size = usize::try_from(bytes)
             .map_err(|_| Error::argument("bytes", bytes, "what an address can count"))?;
@@ -61,7 +61,7 @@ impl CudaBackend {
 
     /// # Safety
     /// As for [`crate::backend::Backend::free_plain`].
-    pub(super) unsafe fn free_legacy(&self, base: CUdeviceptr) -> Result<()> {
+    pub(in crate::backend::cuda) unsafe fn free_legacy(&self, base: CUdeviceptr) -> Result<()> {
         let current = self.enter_unless_gone()?;
         // Before the driver can give the address to another allocation.
         let bytes = lock(&self.ipc_handles.allocated).remove(&base).unwrap_or(0);
@@ -73,7 +73,7 @@ impl CudaBackend {
         Ok(unsafe { self.driver.memory_free(base) }?)
     }
 
-    pub(super) fn locate_pointer(&self, ptr: CUdeviceptr) -> Result<PointerInfo> {
+    pub(in crate::backend::cuda) fn locate_pointer(&self, ptr: CUdeviceptr) -> Result<PointerInfo> {
         let _current = self.enter()?;
         let kind = self.kind_of(ptr)?;
         let mut info = PointerInfo::of_kind(kind, self.info.id);
@@ -128,7 +128,10 @@ impl CudaBackend {
         })
     }
 
-    pub(super) fn export_legacy_handle(&self, base: CUdeviceptr) -> Result<IpcBytes> {
+    pub(in crate::backend::cuda) fn export_legacy_handle(
+        &self,
+        base: CUdeviceptr,
+    ) -> Result<IpcBytes> {
         let _current = self.enter()?;
         self.driver.ipc_export_memory(base).map_err(|fault| {
             if fault.is(&[CUresult::INVALID_VALUE]) {
@@ -141,7 +144,7 @@ impl CudaBackend {
         })
     }
 
-    pub(super) fn open_legacy_handle(
+    pub(in crate::backend::cuda) fn open_legacy_handle(
         &self,
         handle: &IpcBytes,
         bytes: u64,
@@ -221,7 +224,10 @@ impl CudaBackend {
 
     /// # Safety
     /// As for [`crate::backend::Backend::close_legacy`].
-    pub(super) unsafe fn close_legacy_handle(&self, base: CUdeviceptr) -> Result<()> {
+    pub(in crate::backend::cuda) unsafe fn close_legacy_handle(
+        &self,
+        base: CUdeviceptr,
+    ) -> Result<()> {
         let current = self.enter_unless_gone()?;
         // Before the driver can give the address to another allocation.
         let mut opened = lock(&self.ipc_handles.opened);
@@ -246,7 +252,7 @@ impl CudaBackend {
         })
     }
 
-    pub(super) fn create_interprocess_event(&self) -> Result<CUevent> {
+    pub(in crate::backend::cuda) fn create_interprocess_event(&self) -> Result<CUevent> {
         let _current = self.enter()?;
         let limit = || Error::EventLimit {
             limit: IPC_EVENTS_MAX,
@@ -268,7 +274,10 @@ impl CudaBackend {
         Ok(event)
     }
 
-    pub(super) fn open_interprocess_event(&self, handle: &IpcBytes) -> Result<RawEvent> {
+    pub(in crate::backend::cuda) fn open_interprocess_event(
+        &self,
+        handle: &IpcBytes,
+    ) -> Result<RawEvent> {
         let _current = self.enter()?;
         let refused = |fault: Fault| match fault.is(&REFUSED) {
             true => Error::legacy(LegacyFault::Refused(fault.words())),
@@ -281,10 +290,10 @@ impl CudaBackend {
 }
 
 /// This process's interprocess events, on all devices: the driver's limit is per process.
-pub(super) static EVENTS: PerProcess<Events> = PerProcess::new();
+pub(in crate::backend::cuda) static EVENTS: PerProcess<Events> = PerProcess::new();
 
 #[derive(Default)]
-pub(super) struct Events {
+pub(in crate::backend::cuda) struct Events {
     count: AtomicU32,
     live: Mutex<HashSet<usize>>,
 }
@@ -299,7 +308,7 @@ impl Events {
 
     /// Counts an event as gone, if it is an interprocess event. This comes before its destruction,
     /// since its handle may name another event afterwards.
-    pub(super) fn forget(&self, event: CUevent) {
+    pub(in crate::backend::cuda) fn forget(&self, event: CUevent) {
         if self.count.load(Ordering::Relaxed) > 0 && lock(&self.live).remove(&event.addr()) {
             self.count.fetch_sub(1, Ordering::Relaxed);
         }

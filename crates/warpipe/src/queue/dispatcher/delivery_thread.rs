@@ -10,14 +10,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::dispatcher::{Dispatcher, State, StateGuard};
+use super::{Dispatcher, State, StateGuard};
 
 /// The longest sleep: a request wakes the thread.
 const IDLE_INTERVAL: Duration = Duration::from_secs(10);
 
 /// The state of the thread, under the queue's lock.
 #[derive(Debug, Default)]
-pub(super) struct DeliveryThread {
+pub(in crate::queue) struct DeliveryThread {
     is_running: bool,
     /// There is a job for the thread, which has not begun with it.
     is_requested: bool,
@@ -25,7 +25,7 @@ pub(super) struct DeliveryThread {
 
 impl State {
     /// Whether a thread delivers a job, or the delivery thread is about to.
-    pub(super) fn is_delivery_due(&self) -> bool {
+    pub(in crate::queue) fn is_delivery_due(&self) -> bool {
         self.table.is_delivering() || self.delivery_thread.is_requested
     }
 }
@@ -44,7 +44,7 @@ impl Drop for Run<'_> {
 
 impl Dispatcher {
     /// Has the delivery thread deliver the first job that waits.
-    pub(super) fn request_delivery(self: &Arc<Self>, guard: &mut StateGuard<'_>) {
+    pub(in crate::queue) fn request_delivery(self: &Arc<Self>, guard: &mut StateGuard<'_>) {
         let thread = &mut guard.delivery_thread;
         if std::mem::replace(&mut thread.is_requested, true) {
             return;

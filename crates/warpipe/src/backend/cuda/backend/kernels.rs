@@ -6,9 +6,9 @@ use std::ffi::{CStr, c_void};
 use std::ptr;
 use std::sync::{Mutex, PoisonError, RwLock};
 
-use super::backend::CudaBackend;
-use super::fault::Fault;
-use super::sys::{CUfunction, CUmodule, CUstream, Driver};
+use super::super::fault::Fault;
+use super::super::sys::{CUfunction, CUmodule, CUstream, Driver};
+use super::CudaBackend;
 use crate::error::{Error, Result};
 use crate::kernel::Kernel;
 
@@ -18,7 +18,7 @@ const ARGUMENTS_MAX: usize = 32;
 /// The functions loaded into a context. Texts and names are `'static`, so their addresses are their
 /// identity and no launch compares a string.
 #[derive(Debug, Default)]
-pub(super) struct Kernels {
+pub(in crate::backend::cuda) struct Kernels {
     functions: RwLock<HashMap<(usize, usize), CUfunction>>,
     /// Held while a module is compiled, so that two threads do not compile one text twice.
     modules: Mutex<HashMap<usize, CUmodule>>,
@@ -87,7 +87,7 @@ fn load_function(driver: &Driver, module: CUmodule, name: &CStr) -> Result<CUfun
 /// Loads a kernel of this library and launches it once, so that no later launch loads code. The
 /// launch uses its own stream, since the default stream would wait for other work of the program.
 /// The context is current.
-pub(super) fn load_resident(
+pub(in crate::backend::cuda) fn load_resident(
     driver: &Driver,
     ptx: &CStr,
     name: &CStr,
@@ -104,7 +104,7 @@ pub(super) fn load_resident(
 }
 
 impl CudaBackend {
-    pub(super) fn preload_kernel(&self, kernel: &Kernel) -> Result<()> {
+    pub(in crate::backend::cuda) fn preload_kernel(&self, kernel: &Kernel) -> Result<()> {
         self.function(kernel).map(drop)
     }
 
@@ -120,7 +120,7 @@ impl CudaBackend {
 
     /// # Safety
     /// As for [`crate::backend::Backend::launch`].
-    pub(super) unsafe fn launch_kernel(
+    pub(in crate::backend::cuda) unsafe fn launch_kernel(
         &self,
         stream: CUstream,
         kernel: &Kernel,

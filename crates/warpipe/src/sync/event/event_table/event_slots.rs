@@ -5,11 +5,11 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::{Arc, Weak};
 
-use super::event_table::{EventTable, LaneReply};
-use super::layout::{EVENTS_PER_PAGE, EventPage, EventWords, FROM_MAX, LANES_PER_EVENT};
+use super::super::layout::{EVENTS_PER_PAGE, EventPage, EventWords, FROM_MAX, LANES_PER_EVENT};
+use super::super::recording::LatestRecording as _;
+use super::super::{EventInner, Recording};
 use super::recorder_watch::RecorderWatch;
-use super::recording::LatestRecording as _;
-use super::{EventInner, Recording};
+use super::{EventTable, LaneReply};
 use crate::clock::now_ns;
 use crate::ipc::{Disconnected, Rejection, ServerCore};
 use crate::shm::counter::SharedCounter;
@@ -17,48 +17,48 @@ use crate::shm::page::UnsealedPage;
 use crate::shm::signaler::Signaler;
 
 #[derive(Default)]
-pub(super) struct ExporterState {
+pub(in crate::sync::event) struct ExporterState {
     /// The exporter's own pages.
-    pub(super) pages: Vec<EventPage>,
+    pub(in crate::sync::event) pages: Vec<EventPage>,
     /// Pages that importers have not sealed, and pages that are shared with them; by client and
     /// number.
-    pub(super) drafts: HashMap<(u64, u32), UnsealedPage>,
-    pub(super) shared: HashMap<(u64, u32), EventPage>,
-    pub(super) slots: Vec<EventSlot>,
-    pub(super) free: Vec<u32>,
+    pub(in crate::sync::event) drafts: HashMap<(u64, u32), UnsealedPage>,
+    pub(in crate::sync::event) shared: HashMap<(u64, u32), EventPage>,
+    pub(in crate::sync::event) slots: Vec<EventSlot>,
+    pub(in crate::sync::event) free: Vec<u32>,
     /// The clients that have a lane.
     recorders: HashMap<u64, RecorderWatch>,
     /// Signalers with latest counts that have not reached all late importers.
-    pub(super) lagging: Vec<Arc<Signaler>>,
+    pub(in crate::sync::event) lagging: Vec<Arc<Signaler>>,
 }
 
 /// A signaler of an event, and an importer's lane that it signals from now on.
-pub(super) struct NewListener {
-    pub(super) signaler: Arc<Signaler>,
-    pub(super) lane: SharedCounter,
+pub(in crate::sync::event) struct NewListener {
+    pub(in crate::sync::event) signaler: Arc<Signaler>,
+    pub(in crate::sync::event) lane: SharedCounter,
 }
 
-pub(super) struct EventSlot {
-    pub(super) event_words: EventWords,
-    pub(super) serial: u64,
-    pub(super) phase: SlotPhase,
+pub(in crate::sync::event) struct EventSlot {
+    pub(in crate::sync::event) event_words: EventWords,
+    pub(in crate::sync::event) serial: u64,
+    pub(in crate::sync::event) phase: SlotPhase,
     /// The signaler of lane 0. It outlives the event: pending signals of its streams belong to its
     /// count.
-    pub(super) signaler: Arc<Signaler>,
+    pub(in crate::sync::event) signaler: Arc<Signaler>,
     /// How often each importer has the event open.
-    pub(super) importers: HashMap<u64, u32>,
+    pub(in crate::sync::event) importers: HashMap<u64, u32>,
     /// The importer that has each lane.
-    pub(super) lanes: [Option<u64>; LANES_PER_EVENT],
+    pub(in crate::sync::event) lanes: [Option<u64>; LANES_PER_EVENT],
     /// The numbers of the last grants, of each lane and overall.
-    pub(super) grants: [u64; LANES_PER_EVENT],
-    pub(super) granted: u64,
+    pub(in crate::sync::event) grants: [u64; LANES_PER_EVENT],
+    pub(in crate::sync::event) granted: u64,
     /// Whether any importer has ever opened it.
-    pub(super) is_shared: bool,
+    pub(in crate::sync::event) is_shared: bool,
     /// Recordings of importers are being forwarded.
-    pub(super) is_forwarding: bool,
+    pub(in crate::sync::event) is_forwarding: bool,
 }
 
-pub(super) enum SlotPhase {
+pub(in crate::sync::event) enum SlotPhase {
     Free,
     Live(Weak<EventInner>),
     /// Dropped; waits for its recordings continue.
@@ -74,12 +74,12 @@ impl EventSlot {
 }
 
 impl ExporterState {
-    pub(super) fn is_full(&self) -> bool {
+    pub(in crate::sync::event) fn is_full(&self) -> bool {
         self.slots.len() == EVENTS_PER_PAGE * self.pages.len()
     }
 
     /// Adds a slot, in a page that has room.
-    pub(super) fn grow(&mut self) -> u32 {
+    pub(in crate::sync::event) fn grow(&mut self) -> u32 {
         let index = self.slots.len();
         let (event_page, index) = (&self.pages[index / EVENTS_PER_PAGE], index as u32);
         self.slots.push(EventSlot {
@@ -98,7 +98,11 @@ impl ExporterState {
     }
 
     /// An event's words in the page that an importer shares with this process.
-    pub(super) fn event_words_of(&self, index: u32, importer: u64) -> Option<EventWords> {
+    pub(in crate::sync::event) fn event_words_of(
+        &self,
+        index: u32,
+        importer: u64,
+    ) -> Option<EventWords> {
         self.shared
             .get(&(importer, index / EVENTS_PER_PAGE as u32))
             .map(|event_page| event_page.event_words(index))
@@ -112,7 +116,7 @@ impl ExporterState {
     }
 
     /// The last recording that an importer claims, if it may record.
-    pub(super) fn recorded_by(
+    pub(in crate::sync::event) fn recorded_by(
         &self,
         slot: &EventSlot,
         index: u32,
@@ -128,7 +132,13 @@ impl ExporterState {
 
     /// Writes a recording to the exporter's page and to all importers' pages but that of its
     /// recorder.
-    pub(super) fn publish(&self, index: u32, recording: Recording, now_ns: u64, but: Option<u64>) {
+    pub(in crate::sync::event) fn publish(
+        &self,
+        index: u32,
+        recording: Recording,
+        now_ns: u64,
+        but: Option<u64>,
+    ) {
         self.slots[index as usize]
             .event_words
             .set_latest(now_ns, recording);
@@ -139,7 +149,7 @@ impl ExporterState {
     }
 
     /// Forwards the progress of importers' recordings; true once nothing is left to forward.
-    pub(super) fn forward(&self, index: u32) -> bool {
+    pub(in crate::sync::event) fn forward(&self, index: u32) -> bool {
         let slot = &self.slots[index as usize];
         let mut is_done = true;
         for (number, holder) in slot.lanes.iter().enumerate() {
@@ -190,7 +200,7 @@ impl ExporterState {
     }
 
     /// Ends the lanes of an importer that is proven dead: its pending recordings never come.
-    pub(super) fn end_lanes_of(&self, client: u64) {
+    pub(in crate::sync::event) fn end_lanes_of(&self, client: u64) {
         for index in 0..self.slots.len() {
             let lanes = self.slots[index].lanes;
             (0..LANES_PER_EVENT)
@@ -199,20 +209,20 @@ impl ExporterState {
         }
     }
 
-    pub(super) fn end_all(&self, index: usize) {
+    pub(in crate::sync::event) fn end_all(&self, index: usize) {
         self.slots[index].signaler.end();
         (1..LANES_PER_EVENT).for_each(|lane| self.end_lane(index as u32, lane));
     }
 
     /// Ends a dropped event once its own work is done: remaining waits are released.
-    pub(super) fn end(&mut self, index: u32) {
+    pub(in crate::sync::event) fn end(&mut self, index: u32) {
         self.end_all(index as usize);
         self.slots[index as usize].phase = SlotPhase::Ended;
         self.clear(index);
     }
 
     /// Resets an ended event's slot, once no importer's stream can wait there.
-    pub(super) fn clear(&mut self, index: u32) {
+    pub(in crate::sync::event) fn clear(&mut self, index: u32) {
         let slot = &mut self.slots[index as usize];
         if !matches!(slot.phase, SlotPhase::Ended) || !slot.importers.is_empty() {
             return;
@@ -225,7 +235,7 @@ impl ExporterState {
         self.free_slot(index);
     }
 
-    pub(super) fn free_slot(&mut self, index: u32) {
+    pub(in crate::sync::event) fn free_slot(&mut self, index: u32) {
         let slot = &mut self.slots[index as usize];
         slot.serial += 1;
         slot.phase = SlotPhase::Free;
@@ -236,7 +246,7 @@ impl ExporterState {
     /// and later ones follow.
     ///
     /// It returns the lane to signal for this importer.
-    pub(super) fn open(
+    pub(in crate::sync::event) fn open(
         &mut self,
         client: u64,
         index: u32,
@@ -292,7 +302,7 @@ impl ExporterState {
         }))
     }
 
-    pub(super) fn lane(
+    pub(in crate::sync::event) fn lane(
         &mut self,
         event_table: &Weak<EventTable>,
         server_core: &ServerCore,
@@ -333,7 +343,7 @@ impl ExporterState {
     }
 
     /// Takes back a lane that an importer has not used, unless it has been granted anew since then.
-    pub(super) fn return_lane(
+    pub(in crate::sync::event) fn return_lane(
         &mut self,
         client: u64,
         (index, serial): (u32, u64),
@@ -377,7 +387,7 @@ impl ExporterState {
     }
 
     /// Closes one opening. Returns the event's signaler if it was the importer's last.
-    pub(super) fn close(
+    pub(in crate::sync::event) fn close(
         &mut self,
         client: u64,
         index: u32,
@@ -418,7 +428,7 @@ impl ExporterState {
 
     /// Removes a client. The pending recordings of a dead client's device never come. Returns the
     /// signalers that signal to it, and the pages shared with it.
-    pub(super) fn gone(
+    pub(in crate::sync::event) fn gone(
         &mut self,
         client: u64,
         disconnected: Disconnected,
@@ -445,7 +455,7 @@ impl ExporterState {
     }
 
     /// Brings late importers up to date; true once all have every earlier recording.
-    pub(super) fn catch_up(&mut self) -> bool {
+    pub(in crate::sync::event) fn catch_up(&mut self) -> bool {
         self.lagging.retain(|signaler| !signaler.catch_up());
         self.lagging.is_empty()
     }

@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 use rustix::fs::{Mode, OFlags, RawDir, SeekFrom};
 use rustix::io::Errno;
 
-use super::layout::FILE_LINK;
-use super::observer::{Observation, Process, Refusal, Unreadable, read_descriptor};
+use super::super::layout::FILE_LINK;
+use super::{Observation, Process, Refusal, Unreadable, read_descriptor};
 
 /// How long a process in which no page was found is not searched again.
 const SEARCH_AGAIN: Duration = Duration::from_secs(2);
@@ -44,7 +44,7 @@ enum Known {
 
 /// What the looks so far have found.
 #[derive(Debug)]
-pub(super) struct Search {
+pub(in crate::statistics) struct Search {
     known: HashMap<i32, Known>,
     links_per_user: usize,
 }
@@ -66,7 +66,7 @@ struct Turns {
 
 impl Search {
     /// Looks at these processes, each with its user.
-    pub(super) fn observe(&mut self, processes: Vec<(i32, u32)>) -> Observation {
+    pub(in crate::statistics) fn observe(&mut self, processes: Vec<(i32, u32)>) -> Observation {
         let present: HashMap<i32, u32> = processes.into_iter().collect();
         self.known.retain(|pid, _| present.contains_key(pid));
         let mut observation = Observation::default();
@@ -214,7 +214,7 @@ fn for_each_page<T>(
 }
 
 /// The processes that this one may look into, each with its user.
-pub(super) fn visible_processes() -> Vec<(i32, u32)> {
+pub(in crate::statistics) fn visible_processes() -> Vec<(i32, u32)> {
     let own = rustix::process::geteuid();
     let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
     let processes = entries.filter_map(|entry| {

@@ -4,9 +4,9 @@ use std::os::fd::AsFd;
 use std::sync::mpsc;
 use std::time::Instant;
 
-use super::super::job_table::Stage;
-use super::super::tests::{QueueFixture, SOON};
-use super::super::{Queue, Worker, results_name};
+use super::super::super::job_table::Stage;
+use super::super::super::tests::{QueueFixture, SOON};
+use super::super::super::{Queue, Worker, results_name};
 use super::*;
 use crate::backend::testing::FullQueue;
 use crate::ipc::message::wait_readable;

@@ -9,11 +9,11 @@ use std::collections::HashMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::allocator::PoolState;
-use super::last_writers::{LastWriter, LastWriters};
+use super::super::last_writers::{LastWriter, LastWriters};
+use super::PoolState;
 use crate::error::Error;
 use crate::memory::arena::{Chunk, Growth, SlotId, needed};
-use crate::memory::ticket::Incarnation;
+use crate::memory::published_wire::Incarnation;
 
 /// The most that one user may have of a [`Pool`](crate::Pool) at once, whatever the number of its
 /// processes. A block counts until it is free again: released, with the work on it done, or the
@@ -53,7 +53,7 @@ pub struct PoolUsage {
 
 impl PoolUsage {
     /// Of a user that has nothing and no quota.
-    pub(super) const NONE: PoolUsage = PoolUsage {
+    pub(in crate::pool) const NONE: PoolUsage = PoolUsage {
         bytes: 0,
         blocks: 0,
         region_bytes: 0,
@@ -66,10 +66,10 @@ impl PoolUsage {
 
 /// The quotas of a pool.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Quotas {
+pub(in crate::pool) struct Quotas {
     /// For every user but the pool's own.
-    pub(super) each: Quota,
-    pub(super) of_users: HashMap<u32, Quota>,
+    pub(in crate::pool) each: Quota,
+    pub(in crate::pool) of_users: HashMap<u32, Quota>,
 }
 
 impl Quotas {
@@ -85,7 +85,7 @@ impl Quotas {
 
 /// A user's quota that leaves no room, and what is used of it.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
-pub(super) struct OverQuota {
+pub(in crate::pool) struct OverQuota {
     uid: u32,
     used: u64,
     limit: u64,
@@ -95,11 +95,11 @@ pub(super) struct OverQuota {
 
 impl OverQuota {
     /// Whether no release of blocks makes room for `bytes`.
-    pub(super) fn is_final(&self, bytes: u64) -> bool {
+    pub(in crate::pool) fn is_final(&self, bytes: u64) -> bool {
         needed(bytes).is_none_or(|bytes| bytes > self.limit) || self.blocks_max == 0
     }
 
-    pub(super) fn error(self, name: &str, bytes: u64) -> Error {
+    pub(in crate::pool) fn error(self, name: &str, bytes: u64) -> Error {
         Error::QuotaExceeded {
             name: name.to_string(),
             uid: self.uid,
@@ -114,14 +114,14 @@ impl OverQuota {
 
 /// A region of the arena: the user whose blocks alone it holds, and its last writers.
 #[derive(Debug)]
-pub(super) struct UserRegion {
-    pub(super) uid: u32,
-    pub(super) last_writers: LastWriters,
+pub(in crate::pool) struct UserRegion {
+    pub(in crate::pool) uid: u32,
+    pub(in crate::pool) last_writers: LastWriters,
 }
 
 /// The regions of all users, and the quotas.
 #[derive(Debug)]
-pub(super) struct Users {
+pub(in crate::pool) struct Users {
     own_uid: u32,
     quotas: Quotas,
     /// By number in the arena.
@@ -133,7 +133,7 @@ pub(super) struct Users {
 }
 
 impl Users {
-    pub(super) fn new(own_uid: u32, quotas: Quotas) -> Users {
+    pub(in crate::pool) fn new(own_uid: u32, quotas: Quotas) -> Users {
         Users {
             own_uid,
             quotas,
@@ -143,12 +143,12 @@ impl Users {
         }
     }
 
-    pub(super) fn region(&mut self, number: usize) -> &mut UserRegion {
+    pub(in crate::pool) fn region(&mut self, number: usize) -> &mut UserRegion {
         &mut self.regions[number]
     }
 
     #[cfg(test)]
-    pub(super) fn has_removed(&self) -> bool {
+    pub(in crate::pool) fn has_removed(&self) -> bool {
         self.has_removed
     }
 
@@ -163,7 +163,7 @@ impl Users {
 }
 
 /// A way to get room for a block.
-pub(super) enum Room {
+pub(in crate::pool) enum Room {
     /// A region to be made, without the lock.
     Growth(Growth),
     /// Regions without blocks that were in the way, for the caller to drop without the lock.
@@ -174,7 +174,7 @@ pub(super) enum Room {
 
 impl PoolState {
     /// The user's part of the pool.
-    pub(super) fn usage(&self, uid: u32) -> PoolUsage {
+    pub(in crate::pool) fn usage(&self, uid: u32) -> PoolUsage {
         let of_user = self.users.regions.iter().zip(self.arena.chunks());
         let mut usage = PoolUsage {
             quota: self.users.quotas.of(uid, self.users.own_uid),
@@ -189,7 +189,7 @@ impl PoolState {
     }
 
     /// The user's quota, if it leaves no room for a block of `bytes`.
-    pub(super) fn over_quota(&self, uid: u32, bytes: u64) -> Option<OverQuota> {
+    pub(in crate::pool) fn over_quota(&self, uid: u32, bytes: u64) -> Option<OverQuota> {
         let usage = self.usage(uid);
         let sum = needed(bytes).map(|bytes| usage.bytes.saturating_add(bytes));
         // A length beyond all numbers exceeds every quota that is one.
@@ -198,13 +198,13 @@ impl PoolState {
     }
 
     /// Takes a slot in a region of the user's.
-    pub(super) fn take_for(&mut self, uid: u32, bytes: u64) -> Option<SlotId> {
+    pub(in crate::pool) fn take_for(&mut self, uid: u32, bytes: u64) -> Option<SlotId> {
         let regions = &self.users.regions;
         self.arena.take_in(bytes, |it| regions[it].uid == uid)
     }
 
     /// Makes room for a block of the user's, none of whose regions has any.
-    pub(super) fn make_room(&mut self, uid: u32, bytes: u64) -> Room {
+    pub(in crate::pool) fn make_room(&mut self, uid: u32, bytes: u64) -> Room {
         let usage = self.usage(uid);
         let growing = self.users.growing.get(&uid).copied().unwrap_or(0);
         let share = usage.region_bytes.saturating_add(growing);
@@ -245,7 +245,7 @@ impl PoolState {
     }
 
     /// Adds the region that a growth has become to the user's.
-    pub(super) fn adopt_for(
+    pub(in crate::pool) fn adopt_for(
         &mut self,
         uid: u32,
         growth: Growth,

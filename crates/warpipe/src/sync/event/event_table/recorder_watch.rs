@@ -3,14 +3,14 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
-use super::event_table::EventTable;
+use super::EventTable;
 use crate::ipc::peer::{DeathEvidence, ORPHAN_TIMEOUT, Process};
 use crate::ipc::{Rejection, ServerCore};
 use crate::runtime::reactor::{EventSource, Next, Registration};
 
 /// An importer with a lane. The reactor watches for its death, too: the driver may block the
 /// control thread behind the very streams that wait for recordings which never come.
-pub(super) struct RecorderWatch {
+pub(in crate::sync::event) struct RecorderWatch {
     _watch: Registration,
     _process: Arc<Process>,
     _death_handler: Arc<RecorderDeathHandler>,
@@ -18,9 +18,9 @@ pub(super) struct RecorderWatch {
 
 /// Ends the lanes of one dead importer.
 struct RecorderDeathHandler {
-    pub(super) event_table: Weak<EventTable>,
-    pub(super) client: u64,
-    pub(super) is_over: AtomicBool,
+    pub(in crate::sync::event) event_table: Weak<EventTable>,
+    pub(in crate::sync::event) client: u64,
+    pub(in crate::sync::event) is_over: AtomicBool,
 }
 
 impl RecorderDeathHandler {
@@ -49,7 +49,7 @@ impl EventSource for RecorderDeathHandler {
 }
 
 impl RecorderWatch {
-    pub(super) fn of(
+    pub(in crate::sync::event) fn of(
         server_core: &ServerCore,
         event_table: &Weak<EventTable>,
         client: u64,

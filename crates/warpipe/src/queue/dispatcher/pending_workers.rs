@@ -5,21 +5,21 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use super::dispatcher::Dispatcher;
-use super::results_name;
+use super::Dispatcher;
 use crate::error::{Error, Result};
 use crate::ipc::Kind;
 use crate::ipc::peer::ProcessId;
 use crate::pubsub::{LinkedSubscriber, Subscriber};
+use crate::queue::results_name;
 use crate::runtime::heartbeat::Uptime;
 
 /// The most new workers that are attached to at once, each on a thread: a stopped worker occupies
 /// its thread for as long as a handshake may take, even if it has gone.
-pub(super) const ATTACHING_MAX: usize = 16;
+pub(in crate::queue) const ATTACHING_MAX: usize = 16;
 
 /// Workers with attached answers and no session yet.
 #[derive(Debug, Default)]
-pub(super) struct PendingWorkers {
+pub(in crate::queue) struct PendingWorkers {
     ready: Mutex<Vec<(LinkedSubscriber, Subscriber)>>,
     attaching: AtomicUsize,
     /// How long no thread has been left to attach to a worker.
@@ -40,25 +40,25 @@ impl Drop for AttachSlot {
 
 impl PendingWorkers {
     /// Whether another new worker can be attached to. Called with the job table locked.
-    pub(super) fn has_free_slot(&self) -> bool {
+    pub(in crate::queue) fn has_free_slot(&self) -> bool {
         self.attaching.load(SeqCst) < ATTACHING_MAX
     }
 
     #[cfg(test)]
-    pub(super) fn attaching(&self) -> usize {
+    pub(in crate::queue) fn attaching(&self) -> usize {
         self.attaching.load(SeqCst)
     }
 
-    pub(super) fn take(&self) -> Vec<(LinkedSubscriber, Subscriber)> {
+    pub(in crate::queue) fn take(&self) -> Vec<(LinkedSubscriber, Subscriber)> {
         std::mem::take(&mut *self.lock())
     }
 
-    pub(super) fn add(&self, member: LinkedSubscriber, subscriber: Subscriber) {
+    pub(in crate::queue) fn add(&self, member: LinkedSubscriber, subscriber: Subscriber) {
         self.lock().push((member, subscriber));
     }
 
     #[cfg(test)]
-    pub(super) fn is_empty(&self) -> bool {
+    pub(in crate::queue) fn is_empty(&self) -> bool {
         self.lock().is_empty()
     }
 
@@ -67,12 +67,12 @@ impl PendingWorkers {
     }
 
     /// Whether a worker waits for a thread: nothing rings when there is one.
-    pub(super) fn is_short(&self) -> bool {
+    pub(in crate::queue) fn is_short(&self) -> bool {
         self.short().is_some()
     }
 
     /// No worker waits for a thread.
-    pub(super) fn end_shortage(&self) {
+    pub(in crate::queue) fn end_shortage(&self) {
         *self.short() = None;
     }
 
@@ -86,7 +86,7 @@ impl Dispatcher {
     /// other workers must not wait for it. Called when [a slot is
     /// free](PendingWorkers::has_free_slot). False if there is no thread for it: it is to be tried
     /// again. A worker is told of a shortage that lasts for a whole handshake.
-    pub(super) fn attach_worker(self: &Arc<Self>, member: LinkedSubscriber) -> bool {
+    pub(in crate::queue) fn attach_worker(self: &Arc<Self>, member: LinkedSubscriber) -> bool {
         let dispatcher = Arc::downgrade(self);
         self.pending_workers.attaching.fetch_add(1, SeqCst);
         let attach = self.attachment(member);

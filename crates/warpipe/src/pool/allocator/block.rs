@@ -2,23 +2,23 @@
 
 use std::sync::Arc;
 
-use super::allocator::PoolState;
-use super::{PAIRS_MAX, released_at};
+use super::PoolState;
 use crate::backend::{Access, TimelineWord};
 use crate::ipc::peer::{DeathEvidence, Process};
 use crate::memory::arena::SlotId;
+use crate::pool::{PAIRS_MAX, released_at};
 use crate::shm::page::SharedPage;
 
 /// The users of an allocated block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct BlockUsers {
+pub(in crate::pool) struct BlockUsers {
     is_owned: bool,
     borrows: u32,
 }
 
 impl BlockUsers {
     /// A block that the owner has allocated.
-    pub(super) fn owned() -> BlockUsers {
+    pub(in crate::pool) fn owned() -> BlockUsers {
         BlockUsers {
             is_owned: true,
             borrows: 0,
@@ -26,7 +26,7 @@ impl BlockUsers {
     }
 
     /// A block that a peer has allocated.
-    pub(super) fn borrowed() -> BlockUsers {
+    pub(in crate::pool) fn borrowed() -> BlockUsers {
         BlockUsers {
             is_owned: false,
             borrows: 1,
@@ -36,24 +36,24 @@ impl BlockUsers {
 
 /// A block that is lent under a number.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct LentBlock {
-    pub(super) slot: SlotId,
-    pub(super) bytes: u64,
-    pub(super) access: Access,
+pub(in crate::pool) struct LentBlock {
+    pub(in crate::pool) slot: SlotId,
+    pub(in crate::pool) bytes: u64,
+    pub(in crate::pool) access: Access,
 }
 
-/// Counters for [`Pool::stats`](super::Pool::stats).
+/// Counters for [`Pool::stats`](crate::Pool::stats).
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct PoolCounts {
-    pub(super) allocations: u64,
-    pub(super) waits: u64,
-    pub(super) high_water: u64,
+pub(in crate::pool) struct PoolCounts {
+    pub(in crate::pool) allocations: u64,
+    pub(in crate::pool) waits: u64,
+    pub(in crate::pool) high_water: u64,
 }
 
 /// A peer and the blocks that it has.
 #[derive(Debug)]
-pub(super) struct Borrower {
-    pub(super) page: Arc<SharedPage>,
+pub(in crate::pool) struct Borrower {
+    pub(in crate::pool) page: Arc<SharedPage>,
     open: Vec<OpenGrant>,
     unused: Vec<u32>,
     next_pair: u32,
@@ -62,7 +62,7 @@ pub(super) struct Borrower {
     /// still use blocks after it.
     process: Arc<Process>,
     /// The peer has closed gracefully.
-    pub(super) is_leaving: bool,
+    pub(in crate::pool) is_leaving: bool,
 }
 
 /// A block that a peer has, with the pair of words by which the peer releases it.
@@ -74,7 +74,7 @@ struct OpenGrant {
 }
 
 impl Borrower {
-    pub(super) fn new(page: SharedPage, process: Arc<Process>) -> Borrower {
+    pub(in crate::pool) fn new(page: SharedPage, process: Arc<Process>) -> Borrower {
         let page = Arc::new(page);
         Borrower {
             page,
@@ -88,18 +88,18 @@ impl Borrower {
     }
 
     /// Whether the peer has closed and is proven dead: the server reports neither any more.
-    pub(super) fn has_left_and_died(&self) -> bool {
+    pub(in crate::pool) fn has_left_and_died(&self) -> bool {
         self.is_leaving && self.process.shows(DeathEvidence::Proven)
     }
 
     #[cfg(test)]
-    pub(super) fn set_process(&mut self, process: Arc<Process>) {
+    pub(in crate::pool) fn set_process(&mut self, process: Arc<Process>) {
         self.process = process;
     }
 
     /// Opens a pair of words that is not in use. Returns the pair and the value that marks it
     /// released, or `None` if all pairs are in use.
-    pub(super) fn open(&mut self, slot: SlotId) -> Option<(u32, u64)> {
+    pub(in crate::pool) fn open(&mut self, slot: SlotId) -> Option<(u32, u64)> {
         let pair = match self.unused.pop() {
             Some(pair) => pair,
             None if self.next_pair < PAIRS_MAX => {
@@ -120,7 +120,7 @@ impl Borrower {
 
     /// Undoes [`open`](Self::open) before the peer learns of the grant. False if the pair has been
     /// released meanwhile.
-    pub(super) fn close(&mut self, pair: u32) -> bool {
+    pub(in crate::pool) fn close(&mut self, pair: u32) -> bool {
         let before = self.open.len();
         self.open.retain(|open| open.pair != pair);
         let is_closed = self.open.len() < before;
@@ -129,26 +129,26 @@ impl Borrower {
     }
 
     /// As [`close`](Self::close), and returns the pair's block.
-    pub(super) fn take_back(&mut self, pair: u32) -> Option<SlotId> {
+    pub(in crate::pool) fn take_back(&mut self, pair: u32) -> Option<SlotId> {
         let slot = self.open.iter().find(|open| open.pair == pair)?.slot;
         self.close(pair).then_some(slot)
     }
 
-    pub(super) fn is_full(&self) -> bool {
+    pub(in crate::pool) fn is_full(&self) -> bool {
         self.unused.is_empty() && self.next_pair >= PAIRS_MAX
     }
 
-    pub(super) fn has_blocks(&self) -> bool {
+    pub(in crate::pool) fn has_blocks(&self) -> bool {
         !self.open.is_empty()
     }
 
     /// Whether the peer has closed and has no block.
-    pub(super) fn is_done(&self) -> bool {
+    pub(in crate::pool) fn is_done(&self) -> bool {
         self.is_leaving && self.open.is_empty()
     }
 
     /// All blocks that the peer has, whatever its words say.
-    pub(super) fn into_slots(self) -> (Arc<SharedPage>, Vec<SlotId>) {
+    pub(in crate::pool) fn into_slots(self) -> (Arc<SharedPage>, Vec<SlotId>) {
         (self.page, self.open.iter().map(|open| open.slot).collect())
     }
 
@@ -167,7 +167,7 @@ impl Borrower {
 
 impl PoolState {
     /// Counts one more borrower of the block.
-    pub(super) fn borrow(&mut self, slot: SlotId) {
+    pub(in crate::pool) fn borrow(&mut self, slot: SlotId) {
         if let Some(block) = self.blocks.get_mut(&slot) {
             block.borrows += 1;
             self.arena.hold(slot);
@@ -176,7 +176,7 @@ impl PoolState {
     }
 
     /// Takes back the blocks that peers have released.
-    pub(super) fn collect_released(&mut self) {
+    pub(in crate::pool) fn collect_released(&mut self) {
         let released: Vec<SlotId> = self
             .borrowers
             .values_mut()
@@ -187,14 +187,14 @@ impl PoolState {
             .for_each(|slot| self.release_borrower(slot));
     }
 
-    pub(super) fn release_borrower(&mut self, slot: SlotId) {
+    pub(in crate::pool) fn release_borrower(&mut self, slot: SlotId) {
         if let Some(block) = self.blocks.get_mut(&slot) {
             block.borrows -= 1;
             self.let_go(slot);
         }
     }
 
-    pub(super) fn release_owner(&mut self, slot: SlotId) {
+    pub(in crate::pool) fn release_owner(&mut self, slot: SlotId) {
         self.lent_blocks.retain(|_, lend| lend.slot != slot);
         if let Some(block) = self.blocks.get_mut(&slot) {
             block.is_owned = false;
@@ -215,7 +215,7 @@ impl PoolState {
     }
 
     /// Bytes that are not free: a user has them, or a stream has not completed its work on them.
-    pub(super) fn used(&self) -> u64 {
+    pub(in crate::pool) fn used(&self) -> u64 {
         self.blocks
             .keys()
             .map(|&slot| self.arena.slot(slot).bytes())
@@ -224,7 +224,7 @@ impl PoolState {
     }
 
     /// Bytes of the owner's blocks, and of the peers'. A block that both have counts in both.
-    pub(super) fn held(&self) -> (u64, u64) {
+    pub(in crate::pool) fn held(&self) -> (u64, u64) {
         let bytes = |is_so: fn(&BlockUsers) -> bool| {
             let slots = self.blocks.iter().filter(|(_, block)| is_so(block));
             slots.map(|(&slot, _)| self.arena.slot(slot).bytes()).sum()
@@ -235,7 +235,7 @@ impl PoolState {
         )
     }
 
-    pub(super) fn update_high_water(&mut self) {
+    pub(in crate::pool) fn update_high_water(&mut self) {
         self.counts.high_water = self.counts.high_water.max(self.used());
     }
 }

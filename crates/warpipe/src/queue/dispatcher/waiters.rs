@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use rustix::event::epoll;
 
-use super::dispatcher::{Dispatcher, State, StateGuard};
+use super::{Dispatcher, State, StateGuard};
 use crate::backoff::Backoff;
 use crate::clock::Stopwatch;
 use crate::error::{Error, Result};
@@ -57,19 +57,19 @@ impl Default for PollBackoff {
 const WAIT_SLICE: Duration = Duration::from_millis(50);
 
 /// The tag of the queue's own doorbell. Workers have the tags from 1.
-pub(super) const OWN_DOORBELL: u64 = 0;
+pub(in crate::queue) const OWN_DOORBELL: u64 = 0;
 
 /// The threads and event loops that wait, counted under the queue's lock.
 #[derive(Debug, Default)]
-pub(super) struct Waiters {
+pub(in crate::queue) struct Waiters {
     /// Users' threads that poll.
-    pub(super) polling: u32,
+    pub(in crate::queue) polling: u32,
     /// Threads that sleep until a change.
     sleeping: u32,
     /// Threads that wait for another thread's delivery, to submit.
-    pub(super) submitting: u32,
+    pub(in crate::queue) submitting: u32,
     /// A thread found a job to deliver while another thread delivered one.
-    pub(super) is_delivery_awaited: bool,
+    pub(in crate::queue) is_delivery_awaited: bool,
     /// How long the queue's own thread sleeps at most; zero while it is awake.
     runner_sleep: Duration,
     /// A user's thread sleeps on the descriptors.
@@ -81,12 +81,12 @@ pub(super) struct Waiters {
 }
 
 impl Waiters {
-    pub(super) fn add_watch(&mut self, watch: &Arc<LocalDoorbell>) {
+    pub(in crate::queue) fn add_watch(&mut self, watch: &Arc<LocalDoorbell>) {
         self.watches.push(Arc::downgrade(watch));
     }
 
     /// Rings all watches, and removes those that were dropped.
-    pub(super) fn notify_watches(&mut self) {
+    pub(in crate::queue) fn notify_watches(&mut self) {
         self.watches.retain(|watch| {
             watch
                 .upgrade()
@@ -104,7 +104,7 @@ impl Waiters {
     }
 
     /// Whether threads waited for the delivery that is over.
-    pub(super) fn delivery_is_over(&mut self) -> bool {
+    pub(in crate::queue) fn delivery_is_over(&mut self) -> bool {
         std::mem::take(&mut self.is_delivery_awaited) || self.submitting > 0
     }
 }
@@ -130,7 +130,7 @@ impl State {
     }
 
     /// The time after which a thread must look although nothing rings.
-    pub(super) fn next_look(&self) -> Duration {
+    pub(in crate::queue) fn next_look(&self) -> Duration {
         if self.sessions.iter().any(|session| session.has_news()) {
             return Duration::ZERO;
         }
@@ -175,7 +175,7 @@ impl Drop for PollingGuard<'_> {
 
 impl Dispatcher {
     /// Does the queue's work until `look` returns a value.
-    pub(super) fn wait_until<T>(
+    pub(in crate::queue) fn wait_until<T>(
         self: &Arc<Self>,
         timeout: Duration,
         mut look: impl FnMut(&mut StateGuard<'_>) -> Option<Result<T>>,
@@ -244,7 +244,7 @@ impl Dispatcher {
     }
 
     /// Sleeps until another thread has found a change.
-    pub(super) fn wait_for_change(&self, guard: &mut StateGuard<'_>, limit: Duration) {
+    pub(in crate::queue) fn wait_for_change(&self, guard: &mut StateGuard<'_>, limit: Duration) {
         guard.waiters.sleeping += 1;
         guard.sleep(&self.changed, limit);
         guard.waiters.sleeping -= 1;
@@ -307,14 +307,14 @@ impl Dispatcher {
 
     /// Wakes a sleeper if all would sleep beyond the next look, which this thread's work may have
     /// brought forward.
-    pub(super) fn keep_next_look(&self, state: &State) {
+    pub(in crate::queue) fn keep_next_look(&self, state: &State) {
         if state.waiters.longest_sleep() > state.next_look() {
             self.observer.doorbell.ring();
         }
     }
 
     /// Wakes the threads that may wait for what has changed.
-    pub(super) fn notify_waiters(&self, waiters: &mut Waiters) {
+    pub(in crate::queue) fn notify_waiters(&self, waiters: &mut Waiters) {
         waiters.notify_watches();
         if waiters.sleeping > 0 {
             self.changed.notify_all();
@@ -326,7 +326,7 @@ impl Dispatcher {
 
     /// Wakes the threads that wait until a job has been delivered, and a thread to deliver the
     /// next.
-    pub(super) fn notify_submitters(&self, waiters: &mut Waiters) {
+    pub(in crate::queue) fn notify_submitters(&self, waiters: &mut Waiters) {
         if waiters.sleeping > 0 {
             self.changed.notify_all();
         }
@@ -334,7 +334,7 @@ impl Dispatcher {
     }
 
     /// The body of the queue's own thread.
-    pub(super) fn run(self: Arc<Self>) {
+    pub(in crate::queue) fn run(self: Arc<Self>) {
         let mut has_rung = false;
         loop {
             let mut guard = self.lock();

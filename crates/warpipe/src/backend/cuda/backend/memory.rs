@@ -10,10 +10,10 @@ use std::sync::{MutexGuard, PoisonError};
 use rustix::fs::{FileType, OFlags};
 use rustix::io::FdFlags;
 
-use super::backend::CudaBackend;
-use super::fault::Fault;
-use super::sys::*;
-use super::waits;
+use super::super::fault::Fault;
+use super::super::sys::*;
+use super::super::waits;
+use super::CudaBackend;
 use crate::backend::{Access, DeviceId, DeviceKind, RawRegion, Stage, unreclaimed};
 use crate::error::{Error, Result};
 use crate::os;
@@ -141,7 +141,7 @@ impl<'a> AddressMapping<'a> {
 }
 
 impl CudaBackend {
-    pub(super) fn allocate_region(&self, bytes: u64) -> Result<RawRegion> {
+    pub(in crate::backend::cuda) fn allocate_region(&self, bytes: u64) -> Result<RawRegion> {
         let _current = self.enter()?;
         let size = size(bytes)?;
         let handle = self
@@ -155,7 +155,7 @@ impl CudaBackend {
     }
 
     /// [`Error::DeviceMemory`] if the fault is of that kind, else the fault's general error.
-    pub(super) fn no_room(&self, fault: Fault, bytes: u64) -> Error {
+    pub(in crate::backend::cuda) fn no_room(&self, fault: Fault, bytes: u64) -> Error {
         if !fault.is(&[CUresult::OUT_OF_MEMORY]) {
             return fault.into();
         }
@@ -172,7 +172,10 @@ impl CudaBackend {
 
     /// # Safety
     /// The region was allocated here and is not released.
-    pub(super) unsafe fn export_region(&self, region: &RawRegion) -> Result<OwnedFd> {
+    pub(in crate::backend::cuda) unsafe fn export_region(
+        &self,
+        region: &RawRegion,
+    ) -> Result<OwnedFd> {
         let _current = self.enter()?;
         // SAFETY: a region that was allocated here holds its handle until it is released.
         let fd: c_int = unsafe { self.driver.memory_export(region.handle) }?;
@@ -183,7 +186,7 @@ impl CudaBackend {
         Ok(fd)
     }
 
-    pub(super) fn import_region(
+    pub(in crate::backend::cuda) fn import_region(
         &self,
         fd: BorrowedFd<'_>,
         bytes: u64,
@@ -219,7 +222,7 @@ impl CudaBackend {
 
     /// If the owner device is visible here, the driver tells in advance whether its memory can be
     /// reached.
-    pub(super) fn check_peer(&self, owner: DeviceId) -> Result<()> {
+    pub(in crate::backend::cuda) fn check_peer(&self, owner: DeviceId) -> Result<()> {
         if owner == self.info.id {
             return Ok(());
         }
@@ -234,7 +237,7 @@ impl CudaBackend {
         Ok(())
     }
 
-    pub(super) fn peer_error(&self, owner: DeviceId, reason: String) -> Error {
+    pub(in crate::backend::cuda) fn peer_error(&self, owner: DeviceId, reason: String) -> Error {
         slow_path::count(SlowPath::NoPeerAccess, 0);
         Error::PeerAccess {
             reader: format!("{} ({})", self.info.name, self.info.id),
@@ -258,7 +261,10 @@ impl CudaBackend {
 
     /// # Safety
     /// As for [`crate::backend::Backend::release`].
-    pub(super) unsafe fn release_region(&self, region: &mut RawRegion) -> Result<()> {
+    pub(in crate::backend::cuda) unsafe fn release_region(
+        &self,
+        region: &mut RawRegion,
+    ) -> Result<()> {
         // After a reset its address or handle may belong to another allocation. The memory stays,
         // and no stream of this process uses it.
         let _current = self.enter().inspect_err(|error| {
@@ -285,7 +291,7 @@ impl CudaBackend {
     }
 
     /// Queues the remaining part of an unfinished region for another attempt.
-    pub(super) fn owe(&self, region: RawRegion) {
+    pub(in crate::backend::cuda) fn owe(&self, region: RawRegion) {
         // Counted until it is released, like any region.
         self.held.fetch_add(region.bytes, Ordering::Relaxed);
         if let Some(backend) = self.me.upgrade() {
@@ -295,7 +301,11 @@ impl CudaBackend {
 
     /// # Safety
     /// As for [`crate::backend::Backend::register`].
-    pub(super) unsafe fn register_host(&self, ptr: *mut u8, bytes: usize) -> Result<CUdeviceptr> {
+    pub(in crate::backend::cuda) unsafe fn register_host(
+        &self,
+        ptr: *mut u8,
+        bytes: usize,
+    ) -> Result<CUdeviceptr> {
         let _current = self.enter()?;
         // SAFETY: the caller's promise.
         unsafe { self.driver.host_register(ptr.cast(), bytes) }?;
@@ -314,7 +324,7 @@ impl CudaBackend {
 
     /// # Safety
     /// As for [`crate::backend::Backend::unregister`].
-    pub(super) unsafe fn unregister_host(&self, ptr: *mut u8) -> Result<()> {
+    pub(in crate::backend::cuda) unsafe fn unregister_host(&self, ptr: *mut u8) -> Result<()> {
         waits::give_up(ptr);
         if let Some(_current) = self.enter_unless_gone()? {
             // SAFETY: the caller's promise.
@@ -325,13 +335,13 @@ impl CudaBackend {
     }
 
     /// Memory that is registered although it has no device address.
-    pub(super) fn stuck(&self) -> MutexGuard<'_, HashSet<usize>> {
+    pub(in crate::backend::cuda) fn stuck(&self) -> MutexGuard<'_, HashSet<usize>> {
         self.stuck.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// The properties of every region: on this device, exportable as a descriptor.
-pub(super) fn allocation(device: CUdevice) -> CUmemAllocationProp {
+pub(in crate::backend::cuda) fn allocation(device: CUdevice) -> CUmemAllocationProp {
     CUmemAllocationProp {
         kind: MEM_ALLOCATION_TYPE_PINNED,
         requested_handle_types: MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
@@ -344,37 +354,37 @@ pub(super) fn allocation(device: CUdevice) -> CUmemAllocationProp {
     }
 }
 
-pub(super) fn on(device: CUdevice) -> CUmemLocation {
+pub(in crate::backend::cuda) fn on(device: CUdevice) -> CUmemLocation {
     CUmemLocation {
         kind: MEM_LOCATION_TYPE_DEVICE,
         id: device,
     }
 }
 
-pub(super) fn access_flags(access: Access) -> u32 {
+pub(in crate::backend::cuda) fn access_flags(access: Access) -> u32 {
     match access {
         Access::Read => MEM_ACCESS_READ,
         Access::ReadWrite => MEM_ACCESS_READWRITE,
     }
 }
 
-pub(super) fn size(bytes: u64) -> Result<usize> {
+pub(in crate::backend::cuda) fn size(bytes: u64) -> Result<usize> {
     usize::try_from(bytes).map_err(|_| Error::argument("bytes", bytes, "what an address can count"))
 }
 
-pub(super) fn duplicate(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
+pub(in crate::backend::cuda) fn duplicate(fd: BorrowedFd<'_>) -> Result<OwnedFd> {
     rustix::io::fcntl_dupfd_cloexec(fd, 3)
         .map_err(|e| Error::os("fcntl(F_DUPFD_CLOEXEC)", "a received descriptor", e))
 }
 
-pub(super) fn not_memory(found: String) -> Error {
+pub(in crate::backend::cuda) fn not_memory(found: String) -> Error {
     Error::NotDeviceMemory {
         wanted: WANTED,
         found,
     }
 }
 
-pub(super) fn import_error(fault: Fault) -> Error {
+pub(in crate::backend::cuda) fn import_error(fault: Fault) -> Error {
     if fault.is(&NOT_SUCH_MEMORY) {
         not_memory(fault.words())
     } else {
@@ -385,7 +395,7 @@ pub(super) fn import_error(fault: Fault) -> Error {
 /// Keeps files that are not driver memory from the driver, which would have to deal with a peer's
 /// pipe, or query a file system. The driver exports a device file; the fake driver a memfd, which
 /// is recognized by its seals.
-pub(super) fn refuse_plain_files(fd: BorrowedFd<'_>) -> Result<()> {
+pub(in crate::backend::cuda) fn refuse_plain_files(fd: BorrowedFd<'_>) -> Result<()> {
     let kind =
         os::kind_of(fd).map_err(|error| Error::os("statx", "a received descriptor", error))?;
     let found = match kind.file {

@@ -4,10 +4,12 @@
 use std::ffi::{CStr, c_void};
 use std::ptr;
 
-use super::backend::CudaBackend;
-use super::fault::Fault;
+use super::super::fault::Fault;
+use super::super::sys::{
+    CUDA_MEMCPY3D, CUdeviceptr, CUfunction, CUstream, Driver, MEMORYTYPE_UNIFIED,
+};
+use super::CudaBackend;
 use super::kernels::load_resident;
-use super::sys::{CUDA_MEMCPY3D, CUdeviceptr, CUfunction, CUstream, Driver, MEMORYTYPE_UNIFIED};
 use crate::backend::{Axis, Rows};
 use crate::error::{Error, Result};
 use crate::tensor::RANK_MAX;
@@ -87,7 +89,7 @@ impl Work {
 
 /// The kernel, resident in one context.
 #[derive(Debug)]
-pub(super) struct Gather {
+pub(in crate::backend::cuda) struct Gather {
     function: CUfunction,
 }
 
@@ -130,7 +132,11 @@ impl Gather {
 impl CudaBackend {
     /// # Safety
     /// As for [`crate::backend::Backend::copy_rows`].
-    pub(super) unsafe fn enqueue_rows(&self, stream: CUstream, rows: &Rows) -> Result<()> {
+    pub(in crate::backend::cuda) unsafe fn enqueue_rows(
+        &self,
+        stream: CUstream,
+        rows: &Rows,
+    ) -> Result<()> {
         let _current = self.enter_to_enqueue()?;
         let bytes = || {
             let wrong = |_| Error::argument("bytes", rows.bytes(), "what an address can count");

@@ -1,0 +1,104 @@
+//! The result of a job.
+
+use std::ops::Deref;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use super::wire::user_of_answer;
+use crate::error::Result;
+use crate::pubsub::{Sample, SubscriberChanges};
+use crate::stream::Stream;
+
+/// How long copying or releasing complete data may take.
+const COPY_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// A job's result: a tensor in its worker's memory, complete, and lent until it is dropped. It
+/// outlives the worker.
+///
+/// Its address, its layout (no bytes if the worker completed without an output) and its stream are
+/// those of the [`Sample`] that it dereferences to.
+#[derive(Debug)]
+#[must_use = "a result that is dropped is released"]
+pub struct JobResult {
+    /// Its queue's: a job's number alone does not tell one queue's results from another's.
+    pub(super) queue: Weak<SubscriberChanges>,
+    pub(super) sample: Sample,
+    pub(super) job: u64,
+    pub(super) attempt: u32,
+    pub(super) worker_pid: i32,
+}
+
+impl Deref for JobResult {
+    type Target = Sample;
+
+    fn deref(&self) -> &Sample {
+        &self.sample
+    }
+}
+
+impl JobResult {
+    /// The metadata bytes that the worker sent along.
+    pub fn metadata(&self) -> &[u8] {
+        user_of_answer(self.sample.metadata())
+    }
+
+    /// The job's number, from 1.
+    pub fn job(&self) -> u64 {
+        self.job
+    }
+
+    /// The number of the attempt that gave this result, from 1.
+    pub fn attempt(&self) -> u32 {
+        self.attempt
+    }
+
+    /// The process id of the worker.
+    pub fn worker_pid(&self) -> i32 {
+        self.worker_pid
+    }
+
+    /// Whether the job is one of the queue that is notified by `observer`.
+    pub(super) fn is_of(&self, observer: &Arc<SubscriberChanges>) -> bool {
+        std::ptr::eq(self.queue.as_ptr(), Arc::as_ptr(observer))
+    }
+
+    /// This result, released behind another stream's work: its data is complete.
+    pub(super) fn received_on(self, stream: &Stream) -> JobResult {
+        JobResult {
+            sample: self.sample.received_on(stream),
+            ..self
+        }
+    }
+
+    /// The result as a sample, which can be released behind other streams. The first bytes of its
+    /// [`metadata`](Sample::metadata) belong to the queue: call [`metadata`](Self::metadata)
+    /// before.
+    pub fn into_sample(self) -> Sample {
+        self.sample
+    }
+
+    /// Copies all of it to host memory.
+    ///
+    /// # Errors
+    /// Those of [`Sample::to_vec`].
+    pub fn to_vec(&self) -> Result<Vec<u8>> {
+        self.sample.to_vec(COPY_TIMEOUT)
+    }
+
+    /// Copies all of it to `bytes`.
+    ///
+    /// # Errors
+    /// Those of [`Sample::copy_to`].
+    pub fn copy_to(&self, bytes: &mut [u8]) -> Result<()> {
+        self.sample.copy_to(bytes, COPY_TIMEOUT)
+    }
+
+    /// Releases the result behind the work of its stream, as dropping it does, and reports whether
+    /// the release could be enqueued.
+    ///
+    /// # Errors
+    /// [`Error::Driver`]; [`Error::Forked`].
+    pub fn finish(self) -> Result<()> {
+        self.sample.finish(COPY_TIMEOUT)
+    }
+}
