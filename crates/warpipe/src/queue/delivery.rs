@@ -7,7 +7,7 @@
 //! process answers and see workers end; waiting jobs are delivered when the call is over.
 //!
 //! The call itself is made by a thread that may wait for it: a submitter's, for its own job and
-//! stream, and the [delivery thread](super::delivery_thread) for a job that waited and has
+//! stream, and the [delivery thread](super::dispatcher) for a job that waited and has
 //! data that is not complete. Any other thread delivers only what the CPU alone can make ready.
 //!
 //! The lease exists before the call, because its answer may come before the call returns. Its
@@ -226,7 +226,7 @@ impl Dispatcher {
     }
 
     /// Delivers waiting jobs as long as a worker has capacity, unless another thread delivers. A job
-    /// with data that is not complete is left to the [delivery thread](super::delivery_thread),
+    /// with data that is not complete is left to the [delivery thread](super::dispatcher),
     /// unless this thread `may_block`; returns whether there is such a job.
     #[must_use]
     pub(super) fn dispatch(&self, guard: &mut StateGuard<'_>, may_block: bool) -> bool {

@@ -97,7 +97,7 @@ impl JobResult {
     /// the release could be enqueued.
     ///
     /// # Errors
-    /// [`Error::Driver`]; [`Error::Forked`].
+    /// [`Error::Driver`](crate::Error::Driver); [`Error::Forked`](crate::Error::Forked).
     pub fn finish(self) -> Result<()> {
         self.sample.finish(COPY_TIMEOUT)
     }

@@ -44,7 +44,7 @@ pub(super) enum Outcome<R> {
     Expired,
 }
 
-/// In which order [`Queue::next_result`] gives results.
+/// In which order [`Queue::next_result`](crate::Queue::next_result) gives results.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ResultOrder {

@@ -236,7 +236,7 @@ impl Queue {
         })
     }
 
-    /// The next result, in the builder's [`ResultOrder`], of a job that its [`JobHandle`] has not taken.
+    /// The next result, in the builder's [`ResultOrder`](crate::ResultOrder), of a job that its [`JobHandle`] has not taken.
     /// Waits for it.
     ///
     /// # Errors
