@@ -409,14 +409,17 @@ pub enum WeightsCommand {
 /// damaged is not offered: the next older one is compared, and without one the files are loaded.
 /// The same holds for a version on another device than the one that --device names.
 ///
+/// Without a PATH it loads nothing: it keeps what engines and trainers publish under the name.
+///
 /// It prints a line with `ready` once the weights can be opened. Nothing is offered if a file is
 /// damaged or written to meanwhile, the memory too small, or the name taken. SIGINT, SIGTERM and `warpipe weights drop`
 /// end it; processes that have the weights open keep them.
 #[derive(Debug, Args)]
 #[command(after_help = exit::HELP)]
 pub struct WeightsServeArgs {
-    /// Safetensors files, indexes of them, or folders with one model
-    #[arg(required = true, value_name = "PATH")]
+    /// Safetensors files, indexes of them, or folders with one model; without any, what processes
+    /// publish under the name is kept
+    #[arg(value_name = "PATH")]
     pub paths: Vec<PathBuf>,
     /// Name of the weights, for example llama; at most 200 bytes
     #[arg(long)]

@@ -449,6 +449,46 @@ fn a_version_that_a_program_publishes_is_listed_as_well() {
 }
 
 #[test]
+fn a_keeper_without_files_keeps_what_processes_publish_and_the_next_one_takes_it_over() {
+    let stage = Stage::new();
+    let device = device();
+    let arguments = [
+        "weights", "serve", "--name", "w", "--json", "--device", &device,
+    ];
+    let mut first = stage.world.start(&arguments);
+    assert_eq!(first.wait_for("waiting", 1)[0]["name"], "w");
+    let layout = Layout::contiguous(DType::U8, &[2]).unwrap();
+    let builder = Weights::builder(&open_device(), [("c", layout)]).unwrap();
+    let weights = builder.metadata(r#"{"model": "m", "plan": {"of": 1}, "tp": 2}"#);
+    let weights = weights.finish().unwrap();
+    let published = weights.publish(&stage.domain(), "w", PATIENCE).unwrap();
+    let row = stage.ls().remove(0);
+    assert_eq!(
+        (
+            &row["state"],
+            &row["metadata"]["model"],
+            &row["metadata"]["tp"]
+        ),
+        (&"offered".into(), &"m".into(), &2.into()),
+        "{row}"
+    );
+    let listed = stage.world.run(&["weights", "ls"]);
+    assert!(listed.out.contains("\n    model=m  tp=2\n"), "{listed:?}");
+
+    first.signal(Signal::KILL);
+    first.end();
+    let mut second = stage.world.start(&arguments);
+    let ready = second.wait_for("ready", 1).remove(0);
+    assert_eq!(
+        (&ready["from"], &ready["version"]),
+        (&"processes".into(), &published.version().into()),
+        "{ready}"
+    );
+    second.signal(Signal::TERM);
+    second.end();
+}
+
+#[test]
 fn a_version_on_another_device_than_the_chosen_one_is_not_taken_over() {
     if Device::cuda(0).is_err() {
         // Two devices are needed: this runs on a GPU, and over the fake driver.

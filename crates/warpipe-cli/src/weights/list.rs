@@ -1,6 +1,7 @@
 //! `warpipe weights ls`.
 
 use serde::Serialize;
+use serde_json::Value;
 use warpipe::weights::{Hashing, NamedWeights};
 
 use super::counted;
@@ -8,6 +9,9 @@ use crate::args::WeightsLsArgs;
 use crate::exit::Exit;
 use crate::observe::{existing_domain, missing};
 use crate::output::{Output, Style, bytes, printable, styled};
+
+/// A longer member of the metadata is for programs.
+const TOLD_BYTES_MAX: usize = 120;
 
 #[derive(Serialize)]
 struct Row<'a> {
@@ -24,6 +28,8 @@ struct Row<'a> {
     hashed: Option<bool>,
     keeper_pid: Option<i32>,
     holders: usize,
+    /// What the publisher gave with the version.
+    metadata: Option<Value>,
 }
 
 pub fn run(args: &WeightsLsArgs) -> anyhow::Result<Exit> {
@@ -54,10 +60,32 @@ pub fn run(args: &WeightsLsArgs) -> anyhow::Result<Exit> {
             hashed: version.map(|version| version.is_hashed),
             keeper_pid: weights.keeper.as_ref().and_then(|keeper| keeper.pid),
             holders: weights.holders,
+            metadata: version.and_then(|version| serde_json::from_str(&version.metadata).ok()),
         };
-        output.say(|| format!("  {name:<width$}  {}", line(weights)), &row)?;
+        let told = row.metadata.as_ref().and_then(told);
+        let text = || match &told {
+            Some(told) => format!("  {name:<width$}  {}\n    {told}", line(weights)),
+            None => format!("  {name:<width$}  {}", line(weights)),
+        };
+        output.say(text, &row)?;
     }
     Ok(Exit::Done)
+}
+
+/// Metadata on one line: the members of an object that are short, `key=value`.
+fn told(metadata: &Value) -> Option<String> {
+    let members = metadata.as_object()?.iter();
+    let short = members.filter_map(|(key, value)| {
+        let text = match value {
+            Value::String(text) => text.clone(),
+            Value::Object(_) | Value::Null => return None,
+            other => other.to_string(),
+        };
+        let part = format!("{key}={text}");
+        (part.len() <= TOLD_BYTES_MAX).then(|| printable(&part))
+    });
+    let parts: Vec<String> = short.collect();
+    (!parts.is_empty()).then(|| parts.join("  "))
 }
 
 fn state_of(weights: &NamedWeights) -> (&'static str, Style) {

@@ -64,6 +64,13 @@ struct Ready<'a> {
 }
 
 #[derive(Serialize)]
+struct Waiting<'a> {
+    event: &'static str,
+    name: &'a str,
+    pid: u32,
+}
+
+#[derive(Serialize)]
 struct Ended<'a> {
     event: &'static str,
     name: &'a str,
@@ -127,6 +134,9 @@ impl Serve<'_> {
                 Outcome::NotTaken => {}
             }
         }
+        if self.args.paths.is_empty() {
+            return self.wait_for_publishers();
+        }
         let start = Instant::now();
         match self.run_child(Task::Load)? {
             Outcome::Offered(offered) => self.keep(&offered, "files", start),
@@ -135,7 +145,7 @@ impl Serve<'_> {
         }
     }
 
-    /// Says that the weights are ready, and sleeps until this process is to end.
+    /// Says that the weights are ready, and keeps them.
     fn keep(
         &self,
         offered: &OfferedVersion,
@@ -172,6 +182,24 @@ impl Serve<'_> {
             )
         };
         self.announcer.say(text, &ready);
+        self.sleep()
+    }
+
+    /// Says that there is a keeper, and keeps what other processes publish.
+    fn wait_for_publishers(&self) -> anyhow::Result<Exit> {
+        let name = &self.args.name;
+        let waiting = Waiting {
+            event: "waiting",
+            name,
+            pid: std::process::id(),
+        };
+        let text = || format!("{name}: no version yet; what processes publish is kept");
+        self.announcer.say(text, &waiting);
+        self.sleep()
+    }
+
+    /// Sleeps until this process is to end.
+    fn sleep(&self) -> anyhow::Result<Exit> {
         loop {
             self.wait(None)?;
             if let Some(exit) = self.end()? {
@@ -271,8 +299,7 @@ impl Serve<'_> {
                 let asked = self.args.device;
                 let text = || {
                     format!(
-                        "{name}: version {version} lies on {device} and not on {asked}; \
-                         loading the files"
+                        "{name}: version {version} lies on {device} and not on {asked}; not taken over"
                     )
                 };
                 self.announcer.say(text, &row);

@@ -30,7 +30,7 @@ pub fn run(args: &WeightsVerifyArgs) -> anyhow::Result<Exit> {
     let domain = super::domain_of(&args.domain, &args.name)?;
     let found = NamedWeights::find(&domain, &args.name)?.and_then(|found| found.version);
     let opener = SharedWeights::opener(&args.name).domain(&domain);
-    let opener = match found {
+    let opener = match &found {
         Some(version) => opener.device(&args.device.open_for(version.device)?),
         // Without a keeper: the library says so.
         None => opener,
@@ -46,7 +46,7 @@ pub fn run(args: &WeightsVerifyArgs) -> anyhow::Result<Exit> {
     };
     let taken = start.elapsed();
     // The version may have been replaced since it was looked up.
-    let found = found.filter(|found| found.number == version);
+    let found = found.as_ref().filter(|found| found.number == version);
     let name = &args.name;
     let text = || {
         let size = found.map_or_else(String::new, |found| {

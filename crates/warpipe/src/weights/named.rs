@@ -39,7 +39,7 @@ pub struct NamedWeights {
 }
 
 /// A version of [`NamedWeights`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NamedVersion {
     /// The version's number.
@@ -56,6 +56,8 @@ pub struct NamedVersion {
     pub hash: Hashing,
     /// Whether each tensor has one.
     pub is_hashed: bool,
+    /// What the publisher gave with the version: a JSON text, empty without any.
+    pub metadata: String,
 }
 
 impl NamedVersion {
@@ -68,6 +70,8 @@ impl NamedVersion {
             is_offered,
             hash: found.manifest.hashing(),
             is_hashed: found.manifest.is_hashed(),
+            // The check of a manifest refuses any other bytes.
+            metadata: String::from_utf8_lossy(found.manifest.metadata()).into_owned(),
         }
     }
 }
@@ -287,7 +291,7 @@ impl Survey<'_> {
                 holder,
             } => {
                 let is_newer = |weights: &NamedWeights| {
-                    let known = weights.version.map_or(0, |version| version.number);
+                    let known = weights.version.as_ref().map_or(0, |version| version.number);
                     number > known
                 };
                 if is_late || !self.found()[index].as_ref().is_some_and(is_newer) {

@@ -504,7 +504,7 @@ fn weights_are_listed_with_their_keeper_or_without_one() {
     let [empty] = &list()[..] else {
         panic!("one name")
     };
-    assert_eq!((empty.version, empty.holders), (None, 0));
+    assert_eq!((&empty.version, empty.holders), (&None, 0));
     let own = Some(std::process::id() as i32);
     assert_eq!(empty.keeper.as_ref().map(|keeper| keeper.pid), Some(own));
 
@@ -512,7 +512,7 @@ fn weights_are_listed_with_their_keeper_or_without_one() {
     let [offered] = &list()[..] else {
         panic!("one name")
     };
-    let version = offered.version.unwrap();
+    let version = offered.version.as_ref().unwrap();
     assert_eq!((offered.name.as_str(), offered.holders), ("w", 1));
     assert_eq!(
         (version.number, version.tensors, version.bytes),
@@ -528,7 +528,7 @@ fn weights_are_listed_with_their_keeper_or_without_one() {
         panic!("one name")
     };
     assert_eq!((kept.keeper.clone(), kept.holders), (None, 1));
-    let version = kept.version.unwrap();
+    let version = kept.version.as_ref().unwrap();
     assert_eq!((version.number, version.is_offered), (2, false));
 
     let _keeper = stage.keeper();
