@@ -76,7 +76,7 @@ def load(name: str, *, device: Any = None, domain: Any = None, wait: float | Non
 
 
 @contextlib.contextmanager
-def on_meta(device: Any = None) -> Iterator[None]:
+def on_meta(device: Any = None, *, least: int = 0) -> Iterator[None]:
     """Modules that this thread builds inside have their parameters on PyTorch's ``meta`` device, where they allocate
     nothing, and buffers with their values: for ``attach``.
 
@@ -86,7 +86,8 @@ def on_meta(device: Any = None) -> Iterator[None]:
     In ``with torch.device("meta")`` the buffers have no values either, and those that are not persistent come from no
     weights (``inv_freq`` of rotary embeddings). Here each is computed where the module makes it, then moved to ``device``
     if there is one, as PyTorch names it. Parameters are made on PyTorch's default device and replaced as soon as the
-    module has them, before they are initialised, by ones of the same class with the same attributes.
+    module has them, before they are initialised, by ones of the same class with the same attributes. Those of fewer than
+    ``least`` elements stay as the module makes them, with their values.
 
     Raises ``ImportError`` without PyTorch.
     """
@@ -100,7 +101,7 @@ def on_meta(device: Any = None) -> Iterator[None]:
         return threading.get_ident() == thread and not getattr(_giving, "is_on", False)
 
     def parameter(_module: Any, _name: str, given: Any) -> Any:
-        if not applies() or given is None or given.is_meta or is_lazy(given):
+        if not applies() or given is None or given.is_meta or is_lazy(given) or given.numel() < least:
             return None
         if given not in made:
             made[given] = like(given, given.detach().to("meta"), requires_grad=given.requires_grad)

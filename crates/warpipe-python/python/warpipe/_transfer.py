@@ -1,0 +1,485 @@
+"""New weights from a trainer to engines that run, whatever the engine: what its adapters share.
+
+An engine joins and cuts the tensors of a checkpoint when it loads them. ``recorded`` notes each of these copies, and the
+engine publishes them with its parameters. A ``Trainer`` does the same copies into memory of its own and publishes that as
+the next version of each rank; a ``Receiver`` takes the version between two steps, at the addresses of the last one. So no
+engine copies or cuts anything, no rank has more than its part, and a version is there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import fcntl
+import hashlib
+import importlib
+import json
+import os
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import _warpipe, weights
+from ._errors import ArgumentError, NotFoundError, WeightsMismatchError
+
+_PLAN = "plan"
+# As many names are in a message.
+_NAMES_TOLD = 8
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A part of a checkpoint's tensor, and the part of an engine's that it is copied to, in elements."""
+
+    target: str
+    target_at: int
+    target_strides: tuple[int, ...]
+    source: str
+    source_at: int
+    source_strides: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass
+class Plan:
+    """How the tensors of a checkpoint become those of an engine's rank."""
+
+    copies: list[Copy] = field(default_factory=list)
+    sources: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """The shape of each tensor of the checkpoint."""
+    opaque: list[str] = field(default_factory=list)
+    """Tensors of the engine that something else than copies made: no trainer can write them."""
+
+    def packed(self) -> str:
+        """As text, for the metadata of a version."""
+        targets = list(dict.fromkeys(one.target for one in self.copies))
+        numbers = {name: number for number, name in enumerate(targets)}
+        of_source = {name: number for number, name in enumerate(self.sources)}
+        rows = [
+            [
+                numbers[one.target], one.target_at, one.target_strides,
+                of_source[one.source], one.source_at, one.source_strides, one.shape,
+            ]
+            for one in self.copies
+        ]  # fmt: skip
+        whole = {"targets": targets, "sources": list(self.sources.items()), "copies": rows, "opaque": self.opaque}
+        return base64.b64encode(zlib.compress(json.dumps(whole, separators=(",", ":")).encode(), 9)).decode()
+
+    @classmethod
+    def unpacked(cls, text: str) -> Plan:
+        whole = json.loads(zlib.decompress(base64.b64decode(text)))
+        targets, sources = whole["targets"], [(name, tuple(shape)) for name, shape in whole["sources"]]
+        copies = [
+            Copy(targets[target], at, tuple(strides), sources[source][0], source_at, tuple(source_strides), tuple(shape))
+            for target, at, strides, source, source_at, source_strides, shape in whole["copies"]
+        ]
+        return cls(copies, dict(sources), whole["opaque"])
+
+    def covered(self) -> dict[str, int]:
+        """How many elements of each tensor are copied."""
+        counted: dict[str, int] = {}
+        for one in self.copies:
+            counted[one.target] = counted.get(one.target, 0) + _count(one.shape)
+        return counted
+
+
+def _count(shape: Sequence[int]) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count
+
+
+class Recorder:
+    """Notes how a checkpoint's tensors are copied into others: ``with recorder: load(recorder.watched(pairs))``.
+
+    ``plan(tensors)`` is for tensors that lie where they lay: one that was moved or computed anew is opaque.
+    """
+
+    def __init__(self, targets: Mapping[str, Any]) -> None:
+        self._torch = importlib.import_module("torch")
+        mode = importlib.import_module("torch.utils._python_dispatch").TorchDispatchMode
+        recorder = self
+
+        class Mode(mode):  # type: ignore[misc, valid-type]
+            def __torch_dispatch__(
+                self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+            ) -> Any:
+                recorder._note(func, args, kwargs or {})
+                return func(*args, **(kwargs or {}))
+
+        self._mode = Mode()
+        # By address: the end, the name, the size of an element.
+        self._targets = {
+            tensor.data_ptr(): (tensor.data_ptr() + _span(tensor), name, tensor.dtype)
+            for name, tensor in targets.items()
+            if tensor.numel() and not tensor.is_meta
+        }
+        self._sources: dict[int, tuple[int, str, Any]] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._copies: list[Copy] = []
+        self._opaque: set[str] = set()
+
+    def watched(self, pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """The pairs of names and tensors of a checkpoint, as they are."""
+        for name, tensor in pairs:
+            if tensor.numel() and not tensor.is_meta:
+                begin, end = tensor.data_ptr(), tensor.data_ptr() + _span(tensor)
+                # What lay there before has gone.
+                for other, (other_end, _, _) in list(self._sources.items()):
+                    if begin < other_end and other < end:
+                        del self._sources[other]
+                self._sources[begin] = (end, name, tensor.dtype)
+            self._shapes[name] = tuple(tensor.shape)
+            yield name, tensor
+
+    def __enter__(self) -> Recorder:
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._mode.__exit__(*exception)
+
+    def plan(self, tensors: Mapping[str, Any]) -> Plan:
+        """The copies into those of the targets that are still these tensors."""
+        lay = {name: address for address, (_, name, _) in self._targets.items()}
+        moved = {name for name, tensor in tensors.items() if lay.get(name) != tensor.data_ptr() and tensor.numel()}
+        opaque = self._opaque | moved
+        copies = [one for one in self._copies if one.target not in opaque]
+        return Plan(copies, self._shapes, sorted(opaque))
+
+    def _note(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if func is self._torch.ops.aten.copy_.default:
+            self._note_copy(args[0], args[1])
+            return
+        for number, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            written = args[number] if number < len(args) else kwargs.get(argument.name)
+            for tensor in written if isinstance(written, (list, tuple)) else (written,):
+                if isinstance(tensor, self._torch.Tensor) and (found := _find(self._targets, tensor)):
+                    self._opaque.add(found[1])
+
+    def _note_copy(self, into: Any, given: Any) -> None:
+        target = _find(self._targets, into)
+        if target is None:
+            return
+        begin, name, dtype = target
+        source = _find(self._sources, given)
+        is_plain = source is not None and source[2] == given.dtype and dtype == into.dtype
+        if source is None or not is_plain or into.shape != given.shape:
+            self._opaque.add(name)
+            return
+        self._copies.append(
+            Copy(
+                name, (into.data_ptr() - begin) // into.element_size(), tuple(into.stride()),
+                source[1], (given.data_ptr() - source[0]) // given.element_size(), tuple(given.stride()),
+                tuple(into.shape),
+            )
+        )  # fmt: skip
+
+
+def _span(tensor: Any) -> int:
+    """The bytes from a tensor's first element to behind its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(last + 1) * int(tensor.element_size())
+
+
+def _find(places: Mapping[int, tuple[int, str, Any]], tensor: Any) -> tuple[int, str, Any] | None:
+    """What a tensor is a part of: where that begins, its name and its type."""
+    if tensor.is_meta or not tensor.numel():
+        return None
+    address = tensor.data_ptr()
+    if address in places:
+        return address, *places[address][1:]
+    for begin, (end, name, dtype) in places.items():
+        if begin <= address < end:
+            return begin, name, dtype
+    return None
+
+
+def ranks(name: str, count: int) -> list[str]:
+    """The names of the weights of ``count`` ranks."""
+    return [name] if count == 1 else [f"{name}/{rank}of{count}" for rank in range(count)]
+
+
+class Trainer:
+    """Publishes a trainer's tensors to the engines that hold the weights of these names, one for each rank.
+
+    >>> trainer = Trainer(ranks("policy", 2))                              # doctest: +SKIP
+    >>> trainer.send(model.named_parameters())                            # doctest: +SKIP
+    [2, 2]
+
+    The engines' own version says how its tensors are made of the checkpoint's. Where a name has no version yet, or one
+    that no engine published, the tensors are published as they are, under the names that they have.
+
+    ``devices`` has the device of each rank: with several ranks ``cuda:0``, ``cuda:1`` and so on, unless it is given.
+    """
+
+    def __init__(
+        self,
+        names: str | Sequence[str],
+        *,
+        devices: Sequence[Any] | None = None,
+        domain: Any = None,
+        wait: float | None = 60.0,
+    ) -> None:
+        self.names = [names] if isinstance(names, str) else list(names)
+        usual: list[Any] = [None] if len(self.names) == 1 else [f"cuda:{rank}" for rank in range(len(self.names))]
+        self._devices = usual if devices is None else list(devices)
+        if len(self._devices) != len(self.names):
+            raise ArgumentError(f"devices has {len(self._devices)} devices for {len(self.names)} names; give one for each")
+        self._domain, self._wait = domain, wait
+        self._plans: dict[str, tuple[str, Plan]] = {}
+        # While it is open, this process has the last version for the next keeper.
+        self._published: dict[str, Any] = {}
+
+    def send(
+        self,
+        tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
+        *,
+        changed: bool = False,
+        same_layout: bool = True,
+        hash: str = "later",
+    ) -> list[int]:
+        """Publishes tensors as the next version of each rank, and returns their numbers.
+
+        All tensors of the checkpoint are expected, unless ``changed``: then the others are those of the version that is
+        offered. They are copied within the device, so that the version lies at the addresses of the last one in engines
+        with captured graphs; with ``same_layout=False`` they are shared (``base=`` of ``publish``), and nothing but what
+        changed is copied.
+
+        An engine reads the version once it is told its number. Until this returns, and if this process dies before, the
+        last version is offered, whole.
+
+        Raises ``WeightsMismatchError`` for tensors with other names or shapes than the engine's checkpoint has, and as
+        ``weights.publish``.
+        """
+        given = dict(tensors.items() if isinstance(tensors, Mapping) else tensors)
+        torch = importlib.import_module("torch")
+        with torch.no_grad():
+            return [
+                self._send(name, device, given, changed, same_layout, hash)
+                for name, device in zip(self.names, self._devices, strict=True)
+            ]
+
+    def _send(
+        self, name: str, device: Any, given: dict[str, Any], changed: bool, same_layout: bool, hash: str
+    ) -> int:
+        base = self._offered(name, device)
+        metadata = None if base is None else base.metadata
+        plan = self._plan(name, metadata)
+        options = {"domain": self._domain, "wait": self._wait, "hash": hash, "metadata": metadata}
+        if base is None or plan is None:
+            keep(name, domain=self._domain)
+            options["base"] = base if changed else None
+            published = weights.publish(name, given, device=device, **options)
+        else:
+            _check(name, plan, given, changed)
+            touched = {one.target for one in plan.copies if one.source in given}
+            only = touched if changed and not same_layout else None
+            made, memory = _made(base, plan, given, only)
+            options["base"] = None if only is None else base
+            published = weights.publish(name, made, device=base.device, zero_copy="require", **options)
+            del made, memory
+        former = self._published.get(name)
+        self._published[name] = published
+        if former is not None:
+            former.close()
+        return int(published.version)
+
+    def _offered(self, name: str, device: Any) -> Any:
+        try:
+            return weights.open(name, device=device, domain=self._domain)
+        except (NotFoundError, TimeoutError):
+            return None
+
+    def _plan(self, name: str, metadata: Any) -> Plan | None:
+        packed = metadata.get(_PLAN) if isinstance(metadata, dict) else None
+        if packed is None:
+            return None
+        if self._plans.get(name, ("", None))[0] != packed:
+            self._plans[name] = packed, Plan.unpacked(packed)
+        return self._plans[name][1]
+
+    def close(self) -> None:
+        """Gives up this process's part of the versions. What is offered stays."""
+        for published in self._published.values():
+            published.close()
+        self._published.clear()
+
+
+def _check(name: str, plan: Plan, given: Mapping[str, Any], changed: bool) -> None:
+    """Refuses tensors that the plan cannot take."""
+    used = {one.source for one in plan.copies}
+    missing = [] if changed else [source for source in plan.sources if source in used and source not in given]
+    unexpected = [source for source in given if source not in plan.sources]
+    different = {
+        source: f"is {list(tensor.shape)} here, and {list(plan.sources[source])} in the engine's checkpoint"
+        for source, tensor in given.items()
+        if source in plan.sources and tuple(tensor.shape) != plan.sources[source]
+    }
+    parts = []
+    if plan.opaque:
+        parts.append(f"the engine computed these when it loaded them: {_listed(plan.opaque)}; load a model that is not quantized")
+    if missing:
+        parts.append(f"the trainer lacks {_listed(missing)}")
+    if unexpected:
+        parts.append(f"the engine's checkpoint lacks {_listed(unexpected)}")
+    if different:
+        parts.append(_listed([f"{source} {how}" for source, how in different.items()]))
+    if not parts:
+        return
+    step = "give the tensors under the names of the engine's checkpoint, or changed=True for some of them"
+    error = WeightsMismatchError(f"these tensors are no version of the weights {name!r}: {'; '.join([*parts, step])}")
+    error.missing, error.unexpected, error.different = missing, unexpected, different
+    error.uncomputed = list(plan.opaque)
+    raise error
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMES_TOLD} more" if len(names) > _NAMES_TOLD else ""
+    return ", ".join(names[:_NAMES_TOLD]) + more
+
+
+def _made(base: Any, plan: Plan, given: Mapping[str, Any], only: set[str] | None) -> tuple[dict[str, Any], Any]:
+    """The engine's tensors in new memory, each at its place, or those of ``only`` side by side; and the memory."""
+    torch = importlib.import_module("torch")
+    views = {name: view for name, view in base.items() if only is None or name in only}
+    if only is None:
+        places = {name: base.offset(name) for name in views}
+        length = base.nbytes
+    else:
+        places, length = {}, 0
+        for name, view in views.items():
+            places[name] = length
+            length += -(-view.nbytes // 512) * 512
+    memory = _warpipe.Memory.allocate(max(length, 1), device=base.device)
+    flat = memory.torch()
+    made, former = {}, {}
+    for name, view in views.items():
+        former[name] = view.torch()
+        made[name] = _at(torch, flat, places[name], former[name])
+    covered = plan.covered()
+    changed = {one.target for one in plan.copies if one.source in given}
+    whole = {one.target for one in plan.copies} - {one.target for one in plan.copies if one.source not in given}
+    copied: set[int] = set()
+    for name, tensor in made.items():
+        is_new = name in changed and name in whole and covered[name] == tensor.numel()
+        # Names of one tensor have one place.
+        if not is_new and tensor.numel() and places[name] not in copied:
+            tensor.copy_(former[name], non_blocking=True)
+            copied.add(places[name])
+    for one in plan.copies:
+        if one.target in made and one.source in given:
+            tensor, source = made[one.target], given[one.source].detach()
+            if not source.is_contiguous():
+                source = source.contiguous()
+            into = tensor.as_strided(one.shape, one.target_strides, tensor.storage_offset() + one.target_at)
+            part = source.as_strided(one.shape, one.source_strides, source.storage_offset() + one.source_at)
+            into.copy_(part, non_blocking=True)
+    return made, memory
+
+
+def _at(torch: Any, flat: Any, place: int, like: Any) -> Any:
+    """The tensor at a place of memory that has the shape, the type and the strides of another one."""
+    size = like.element_size()
+    # A type wider than a byte counts from the memory's first byte.
+    whole = flat[: flat.numel() // size * size].view(like.dtype)
+    return whole.as_strided(tuple(like.shape), tuple(like.stride()), place // size)
+
+
+class Receiver:
+    """Weights of an engine that takes new versions between two steps.
+
+    ``give`` gives the engine a version that does not fit at the addresses of the last one. Without it such a version is
+    an error, as with captured graphs, which have the addresses.
+    """
+
+    def __init__(
+        self, shared: Any, give: Callable[[Any], None] | None = None, *, domain: Any = None
+    ) -> None:
+        self._follower = shared.follow()
+        self._give, self._domain = give, domain
+
+    @property
+    def version(self) -> int:
+        return int(self._follower.version)
+
+    @property
+    def weights(self) -> Any:
+        return self._follower.weights
+
+    def update(self, version: int | None = None, *, stream: Any = None, timeout: float | None = 60.0) -> int:
+        """Takes the newest version, of number ``version`` at least, and returns its number. Work of other streams than
+        ``stream`` may not read the weights meanwhile.
+
+        Raises ``WeightsMismatchError`` for a version of other tensors, or of another layout without ``give``, and
+        ``TimeoutError``; the former version is there then.
+        """
+        if version is not None and self.version >= version:
+            return self.version
+        if version is not None:
+            # It is offered by now, unless its keeper is being replaced.
+            newer = self.weights
+            while newer.version < version:
+                newer = newer.newer(timeout)
+            del newer
+        try:
+            self._follower.update(stream, timeout=timeout)
+        except WeightsMismatchError:
+            if self._give is None:
+                raise
+            shared = self.weights
+            found = weights.open(shared.name, device=shared.device, domain=self._domain, wait=timeout)
+            if found.version == shared.version:
+                raise
+            self._give(found)
+            self._follower = found.follow()
+        return self.version
+
+
+def with_plan(metadata: dict[str, Any], plan: Plan | None) -> dict[str, Any]:
+    """The metadata of a version that a ``Trainer`` can follow with the next one."""
+    return metadata if plan is None else {**metadata, _PLAN: plan.packed()}
+
+
+def is_kept(name: str, *, domain: Any = None) -> bool:
+    """Whether a process has the name, as a keeper has."""
+    return any(one.name == name and one.alive for one in _domain(domain).endpoints())
+
+
+def is_held(name: str, *, domain: Any = None) -> bool:
+    """Whether a process has a version of the name open, which the next keeper takes over."""
+    return any(one.name.startswith(f"{name}/held-") and one.alive for one in _domain(domain).endpoints())
+
+
+def keep(name: str, *, domain: Any = None) -> None:
+    """Starts a process that keeps a name, unless there is one: ``warpipe weights serve --name NAME``, which
+    ``warpipe weights drop NAME`` ends. It outlives this process. Callers wait for it as for any keeper."""
+    if is_kept(name, domain=domain):
+        return
+    command = [sys.executable, "-m", "warpipe", "weights", "serve", "--name", name, "--quiet", "--json"]
+    command += ["--domain", os.fspath(_domain(domain))]
+    null = subprocess.DEVNULL
+    # A signal to this process's group is not for it.
+    subprocess.Popen(command, stdin=null, stdout=null, stderr=null, start_new_session=True)
+
+
+@contextlib.contextmanager
+def one_at_a_time(name: str, *, domain: Any = None) -> Iterator[None]:
+    """One process of the domain is inside for a name; the others wait until it leaves, or dies."""
+    path = _domain(domain).path / f".loads-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _domain(domain: Any) -> _warpipe.Domain:
+    return domain if isinstance(domain, _warpipe.Domain) else _warpipe.Domain(domain)

@@ -1,0 +1,61 @@
+"""Weights of vLLM: one copy for all engines of a GPU, and new versions from a trainer.
+
+``vllm serve MODEL --load-format warpipe`` takes the weights of an engine that runs, else loads them as usual and publishes
+them. vLLM finds this module by its entry point ``vllm.general_plugins``. ``--model-loader-extra-config`` takes ``name``
+(instead of one that is made of the model and the settings), ``domain``, ``keeper`` (false: start none), ``load_format``
+(how the first engine loads, ``auto``), and what that loader takes.
+
+``--weight-transfer-config '{"backend": "warpipe"}'`` has the engine take versions of a trainer between two steps:
+
+>>> from warpipe.vllm import trainer_init_info                         # doctest: +SKIP
+>>> from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+>>> trainer = WeightTransferTrainerFactory.trainer_init(trainer_init_info("policy"), client=client, source=source)
+>>> trainer.send_weights()
+
+Tested with vLLM 0.24 and 0.33.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from .._transfer import Trainer, ranks
+
+__all__ = ["Trainer", "ranks", "register", "trainer_init_info"]
+
+_NAME = "warpipe"
+
+
+def register() -> None:
+    """Registers the load format and the backend of weight transfer with the vLLM that is installed. vLLM calls it in each
+    of its processes; a trainer that uses vLLM's factories calls it itself."""
+    loaders = importlib.import_module("vllm.model_executor.model_loader")
+    loader = importlib.import_module("warpipe.vllm._loader").Loader
+    if getattr(loaders, "_LOAD_FORMAT_TO_MODEL_LOADER", {}).get(_NAME) is not loader:
+        loaders.register_model_loader(_NAME)(loader)
+    _register_transfer()
+
+
+def _register_transfer() -> None:
+    factories = importlib.import_module("vllm.distributed.weight_transfer.factory")
+    # Before 0.28 a trainer has no factory.
+    for factory, engine in (
+        ("WeightTransferEngineFactory", "WarpipeWeightTransferEngine"),
+        ("WeightTransferTrainerFactory", "WarpipeTrainerWeightTransferEngine"),
+    ):
+        found = getattr(factories, factory, None)
+        if found is not None and _NAME not in found._registry:
+            found.register_engine(_NAME, "warpipe.vllm._weight_transfer", engine)
+
+
+def trainer_init_info(
+    name: str, *, ranks: int = 1, devices: Sequence[Any] | None = None, domain: Any = None, rank: int = 0
+) -> Any:
+    """What ``WeightTransferTrainerFactory.trainer_init`` takes, from vLLM 0.28 on: the ``name`` that the engines were given
+    in ``--model-loader-extra-config``, how many ``ranks`` an engine has (tensor times pipeline parallel), and the device of
+    each, by default ``cuda:0``, ``cuda:1`` and so on. ``rank`` is this trainer process's: rank 0 sends."""
+    _register_transfer()
+    info = importlib.import_module("warpipe.vllm._weight_transfer").WarpipeTrainerInitInfo
+    return info(name=name, ranks=ranks, devices=devices, domain=domain, rank=rank)

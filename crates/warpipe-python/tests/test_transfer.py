@@ -1,0 +1,238 @@
+"""New weights from a trainer to engines: joined and cut as the engine's load did, whole or not at all, whoever dies."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import LIMIT_SECONDS
+
+import warpipe
+from warpipe import _transfer, weights
+
+torch = pytest.importorskip("torch")
+
+SHAPES = {"q": (8, 16), "k": (4, 16), "v": (4, 16), "o": (16, 8), "norm": (16,)}
+
+
+@pytest.fixture
+def options(domain, device):
+    return {"domain": domain, "device": device}
+
+
+@pytest.fixture
+def keepers(domain):
+    with contextlib.ExitStack() as stack:
+        yield lambda name: stack.enter_context(weights.keep(name, domain=domain))
+
+
+def checkpoint(step):
+    generator = torch.Generator().manual_seed(step)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+class Rank:
+    """A rank of an engine: joins q, k and v, and cuts them and o by its number, as a loader does."""
+
+    def __init__(self, rank, count):
+        self.rank, self.count = rank, count
+        rows = 16 // count
+        self.tensors = {"qkv": torch.zeros(rows, 16), "o": torch.zeros(16, 8 // count), "norm": torch.zeros(16)}
+
+    def load(self, pairs):
+        at = {"q": 0, "k": 8 // self.count, "v": 12 // self.count}
+        for name, tensor in pairs:
+            if name in at:
+                rows = tensor.shape[0] // self.count
+                part = tensor.narrow(0, self.rank * rows, rows)
+                self.tensors["qkv"].narrow(0, at[name], rows).copy_(part)
+            elif name == "o":
+                columns = tensor.shape[1] // self.count
+                self.tensors["o"].copy_(tensor[:, self.rank * columns : (self.rank + 1) * columns])
+            else:
+                self.tensors["norm"].copy_(tensor)
+
+    def publish(self, name, options, step=1):
+        recorder = _transfer.Recorder(self.tensors)
+        with recorder:
+            self.load(recorder.watched(checkpoint(step).items()))
+        metadata = _transfer.with_plan({"model": "m"}, recorder.plan(self.tensors))
+        weights.publish(name, self.tensors, metadata=metadata, **options).close()
+        return weights.open(name, **options)
+
+
+def expected(step, rank, count):
+    wanted = Rank(rank, count)
+    wanted.load(checkpoint(step).items())
+    return wanted.tensors
+
+
+def is_step(shared, step, rank=0, count=1):
+    return all(torch.equal(shared[name].torch().cpu(), tensor) for name, tensor in expected(step, rank, count).items())
+
+
+def test_each_rank_gets_its_part_of_a_trainers_tensors_at_the_addresses_of_the_last_version(keepers, options, domain, device):
+    names = _transfer.ranks("policy", 2)
+    assert names == ["policy/0of2", "policy/1of2"]
+    receivers = []
+    for rank, name in enumerate(names):
+        keepers(name)
+        receivers.append(_transfer.Receiver(Rank(rank, 2).publish(name, options), domain=domain))
+    trainer = _transfer.Trainer(names, devices=[device, device], domain=domain)
+    tensors = [receiver.weights["qkv"].torch() for receiver in receivers]
+    for step in (2, 3):
+        assert trainer.send(checkpoint(step).items()) == [step, step]
+        for rank, receiver in enumerate(receivers):
+            assert receiver.update(step) == step == receiver.version
+            assert is_step(receiver.weights, step, rank, 2)
+            assert torch.equal(tensors[rank].cpu(), expected(step, rank, 2)["qkv"])
+    trainer.close()
+
+
+@pytest.mark.parametrize("same_layout", [True, False])
+def test_changed_tensors_alone_leave_the_others_as_they_are(keepers, options, domain, device, same_layout):
+    keepers("policy")
+    given = []
+    receiver = _transfer.Receiver(Rank(0, 1).publish("policy", options), given.append, domain=domain)
+    trainer = _transfer.Trainer("policy", devices=[device], domain=domain)
+    changed = {name: tensor for name, tensor in checkpoint(2).items() if name in ("k", "norm")}
+    assert trainer.send(changed, changed=True, same_layout=same_layout) == [2]
+    assert receiver.update(2) == 2
+    # Another layout lies elsewhere: the engine is given it anew.
+    assert len(given) == (0 if same_layout else 1)
+    wanted = Rank(0, 1)
+    wanted.load((checkpoint(1) | changed).items())
+    for name, tensor in wanted.tensors.items():
+        assert torch.equal(receiver.weights[name].torch().cpu(), tensor)
+
+
+def test_a_version_of_another_layout_is_an_error_for_an_engine_that_cannot_move(keepers, options, domain, device):
+    keepers("policy")
+    receiver = _transfer.Receiver(Rank(0, 1).publish("policy", options), domain=domain)
+    trainer = _transfer.Trainer("policy", devices=[device], domain=domain)
+    trainer.send({"norm": checkpoint(2)["norm"]}, changed=True, same_layout=False)
+    with pytest.raises(warpipe.WeightsMismatchError):
+        receiver.update(2)
+    assert receiver.version == 1 and is_step(receiver.weights, 1)
+
+
+def test_tensors_that_are_no_version_of_the_engines_checkpoint_are_refused_and_nothing_is_published(
+    keepers, options, domain, device
+):
+    keepers("policy")
+    shared = Rank(0, 1).publish("policy", options)
+    trainer = _transfer.Trainer("policy", devices=[device], domain=domain)
+    wrong = checkpoint(2) | {"o": torch.zeros(8, 16), "extra": torch.zeros(1)}
+    del wrong["norm"]
+    with pytest.raises(warpipe.WeightsMismatchError, match=r"lacks norm.*checkpoint lacks extra.*\[8, 16\] here") as raised:
+        trainer.send(wrong)
+    error = raised.value
+    assert (error.missing, error.unexpected, list(error.different)) == (["norm"], ["extra"], ["o"])
+    assert weights.open("policy", **options).version == shared.version
+
+
+def test_a_tensor_that_an_engine_computed_is_not_sent(keepers, options, domain, device):
+    keepers("policy")
+    tensors = {"scaled": torch.zeros(4), "moved": torch.zeros(4), "plain": torch.zeros(4)}
+    recorder = _transfer.Recorder(tensors)
+    given = {name: torch.ones(4) for name in tensors}
+    with recorder:
+        for name, tensor in recorder.watched(given.items()):
+            tensors[name].copy_(tensor)
+        tensors["scaled"].mul_(2)
+    tensors["moved"] = tensors["moved"].clone()
+    plan = recorder.plan(tensors)
+    assert plan.opaque == ["moved", "scaled"] and [one.target for one in plan.copies] == ["plain"]
+    assert _transfer.Plan.unpacked(plan.packed()) == plan
+    weights.publish("policy", tensors, metadata=_transfer.with_plan({}, plan), **options).close()
+    trainer = _transfer.Trainer("policy", devices=[device], domain=domain)
+    with pytest.raises(warpipe.WeightsMismatchError, match="computed these when it loaded them: moved, scaled") as raised:
+        trainer.send(given)
+    assert raised.value.uncomputed == ["moved", "scaled"]
+
+
+def test_without_an_engine_the_tensors_are_published_as_they_are(keepers, options, domain, device):
+    keepers("policy")
+    trainer = _transfer.Trainer("policy", devices=[device], domain=domain)
+    assert trainer.send(checkpoint(1)) == [1]
+    assert trainer.send({"norm": checkpoint(2)["norm"]}, changed=True) == [2]
+    shared = weights.open("policy", **options)
+    assert torch.equal(shared["norm"].torch().cpu(), checkpoint(2)["norm"])
+    assert torch.equal(shared["q"].torch().cpu(), checkpoint(1)["q"])
+    trainer.close()
+
+
+TRAINER = """
+import sys, torch, warpipe
+sys.path.insert(0, sys.argv[1])
+from test_transfer import checkpoint
+from warpipe import _transfer
+device = warpipe.Device(sys.argv[3])
+trainer = _transfer.Trainer("policy", devices=[device], domain=warpipe.Domain(sys.argv[2]))
+
+class Slow(dict):
+    def items(self):
+        for number, pair in enumerate(super().items()):
+            if number == 3:
+                print("in the middle", flush=True)
+                sys.stdin.read()
+            yield pair
+
+print("sent", *trainer.send(checkpoint(2)), flush=True)
+trainer.send(Slow(checkpoint(3)))
+"""
+
+
+def test_a_trainer_that_is_killed_in_the_middle_leaves_the_last_version_whole(keepers, options, domain, device, request):
+    keepers("policy")
+    receiver = _transfer.Receiver(Rank(0, 1).publish("policy", options), domain=domain)
+    place = device.name if device.kind == "host" else "cuda:0"
+    arguments = [sys.executable, "-c", TRAINER, os.path.dirname(__file__), str(domain.path), place]
+    trainer = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    request.addfinalizer(trainer.wait)
+    request.addfinalizer(trainer.kill)
+    assert trainer.stdout.readline() == "sent 2\n"
+    assert trainer.stdout.readline() == "in the middle\n"
+    trainer.send_signal(signal.SIGKILL)
+    trainer.wait()
+    assert receiver.update() == 2 and is_step(receiver.weights, 2)
+    again = _transfer.Trainer("policy", devices=[device], domain=domain)
+    assert again.send(checkpoint(3)) == [3]
+    assert receiver.update(3) == 3 and is_step(receiver.weights, 3)
+    again.close()
+
+
+def test_one_process_at_a_time_loads_and_a_death_lets_the_next_one(domain, request):
+    program = (
+        "import sys\nfrom warpipe import _transfer\n"
+        "with _transfer.one_at_a_time('m', domain=sys.argv[1]):\n    print('in', flush=True)\n    sys.stdin.read()\n"
+    )
+
+    def start():
+        arguments = [sys.executable, "-c", program, str(domain.path)]
+        process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        request.addfinalizer(process.wait)
+        request.addfinalizer(process.kill)
+        return process
+
+    first = start()
+    assert first.stdout.readline() == "in\n"
+    second = start()
+    first.kill()
+    assert second.stdout.readline() == "in\n"
+
+
+def test_a_keeper_is_started_once_and_outlives_its_starter(domain, options):
+    program = "import sys\nfrom warpipe import _transfer\n_transfer.keep('policy', domain=sys.argv[1])\n"
+    subprocess.run([sys.executable, "-c", program, str(domain.path)], check=True, timeout=LIMIT_SECONDS)
+    try:
+        published = weights.publish("policy", checkpoint(1), wait=LIMIT_SECONDS, **options)
+        assert _transfer.is_kept("policy", domain=domain) and _transfer.is_held("policy", domain=domain)
+        _transfer.keep("policy", domain=domain)
+        published.close()
+        assert weights.open("policy", **options).version == 1
+    finally:
+        ended = [sys.executable, "-m", "warpipe", "weights", "drop", "policy", "--domain", str(domain.path)]
+        subprocess.run(ended, check=True, timeout=LIMIT_SECONDS)
