@@ -52,11 +52,6 @@ crate::ipc::messages!(
     server::SemaphoreWelcome
 );
 
-/// The guide's examples run as tests.
-#[cfg(doctest)]
-#[doc = include_str!("../../../docs/guide/semaphore.md")]
-struct Guide;
-
 /// The checks of the first waiter in line before it sleeps.
 const SPINS: u32 = 2_000;
 
