@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use warpipe::backend::{Access, DevicePtr};
-use warpipe::weights::SharedWeights;
+use warpipe::weights::{HeldVersion, SharedWeights};
 
 use crate::copies::{Copies, Target};
 use crate::detached::{OwnStream, detached};
@@ -59,11 +59,17 @@ impl OpenWeights {
         self.lock().clone()
     }
 
-    /// Takes the version `next` at these addresses if it is later than the one that is there: as
-    /// `Follower::update`. Another thread's call is waited for. Call without the interpreter.
+    /// Later versions are to come in at these addresses. Call without the interpreter.
+    pub fn follow(&self) {
+        self.lock().claim();
+    }
+
+    /// Takes the version `next` at these addresses if there is one that is later than the one that is
+    /// there: as `Follower::update`. Another thread's call is waited for. Call without the
+    /// interpreter.
     pub fn take(
         &self,
-        next: &SharedWeights,
+        next: Option<&HeldVersion>,
         stream: &warpipe::Stream,
         timeout: Duration,
     ) -> Result<Option<u64>, warpipe::Error> {
@@ -74,10 +80,10 @@ impl OpenWeights {
             follower.take(&now, stream, timeout)?;
         }
         // Another thread may have taken this version meanwhile, or a later one.
-        if next.version() <= now.version() {
+        let Some(next) = next.filter(|next| next.number() > now.version()) else {
             return Ok(None);
-        }
-        let number = follower.take(next, stream, timeout)?;
+        };
+        let number = follower.take_held(next, stream, timeout)?;
         *now = follower.weights().clone();
         Ok(Some(number))
     }

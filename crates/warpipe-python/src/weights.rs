@@ -450,7 +450,8 @@ impl SharedWeights {
     ///
     /// Raises ``ClosedError``.
     fn follow(slf: Bound<'_, SharedWeights>) -> PyResult<Follower> {
-        slf.get().handle.get()?;
+        let owner: Arc<MemoryOwner> = (**slf.get().handle.get()?).clone();
+        slf.py().detach(|| open_weights(&owner).follow());
         Ok(Follower {
             weights: slf.unbind(),
         })
@@ -526,11 +527,9 @@ impl Follower {
             None => Vec::new(),
         };
         let goes_on = || weights.handle.get().map(drop);
-        let now = Some(Duration::ZERO);
-        let next = weights
-            .place
-            .open_after(py, weights.version(), now, goes_on)?;
         let open = open_weights(&owner);
+        let now = open.now();
+        let next = on_a_thread(py, "warpipe-opens", goes_on, move |_| Ok(now.hold_newer()))?;
         let next = match next {
             Err(error) if is_for_now(&error) => None,
             next => Some(next.map_err(Fault::from)?),
@@ -545,8 +544,7 @@ impl Follower {
         let taken = py.detach(|| -> Outcome<Option<u64>> {
             let own = device.stream()?;
             let stream = consumers.first().map_or(&own, |it| &*it.stream);
-            let newest = next.as_ref().map_or(&owner, |next| &next.owner);
-            Ok(open.take(&weights_of(newest), stream, LOOK)?)
+            Ok(open.take(next.as_ref(), stream, LOOK)?)
         });
         py.detach(|| drop(next));
         Ok(taken?)

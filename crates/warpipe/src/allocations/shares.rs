@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
 use crate::ipc::ends::Ends;
 use crate::ipc::{
-    ClientInfo, Disconnected, FDS_MAX, OutgoingReply, Rejection, RequestHandler, ServerCore, decode,
+    ClientInfo, Disconnected, OutgoingReply, Rejection, RequestHandler, ServerCore, decode,
 };
 use crate::memory::legacy::LegacyHandle;
 use crate::memory::pieces::Run;
@@ -31,6 +31,9 @@ use crate::stream::Stream;
 /// How long a run is held that no share lies in: a sender of many small tensors of one allocation
 /// exports it once.
 const RUN_IDLE: Duration = Duration::from_secs(1);
+
+/// The most pieces in one reply: each is exported for it, on the reactor's thread.
+const PIECES_AT_ONCE: usize = 4;
 
 /// The state of a server, from [`AllocationServer::stats`](crate::AllocationServer::stats).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -371,7 +374,7 @@ impl Shares {
         let Some(run) = run else {
             return OutgoingReply::new(&AllocationReply::Gone, vec![]);
         };
-        let fds = run.run.export(first, FDS_MAX)?;
+        let fds = run.run.export(first, PIECES_AT_ONCE)?;
         OutgoingReply::new(&AllocationReply::Pieces, fds)
     }
 }

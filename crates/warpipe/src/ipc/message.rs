@@ -29,8 +29,11 @@ use crate::shm::segment::VERSION;
 /// The longest packet, frame included.
 pub(crate) const PACKET_BYTES_MAX: usize = 1024;
 
-/// The most descriptors that are received with one packet. No message carries more than six.
-const DESCRIPTORS_MAX: usize = 8;
+/// The most descriptors of one packet.
+const DESCRIPTORS_MAX: usize = FDS_MAX + LIFELINE;
+
+/// The most that are received for a message with fewer, from a peer that sends it with more.
+const FEW_DESCRIPTORS: usize = 8;
 
 /// The number of descriptors of the sender's lifeline, which come last with each end's first
 /// message.
@@ -353,7 +356,11 @@ fn descriptors(socket: BorrowedFd<'_>, wanted: usize, name: &str) -> Result<Vec<
         });
     }
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
-    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let room = match wanted {
+        ..=FEW_DESCRIPTORS => rustix::cmsg_space!(ScmRights(FEW_DESCRIPTORS)),
+        _ => space.len(),
+    };
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space[..room]);
     let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
     let uid = peer_of(socket);
     // The descriptors are made by the call.

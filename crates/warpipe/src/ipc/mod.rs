@@ -61,8 +61,9 @@ pub(crate) use messages;
 /// The longest body of a message.
 pub(crate) const BODY_BYTES_MAX: usize = 768;
 
-/// The most descriptors in one reply.
-pub(crate) const FDS_MAX: usize = 4;
+/// The most descriptors in one reply: the system lets 253 through, and fewer where a user has many
+/// in sockets that nobody reads.
+pub(crate) const FDS_MAX: usize = 64;
 
 /// The serial number of a reply to no request: see [`ServerCore::tell`].
 const NOTIFICATION: u64 = 0;

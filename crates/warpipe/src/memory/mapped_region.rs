@@ -1,10 +1,10 @@
 //! A region with the streams that work on it. **This module is marked for unsafe**: it makes slices
 //! of its memory.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use super::region::Region;
+use super::region::{Kept, Region};
 use super::slice::{DeviceSlice, Mapping, check_range, wait_for};
 use super::weak_cache::WeakCache;
 use crate::backend::{Access, DeviceId, DevicePtr};
@@ -17,7 +17,7 @@ use crate::runtime::fence::StreamSet;
 /// A region that this process allocated, or has imported.
 #[derive(Debug)]
 pub(crate) struct MappedRegion {
-    region: DropAfterFence<Region>,
+    region: DropAfterFence<LeasedRegion>,
     device: Device,
     /// The device that the memory is on.
     pub(crate) owner: DeviceId,
@@ -25,6 +25,15 @@ pub(crate) struct MappedRegion {
     pub(crate) access: Access,
     /// The requested length; the region may be longer.
     pub(crate) bytes: u64,
+}
+
+/// A region, and what this owner of it keeps. Several may have one region, each with streams of its
+/// own.
+#[derive(Debug)]
+struct LeasedRegion {
+    region: Arc<Region>,
+    /// Dropped when this owner's streams are past the region.
+    lease: Mutex<Option<Kept>>,
 }
 
 /// The imports of this process, by publisher and device. One device may be opened through several
@@ -65,13 +74,7 @@ impl MappedRegion {
         })?;
         let region = Region::allocate(device, whole)?;
         let (owner, access) = (device.info().id, Access::ReadWrite);
-        Ok(MappedRegion {
-            region: DropAfterFence::new(Arc::default(), region)?,
-            device: device.clone(),
-            owner,
-            access,
-            bytes,
-        })
+        MappedRegion::of(region, device, owner, access, bytes)
     }
 
     /// Takes a region with `bytes` usable bytes.
@@ -82,9 +85,22 @@ impl MappedRegion {
         access: Access,
         bytes: u64,
     ) -> Result<MappedRegion> {
+        MappedRegion::leased(Arc::new(region), device, (owner, access), bytes, None)
+    }
+
+    /// A region that other owners in this process may have, too. `lease` is kept until the streams
+    /// that this one records are past the region.
+    pub(crate) fn leased(
+        region: Arc<Region>,
+        device: &Device,
+        (owner, access): (DeviceId, Access),
+        bytes: u64,
+        lease: Option<Kept>,
+    ) -> Result<MappedRegion> {
         debug_assert!(bytes <= region.bytes());
+        let lease = Mutex::new(lease);
         Ok(MappedRegion {
-            region: DropAfterFence::new(Arc::default(), region)?,
+            region: DropAfterFence::new(Arc::default(), LeasedRegion { region, lease })?,
             device: device.clone(),
             owner,
             access,
@@ -92,8 +108,14 @@ impl MappedRegion {
         })
     }
 
-    pub(crate) fn region(&self) -> &Region {
-        &self.region
+    pub(crate) fn region(&self) -> &Arc<Region> {
+        &self.region.region
+    }
+
+    /// Keeps this from now on, in the place of what it kept.
+    pub(super) fn replace_lease(&self, lease: Option<Kept>) {
+        let kept = self.region.lease.lock();
+        let _former = std::mem::replace(&mut *kept.unwrap_or_else(PoisonError::into_inner), lease);
     }
 
     /// Waits for the streams that work on it, at most `timeout`.
@@ -102,7 +124,7 @@ impl MappedRegion {
     }
 
     fn ptr(&self) -> DevicePtr {
-        self.region.ptr()
+        self.region().ptr()
     }
 
     /// Whether `offset..offset + bytes` lies inside.

@@ -1,6 +1,5 @@
 //! Memory that this process allocated and can share.
 
-use std::any::Any;
 use std::ops::Deref;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -8,7 +7,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::mapped_region::MappedRegion;
-use super::region::Region;
+use super::region::{Kept, Region};
 use super::shared::{PiecesInfo, SharedMemory};
 use super::slice::{DeviceSlice, check_range};
 use crate::backend::{Access, DeviceId};
@@ -165,20 +164,20 @@ impl Memory {
         access: Access,
     ) -> Result<SharedMemory> {
         let region = Memory::import_region(device, fd.as_fd(), info, access)?;
-        Memory::map_whole(region, device, info, access)
+        let mapping = MappedRegion::of(region, device, info.device, access, info.bytes)?;
+        SharedMemory::whole(&Arc::new(mapping), "an imported descriptor")
     }
 
-    /// As [`import_fd`](Self::import_fd), of one or several pieces that the endpoints of
-    /// `generation` share under `number`: the statistics of all processes that have them say so.
+    /// As [`import_fd`](Self::import_fd), of one or several pieces, for reading, which the endpoints
+    /// of `generation` share under `number`: the statistics of all processes that have them say so.
     /// They are mapped into one range, and `held` is kept until that is unmapped.
-    pub(crate) fn import_shared(
+    pub(crate) fn import_pieces(
         device: &Device,
         fds: &[BorrowedFd<'_>],
         pieces: &PiecesInfo,
-        access: Access,
         (generation, number): ([u8; 16], u64),
-        held: Option<Arc<dyn Any + Send + Sync>>,
-    ) -> Result<SharedMemory> {
+        held: Kept,
+    ) -> Result<Region> {
         let &PiecesInfo {
             piece_bytes,
             bytes,
@@ -190,17 +189,15 @@ impl Memory {
             device: owner,
         };
         let mut region = match fds {
-            &[only] => Memory::import_region(device, only, &info, access)?,
+            &[only] => Memory::import_region(device, only, &info, Access::Read)?,
             several => {
                 check_import(device, &info)?;
-                Region::import_pieces(device, several, piece_bytes, access, owner)?
+                Region::import_pieces(device, several, piece_bytes, Access::Read, owner)?
             }
         };
         region.identify(generation, number);
-        if let Some(held) = held {
-            region.hold(held);
-        }
-        Memory::map_whole(region, device, &info, access)
+        region.hold(held);
+        Ok(region)
     }
 
     fn import_region(
@@ -211,16 +208,6 @@ impl Memory {
     ) -> Result<Region> {
         check_import(device, info)?;
         Region::import(device, fd, info.mapped_bytes, access, info.device)
-    }
-
-    fn map_whole(
-        region: Region,
-        device: &Device,
-        info: &MemoryInfo,
-        access: Access,
-    ) -> Result<SharedMemory> {
-        let mapping = MappedRegion::of(region, device, info.device, access, info.bytes)?;
-        SharedMemory::whole(&Arc::new(mapping), "an imported descriptor")
     }
 
     /// Says in this process's statistics which generation of endpoints shares the memory, and under

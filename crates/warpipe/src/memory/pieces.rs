@@ -36,6 +36,11 @@ impl Piece {
         })
     }
 
+    /// The device that it was looked for on.
+    pub(crate) fn device(&self) -> DeviceId {
+        self.device.info().id
+    }
+
     /// Where it is mapped here.
     pub(crate) fn base(&self) -> DevicePtr {
         self.retained.base
@@ -45,9 +50,11 @@ impl Piece {
         self.retained.bytes
     }
 
-    /// Whether both are the same allocation, mapped at the same place.
-    pub(crate) fn is_same(&self, other: &Piece) -> bool {
-        self.device.info().id == other.device.info().id && self.retained == other.retained
+    /// Whether `ptr` is in this allocation, mapped at the same place, and not in another one that was
+    /// mapped there since.
+    pub(crate) fn is_at(&self, ptr: DevicePtr) -> Result<bool> {
+        // SAFETY: held until self is dropped.
+        unsafe { self.device.backend().is_mapped_at(&self.retained, ptr) }
     }
 
     /// A descriptor of it.

@@ -27,8 +27,13 @@ pub(crate) struct Region {
 struct Contents {
     raw: RawRegion,
     /// Dropped behind the mapping: see [`hold`](Region::hold).
-    held: Option<Arc<dyn Any + Send + Sync>>,
+    held: Option<Kept>,
+    /// See [`claim`](Region::claim).
+    is_claimed: bool,
 }
+
+/// What is kept as long as something is mapped.
+pub(crate) type Kept = Arc<dyn Any + Send + Sync>;
 
 impl Region {
     /// Allocates `bytes`, rounded up to the device's granularity.
@@ -60,8 +65,24 @@ impl Region {
     }
 
     /// Keeps `held` as long as the region is mapped.
-    pub(crate) fn hold(&mut self, held: Arc<dyn Any + Send + Sync>) {
+    pub(crate) fn hold(&mut self, held: Kept) {
         self.contents().held = Some(held);
+    }
+
+    /// What is [held](Self::hold), of a region that shows what it did when it was made: nobody
+    /// has [claimed](Self::claim) it.
+    pub(crate) fn held(&self) -> Option<Kept> {
+        let contents = self.contents();
+        contents.held.clone().filter(|_| !contents.is_claimed)
+    }
+
+    /// Claims the region for its only owner, which may [replace](Self::replace) what it shows from
+    /// then on. False if it has another owner.
+    pub(crate) fn claim(self: &Arc<Self>) -> bool {
+        let mut contents = self.contents();
+        // One that becomes an owner meanwhile takes it for what it shows only behind this lock.
+        contents.is_claimed |= Arc::strong_count(self) == 1;
+        contents.is_claimed
     }
 
     /// Says in this process's statistics which endpoint shares the region, and under which number.
@@ -89,7 +110,11 @@ impl Region {
             ptr: raw.ptr,
             bytes: raw.bytes,
             row,
-            contents: Mutex::new(Contents { raw, held: None }),
+            contents: Mutex::new(Contents {
+                raw,
+                held: None,
+                is_claimed: false,
+            }),
         }
     }
 
@@ -106,7 +131,7 @@ impl Region {
         piece: u64,
         access: Access,
         owner: DeviceId,
-        held: Option<Arc<dyn Any + Send + Sync>>,
+        held: Option<Kept>,
     ) -> Result<()> {
         let mut contents = self.contents();
         let (backend, raw) = (self.device.backend(), &mut contents.raw);

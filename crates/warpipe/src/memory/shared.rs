@@ -1,14 +1,14 @@
 //! Memory of another process, mapped here.
 
-use std::any::Any;
 use std::ops::Deref;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::mapped_region::MappedRegion;
+use super::region::{Kept, Region};
 use super::slice::DeviceSlice;
-use crate::backend::DeviceId;
+use crate::backend::{Access, DeviceId};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::slow_path::{self, SlowPath};
@@ -49,21 +49,44 @@ impl SharedMemory {
         self.mapping.wait_idle(timeout)
     }
 
-    /// Maps other memory at the address of all of this, which [`Memory::import_shared`](crate::Memory::import_shared) mapped: see
-    /// [`Region::replace`](super::region::Region::replace).
+    /// All of a region that this process has imported, which others of it may have, too. `lease` is
+    /// kept until the streams that this one and its ranges record are past it.
+    pub(crate) fn of_region(
+        region: Arc<Region>,
+        device: &Device,
+        pieces: &PiecesInfo,
+        lease: Option<Kept>,
+    ) -> Result<SharedMemory> {
+        let of = (pieces.device, Access::Read);
+        let mapping = MappedRegion::leased(region, device, of, pieces.bytes, lease)?;
+        SharedMemory::whole(&Arc::new(mapping), "an imported descriptor")
+    }
+
+    /// Has this alone replace what lies there: see [`Region::claim`].
+    pub(crate) fn claim(&self) -> bool {
+        self.mapping.region().claim()
+    }
+
+    /// Keeps this from now on, in the place of what it kept.
+    pub(crate) fn replace_lease(&self, lease: Option<Kept>) {
+        self.mapping.replace_lease(lease);
+    }
+
+    /// Maps other memory at the address of all of this, of a region that was imported as pieces: see
+    /// [`Region::replace`].
     ///
     /// # Safety
-    /// No enqueued work uses any part of it.
+    /// It has been [claimed](Self::claim), and no enqueued work uses any part of it.
     pub(crate) unsafe fn replace(
         &self,
         fds: &[BorrowedFd<'_>],
         pieces: &PiecesInfo,
         (generation, number): ([u8; 16], u64),
-        held: Option<Arc<dyn Any + Send + Sync>>,
+        held: Kept,
     ) -> Result<()> {
         let (region, access) = (self.mapping.region(), self.mapping.access);
         // SAFETY: the caller's promise.
-        unsafe { region.replace(fds, pieces.piece_bytes, access, pieces.device, held) }?;
+        unsafe { region.replace(fds, pieces.piece_bytes, access, pieces.device, Some(held)) }?;
         region.identify(generation, number);
         Ok(())
     }

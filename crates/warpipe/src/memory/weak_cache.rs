@@ -12,7 +12,23 @@ type Cell<V> = Arc<Mutex<Weak<V>>>;
 /// Values by key, as long as another owner holds them.
 #[derive(Debug)]
 pub(crate) struct WeakCache<K, V> {
-    cells: PerProcess<Mutex<BTreeMap<K, Cell<V>>>>,
+    cells: PerProcess<Mutex<Cells<K, V>>>,
+}
+
+#[derive(Debug)]
+struct Cells<K, V> {
+    by_key: BTreeMap<K, Cell<V>>,
+    /// How many of them there were, twice, when those without a value were removed.
+    tidy_at: usize,
+}
+
+impl<K, V> Default for Cells<K, V> {
+    fn default() -> Cells<K, V> {
+        Cells {
+            by_key: BTreeMap::new(),
+            tidy_at: 0,
+        }
+    }
 }
 
 impl<K: Ord + Clone + Send, V: Send + Sync> WeakCache<K, V> {
@@ -40,6 +56,12 @@ impl<K: Ord + Clone + Send, V: Send + Sync> WeakCache<K, V> {
         Ok(value)
     }
 
+    /// The value of `key`, if it is open.
+    pub(crate) fn get(&self, key: &K) -> Option<Arc<V>> {
+        let cell = self.lock().by_key.get(key)?.clone();
+        lock(&cell).upgrade()
+    }
+
     /// Adds a value that is open.
     pub(crate) fn put(&self, key: &K, value: &Arc<V>) {
         *lock(&self.cell(key)) = Arc::downgrade(value);
@@ -47,19 +69,23 @@ impl<K: Ord + Clone + Send, V: Send + Sync> WeakCache<K, V> {
 
     fn cell(&self, key: &K) -> Cell<V> {
         let mut cells = self.lock();
-        if let Some(cell) = cells.get(key) {
+        if let Some(cell) = cells.by_key.get(key) {
             return cell.clone();
         }
-        // Values without an owner are removed: the table is as long as the number of open values,
-        // and one.
-        cells.retain(|_, cell| Arc::strong_count(cell) > 1 || lock(cell).strong_count() > 0);
-        cells
-            .entry(key.clone())
-            .or_insert_with(|| Arc::new(Mutex::new(Weak::new())))
+        // Values without an owner are removed: the table is at most twice as long as the number of
+        // open values, and a few.
+        if cells.by_key.len() >= cells.tidy_at {
+            let is_open =
+                |cell: &Cell<V>| Arc::strong_count(cell) > 1 || lock(cell).strong_count() > 0;
+            cells.by_key.retain(|_, cell| is_open(cell));
+            cells.tidy_at = 2 * cells.by_key.len() + 2;
+        }
+        let cell = cells.by_key.entry(key.clone());
+        cell.or_insert_with(|| Arc::new(Mutex::new(Weak::new())))
             .clone()
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<K, Cell<V>>> {
+    fn lock(&self) -> MutexGuard<'_, Cells<K, V>> {
         self.cells.lock()
     }
 }
@@ -82,7 +108,10 @@ mod tests {
         let first = shelf.get_or(&1, good, || Ok(Arc::new(7))).unwrap();
         let second = shelf.get_or(&1, good, || panic!("it is open")).unwrap();
         assert!(Arc::ptr_eq(&first, &second));
+        assert!(shelf.get(&1).is_some_and(|it| Arc::ptr_eq(&first, &it)));
+        assert!(shelf.get(&2).is_none());
         drop((first, second));
+        assert!(shelf.get(&1).is_none());
         // The cache keeps no value alive.
         assert_eq!(*shelf.get_or(&1, good, || Ok(Arc::new(8))).unwrap(), 8);
     }
@@ -109,7 +138,7 @@ mod tests {
         let shelf = WeakCache::<u32, u32>::new();
         let kept = shelf.get_or(&0, good, || Ok(Arc::new(0))).unwrap();
         (1..100).for_each(|key| drop(shelf.get_or(&key, good, || Ok(Arc::new(key)))));
-        assert!(shelf.lock().len() <= 2);
+        assert!(shelf.lock().by_key.len() <= 4);
         assert!(Arc::ptr_eq(
             &shelf.get_or(&0, good, || panic!("it is open")).unwrap(),
             &kept

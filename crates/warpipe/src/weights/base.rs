@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::held::Held;
+use super::held::{Held, KnownParts};
 use super::keeper::KeeperRequest;
 use super::keeper_session::wait_for_version;
 use super::manifest::{Manifest, Part, TensorInfo};
@@ -54,7 +54,10 @@ impl BaseVersion {
     ) -> Result<BaseVersion> {
         let name = weights_name(name)?;
         let (offered, after) = (KeeperRequest::Offered, number.saturating_sub(1));
-        let (_, held, manifest) = wait_for_version(domain, &name, &offered, after, timeout)?;
+        let (_, held, manifest) =
+            wait_for_version(domain, &name, &offered, after, timeout, &|_| {
+                KnownParts::default()
+            })?;
         if held.version.number != number {
             let found = format!("version {number} of {name:?}");
             let allowed = format!(
@@ -118,7 +121,7 @@ impl BaseVersion {
             moves[index] = storage.bytes.wrapping_sub(begin);
             storage.add_part(Part {
                 lease,
-                base: part.base.or(Some((held.version.id, index as u32))),
+                base: Some(part.id(held.version.id, index as u32)),
                 ..part
             });
             storage.pieces.extend_from_slice(&held.pieces[pieces]);

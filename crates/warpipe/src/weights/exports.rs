@@ -1,10 +1,13 @@
 //! The descriptors of a version's pieces. A piece that another allocator of this process made is
 //! exported once, as long as a version of this process has it.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
+use twox_hash::XxHash3_128;
+
+use super::manifest::PartId;
 use crate::backend::DevicePtr;
 use crate::device::Device;
 use crate::device_types::DeviceId;
@@ -13,7 +16,7 @@ use crate::fork::OwnerProcess;
 use crate::fork::per_process::PerProcess;
 use crate::memory::pieces::Piece;
 use crate::runtime::closer::PeerFd;
-use crate::runtime::reactor::Reactor;
+use crate::runtime::reactor::{Reactor, new_generation};
 
 /// The descriptor of a piece.
 #[derive(Debug)]
@@ -28,6 +31,8 @@ pub(super) struct PieceFd {
 struct Exported {
     /// `None` only while dropping.
     piece: Option<Piece>,
+    /// Drawn, so that no other piece has it.
+    id: [u8; 16],
     reactor: Arc<Reactor>,
     owner_process: OwnerProcess,
 }
@@ -35,7 +40,7 @@ struct Exported {
 /// The pieces of this process that a version has, by their first byte. It keeps none of them.
 #[derive(Default)]
 struct Exports {
-    pieces: HashMap<(DeviceId, DevicePtr), Weak<PieceFd>>,
+    pieces: BTreeMap<DevicePtr, Weak<PieceFd>>,
     /// How many of them there were, twice, when those without a version were removed.
     tidy_at: usize,
 }
@@ -67,17 +72,19 @@ impl PieceFd {
         device: &Device,
         ptr: DevicePtr,
     ) -> Result<(DevicePtr, u64, Arc<PieceFd>)> {
+        if let Some(known) = exports().around(device.info().id, ptr)
+            && let Some(piece) = known.piece()
+            && piece.is_at(ptr)?
+        {
+            return Ok((piece.base(), piece.bytes(), known));
+        }
         let piece = Piece::at(device, ptr)?;
         let (base, bytes) = (piece.base(), piece.bytes());
-        let key = (device.info().id, base);
-        let known = exports().pieces.get(&key).and_then(Weak::upgrade);
-        if let Some(known) = known.filter(|known| known.is(&piece)) {
-            return Ok((base, bytes, known));
-        }
         let fd = PeerFd::from(piece.export()?);
         fd.approve();
         let exported = Exported {
             piece: Some(piece),
+            id: new_generation(),
             reactor: Reactor::of_process()?,
             owner_process: OwnerProcess::current(),
         };
@@ -85,14 +92,22 @@ impl PieceFd {
             fd,
             exported: Some(exported),
         });
-        exports().add(key, &made);
+        exports().add(base, &made);
         Ok((base, bytes, made))
     }
 
-    fn is(&self, piece: &Piece) -> bool {
-        let exported = self.exported.as_ref();
-        let exported = exported.and_then(|exported| exported.piece.as_ref());
-        exported.is_some_and(|exported| exported.is_same(piece))
+    fn piece(&self) -> Option<&Piece> {
+        self.exported.as_ref()?.piece.as_ref()
+    }
+
+    /// Under which every process knows a part of these pieces, which this process exported: the same
+    /// for each version that has them in this order.
+    pub(super) fn part_of(pieces: &[Arc<PieceFd>]) -> Option<PartId> {
+        let mut hasher = XxHash3_128::new();
+        for piece in pieces {
+            hasher.write(&piece.exported.as_ref()?.id);
+        }
+        Some((hasher.finish_128().to_be_bytes(), 0))
     }
 
     /// Marks the descriptor as one that a device has mapped: its `close` does not block.
@@ -102,12 +117,20 @@ impl PieceFd {
 }
 
 impl Exports {
-    fn add(&mut self, key: (DeviceId, DevicePtr), made: &Arc<PieceFd>) {
+    /// The piece that was mapped around `ptr` when it was exported.
+    fn around(&self, device: DeviceId, ptr: DevicePtr) -> Option<Arc<PieceFd>> {
+        let known = self.pieces.range(..=ptr).next_back()?.1.upgrade()?;
+        let piece = known.piece()?;
+        let is_around = piece.device() == device && ptr - piece.base() < piece.bytes();
+        is_around.then_some(known)
+    }
+
+    fn add(&mut self, base: DevicePtr, made: &Arc<PieceFd>) {
         if self.pieces.len() >= self.tidy_at {
             self.pieces.retain(|_, piece| piece.strong_count() > 0);
             self.tidy_at = 2 * self.pieces.len() + 64;
         }
-        self.pieces.insert(key, Arc::downgrade(made));
+        self.pieces.insert(base, Arc::downgrade(made));
     }
 }
 
@@ -147,12 +170,20 @@ mod tests {
         assert!(Arc::ptr_eq(&first, &again), "the same allocation");
         let other = Memory::allocate(&device, 4096).unwrap();
         let (.., elsewhere) = export(&other);
-        assert!(!first.is(elsewhere.exported.as_ref().unwrap().piece.as_ref().unwrap()));
+        assert!(!Arc::ptr_eq(&first, &elsewhere));
+        let part = |pieces: &[&Arc<PieceFd>]| {
+            let pieces: Vec<_> = pieces.iter().map(|&piece| piece.clone()).collect();
+            PieceFd::part_of(&pieces).unwrap()
+        };
+        assert_eq!(part(&[&first, &elsewhere]), part(&[&again, &elsewhere]));
+        assert_ne!(part(&[&first, &elsewhere]), part(&[&elsewhere, &first]));
+        assert_ne!(part(&[&first]), part(&[&elsewhere]));
         // As if the allocator had mapped the other one there meanwhile.
-        let key = (device.info().id, memory.ptr());
+        let key = memory.ptr();
         exports().pieces.insert(key, Arc::downgrade(&elsewhere));
         let (.., anew) = export(&memory);
         assert!(!Arc::ptr_eq(&anew, &elsewhere), "its handle is another one");
+        assert_ne!(part(&[&anew]), part(&[&first]), "exported anew");
         drop((first, again, anew));
         assert!(exports().pieces[&key].upgrade().is_none(), "it keeps none");
     }

@@ -8,7 +8,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::shared::{HeldPart, Lying, Mapped, SharedInner, SharedWeights, parts};
+use super::held::{KnownParts, PartialVersion};
+use super::manifest::Manifest;
+use super::shared::{HeldVersion, SharedInner, SharedWeights};
 use crate::error::{Error, HandshakeFault, Result};
 use crate::stream::Stream;
 
@@ -45,8 +47,70 @@ pub struct Follower {
 impl SharedWeights {
     /// Follows the versions of this name at this version's addresses. The clones and the tensors of
     /// this object keep their addresses, too, and read each version that is taken.
-    pub fn follow(self) -> Follower {
+    pub fn follow(mut self) -> Follower {
+        self.claim();
         Follower { weights: self }
+    }
+
+    /// Has the mappings to itself, before any are used: versions that this process opens later, or has
+    /// open, are mapped elsewhere.
+    #[doc(hidden)] // For the Python package.
+    pub fn claim(&mut self) {
+        if let Some(SharedInner {
+            mapped, version, ..
+        }) = Arc::get_mut(&mut self.inner)
+            && let Some(mapped) = Arc::get_mut(mapped)
+        {
+            mapped.claim(&version.device, &version.held, &version.manifest);
+        }
+    }
+
+    /// The next version, without waiting for it: for [`Follower::take_held`].
+    ///
+    /// # Errors
+    /// As [`newer`](Self::newer).
+    #[doc(hidden)] // For the Python package.
+    pub fn hold_newer(&self) -> Result<HeldVersion> {
+        self.inner.owner_process.check()?;
+        let HeldVersion {
+            held,
+            manifest,
+            domain,
+            name,
+            device,
+            ..
+        } = &self.inner.version;
+        let known = |_: &PartialVersion| {
+            let mut known = KnownParts::default();
+            known.add_version(held);
+            known
+        };
+        let after = held.version.number;
+        let found = HeldVersion::after(domain, name, device, after, Duration::ZERO, &known);
+        let (keeper, mut next) = found?;
+        next.check_places(manifest)?;
+        next.hold(&keeper)?;
+        Ok(next)
+    }
+}
+
+impl HeldVersion {
+    /// Its number.
+    #[doc(hidden)]
+    pub fn number(&self) -> u64 {
+        self.held.version.number
+    }
+
+    /// Whether its tensors lie at the places of another version's.
+    fn check_places(&self, former: &Manifest) -> Result<()> {
+        match former.difference(&self.manifest) {
+            None => Ok(()),
+            Some(difference) => Err(Error::WeightsMismatch {
+                name: self.name.to_string(),
+                version: self.number(),
+                difference: Box::new(difference),
+            }),
+        }
     }
 }
 
@@ -70,8 +134,8 @@ impl Follower {
             let present = self.weights.clone();
             self.take(&present, stream, timeout)?;
         }
-        match self.weights.newer(Duration::ZERO) {
-            Ok(next) => self.take(&next, stream, timeout).map(Some),
+        match self.weights.hold_newer() {
+            Ok(next) => self.take_held(&next, stream, timeout).map(Some),
             Err(Error::Timeout { .. } | Error::NotFound { .. } | Error::PeerGone { .. }) => {
                 Ok(None)
             }
@@ -108,12 +172,26 @@ impl Follower {
         stream: &Stream,
         timeout: Duration,
     ) -> Result<u64> {
+        self.take_held(&next.inner.version, stream, timeout)
+    }
+
+    /// As [`take`](Self::take), of a version that is mapped nowhere.
+    ///
+    /// # Errors
+    /// As [`take`](Self::take).
+    #[doc(hidden)] // For the Python package.
+    pub fn take_held(
+        &mut self,
+        next: &HeldVersion,
+        stream: &Stream,
+        timeout: Duration,
+    ) -> Result<u64> {
         let start = Instant::now();
         let left = || timeout.saturating_sub(start.elapsed());
-        let (present, next) = (&self.weights.inner, &next.inner);
+        let present = &self.weights.inner;
         present.owner_process.check()?;
         stream.check_usable(&present.device)?;
-        let place = |it: &SharedInner| {
+        let place = |it: &HeldVersion| {
             let device = it.device.info().id;
             (it.name.to_string(), it.domain.path().to_owned(), device)
         };
@@ -121,73 +199,17 @@ impl Follower {
             let allowed = "weights of the same name, domain and device";
             return Err(Error::argument("next", &next.name, allowed));
         }
-        let number = next.held.version.number;
-        if let Some(difference) = present.manifest.difference(&next.manifest) {
-            return Err(Error::WeightsMismatch {
-                name: next.name.to_string(),
-                version: number,
-                difference: Box::new(difference),
-            });
-        }
+        next.check_places(&present.manifest)?;
         stream.synchronize(left())?;
         for memory in &present.mapped.memory {
             memory.wait_idle(left())?;
         }
-        present.mapped.exchange(present, next)?;
-        self.weights = SharedWeights {
-            inner: Arc::new(SharedInner {
-                mapped: present.mapped.clone(),
-                begins: present.begins.clone(),
-                manifest: next.manifest.clone(),
-                held: next.held.clone(),
-                holder: next.holder.clone(),
-                domain: next.domain.clone(),
-                name: next.name.clone(),
-                device: next.device.clone(),
-                owner_process: next.owner_process,
-            }),
-        };
-        Ok(number)
-    }
-}
-
-impl Mapped {
-    /// Maps the memory of `next` in place of that of `former`; all of it, or none.
-    fn exchange(&self, former: &SharedInner, next: &SharedInner) -> Result<()> {
-        let mut lies = self.lies();
-        let number = lies.number;
-        if number != former.held.version.number {
-            return Err(Error::argument(
-                "weights",
-                format!("version {}", former.held.version.number),
-                format!("version {number}, which another follower took at these addresses"),
-            ));
-        }
-        if let Err(error) = self.map(next) {
-            // The first failure is the one to report.
-            lies.is_whole = self.map(former).is_ok();
-            return Err(error);
-        }
-        *lies = Lying {
-            number: next.held.version.number,
-            is_whole: true,
-        };
-        Ok(())
-    }
-
-    fn map(&self, version: &SharedInner) -> Result<()> {
-        let parts = parts(&version.held, &version.manifest);
-        for (memory, part) in self.memory.iter().zip(parts) {
-            let HeldPart {
-                fds,
-                shape,
-                identity,
-                lease,
-            } = part;
-            // SAFETY: `update` has waited for the streams that work on it; that no other work does
-            // is what it asks of its caller.
-            unsafe { memory.replace(&fds, &shape, identity, lease) }?;
-        }
-        Ok(())
+        let was = (&*present.held, &*present.manifest);
+        let is = (&*next.held, &*next.manifest);
+        // SAFETY: the streams that work on it were waited for above; that no other work does is what
+        // this asks of its caller.
+        unsafe { present.mapped.replace(was, is, start, timeout) }?;
+        self.weights = SharedWeights::of(present.mapped.clone(), next.clone());
+        Ok(next.number())
     }
 }

@@ -4,6 +4,8 @@
 //! A reply brings a version's description with its manifest and the first of its pieces. A
 //! process that wants the others asks for them: see [`PartialVersion`].
 
+use std::collections::HashMap;
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
@@ -11,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use super::exports::PieceFd;
 use super::lease;
-use super::manifest::{Manifest, Part, SealedManifest};
+use super::manifest::{Manifest, Part, PartId, SealedManifest};
 use super::room::check_room;
 use crate::backend::host;
 use crate::device_types::{DeviceId, DeviceKind};
@@ -33,8 +35,11 @@ pub(super) struct Version {
     pub(super) id: [u8; 16],
 }
 
-/// A version's description. Descriptors go along: the manifest, and as many of the first leases and
-/// pieces as there is room for.
+/// The most descriptors that go with a version's description.
+const FIRST_MAX: usize = 4;
+
+/// A version's description. Descriptors go along: the manifest, and all leases and pieces, if they are
+/// few; else leases alone, as the receiver may have pieces already.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct VersionReply {
     pub(super) version: Version,
@@ -93,7 +98,7 @@ impl Held {
                 [only] => RegionRow::keep((**only).as_fd(), bytes, device),
                 _ => RegionRow::keep_many(bytes, device),
             };
-            let (id, number) = part.base.unwrap_or((id, number));
+            let (id, number) = part.id(id, number);
             row.identify(id, number.into());
             row
         });
@@ -150,7 +155,12 @@ impl Held {
     /// A reply with this version. `body` contains [`describe`](Self::describe).
     pub(super) fn reply(&self, body: &impl Serialize) -> Result<OutgoingReply, Rejection> {
         let first = std::iter::once(self.manifest.fd.as_fd());
-        let fds = first.chain(self.leases_and_pieces(0)).take(FDS_MAX);
+        let all = self.leases.len() + self.pieces.len();
+        let count = match all < FIRST_MAX {
+            true => all,
+            false => self.leases.len().min(FIRST_MAX - 1),
+        };
+        let fds = first.chain(self.leases_and_pieces(0).take(count));
         OutgoingReply::new(body, duplicates(fds)?)
     }
 
@@ -187,6 +197,63 @@ fn duplicates<'a>(fds: impl Iterator<Item = BorrowedFd<'a>>) -> Result<Vec<Close
     .collect()
 }
 
+/// Each part of a version with its number, and the places of its pieces.
+pub(super) fn places(
+    parts: impl IntoIterator<Item = Part>,
+) -> impl Iterator<Item = (u32, Part, Range<usize>)> {
+    let mut end = 0;
+    (0..).zip(parts).map(move |(number, part)| {
+        let begin = end;
+        end += part.pieces as usize;
+        (number, part, begin..end)
+    })
+}
+
+/// The pieces of parts that this process has, by what all processes know the parts under.
+#[derive(Debug, Default)]
+pub(super) struct KnownParts(HashMap<PartId, KnownPart>);
+
+#[derive(Debug)]
+struct KnownPart {
+    piece_bytes: u64,
+    /// Of it, and of others.
+    pieces: Arc<[Arc<PieceFd>]>,
+    range: Range<usize>,
+}
+
+impl KnownParts {
+    /// Adds those of a version.
+    pub(super) fn add_version(&mut self, held: &Held) {
+        for (number, part, range) in places(held.parts.iter().copied()) {
+            let known = KnownPart {
+                piece_bytes: part.piece_bytes,
+                pieces: held.pieces.clone(),
+                range,
+            };
+            self.0.insert(part.id(held.version.id, number), known);
+        }
+    }
+
+    /// Adds one.
+    pub(super) fn add(&mut self, id: PartId, piece_bytes: u64, pieces: Arc<[Arc<PieceFd>]>) {
+        let range = 0..pieces.len();
+        let known = KnownPart {
+            piece_bytes,
+            pieces,
+            range,
+        };
+        self.0.insert(id, known);
+    }
+
+    /// The pieces of a part, if there are as many, each as long.
+    pub(super) fn find(&self, id: PartId, part: Part) -> Option<&[Arc<PieceFd>]> {
+        let known = self.0.get(&id)?;
+        let found = &known.pieces[known.range.clone()];
+        let is_alike = (known.piece_bytes, found.len()) == (part.piece_bytes, part.pieces as usize);
+        is_alike.then_some(found)
+    }
+}
+
 /// A version of another process, of which this one may lack pieces. The memory is checked as far as
 /// that needs no device: the device checks the rest when it maps it.
 #[derive(Debug)]
@@ -197,7 +264,8 @@ pub(super) struct PartialVersion {
     pub(super) manifest: Manifest,
     sealed: SealedManifest,
     leases: Vec<PeerFd>,
-    pieces: Vec<PeerFd>,
+    /// Those that are there, in their places.
+    pieces: Vec<Option<Arc<PieceFd>>>,
 }
 
 impl PartialVersion {
@@ -234,14 +302,37 @@ impl PartialVersion {
             leases: Vec::new(),
             pieces: Vec::new(),
         };
-        partial.add(fds.collect())?;
+        partial
+            .pieces
+            .resize(partial.manifest.pieces().count(), None);
+        let fds: Vec<PeerFd> = fds.collect();
+        if !fds.is_empty() {
+            partial.add(fds, 0)?;
+        }
         Ok(partial)
+    }
+
+    /// Takes the pieces of parts that this process has already: they need not be asked for.
+    pub(super) fn take_known(&mut self, known: &KnownParts) {
+        let id = self.version.id;
+        for (number, part, range) in places(self.manifest.parts().map(|(_, part)| part)) {
+            let found = known.find(part.id(id, number), part).unwrap_or_default();
+            for (place, piece) in self.pieces[range].iter_mut().zip(found) {
+                *place = Some(piece.clone());
+            }
+        }
+    }
+
+    /// Of each part what all processes know it under, and the part.
+    pub(super) fn part_ids(&self) -> impl Iterator<Item = (PartId, Part)> {
+        let parts = places(self.manifest.parts().map(|(_, part)| part));
+        parts.map(|(number, part, _)| (part.id(self.version.id, number), part))
     }
 
     /// How many leases and pieces are missing.
     fn missing(&self) -> usize {
-        let all = self.manifest.leases() + self.manifest.pieces().count();
-        all - self.leases.len() - self.pieces.len()
+        let pieces = self.pieces.iter().filter(|piece| piece.is_none()).count();
+        self.manifest.leases() - self.leases.len() + pieces
     }
 
     /// Whether nothing is missing.
@@ -249,28 +340,41 @@ impl PartialVersion {
         self.missing() == 0
     }
 
-    /// Adds the next leases and pieces.
-    fn add(&mut self, fds: Vec<PeerFd>) -> Result<()> {
-        let left = self.missing();
+    /// The number of the first lease or piece that is missing.
+    fn first_missing(&self) -> Option<usize> {
+        let leases = self.manifest.leases();
+        if self.leases.len() < leases {
+            return Some(self.leases.len());
+        }
+        let piece = self.pieces.iter().position(Option::is_none)?;
+        Some(leases + piece)
+    }
+
+    /// Adds leases and pieces from number `first` on, the first that is missing.
+    fn add(&mut self, fds: Vec<PeerFd>, first: usize) -> Result<()> {
+        let leases = self.manifest.leases();
+        let left = leases + self.pieces.len() - first;
         if fds.is_empty() || fds.len() > left {
             let allowed = format!("1 to {left} of its pieces");
             let found = fds.len().to_string();
             return Err(wrong(&self.name, "descriptors", found, &allowed));
         }
-        let leases = (self.manifest.leases() - self.leases.len()).min(fds.len());
         let mut fds = fds.into_iter();
-        for lease in fds.by_ref().take(leases) {
+        for lease in fds.by_ref().take(leases.saturating_sub(first)) {
             lease::check(lease.as_fd())
                 .map_err(|found| wrong(&self.name, "lease", found, "a pipe"))?;
             lease.approve();
             self.leases.push(lease);
         }
-        let lengths = self.manifest.pieces().skip(self.pieces.len());
+        let first = first.saturating_sub(leases);
         let pieces: Vec<PeerFd> = fds.collect();
-        for (fd, bytes) in pieces.iter().zip(lengths) {
+        for (fd, bytes) in pieces.iter().zip(self.manifest.pieces().skip(first)) {
             self.check_piece(fd, bytes)?;
         }
-        self.pieces.extend(pieces);
+        for (place, fd) in self.pieces[first..].iter_mut().zip(pieces) {
+            // One that is known comes with those that are not.
+            place.get_or_insert_with(|| PieceFd::of_peer(fd));
+        }
         Ok(())
     }
 
@@ -298,12 +402,11 @@ impl PartialVersion {
         mut ask: impl FnMut(u32) -> Result<Option<IncomingReply>>,
     ) -> Result<Option<(Held, Manifest)>> {
         check_room(self.missing(), &self.name)?;
-        while !self.is_whole() {
-            let has = self.leases.len() + self.pieces.len();
-            let Some(reply) = ask(has as u32)? else {
+        while let Some(first) = self.first_missing() {
+            let Some(reply) = ask(first as u32)? else {
                 return Ok(None);
             };
-            self.add(reply.fds)?;
+            self.add(reply.fds, first)?;
         }
         let held = Held {
             version: self.version,
@@ -311,7 +414,7 @@ impl PartialVersion {
             bytes: self.manifest.bytes(),
             parts: self.manifest.parts().map(|(_, part)| part).collect(),
             leases: self.leases.into_iter().map(Arc::new).collect(),
-            pieces: self.pieces.into_iter().map(PieceFd::of_peer).collect(),
+            pieces: self.pieces.into_iter().flatten().collect(),
             is_hashed: self.manifest.is_hashed(),
             manifest: Arc::new(self.sealed),
             rows: Vec::new(),

@@ -235,8 +235,13 @@ impl TensorsInPlace {
     /// order of their offsets, and the descriptors.
     pub(super) fn lay(self, begin: u64) -> Result<LaidInPlace> {
         let lengths = self.pieces.iter().map(|(&base, &(bytes, _))| (base, bytes));
-        let (parts, begins) = parts_of(lengths, begin);
-        let pieces = self.pieces.into_values().map(|(_, fd)| fd).collect();
+        let (mut parts, begins) = parts_of(lengths, begin);
+        let pieces: Vec<_> = self.pieces.into_values().map(|(_, fd)| fd).collect();
+        let mut rest = &pieces[..];
+        for part in &mut parts {
+            let (of_it, behind) = rest.split_at(part.pieces as usize);
+            (part.base, rest) = (PieceFd::part_of(of_it), behind);
+        }
         let mapping = OwnedElsewhere::new(&self.device, Box::new(self.owners))?;
         let label: Arc<str> = "weights in place".into();
         let tensors = self.tensors.into_iter().map(|(ptr, tensor)| {

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use serde::{Deserialize, Serialize};
 
-use super::held::{Held, NUMBER_MAX, Version, VersionReply};
+use super::held::{Held, KnownParts, NUMBER_MAX, Version, VersionReply};
 use super::holder::{clear_dead, offer_prefix};
 use super::takeover::Found;
 use super::{takeover, weights_name};
@@ -262,6 +262,14 @@ impl KeeperState {
         held.find(|held| held.version == version)
     }
 
+    /// The pieces that this keeper has: a publisher need not send them again.
+    fn known(&self) -> KnownParts {
+        let mut known = KnownParts::default();
+        let held = self.candidates.iter().chain(&self.offered);
+        held.for_each(|held| known.add_version(held));
+        known
+    }
+
     /// Takes a publisher's version, and returns its number with the versions that it replaces.
     fn replace(&mut self, mut held: Held) -> Result<(u64, Vec<Held>), String> {
         if self.is_ending {
@@ -336,7 +344,7 @@ impl KeeperCore {
     /// Fetches the version that `endpoint` offers. Waits for another process.
     fn fetch(&self, endpoint: &str) -> Result<u64, String> {
         let endpoint = EndpointName::of_endpoint(endpoint).map_err(|error| error.to_string())?;
-        let fetched = takeover::fetch(&self.domain, &endpoint);
+        let fetched = takeover::fetch(&self.domain, &endpoint, || self.lock().known());
         let (held, _) = fetched.map_err(|error| error.to_string())?;
         // Closed behind the lock.
         let (number, _replaced) = self.lock().replace(held)?;

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::held::{Held, NUMBER_MAX, PartialVersion, Version};
+use super::held::{Held, KnownParts, NUMBER_MAX, PartialVersion, Version};
 use super::keeper::{Keeper, KeeperNotice, KeeperReply, KeeperRequest};
 use super::manifest::Manifest;
 use super::weights_name;
@@ -85,18 +85,22 @@ fn end_keeper(domain: &Domain, name: &EndpointName, timeout: Duration) -> Result
 }
 
 /// Waits up to `timeout` for a version after number `after` in the reply to `request`, and gets all
-/// of it. If the keeper ends meanwhile, waits for the next one. The session is with the keeper that
-/// has replied.
+/// of it: the pieces that are `known` here are not asked for. If the keeper ends meanwhile, waits for
+/// the next one. The session is with the keeper that has replied.
 pub(super) fn wait_for_version(
     domain: &Domain,
     name: &EndpointName,
     request: &KeeperRequest,
     after: u64,
     timeout: Duration,
+    known: &dyn Fn(&PartialVersion) -> KnownParts,
 ) -> Result<(KeeperSession, Held, Manifest)> {
     let waited = |keeper: &KeeperSession, clock: &mut Stopwatch| {
         loop {
-            let found = keeper.version_after(request, after, clock, timeout)?;
+            let mut found = keeper.version_after(request, after, clock, timeout)?;
+            if !found.is_whole() {
+                found.take_known(&known(&found));
+            }
             let left = timeout.saturating_sub(clock.elapsed());
             // A version that is replaced meanwhile is not offered any more: the next one is.
             match keeper.complete(found, left)? {

@@ -123,9 +123,14 @@ pub(super) struct Part {
     pub(super) piece_bytes: u64,
     /// The number, from 1 on, of the lease that keeps its owner. 0: no lease is needed.
     pub(super) lease: u32,
-    /// The version that it was memory of first, and its number there. `None`: it is this one's.
-    pub(super) base: Option<([u8; 16], u32)>,
+    /// `None`: the memory is this version's.
+    pub(super) base: Option<PartId>,
 }
+
+/// Under which all processes know a part's memory, whatever version it comes with: the version that it
+/// was memory of first, and its number there; or what its publisher drew for the pieces of its
+/// allocator, and 0. Only a claim of the publisher.
+pub(super) type PartId = ([u8; 16], u32);
 
 impl Part {
     /// A part that is one allocation of this library.
@@ -136,6 +141,11 @@ impl Part {
             lease: 0,
             base: None,
         }
+    }
+
+    /// Under which all processes know it, as part `number` of the version `id`.
+    pub(super) fn id(self, id: [u8; 16], number: u32) -> PartId {
+        self.base.unwrap_or((id, number))
     }
 
     /// Its length, of a part that was checked.

@@ -53,6 +53,7 @@ mod later;
 mod lease;
 mod load;
 mod manifest;
+mod mapped;
 mod named;
 mod room;
 mod safetensors;
@@ -74,6 +75,8 @@ pub use self::keeper::{Keeper, KeeperBuilder};
 pub use self::load::{PublishedWeights, Weights};
 pub use self::manifest::{ContentHash, Hashing, TensorInfo};
 pub use self::named::{NamedVersion, NamedWeights};
+#[doc(hidden)] // For the Python package.
+pub use self::shared::HeldVersion;
 pub use self::shared::{SharedTensor, SharedWeights};
 pub use self::source::Source;
 

@@ -1,26 +1,24 @@
 //! Weights of another process, open in this one.
 
-use std::any::Any;
 use std::fmt;
-use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::ops::Deref;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::base::BaseVersion;
 use super::check::damaged_tensors;
-use super::exports::PieceFd;
-use super::held::{Held, Version};
+use super::held::{Held, KnownParts, PartialVersion, Version};
 use super::holder::{Holder, clear_dead};
 use super::keeper::KeeperRequest;
 use super::keeper_session::{KeeperSession, wait_for_number, wait_for_version};
 use super::manifest::{Hashing, Manifest, TensorInfo};
+use super::mapped::{Mapped, known_parts, parts};
 use super::weights_name;
 use crate::device::Device;
-use crate::device_types::Access;
 use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
 use crate::ipc::domain::{Domain, EndpointName};
-use crate::memory::{DeviceSlice, Memory, PiecesInfo, SharedMemory};
+use crate::memory::{DeviceSlice, SharedMemory};
 use crate::options::Opener;
 use crate::tensor::Layout;
 
@@ -39,35 +37,29 @@ pub struct SharedWeights {
 pub(super) struct SharedInner {
     pub(super) mapped: Arc<Mapped>,
     pub(super) begins: Arc<[u64]>,
+    pub(super) version: HeldVersion,
+}
+
+impl Deref for SharedInner {
+    type Target = HeldVersion;
+
+    fn deref(&self) -> &HeldVersion {
+        &self.version
+    }
+}
+
+/// A version that this process holds for later keepers, and has mapped nowhere yet.
+#[derive(Clone)]
+#[doc(hidden)] // For the Python package.
+pub struct HeldVersion {
     pub(super) manifest: Arc<Manifest>,
     pub(super) held: Arc<Held>,
     /// A domain of another user takes no endpoints of this process.
-    pub(super) holder: Option<Arc<Holder>>,
+    holder: Option<Arc<Holder>>,
     pub(super) domain: Domain,
     pub(super) name: EndpointName,
     pub(super) device: Device,
     pub(super) owner_process: OwnerProcess,
-}
-
-/// Where a version is mapped.
-pub(super) struct Mapped {
-    /// One range for each part of the manifest.
-    pub(super) memory: Vec<SharedMemory>,
-    /// Held while that changes.
-    pub(super) lies: Mutex<Lying>,
-}
-
-/// The version that is mapped somewhere now.
-pub(super) struct Lying {
-    pub(super) number: u64,
-    /// Not after a change that failed, and whose undoing failed, too.
-    pub(super) is_whole: bool,
-}
-
-impl Mapped {
-    pub(super) fn lies(&self) -> MutexGuard<'_, Lying> {
-        self.lies.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl fmt::Debug for SharedWeights {
@@ -76,6 +68,15 @@ impl fmt::Debug for SharedWeights {
             .field("name", &self.inner.name)
             .field("version", &self.version())
             .field("tensors", &self.tensors().len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for HeldVersion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HeldVersion")
+            .field("name", &self.name)
+            .field("version", &self.held.version.number)
             .finish_non_exhaustive()
     }
 }
@@ -155,7 +156,9 @@ impl Opener<SharedWeights> {
 /// Compares the content hashes of a version, and tells its keeper.
 fn verify(name: &EndpointName, device: &Device, found: FoundVersion) -> Result<u64> {
     let (keeper, held, manifest) = found;
-    let memory = map(device, &held, &manifest)?;
+    // Of the descriptors that the keeper has, and not of what may be mapped here already.
+    let memory = parts(&held, &manifest).map(|part| part.map_alone(device));
+    let memory = memory.collect::<Result<Vec<SharedMemory>>>()?;
     let slices: Vec<&DeviceSlice> = memory.iter().map(|memory| &**memory).collect();
     let tensors = damaged_tensors(&slices, &manifest)?;
     let (version, is_hashed) = (held.version, manifest.is_hashed());
@@ -196,12 +199,12 @@ impl SharedWeights {
     /// # Errors
     /// [`Error::Timeout`] when none came; [`Error::Forked`]; as [`Opener::open`].
     pub fn newer(&self, timeout: Duration) -> Result<SharedWeights> {
-        let SharedInner {
+        let HeldVersion {
             domain,
             name,
             device,
             ..
-        } = &*self.inner;
+        } = &self.inner.version;
         self.inner.owner_process.check()?;
         SharedWeights::after(domain, name, device, self.version(), timeout)
     }
@@ -213,38 +216,24 @@ impl SharedWeights {
         after: u64,
         timeout: Duration,
     ) -> Result<SharedWeights> {
-        let wanted = KeeperRequest::Offered;
-        let (keeper, held, manifest) = wait_for_version(domain, name, &wanted, after, timeout)?;
-        let mapped = Arc::new(Mapped {
-            memory: map(device, &held, &manifest)?,
-            lies: Mutex::new(Lying {
-                number: held.version.number,
-                is_whole: true,
-            }),
-        });
-        let held = Arc::new(held);
-        let is_own = domain.owner() == rustix::process::geteuid().as_raw();
-        let holder = if is_own {
-            clear_dead(domain, name.as_str());
-            let holder = Holder::serve(domain, name.as_str(), held.clone())?;
-            tell_keepers(domain, name, &keeper, held.version.number);
-            Some(Arc::new(holder))
-        } else {
-            None
-        };
-        Ok(SharedWeights {
+        let publisher = domain.owner();
+        let known = |found: &PartialVersion| known_parts(publisher, device, found);
+        let (keeper, mut version) =
+            HeldVersion::after(domain, name, device, after, timeout, &known)?;
+        let mapped = Mapped::of(device, publisher, &version.held, &version.manifest)?;
+        version.hold(&keeper)?;
+        Ok(SharedWeights::of(Arc::new(mapped), version))
+    }
+
+    pub(super) fn of(mapped: Arc<Mapped>, version: HeldVersion) -> SharedWeights {
+        let begins = version.manifest.parts().map(|(begin, _)| begin).collect();
+        SharedWeights {
             inner: Arc::new(SharedInner {
                 mapped,
-                begins: manifest.parts().map(|(begin, _)| begin).collect(),
-                manifest: Arc::new(manifest),
-                held,
-                holder,
-                domain: domain.clone(),
-                name: name.clone(),
-                device: device.clone(),
-                owner_process: OwnerProcess::current(),
+                begins,
+                version,
             }),
-        })
+        }
     }
 
     /// The name.
@@ -274,7 +263,7 @@ impl SharedWeights {
     /// publisher's allocator had.
     pub fn parts(&self) -> impl Iterator<Item = (u64, &SharedMemory)> {
         let begins = self.inner.begins.iter().copied();
-        begins.zip(&self.inner.mapped.memory)
+        begins.zip(self.inner.mapped.expose())
     }
 
     /// When the publisher computes the content hashes. Those of [`Hashing::Later`] are there if the
@@ -307,7 +296,7 @@ impl SharedWeights {
     /// and whose undoing failed, too.
     #[doc(hidden)] // For the Python package.
     pub fn is_whole(&self) -> bool {
-        self.inner.mapped.lies().is_whole
+        self.inner.mapped.is_whole()
     }
 
     /// The tensors, in the order of their offsets.
@@ -325,12 +314,52 @@ impl SharedWeights {
         let info = self.inner.manifest.tensor(name)?;
         let part = self.inner.manifest.part_at(info.offset);
         let begin = info.offset - self.inner.begins[part];
-        let range = self.inner.mapped.memory[part].range(begin, info.layout.bytes());
+        let range = self.inner.mapped.expose()[part].range(begin, info.layout.bytes());
         Some(SharedTensor {
             layout: info.layout,
             // The manifest has been checked: every tensor lies in the memory.
             memory: range.ok()?,
         })
+    }
+}
+
+impl HeldVersion {
+    /// Waits up to `timeout` for a version after number `after`: the pieces that are `known` here are
+    /// not asked for.
+    pub(super) fn after(
+        domain: &Domain,
+        name: &EndpointName,
+        device: &Device,
+        after: u64,
+        timeout: Duration,
+        known: &dyn Fn(&PartialVersion) -> KnownParts,
+    ) -> Result<(KeeperSession, HeldVersion)> {
+        let wanted = KeeperRequest::Offered;
+        let (keeper, held, manifest) =
+            wait_for_version(domain, name, &wanted, after, timeout, known)?;
+        let version = HeldVersion {
+            manifest: Arc::new(manifest),
+            held: Arc::new(held),
+            holder: None,
+            domain: domain.clone(),
+            name: name.clone(),
+            device: device.clone(),
+            owner_process: OwnerProcess::current(),
+        };
+        Ok((keeper, version))
+    }
+
+    /// Holds it for keepers that begin later.
+    pub(super) fn hold(&mut self, keeper: &KeeperSession) -> Result<()> {
+        let (domain, name) = (&self.domain, &self.name);
+        let is_own = domain.owner() == rustix::process::geteuid().as_raw();
+        if is_own {
+            clear_dead(domain, name.as_str());
+            let holder = Holder::serve(domain, name.as_str(), self.held.clone())?;
+            tell_keepers(domain, name, keeper, self.held.version.number);
+            self.holder = Some(Arc::new(holder));
+        }
+        Ok(())
     }
 }
 
@@ -381,7 +410,9 @@ fn wait_for_hashes(
     let clock = Instant::now();
     loop {
         let left = timeout.saturating_sub(clock.elapsed());
-        let found = wait_for_version(domain, name, &KeeperRequest::Candidate, 0, left)?;
+        let found = wait_for_version(domain, name, &KeeperRequest::Candidate, 0, left, &|_| {
+            KnownParts::default()
+        })?;
         let (keeper, _, manifest) = &found;
         let left = timeout.saturating_sub(clock.elapsed());
         if !are_hashes_due(manifest) || left.is_zero() {
@@ -389,59 +420,4 @@ fn wait_for_hashes(
         }
         keeper.wait_for_news(left);
     }
-}
-
-/// Maps each part into one range.
-fn map(device: &Device, held: &Held, manifest: &Manifest) -> Result<Vec<SharedMemory>> {
-    let map_part = |part: HeldPart<'_>| {
-        let HeldPart {
-            fds,
-            shape,
-            identity,
-            lease,
-        } = part;
-        Memory::import_shared(device, &fds, &shape, Access::Read, identity, lease)
-    };
-    let memory: Result<_> = parts(held, manifest).map(map_part).collect();
-    let memory = memory?;
-    // The device has mapped them: their `close` does not block.
-    held.pieces.iter().for_each(|piece| PieceFd::approve(piece));
-    Ok(memory)
-}
-
-/// A part of a version's memory, to be mapped.
-pub(super) struct HeldPart<'a> {
-    pub(super) fds: Vec<BorrowedFd<'a>>,
-    pub(super) shape: PiecesInfo,
-    /// For the statistics: the version, and the part's number.
-    pub(super) identity: ([u8; 16], u64),
-    /// Mapped memory is in use, whatever has become of the object that mapped it.
-    pub(super) lease: Option<Arc<dyn Any + Send + Sync>>,
-}
-
-/// The parts of a version's memory.
-pub(super) fn parts<'a>(
-    held: &'a Held,
-    manifest: &'a Manifest,
-) -> impl Iterator<Item = HeldPart<'a>> {
-    let mut pieces = &held.pieces[..];
-    (0..)
-        .zip(manifest.parts())
-        .map(move |(number, (begin, part))| {
-            let (of_it, rest) = pieces.split_at(part.pieces as usize);
-            pieces = rest;
-            let lease = (part.lease as usize).checked_sub(1);
-            HeldPart {
-                fds: of_it.iter().map(|piece| piece.as_fd()).collect(),
-                shape: PiecesInfo {
-                    piece_bytes: part.piece_bytes,
-                    bytes: part.bytes().min(manifest.bytes() - begin),
-                    device: held.device,
-                },
-                identity: part.base.map_or((held.version.id, number), |(id, number)| {
-                    (id, number.into())
-                }),
-                lease: lease.map(|lease| held.leases[lease].clone() as Arc<_>),
-            }
-        })
 }

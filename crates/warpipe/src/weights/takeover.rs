@@ -4,8 +4,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::held::Held;
-use super::held::{PartialVersion, VersionReply};
+use super::held::{Held, KnownParts, PartialVersion, VersionReply};
 use super::holder::{HolderRequest, holders, number_of};
 use super::manifest::Manifest;
 use crate::error::{Error, Result};
@@ -188,9 +187,16 @@ impl Search<'_> {
     }
 }
 
-/// Gets a holder's descriptors, and the checked manifest.
-pub(super) fn fetch(domain: &Domain, name: &EndpointName) -> Result<(Held, Manifest)> {
-    let (session, version) = attach(domain, name)?;
+/// Gets a holder's descriptors but those of parts that are `known` here, and the checked manifest.
+pub(super) fn fetch(
+    domain: &Domain,
+    name: &EndpointName,
+    known: impl FnOnce() -> KnownParts,
+) -> Result<(Held, Manifest)> {
+    let (session, mut version) = attach(domain, name)?;
+    if !version.is_whole() {
+        version.take_known(&known());
+    }
     complete(&session, version)
 }
 

@@ -3,6 +3,7 @@
 mod follower;
 mod hashes;
 mod in_place;
+mod mapped;
 mod names;
 mod partial;
 mod races;

@@ -278,6 +278,10 @@ impl Backend for CudaBackend {
         self.retain_foreign(ptr)
     }
 
+    unsafe fn is_mapped_at(&self, retained: &Retained, ptr: DevicePtr) -> Result<bool> {
+        self.is_foreign_at(retained, ptr)
+    }
+
     unsafe fn export_retained(&self, retained: &Retained) -> Result<OwnedFd> {
         // SAFETY: the caller's promise.
         unsafe { self.export_foreign(retained) }

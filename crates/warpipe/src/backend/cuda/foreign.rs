@@ -53,6 +53,20 @@ impl CudaBackend {
         }
     }
 
+    /// Without a look at the kind of the memory: what has the handle is of the same kind.
+    pub(super) fn is_foreign_at(&self, retained: &Retained, ptr: DevicePtr) -> Result<bool> {
+        let _current = self.enter()?;
+        let Ok(handle) = self.driver.memory_retain(ptr) else {
+            // Memory of another kind lies there now, or none.
+            return Ok(false);
+        };
+        let range = self.driver.address_range(ptr);
+        // SAFETY: held just now, and used by nothing.
+        unsafe { self.driver.memory_release(handle) }?;
+        let is_there = range.is_ok_and(|range| range == (retained.base, retained.bytes));
+        Ok(is_there && handle == retained.handle)
+    }
+
     /// # Safety
     /// As for [`crate::backend::Backend::export_retained`].
     pub(super) unsafe fn export_foreign(&self, retained: &Retained) -> Result<OwnedFd> {

@@ -282,7 +282,7 @@ fn pieces_of_a_wrong_number_length_or_kind_are_refused_before_anything_is_mapped
                 held.leases = Arc::new([]);
                 held.pieces = Arc::new([]);
             },
-            "descriptors",
+            "it has 0 pieces",
         ),
         (
             &|held| held.pieces = held.pieces.iter().take(7).cloned().collect(),

@@ -1,0 +1,285 @@
+//! Where versions are mapped in this process. A part that is mapped here already, as part of whatever
+//! version, is not mapped again, and its descriptors are not asked for.
+//!
+//! Openers share such a mapping, each with the lease of its own version and with streams of its own. A
+//! follower has its mappings to itself, since it changes what they show: see [`Region::claim`].
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::exports::PieceFd;
+use super::held::{Held, KnownParts, PartialVersion, places};
+use super::manifest::{Manifest, PartId};
+use crate::backoff::Backoff;
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::memory::mapped_region::ImportKey;
+use crate::memory::region::{Kept, Region};
+use crate::memory::weak_cache::WeakCache;
+use crate::memory::{Memory, PiecesInfo, SharedMemory};
+
+/// The parts that are mapped in this process, by their publishers' user.
+static PARTS: WeakCache<ImportKey, Region> = WeakCache::new();
+
+/// What a region of a part shows. The region holds it.
+struct ShownPieces {
+    piece_bytes: u64,
+    pieces: Arc<[Arc<PieceFd>]>,
+}
+
+impl ShownPieces {
+    /// `None` if a follower may change what the region shows.
+    fn of(region: &Region) -> Option<Arc<ShownPieces>> {
+        region.held()?.downcast().ok()
+    }
+}
+
+fn key_of(publisher: u32, (id, number): PartId, device: &Device) -> ImportKey {
+    ImportKey::new(publisher, id, number.into(), device)
+}
+
+/// The pieces of a version that this process has mapped on `device`. `publisher` is the user of all
+/// that publish in its domain.
+pub(super) fn known_parts(publisher: u32, device: &Device, version: &PartialVersion) -> KnownParts {
+    let mut known = KnownParts::default();
+    for (id, _) in version.part_ids() {
+        let region = PARTS.get(&key_of(publisher, id, device));
+        if let Some(shown) = region.and_then(|region| ShownPieces::of(&region)) {
+            known.add(id, shown.piece_bytes, shown.pieces.clone());
+        }
+    }
+    known
+}
+
+/// A part of a version's memory, to be mapped.
+pub(super) struct HeldPart<'a> {
+    pieces: &'a [Arc<PieceFd>],
+    shape: PiecesInfo,
+    id: PartId,
+    /// Mapped memory is in use, whatever has become of the object that mapped it.
+    lease: Option<Kept>,
+}
+
+/// The parts of a version's memory.
+pub(super) fn parts<'a>(
+    held: &'a Held,
+    manifest: &'a Manifest,
+) -> impl Iterator<Item = HeldPart<'a>> {
+    let begins = manifest.parts().map(|(begin, _)| begin);
+    let placed = places(manifest.parts().map(|(_, part)| part));
+    begins.zip(placed).map(|(begin, (number, part, range))| {
+        let lease = (part.lease as usize).checked_sub(1);
+        HeldPart {
+            pieces: &held.pieces[range],
+            shape: PiecesInfo {
+                piece_bytes: part.piece_bytes,
+                bytes: part.bytes().min(manifest.bytes() - begin),
+                device: held.device,
+            },
+            id: part.id(held.version.id, number),
+            lease: lease.map(|lease| held.leases[lease].clone() as Kept),
+        }
+    })
+}
+
+impl HeldPart<'_> {
+    fn fds(&self) -> Vec<BorrowedFd<'_>> {
+        self.pieces.iter().map(|piece| piece.as_fd()).collect()
+    }
+
+    /// As the statistics name it.
+    fn row(&self) -> ([u8; 16], u64) {
+        (self.id.0, self.id.1.into())
+    }
+
+    fn shown(&self) -> Kept {
+        Arc::new(ShownPieces {
+            piece_bytes: self.shape.piece_bytes,
+            pieces: self.pieces.into(),
+        })
+    }
+
+    /// The device has mapped them: their `close` does not block.
+    fn approve(&self) {
+        self.pieces.iter().for_each(|piece| piece.approve());
+    }
+
+    fn import(&self, device: &Device) -> Result<Arc<Region>> {
+        let (fds, shown) = (self.fds(), self.shown());
+        let region = Memory::import_pieces(device, &fds, &self.shape, self.row(), shown)?;
+        self.approve();
+        Ok(Arc::new(region))
+    }
+
+    /// Whether a region shows as many pieces of the same length. That they are the same is the
+    /// publishers' claim.
+    fn is_shown_by(&self, region: &Region) -> bool {
+        ShownPieces::of(region).is_some_and(|shown| {
+            (shown.piece_bytes, shown.pieces.len()) == (self.shape.piece_bytes, self.pieces.len())
+        })
+    }
+
+    /// In a mapping that this process has already, if there is one.
+    fn map(self, device: &Device, publisher: u32) -> Result<SharedMemory> {
+        let key = key_of(publisher, self.id, device);
+        let is_good = |region: &Region| self.is_shown_by(region);
+        let region = PARTS.get_or(&key, is_good, || self.import(device))?;
+        SharedMemory::of_region(region, device, &self.shape, self.lease)
+    }
+
+    /// In a mapping of its own.
+    pub(super) fn map_alone(self, device: &Device) -> Result<SharedMemory> {
+        let region = self.import(device)?;
+        SharedMemory::of_region(region, device, &self.shape, self.lease)
+    }
+}
+
+/// Where a version is mapped.
+pub(super) struct Mapped {
+    /// One range for each part of the manifest.
+    pub(super) memory: Vec<SharedMemory>,
+    /// Held while that changes.
+    lies: Mutex<Lying>,
+    /// Whether a caller may know addresses.
+    is_exposed: AtomicBool,
+}
+
+/// The version that is mapped somewhere now.
+struct Lying {
+    number: u64,
+    /// Not after a change that failed, and whose undoing failed, too.
+    is_whole: bool,
+}
+
+impl Mapped {
+    /// Maps each part of a version of a domain of `publisher` into one range.
+    pub(super) fn of(
+        device: &Device,
+        publisher: u32,
+        held: &Held,
+        manifest: &Manifest,
+    ) -> Result<Mapped> {
+        let mapped = parts(held, manifest).map(|part| part.map(device, publisher));
+        Ok(Mapped {
+            memory: mapped.collect::<Result<_>>()?,
+            lies: Mutex::new(Lying {
+                number: held.version.number,
+                is_whole: true,
+            }),
+            is_exposed: AtomicBool::new(false),
+        })
+    }
+
+    /// Notes that a caller may know addresses from now on.
+    pub(super) fn expose(&self) -> &[SharedMemory] {
+        self.is_exposed.store(true, Relaxed);
+        &self.memory
+    }
+
+    /// Has this version's mappings to itself. Those that other openers have, too, are made anew, unless
+    /// a caller may know their addresses: `replace` waits for these.
+    pub(super) fn claim(&mut self, device: &Device, held: &Held, manifest: &Manifest) {
+        let is_exposed = self.is_exposed.load(Relaxed);
+        for (memory, part) in self.memory.iter_mut().zip(parts(held, manifest)) {
+            if memory.claim() || is_exposed {
+                continue;
+            }
+            if let Ok(alone) = part.map_alone(device) {
+                *memory = alone;
+                memory.claim();
+            }
+        }
+    }
+
+    /// Whether a version's memory lies here.
+    pub(super) fn is_whole(&self) -> bool {
+        self.lies().is_whole
+    }
+
+    fn lies(&self) -> MutexGuard<'_, Lying> {
+        self.lies.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Maps the memory of `next` in place of that of `former`, where it is another one; all of it, or
+    /// none. Waits until `timeout` has passed since `start` for other openers of that to close it.
+    ///
+    /// # Safety
+    /// No enqueued work uses it.
+    pub(super) unsafe fn replace(
+        &self,
+        former: (&Held, &Manifest),
+        next: (&Held, &Manifest),
+        start: Instant,
+        timeout: Duration,
+    ) -> Result<()> {
+        let mut lies = self.lies();
+        let number = lies.number;
+        if number != former.0.version.number {
+            return Err(Error::argument(
+                "weights",
+                format!("version {}", former.0.version.number),
+                format!("version {number}, which another follower took at these addresses"),
+            ));
+        }
+        let mut changed = vec![false; self.memory.len()];
+        let ids = parts(former.0, former.1).zip(parts(next.0, next.1));
+        for ((memory, (was, is)), changed) in self.memory.iter().zip(ids).zip(&mut changed) {
+            // What may have been left without memory was claimed.
+            *changed = was.id != is.id || (!lies.is_whole && memory.claim());
+            if *changed {
+                claim_within(memory, start, timeout)?;
+            }
+        }
+        // SAFETY: the caller's promise.
+        if let Err(error) = unsafe { self.map(next, &changed) } {
+            // The first failure is the one to report.
+            // SAFETY: the caller's promise.
+            lies.is_whole = unsafe { self.map(former, &changed) }.is_ok();
+            return Err(error);
+        }
+        for (memory, part) in self.memory.iter().zip(parts(next.0, next.1)) {
+            memory.replace_lease(part.lease);
+        }
+        *lies = Lying {
+            number: next.0.version.number,
+            is_whole: true,
+        };
+        Ok(())
+    }
+
+    /// # Safety
+    /// The parts that are `changed` were claimed, and no enqueued work uses them.
+    unsafe fn map(&self, (held, manifest): (&Held, &Manifest), changed: &[bool]) -> Result<()> {
+        let parts = self
+            .memory
+            .iter()
+            .zip(parts(held, manifest))
+            .zip(changed);
+        for ((memory, part), _) in parts.filter(|(_, changed)| **changed) {
+            // SAFETY: the caller's promise.
+            unsafe { memory.replace(&part.fds(), &part.shape, part.row(), part.shown()) }?;
+            part.approve();
+        }
+        Ok(())
+    }
+}
+
+/// Has one part to itself. Openers that have closed it still have it while their streams work on it.
+fn claim_within(memory: &SharedMemory, start: Instant, timeout: Duration) -> Result<()> {
+    let mut backoff = Backoff::default();
+    while !memory.claim() {
+        if start.elapsed() >= timeout {
+            let what = "the close of other weights that this process opened, whose memory these share: \
+                        their addresses cannot change. Close those, or call `follow` before tensors are \
+                        used";
+            return Err(Error::Timeout {
+                what: what.into(),
+                waited: timeout,
+            });
+        }
+        backoff.pause();
+    }
+    Ok(())
+}
