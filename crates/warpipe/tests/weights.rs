@@ -91,7 +91,7 @@ fn a_process_without_room_for_all_pieces_of_a_version_says_how_many_there_are_an
     let text = refused.to_string();
     assert!(matches!(refused, Error::Refused { .. }), "{text}");
     assert!(
-        text.contains("198 pieces") && text.contains("ulimit -n"),
+        text.contains("200 pieces") && text.contains("ulimit -n"),
         "{text}"
     );
     assert_eq!(stage.publish(1).version(), 1);
@@ -102,7 +102,7 @@ fn a_process_without_room_for_all_pieces_of_a_version_says_how_many_there_are_an
     let mut worker = stage.child("narrow worker");
     let told = worker.ask("open");
     assert!(
-        told.starts_with("limit: ") && told.contains("198 pieces"),
+        told.starts_with("limit: ") && told.contains("200 pieces"),
         "{told}"
     );
     assert!(told.contains("ulimit -n"), "{told}");

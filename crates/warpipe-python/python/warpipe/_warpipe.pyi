@@ -2309,7 +2309,8 @@ class Follower:
         taken whole or not at all: after an error, and after Ctrl-C, the former one is there.
 
         Raises ``WeightsMismatchError`` for a version with other names, shapes, element types or
-        offsets, before anything is changed; ``TimeoutError`` when the work is not done in time;
+        offsets, before anything is changed; ``TimeoutError`` when the work is not done in time, or when
+        other weights that this process has open share memory that has to change;
         ``CapturingError``, ``ArgumentError`` for ``stream``; ``ClosedError``; as ``open``.
         """
     def __reduce__(self) -> Never: ...

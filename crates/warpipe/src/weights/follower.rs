@@ -160,7 +160,9 @@ impl Follower {
     ///
     /// # Errors
     /// [`Error::WeightsMismatch`] for a version with other names, shapes, element types or offsets;
-    /// [`Error::Timeout`] when the streams are not idle in time; [`Error::Capturing`] and
+    /// [`Error::Timeout`] when the streams are not idle in time, or other weights that this process has
+    /// open share memory that has to change, and addresses of it were asked for before
+    /// [`follow`](SharedWeights::follow); [`Error::Capturing`] and
     /// [`Error::Argument`] for `stream`; [`Error::Argument`] for weights of another name, domain or
     /// device, and when another follower has taken a version at these addresses; [`Error::Forked`].
     /// [`Error::Driver`] when the driver refused to map the new memory; if it then also refused the
