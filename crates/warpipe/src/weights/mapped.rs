@@ -252,11 +252,7 @@ impl Mapped {
     /// # Safety
     /// The parts that are `changed` were claimed, and no enqueued work uses them.
     unsafe fn map(&self, (held, manifest): (&Held, &Manifest), changed: &[bool]) -> Result<()> {
-        let parts = self
-            .memory
-            .iter()
-            .zip(parts(held, manifest))
-            .zip(changed);
+        let parts = self.memory.iter().zip(parts(held, manifest)).zip(changed);
         for ((memory, part), _) in parts.filter(|(_, changed)| **changed) {
             // SAFETY: the caller's promise.
             unsafe { memory.replace(&part.fds(), &part.shape, part.row(), part.shown()) }?;
