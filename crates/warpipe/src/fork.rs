@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::io::Errno;
 
-use self::fd_table::{CLOSING, FileId, OPEN};
+use self::fd_table::{FileId, OPEN};
 pub(crate) use self::gate::{NoForkSection, excluded};
 use crate::error::{Error, Result};
 
@@ -111,25 +111,12 @@ impl Drop for CloseOnForkFd {
             std::mem::forget(fd);
             return;
         }
-        let section = NoForkSection::enter();
-        // If a closed number stayed registered, another file could get it, and the child of a fork
-        // in between would close that file. So the entry names the file instead of the number. A
-        // file without an identity of its own (an eventfd, an epoll set) closes without waiting;
-        // closing a socket may take as long as closing the descriptors in its queue does.
-        let named = identity(fd.as_fd());
-        let entry = named.and_then(|file| CLOSING.put(fd.as_raw_fd(), file));
+        // A number that is closed stays registered for no other file, and a child has no copy of a
+        // file that is being closed. Code with a `close` that may take long releases the descriptor
+        // before.
+        let _section = NoForkSection::enter();
         OPEN.clear(fd.as_raw_fd());
-        if named.is_none() {
-            return drop(fd);
-        }
-        drop(section);
         drop(fd);
-        if let Some(entry) = entry {
-            // The kernel copies a parent's descriptors before its memory: a fork that is under way
-            // must find the entry.
-            let _section = NoForkSection::enter();
-            CLOSING.take(entry);
-        }
     }
 }
 
@@ -151,7 +138,6 @@ fn install() {
         drop(std::hint::black_box(Box::new(
             GENERATION.load(Ordering::Relaxed),
         )));
-        gate::begin_in_this_process();
         // SAFETY: the three handlers are async-signal-safe: atomics, sleeps, and system calls. They
         // stay valid because this library is never unloaded while its handles exist.
         let code = unsafe {
@@ -175,7 +161,6 @@ extern "C" fn after_in_parent() {
 
 extern "C" fn after_in_child() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
-    CLOSING.close_all();
     OPEN.close_all();
     // In the other order the lifeline would end while the driver's files still keep the parent's
     // device work running.

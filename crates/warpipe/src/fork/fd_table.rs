@@ -1,13 +1,13 @@
 //! The numbers that a forked child closes. **This module is marked for unsafe**: it closes by
 //! number.
 //!
-//! Lock-free and without allocation where the child reads them. Both tables are written within a
+//! Lock-free and without allocation where the child reads them. The tables are written within a
 //! [`NoForkSection`](super::NoForkSection) alone, so no child sees one half written.
 
 use std::os::fd::RawFd;
 use std::ptr;
-use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
-use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
+use std::sync::atomic::{AtomicPtr, AtomicU64};
 
 /// Numbers of one leaf.
 const LEAF: usize = 1 << 15;
@@ -125,103 +125,9 @@ pub(super) fn identity(fd: RawFd) -> Option<FileId> {
     })
 }
 
-struct ClosingFd {
-    /// -1 while the entry is free, -2 while it is being written.
-    fd: AtomicI32,
-    device: AtomicU64,
-    inode: AtomicU64,
-}
-
-const FREE: RawFd = -1;
-const TAKEN: RawFd = -2;
-
-/// Descriptors that are being closed outside of a section, by number and file. With all entries in
-/// use (as many threads are in `close`), a child forked meanwhile may keep a copy.
-pub(super) struct ClosingTable([ClosingFd; 64]);
-
-pub(super) static CLOSING: ClosingTable = ClosingTable(
-    [const {
-        ClosingFd {
-            fd: AtomicI32::new(FREE),
-            device: AtomicU64::new(0),
-            inode: AtomicU64::new(0),
-        }
-    }; 64],
-);
-
-impl ClosingTable {
-    pub(super) fn put(&self, fd: RawFd, file: FileId) -> Option<usize> {
-        let is_taken = |entry: &&ClosingFd| {
-            entry
-                .fd
-                .compare_exchange(FREE, TAKEN, Acquire, Relaxed)
-                .is_ok()
-        };
-        let (index, entry) = self
-            .0
-            .iter()
-            .enumerate()
-            .find(|(_, entry)| is_taken(entry))?;
-        entry.device.store(file.device, Relaxed);
-        entry.inode.store(file.inode, Relaxed);
-        entry.fd.store(fd, Release);
-        Some(index)
-    }
-
-    pub(super) fn take(&self, index: usize) {
-        self.0[index].fd.store(FREE, Release);
-    }
-
-    /// In a forked child: closes the files that are still open, and no other file that has such a
-    /// number by now.
-    pub(super) fn close_all(&self) {
-        for entry in &self.0 {
-            let fd = entry.fd.swap(FREE, Acquire);
-            let file = FileId {
-                device: entry.device.load(Relaxed),
-                inode: entry.inode.load(Relaxed),
-            };
-            if fd >= 0 && identity(fd) == Some(file) {
-                // SAFETY: the child's copy of a descriptor of ours, which nothing in the child uses
-                // from now on.
-                unsafe { libc::close(fd) };
-            }
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use std::os::fd::AsRawFd;
-
     use super::*;
-
-    #[test]
-    fn a_number_that_another_file_has_by_now_is_not_closed() {
-        let table = ClosingTable(
-            [const {
-                ClosingFd {
-                    fd: AtomicI32::new(FREE),
-                    device: AtomicU64::new(0),
-                    inode: AtomicU64::new(0),
-                }
-            }; 64],
-        );
-        let (reader, writer) = rustix::pipe::pipe().unwrap();
-        let (other, _) = rustix::pipe::pipe().unwrap();
-        let file = identity(other.as_raw_fd()).unwrap();
-        table.put(reader.as_raw_fd(), file).unwrap();
-        table.close_all();
-        rustix::io::write(&writer, b"x").expect("its reader is open");
-        table.put(other.as_raw_fd(), file).unwrap();
-        table.close_all();
-        assert_ne!(
-            identity(std::mem::ManuallyDrop::new(other).as_raw_fd()),
-            Some(file),
-            "closed"
-        );
-        drop(reader);
-    }
 
     #[test]
     fn numbers_of_every_size_have_their_own_bit() {

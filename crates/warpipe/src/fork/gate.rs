@@ -1,5 +1,5 @@
-//! Sections, and forks of one thread at a time. **This module is marked for unsafe**: it makes
-//! system calls by number.
+//! Sections, and forks of one thread at a time. **This module is marked for unsafe**: it keeps
+//! `errno` across a fork.
 //!
 //! A fork holds the gate from its prepare handler to the end of the parent's handler, in which the
 //! library changes descriptors that no table has ([`lifeline`](super::lifeline)): a child that
@@ -8,58 +8,54 @@
 //! handler to the last (older, and musl), so that no second thread gets here. Other handlers' locks
 //! are no danger either: handlers that run before this library's release after it, so each thread
 //! takes both in the same order.
+//!
+//! A signal handler that interrupts a section, or a fork of its thread, and forks itself passes the
+//! gate without a wait. Its child may keep descriptors, and shares the lifeline's socket: such
+//! forks, and children of a bare `clone`, are not supervised.
 
 use std::cell::Cell;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
-use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use super::fd_table::OPEN;
 use super::{CloseOnForkFd, FdResult, OwnerProcess, install};
 use crate::os::above_standard;
 
-/// While a section exists, no thread forks. A section covers one system call that makes
+/// While a section exists, no thread forks. A section covers a few system calls that make or close
 /// descriptors, and their registration.
 pub(crate) struct NoForkSection {
-    /// False within a fork of this thread, where another handler or a signal handler may enter a
-    /// section: that fork does not wait for it.
-    is_counted: bool,
+    /// `None` within another section or a fork of this thread. A section that a forked child goes
+    /// on with is not counted there.
+    counted_in: Option<OwnerProcess>,
 }
 
 thread_local! {
-    /// Sections of this thread: a signal handler that forks inside one must not wait for itself.
-    /// The count needs no lock, and the child has this thread's.
-    static DEPTH: Cell<u64> = const { Cell::new(0) };
-
-    /// Forks of this thread that are under way: more than one when a signal handler forks within
-    /// `fork`.
-    static FORKS: Cell<u32> = const { Cell::new(0) };
+    /// The sections and forks of this thread, one within the other.
+    static DEPTH: Cell<u32> = const { Cell::new(0) };
 }
 
-/// The lower half counts sections of threads that do not fork; the upper half is the number of the
-/// thread that forks.
-static GATE: AtomicU64 = AtomicU64::new(0);
+/// The number of threads in sections, and [`FORKING`] while a thread forks.
+static GATE: AtomicU32 = AtomicU32::new(0);
 
-/// The process that [`GATE`] counts for.
-static PROCESS: AtomicU32 = AtomicU32::new(0);
-
-const ONE_FORK: u64 = 1 << 32;
-const SECTIONS: u64 = ONE_FORK - 1;
+const FORKING: u32 = 1 << 31;
 
 impl NoForkSection {
     pub(crate) fn enter() -> NoForkSection {
         install();
-        if FORKS.get() > 0 {
-            return NoForkSection { is_counted: false };
+        // Before the gate: a signal handler that forks in between must not wait for itself.
+        let depth = DEPTH.replace(DEPTH.get() + 1);
+        if depth > 0 {
+            return NoForkSection { counted_in: None };
         }
         let mut pause = Pause::default();
-        while !is_entered() {
-            if pause.is_long() {
-                forget_other_process();
-            }
+        let one_more = |seen| (seen & FORKING == 0).then_some(seen + 1);
+        while GATE.fetch_update(Acquire, Relaxed, one_more).is_err() {
             pause.step();
         }
-        NoForkSection { is_counted: true }
+        NoForkSection {
+            counted_in: Some(OwnerProcess::current()),
+        }
     }
 
     /// Registers a descriptor that was made in this section, under a number above the standard
@@ -86,36 +82,10 @@ impl NoForkSection {
 
 impl Drop for NoForkSection {
     fn drop(&mut self) {
-        if self.is_counted {
-            without_signals(|| {
-                DEPTH.set(DEPTH.get() - 1);
-                GATE.fetch_sub(1, Release);
-            });
+        if self.counted_in.is_some_and(OwnerProcess::is_current) {
+            GATE.fetch_sub(1, Release);
         }
-    }
-}
-
-/// Counts one more section of this thread; false while another one forks. No signal's handler comes
-/// between the two counts: one that forks takes its thread's sections from the gate, and would miss
-/// one.
-fn is_entered() -> bool {
-    let mut is_entered = false;
-    without_signals(|| {
-        let depth = DEPTH.get();
-        // A forking thread waits for threads that are inside already: this one continues.
-        let one_more = |seen| (seen < ONE_FORK || depth > 0).then_some(seen + 1);
-        is_entered = GATE.fetch_update(Acquire, Relaxed, one_more).is_ok();
-        DEPTH.set(depth + u64::from(is_entered));
-    });
-    is_entered
-}
-
-/// In a child of a bare system call, for which no handler ran: the sections and forks are those of
-/// its parent's threads, which are not there.
-fn forget_other_process() {
-    let here = std::process::id();
-    if PROCESS.swap(here, Relaxed) != here {
-        GATE.store(if FORKS.get() == 0 { DEPTH.get() } else { 0 }, Release);
+        DEPTH.set(DEPTH.get() - 1);
     }
 }
 
@@ -127,124 +97,47 @@ pub(crate) fn excluded<R>(work: impl FnOnce() -> R) -> R {
 
 /// Before a fork: waits for the forks of other threads, and for their sections.
 pub(super) fn close() {
-    without_signals(|| {
-        FORKS.set(FORKS.get() + 1);
-        // A signal's handler that forks inside a section must wait neither for itself nor for
-        // another one that does the same.
-        if FORKS.get() == 1 {
-            GATE.fetch_sub(DEPTH.get(), Release);
-        }
-    });
+    if DEPTH.replace(DEPTH.get() + 1) > 0 {
+        return;
+    }
     let mut pause = Pause::default();
-    loop {
-        // Each time: a signal's handler that forks here goes on in its child as another thread.
-        let (me, seen) = (this_thread(), GATE.load(Acquire));
-        let (forks, sections) = (seen / ONE_FORK, seen & SECTIONS);
-        if forks == me && sections == 0 {
-            return;
-        }
-        if pause.is_long() {
-            forget_other_process();
-        }
-        // A thread that has ended without its handler.
-        let is_free = forks == 0 || forks != me && pause.is_long() && !is_of_process(forks);
-        if is_free
-            && GATE
-                .compare_exchange(seen, sections + me * ONE_FORK, AcqRel, Relaxed)
-                .is_ok()
-        {
-            continue;
-        }
+    while GATE.fetch_or(FORKING, Acquire) & FORKING != 0 {
+        pause.step();
+    }
+    while GATE.load(Acquire) & !FORKING != 0 {
         pause.step();
     }
 }
 
-/// In a parent, after a fork: does `last` before another thread forks. A signal's handler that
-/// forked within `fork` leaves that to the outer one.
+/// In a parent, after a fork: does `last` before another thread forks.
 pub(super) fn open(last: impl FnOnce()) {
-    without_signals(|| {
-        // None was counted when the handlers were registered while this fork was under way.
-        let Some(left) = FORKS.get().checked_sub(1) else {
-            return;
-        };
-        let me = this_thread();
-        // A signal handler that forks may have interrupted the thread that makes the lifeline.
-        if left == 0 && DEPTH.get() == 0 {
-            last();
-        }
-        FORKS.set(left);
-        if left == 0 {
-            let opened = |seen| {
-                Some(
-                    DEPTH.get()
-                        + if seen / ONE_FORK == me {
-                            seen & SECTIONS
-                        } else {
-                            seen
-                        },
-                )
-            };
-            let _ = GATE.fetch_update(Release, Relaxed, opened);
-        }
-    });
-}
-
-/// When the handlers are registered.
-pub(super) fn begin_in_this_process() {
-    PROCESS.store(std::process::id(), Relaxed);
+    // None was counted when the handlers were registered while this fork was under way.
+    let Some(depth) = DEPTH.get().checked_sub(1) else {
+        return;
+    };
+    if depth == 0 {
+        // SAFETY: this thread's own `errno`, which the code that forks reads.
+        let errno = unsafe { &mut *libc::__errno_location() };
+        let code = *errno;
+        last();
+        *errno = code;
+        GATE.fetch_and(!FORKING, Release);
+    }
+    DEPTH.set(depth);
 }
 
 /// In a forked child, which has this thread alone.
 pub(super) fn begin_anew() {
-    begin_in_this_process();
-    let left = FORKS.get().saturating_sub(1);
-    FORKS.set(left);
-    GATE.store(if left == 0 { DEPTH.get() } else { 0 }, Release);
-}
-
-fn this_thread() -> u64 {
-    u64::from(
-        rustix::thread::gettid()
-            .as_raw_nonzero()
-            .get()
-            .unsigned_abs(),
-    )
-}
-
-fn is_of_process(thread: u64) -> bool {
-    // SAFETY: signal 0 is none: the call looks whether there is such a thread.
-    let code = unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), thread as libc::pid_t, 0) };
-    code == 0 || std::io::Error::last_os_error().raw_os_error() != Some(libc::ESRCH)
-}
-
-/// Does `work` with no signal's handler in between, and leaves `errno` as it was, since the code
-/// that forks reads it.
-fn without_signals(work: impl FnOnce()) {
-    // SAFETY: this thread's own `errno`.
-    let errno = unsafe { libc::__errno_location() };
-    // SAFETY: as above.
-    let code = unsafe { *errno };
-    // SAFETY: plain data, for which zeros are valid.
-    let (mut all, mut before): (libc::sigset_t, libc::sigset_t) = unsafe { std::mem::zeroed() };
-    // SAFETY: writes one set, and changes this thread's mask, which is put back below.
-    unsafe {
-        libc::sigfillset(&mut all);
-        libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut before);
-    }
-    work();
-    // SAFETY: the mask that was there before, and this thread's own `errno`.
-    unsafe {
-        libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
-        *errno = code;
-    }
+    DEPTH.set(DEPTH.get().saturating_sub(1));
+    GATE.store(0, Release);
 }
 
 /// Waits for a few system calls of other threads, by async-signal-safe means.
 #[derive(Default)]
-pub(super) struct Pause(u32);
+struct Pause(u32);
 
 impl Pause {
-    pub(super) fn step(&mut self) {
+    fn step(&mut self) {
         self.0 = self.0.saturating_add(1);
         match self.0 {
             ..100 => std::hint::spin_loop(),
@@ -259,41 +152,51 @@ impl Pause {
             }
         }
     }
-
-    fn is_long(&self) -> bool {
-        self.0 >= 200
-    }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicBool, AtomicI32};
+    use std::sync::atomic::{AtomicBool, AtomicU64};
 
     use super::*;
     use crate::fork::per_process::InheritedOnFork;
     use crate::hostile::{alone, in_a_forked_child};
 
     #[test]
-    fn a_fork_within_a_fork_of_its_thread_waits_for_none_and_the_outer_one_ends_both() {
-        let test = "a_fork_within_a_fork_of_its_thread_waits_for_none_and_the_outer_one_ends_both";
+    fn a_fork_of_a_handler_within_a_fork_or_a_section_waits_for_none_and_opens_no_gate() {
+        let test =
+            "a_fork_of_a_handler_within_a_fork_or_a_section_waits_for_none_and_opens_no_gate";
         alone(module_path!(), test, || {
             install();
-            // As a signal's handler that forks within a section, and is interrupted by another one.
             let section = NoForkSection::enter();
             close();
             let inner = NoForkSection::enter();
-            close();
-            open(|| panic!("the outer one's"));
-            drop(inner);
-            assert_eq!(GATE.load(Acquire), this_thread() * ONE_FORK, "still closed");
             open(|| panic!("the thread inside a section may be making it"));
+            drop(inner);
             assert_eq!(GATE.load(Acquire), 1);
             drop(section);
             close();
+            close();
+            open(|| panic!("the outer one's"));
+            assert_eq!(GATE.load(Acquire), FORKING, "still closed");
             let mut is_done = false;
             open(|| is_done = true);
             assert!(is_done && GATE.load(Acquire) == 0);
             open(|| panic!("registered in between"));
+        });
+    }
+
+    #[test]
+    fn a_section_that_a_child_goes_on_with_leaves_its_gate_alone() {
+        let test = "a_section_that_a_child_goes_on_with_leaves_its_gate_alone";
+        alone(module_path!(), test, || {
+            let mut section = Some(NoForkSection::enter());
+            in_a_forked_child(|| {
+                drop(section.take());
+                drop(NoForkSection::enter());
+                GATE.load(Acquire) == 0 && DEPTH.get() == 0
+            });
+            assert_eq!(GATE.load(Acquire), 1);
         });
     }
 
@@ -307,22 +210,10 @@ mod tests {
                     scope.spawn(|| {
                         let _section = NoForkSection::enter();
                         both.wait();
-                        in_a_forked_child(|| GATE.load(Acquire) == 1);
+                        in_a_forked_child(|| GATE.load(Acquire) == 0);
                     });
                 }
             });
-            assert_eq!(GATE.load(Acquire), 0);
-        });
-    }
-
-    #[test]
-    fn a_thread_that_has_ended_does_not_block_forks() {
-        let test = "a_thread_that_has_ended_does_not_block_forks";
-        alone(module_path!(), test, || {
-            install();
-            let gone = std::thread::spawn(this_thread).join().unwrap();
-            GATE.store(gone * ONE_FORK, Release);
-            in_a_forked_child(|| GATE.load(Acquire) == 0);
             assert_eq!(GATE.load(Acquire), 0);
         });
     }
@@ -405,7 +296,8 @@ mod tests {
                 let held = COMMON.lock();
                 let (tell, told) = std::sync::mpsc::channel();
                 scope.spawn(move || {
-                    tell.send(this_thread()).unwrap();
+                    tell.send(rustix::thread::gettid().as_raw_nonzero())
+                        .unwrap();
                     *COMMON.lock() += 1;
                 });
                 let stat = format!("/proc/self/task/{}/stat", told.recv().unwrap());
@@ -415,86 +307,6 @@ mod tests {
                 drop(held);
             });
             assert_eq!(*COMMON.lock(), 1);
-        });
-    }
-
-    static IS_INTERRUPTED: AtomicBool = AtomicBool::new(false);
-    static IS_HANDLERS_CHILD: AtomicBool = AtomicBool::new(false);
-    static HANDLERS_CHILD_ENDED: AtomicI32 = AtomicI32::new(-1);
-
-    extern "C" fn forks_and_goes_on(_: libc::c_int) {
-        IS_INTERRUPTED.store(true, Release);
-        // SAFETY: the child goes on where its parent was interrupted, or is ended by its alarm.
-        unsafe {
-            let child = libc::fork();
-            if child == 0 {
-                libc::alarm(20);
-                return IS_HANDLERS_CHILD.store(true, Release);
-            }
-            let mut status = 0;
-            libc::waitpid(child, &mut status, 0);
-            HANDLERS_CHILD_ENDED.store(status, Release);
-        }
-    }
-
-    #[test]
-    fn a_handlers_child_goes_on_with_the_fork_that_the_handler_interrupted() {
-        let test = "a_handlers_child_goes_on_with_the_fork_that_the_handler_interrupted";
-        alone(module_path!(), test, || {
-            install();
-            on_signal(forks_and_goes_on);
-            let section = NoForkSection::enter();
-            let forking = std::thread::spawn(|| {
-                in_a_forked_child(|| true);
-                if IS_HANDLERS_CHILD.load(Acquire) {
-                    drop(NoForkSection::enter());
-                    // SAFETY: ends the process, which has no other threads.
-                    unsafe { libc::_exit(i32::from(GATE.load(Acquire) != 0)) };
-                }
-            });
-            until(|| GATE.load(Acquire) >= ONE_FORK);
-            let thread = std::os::unix::thread::JoinHandleExt::as_pthread_t(&forking);
-            // SAFETY: the thread is joined below.
-            unsafe { libc::pthread_kill(thread, libc::SIGUSR1) };
-            until(|| IS_INTERRUPTED.load(Acquire));
-            drop(section);
-            forking.join().unwrap();
-            assert_eq!(
-                HANDLERS_CHILD_ENDED.load(Acquire),
-                0,
-                "it hangs, or the gate stays closed"
-            );
-        });
-    }
-
-    #[test]
-    fn a_child_of_a_bare_system_call_waits_for_no_thread_of_its_parent() {
-        let test = "a_child_of_a_bare_system_call_waits_for_no_thread_of_its_parent";
-        alone(module_path!(), test, || {
-            install();
-            for left in [ONE_FORK * this_thread(), 1] {
-                // As if another thread were forking, or in a section.
-                GATE.store(left, Release);
-                let flags = libc::SIGCHLD;
-                // SAFETY: as `fork`, without its handlers; the child ends by itself, or by its
-                // alarm.
-                let child = unsafe { libc::syscall(libc::SYS_clone, flags, 0, 0, 0, 0) };
-                let child = child as libc::pid_t;
-                if child == 0 {
-                    // SAFETY: as above.
-                    unsafe { libc::alarm(20) };
-                    drop(NoForkSection::enter());
-                    close();
-                    open(|| {});
-                    // SAFETY: as above.
-                    unsafe { libc::_exit(i32::from(GATE.load(Acquire) != 0)) };
-                }
-                let mut status = 0;
-                // SAFETY: waits for our own child, and writes one `int`.
-                assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
-                assert_eq!(status, 0, "the child hangs, or the gate stays closed");
-                GATE.store(0, Release);
-            }
         });
     }
 }

@@ -24,7 +24,7 @@ use rustix::net::{
 use rustix::pipe::PipeFlags;
 
 use super::fd_table::{FileId, identity};
-use super::per_process::{PerProcess, enter_with};
+use super::per_process::PerProcess;
 use super::{CloseOnForkFd, NoForkSection};
 use crate::os::above_standard;
 
@@ -121,7 +121,8 @@ impl Lifeline {
     /// # Errors
     /// `ETOOMANYREFS` when this user has too many descriptors in flight.
     pub(crate) fn of_process() -> Result<Arc<Lifeline>, Errno> {
-        let (section, mut current) = enter_with(|| CURRENT.get());
+        let section = NoForkSection::enter();
+        let mut current = CURRENT.lock();
         let known = current.as_ref().filter(|_| SOCKET.number().is_some());
         let lifeline = match known {
             Some(lifeline) if ALARM.number().is_some() => return Ok(lifeline.clone()),

@@ -11,9 +11,8 @@ use std::ops::{Deref, DerefMut};
 use std::ptr;
 use std::sync::atomic::AtomicPtr;
 use std::sync::atomic::Ordering::{AcqRel, Acquire};
-use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::gate::Pause;
 use super::{NoForkSection, OwnerProcess};
 
 /// A value of each process: a forked child begins with a fresh one, and never touches or drops its
@@ -87,25 +86,11 @@ impl<T> InheritedOnFork<T> {
     }
 
     pub(crate) fn lock(&self) -> InheritedGuard<'_, T> {
-        let (_section, guard) = enter_with(|| &self.0);
-        InheritedGuard { guard, _section }
-    }
-}
-
-/// Enters a section and takes a lock that is taken only in sections. A thread that waits for the
-/// lock is in no section: a signal handler may interrupt the lock's holder, and fork.
-pub(super) fn enter_with<'a, T>(
-    lock: impl Fn() -> &'a Mutex<T>,
-) -> (NoForkSection, MutexGuard<'a, T>) {
-    let mut pause = Pause::default();
-    loop {
         let section = NoForkSection::enter();
-        match lock().try_lock() {
-            Ok(guard) => return (section, guard),
-            Err(TryLockError::Poisoned(poison)) => return (section, poison.into_inner()),
-            Err(TryLockError::WouldBlock) => drop(section),
+        InheritedGuard {
+            guard: self.0.lock().unwrap_or_else(PoisonError::into_inner),
+            _section: section,
         }
-        pause.step();
     }
 }
 

@@ -6,13 +6,14 @@
 //!
 //! A [`PeerSocket`] with nothing unread, to which nothing more can come, is closed at once; so is
 //! an [approved](PeerFd::approve) [`PeerFd`]. A thread of this module closes the others, and may
-//! hang. A forked child closes its copy only where a `close` that is not the last returns at once.
-//! A user with [`pending_max`] descriptors in a stuck queue is [refused](over_limit).
+//! hang. Each user has a queue, with up to [`QUEUE_THREADS_MAX`] threads. A forked child closes its
+//! copy only where a `close` that is not the last returns at once, and keeps one that a thread is
+//! closing. A user with [`pending_max`] descriptors in a stuck queue is [refused](over_limit).
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{FileType, OFlags};
@@ -26,11 +27,8 @@ use crate::os;
 /// The most threads of one queue that may hang in `close`.
 pub(crate) const QUEUE_THREADS_MAX: usize = 4;
 
-/// The number of queues, each with up to [`QUEUE_THREADS_MAX`] threads: one for this library's own
-/// descriptors, one for peers of this user, the others for all other users, by uid.
-const QUEUES: usize = 16;
-const OWN_QUEUE: usize = 0;
-const USER_QUEUE: usize = 1;
+/// The most threads of all users but this process's own: a user may have many uids.
+const OTHERS_THREADS_MAX: usize = 56;
 
 /// The most descriptors of peers of this user that may wait to be closed before new connections are
 /// refused.
@@ -42,10 +40,6 @@ pub(crate) const PENDING_OF_OTHERS_MAX: usize = 64;
 /// How long a queue closes nothing before it counts as stuck. Many descriptors that wait for a
 /// moment are harmless.
 const STUCK_AFTER: Duration = Duration::from_secs(1);
-
-/// How long a thread waits for more work before it ends: long enough for the sockets of one peer,
-/// short beside a process's life.
-const IDLE_MAX: Duration = Duration::from_millis(100);
 
 /// The most packets that are read to empty a socket before it is left to a thread.
 const UNREAD_MAX: usize = 64;
@@ -316,39 +310,33 @@ pub(crate) fn peer_of(socket: BorrowedFd<'_>) -> Option<u32> {
 /// `None` for this library's own descriptors.
 fn enqueue(uid: Option<u32>, fd: FdToClose) {
     let closer = Closer::of_process();
-    let mut state = closer.lock();
-    let queue = queue_of(uid);
-    uid.into_iter()
-        .for_each(|uid| *state.pending.entry(uid).or_default() += 1);
-    let it = &mut state.queues[queue];
-    if it.closing == 0 && it.waiting.is_empty() {
-        it.progress_at = Some(Instant::now());
+    let mut queues = closer.lock();
+    let queue = queues.entry(uid).or_default();
+    if queue.pending() == 0 {
+        queue.progress_at = Some(Instant::now());
     }
-    it.waiting.push_back((uid, fd));
-    if it.waiting.len() <= it.idle {
-        return closer.wanted[queue].notify_one();
-    }
+    queue.waiting.push_back(fd);
     // If no thread can be started (no memory, for one), the next call tries again.
-    if it.threads < QUEUE_THREADS_MAX {
+    if may_start(&queues, uid) {
         let runner = closer.clone();
         let spawned = std::thread::Builder::new()
             .name("warpipe-closer".into())
-            .spawn(move || runner.run(queue));
-        it.threads += usize::from(spawned.is_ok());
+            .spawn(move || runner.run(uid));
+        queues.entry(uid).or_default().threads += usize::from(spawned.is_ok());
     }
+}
+
+/// Whether another thread may close descriptors of that user.
+fn may_start(queues: &Queues, uid: Option<u32>) -> bool {
+    let is_free = |uid: Option<u32>| uid.is_none_or(is_own);
+    let others = queues.iter().filter(|(uid, _)| !is_free(**uid));
+    queues[&uid].threads < QUEUE_THREADS_MAX
+        && (is_free(uid) || others.map(|(_, it)| it.threads).sum::<usize>() < OTHERS_THREADS_MAX)
 }
 
 /// Queues one of this library's own descriptors with a slow `close`.
 pub(crate) fn close_later(fd: CloseOnForkFd) {
     enqueue(None, FdToClose::ClosedOnFork(fd));
-}
-
-fn queue_of(uid: Option<u32>) -> usize {
-    match uid {
-        None => OWN_QUEUE,
-        Some(uid) if is_own(uid) => USER_QUEUE,
-        Some(uid) => USER_QUEUE + 1 + uid as usize % (QUEUES - USER_QUEUE - 1),
-    }
 }
 
 fn is_own(uid: u32) -> bool {
@@ -366,17 +354,22 @@ fn pending_max(uid: u32) -> usize {
 /// How many of that user's descriptors cannot be closed, if they are too many for a new connection
 /// of that user.
 pub(crate) fn over_limit(uid: u32) -> Option<usize> {
-    Closer::of_process().lock().over_limit(uid)
+    let closer = Closer::of_process();
+    let queues = closer.lock();
+    let queue = queues.get(&Some(uid))?;
+    let pending = queue.pending();
+    (pending >= pending_max(uid) && queue.is_stuck()).then_some(pending)
 }
 
 /// Whether any user is over its limit.
 pub(crate) fn is_anybody_over_limit() -> bool {
-    let closer = Closer::of_process();
-    let state = closer.lock();
-    state
-        .pending
+    let uids: Vec<u32> = Closer::of_process()
+        .lock()
         .keys()
-        .any(|&uid| state.over_limit(uid).is_some())
+        .flatten()
+        .copied()
+        .collect();
+    uids.into_iter().any(|uid| over_limit(uid).is_some())
 }
 
 /// The number of descriptors from peers with a `close` that has not returned. A few for a moment are
@@ -385,52 +378,45 @@ pub(crate) fn is_anybody_over_limit() -> bool {
 /// cost a thread each. From 64 of another user on (256 of this one), new connections of that user
 /// are refused.
 pub fn pending_closes() -> usize {
-    let closer = Closer::of_process();
-    let state = closer.lock();
-    state
-        .queues
-        .iter()
-        .map(|queue| queue.closing + queue.waiting.len())
+    Closer::of_process()
+        .lock()
+        .values()
+        .map(CloseQueue::pending)
         .sum()
 }
 
-#[derive(Default)]
-struct Closer {
-    state: Mutex<CloserState>,
-    wanted: [Condvar; QUEUES],
-}
+/// The queues that are not empty, by the user of the peers that sent the descriptors.
+type Queues = HashMap<Option<u32>, CloseQueue>;
 
 #[derive(Default)]
-struct CloserState {
-    queues: [CloseQueue; QUEUES],
-    /// The number of pending descriptors of each user.
-    pending: HashMap<u32, usize>,
-}
+struct Closer(Mutex<Queues>);
 
 #[derive(Default)]
 struct CloseQueue {
-    waiting: VecDeque<(Option<u32>, FdToClose)>,
+    waiting: VecDeque<FdToClose>,
     threads: usize,
-    /// The threads that wait for work.
-    idle: usize,
     /// The threads that are in `close`.
     closing: usize,
     /// When the queue last closed a descriptor, or began to.
     progress_at: Option<Instant>,
 }
 
-impl CloserState {
-    fn over_limit(&self, uid: u32) -> Option<usize> {
-        let count = self
-            .pending
-            .get(&uid)
-            .copied()
-            .filter(|&count| count >= pending_max(uid))?;
-        self.queues[queue_of(Some(uid))].is_stuck().then_some(count)
-    }
-}
-
 impl CloseQueue {
+    fn pending(&self) -> usize {
+        self.waiting.len() + self.closing
+    }
+
+    fn begin(&mut self) -> Option<FdToClose> {
+        let fd = self.waiting.pop_front()?;
+        self.closing += 1;
+        Some(fd)
+    }
+
+    fn end(&mut self) {
+        self.closing -= 1;
+        self.progress_at = Some(Instant::now());
+    }
+
     fn is_stuck(&self) -> bool {
         self.progress_at
             .is_some_and(|progress_at| progress_at.elapsed() > STUCK_AFTER)
@@ -438,12 +424,10 @@ impl CloseQueue {
 }
 
 impl FdToClose {
-    /// For a queue that is stuck: a child that is forked meanwhile may have the last copy of a
-    /// descriptor that hangs, and keeps it.
-    fn keep_on_fork(self) -> FdToClose {
+    fn close(self) {
         match self {
-            FdToClose::ClosedOnFork(fd) => FdToClose::KeptOnFork(fd.release()),
-            loose => loose,
+            FdToClose::ClosedOnFork(fd) => drop(fd.release()),
+            FdToClose::KeptOnFork(fd) => drop(fd),
         }
     }
 }
@@ -455,44 +439,29 @@ impl Closer {
         CURRENT.get().clone()
     }
 
-    fn lock(&self) -> MutexGuard<'_, CloserState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Queues> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn run(&self, queue: usize) {
-        let mut state = self.lock();
+    /// Closes what waits for a user, then what waits for users without a thread.
+    fn run(&self, mut uid: Option<u32>) {
+        let mut queues = self.lock();
         loop {
-            if let Some((uid, fd)) = state.queues[queue].waiting.pop_front() {
-                state.queues[queue].closing += 1;
-                let is_stuck = state.queues[queue].is_stuck();
-                drop(state);
-                drop(if is_stuck { fd.keep_on_fork() } else { fd });
-                state = self.lock();
-                let CloserState { queues, pending } = &mut *state;
-                queues[queue].closing -= 1;
-                queues[queue].progress_at = Some(Instant::now());
-                uid.into_iter().for_each(|uid| one_less(pending, uid));
-                continue;
+            while let Some(fd) = queues.get_mut(&uid).and_then(CloseQueue::begin) {
+                drop(queues);
+                fd.close();
+                queues = self.lock();
+                queues.entry(uid).or_default().end();
             }
-            state.queues[queue].idle += 1;
-            let waited = self.wanted[queue].wait_timeout(state, IDLE_MAX);
-            let (woken, slept) = waited.unwrap_or_else(PoisonError::into_inner);
-            state = woken;
-            let it = &mut state.queues[queue];
-            it.idle -= 1;
-            if slept.timed_out() && it.waiting.is_empty() {
-                it.threads -= 1;
+            queues.entry(uid).or_default().threads -= 1;
+            queues.retain(|_, queue| queue.threads + queue.pending() > 0);
+            let mut left = queues.iter().filter(|(_, queue)| queue.threads == 0);
+            let next = left.find(|(uid, _)| may_start(&queues, **uid));
+            let Some(next) = next.map(|(uid, _)| *uid) else {
                 return;
-            }
-        }
-    }
-}
-
-fn one_less(pending: &mut HashMap<u32, usize>, uid: u32) {
-    if let Some(count) = pending.get_mut(&uid) {
-        *count -= 1;
-        if *count == 0 {
-            pending.remove(&uid);
+            };
+            queues.entry(next).or_default().threads += 1;
+            uid = next;
         }
     }
 }
@@ -512,6 +481,35 @@ mod tests {
 
     fn say(socket: &OwnedFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
         crate::hostile::send_raw(socket, bytes, fds).unwrap();
+    }
+
+    #[test]
+    fn all_other_users_together_have_a_limited_number_of_threads_and_this_one_has_its_own() {
+        let own = rustix::process::geteuid().as_raw();
+        let users = (1..).map(|offset| Some(own + offset));
+        let full = |uid| {
+            let threads = QUEUE_THREADS_MAX;
+            (
+                uid,
+                CloseQueue {
+                    threads,
+                    ..CloseQueue::default()
+                },
+            )
+        };
+        let mut queues: Queues = users
+            .map(full)
+            .take(OTHERS_THREADS_MAX / QUEUE_THREADS_MAX)
+            .collect();
+        for uid in [Some(own + 1_000), Some(own), None] {
+            queues.insert(uid, CloseQueue::default());
+        }
+        assert!(!may_start(&queues, Some(own + 1_000)));
+        assert!(may_start(&queues, Some(own)) && may_start(&queues, None));
+        queues.remove(&Some(own + 1));
+        assert!(may_start(&queues, Some(own + 1_000)));
+        queues.insert(None, full(None).1);
+        assert!(!may_start(&queues, None));
     }
 
     #[test]
