@@ -135,13 +135,15 @@ def test_tensors_that_are_no_version_of_the_engines_checkpoint_are_refused_and_n
 
 def test_a_tensor_that_an_engine_computed_is_not_sent(keepers, options, domain, device):
     keepers("policy")
-    tensors = {"scaled": torch.zeros(4), "moved": torch.zeros(4), "plain": torch.zeros(4)}
+    tensors = {"scaled": torch.zeros(4), "moved": torch.zeros(4), "plain": torch.zeros(6)}
     recorder = _transfer.Recorder(tensors)
     given = {name: torch.ones(4) for name in tensors}
     with recorder:
         for name, tensor in recorder.watched(given.items()):
-            tensors[name].copy_(tensor)
+            tensors[name][:4].copy_(tensor)
         tensors["scaled"].mul_(2)
+        # Padding is no computing.
+        tensors["plain"][4:].fill_(7)
     tensors["moved"] = tensors["moved"].clone()
     plan = recorder.plan(tensors)
     assert plan.opaque == ["moved", "scaled"] and [one.target for one in plan.copies] == ["plain"]

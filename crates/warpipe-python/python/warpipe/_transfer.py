@@ -112,6 +112,7 @@ class Recorder:
                 return func(*args, **(kwargs or {}))
 
         self._mode = Mode()
+        self._constant = (self._torch.ops.aten.fill_.Scalar, self._torch.ops.aten.zero_.default)
         # By address: the end, the name, the size of an element.
         self._targets = {
             tensor.data_ptr(): (tensor.data_ptr() + _span(tensor), name, tensor.dtype)
@@ -155,6 +156,11 @@ class Recorder:
         if func is self._torch.ops.aten.copy_.default:
             self._note_copy(args[0], args[1])
             return
+        if func in self._constant and (found := _find(self._targets, args[0])):
+            begin, _, dtype = found
+            # Padding, which every version has. One element alone may be a checkpoint's.
+            if self._targets[begin][0] - begin > dtype.itemsize:
+                return
         for number, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue

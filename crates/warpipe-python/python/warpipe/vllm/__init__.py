@@ -21,6 +21,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
+from .._errors import ArgumentError
 from .._transfer import Trainer, ranks
 
 __all__ = ["Trainer", "ranks", "register", "trainer_init_info"]
@@ -57,5 +58,8 @@ def trainer_init_info(
     in ``--model-loader-extra-config``, how many ``ranks`` an engine has (tensor times pipeline parallel), and the device of
     each, by default ``cuda:0``, ``cuda:1`` and so on. ``rank`` is this trainer process's: rank 0 sends."""
     _register_transfer()
-    info = importlib.import_module("warpipe.vllm._weight_transfer").WarpipeTrainerInitInfo
+    info = getattr(importlib.import_module("warpipe.vllm._weight_transfer"), "WarpipeTrainerInitInfo", None)
+    if info is None:
+        said = "the vLLM that is installed has no factory of trainers, which came with 0.28"
+        raise ArgumentError(f"{said}; call WarpipeWeightTransferEngine.trainer_send_weights, or update vLLM")
     return info(name=name, ranks=ranks, devices=devices, domain=domain, rank=rank)

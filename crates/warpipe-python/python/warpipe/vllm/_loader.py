@@ -44,6 +44,8 @@ class Loaded:
         self.receiver, self.domain = receiver, domain
         self.took = took
         """Seconds of each part of the load."""
+        self.copied = 0
+        """Bytes that this engine copied to publish them."""
 
     @property
     def name(self) -> str:
@@ -153,6 +155,7 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
         self._records = one_memory = _takes_versions(vllm_config)
         device = _device()
         in_pool = contextlib.nullcontext() if one_memory or not _is_cuda() else torch.cuda.use_mem_pool(pool())
+        model: nn.Module
         with in_pool:
             model = super().load_model(vllm_config, model_config, prefix)
             state, floats = _state(model, clones=not one_memory), _floats(model)
@@ -174,12 +177,15 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
         # This engine reads the version as the others do, and can take the next one.
         del state
         _rebind(model, shared, leaves_others=not one_memory)
+        copied = published.copied
         published.close()
         if _is_cuda():
             gc.collect()
             torch.cuda.empty_cache()
         self._took["publish"] = time.perf_counter() - start
-        return self._done(model, shared, model_config)
+        self._done(model, shared, model_config)
+        getattr(model, _LOADED).copied = copied
+        return model
 
     def _attach(self, shared: Any, vllm_config: Any, model_config: Any, prefix: str) -> nn.Module:
         start = time.perf_counter()
@@ -189,9 +195,10 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
                 # Left by ``load_weights``: what vLLM's processing makes is real.
                 self._meta.enter_context(weights.on_meta(least=_SMALL))
                 model = super().load_model(vllm_config, model_config, prefix)
-            gift = getattr(model, _GIFT)
+            gift, begun = getattr(model, _GIFT), time.perf_counter()
             delattr(model, _GIFT)
             gift.give_after_processing()
+            self._took["weights"] += time.perf_counter() - begun
         finally:
             self._shared = None
         self._took["model"] = time.perf_counter() - start

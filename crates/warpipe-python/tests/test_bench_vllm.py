@@ -1,0 +1,68 @@
+"""The benchmark of vLLM, without vLLM: what it says of its figures, and how it talks to an engine."""
+
+import json
+import sys
+
+import pytest
+
+from warpipe.bench import vllm
+
+OURS = {
+    "engines": [{}, {"load_model": 0.2, "model": {"bytes": 7 << 30, "took": {"open": 0.004, "weights": 0.003}}}],
+    "sync_s": [0.015, 0.019, 0.012], "memory_gib": {"1": 9.0, "2": 11.0, "4": 15.0},
+    "same_tokens": [True], "same_new_tokens": [True], "graphs_same_new_tokens": True,
+}  # fmt: skip
+PLAIN = {"sync_s": [0.1, 0.05, 0.06], "memory_gib": {"1": 9.0, "2": 18.0, "4": 36.0}}
+
+
+def test_each_figure_is_told_with_what_was_wanted_and_a_part_that_failed_is_named():
+    report = {"parts": {"plain": PLAIN, "ours": OURS}, "failed": {"fp8": "RuntimeError: no"}, "left_out": ["kills"]}
+    told = vllm.verdicts(report)
+    assert "ok    weights of a further engine, ms: 7.0 (wanted <= 10)" in told
+    assert "ok    a version from the trainer's call to two engines, median, ms: 15.0 (wanted <= 20)" in told
+    assert "ok    ours / vLLM's: 0.25 (wanted <= 1/3)" in told
+    assert "ok    weights of a further engine, GiB: 0.0 (wanted 0)" in told
+    assert told.endswith("FAIL  fp8: RuntimeError: no\nleft out for its time: kills")
+    slow = {**report, "parts": {"plain": PLAIN, "ours": OURS | {"sync_s": [0.03]}}}
+    assert "MISS  a version from the trainer's call to two engines, median, ms: 30.0" in vllm.verdicts(slow)
+
+
+ENGINE = """
+import json, sys
+print(json.dumps({"given": json.loads(sys.argv[1])}), flush=True)
+for line in sys.stdin:
+    command = json.loads(line)
+    if command["do"] == "die":
+        print("ValueError: the last words", file=sys.stderr)
+        sys.exit(3)
+    print(json.dumps({"error": "no"} if command["do"] == "fail" else {"tokens": command["do"]}), flush=True)
+"""
+
+
+def test_an_engine_answers_each_command_and_its_errors_and_its_end_are_told_with_its_last_words(tmp_path):
+    engine = vllm.Engine({"a": 1}, tmp_path / "log", [sys.executable, "-c", ENGINE])
+    assert engine.ready() == {"given": {"a": 1}}
+    assert engine.tokens() == "generate"
+    with pytest.raises(RuntimeError, match="an engine says no"):
+        engine.do(do="fail")
+    with pytest.raises(RuntimeError, match="an engine ended with 3: ValueError: the last words"):
+        engine.do(do="die")
+    engine.kill()
+
+
+def test_a_part_that_fails_leaves_the_report_of_the_others(tmp_path, monkeypatch, capsys):
+    def failing(run):
+        raise RuntimeError("it broke")
+
+    monkeypatch.setattr(vllm, "PARTS", [("one", lambda run: {"a": 1}), ("two", failing), ("three", lambda run: {"b": 2})])
+    monkeypatch.setattr(vllm.warpipe, "Device", lambda name: host)
+    monkeypatch.setattr(vllm, "sharing", lambda kind: "host")
+    out = tmp_path / "report.json"
+    assert vllm.main(["--out", str(out), "--work", str(tmp_path / "work")]) == 1
+    report = json.loads(out.read_text())
+    assert report["parts"].keys() == {"one", "three"} and report["failed"] == {"two": "RuntimeError: it broke"}
+    assert "FAIL  two: RuntimeError: it broke" in capsys.readouterr().out
+
+
+class host:
+    name, uuid, why = "host", "host", "a test"
