@@ -227,7 +227,7 @@ impl Copies {
 
 /// Refuses a stream that is being captured: its graph would copy again, whenever it is launched, to
 /// memory that is another's by then.
-fn refuse_capture(stream: &warpipe::Stream) -> Outcome<()> {
+pub fn refuse_capture(stream: &warpipe::Stream) -> Outcome<()> {
     // SAFETY: the stream is live as long as its handle.
     if unsafe { stream.device().backend().is_capturing(stream.raw()) }? {
         let what = format!("stream {:#x}", stream.raw().0.addr());

@@ -6,15 +6,16 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyInt, PyString, PyType};
 use warpipe::weights::{BaseVersion, Hashing, TensorsInPlace, Weights, WeightsBuilder};
 use warpipe::{Error, Layout};
 
+use crate::copies::refuse_capture;
 use crate::detached::OwnStream;
-use crate::device::Device;
+use crate::device::{Device, is_cuda};
 use crate::domain::Domain;
 use crate::errors::{Fault, Outcome, is_of_this_package};
 use crate::in_place::{ZeroCopy, add_in_place};
@@ -115,8 +116,36 @@ fn naming(py: Python<'_>, name: &str, error: PyErr) -> PyErr {
     named
 }
 
-/// Publishes tensors: the publication, their number, and why some were copied that were to be published
-/// where they lie.
+/// The seconds of each step of a publication, by its name.
+type Phases = Vec<(&'static str, f64)>;
+
+/// What [`_publish_weights`] returns.
+type Publication = (Py<PublishedWeights>, usize, Vec<String>, Phases);
+
+/// A clock that names the time since it was asked last.
+struct PhaseClock {
+    last: Instant,
+    phases: Phases,
+}
+
+impl PhaseClock {
+    fn new() -> PhaseClock {
+        PhaseClock {
+            last: Instant::now(),
+            phases: Vec::new(),
+        }
+    }
+
+    fn end(&mut self, phase: &'static str) {
+        let now = Instant::now();
+        self.phases
+            .push((phase, now.duration_since(self.last).as_secs_f64()));
+        self.last = now;
+    }
+}
+
+/// Publishes tensors: the publication, their number, why some were copied that were to be published
+/// where they lie, and the seconds of each step.
 #[pyfunction]
 pub fn _publish_weights(
     py: Python<'_>,
@@ -124,7 +153,8 @@ pub fn _publish_weights(
     names: Vec<String>,
     tensors: Vec<Bound<'_, PyAny>>,
     options: &Bound<'_, PyDict>,
-) -> PyResult<(Py<PublishedWeights>, usize, Vec<String>)> {
+) -> PyResult<Publication> {
+    let mut clock = PhaseClock::new();
     let options = Options::of(options)?;
     let domain = Domain::from_argument(options.domain.as_ref())?;
     let device = device_of(py, options.device.as_ref(), &tensors)?;
@@ -138,7 +168,9 @@ pub fn _publish_weights(
     };
     let (found, aliases) = search.find_all(py, names, tensors)?;
     let count = found.len();
+    clock.end("find");
     let (lying, found, refused) = search.split(py, found)?;
+    clock.end("export");
     // The builder counts those in place behind the others.
     let mut numbers: HashMap<usize, usize> = HashMap::new();
     if !aliases.is_empty() {
@@ -168,8 +200,10 @@ pub fn _publish_weights(
             builder.alias(name, numbers[index])
         }))
     };
-    let builder = py.detach(build).map_err(Fault::from)?;
-    search.fill(py, &builder, found)?;
+    let mut builder = py.detach(build).map_err(Fault::from)?;
+    clock.end("allocate");
+    search.fill(py, &mut builder, found)?;
+    clock.end("copy");
     let to = name.to_owned();
     let publish = move |call_off: &CallOff| {
         let builder = match base {
@@ -177,13 +211,15 @@ pub fn _publish_weights(
             Some(base) => builder.base(base.find(&domain, &to, wait, call_off)?),
         };
         let weights = builder.finish()?;
+        clock.end("describe");
         let offer = |slice| weights.publish(&domain, &to, slice);
         let published = more_and_more_patiently(wait, call_off, OFFER, offer)?;
-        Ok((published, weights.bytes()))
+        clock.end("offer");
+        Ok((published, weights.bytes(), clock.phases))
     };
-    let (published, nbytes) = on_a_thread(py, "warpipe-offers", || Ok(()), publish)?;
+    let (published, nbytes, phases) = on_a_thread(py, "warpipe-offers", || Ok(()), publish)?;
     let published = PublishedWeights::of(py, name, published, nbytes, copied)?;
-    Ok((published, count, refused))
+    Ok((published, count, refused, phases))
 }
 
 /// A version that the new one shares tensors with.
@@ -440,10 +476,7 @@ impl<'py> Search<'_, 'py> {
             );
             owned.push((index, tensor, address, held));
         }
-        for reader in &streams {
-            let behind = reader.follow(py)?.clone();
-            in_slices(py, None, |slice| none_if_late(behind.synchronize(slice)))?;
-        }
+        settle_streams(py, &streams.iter().collect::<Vec<_>>())?;
         let owners = Arc::new(OnceLock::new());
         let tensors = &mut lying.tensors;
         let todo = owned.iter().map(|(_, tensor, address, _)| {
@@ -493,7 +526,74 @@ impl<'py> Search<'_, 'py> {
     }
 
     /// Copies tensors to their places in the builder's memory, and waits until all are there.
-    fn fill(&self, py: Python<'py>, builder: &WeightsBuilder, found: Copied<'py>) -> PyResult<()> {
+    fn fill(
+        &self,
+        py: Python<'py>,
+        builder: &mut WeightsBuilder,
+        found: Copied<'py>,
+    ) -> PyResult<()> {
+        let (whole, found): (Vec<_>, Vec<_>) = found
+            .into_iter()
+            .enumerate()
+            .partition(|(_, (_, tensor))| self.lies_whole(tensor).is_some());
+        self.copy_whole(py, builder, whole)?;
+        match found.is_empty() {
+            true => Ok(()),
+            false => self.fill_others(py, builder, found),
+        }
+    }
+
+    /// The address of a tensor that the device can copy as it is, and the stream that it is read on.
+    fn lies_whole<'a>(&self, tensor: &'a Found<'py>) -> Option<(u64, Option<&'a Consumer>)> {
+        match &tensor.place {
+            Place::Source(SourceLocation::Device(address, reader, _)) => {
+                Some((*address, Some(reader)))
+            }
+            Place::Source(SourceLocation::Host(address, _)) if !is_cuda(self.device) => {
+                Some((*address, None))
+            }
+            _ => None,
+        }
+    }
+
+    /// Copies tensors all together, behind the work of the streams that they are read on.
+    fn copy_whole(
+        &self,
+        py: Python<'py>,
+        builder: &mut WeightsBuilder,
+        found: Vec<(usize, (usize, Found<'py>))>,
+    ) -> PyResult<()> {
+        let mut streams: Vec<&Consumer> = Vec::new();
+        let mut places = Vec::with_capacity(found.len());
+        for (at, (_, tensor)) in &found {
+            let Some((address, reader)) = self.lies_whole(tensor) else {
+                continue;
+            };
+            places.push((*at, address));
+            if let Some(reader) = reader
+                && !streams.iter().any(|one| one.is_same(reader))
+            {
+                streams.push(reader);
+            }
+        }
+        settle_streams(py, &streams)?;
+        // SAFETY: the tensors are complete, as the streams' work is done, and `found` keeps them. What
+        // may be copied still after an error is kept for good.
+        let copied = py.detach(|| unsafe { builder.copy_from(&places) });
+        if copied.is_err() {
+            let places = found.into_iter().map(|(_, (_, tensor))| tensor.place);
+            std::mem::forget(LibraryHeld::new(places.collect::<Vec<_>>()));
+        }
+        Ok(copied.map_err(Fault::from)?)
+    }
+
+    /// Copies tensors one after another, each as it has to be read.
+    fn fill_others(
+        &self,
+        py: Python<'py>,
+        builder: &WeightsBuilder,
+        found: Vec<(usize, (usize, Found<'py>))>,
+    ) -> PyResult<()> {
         let Some(memory) = builder.memory() else {
             return Ok(());
         };
@@ -501,7 +601,8 @@ impl<'py> Search<'_, 'py> {
         let owner = MemoryOwner::new(OwnedMemory::Own(memory.clone()));
         owner.admit(py, &Consumer::own(self.own))?;
         let mut streams = vec![self.own.raw()];
-        for (at, ((_, tensor), &offset)) in found.into_iter().zip(builder.offsets()).enumerate() {
+        for (at, (_, tensor)) in found {
+            let offset = builder.offsets()[at];
             if at % LOOK_EVERY == LOOK_EVERY - 1 {
                 py.check_signals()?;
             }
@@ -535,6 +636,16 @@ impl<'py> Search<'_, 'py> {
         }
         owner.settle(py, None)
     }
+}
+
+/// Waits for the work that streams were given so far.
+fn settle_streams(py: Python<'_>, streams: &[&Consumer]) -> PyResult<()> {
+    for reader in streams {
+        let behind = reader.follow(py)?.clone();
+        refuse_capture(&behind)?;
+        in_slices(py, None, |slice| none_if_late(behind.synchronize(slice)))?;
+    }
+    Ok(())
 }
 
 /// The next step for tensors that cannot be published where they lie.

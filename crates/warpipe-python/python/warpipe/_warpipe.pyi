@@ -2417,9 +2417,9 @@ class Watch(Closeable):
 
 def _publish_weights(
     name: str, names: Sequence[str], tensors: Sequence[Any], options: dict[str, Any]
-) -> tuple[PublishedWeights, int, list[str]]:
-    """Publishes tensors: the publication, their number, and why some were copied that were to be published
-    where they lie.
+) -> tuple[PublishedWeights, int, list[str], list[tuple[str, float]]]:
+    """Publishes tensors: the publication, their number, why some were copied that were to be published
+    where they lie, and the seconds of each step.
     """
 def _open_weights(
     name: str, device: _DeviceLike | None, domain: _DomainLike | None, wait: float | None

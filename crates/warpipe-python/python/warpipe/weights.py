@@ -179,7 +179,7 @@ def publish(
         "device": device, "domain": domain, "wait": wait, "zero_copy": zero_copy, "hash": hash, "layout": layout,
         "metadata": json_text, "base": base,
     }  # fmt: skip
-    published, count, refused = _warpipe._publish_weights(name, *_lists(state_dict), options)
+    published, count, refused, _ = _warpipe._publish_weights(name, *_lists(state_dict), options)
     if refused:
         more = f" (and {len(refused) - 1} others)" if len(refused) > 1 else ""
         said = f"{len(refused)} of {count} tensors are copied: {refused[0]}{more}; {_IN_PLACE}"

@@ -13,6 +13,7 @@ use twox_hash::XxHash3_128;
 
 use super::blocks::{BLOCK_BYTES, Block, COPY_TIMEOUT, blocks, readers};
 use super::manifest::{ALIGNMENT, ContentHash};
+use crate::backend::DevicePtr;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::{Kernel, KernelLaunch};
@@ -45,9 +46,13 @@ static PTX: &CStr =
     };
 
 static HASH_LEAVES: Kernel = Kernel::new(c"warpipe_hash_leaves", PTX, hash_leaves);
+static COPY_LEAVES: Kernel = Kernel::new(c"warpipe_copy_leaves", PTX, copy_leaves);
 
 /// The kernels of this module, for the fake driver.
-pub static CONTENT_HASH: &[Kernel] = &[Kernel::new(c"warpipe_hash_leaves", PTX, hash_leaves)];
+pub static CONTENT_HASH: &[Kernel] = &[
+    Kernel::new(c"warpipe_hash_leaves", PTX, hash_leaves),
+    Kernel::new(c"warpipe_copy_leaves", PTX, copy_leaves),
+];
 
 /// Bytes of one tensor, whole leaves but for the last: up to eight of them.
 #[derive(Debug, Clone, Copy)]
@@ -57,6 +62,8 @@ struct Run {
     bytes: u64,
     /// The number of its first leaf: where its hash goes.
     leaf: u64,
+    /// Where a copy goes.
+    copy: u64,
 }
 
 /// The words of a run, as the kernel reads them.
@@ -72,12 +79,34 @@ fn leaf_hash(bytes: &[u8]) -> u128 {
     XxHash3_128::oneshot(&leaf)
 }
 
-/// The CPU version of `warpipe_hash_leaves`, by as many threads as read a file.
+/// The CPU version of `warpipe_hash_leaves`.
+///
+/// # Safety
+/// As for [`each_run`].
+unsafe fn hash_leaves(launch: KernelLaunch<'_>) {
+    // SAFETY: the caller's promise.
+    unsafe { each_run(launch, |_, _| {}) };
+}
+
+/// The CPU version of `warpipe_copy_leaves`.
+///
+/// # Safety
+/// As for [`each_run`], and as many bytes are writable where a run's copy goes.
+unsafe fn copy_leaves(launch: KernelLaunch<'_>) {
+    // SAFETY: the caller's promise; the copies lie in other memory.
+    let copy = |run: Run, bytes: &[u8]| unsafe {
+        std::ptr::copy_nonoverlapping(bytes.as_ptr(), run.copy as *mut u8, bytes.len());
+    };
+    // SAFETY: the caller's promise.
+    unsafe { each_run(launch, copy) };
+}
+
+/// Hashes the leaves of runs, by as many threads as read a file, and calls `also` for each run.
 ///
 /// # Safety
 /// The arguments are the address of runs, their number, and where the hashes go. The runs' bytes are
 /// readable, and so many hashes writable; nothing else writes them meanwhile.
-unsafe fn hash_leaves(launch: KernelLaunch<'_>) {
+unsafe fn each_run(launch: KernelLaunch<'_>, also: impl Fn(Run, &[u8]) + Sync) {
     let &[runs, count, hashes] = launch.args else {
         return;
     };
@@ -88,11 +117,12 @@ unsafe fn hash_leaves(launch: KernelLaunch<'_>) {
             if index >= count {
                 break;
             }
-            // SAFETY: the caller's promise: `count` runs lie there, each three words long.
+            // SAFETY: the caller's promise: `count` runs lie there, each four words long.
             let run: Run = unsafe { (runs as *const Run).add(index as usize).read() };
             // SAFETY: the caller's promise.
             let bytes =
                 unsafe { std::slice::from_raw_parts(run.address as *const u8, run.bytes as usize) };
+            also(run, bytes);
             for (leaf, bytes) in (run.leaf..).zip(bytes.chunks(LEAF_BYTES as usize)) {
                 let hash = leaf_hash(bytes).to_le_bytes();
                 // SAFETY: the caller's promise: the leaf's hash has its place there, and each leaf is
@@ -142,20 +172,77 @@ pub(super) fn hash_memory(tensors: &[(&DeviceSlice, u64, u64)]) -> Result<Vec<Co
     let Some((first, ..)) = tensors.first() else {
         return Ok(Vec::new());
     };
-    let lengths: Vec<u64> = tensors.iter().map(|&(_, _, bytes)| bytes).collect();
-    let blocks = blocks(&lengths);
+    let mut places = Vec::with_capacity(tensors.len());
+    for &(memory, begin, bytes) in tensors {
+        check_range(memory.name(), begin, bytes, memory.bytes())?;
+        let (address, copy) = (memory.ptr() + begin, 0);
+        if !address.is_multiple_of(HASH_BYTES) {
+            let allowed = format!("at a multiple of {HASH_BYTES} bytes");
+            let found = format!("at {address:#x}");
+            return Err(Error::argument("tensor", found, allowed));
+        }
+        places.push(Place {
+            address,
+            bytes,
+            copy,
+        });
+    }
     let stream = first.device().stream()?;
     for &(memory, ..) in tensors {
         memory.used_on(&stream);
     }
+    // SAFETY: the contents lie in slices, as checked above, for which this stream is recorded.
+    unsafe { hash_places(&stream, &HASH_LEAVES, &places) }
+}
+
+/// The content of a tensor on a device.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Place {
+    /// A multiple of [`ADDRESS_UNIT`].
+    pub(super) address: DevicePtr,
+    pub(super) bytes: u64,
+    /// Where a copy of it goes.
+    pub(super) copy: DevicePtr,
+}
+
+/// A content that is hashed begins at a multiple of this.
+pub(super) const ADDRESS_UNIT: u64 = HASH_BYTES;
+
+/// Copies tensors on `stream`, which has nothing else to do, waits for that, and returns their content
+/// hashes: the device reads them once.
+///
+/// # Errors
+/// As [`hash_memory`].
+///
+/// # Safety
+/// The contents are complete and readable on the stream's device, and not written before this
+/// returns; the places of the copies are writable, used by nothing else, and recorded for the stream.
+/// After an error that may be so until the stream has ended.
+pub(super) unsafe fn copy_places(stream: &Stream, places: &[Place]) -> Result<Vec<ContentHash>> {
+    // SAFETY: the caller's promise.
+    unsafe { hash_places(stream, &COPY_LEAVES, places) }
+}
+
+/// The content hashes of what lies at these places.
+///
+/// # Safety
+/// The places are such as `kernel` needs until it has run.
+unsafe fn hash_places(
+    stream: &Stream,
+    kernel: &'static Kernel,
+    places: &[Place],
+) -> Result<Vec<ContentHash>> {
+    let lengths: Vec<u64> = places.iter().map(|place| place.bytes).collect();
+    let blocks = blocks(&lengths);
     let batches = batches(&blocks);
-    let scratch = Scratch::for_batches(first.device(), &batches)?;
-    scratch.memory.used_on(&stream);
+    let scratch = Scratch::for_batches(stream.device(), &batches)?;
+    scratch.memory.used_on(stream);
     let mut of_all = Vec::with_capacity(blocks.len() * HASH_BYTES as usize);
     for batch in batches {
-        let runs = scratch.runs(tensors, batch)?;
-        scratch.hash(&stream, &runs, batch.len())?;
-        of_all.extend(scratch.hashes(&stream, batch.len())?);
+        let runs = scratch.runs(places, batch);
+        // SAFETY: the caller's promise.
+        unsafe { scratch.hash(stream, kernel, &runs, batch.len()) }?;
+        of_all.extend(scratch.hashes(stream, batch.len())?);
     }
     let mut begin = 0;
     let of_tensor = |&length: &u64| {
@@ -219,53 +306,61 @@ impl Scratch {
         })
     }
 
-    fn runs(&self, tensors: &[(&DeviceSlice, u64, u64)], batch: &[Block]) -> Result<Runs> {
+    fn runs(&self, places: &[Place], batch: &[Block]) -> Runs {
         let (mut words, mut of_leaves, mut leaf) = (Vec::new(), Vec::new(), 0);
         for (number, block) in batch.iter().enumerate() {
-            let (memory, begin, _) = tensors[block.tensor];
-            let begin = begin + block.begin;
-            check_range(memory.name(), begin, block.bytes, memory.bytes())?;
-            let address = memory.ptr() + begin;
-            if !address.is_multiple_of(HASH_BYTES) {
-                let allowed = format!("at a multiple of {HASH_BYTES} bytes");
-                return Err(Error::argument(
-                    "tensor",
-                    format!("at {address:#x}"),
-                    allowed,
-                ));
-            }
+            let place = places[block.tensor];
+            let (address, copy) = (place.address + block.begin, place.copy + block.begin);
             let parts = (0..block.bytes.div_ceil(RUN_BYTES)).map(|part| part * RUN_BYTES);
             words.extend(parts.map(|at| {
                 let bytes = RUN_BYTES.min(block.bytes - at);
-                [address + at, bytes, leaf + at / LEAF_BYTES]
+                [address + at, bytes, leaf + at / LEAF_BYTES, copy + at]
             }));
             let leaves = leaves_of(block);
             let at = self.memory.ptr() + leaf * HASH_BYTES;
-            of_leaves.push([at, leaves * HASH_BYTES, number as u64]);
+            of_leaves.push([at, leaves * HASH_BYTES, number as u64, 0]);
             leaf += leaves;
         }
         let of_contents = words.len();
         words.append(&mut of_leaves);
-        Ok(Runs { words, of_contents })
+        Runs { words, of_contents }
     }
 
-    /// Hashes the leaves, and the blocks by them, and waits for it.
-    fn hash(&self, stream: &Stream, runs: &Runs, blocks: usize) -> Result<()> {
+    /// Has `kernel` hash the leaves, hashes the blocks by them, and waits for it.
+    ///
+    /// # Safety
+    /// The places of the runs are such as `kernel` needs.
+    unsafe fn hash(
+        &self,
+        stream: &Stream,
+        kernel: &'static Kernel,
+        runs: &Runs,
+        blocks: usize,
+    ) -> Result<()> {
         let words = runs.words.as_flattened();
         let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
         self.memory.write(stream, self.runs_at, &bytes)?;
         let memory = self.memory.ptr();
         let of_leaves_at = memory + self.runs_at + (runs.of_contents * size_of::<Run>()) as u64;
         let steps = [
-            (memory + self.runs_at, runs.of_contents as u64, memory),
-            (of_leaves_at, blocks as u64, memory + self.blocks_at),
+            (
+                kernel,
+                memory + self.runs_at,
+                runs.of_contents as u64,
+                memory,
+            ),
+            (
+                &HASH_LEAVES,
+                of_leaves_at,
+                blocks as u64,
+                memory + self.blocks_at,
+            ),
         ];
-        for (runs, count, hashes) in steps {
+        for (kernel, runs, count, hashes) in steps {
             let grid = (count * WARP).div_ceil(THREADS) as u32;
             // SAFETY: the runs were written above, and lie in memory that this stream is recorded for,
-            // as the hashes do; `for_batches` made room for them. The contents lie in slices, as
-            // `runs` checked, that the stream is recorded for, too.
-            unsafe { stream.launch(&HASH_LEAVES, grid, THREADS as u32, &[runs, count, hashes]) }?;
+            // as the hashes do; `for_batches` made room for them. The rest is the caller's promise.
+            unsafe { stream.launch(kernel, grid, THREADS as u32, &[runs, count, hashes]) }?;
         }
         stream.synchronize(COPY_TIMEOUT)
     }

@@ -6,12 +6,14 @@ use std::sync::Arc;
 
 use super::base::BaseVersion;
 use super::blocks::COPY_TIMEOUT;
+use super::content::{ADDRESS_UNIT, Place, copy_places};
 use super::contents::Contents;
 use super::in_place::{LaidTensor, TensorsInPlace};
 use super::lease;
 use super::load::{Placement, Weights};
-use super::manifest::{Hashing, METADATA_BYTES_MAX, Part, TensorInfo, check_json};
+use super::manifest::{ContentHash, Hashing, METADATA_BYTES_MAX, Part, TensorInfo, check_json};
 use super::storage::Storage;
+use crate::backend::DevicePtr;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::memory::Memory;
@@ -45,6 +47,8 @@ pub struct WeightsBuilder {
     memory: Option<Memory>,
     tensors: Vec<(Arc<str>, Layout)>,
     placed: Placement,
+    /// Of tensors that were hashed as they were copied, by their index.
+    hashes: HashMap<usize, ContentHash>,
     in_place: Option<TensorsInPlace>,
     /// Further names of tensors, by their index.
     aliases: Vec<(usize, String)>,
@@ -81,6 +85,7 @@ impl Weights {
             memory: memory.transpose()?,
             tensors,
             placed,
+            hashes: HashMap::new(),
             in_place: None,
             aliases: Vec::new(),
             base: None,
@@ -101,6 +106,57 @@ impl WeightsBuilder {
     /// Where each tensor begins in the memory, in the order in which they were given.
     pub fn offsets(&self) -> &[u64] {
         &self.placed.offsets
+    }
+
+    /// Copies tensors that lie on the device, each by its index from the address of its first byte, and
+    /// waits for that. With [`Hashing::Device`], which is to be chosen before, the device hashes them at
+    /// the same time, and reads them once. Nothing may write their places in the memory afterwards.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for an index without a tensor; [`Error::Timeout`] when the device copies
+    /// nothing for a minute; [`Error::DeviceMemory`], [`Error::Driver`].
+    ///
+    /// # Safety
+    /// Each tensor's bytes are complete, and readable on the device from one range of addresses outside
+    /// of [`memory`](WeightsBuilder::memory). Nothing writes or frees them before this returns; after an error, before
+    /// the device is idle.
+    pub unsafe fn copy_from(&mut self, tensors: &[(usize, DevicePtr)]) -> Result<()> {
+        let Some(memory) = &self.memory else {
+            let found = format!("{} to copy", tensors.len());
+            return match tensors {
+                [] => Ok(()),
+                _ => Err(Error::argument("tensors", found, "none")),
+            };
+        };
+        let stream = self.device.stream()?;
+        memory.used_on(&stream);
+        let (mut hashed, mut places) = (Vec::new(), Vec::new());
+        for &(index, address) in tensors {
+            let Some((_, layout)) = self.tensors.get(index) else {
+                let allowed = format!("one of {} tensors", self.tensors.len());
+                return Err(Error::argument("tensors", index, allowed));
+            };
+            let place = Place {
+                address,
+                bytes: layout.bytes(),
+                copy: memory.ptr() + self.placed.offsets[index],
+            };
+            if self.hashing == Hashing::Device && address.is_multiple_of(ADDRESS_UNIT) {
+                hashed.push(index);
+                places.push(place);
+            } else if place.bytes > 0 {
+                // SAFETY: the caller's promise; the builder laid the tensor there.
+                unsafe { stream.copy(place.copy, address, place.bytes) }?;
+            }
+        }
+        if hashed.is_empty() {
+            return stream.synchronize(COPY_TIMEOUT);
+        }
+        // SAFETY: the caller's promise; the builder laid the tensors there, in memory that the stream
+        // is recorded for.
+        let hashes = unsafe { copy_places(&stream, &places) }?;
+        self.hashes.extend(hashed.into_iter().zip(hashes));
+        Ok(())
     }
 
     /// Publishes these tensors, too, without a copy. They are counted behind the others.
@@ -244,11 +300,13 @@ impl WeightsBuilder {
         });
         let mut infos = Vec::with_capacity(names.len());
         for (number, name, layout, offset) in copies.chain(lying) {
+            // A tensor that is copied has its index as its number.
+            let hash = self.hashes.get(&number).copied();
             let tensor = |name| TensorInfo {
                 name,
                 layout,
                 offset,
-                hash: None,
+                hash,
             };
             infos.push(tensor(name));
             let others = names.remove(&number).unwrap_or_default();

@@ -1,6 +1,6 @@
 // Content hashes: XXH3 (128 bits, no seed, the default secret) of leaves of 16 KiB, the last of a tensor filled up with
 // zeros. Four threads hash a leaf: each has two of the eight accumulators. A leaf has sixteen blocks of sixteen stripes of
-// 64 bytes; the very last stripe has keys of its own.
+// 64 bytes; the very last stripe has keys of its own. A leaf may be copied with that: its bytes are read once.
 
 typedef unsigned long long u64;
 
@@ -8,11 +8,12 @@ typedef unsigned long long u64;
 #define BLOCK 1024ull
 #define STRIPE 64ull
 
-// Up to eight leaves side by side: `bytes` bytes at `address`, and the number of the first leaf.
+// Up to eight leaves side by side: `bytes` bytes at `address`, the number of the first leaf, and where a copy goes.
 struct Run {
     u64 address;
     u64 bytes;
     u64 leaf;
+    u64 copy;
 };
 
 // Of the secret, in words of eight bytes: from byte 0, 121, 11 and 117 on.
@@ -68,6 +69,19 @@ __device__ Pair load(const unsigned char *leaf, u64 at, u64 bytes) {
     return pair;
 }
 
+// Writes what `load` gave.
+__device__ void store(unsigned char *leaf, u64 at, u64 bytes, const Pair &pair) {
+    if (at + 16 <= bytes) {
+        *(ulonglong2 *)(leaf + at) = make_ulonglong2(pair.a, pair.b);
+        return;
+    }
+#pragma unroll 1
+    for (u64 byte = at; byte < bytes; ++byte) {
+        const u64 word = byte - at < 8 ? pair.a : pair.b;
+        leaf[byte] = (unsigned char)(word >> (8 * (byte & 7)));
+    }
+}
+
 __device__ __forceinline__ u64 product(u64 word) {
     return (word & 0xffffffffull) * (word >> 32);
 }
@@ -109,8 +123,10 @@ __device__ __forceinline__ void end_block(Part &part, const Pair &data, bool is_
     }
 }
 
-__device__ __forceinline__ void hash_whole_leaf(Part &part, const unsigned char *leaf) {
+template <bool COPIES>
+__device__ __forceinline__ void hash_whole_leaf(Part &part, const unsigned char *leaf, unsigned char *copy) {
     const unsigned char *own = leaf + 16 * part.number;
+    unsigned char *const to = copy + 16 * part.number;
     u64 keys[16];
 #pragma unroll
     for (int word = 0; word < 16; ++word) {
@@ -124,6 +140,12 @@ __device__ __forceinline__ void hash_whole_leaf(Part &part, const unsigned char 
         for (int stripe = 0; stripe < 16; ++stripe) {
             data[stripe] = __ldg((const ulonglong2 *)(own + block + stripe * STRIPE));
         }
+        if (COPIES) {
+#pragma unroll
+            for (int stripe = 0; stripe < 16; ++stripe) {
+                *(ulonglong2 *)(to + block + stripe * STRIPE) = data[stripe];
+            }
+        }
 #pragma unroll
         for (int stripe = 0; stripe < 15; ++stripe) {
             const Pair pair = {data[stripe].x, data[stripe].y};
@@ -134,31 +156,40 @@ __device__ __forceinline__ void hash_whole_leaf(Part &part, const unsigned char 
     }
 }
 
-__device__ __noinline__ void hash_short_leaf(Part &part, const unsigned char *leaf, u64 bytes) {
+template <bool COPIES>
+__device__ __noinline__ void hash_short_leaf(Part &part, const unsigned char *leaf, unsigned char *copy, u64 bytes) {
 #pragma unroll 1
     for (u64 block = 0; block < LEAF; block += BLOCK) {
         const u64 own = block + 16 * part.number;
 #pragma unroll 1
-        for (int stripe = 0; stripe < 15; ++stripe) {
-            const Pair data = load(leaf, own + stripe * STRIPE, bytes);
-            accumulate(part.sum, data, part.keys[stripe], part.keys[stripe + 1]);
+        for (int stripe = 0; stripe < 16; ++stripe) {
+            const u64 at = own + stripe * STRIPE;
+            const Pair data = load(leaf, at, bytes);
+            if (COPIES) {
+                store(copy, at, bytes, data);
+            }
+            if (stripe < 15) {
+                accumulate(part.sum, data, part.keys[stripe], part.keys[stripe + 1]);
+            } else {
+                end_block(part, data, block == LEAF - BLOCK);
+            }
         }
-        end_block(part, load(leaf, own + 15 * STRIPE, bytes), block == LEAF - BLOCK);
     }
 }
 
-__device__ __forceinline__ Pair leaf_part(const unsigned char *leaf, u64 bytes, unsigned number) {
+template <bool COPIES>
+__device__ __forceinline__ Pair leaf_part(const unsigned char *leaf, unsigned char *copy, u64 bytes, unsigned number) {
     Part part = {{BEGIN[2 * number], BEGIN[2 * number + 1]}, STRIPE_KEYS + 2 * number, number};
     if (bytes == LEAF) {
-        hash_whole_leaf(part, leaf);
+        hash_whole_leaf<COPIES>(part, leaf, copy);
     } else {
-        hash_short_leaf(part, leaf, bytes);
+        hash_short_leaf<COPIES>(part, leaf, copy, bytes);
     }
     return part.sum;
 }
 
 // A warp hashes a run, and four of its threads each leaf.
-extern "C" __global__ void warpipe_hash_leaves(u64 runs, u64 count, u64 hashes) {
+template <bool COPIES> __device__ __forceinline__ void hash_run(u64 runs, u64 count, u64 hashes) {
     const u64 number = ((u64)blockIdx.x * blockDim.x + threadIdx.x) / 32;
     if (number >= count) {
         return;
@@ -171,7 +202,8 @@ extern "C" __global__ void warpipe_hash_leaves(u64 runs, u64 count, u64 hashes) 
     }
     const u64 left = run.bytes - begin;
     const u64 bytes = left < LEAF ? left : LEAF;
-    const Pair sum = leaf_part((const unsigned char *)(run.address + begin), bytes, part);
+    const unsigned char *const leaf = (const unsigned char *)(run.address + begin);
+    const Pair sum = leaf_part<COPIES>(leaf, (unsigned char *)(run.copy + begin), bytes, part);
     u64 low = folded(sum.a ^ LOW_KEYS[2 * part], sum.b ^ LOW_KEYS[2 * part + 1]);
     u64 high = folded(sum.a ^ HIGH_KEYS[2 * part], sum.b ^ HIGH_KEYS[2 * part + 1]);
     const unsigned together = 0xfu << (4 * index);
@@ -184,4 +216,12 @@ extern "C" __global__ void warpipe_hash_leaves(u64 runs, u64 count, u64 hashes) 
         hash[0] = avalanche(LEAF * PRIME64_1 + low);
         hash[1] = avalanche(~(LEAF * PRIME64_2) + high);
     }
+}
+
+extern "C" __global__ void warpipe_hash_leaves(u64 runs, u64 count, u64 hashes) {
+    hash_run<false>(runs, count, hashes);
+}
+
+extern "C" __global__ void warpipe_copy_leaves(u64 runs, u64 count, u64 hashes) {
+    hash_run<true>(runs, count, hashes);
 }

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import warpipe
-from warpipe import weights
+from warpipe import _warpipe, weights
 
 from .__main__ import heading, sharing
 
@@ -70,8 +70,10 @@ def torch_engine(inbox: Any, outbox: Any) -> None:
 class Trainer:
     """A trainer with the tensors, and two engines."""
 
-    def __init__(self, device: str, domain: str, tensors: int, nbytes: int, rounds: int) -> None:
-        self.device, self.domain, self.rounds = device, domain, rounds
+    def __init__(
+        self, device: str, domain: str, tensors: int, nbytes: int, rounds: int, with_phases: bool = False
+    ) -> None:
+        self.device, self.domain, self.rounds, self.with_phases = device, domain, rounds, with_phases
         self.names = [f"model.layers.{index}.weight" for index in range(tensors)]
         # Of two bytes each.
         self.elements = nbytes // tensors // 2
@@ -134,13 +136,11 @@ class Trainer:
     def measure(self, pipes: list[Any], state: dict[str, Any], expected: float, **options: Any) -> dict[str, Any]:
         """Publishes the tensors again and again."""
         published, took, had, used = None, [], [], []
-        base = options.pop("base", None)
+        phases: list[dict[str, float]] = []
         for _ in range(self.rounds + 2):
             self.synchronize()
             before, start = self.used(), time.monotonic_ns()
-            newer = weights.publish(
-                NAME, state, domain=self.domain, device=self.device, wait=PATIENCE, base=base, **options
-            )
+            newer = self.publish(state, phases, {"wait": PATIENCE} | options)
             done = time.monotonic_ns()
             answers = [hear(pipe) for pipe in pipes]
             for version, _, values in answers:
@@ -155,7 +155,17 @@ class Trainer:
         # The first ones load kernels and open what is opened once.
         return {
             "publish_ms": took[2:], "both_ms": had[2:], "first_ms": had[0], "used_bytes": used[0], "version": published,
-        }  # fmt: skip
+        } | ({"phases_ms": phases[2:]} if phases else {})  # fmt: skip
+
+    def publish(self, state: dict[str, Any], phases: list[dict[str, float]], options: dict[str, Any]) -> Any:
+        where = {"domain": self.domain, "device": self.device}
+        if not self.with_phases:
+            return weights.publish(NAME, state, **where, **options)
+        # What `publish` calls, which says how long each step took.
+        given = where | options
+        published, _, _, steps = _warpipe._publish_weights(NAME, list(state), list(state.values()), given)
+        phases.append({name: seconds * 1e3 for name, seconds in steps})
+        return published
 
     def used(self) -> int:
         if self.device == "host":
@@ -238,6 +248,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--tensors", type=int, default=171)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--quick", action="store_true", help="a few MiB: shows that everything runs")
+    parser.add_argument("--phases", action="store_true", help="say how long each step of a publication takes")
     parser.add_argument("--mode", help="how processes share the GPU, for the report; found by itself if left out")
     parser.add_argument("--out", type=pathlib.Path, help="write everything to this file, as JSON")
     asked = parser.parse_args(given)
@@ -251,7 +262,7 @@ def main(given: list[str] | None = None) -> int:
     print(f"device: {device.name} ({device.uuid}), {mode}; {nbytes} bytes in {asked.tensors} tensors", flush=True)
     asked.devices = 1
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(where, str(pathlib.Path(folder) / "domain"), asked.tensors, nbytes, rounds)
+        trainer = Trainer(where, str(pathlib.Path(folder) / "domain"), asked.tensors, nbytes, rounds, asked.phases)
         report = run(trainer, with_torch_ipc=device.kind != "host")
     bare = statistics.median(report["bare device copy"]["both_ms"])
     for way, found in report.items():
@@ -259,6 +270,9 @@ def main(given: list[str] | None = None) -> int:
         publish = f", publish {statistics.median(found['publish_ms']):.2f}" if "publish_ms" in found else ""
         first = f", the first time {found['first_ms']:.1f}" if "first_ms" in found else ""
         print(f"  {way}: {both:.2f} ms until both have it ({both / bare:.2f} x the bare copy){publish}{first}", flush=True)
+        if "phases_ms" in found:
+            steps = {step: statistics.median(one[step] for one in found["phases_ms"]) for step in found["phases_ms"][0]}
+            print("    " + ", ".join(f"{step} {took:.2f}" for step, took in steps.items()), flush=True)
     if asked.out:
         asked.out.write_text(json.dumps(heading(device, mode, asked) | {"publish": report}, indent=1) + "\n")
     return 0

@@ -1,4 +1,5 @@
-//! Versions with content hashes that come later, or never.
+//! Versions with content hashes that come with the copy, later, or never. **This module is marked for
+//! unsafe**: it copies tensors by address.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,6 +9,7 @@ use crate::backend::testing::{Failing, Wrapped};
 use crate::device::Device;
 use crate::error::Error;
 use crate::hostile::in_a_forked_child;
+use crate::memory::Memory;
 use crate::tensor::{DType, Layout};
 use crate::weights::held::Held;
 use crate::weights::holder::Holder;
@@ -227,4 +229,60 @@ fn a_keeper_takes_the_hashes_of_a_version_that_it_has_and_nothing_else_of_that_o
     let keeper = stage.keeper();
     assert_eq!(keeper.candidate().unwrap(), Some(1));
     assert_eq!(stage.opener().verify().unwrap(), 1);
+}
+
+#[test]
+fn tensors_are_hashed_as_they_are_copied_whatever_their_lengths_and_places() {
+    copied_and_hashed(&Device::host());
+    // A GPU, if there is one.
+    copied_and_hashed(&Device::preferred().device);
+}
+
+fn copied_and_hashed(device: &Device) {
+    let lengths = [
+        0, 1, 15, 16, 17, 600, 16_383, 16_384, 16_385, 131_073, 20_000_003,
+    ];
+    let bytes: Vec<Vec<u8>> = (0..)
+        .zip(lengths)
+        .map(|(seed, length)| (0..length).map(|at: u32| (at * 7 + seed) as u8).collect())
+        .collect();
+    for hashing in [Hashing::Device, Hashing::None] {
+        // Each behind the one before: half of them where the device's kernel cannot read them whole.
+        let memory = Memory::allocate(device, 24 << 20).unwrap();
+        let (stream, mut from, mut end) = (device.stream().unwrap(), Vec::new(), 0u64);
+        for (index, bytes) in bytes.iter().enumerate() {
+            let begin = end.next_multiple_of(16) + index as u64 % 2;
+            end = begin + bytes.len() as u64;
+            memory.write(&stream, begin, bytes).unwrap();
+            from.push((index, memory.ptr() + begin));
+        }
+        stream.synchronize(WAIT).unwrap();
+        let names: Vec<String> = (0..bytes.len())
+            .map(|index| format!("t{index:02}"))
+            .collect();
+        let layouts = bytes
+            .iter()
+            .map(|it| Layout::contiguous(DType::U8, &[it.len() as u64]).unwrap());
+        let named = names.iter().map(String::as_str).zip(layouts);
+        let builder = Weights::builder(device, named).unwrap();
+        let mut builder = builder.hash(hashing).alias("tied", 3);
+        // SAFETY: the memory has them, and nothing writes it.
+        unsafe { builder.copy_from(&from) }.unwrap();
+        // SAFETY: nothing is read.
+        let refused = unsafe { builder.copy_from(&[(bytes.len(), memory.ptr())]) }.unwrap_err();
+        assert!(matches!(refused, Error::Argument { .. }), "{refused}");
+        let weights = builder.finish().unwrap();
+        let copy = weights.memory_for_tests().to_vec(WAIT).unwrap();
+        for tensor in weights.tensors() {
+            let index = tensor.name()[1..].parse().unwrap_or(3);
+            let (begin, wanted): (usize, &Vec<u8>) = (tensor.offset() as usize, &bytes[index]);
+            assert!(
+                copy[begin..begin + wanted.len()] == wanted[..],
+                "{}",
+                tensor.name()
+            );
+            let hash = (hashing == Hashing::Device).then(|| content::content_hash(wanted));
+            assert_eq!(tensor.hash(), hash, "{}", tensor.name());
+        }
+    }
 }
