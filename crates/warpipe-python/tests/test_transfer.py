@@ -91,6 +91,25 @@ def test_each_rank_gets_its_part_of_a_trainers_tensors_at_the_addresses_of_the_l
     trainer.close()
 
 
+def test_a_tensor_with_two_names_is_sent_once_and_what_no_checkpoint_has_stays(keepers, options, domain, device):
+    keepers("policy")
+    embed = torch.zeros(4)
+    tensors = {"embed": embed, "head": embed, "buffer": torch.full((3,), 5.0)}
+    recorder = _transfer.Recorder({"embed": embed, "head": embed})
+    with recorder:
+        for _, tensor in recorder.watched([("embed", torch.ones(4))]):
+            embed.copy_(tensor)
+    weights.publish("policy", tensors, metadata=_transfer.with_plan({}, recorder.plan({"embed": embed, "head": embed})), **options).close()
+    receiver = _transfer.Receiver(weights.open("policy", **options), domain=domain)
+    trainer = _transfer.Trainer("policy", devices=[device], domain=domain)
+    for value in (2, 3):
+        [number] = trainer.send({"embed": torch.full((4,), float(value))})
+        receiver.update(number)
+        found = {name: receiver.weights[name].torch().unique().tolist() for name in tensors}
+        assert found == {"embed": [value], "head": [value], "buffer": [5.0]}
+    trainer.close()
+
+
 @pytest.mark.parametrize("same_layout", [True, False])
 def test_changed_tensors_alone_leave_the_others_as_they_are(keepers, options, domain, device, same_layout):
     keepers("policy")

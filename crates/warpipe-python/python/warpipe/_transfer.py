@@ -242,6 +242,8 @@ class Trainer:
         self._plans: dict[str, tuple[str, Plan]] = {}
         # While it is open, this process has the last version for the next keeper.
         self._published: dict[str, Any] = {}
+        # Of whole versions that this trainer published last.
+        self._layouts: dict[str, _Layout] = {}
 
     def send(
         self,
@@ -275,11 +277,13 @@ class Trainer:
     def _send(
         self, name: str, device: Any, given: dict[str, Any], changed: bool, same_layout: bool, hash: str
     ) -> int:
-        base = self._offered(name, device)
-        metadata = None if base is None else base.metadata
+        known = None if changed else self._layouts.get(name)
+        base = None if known is not None else self._offered(name, device)
+        metadata = known.metadata if known is not None else None if base is None else base.metadata
         plan = self._plan(name, metadata)
         options = {"domain": self._domain, "wait": self._wait, "hash": hash, "metadata": metadata}
-        if base is None or plan is None:
+        layout = None
+        if plan is None:
             keep(name, domain=self._domain)
             options["base"] = base if changed else None
             published = weights.publish(name, given, device=device, **options)
@@ -287,14 +291,20 @@ class Trainer:
             _check(name, plan, given, changed)
             touched = {one.target for one in plan.copies if one.source in given}
             only = touched if changed and not same_layout else None
-            made, memory = _made(base, plan, given, only)
+            layout = known or _Layout.of(base, plan, only)
+            made = layout.filled(plan, given, base)
             options["base"] = None if only is None else base
-            published = weights.publish(name, made, device=base.device, zero_copy="require", **options)
-            del made, memory
+            published = weights.publish(name, made, device=layout.device, zero_copy="require", **options)
+            del made
         former = self._published.get(name)
         self._published[name] = published
         if former is not None:
             former.close()
+        if layout is None or changed:
+            self._layouts.pop(name, None)
+        else:
+            # The next one is made without opening this one.
+            self._layouts[name] = layout
         return int(published.version)
 
     def _offered(self, name: str, device: Any) -> Any:
@@ -351,51 +361,68 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMES_TOLD]) + more
 
 
-def _made(base: Any, plan: Plan, given: Mapping[str, Any], only: set[str] | None) -> tuple[dict[str, Any], Any]:
-    """The engine's tensors in new memory, each at its place, or those of ``only`` side by side; and the memory."""
-    torch = importlib.import_module("torch")
-    views = {name: view for name, view in base.items() if only is None or name in only}
-    if only is None:
-        places = {name: base.offset(name) for name in views}
-        length = base.nbytes
-    else:
-        places, length = {}, 0
-        for name, view in views.items():
-            places[name] = length
-            length += -(-view.nbytes // 512) * 512
-    memory = _warpipe.Memory.allocate(max(length, 1), device=base.device)
-    flat = memory.torch()
-    made, former = {}, {}
-    for name, view in views.items():
-        former[name] = view.torch()
-        made[name] = _at(torch, flat, places[name], former[name])
-    covered = plan.covered()
-    changed = {one.target for one in plan.copies if one.source in given}
-    whole = {one.target for one in plan.copies} - {one.target for one in plan.copies if one.source not in given}
-    copied: set[int] = set()
-    for name, tensor in made.items():
-        is_new = name in changed and name in whole and covered[name] == tensor.numel()
-        # Names of one tensor have one place.
-        if not is_new and tensor.numel() and places[name] not in copied:
-            tensor.copy_(former[name], non_blocking=True)
-            copied.add(places[name])
-    for one in plan.copies:
-        if one.target in made and one.source in given:
-            tensor, source = made[one.target], given[one.source].detach()
-            if not source.is_contiguous():
-                source = source.contiguous()
-            into = tensor.as_strided(one.shape, one.target_strides, tensor.storage_offset() + one.target_at)
-            part = source.as_strided(one.shape, one.source_strides, source.storage_offset() + one.source_at)
-            into.copy_(part, non_blocking=True)
-    return made, memory
+@dataclass
+class _Layout:
+    """Where an engine's tensors lie in the memory of a version, or those of a part of it side by side."""
+
+    device: Any
+    metadata: Any
+    nbytes: int
+    places: list[tuple[str, tuple[int, ...], Any, tuple[int, ...], int]]
+    """Of each tensor the name, the shape, the type, the strides and the first byte."""
+    rest: dict[str, Any]
+    """Copies of the tensors that no version of a trainer has as a whole: buffers."""
+
+    @classmethod
+    def of(cls, base: Any, plan: Plan, only: set[str] | None) -> _Layout:
+        """That of a version; of the tensors of ``only``, if it is given."""
+        places, rest, at = [], {}, 0
+        covered = plan.covered()
+        whole = {base.offset(name) for name, view in base.items() if covered.get(name) == _count(view.shape)}
+        for name, view in base.items():
+            if only is not None and name not in only:
+                continue
+            tensor = view.torch()
+            place = base.offset(name) if only is None else at
+            at += -(-view.nbytes // 512) * 512
+            places.append((name, tuple(tensor.shape), tensor.dtype, tuple(tensor.stride()), place))
+            # Another name of a tensor that is copied has its memory.
+            if base.offset(name) not in whole:
+                rest[name] = tensor.clone()
+        return cls(base.device, base.metadata, base.nbytes if only is None else at, places, rest)
+
+    def filled(self, plan: Plan, given: Mapping[str, Any], base: Any) -> dict[str, Any]:
+        """The tensors in new memory: of those given, and for the rest what ``base`` has."""
+        memory = _warpipe.Memory.allocate(max(self.nbytes, 1), device=self.device)
+        flat = memory.torch()
+        of_type: dict[Any, Any] = {}
+        made = {}
+        for name, shape, dtype, strides, place in self.places:
+            if dtype not in of_type:
+                size = dtype.itemsize
+                of_type[dtype] = size, flat[: flat.numel() // size * size].view(dtype)
+            size, whole = of_type[dtype]
+            made[name] = whole.as_strided(shape, strides, place // size)
+        partial = {one.target for one in plan.copies if one.source not in given}
+        anew = {one.target for one in plan.copies} - partial - set(self.rest)
+        written = {place for name, *_, place in self.places if name in anew}
+        for name, *_, place in self.places:
+            tensor = made[name]
+            if place not in written and tensor.numel():
+                tensor.copy_(self.rest[name] if name in self.rest and base is None else base[name].torch(), non_blocking=True)
+        sources = {name: _row_major(tensor.detach()) for name, tensor in given.items()}
+        for one in plan.copies:
+            if one.target in made and one.source in sources:
+                tensor, source = made[one.target], sources[one.source]
+                into = tensor.as_strided(one.shape, one.target_strides, tensor.storage_offset() + one.target_at)
+                part = source.as_strided(one.shape, one.source_strides, source.storage_offset() + one.source_at)
+                into.copy_(part, non_blocking=True)
+        return made
 
 
-def _at(torch: Any, flat: Any, place: int, like: Any) -> Any:
-    """The tensor at a place of memory that has the shape, the type and the strides of another one."""
-    size = like.element_size()
-    # A type wider than a byte counts from the memory's first byte.
-    whole = flat[: flat.numel() // size * size].view(like.dtype)
-    return whole.as_strided(tuple(like.shape), tuple(like.stride()), place // size)
+def _row_major(tensor: Any) -> Any:
+    """As the checkpoint's tensors lay when their copies were noted."""
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 class Receiver:
@@ -426,14 +453,15 @@ class Receiver:
         Raises ``WeightsMismatchError`` for a version of other tensors, or of another layout without ``give``, and
         ``TimeoutError``; the former version is there then.
         """
-        if version is not None and self.version >= version:
-            return self.version
-        if version is not None:
+        self._take(stream, timeout)
+        while version is not None and self.version < version:
             # It is offered by now, unless its keeper is being replaced.
-            newer = self.weights
-            while newer.version < version:
-                newer = newer.newer(timeout)
-            del newer
+            waited = self.weights.newer(timeout)
+            self._take(stream, timeout)
+            del waited
+        return self.version
+
+    def _take(self, stream: Any, timeout: float | None) -> None:
         try:
             self._follower.update(stream, timeout=timeout)
         except WeightsMismatchError:
@@ -445,7 +473,6 @@ class Receiver:
                 raise
             self._give(found)
             self._follower = found.follow()
-        return self.version
 
 
 def with_plan(metadata: dict[str, Any], plan: Plan | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import copy
 import gc
 import logging
 import math
+import resource
 import time
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,8 @@ _PLAIN = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
 # Buffers stand beside the parameters: a name of these has no slash.
 _BUFFER = "buffer/"
 _LOADED = "_warpipe_loaded"
+# More than the pieces that a version may have.
+_DESCRIPTORS = 65_536
 
 
 class Loaded:
@@ -90,6 +93,7 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
         _refuse(vllm_config, model_config)
+        _allow_descriptors()
         about = self._about(vllm_config, model_config, prefix)
         name = self._name(about)
         start = time.perf_counter()
@@ -219,6 +223,15 @@ def _is_cuda() -> bool:
 
 def _device() -> Any:
     return f"cuda:{torch.cuda.current_device()}" if _is_cuda() else "host"
+
+
+def _allow_descriptors() -> None:
+    """A version in place has a descriptor for each segment of PyTorch's. A keeper that this process starts may have as
+    many."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if most == resource.RLIM_INFINITY else min(most, _DESCRIPTORS)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _takes_versions(vllm_config: Any) -> bool:
