@@ -146,8 +146,10 @@ class Recorder:
 
     def plan(self, tensors: Mapping[str, Any]) -> Plan:
         """The copies into those of the targets that are still these tensors."""
-        lay = {name: address for address, (_, name, _) in self._targets.items()}
-        moved = {name for name, tensor in tensors.items() if lay.get(name) != tensor.data_ptr() and tensor.numel()}
+        # Of several names of one tensor the copies have one.
+        moved = {name for name, tensor in tensors.items() if tensor.data_ptr() not in self._targets and tensor.numel()}
+        lie = {tensor.data_ptr() for tensor in tensors.values()}
+        moved |= {name for address, (_, name, _) in self._targets.items() if address not in lie}
         opaque = self._opaque | moved
         copies = [one for one in self._copies if one.target not in opaque]
         return Plan(copies, self._shapes, sorted(opaque))

@@ -49,7 +49,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--size", choices=sorted(SIZES), default="7g", help="of the model")
     parser.add_argument("--kills", type=int, default=20, help="engines that are killed")
     parser.add_argument("--rounds", type=int, default=7, help="versions that are sent")
-    parser.add_argument("--seconds", type=float, default=420.0, help="begin no part after this time")
+    parser.add_argument("--seconds", type=float, default=420.0, help="begin no part, and kill no more, after this time")
     parser.add_argument("--only", help="these parts alone, with commas between: " + ", ".join(name for name, _ in PARTS))
     parser.add_argument("--seed", type=int, default=1, help="of the kills' moments")
     asked = parser.parse_args(given)
@@ -71,6 +71,9 @@ class Run:
     def __init__(self, asked: argparse.Namespace, work: pathlib.Path) -> None:
         self.asked, self.work = asked, work
         self.began = time.monotonic()
+        self.deadline = self.began + asked.seconds
+        # Bytes of the GPU in use without an engine.
+        self.idle = 0
         self.domain = work / "domain"
         self.random = random.Random(asked.seed)
         self.model = str(work / f"model-{asked.size}")
@@ -83,7 +86,7 @@ class Run:
         self.report |= {"model": asked.size, "seed": asked.seed, "parts": {}, "failed": {}, "left_out": []}
 
     def part(self, name: str, part: Callable[[Run], dict[str, Any]]) -> None:
-        if time.monotonic() - self.began > self.asked.seconds:
+        if time.monotonic() > self.deadline:
             self.report["left_out"].append(name)
             return
         begun = time.monotonic()
@@ -255,12 +258,13 @@ def make_model(run: Run) -> dict[str, Any]:
     count = sum(tensor.nbytes for tensor in state.values())
     del state
     torch.cuda.empty_cache()
+    run.idle = used()
     return {"gib": gib(count), "tensors": len(run.new)}
 
 
 def _grown(run: Run, load_format: str, first: dict[str, Any], further: dict[str, Any]) -> tuple[list[Engine], dict[str, Any]]:
     """One engine, a second, and two more at once: what each told, and the memory in use beside what was before."""
-    before, memory = used(), {}
+    before, memory = settled(run.idle), {}
     engines = [run.start(load_format, **first)]
     told = [engines[0].ready()]
     memory["1"] = gib(used() - before)
@@ -369,7 +373,7 @@ def kills(run: Run) -> dict[str, Any]:
     found: dict[str, Any] = {"killed": 0, "while_loading": 0, "survivor_same": [], "started_s": [], "load_model_s": []}
     at_once = 5
     try:
-        while found["killed"] < run.asked.kills:
+        while found["killed"] < run.asked.kills and time.monotonic() < run.deadline:
             victims = [run.start("warpipe", **options) for _ in range(min(at_once, run.asked.kills - found["killed"]))]
             # The first is killed while it starts.
             with contextlib.suppress(subprocess.TimeoutExpired):
