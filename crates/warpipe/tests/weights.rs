@@ -82,6 +82,44 @@ fn a_keeper_holds_two_descriptors_of_its_version_maps_no_memory_and_runs_no_thre
 }
 
 #[test]
+fn versions_of_one_memory_are_whole_for_all_others_whoever_of_trainer_keeper_and_readers_is_killed()
+{
+    let stage = Stage::new();
+    let mut keeper = stage.child("keeper");
+    keeper.reply();
+    let mut trainer = stage.child("trainer");
+    assert_eq!(trainer.ask("fill 1"), "version 1");
+    let (mut reader, mut doomed) = (stage.child("worker"), stage.child("worker"));
+    assert_eq!(reader.reply(), "version 1 byte 1");
+    assert_eq!(doomed.reply(), "version 1 byte 1");
+    assert_eq!(trainer.ask("again"), "version 2");
+    assert_eq!(reader.ask("newer"), "version 2 byte 1");
+    doomed.kill();
+    assert_eq!(trainer.ask("again"), "version 3");
+    assert_eq!(reader.ask("newer"), "version 3 byte 1");
+    // The next keeper has nothing yet: trainer and reader give it all of the version.
+    keeper.kill();
+    let mut keeper = stage.child("keeper");
+    assert_eq!(keeper.reply(), "candidate Some(3) unanswered 0");
+    assert_eq!(stage.opener(WAIT).verify().unwrap(), 3);
+    assert_eq!(trainer.ask("again"), "version 4");
+    assert_eq!(reader.ask("newer"), "version 4 byte 1");
+    trainer.kill();
+    keeper.kill();
+    let mut keeper = stage.child("keeper");
+    assert_eq!(keeper.reply(), "candidate Some(4) unanswered 0");
+    assert_eq!(stage.opener(WAIT).verify().unwrap(), 4);
+    let mut late = stage.child("worker");
+    assert_eq!(late.reply(), "version 4 byte 1");
+    // Another trainer's memory is none of the first one's.
+    let mut trainer = stage.child("trainer");
+    assert_eq!(trainer.ask("fill 2"), "version 5");
+    assert_eq!(late.ask("newer"), "version 5 byte 2");
+    assert_eq!(reader.ask("read"), "version 4 byte 1");
+    assert_eq!(reader.ask("newer"), "version 5 byte 2");
+}
+
+#[test]
 fn a_process_without_room_for_all_pieces_of_a_version_says_how_many_there_are_and_lives_on() {
     const PIECES: usize = 200;
     let stage = Stage::new();
@@ -554,6 +592,7 @@ fn child_of_another_test() {
         "short keeper" => roles::short_keeper(&domain, commands),
         "narrow keeper" => roles::narrow_keeper(&domain, commands),
         "narrow worker" => roles::narrow_worker(&domain, commands),
+        "trainer" => roles::trainer(&domain, commands),
         _ => roles::publisher(&domain, commands),
     }
 }

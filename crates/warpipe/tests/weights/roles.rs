@@ -133,6 +133,45 @@ pub fn publisher(domain: &Domain, commands: impl Iterator<Item = String>) {
     drop(published);
 }
 
+/// Publishes tensors where they lie: the same again with `again`, and new ones with `fill` and a byte.
+pub fn trainer(domain: &Domain, commands: impl Iterator<Item = String>) {
+    let (device, mut memory, mut published) = (Device::host(), Vec::new(), None);
+    for command in commands {
+        if let Some(byte) = command.strip_prefix("fill ") {
+            let byte = byte.parse::<u8>().unwrap();
+            memory = (0..TENSORS).map(|_| filled(&device, byte)).collect();
+        }
+        let next = publish_memory(domain, &device, &memory).unwrap();
+        say(format_args!("version {}", next.version()));
+        published = Some(next);
+    }
+    drop(published);
+}
+
+fn filled(device: &Device, byte: u8) -> Memory {
+    let memory = Memory::allocate(device, TENSOR_BYTES as u64).unwrap();
+    let stream = device.stream().unwrap();
+    memory.write(&stream, 0, &[byte; TENSOR_BYTES]).unwrap();
+    stream.synchronize(WAIT).unwrap();
+    memory
+}
+
+fn publish_memory(
+    domain: &Domain,
+    device: &Device,
+    memory: &[Memory],
+) -> warpipe::Result<PublishedWeights> {
+    let layout = Layout::contiguous(DType::U8, &[TENSOR_BYTES as u64])?;
+    let mut tensors = TensorsInPlace::new(device);
+    for (number, memory) in memory.iter().enumerate() {
+        let (ptr, owner) = (memory.ptr(), Box::new(memory.clone()));
+        // SAFETY: the tensor lies in its owner, and nothing writes it.
+        unsafe { tensors.add(&number.to_string(), layout, ptr, owner)? };
+    }
+    let weights = Weights::builder(device, [])?.beside(tensors).finish()?;
+    weights.publish(domain, "w", WAIT)
+}
+
 fn say_version(weights: &SharedWeights) {
     say(format_args!(
         "version {} byte {}",
