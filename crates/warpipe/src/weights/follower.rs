@@ -57,11 +57,14 @@ impl SharedWeights {
     #[doc(hidden)] // For the Python package.
     pub fn claim(&mut self) {
         if let Some(SharedInner {
-            mapped, version, ..
+            mapped,
+            version,
+            places,
+            ..
         }) = Arc::get_mut(&mut self.inner)
             && let Some(mapped) = Arc::get_mut(mapped)
         {
-            mapped.claim(&version.device, &version.held, &version.manifest);
+            mapped.claim(&version.device, version.placed(places));
         }
     }
 
@@ -88,7 +91,7 @@ impl SharedWeights {
         let after = held.version.number;
         let found = HeldVersion::after(domain, name, device, after, Duration::ZERO, &known);
         let (keeper, mut next) = found?;
-        next.check_places(manifest)?;
+        next.places_in(manifest)?;
         next.hold(&keeper)?;
         Ok(next)
     }
@@ -101,16 +104,14 @@ impl HeldVersion {
         self.held.version.number
     }
 
-    /// Whether its tensors lie at the places of another version's.
-    fn check_places(&self, former: &Manifest) -> Result<()> {
-        match former.difference(&self.manifest) {
-            None => Ok(()),
-            Some(difference) => Err(Error::WeightsMismatch {
-                name: self.name.to_string(),
-                version: self.number(),
-                difference: Box::new(difference),
-            }),
-        }
+    /// For each of its parts the part of the former version in whose place it can be.
+    fn places_in(&self, former: &Manifest) -> Result<Vec<u32>> {
+        let placed = former.places_of(&self.manifest);
+        placed.map_err(|difference| Error::WeightsMismatch {
+            name: self.name.to_string(),
+            version: self.number(),
+            difference: Box::new(difference),
+        })
     }
 }
 
@@ -201,17 +202,19 @@ impl Follower {
             let allowed = "weights of the same name, domain and device";
             return Err(Error::argument("next", &next.name, allowed));
         }
-        next.check_places(&present.manifest)?;
+        let placed = next.places_in(&present.manifest)?.into_iter();
+        let places: Vec<u32> = placed.map(|part| present.places[part as usize]).collect();
         stream.synchronize(left())?;
         for memory in &present.mapped.memory {
             memory.wait_idle(left())?;
         }
-        let was = (&*present.held, &*present.manifest);
-        let is = (&*next.held, &*next.manifest);
         // SAFETY: the streams that work on it were waited for above; that no other work does is what
         // this asks of its caller.
-        unsafe { present.mapped.replace(was, is, start, timeout) }?;
-        self.weights = SharedWeights::of(present.mapped.clone(), next.clone());
+        unsafe {
+            let is = next.placed(&places);
+            present.mapped.replace(present.placed(), is, start, timeout)
+        }?;
+        self.weights = SharedWeights::of(present.mapped.clone(), places, next.clone());
         Ok(next.number())
     }
 }

@@ -279,17 +279,19 @@ impl Manifest {
         numbers.max().unwrap_or(0)
     }
 
-    /// How another version's tensors differ, apart from their contents: by names that it lacks,
-    /// names that it has more, and tensors of other layouts. None if all lie at the same places.
-    pub(super) fn difference(&self, other: &Manifest) -> Option<WeightsDifference> {
-        let place = |tensor: &TensorInfo| (tensor.offset, tensor.layout);
+    /// For each part of `other` the one of this version in whose place it can be, so that all tensors
+    /// are where they were: of the same length, in pieces of the same length, with the same tensors at
+    /// the same places. Else how its tensors differ, apart from their contents.
+    pub(super) fn places_of(&self, other: &Manifest) -> Result<Vec<u32>, WeightsDifference> {
         let shapes = |manifest: &Manifest| -> Vec<(u32, u64)> {
             let parts = manifest.parts.iter();
             parts.map(|part| (part.pieces, part.piece_bytes)).collect()
         };
+        let place = |tensor: &TensorInfo| (tensor.offset, tensor.layout);
         // Behind the last tensor a memory may have more: of copies its length is told without that, of
         // tensors in place with it.
-        let is_alike = shapes(self) == shapes(other)
+        let (ours, theirs) = (shapes(self), shapes(other));
+        let is_alike = ours == theirs
             && self.tensors.len() == other.tensors.len()
             && self
                 .tensors
@@ -297,22 +299,35 @@ impl Manifest {
                 .zip(&other.tensors)
                 .all(|(one, two)| place(one) == place(two) && one.name == two.name);
         if is_alike {
-            return None;
+            return Ok((0..ours.len() as u32).collect());
         }
+        let mut places: Vec<Option<u32>> = vec![None; theirs.len()];
+        let mut of_ours: Vec<Option<usize>> = vec![None; ours.len()];
         let mut difference = WeightsDifference::default();
         for tensor in &self.tensors {
-            match other.tensor(&tensor.name) {
-                None => difference.missing.push(tensor.name.to_string()),
-                Some(found) if place(found) != place(tensor) => {
-                    difference.different.push(tensor.name.to_string());
-                }
-                Some(_) => {}
+            let Some(found) = other.tensor(&tensor.name) else {
+                difference.missing.push(tensor.name.to_string());
+                continue;
+            };
+            let (at, to) = (self.part_at(tensor.offset), other.part_at(found.offset));
+            let begins_alike = tensor.offset - self.begins[at] == found.offset - other.begins[to];
+            let is_free = of_ours[at].is_none() && places[to].is_none();
+            let is_there = of_ours[at] == Some(to) || (is_free && ours[at] == theirs[to]);
+            // One without elements is nowhere.
+            let is_empty = tensor.layout.bytes() == 0;
+            let is_placed = is_empty || (begins_alike && is_there);
+            if tensor.layout != found.layout || !is_placed {
+                difference.different.push(tensor.name.to_string());
+            } else if !is_empty {
+                (of_ours[at], places[to]) = (Some(to), Some(at as u32));
             }
         }
         let unknown = |tensor: &&TensorInfo| self.tensor(&tensor.name).is_none();
         let unexpected = other.tensors.iter().filter(unknown);
         difference.unexpected = unexpected.map(|tensor| tensor.name.to_string()).collect();
-        Some(difference)
+        let is_same = difference == WeightsDifference::default() && ours.len() == theirs.len();
+        let places = places.into_iter().collect::<Option<Vec<u32>>>();
+        places.filter(|_| is_same).ok_or(difference)
     }
 
     /// The parts of the memory, and where each begins.

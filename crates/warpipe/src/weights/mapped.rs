@@ -136,9 +136,27 @@ impl HeldPart<'_> {
     }
 }
 
+/// A version, and for each of its parts the number of the range that it is mapped in.
+#[derive(Clone, Copy)]
+pub(super) struct Placed<'a> {
+    pub(super) held: &'a Held,
+    pub(super) manifest: &'a Manifest,
+    pub(super) places: &'a [u32],
+}
+
+impl<'a> Placed<'a> {
+    /// Its parts, in the order of the ranges.
+    fn parts(self) -> Vec<HeldPart<'a>> {
+        let parts = parts(self.held, self.manifest);
+        let mut placed: Vec<_> = self.places.iter().zip(parts).collect();
+        placed.sort_by_key(|&(place, _)| place);
+        placed.into_iter().map(|(_, part)| part).collect()
+    }
+}
+
 /// Where a version is mapped.
 pub(super) struct Mapped {
-    /// One range for each part of the manifest.
+    /// One range for each part.
     pub(super) memory: Vec<SharedMemory>,
     /// Held while that changes.
     lies: Mutex<Lying>,
@@ -180,9 +198,9 @@ impl Mapped {
 
     /// Has this version's mappings to itself. Those that other openers have, too, are made anew, unless
     /// a caller may know their addresses: `replace` waits for these.
-    pub(super) fn claim(&mut self, device: &Device, held: &Held, manifest: &Manifest) {
+    pub(super) fn claim(&mut self, device: &Device, version: Placed<'_>) {
         let is_exposed = self.is_exposed.load(Relaxed);
-        for (memory, part) in self.memory.iter_mut().zip(parts(held, manifest)) {
+        for (memory, part) in self.memory.iter_mut().zip(version.parts()) {
             if memory.claim() || is_exposed {
                 continue;
             }
@@ -209,22 +227,22 @@ impl Mapped {
     /// No enqueued work uses it.
     pub(super) unsafe fn replace(
         &self,
-        former: (&Held, &Manifest),
-        next: (&Held, &Manifest),
+        former: Placed<'_>,
+        next: Placed<'_>,
         start: Instant,
         timeout: Duration,
     ) -> Result<()> {
         let mut lies = self.lies();
         let number = lies.number;
-        if number != former.0.version.number {
+        if number != former.held.version.number {
             return Err(Error::argument(
                 "weights",
-                format!("version {}", former.0.version.number),
+                format!("version {}", former.held.version.number),
                 format!("version {number}, which another follower took at these addresses"),
             ));
         }
         let mut changed = vec![false; self.memory.len()];
-        let ids = parts(former.0, former.1).zip(parts(next.0, next.1));
+        let ids = former.parts().into_iter().zip(next.parts());
         for ((memory, (was, is)), changed) in self.memory.iter().zip(ids).zip(&mut changed) {
             // What may have been left without memory was claimed.
             *changed = was.id != is.id || (!lies.is_whole && memory.claim());
@@ -239,11 +257,11 @@ impl Mapped {
             lies.is_whole = unsafe { self.map(former, &changed) }.is_ok();
             return Err(error);
         }
-        for (memory, part) in self.memory.iter().zip(parts(next.0, next.1)) {
+        for (memory, part) in self.memory.iter().zip(next.parts()) {
             memory.replace_lease(part.lease);
         }
         *lies = Lying {
-            number: next.0.version.number,
+            number: next.held.version.number,
             is_whole: true,
         };
         Ok(())
@@ -251,8 +269,8 @@ impl Mapped {
 
     /// # Safety
     /// The parts that are `changed` were claimed, and no enqueued work uses them.
-    unsafe fn map(&self, (held, manifest): (&Held, &Manifest), changed: &[bool]) -> Result<()> {
-        let parts = self.memory.iter().zip(parts(held, manifest)).zip(changed);
+    unsafe fn map(&self, version: Placed<'_>, changed: &[bool]) -> Result<()> {
+        let parts = self.memory.iter().zip(version.parts()).zip(changed);
         for ((memory, part), _) in parts.filter(|(_, changed)| **changed) {
             // SAFETY: the caller's promise.
             unsafe { memory.replace(&part.fds(), &part.shape, part.row(), part.shown()) }?;

@@ -12,7 +12,7 @@ use super::holder::{Holder, clear_dead};
 use super::keeper::KeeperRequest;
 use super::keeper_session::{KeeperSession, wait_for_number, wait_for_version};
 use super::manifest::{Hashing, Manifest, TensorInfo};
-use super::mapped::{Mapped, known_parts, parts};
+use super::mapped::{Mapped, Placed, known_parts, parts};
 use super::weights_name;
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -36,8 +36,17 @@ pub struct SharedWeights {
 
 pub(super) struct SharedInner {
     pub(super) mapped: Arc<Mapped>,
-    pub(super) begins: Arc<[u64]>,
+    /// Where each part of the manifest begins.
+    begins: Arc<[u64]>,
+    /// The number of the range that each is mapped in.
+    pub(super) places: Vec<u32>,
     pub(super) version: HeldVersion,
+}
+
+impl SharedInner {
+    pub(super) fn placed(&self) -> Placed<'_> {
+        self.version.placed(&self.places)
+    }
 }
 
 impl Deref for SharedInner {
@@ -222,15 +231,17 @@ impl SharedWeights {
             HeldVersion::after(domain, name, device, after, timeout, &known)?;
         let mapped = Mapped::of(device, publisher, &version.held, &version.manifest)?;
         version.hold(&keeper)?;
-        Ok(SharedWeights::of(Arc::new(mapped), version))
+        let places = (0..mapped.memory.len() as u32).collect();
+        Ok(SharedWeights::of(Arc::new(mapped), places, version))
     }
 
-    pub(super) fn of(mapped: Arc<Mapped>, version: HeldVersion) -> SharedWeights {
+    pub(super) fn of(mapped: Arc<Mapped>, places: Vec<u32>, version: HeldVersion) -> SharedWeights {
         let begins = version.manifest.parts().map(|(begin, _)| begin).collect();
         SharedWeights {
             inner: Arc::new(SharedInner {
                 mapped,
                 begins,
+                places,
                 version,
             }),
         }
@@ -263,7 +274,9 @@ impl SharedWeights {
     /// publisher's allocator had.
     pub fn parts(&self) -> impl Iterator<Item = (u64, &SharedMemory)> {
         let begins = self.inner.begins.iter().copied();
-        begins.zip(self.inner.mapped.expose())
+        let memory = self.inner.mapped.expose();
+        let places = self.inner.places.iter();
+        begins.zip(places.map(|&place| &memory[place as usize]))
     }
 
     /// When the publisher computes the content hashes. Those of [`Hashing::Later`] are there if the
@@ -313,8 +326,13 @@ impl SharedWeights {
     pub fn tensor(&self, name: &str) -> Option<SharedTensor> {
         let info = self.inner.manifest.tensor(name)?;
         let part = self.inner.manifest.part_at(info.offset);
-        let begin = info.offset - self.inner.begins[part];
-        let range = self.inner.mapped.expose()[part].range(begin, info.layout.bytes());
+        // One without elements may lie behind the end of the range.
+        let begin = match info.layout.bytes() {
+            0 => 0,
+            _ => info.offset - self.inner.begins[part],
+        };
+        let memory = &self.inner.mapped.expose()[self.inner.places[part] as usize];
+        let range = memory.range(begin, info.layout.bytes());
         Some(SharedTensor {
             layout: info.layout,
             // The manifest has been checked: every tensor lies in the memory.
@@ -347,6 +365,14 @@ impl HeldVersion {
             owner_process: OwnerProcess::current(),
         };
         Ok((keeper, version))
+    }
+
+    pub(super) fn placed<'a>(&'a self, places: &'a [u32]) -> Placed<'a> {
+        Placed {
+            held: &self.held,
+            manifest: &self.manifest,
+            places,
+        }
     }
 
     /// Holds it for keepers that begin later.

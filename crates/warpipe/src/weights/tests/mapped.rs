@@ -398,6 +398,108 @@ fn a_follower_maps_nothing_that_lies_there_already_and_gives_the_former_lease_up
     assert!(is_dropped(&second_told));
 }
 
+impl Stage {
+    /// A version of tensors in parts of their own, in memory that is allocated in this order: each byte
+    /// is `byte` and the tensor's number.
+    fn publish_parts(&self, byte: u8, order: &[usize]) -> PublishedWeights {
+        let (stream, mut tensors) = (
+            self.device.stream().unwrap(),
+            TensorsInPlace::new(&self.device),
+        );
+        for &number in order {
+            // Of several lengths, so that none are pieces of one part.
+            let memory = Memory::allocate(&self.device, 4096 * (number as u64 + 1)).unwrap();
+            let bytes = [byte + number as u8; 700];
+            memory.write(&stream, 512, &bytes).unwrap();
+            stream.synchronize(WAIT).unwrap();
+            let layout = Layout::contiguous(DType::U8, &[700]).unwrap();
+            let (ptr, owner) = (memory.ptr() + 512, Box::new(memory));
+            // SAFETY: the tensor lies in the memory of its owner, which nothing writes.
+            unsafe { tensors.add(&format!("t{number}"), layout, ptr, owner) }.unwrap();
+        }
+        let builder = Weights::builder(&self.device, []).unwrap();
+        let weights = builder.beside(tensors).finish().unwrap();
+        weights.publish(&self.domain, "w", WAIT).unwrap()
+    }
+}
+
+#[test]
+fn a_follower_takes_parts_that_come_in_another_order_each_at_the_address_of_its_tensors() {
+    let stage = Stage::new("follow-moved");
+    let _keeper = stage.keeper();
+    let _first = stage.publish_parts(10, &[0, 1, 2, 3]);
+    let mut follower = stage.opener().open().unwrap().follow();
+    let tensor = |follower: &crate::weights::Follower, number: usize| {
+        let name = format!("t{number}");
+        follower.weights().tensor(&name).unwrap()
+    };
+    let tensors: Vec<_> = (0..4).map(|number| tensor(&follower, number)).collect();
+    let stream = stage.device.stream().unwrap();
+    for (byte, order) in [(20, [3, 2, 1, 0]), (30, [1, 3, 0, 2]), (40, [0, 1, 2, 3])] {
+        let published = stage.publish_parts(byte, &order);
+        let taken = follower.update(&stream, WAIT).unwrap();
+        assert_eq!(taken, Some(published.version()));
+        for (number, before) in tensors.iter().enumerate() {
+            let now = tensor(&follower, number);
+            assert_eq!(now.memory().ptr(), before.memory().ptr());
+            assert_eq!(
+                before.memory().to_vec(WAIT).unwrap(),
+                [byte + number as u8; 700]
+            );
+        }
+        // Each tensor lies in the part that the version says.
+        let weights = follower.weights();
+        let parts: Vec<_> = weights
+            .parts()
+            .map(|(begin, part)| (begin, part.ptr()))
+            .collect();
+        for info in weights.tensors() {
+            let (begin, ptr) = *parts.iter().rfind(|part| part.0 <= info.offset()).unwrap();
+            let tensor = weights.tensor(info.name()).unwrap();
+            assert_eq!(tensor.memory().ptr(), ptr + info.offset() - begin);
+        }
+    }
+    // Parts of other lengths have no places there.
+    let _other = stage.publish_parts(50, &[0, 1, 2, 4]);
+    let failed = follower.update(&stream, WAIT).unwrap_err();
+    assert!(matches!(failed, Error::WeightsMismatch { .. }), "{failed}");
+    assert_eq!(tensors[3].memory().to_vec(WAIT).unwrap(), [43; 700]);
+}
+
+#[test]
+fn a_follower_takes_a_tensor_that_comes_by_copy_in_a_version_of_which_the_others_stay() {
+    let stage = Stage::new("follow-partial");
+    let _keeper = stage.keeper();
+    let trainer = stage.trainer(&stage.device, 1);
+    let ((first, _told), layout) = (
+        trainer.publish(),
+        Layout::contiguous(DType::U8, &[100]).unwrap(),
+    );
+    // A base of two parts: a tensor in place, and one that was copied.
+    let partial = |byte: u8, base: &PublishedWeights| {
+        let builder = Weights::builder(&stage.device, [("copied", layout)]).unwrap();
+        let stream = stage.device.stream().unwrap();
+        let memory = builder.memory().unwrap();
+        memory.write(&stream, 0, &[byte; 100]).unwrap();
+        let weights = builder.base(base).hash(Hashing::None).finish().unwrap();
+        weights.publish(&stage.domain, "w", WAIT).unwrap()
+    };
+    let second = partial(1, &first);
+    let (backend, device) = counting(&stage.device);
+    let mut follower = stage.opener().device(&device).open().unwrap().follow();
+    let tensor = follower.weights().tensor("copied").unwrap();
+    let _third = partial(2, &second);
+    let stream = device.stream().unwrap();
+    assert_eq!(follower.update(&stream, WAIT).unwrap(), Some(3));
+    assert_eq!(tensor.memory().to_vec(WAIT).unwrap(), [2; 100]);
+    assert_eq!(bytes_of(follower.weights(), 0), [0; 100]);
+    assert_eq!(
+        backend.hook().calls().get("import_over"),
+        Some(&1),
+        "the part that differs"
+    );
+}
+
 #[test]
 fn a_forked_child_takes_no_mapping_of_its_parent_for_known() {
     let stage = Stage::new("fork-known");
