@@ -186,8 +186,8 @@ def test_a_tensor_that_an_engine_computed_is_not_sent(keepers, options, domain, 
 def test_without_an_engine_the_tensors_are_published_as_they_are(keepers, options, domain, device):
     keepers("policy")
     trainer = _transfer.Trainer("policy", devices=[device], domain=domain)
-    assert trainer.send(checkpoint(1), hash="device") == [1]
-    assert trainer.send({"norm": checkpoint(2)["norm"]}, changed=True, hash="device") == [2]
+    assert trainer.send(checkpoint(1)) == [1]
+    assert trainer.send({"norm": checkpoint(2)["norm"]}, changed=True) == [2]
     shared = weights.open("policy", **options)
     assert torch.equal(shared["norm"].torch().cpu(), checkpoint(2)["norm"])
     assert torch.equal(shared["q"].torch().cpu(), checkpoint(1)["q"])

@@ -280,6 +280,10 @@ class Trainer:
         self, name: str, device: Any, given: dict[str, Any], changed: bool, same_layout: bool, hash: str
     ) -> int:
         known = None if changed else self._layouts.get(name)
+        former = self._published.get(name)
+        if changed and former is not None:
+            # A version has the hashes of its base that are there, and no later ones.
+            former.wait_for_hashes(self._wait)
         base = None if known is not None else self._offered(name, device)
         metadata = known.metadata if known is not None else None if base is None else base.metadata
         plan = self._plan(name, metadata)
@@ -298,7 +302,6 @@ class Trainer:
             options["base"] = None if only is None else base
             published = weights.publish(name, made, device=layout.device, zero_copy="require", **options)
             del made
-        former = self._published.get(name)
         self._published[name] = published
         if former is not None:
             former.close()
