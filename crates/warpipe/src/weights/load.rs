@@ -207,7 +207,6 @@ impl Weights {
         // In a forked child the numbers of the descriptors may belong to other files.
         self.owner_process.check()?;
         let name = weights_name(name)?;
-        clear_dead(domain, name.as_str());
         let offered = Arc::new(self.held.numbered(0));
         let offer = Holder::offer(domain, name.as_str(), offered)?;
         let (keeper, number) = offer_to_keeper(domain, &name, &offer.1, timeout)?;
@@ -215,6 +214,8 @@ impl Weights {
         let holder = Holder::serve(domain, name.as_str(), held.clone())?;
         // The next keeper may have begun before the holder was there: it lacks the version.
         keeper.tell_holding(number)?;
+        // Readers need not wait for that.
+        clear_dead(domain, name.as_str());
         let base = BaseVersion::new(held, self.manifest.clone());
         let current = Current::new(holder, base);
         let unhashed = self.unhashed.as_ref();
