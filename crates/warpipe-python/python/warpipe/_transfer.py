@@ -9,6 +9,7 @@ engine copies or cuts anything, no rank has more than its part, and a version is
 from __future__ import annotations
 
 import base64
+import bisect
 import contextlib
 import fcntl
 import hashlib
@@ -113,13 +114,9 @@ class Recorder:
 
         self._mode = Mode()
         self._constant = (self._torch.ops.aten.fill_.Scalar, self._torch.ops.aten.zero_.default)
-        # By address: the end, the name, the size of an element.
-        self._targets = {
-            tensor.data_ptr(): (tensor.data_ptr() + _span(tensor), name, tensor.dtype)
-            for name, tensor in targets.items()
-            if tensor.numel() and not tensor.is_meta
-        }
-        self._sources: dict[int, tuple[int, str, Any]] = {}
+        self._targets, self._sources = _Places(), _Places()
+        for name, tensor in targets.items():
+            self._targets.add(name, tensor)
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._copies: list[Copy] = []
         self._opaque: set[str] = set()
@@ -127,13 +124,7 @@ class Recorder:
     def watched(self, pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         """The pairs of names and tensors of a checkpoint, as they are."""
         for name, tensor in pairs:
-            if tensor.numel() and not tensor.is_meta:
-                begin, end = tensor.data_ptr(), tensor.data_ptr() + _span(tensor)
-                # What lay there before has gone.
-                for other, (other_end, _, _) in list(self._sources.items()):
-                    if begin < other_end and other < end:
-                        del self._sources[other]
-                self._sources[begin] = (end, name, tensor.dtype)
+            self._sources.add(name, tensor)
             self._shapes[name] = tuple(tensor.shape)
             yield name, tensor
 
@@ -147,9 +138,10 @@ class Recorder:
     def plan(self, tensors: Mapping[str, Any]) -> Plan:
         """The copies into those of the targets that are still these tensors."""
         # Of several names of one tensor the copies have one.
-        moved = {name for name, tensor in tensors.items() if tensor.data_ptr() not in self._targets and tensor.numel()}
+        known = self._targets.begins()
+        moved = {name for name, tensor in tensors.items() if tensor.numel() and tensor.data_ptr() not in known}
         lie = {tensor.data_ptr() for tensor in tensors.values()}
-        moved |= {name for address, (_, name, _) in self._targets.items() if address not in lie}
+        moved |= {name for address, name in known.items() if address not in lie}
         opaque = self._opaque | moved
         copies = [one for one in self._copies if one.target not in opaque]
         return Plan(copies, self._shapes, sorted(opaque))
@@ -158,55 +150,80 @@ class Recorder:
         if func is self._torch.ops.aten.copy_.default:
             self._note_copy(args[0], args[1])
             return
-        if func in self._constant and (found := _find(self._targets, args[0])):
-            begin, _, dtype = found
+        if func in self._constant and (found := self._targets.find(args[0])):
+            begin, end, _, dtype = found
             # Padding, which every version has. One element alone may be a checkpoint's.
-            if self._targets[begin][0] - begin > dtype.itemsize:
+            if end - begin > dtype.itemsize:
                 return
         for number, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             written = args[number] if number < len(args) else kwargs.get(argument.name)
             for tensor in written if isinstance(written, (list, tuple)) else (written,):
-                if isinstance(tensor, self._torch.Tensor) and (found := _find(self._targets, tensor)):
-                    self._opaque.add(found[1])
+                if isinstance(tensor, self._torch.Tensor) and (found := self._targets.find(tensor)):
+                    self._opaque.add(found[2])
 
     def _note_copy(self, into: Any, given: Any) -> None:
-        target = _find(self._targets, into)
+        target = self._targets.find(into)
         if target is None:
             return
-        begin, name, dtype = target
-        source = _find(self._sources, given)
-        is_plain = source is not None and source[2] == given.dtype and dtype == into.dtype
-        if source is None or not is_plain or into.shape != given.shape:
+        begin, _, name, dtype = target
+        source = self._sources.find(given)
+        if source is None or source[3] != given.dtype or dtype != into.dtype or into.shape != given.shape:
             self._opaque.add(name)
             return
         self._copies.append(
             Copy(
                 name, (into.data_ptr() - begin) // into.element_size(), tuple(into.stride()),
-                source[1], (given.data_ptr() - source[0]) // given.element_size(), tuple(given.stride()),
+                source[2], (given.data_ptr() - source[0]) // given.element_size(), tuple(given.stride()),
                 tuple(into.shape),
             )
         )  # fmt: skip
+
+
+class _Places:
+    """Which tensor lies where, of those that were added last."""
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._found: dict[int, tuple[int, int, str, Any]] = {}
+        self._alive: dict[int, Any] = {}
+        self._reference = importlib.import_module("torch.multiprocessing.reductions").StorageWeakRef
+
+    def add(self, name: str, tensor: Any) -> None:
+        if tensor.is_meta or not tensor.numel():
+            return
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + _span(tensor)
+        first = bisect.bisect_left(self._begins, begin)
+        # They do not overlap: one of them may reach in from below.
+        first -= first > 0 and self._found[self._begins[first - 1]][1] > begin
+        last = bisect.bisect_left(self._begins, end)
+        for other in self._begins[first:last]:
+            del self._found[other], self._alive[other]
+        self._begins[first:last] = [begin]
+        self._found[begin] = begin, end, name, tensor.dtype
+        self._alive[begin] = self._reference(tensor.untyped_storage())
+
+    def find(self, tensor: Any) -> tuple[int, int, str, Any] | None:
+        """What a tensor is a part of: where that begins and ends, its name and its type."""
+        if tensor.is_meta or not tensor.numel():
+            return None
+        address = tensor.data_ptr()
+        index = bisect.bisect_right(self._begins, address) - 1
+        if index < 0:
+            return None
+        found = self._found[self._begins[index]]
+        # What lies there after its end is another tensor.
+        return found if address < found[1] and not self._alive[found[0]].expired() else None
+
+    def begins(self) -> dict[int, str]:
+        return {begin: name for begin, (_, _, name, _) in self._found.items()}
 
 
 def _span(tensor: Any) -> int:
     """The bytes from a tensor's first element to behind its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return int(last + 1) * int(tensor.element_size())
-
-
-def _find(places: Mapping[int, tuple[int, str, Any]], tensor: Any) -> tuple[int, str, Any] | None:
-    """What a tensor is a part of: where that begins, its name and its type."""
-    if tensor.is_meta or not tensor.numel():
-        return None
-    address = tensor.data_ptr()
-    if address in places:
-        return address, *places[address][1:]
-    for begin, (end, name, dtype) in places.items():
-        if begin <= address < end:
-            return begin, name, dtype
-    return None
 
 
 def ranks(name: str, count: int) -> list[str]:

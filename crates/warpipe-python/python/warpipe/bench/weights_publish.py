@@ -158,7 +158,7 @@ class Trainer:
         } | ({"phases_ms": phases[2:]} if phases else {})  # fmt: skip
 
     def publish(self, state: dict[str, Any], phases: list[dict[str, float]], options: dict[str, Any]) -> Any:
-        where = {"domain": self.domain, "device": self.device}
+        where: dict[str, Any] = {"domain": self.domain, "device": self.device}
         if not self.with_phases:
             return weights.publish(NAME, state, **where, **options)
         # What `publish` calls, which says how long each step took.
