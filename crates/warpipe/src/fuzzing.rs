@@ -128,6 +128,7 @@ pub(crate) fn messages(number: u64) -> Vec<Message> {
         },
         Message::CloseRegion { id: small },
         Message::RegionClosed { id: small },
+        Message::NoRoom { text: text.clone() },
         Message::Attached,
         Message::Close(CloseReason::Closed),
         Message::Close(CloseReason::Evicted("too slow".into())),

@@ -156,6 +156,9 @@ pub enum HandshakeFault {
         /// The value of the limit.
         max: u32,
     },
+    /// The other side's process has no descriptors or memory left for the connection.
+    #[error("the peer has no room for it now: {0}")]
+    NoRoom(String),
     /// The other side refused.
     #[error("the peer refused: {0}")]
     Refused(String),

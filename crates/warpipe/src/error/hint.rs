@@ -156,6 +156,7 @@ impl Error {
                 HandshakeFault::Full { .. } => {
                     "close a link, or raise the limit where the endpoint is built"
                 }
+                HandshakeFault::NoRoom(_) => "close something there, or raise its limits",
                 HandshakeFault::Closed => "it may be shutting down: try again",
                 HandshakeFault::Silent(_) => "it may be stopped: see its state",
                 HandshakeFault::Unwatchable(_) => "both must live under one kernel, 5.4 or newer",

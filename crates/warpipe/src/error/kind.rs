@@ -138,7 +138,7 @@ impl Error {
 
 fn of_handshake(fault: &HandshakeFault) -> ErrorKind {
     match fault {
-        HandshakeFault::Full { .. } => ErrorKind::LimitReached,
+        HandshakeFault::Full { .. } | HandshakeFault::NoRoom(_) => ErrorKind::LimitReached,
         HandshakeFault::Refused(_) => ErrorKind::Refused,
         HandshakeFault::Closed => ErrorKind::PeerGone,
         HandshakeFault::Silent(_) => ErrorKind::Timeout,

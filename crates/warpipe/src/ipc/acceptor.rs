@@ -5,6 +5,9 @@
 //! are, and each for a limited time. Then it goes to the [`ConnectionOwner`], a server of sessions
 //! or a publisher. The acceptor's events come on its owner's thread, and only the tick comes from
 //! another one. No call of the owner is made under the acceptor's lock.
+//!
+//! A peer for which this process has no descriptors or memory is refused ([`Message::NoRoom`]). The
+//! acceptor holds one descriptor in reserve, with which it accepts such a peer to say so.
 
 use std::collections::HashMap;
 use std::os::fd::AsFd;
@@ -12,9 +15,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
+use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
 
+use super::connection::Connection;
 use super::domain::{FilesSeen, NameClaim};
 use super::limits::{ConnectionQuota, QuotaPermit, eviction_candidate};
 use super::message::{self, Message, Received};
@@ -44,34 +49,8 @@ const LISTENER: u64 = 0;
 
 /// The endpoint that gets the connections.
 pub(crate) trait ConnectionOwner: EventSource {
-    /// Takes a connection after its peer has sent its `Hello`. Its descriptor is not watched. An
-    /// owner for which this process lacks descriptors or memory, which is not the peer's fault,
-    /// postpones the connection before it has sent anything.
-    fn on_connection(
-        &self,
-        connection: Connection,
-        hello: Hello,
-    ) -> std::result::Result<(), Box<Postponed>>;
-}
-
-/// A connection that its owner has no room for. It is offered again with each tick, as long as a
-/// connection may be pending.
-pub(crate) struct Postponed {
-    pub(crate) connection: Connection,
-    pub(crate) hello: Hello,
-    /// The answer to the peer in the end, if there is no room by then.
-    pub(crate) reason: String,
-}
-
-/// A connection with a peer that may connect and counts against the limits. The peer's death is
-/// watched for.
-#[derive(Debug)]
-pub(crate) struct Connection {
-    /// Counted from 1 for each acceptor, never used again.
-    pub(crate) id: u64,
-    pub(crate) peer: Peer,
-    pub(crate) socket: Arc<PeerSocket>,
-    pub(crate) quota_permit: Arc<QuotaPermit>,
+    /// Takes a connection after its peer has sent its `Hello`. Its descriptor is not watched.
+    fn on_connection(&self, connection: Connection, hello: Hello);
 }
 
 /// A peer's first message, which has named the endpoint's kind.
@@ -114,16 +93,9 @@ struct AcceptorState {
     is_closed: bool,
     /// `None` while this process is out of descriptors: the next tick watches the listener again.
     listener: Option<Registration>,
+    /// Given up to accept a connection when there is no other descriptor.
+    reserve: Option<CloseOnForkFd>,
     pending: HashMap<u64, PendingConnection>,
-    postponed: HashMap<u64, PostponedConnection>,
-}
-
-/// A connection that waits for its owner to have room.
-struct PostponedConnection {
-    /// Has it offered again.
-    registration: Registration,
-    clock: Uptime,
-    postponed: Box<Postponed>,
 }
 
 /// A connection without a `Hello` so far.
@@ -131,16 +103,14 @@ struct PendingConnection {
     /// Declared first: the registration ends before the socket is closed.
     registration: Registration,
     clock: Uptime,
-    credentials: libc::ucred,
-    /// `None` while this process has no descriptor for the peer's pidfd.
-    peer: Option<Peer>,
+    peer: Peer,
     socket: Arc<PeerSocket>,
 }
 
 /// The result of reading a screened connection.
 enum HelloRead {
-    /// The `Hello` is not there yet, or cannot be read yet: see [`Acceptor::read_hello`].
-    Pending(Option<Peer>, Next),
+    /// The `Hello` is not there yet.
+    Pending(Peer),
     Complete(Peer, Hello, Arc<QuotaPermit>),
 }
 
@@ -194,7 +164,11 @@ impl Acceptor {
     /// Starts to accept connections. The owner calls [`tick`](Self::tick) from then on.
     pub(crate) fn listen(&self) -> Result<()> {
         let mut state = self.lock();
-        if state.is_closed || state.listener.is_some() {
+        if state.is_closed {
+            return Ok(());
+        }
+        self.keep_reserve(&mut state)?;
+        if state.listener.is_some() {
             return Ok(());
         }
         let listener = self.claim.listener();
@@ -203,6 +177,15 @@ impl Acceptor {
             &self.event_source(),
             LISTENER,
         )?);
+        Ok(())
+    }
+
+    fn keep_reserve(&self, state: &mut AcceptorState) -> Result<()> {
+        if state.reserve.is_none() && !state.is_closed {
+            let reserve = CloseOnForkFd::open(|| eventfd(0, EventfdFlags::CLOEXEC));
+            let reserve = reserve.map_err(|error| Error::os("eventfd", self.name(), error))?;
+            state.reserve = Some(reserve);
+        }
         Ok(())
     }
 
@@ -254,8 +237,8 @@ impl Acceptor {
         }
         let ended = (
             state.listener.take(),
+            state.reserve.take(),
             std::mem::take(&mut state.pending),
-            std::mem::take(&mut state.postponed),
         );
         drop(state);
         drop(ended);
@@ -279,17 +262,6 @@ impl Acceptor {
         state
             .pending
             .retain(|_, pending| pending.clock.ran() <= limit);
-        let late: Vec<_> = state
-            .postponed
-            .extract_if(|_, postponed| postponed.clock.ran() > limit)
-            .collect();
-        drop(state);
-        for (_, late) in late {
-            let Postponed {
-                connection, reason, ..
-            } = &*late.postponed;
-            self.say(&connection.socket, &refusal(false, reason));
-        }
     }
 
     fn say(&self, socket: &PeerSocket, message: &Message) {
@@ -304,8 +276,9 @@ impl Acceptor {
         self.me.clone()
     }
 
-    /// Accepts connections, a limited number at a time. When descriptors run out, connections wait
-    /// in the backlog. The listener stays readable then, so it is not watched until the next tick.
+    /// Accepts connections, a limited number at a time, the last one in the place of the reserve.
+    /// Others wait in the backlog then. The listener stays readable, so it is not watched until the
+    /// next tick.
     fn accept(&self) -> Next {
         let listener = self.claim.listener();
         for _ in 0..BATCH_MAX {
@@ -314,8 +287,12 @@ impl Acceptor {
                 Ok(socket) => self.begin(Arc::new(PeerSocket::from(socket))),
                 Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return Next::Keep,
                 Err(_) => {
-                    self.lock().listener = None;
-                    return Next::Stop;
+                    let mut state = self.lock();
+                    let reserve = state.reserve.take();
+                    if reserve.is_none() {
+                        state.listener = None;
+                        return Next::Stop;
+                    }
                 }
             }
         }
@@ -341,37 +318,21 @@ impl Acceptor {
             return self.say(&socket, &refusal(denied, reason));
         }
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        match self.read_hello(credentials, None, &socket) {
-            // If this process has no room, the socket stays readable: its first event pauses it.
-            Ok(HelloRead::Pending(peer, _)) => self.wait_for_hello(id, credentials, peer, socket),
-            Ok(HelloRead::Complete(peer, hello, quota_permit)) => self.hand_over(
-                hello,
-                Connection {
-                    id,
-                    peer,
-                    socket,
-                    quota_permit,
-                },
-            ),
-            Err(refusal) => refusal
-                .iter()
-                .for_each(|refusal| self.say(&socket, refusal)),
-        }
+        let peer = match self.open_peer(credentials, &socket) {
+            Ok(peer) => peer,
+            Err(error) => return self.say(&socket, &refusal_for(&error)),
+        };
+        let read = self.read_hello(peer, &socket);
+        self.end_pending(id, socket, read);
     }
 
-    fn wait_for_hello(
-        &self,
-        id: u64,
-        credentials: libc::ucred,
-        peer: Option<Peer>,
-        socket: Arc<PeerSocket>,
-    ) {
+    fn wait_for_hello(&self, id: u64, peer: Peer, socket: Arc<PeerSocket>) {
         let registered = self
             .reactor
             .register(socket.as_fd(), &self.event_source(), id);
         let registration = match registered {
             Ok(registration) => registration,
-            Err(error) => return self.say(&socket, &refusal(false, error)),
+            Err(error) => return self.say(&socket, &refusal_for(&error)),
         };
         let mut state = self.lock();
         if state.is_closed {
@@ -379,10 +340,7 @@ impl Acceptor {
         }
         let evicted = if state.pending.len() >= PENDING_MAX {
             // Evicts the oldest connection, so idle peers cannot exhaust the limit.
-            let crowd = state
-                .pending
-                .iter()
-                .map(|(id, it)| (*id, it.credentials.uid));
+            let crowd = state.pending.iter().map(|(id, it)| (*id, it.peer.uid));
             eviction_candidate(crowd).and_then(|id| state.pending.remove(&id))
         } else {
             None
@@ -390,7 +348,6 @@ impl Acceptor {
         let pending = PendingConnection {
             registration,
             clock: Uptime::default(),
-            credentials,
             peer,
             socket,
         };
@@ -405,67 +362,75 @@ impl Acceptor {
     /// A pending connection's socket is readable.
     fn on_pending(&self, id: u64) -> Next {
         // Taken out while it is read: a tick may not end it meanwhile.
-        let Some(mut pending) = self.lock().pending.remove(&id) else {
+        let Some(pending) = self.lock().pending.remove(&id) else {
             return Next::Stop;
         };
-        let peer = pending.peer.take();
-        match self.read_hello(pending.credentials, peer, &pending.socket) {
-            Ok(HelloRead::Pending(peer, next)) => {
-                pending.peer = peer;
+        let PendingConnection {
+            registration,
+            clock,
+            peer,
+            socket,
+        } = pending;
+        // The registration ends before the socket is closed, and before the owner gets it.
+        match self.read_hello(peer, &socket) {
+            Ok(HelloRead::Pending(peer)) => {
                 let mut state = self.lock();
                 if !state.is_closed {
+                    let pending = PendingConnection {
+                        registration,
+                        clock,
+                        peer,
+                        socket,
+                    };
                     state.pending.insert(id, pending);
                 }
-                return next;
+                return Next::Keep;
             }
-            Ok(HelloRead::Complete(peer, hello, quota_permit)) => {
-                let PendingConnection {
-                    registration,
-                    socket,
-                    ..
-                } = pending;
+            read => {
                 drop(registration);
+                self.end_pending(id, socket, read);
+            }
+        }
+        Next::Stop
+    }
+
+    /// Goes on with a connection that is not pending any more: hands it to the owner, or refuses it.
+    fn end_pending(
+        &self,
+        id: u64,
+        socket: Arc<PeerSocket>,
+        read: Result<HelloRead, Option<Message>>,
+    ) {
+        match read {
+            Ok(HelloRead::Pending(peer)) => self.wait_for_hello(id, peer, socket),
+            Ok(HelloRead::Complete(peer, hello, quota_permit)) => {
                 let connection = Connection {
                     id,
                     peer,
                     socket,
                     quota_permit,
                 };
-                self.hand_over(hello, connection);
+                self.offer(hello, connection);
             }
             Err(refusal) => refusal
                 .iter()
-                .for_each(|refusal| self.say(&pending.socket, refusal)),
+                .for_each(|refusal| self.say(&socket, refusal)),
         }
-        Next::Stop
     }
 
-    /// Reads the peer's `Hello`. If this process lacks the descriptors for it, which is not the
-    /// peer's fault, the `Hello` stays in the socket until a later tick. An error is the answer to a peer that is refused, and nothing for one
-    /// that has closed.
+    /// Reads the peer's `Hello`. An error is the answer to a peer that is refused, and nothing for
+    /// one that has closed.
     fn read_hello(
         &self,
-        credentials: libc::ucred,
-        peer: Option<Peer>,
+        peer: Peer,
         socket: &Arc<PeerSocket>,
     ) -> Result<HelloRead, Option<Message>> {
         let refused = |reason: String| Some(refusal(false, reason));
-        let peer = match peer.map_or_else(|| self.open_peer(credentials, socket), Ok) {
-            Ok(peer) => peer,
-            Err(error) if message::is_short(&error) => {
-                return Ok(HelloRead::Pending(None, Next::RetryAtTick));
-            }
-            Err(error) => return Err(refused(error.to_string())),
-        };
         let (message, mut fds) = match message::receive(socket.as_fd(), self.name()) {
-            Ok(Received::Nothing) => return Ok(HelloRead::Pending(Some(peer), Next::Keep)),
+            Ok(Received::Nothing) => return Ok(HelloRead::Pending(peer)),
             Ok(Received::End) => return Err(None),
             Ok(Received::Message(message, fds)) => (message, fds),
-            Err(error) if message::is_short(&error) => {
-                return Ok(HelloRead::Pending(Some(peer), Next::RetryAtTick));
-            }
-            Err(Error::Handshake { fault, .. }) => return Err(refused(fault.to_string())),
-            Err(error) => return Err(refused(error.to_string())),
+            Err(error) => return Err(Some(refusal_for(&error))),
         };
         let Message::Hello {
             generation,
@@ -509,62 +474,14 @@ impl Acceptor {
         Peer::with_credentials(socket.as_fd(), credentials, self.name())
     }
 
-    fn hand_over(&self, hello: Hello, connection: Connection) {
-        let id = connection.id;
-        let Some(postponed) = self.offer(hello, connection) else {
-            return;
-        };
-        let registration = self.reactor.register_trigger(&self.event_source(), id);
-        let trigger = registration.id();
-        self.postpone(id, registration, Uptime::default(), postponed);
-        self.reactor.trigger(trigger);
-    }
-
-    /// Offers a connection to the owner. Returns it if the owner has no room.
+    /// Offers a connection to the owner.
     ///
     /// A panic of the owner's (its policy is the user's code) refuses this client alone: in the
     /// listener's event it would end the listening.
-    fn offer(&self, hello: Hello, connection: Connection) -> Option<Box<Postponed>> {
-        let owner = self.owner.upgrade()?;
-        let taken = catch_panic(|| owner.on_connection(connection, hello));
-        self.reactor.drop_on_reaper(owner);
-        taken?.err()
-    }
-
-    fn postpone(
-        &self,
-        id: u64,
-        registration: Registration,
-        clock: Uptime,
-        postponed: Box<Postponed>,
-    ) {
-        let again = PostponedConnection {
-            registration,
-            clock,
-            postponed,
-        };
-        let mut state = self.lock();
-        if !state.is_closed {
-            state.postponed.insert(id, again);
-        }
-    }
-
-    /// Offers a postponed connection again.
-    fn on_postponed(&self, id: u64, postponed: PostponedConnection) -> Next {
-        let PostponedConnection {
-            registration,
-            clock,
-            postponed,
-        } = postponed;
-        let Postponed {
-            connection, hello, ..
-        } = *postponed;
-        match self.offer(hello, connection) {
-            Some(postponed) => {
-                self.postpone(id, registration, clock, postponed);
-                Next::RetryAtTick
-            }
-            None => Next::Stop,
+    fn offer(&self, hello: Hello, connection: Connection) {
+        if let Some(owner) = self.owner.upgrade() {
+            let _panicked = catch_panic(|| owner.on_connection(connection, hello));
+            self.reactor.drop_on_reaper(owner);
         }
     }
 }
@@ -579,15 +496,13 @@ impl EventSource for Acceptor {
             return Next::Stop;
         }
         match tag {
-            LISTENER => self.accept(),
-            id => {
-                // Taken out while it is offered: a tick may not end it meanwhile.
-                let postponed = self.lock().postponed.remove(&id);
-                match postponed {
-                    Some(postponed) => self.on_postponed(id, postponed),
-                    None => self.on_pending(id),
-                }
+            LISTENER => {
+                let next = self.accept();
+                // If this process is still out of descriptors, the next tick tries again.
+                let _ = self.keep_reserve(&mut self.lock());
+                next
             }
+            id => self.on_pending(id),
         }
     }
 }
@@ -597,6 +512,17 @@ pub(crate) fn refusal(denied: bool, reason: impl ToString) -> Message {
     Message::Refused {
         denied,
         text: message::text(reason),
+    }
+}
+
+/// The message that refuses a peer because of an error.
+pub(crate) fn refusal_for(error: &Error) -> Message {
+    match error {
+        error if message::is_short(error) => Message::NoRoom {
+            text: message::text(error),
+        },
+        Error::Handshake { fault, .. } => refusal(false, fault),
+        error => refusal(false, error),
     }
 }
 
@@ -610,7 +536,7 @@ pub(crate) fn say(name: &str, socket: &PeerSocket, message: &Message) {
             uid: peer.map_or(u32::MAX, |peer| peer.uid),
             pid: peer.map_or(0, |peer| peer.pid),
             reason: match message {
-                Message::Refused { text, .. } => text.clone(),
+                Message::Refused { text, .. } | Message::NoRoom { text } => text.clone(),
                 Message::OtherKind { found } => format!("it asks for another kind than {found}"),
                 Message::Full { limit, max } => format!("it is full: {max} {limit}"),
                 other => format!("{other:?}"),

@@ -125,6 +125,9 @@ impl ClientHandshake {
             Received::Message(Message::Full { limit, max }, _) => {
                 Err(self.fault(HandshakeFault::Full { limit, max }))
             }
+            Received::Message(Message::NoRoom { text }, _) => {
+                Err(self.fault(HandshakeFault::NoRoom(text)))
+            }
             Received::Message(Message::Refused { denied, text }, _) => Err(if denied {
                 Error::AccessDenied {
                     name: name(),

@@ -109,6 +109,9 @@ pub(crate) enum Message {
     CloseRegion { id: u32 },
     /// Subscriber, in reply: the region is no longer mapped.
     RegionClosed { id: u32 },
+    /// Publisher, instead of `Welcome`; server, instead of `SessionOpened`: its process lacks
+    /// descriptors or memory for the connection.
+    NoRoom { text: String },
 }
 
 /// Why an end closes.
@@ -142,6 +145,7 @@ impl Message {
             Message::Full { .. } => "Full",
             Message::MemoryRequest { .. } => "MemoryRequest",
             Message::Returned { .. } => "Returned",
+            Message::NoRoom { .. } => "NoRoom",
         }
     }
 

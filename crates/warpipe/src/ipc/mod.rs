@@ -11,6 +11,7 @@
 
 pub(crate) mod acceptor;
 pub(crate) mod client_handshake;
+pub(crate) mod connection;
 pub(crate) mod domain;
 pub(crate) mod ends;
 pub(crate) mod handle;
@@ -31,12 +32,15 @@ use serde::de::DeserializeOwned;
 
 pub use self::peer_state::PeerState;
 pub(crate) use self::server::{IpcServer, ServerCore};
-pub(crate) use self::session::{ClientSession, PendingSession, until_open};
+pub(crate) use self::session::{
+    ClientSession, PendingSession, is_passing, until_found, until_open,
+};
 use crate::backend::DeviceId;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::limits::PeerLimits;
+use crate::ipc::message::Message;
 use crate::ipc::peer::is_admitted;
 pub(crate) use crate::kind::Kind;
 use crate::runtime::closer::PeerFd;
@@ -153,6 +157,18 @@ impl Rejection {
         Rejection {
             text: text.into(),
             is_short: false,
+        }
+    }
+}
+
+impl Rejection {
+    /// The message that refuses a client.
+    fn refusal(&self) -> Message {
+        match self.is_short {
+            true => Message::NoRoom {
+                text: message::text(&self.text),
+            },
+            false => acceptor::refusal(false, &self.text),
         }
     }
 }

@@ -10,9 +10,8 @@ use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use super::acceptor::{
-    self, Acceptor, AcceptorOptions, ConnectionOwner, Hello, Postponed, refusal,
-};
+use super::acceptor::{self, Acceptor, AcceptorOptions, ConnectionOwner, Hello, refusal};
+use super::connection::{self, Connection, ConnectionUser, watch_peer, watch_socket};
 use super::{
     AccessPolicy, Address, ClientInfo, Disconnected, FDS_MAX, NOTIFICATION, OutgoingReply,
     Rejection, RequestHandler, is_shortage,
@@ -22,27 +21,12 @@ use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::HANDSHAKE_TIMEOUT;
 use crate::ipc::limits::QuotaPermit;
 use crate::ipc::message::{self, CloseReason, Message, Received};
-use crate::ipc::peer::{DeathEvidence, ORPHAN_TIMEOUT, Peer, Process};
+use crate::ipc::peer::{ORPHAN_TIMEOUT, Process};
 use crate::os::let_descriptors_in;
 use crate::runtime::closer::{PeerFd, PeerSocket};
 use crate::runtime::reactor::{EventSource, Next, Reactor, Registration, new_generation};
 use crate::statistics::EndpointRow;
 use crate::trace::{self, TraceEvent};
-
-/// Messages of one client answered before other sockets are served.
-const BATCH_MAX: usize = 16;
-
-/// How many batches of [`BATCH_MAX`] messages are read from the socket of a suspect client.
-const FINAL_READS_MAX: usize = 16;
-
-const SOCKET: u64 = 0;
-const PROVEN: u64 = 1;
-const SUSPECT: u64 = 2;
-const ORPHANED: u64 = 3;
-
-fn tag(id: u64, kind: u64) -> u64 {
-    id << 2 | kind
-}
 
 /// Owns a name and answers its clients. Dropping it closes every session gracefully and releases
 /// the name.
@@ -80,7 +64,7 @@ impl IpcServer {
             handler,
             me: me.clone(),
             reactor: reactor.clone(),
-            connections: Mutex::default(),
+            sessions: Mutex::default(),
             is_closed: AtomicBool::new(false),
             row: EndpointRow::served(at, generation),
         });
@@ -110,48 +94,25 @@ impl Drop for IpcServer {
     }
 }
 
-/// The connection of one admitted client.
-struct Connection {
+/// The session of one client.
+struct ServedSession {
     /// Declared first: the registrations end before their descriptors are closed.
     registrations: Vec<Registration>,
-    socket: Arc<PeerSocket>,
-    peer: Peer,
+    /// Holds the place in the limits until the session ends. A handler may hold it for longer.
+    connection: Connection,
     client: ClientInfo,
-    phase: ConnectionPhase,
-    /// Held here until the session ends. A handler may hold it for longer.
-    quota_permit: Arc<QuotaPermit>,
+    phase: SessionPhase,
 }
 
-impl Connection {
+impl ServedSession {
     /// Ends the connection, also where a handler holds the permit, and with it the socket.
     fn end(self) {
-        let _ = rustix::net::shutdown(&*self.socket, rustix::net::Shutdown::Both);
-    }
-
-    /// The connection as it came.
-    fn postponed(self, hello: Hello, reason: String) -> Box<Postponed> {
-        let Connection {
-            socket,
-            peer,
-            client: ClientInfo { id, .. },
-            quota_permit,
-            ..
-        } = self;
-        Box::new(Postponed {
-            connection: acceptor::Connection {
-                id,
-                peer,
-                socket,
-                quota_permit,
-            },
-            hello,
-            reason,
-        })
+        let _ = rustix::net::shutdown(&*self.connection.socket, rustix::net::Shutdown::Both);
     }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum ConnectionPhase {
+enum SessionPhase {
     /// The handler decides about the client.
     Admitting,
     Open,
@@ -168,7 +129,7 @@ pub(crate) struct ServerCore {
     handler: Arc<dyn RequestHandler>,
     me: Weak<ServerCore>,
     reactor: Arc<Reactor>,
-    connections: Mutex<HashMap<u64, Connection>>,
+    sessions: Mutex<HashMap<u64, ServedSession>>,
     is_closed: AtomicBool,
     /// Its row of this process's statistics page.
     row: EndpointRow,
@@ -203,32 +164,30 @@ impl ServerCore {
 
     /// A client's process, for other modules to watch.
     pub(crate) fn process_of(&self, id: u64) -> Option<Arc<Process>> {
-        self.lock().get(&id)?.peer.process().cloned()
+        self.lock().get(&id)?.connection.peer.process().cloned()
     }
 
     /// Whether two clients are known to be of one process.
     pub(crate) fn are_of_one_process(&self, one: u64, other: u64) -> bool {
-        let connections = self.lock();
-        let [one, other] = [one, other].map(|id| connections.get(&id));
+        let sessions = self.lock();
+        let [one, other] = [one, other].map(|id| sessions.get(&id));
         one.zip(other)
-            .is_some_and(|(one, other)| one.peer.id == other.peer.id)
+            .is_some_and(|(one, other)| one.connection.peer.id == other.connection.peer.id)
     }
 
     /// The place of a client in the limits. A handler that keeps anything for a client beyond the
     /// end of its session holds this as long, so that such sessions are limited, too.
     pub(crate) fn permit_of(&self, id: u64) -> Option<Arc<QuotaPermit>> {
-        Some(self.lock().get(&id)?.quota_permit.clone())
+        Some(self.lock().get(&id)?.connection.quota_permit.clone())
     }
 
     /// Sends a notification to a client, without waiting. False if the client is not connected, or
     /// does not read its socket.
     pub(crate) fn tell(&self, id: u64, reply: OutgoingReply) -> bool {
         let socket = match self.lock().get(&id) {
-            Some(Connection {
-                phase: ConnectionPhase::Open,
-                socket,
-                ..
-            }) => socket.clone(),
+            Some(session) if session.phase == SessionPhase::Open => {
+                session.connection.socket.clone()
+            }
             _ => return false,
         };
         let OutgoingReply { body, fds } = reply;
@@ -257,15 +216,17 @@ impl ServerCore {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<u64, Connection>> {
-        self.connections
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, HashMap<u64, ServedSession>> {
+        self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Ends a connection with a reason.
     fn refuse(&self, socket: &PeerSocket, reason: impl ToString) {
-        acceptor::say(self.name(), socket, &refusal(false, reason));
+        self.say(socket, &refusal(false, reason));
+    }
+
+    fn say(&self, socket: &PeerSocket, message: &Message) {
+        acceptor::say(self.name(), socket, message);
     }
 
     fn trace(&self, client: &ClientInfo, event: impl FnOnce(String, u64, u32) -> TraceEvent) {
@@ -273,9 +234,8 @@ impl ServerCore {
     }
 
     fn socket_of(&self, id: u64) -> Option<Arc<PeerSocket>> {
-        self.lock()
-            .get(&id)
-            .map(|connection| connection.socket.clone())
+        let sessions = self.lock();
+        Some(sessions.get(&id)?.connection.socket.clone())
     }
 
     fn watched(&self) -> Weak<dyn EventSource> {
@@ -286,80 +246,60 @@ impl ServerCore {
         let mut open = self.lock();
         // Under the lock: no connection is added from here on.
         self.is_closed.store(true, Ordering::SeqCst);
-        let connections = std::mem::take(&mut *open);
+        let sessions = std::mem::take(&mut *open);
         drop(open);
         self.acceptor.close();
-        for connection in connections.into_values() {
-            let _ = message::send(
-                connection.socket.as_fd(),
-                &Message::Close(CloseReason::Closed),
-                &[],
-            );
-            connection.end();
+        for session in sessions.into_values() {
+            let socket = session.connection.socket.as_fd();
+            let _ = message::send(socket, &Message::Close(CloseReason::Closed), &[]);
+            session.end();
         }
     }
 
     /// Starts to watch for the death of a new client's process, and asks the handler for the reply
     /// that admits the client.
-    fn admit(&self, connection: acceptor::Connection, hello: Hello) -> Result<(), Box<Postponed>> {
-        let acceptor::Connection {
-            id,
-            peer,
-            socket,
-            quota_permit,
-        } = connection;
-        let signs = [
-            (DeathEvidence::Suspect, SUSPECT),
-            (DeathEvidence::Orphaned(ORPHAN_TIMEOUT), ORPHANED),
-            (DeathEvidence::Proven, PROVEN),
-        ];
-        let registrations: Result<Vec<Registration>> = signs
-            .into_iter()
-            .map(|(sign, kind)| peer.watch(sign, &self.watched(), tag(id, kind)))
-            .collect();
+    fn admit(&self, connection: Connection, hello: Hello) {
+        let (id, socket) = (connection.id, connection.socket.clone());
         let client = ClientInfo {
             id,
-            uid: peer.uid,
+            uid: connection.peer.uid,
             device: hello.device,
         };
-        let registrations = match registrations {
-            Ok(registrations) => registrations,
-            Err(error) => {
-                self.refuse(&socket, error);
-                return Ok(());
-            }
+        let registrations = match watch_peer(&connection.peer, ORPHAN_TIMEOUT, &self.watched(), id)
+        {
+            Ok(registrations) => registrations.into(),
+            Err(error) => return self.refuse(&socket, error),
         };
-        let connection = Connection {
+        let session = ServedSession {
             registrations,
-            socket: socket.clone(),
-            peer,
+            connection,
             client: client.clone(),
-            phase: ConnectionPhase::Admitting,
-            quota_permit,
+            phase: SessionPhase::Admitting,
         };
-        let mut connections = self.lock();
+        let mut sessions = self.lock();
         if self.is_closed.load(Ordering::SeqCst) {
             // Closed since the connection came, and `close` has not seen it.
-            drop(connections);
+            drop(sessions);
             let _ = message::send(socket.as_fd(), &Message::Close(CloseReason::Closed), &[]);
-            return Ok(());
+            return;
         }
-        connections.insert(id, connection);
-        drop(connections);
-        let reply = match self.handler.on_connect(self, &client, &hello.body) {
-            Ok(reply) => reply,
-            Err(Rejection { text, is_short }) => {
-                // `close` has taken it out, and tells the client so.
-                let Some(rejected) = self.lock().remove(&id) else {
-                    return Ok(());
-                };
-                if is_short {
-                    return Err(rejected.postponed(hello, text));
+        sessions.insert(id, session);
+        drop(sessions);
+        match self.handler.on_connect(self, &client, &hello.body) {
+            Ok(reply) => self.open(&client, &socket, reply),
+            Err(rejection) => {
+                // Held until the client is told: without it the socket is shut down. `close` may
+                // have taken it out, and tells the client so.
+                let rejected = self.lock().remove(&id);
+                if rejected.is_some() {
+                    self.say(&socket, &rejection.refusal());
                 }
-                self.refuse(&socket, text);
-                return Ok(());
             }
-        };
+        }
+    }
+
+    /// Sends an admitted client its first reply.
+    fn open(&self, client: &ClientInfo, socket: &PeerSocket, reply: OutgoingReply) {
         if self.handler.takes_memory() {
             let_descriptors_in(socket.as_fd(), true);
         }
@@ -368,92 +308,57 @@ impl ServerCore {
             body: reply.body,
             fds: reply.fds.len().min(FDS_MAX) as u8,
         };
-        // The connection is open before the client gets the reply, and under the lock the reply is
+        // The session is open before the client gets the reply, and under the lock the reply is
         // sent before any notification. Whatever happens from here, `on_disconnect` is due.
-        let mut connections = self.lock();
-        if let Some(connection) = connections.get_mut(&id) {
-            connection.phase = ConnectionPhase::Open;
+        let mut sessions = self.lock();
+        if let Some(session) = sessions.get_mut(&client.id) {
+            session.phase = SessionPhase::Open;
         }
-        let sent = message::send_owned(&socket, &message, &reply.fds);
-        let unsent = match sent {
-            Err(error) if is_shortage(error) => connections.remove(&id),
-            _ => None,
-        };
-        drop(connections);
-        let reason = |error| Error::os("sendmsg", "the admission", error);
-        match sent {
-            Ok(()) => {
-                self.trace(&client, |name, client, uid| TraceEvent::ClientConnected {
+        let sent = message::send_owned(socket, &message, &reply.fds);
+        let unsent = sent.err().map(|error| (error, sessions.remove(&client.id)));
+        drop(sessions);
+        match unsent {
+            None => {
+                self.trace(client, |name, client, uid| TraceEvent::ClientConnected {
                     name,
                     client,
                     uid,
                 });
-                self.register_socket(id)
+                self.register_socket(client.id);
             }
-            Err(error) => match unsent {
-                Some(connection) => {
+            // The client has got nothing.
+            Some((error, session)) => {
+                let rejection = Rejection::from(Error::os("sendmsg", "the admission", error));
+                self.say(socket, &rejection.refusal());
+                if session.is_some() {
                     self.handler
-                        .on_disconnect(self, &client, Disconnected::Closed);
-                    return Err(connection.postponed(hello, reason(error).to_string()));
+                        .on_disconnect(self, client, Disconnected::Closed);
                 }
-                None => {
-                    self.refuse(&socket, reason(error));
-                    self.on_end(id);
-                }
-            },
+            }
         }
-        Ok(())
     }
 
     fn register_socket(&self, id: u64) {
         let Some(socket) = self.socket_of(id) else {
             return;
         };
-        match self
-            .reactor
-            .register(socket.as_fd(), &self.watched(), tag(id, SOCKET))
-        {
+        match watch_socket(&self.reactor, socket.as_fd(), &self.watched(), id) {
             Ok(watch) => {
-                // If the connection has been removed, the registration ends here, before the socket
+                // If the session has been removed, the registration ends here, before the socket
                 // does.
-                if let Some(connection) = self.lock().get_mut(&id) {
-                    connection.registrations.push(watch);
+                if let Some(session) = self.lock().get_mut(&id) {
+                    session.registrations.push(watch);
                 }
             }
             Err(error) => {
                 self.refuse(&socket, error);
-                self.on_end(id);
+                self.on_close(id);
             }
         }
-    }
-
-    /// Reads and handles the messages in a client's socket.
-    fn on_socket(&self, id: u64) -> Next {
-        for _ in 0..BATCH_MAX {
-            let Some(socket) = self.socket_of(id) else {
-                return Next::Stop;
-            };
-            match message::receive(socket.as_fd(), self.name()) {
-                Ok(Received::Nothing) => return Next::Keep,
-                Ok(Received::Message(message, fds)) => {
-                    if let Err(Rejection { text, .. }) = self.on_message(id, &socket, message, fds)
-                    {
-                        self.refuse(&socket, text);
-                        return self.on_end(id);
-                    }
-                }
-                Ok(Received::End) => return self.on_end(id),
-                Err(error) => {
-                    self.refuse(&socket, error);
-                    return self.on_end(id);
-                }
-            }
-        }
-        Next::Keep
     }
 
     /// Handles one message. An error ends the session.
-    fn on_message(
+    fn on_request(
         &self,
         id: u64,
         socket: &PeerSocket,
@@ -468,55 +373,23 @@ impl ServerCore {
             return Err(Rejection::new("its session has ended"));
         };
         match message {
-            Message::Request { serial, ref body } | Message::MemoryRequest { serial, ref body } => {
-                let replied = match (&message, fds.into_iter().next()) {
-                    (Message::MemoryRequest { .. }, Some(memory)) => {
+            Message::Request { serial, body } => {
+                let replied = self.handler.on_request(self, &client, &body);
+                self.reply(&client, socket, serial, replied)
+            }
+            Message::MemoryRequest { serial, body } => {
+                let replied = match fds.into_iter().next() {
+                    Some(memory) => {
                         let_descriptors_in(socket.as_fd(), false);
-                        self.handler.on_memory(self, &client, body, memory)
+                        self.handler.on_memory(self, &client, &body, memory)
                     }
-                    _ => self.handler.on_request(self, &client, body),
+                    None => Err(Rejection::new("no memory came with it")),
                 };
-                let sent = match replied {
-                    Ok(OutgoingReply { body, fds }) => {
-                        let message = Message::Reply {
-                            serial,
-                            body,
-                            fds: fds.len().min(FDS_MAX) as u8,
-                        };
-                        match message::send_owned(socket, &message, &fds) {
-                            // Also where the session ends: the client never learns of the answer.
-                            Err(error)
-                                if let Message::Reply { body, .. } = &message
-                                    && self.handler.take_back(&client, body)
-                                    && is_shortage(error) =>
-                            {
-                                let text = Error::os("sendmsg", "an answer", error);
-                                let text = message::text(text);
-                                message::send_owned(
-                                    socket,
-                                    &Message::RequestFailed { serial, text },
-                                    &[],
-                                )
-                            }
-                            sent => sent,
-                        }
-                    }
-                    Err(Rejection { text, .. }) => message::send_owned(
-                        socket,
-                        &Message::RequestFailed {
-                            serial,
-                            text: message::text(text),
-                        },
-                        &[],
-                    ),
-                };
-                sent.map_err(|error| {
-                    Rejection::new(format!("the answer could not be sent: {error}"))
-                })
+                self.reply(&client, socket, serial, replied)
             }
             Message::Close(_) => {
-                if let Some(connection) = self.lock().get_mut(&id) {
-                    connection.phase = ConnectionPhase::Leaving;
+                if let Some(session) = self.lock().get_mut(&id) {
+                    session.phase = SessionPhase::Leaving;
                 }
                 Ok(())
             }
@@ -526,30 +399,92 @@ impl ServerCore {
         }
     }
 
-    /// The client of an open connection.
-    fn open_client(&self, id: u64) -> Option<ClientInfo> {
-        let connections = self.lock();
-        let connection = connections.get(&id)?;
-        (connection.phase == ConnectionPhase::Open).then(|| connection.client.clone())
+    /// Answers a request.
+    fn reply(
+        &self,
+        client: &ClientInfo,
+        socket: &PeerSocket,
+        serial: u64,
+        replied: Result<OutgoingReply, Rejection>,
+    ) -> Result<(), Rejection> {
+        let fail = |text: String| {
+            let text = message::text(text);
+            message::send_owned(socket, &Message::RequestFailed { serial, text }, &[])
+        };
+        let sent = match replied {
+            Ok(OutgoingReply { body, fds }) => {
+                let count = fds.len().min(FDS_MAX) as u8;
+                let given = body.clone();
+                let reply = Message::Reply {
+                    serial,
+                    body,
+                    fds: count,
+                };
+                message::send_owned(socket, &reply, &fds).or_else(|error| {
+                    // Also where the session ends: the client never learns of the answer.
+                    let is_back = self.handler.take_back(client, &given);
+                    if is_back && is_shortage(error) {
+                        fail(Error::os("sendmsg", "an answer", error).to_string())
+                    } else {
+                        Err(error)
+                    }
+                })
+            }
+            Err(Rejection { text, .. }) => fail(text),
+        };
+        sent.map_err(|error| Rejection::new(format!("the answer could not be sent: {error}")))
     }
 
-    /// Ends a connection: the client has closed its socket, or the server ends it.
-    fn on_end(&self, id: u64) -> Next {
+    /// The client of an open session.
+    fn open_client(&self, id: u64) -> Option<ClientInfo> {
+        let sessions = self.lock();
+        let session = sessions.get(&id)?;
+        (session.phase == SessionPhase::Open).then(|| session.client.clone())
+    }
+}
+
+impl ConnectionUser for ServerCore {
+    fn on_message(&self, id: u64) -> Next {
+        let Some(socket) = self.socket_of(id) else {
+            return Next::Stop;
+        };
+        connection::read(socket.as_fd(), self.name(), |received| {
+            let end = match received {
+                Ok(Received::Message(message, fds)) => {
+                    match self.on_request(id, &socket, message, fds) {
+                        Ok(()) if self.lock().contains_key(&id) => return Next::Keep,
+                        Ok(()) => return Next::Stop,
+                        Err(Rejection { text, .. }) => Some(text),
+                    }
+                }
+                Ok(_) => None,
+                Err(error) => Some(error.to_string()),
+            };
+            if let Some(reason) = end {
+                self.refuse(&socket, reason);
+            }
+            self.on_close(id);
+            Next::Stop
+        })
+    }
+
+    fn on_close(&self, id: u64) {
         // Without the lock, which every tick takes: the handler takes a lock of its own.
         let holds = self
             .open_client(id)
             .is_some_and(|client| self.handler.holds_anything(&client));
-        let mut connections = self.lock();
-        let Some(connection) = connections.get_mut(&id) else {
-            return Next::Stop;
+        let mut sessions = self.lock();
+        let Some(session) = sessions.get_mut(&id) else {
+            return;
         };
-        match connection.phase {
-            ConnectionPhase::Admitting | ConnectionPhase::Suspect => {}
-            ConnectionPhase::Open if holds => {
-                connection.phase = ConnectionPhase::Suspect;
-                let _ = rustix::net::shutdown(&*connection.socket, rustix::net::Shutdown::Both);
-                let client = connection.client.clone();
-                drop(connections);
+        match session.phase {
+            SessionPhase::Admitting | SessionPhase::Suspect => {}
+            SessionPhase::Open if holds => {
+                session.phase = SessionPhase::Suspect;
+                let socket = &*session.connection.socket;
+                let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Both);
+                let client = session.client.clone();
+                drop(sessions);
                 self.trace(&client, |name, client, uid| TraceEvent::ClientSuspect {
                     name,
                     client,
@@ -557,9 +492,9 @@ impl ServerCore {
                 });
                 self.handler.on_suspect(self, &client);
             }
-            ConnectionPhase::Open | ConnectionPhase::Leaving => {
-                let ended = connections.remove(&id);
-                drop(connections);
+            SessionPhase::Open | SessionPhase::Leaving => {
+                let ended = sessions.remove(&id);
+                drop(sessions);
                 if let Some(ended) = ended {
                     self.trace(&ended.client, |name, client, uid| {
                         TraceEvent::ClientClosed { name, client, uid }
@@ -570,32 +505,16 @@ impl ServerCore {
                 }
             }
         }
-        Next::Stop
     }
 
-    /// The client's process does nothing more, even if its socket stays open. Messages that it sent
-    /// before are still in the socket.
-    fn on_suspect(&self, id: u64) -> Next {
-        if (0..FINAL_READS_MAX).all(|_| self.on_socket(id) == Next::Keep) {
-            self.on_end(id);
-        }
-        Next::Stop
-    }
-
-    /// The client's process has exited, and its device work may run for long. The handler rescues
-    /// streams that wait for it.
-    fn on_orphaned(&self, id: u64) -> Next {
-        let client = self
-            .lock()
-            .get(&id)
-            .map(|connection| connection.client.clone());
+    fn on_orphaned(&self, id: u64) {
+        let client = self.lock().get(&id).map(|session| session.client.clone());
         if let Some(client) = client {
             self.handler.on_orphaned(self, &client);
         }
-        Next::Stop
     }
 
-    fn on_death(&self, id: u64) -> Next {
+    fn on_proven(&self, id: u64) {
         let dead = self.lock().remove(&id);
         if let Some(dead) = dead {
             self.trace(&dead.client, |name, client, uid| TraceEvent::ClientDied {
@@ -607,20 +526,14 @@ impl ServerCore {
                 .on_disconnect(self, &dead.client, Disconnected::ProcessDied);
             dead.end();
         }
-        Next::Stop
     }
 }
 
 impl ConnectionOwner for ServerCore {
-    fn on_connection(
-        &self,
-        connection: acceptor::Connection,
-        hello: Hello,
-    ) -> Result<(), Box<Postponed>> {
-        if self.is_closed.load(Ordering::SeqCst) {
-            return Ok(());
+    fn on_connection(&self, connection: Connection, hello: Hello) {
+        if !self.is_closed.load(Ordering::SeqCst) {
+            self.admit(connection, hello);
         }
-        self.admit(connection, hello)
     }
 }
 
@@ -633,12 +546,7 @@ impl EventSource for ServerCore {
         if self.is_closed.load(Ordering::SeqCst) {
             return Next::Stop;
         }
-        match (tag >> 2, tag & 3) {
-            (id, PROVEN) => self.on_death(id),
-            (id, SUSPECT) => self.on_suspect(id),
-            (id, ORPHANED) => self.on_orphaned(id),
-            (id, _) => self.on_socket(id),
-        }
+        connection::dispatch(self, tag)
     }
 
     fn on_tick(&self, now_ns: u64) {

@@ -12,15 +12,14 @@ use std::sync::{Arc, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 pub(crate) use self::handshake::PendingSession;
-use self::state::{
-    ORPHANED, PROVEN, Patience, RETRY_INTERVAL, SOCKET, SUSPECT, SessionState, has_closed,
-};
+use self::state::{Patience, SessionState, has_closed};
 use super::{Address, BODY_BYTES_MAX, IncomingReply, REPLY_TIMEOUT, SessionObserver};
 use crate::backend::DeviceId;
 use crate::clock::Stopwatch;
 use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
-use crate::ipc::domain::Arrivals;
+use crate::ipc::connection::{watch_peer, watch_socket};
+use crate::ipc::domain::{Arrivals, Domain};
 use crate::ipc::message::{self, Message};
 use crate::ipc::peer::{DeathEvidence, ORPHAN_TIMEOUT};
 use crate::runtime::reactor::{EventSource, Reactor};
@@ -52,44 +51,17 @@ impl ClientSession {
         body: &[u8],
         wait: Duration,
     ) -> Result<(ClientSession, IncomingReply)> {
-        let mut clock = Stopwatch::default();
-        let mut arrivals: Option<Arrivals> = None;
-        loop {
-            let first = ClientSession::attach_now(at, device, body);
-            // A server that closes without a reply is shutting down: by the second attempt the name
-            // is free or has another server.
-            let again = match first {
+        until_found(at.domain, wait, &mut None, is_passing, || {
+            match ClientSession::attach_now(at, device, body) {
+                // A server that closes without a reply is shutting down: by the second attempt the
+                // name is free or has another server.
                 Err(Error::Handshake {
                     fault: HandshakeFault::Closed,
                     ..
                 }) => ClientSession::attach_now(at, device, body),
                 other => other,
-            };
-            let absent = match again {
-                Err(
-                    error @ (Error::NotFound { .. }
-                    | Error::Handshake {
-                        fault: HandshakeFault::Closed,
-                        ..
-                    }),
-                ) => error,
-                other => return other,
-            };
-            let left = wait.saturating_sub(clock.elapsed());
-            if left.is_zero() {
-                return Err(absent);
             }
-            match &arrivals {
-                Some(arrivals) => {
-                    message::wait_readable(arrivals.as_fd(), left.min(RETRY_INTERVAL));
-                    arrivals.drain();
-                }
-                // Not before the first attempt: most find the server, and the release of an inotify
-                // instance delays the proof of a death. The next attempt follows at once, as a
-                // server may have come in between.
-                None => arrivals = Some(at.domain.arrivals()?),
-            }
-        }
+        })
     }
 
     fn attach_now(
@@ -112,21 +84,13 @@ impl ClientSession {
             .unwrap_or_else(PoisonError::into_inner) = Some(observer);
         let me = Arc::downgrade(&self.inner) as Weak<dyn EventSource>;
         let reactor = &self.inner.reactor;
-        let registrations = [
-            reactor.register(self.inner.socket.as_fd(), &me, SOCKET)?,
-            self.inner
-                .peer
-                .watch(DeathEvidence::Suspect, &me, SUSPECT)?,
-            self.inner
-                .peer
-                .watch(DeathEvidence::Orphaned(ORPHAN_TIMEOUT), &me, ORPHANED)?,
-            self.inner.peer.watch(DeathEvidence::Proven, &me, PROVEN)?,
-        ];
+        let socket = watch_socket(reactor, self.inner.socket.as_fd(), &me, 0)?;
+        let peer = watch_peer(&self.inner.peer, ORPHAN_TIMEOUT, &me, 0)?;
         self.inner
             .registrations
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
-            .extend(registrations);
+            .extend([socket].into_iter().chain(peer));
         Ok(())
     }
 
@@ -149,7 +113,7 @@ impl ClientSession {
     }
 
     /// As [`request`](Self::request), for a caller that may cancel, with the same result as a
-    /// timeout. `is_cancelled` is called every [`RETRY_INTERVAL`], while no lock is held.
+    /// timeout. `is_cancelled` is called every 50 ms, while no lock is held.
     pub(crate) fn ask_unless(
         &self,
         body: &[u8],
@@ -281,6 +245,56 @@ impl ClientSession {
         self.ends_within(REPLY_TIMEOUT);
         self.inner.owner_gone()
     }
+}
+
+/// The longest sleep between two attempts to find a name. A notification of the domain wakes the
+/// client earlier.
+const FIND_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Waits until a name has an owner that admits this process, at most `timeout`: tries again after
+/// the errors that are passing. Watches the domain with `arrivals` meanwhile, or with an instance of
+/// its own.
+pub(crate) fn until_found<T>(
+    domain: &Domain,
+    timeout: Duration,
+    arrivals: &mut Option<Arrivals>,
+    is_passing: fn(&Error) -> bool,
+    mut attempt: impl FnMut() -> Result<T>,
+) -> Result<T> {
+    let mut clock = Stopwatch::default();
+    loop {
+        let absent = match attempt() {
+            Err(error) if is_passing(&error) => error,
+            other => return other,
+        };
+        let left = timeout.saturating_sub(clock.elapsed());
+        if left.is_zero() {
+            return Err(absent);
+        }
+        match arrivals {
+            Some(arrivals) => {
+                message::wait_readable(arrivals.as_fd(), left.min(FIND_INTERVAL));
+                arrivals.drain();
+            }
+            // Not before the first attempt: most find the owner, and the release of an inotify
+            // instance delays the proof of a death (see `ipc::domain::watch`). The next attempt
+            // follows at once, as an owner may have come in between.
+            None => *arrivals = Some(domain.arrivals()?),
+        }
+    }
+}
+
+/// Whether a name may have an owner that admits this process a moment later.
+pub(crate) fn is_passing(error: &Error) -> bool {
+    use HandshakeFault::{Closed, NoRoom};
+    matches!(
+        error,
+        Error::NotFound { .. }
+            | Error::Handshake {
+                fault: Closed | NoRoom(_),
+                ..
+            }
+    )
 }
 
 /// The rule for all that wait for a name: an owner that ends before what it was asked for is open

@@ -25,6 +25,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
 use crate::ipc::PeerState;
+use crate::ipc::connection::{self, ConnectionUser, watch_socket, watch_suspicion};
 use crate::ipc::domain::EndpointName;
 use crate::ipc::message::{self, CloseReason, Message, Received};
 use crate::ipc::peer::{DeathEvidence, Peer};
@@ -40,16 +41,6 @@ use crate::shm::segment::Segment;
 use crate::statistics;
 use crate::stream::Stream;
 use crate::trace::{self, TraceEvent};
-
-/// The tags of the events that [`PublisherLink`] waits for.
-const SOCKET: u64 = 0;
-const SUSPECT: u64 = 1;
-
-/// How often a dead publisher's socket is read once more.
-const FINAL_READS_MAX: usize = 64;
-
-/// The most messages taken from the socket in one reactor call.
-const MESSAGES_AT_ONCE: usize = 16;
 
 /// Why this link ended: the error for the first caller that asks, and its text for all later
 /// callers.
@@ -188,8 +179,8 @@ impl PublisherLink {
         let monitor: Weak<dyn EventSource> =
             Arc::downgrade(&link.memory.monitor) as Weak<dyn EventSource>;
         let words = [
-            reactor.register(link.socket.as_fd(), &me, SOCKET)?,
-            link.peer.watch(DeathEvidence::Suspect, &me, SUSPECT)?,
+            watch_socket(&reactor, link.socket.as_fd(), &me, 0)?,
+            watch_suspicion(&link.peer, &me, 0)?,
         ];
         let death = link
             .peer
@@ -484,72 +475,17 @@ impl PublisherLink {
         );
     }
 
-    fn on_message(&self) -> Next {
-        for _ in 0..MESSAGES_AT_ONCE {
-            if self.link_state() == LinkState::Failed {
-                // Further messages of this publisher are not needed, however many it sends.
-                return Next::Stop;
-            }
-            if self.announced.is_full() {
-                return Next::RetryAtTick;
-            }
-            match message::receive(self.socket.as_fd().as_fd(), &self.name) {
-                Ok(Received::Nothing) => return Next::Keep,
-                Ok(Received::Message(Message::Region { id, bytes }, fds)) => {
-                    self.change_soon(RegionChange::Open { id, bytes, fds })
-                }
-                Ok(Received::Message(Message::CloseRegion { id }, _)) => {
-                    self.change_soon(RegionChange::Close { id })
-                }
-                Ok(Received::Message(Message::Close(close_reason), _)) => {
-                    self.on_close(close_reason)
-                }
-                Ok(Received::Message(other, _)) => {
-                    let fault = other.unexpected("Region or Bye");
-                    self.fail(Error::Handshake {
-                        name: self.name.clone(),
-                        fault,
-                    });
-                    return Next::Stop;
-                }
-                Ok(Received::End) => {
-                    self.monitor().set_link_state(LinkState::Suspect);
-                    return Next::Stop;
-                }
-                Err(error) if message::is_short(&error) => {
-                    self.announced.leave_unread(error);
-                    return Next::RetryAtTick;
-                }
-                Err(error) => {
-                    self.fail(error);
-                    return Next::Stop;
-                }
-            }
-            self.announced.has_been_read();
-        }
-        Next::Keep
-    }
-
-    /// The publisher is dead. As [`read_final_messages`](Self::read_final_messages).
+    /// The publisher is dead. False if some of its last messages are left because this process
+    /// lacks resources.
     fn on_death(&self) -> bool {
         trace::emit(|| TraceEvent::OwnerDied {
             name: self.name.clone(),
             pid: self.peer.pid,
         });
-        self.read_final_messages()
+        connection::read_out(self, 0)
     }
 
-    /// Reads the last messages of a dead or suspect publisher: all of them are in the socket by
-    /// now, however late its end comes. False if some are left because this process lacks
-    /// resources.
-    fn read_final_messages(&self) -> bool {
-        (0..FINAL_READS_MAX)
-            .map(|_| self.on_message())
-            .find(|&next| next != Next::Keep)
-            != Some(Next::RetryAtTick)
-    }
-
-    fn on_close(&self, close_reason: CloseReason) {
+    fn has_closed(&self, close_reason: CloseReason) {
         match close_reason {
             CloseReason::Closed => {
                 trace::emit(|| TraceEvent::OwnerClosed {
@@ -573,19 +509,63 @@ impl PublisherLink {
     }
 }
 
-impl EventSource for PublisherLink {
-    fn on_ready(&self, tag: u64) -> Next {
-        match tag {
-            SUSPECT => {
-                // The end is reported after the publisher's last messages, its `Close` for one.
-                if !self.read_final_messages() {
+impl ConnectionUser for PublisherLink {
+    fn on_message(&self, _: u64) -> Next {
+        if self.link_state() == LinkState::Failed {
+            // Further messages of this publisher are not needed, however many it sends.
+            return Next::Stop;
+        }
+        if self.announced.is_full() {
+            return Next::RetryAtTick;
+        }
+        connection::read(self.socket.as_fd().as_fd(), &self.name, |received| {
+            match received {
+                Ok(Received::Message(Message::Region { id, bytes }, fds)) => {
+                    self.change_soon(RegionChange::Open { id, bytes, fds })
+                }
+                Ok(Received::Message(Message::CloseRegion { id }, _)) => {
+                    self.change_soon(RegionChange::Close { id })
+                }
+                Ok(Received::Message(Message::Close(close_reason), _)) => {
+                    self.has_closed(close_reason)
+                }
+                Ok(Received::Message(other, _)) => {
+                    let fault = other.unexpected("Region or Bye");
+                    self.fail(Error::Handshake {
+                        name: self.name.clone(),
+                        fault,
+                    });
+                    return Next::Stop;
+                }
+                Ok(_) => {
+                    self.on_close(0);
+                    return Next::Stop;
+                }
+                Err(error) if message::is_short(&error) => {
+                    self.announced.leave_unread(error);
                     return Next::RetryAtTick;
                 }
-                self.monitor().set_link_state(LinkState::Suspect);
-                Next::Stop
+                Err(error) => {
+                    self.fail(error);
+                    return Next::Stop;
+                }
             }
-            _ => self.on_message(),
-        }
+            self.announced.has_been_read();
+            match self.announced.is_full() {
+                true => Next::RetryAtTick,
+                false => Next::Keep,
+            }
+        })
+    }
+
+    fn on_close(&self, _: u64) {
+        self.monitor().set_link_state(LinkState::Suspect);
+    }
+}
+
+impl EventSource for PublisherLink {
+    fn on_ready(&self, tag: u64) -> Next {
+        connection::dispatch(self, tag)
     }
 
     fn on_tick(&self, now_ns: u64) {

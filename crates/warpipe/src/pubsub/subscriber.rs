@@ -25,14 +25,13 @@ use self::wait::{ARRIVALS, DOORBELL, WAKE, listen_to};
 use super::publisher_link::{ConnectOptions, PublisherLink, SubscriberIdentity};
 use super::sample::{PreviousPublisher, Sample};
 use crate::device::Device;
-use crate::error::{Error, Result};
+use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::ipc::Kind;
-use crate::ipc::PeerState;
 use crate::ipc::domain::{Arrivals, Domain, EndpointName};
-use crate::ipc::message::wait_readable;
 use crate::ipc::peer::{ORPHAN_TIMEOUT, ProcessId};
+use crate::ipc::{self, PeerState, until_found};
 use crate::nvtx;
 use crate::options::EndpointOptions;
 use crate::pubsub::ring::ReceiverRing;
@@ -178,31 +177,15 @@ impl Subscriber {
     }
 
     fn attach_first(&mut self) -> Result<()> {
-        let start = Instant::now();
-        let patience = self.options.wait.unwrap_or_default();
+        let (patience, domain) = (self.options.wait.unwrap_or_default(), self.domain.clone());
         // Of this wait alone, unless the subscriber keeps one to reconnect.
-        let mut waited_with = None;
-        loop {
-            let error = match self.attach() {
-                Ok(()) => return Ok(()),
-                Err(error) if is_passing(&error) => error,
-                Err(error) => return Err(error),
-            };
-            let left = patience.saturating_sub(start.elapsed());
-            if left.is_zero() {
-                return Err(error);
-            }
-            match self.arrivals.as_ref().or(waited_with.as_ref()) {
-                Some(arrivals) => {
-                    wait_readable(arrivals.as_fd(), left.min(RETRY));
-                    arrivals.drain();
-                }
-                // Not before the first attempt: most find the publisher, and the release of an
-                // inotify instance delays the proof of a death (see `ipc::domain::watch`). The next
-                // attempt follows at once, as a publisher may have come in between.
-                None => waited_with = Some(self.domain.arrivals()?),
-            }
-        }
+        let mut arrivals = self.arrivals.take();
+        let keeps = arrivals.is_some();
+        let found = until_found(&domain, patience, &mut arrivals, is_passing, || {
+            self.attach()
+        });
+        self.arrivals = arrivals.filter(|_| keeps);
+        found
     }
 
     fn attach(&mut self) -> Result<()> {
@@ -522,17 +505,10 @@ impl Iterator for Samples<'_> {
     }
 }
 
-/// Whether trying again later can help.
+/// Whether trying again later can help: also where a stopped publisher may have a successor.
 fn is_passing(error: &Error) -> bool {
-    use crate::error::HandshakeFault::{Closed, Silent};
-    matches!(
-        error,
-        Error::NotFound { .. }
-            | Error::Handshake {
-                fault: Closed | Silent(_),
-                ..
-            }
-    )
+    let silent = |fault: &HandshakeFault| matches!(fault, HandshakeFault::Silent(_));
+    ipc::is_passing(error) || matches!(error, Error::Handshake { fault, .. } if silent(fault))
 }
 
 /// Whether the error is the end of one link: ended by its publisher, or closed by this end, which

@@ -15,7 +15,7 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::fork::CloseOnForkFd;
 use crate::ipc::PeerState;
-use crate::ipc::acceptor::Connection;
+use crate::ipc::connection::Connection;
 use crate::ipc::limits::QuotaPermit;
 use crate::ipc::message::{self, CloseReason, Message};
 use crate::ipc::peer::Peer;
@@ -25,7 +25,7 @@ use crate::pubsub::ring::{RingSpace, SenderRing};
 use crate::runtime::closer::PeerSocket;
 use crate::runtime::doorbell::PeerDoorbell;
 use crate::runtime::heartbeat::{PeerHeartbeat, Uptime};
-use crate::runtime::reactor::{Deferred, Registration};
+use crate::runtime::reactor::Registration;
 use crate::shm::segment::Segment;
 use crate::statistics::{LinkRow, LinkState, LinkWords};
 
@@ -95,6 +95,8 @@ pub(super) struct SubscriberLink {
     pub(super) socket: Arc<PeerSocket>,
     /// The segment's file, until the link is live.
     segment_fd: Option<CloseOnForkFd>,
+    /// The subscriber's end of the wake channel, until it has been sent.
+    their_wake: Option<CloseOnForkFd>,
     /// Its row of this process's statistics page, once it is in the list.
     pub(super) row: Option<LinkRow>,
 }
@@ -130,37 +132,30 @@ impl LinkParts {
             their_wake,
         })
     }
+}
 
-    /// Sends `welcome` with the link's descriptors and every region so far, and closes this
-    /// process's copies of the peer's descriptors. After a failure, drop the remains in the reaper:
-    /// they hold registered memory. The connection comes back if nothing has been sent.
-    pub(super) fn welcome(
-        self,
+impl SubscriberLink {
+    /// A link that has not sent anything. Drop it on the reaper: it holds registered memory.
+    pub(super) fn new(
+        parts: LinkParts,
         connection: Connection,
         policy: Policy,
         may_set_aside: bool,
-        welcome: &Message,
-        completions: Option<(u64, BorrowedFd<'_>)>,
-        chunks: &[Chunk],
-    ) -> Result<SubscriberLink, (Deferred, Errno, Option<Box<Connection>>)> {
-        let fds = [self.segment_fd.as_fd(), self.their_wake.as_fd()];
-        if let Err(error) = message::send(connection.socket.as_fd(), welcome, &fds) {
-            return Err((Box::new(self), error, Some(Box::new(connection))));
-        }
+    ) -> SubscriberLink {
         let Connection {
             id,
             peer,
             socket,
             quota_permit,
         } = connection;
-        let mut link = SubscriberLink {
+        SubscriberLink {
             id,
             phase: LinkPhase::Attaching,
             policy,
             is_local: peer.is_own(),
             is_foreign: peer.uid != rustix::process::geteuid().as_raw(),
             peer,
-            ring: self.ring,
+            ring: parts.ring,
             set_aside: may_set_aside.then(HashMap::new),
             free: Cell::new(None),
             clock: Uptime::default(),
@@ -175,25 +170,32 @@ impl LinkParts {
             generation: [0; 16],
             untaken: Vec::new(),
             sleeps: false,
-            peer_doorbell: Arc::new(self.peer_doorbell),
+            peer_doorbell: Arc::new(parts.peer_doorbell),
             socket,
-            segment_fd: Some(self.segment_fd),
+            segment_fd: Some(parts.segment_fd),
+            their_wake: Some(parts.their_wake),
             row: None,
-        };
-        link.write_heartbeat(crate::clock::now_ns());
-        let tell =
-            |(bytes, fd)| message::send(link.socket(), &Message::Completions { bytes }, &[fd]);
-        let sent = completions
-            .map_or(Ok(()), tell)
-            .and_then(|()| link.announce(chunks));
-        match sent {
-            Ok(()) => Ok(link),
-            Err(error) => Err((Box::new(link), error, None)),
         }
     }
-}
 
-impl SubscriberLink {
+    /// Sends `welcome` with the link's descriptors and every region so far, and closes this
+    /// process's copy of the peer's end of the wake channel.
+    pub(super) fn welcome(
+        &mut self,
+        welcome: &Message,
+        completions: Option<(u64, BorrowedFd<'_>)>,
+        chunks: &[Chunk],
+    ) -> Result<(), Errno> {
+        let their_wake = self.their_wake.take();
+        let fds = self.segment_fd.iter().chain(&their_wake).map(AsFd::as_fd);
+        message::send(self.socket(), welcome, &fds.collect::<Vec<_>>())?;
+        self.write_heartbeat(crate::clock::now_ns());
+        if let Some((bytes, fd)) = completions {
+            message::send(self.socket(), &Message::Completions { bytes }, &[fd])?;
+        }
+        self.announce(chunks)
+    }
+
     pub(super) fn socket(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }

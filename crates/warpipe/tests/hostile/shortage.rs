@@ -1,9 +1,7 @@
-//! A publisher or server in a process that lacks descriptors for a new peer: the peer waits, and is
-//! admitted when there is room, or gets the reason when the time for the handshake is over.
+//! A publisher or server in a process that lacks descriptors for a new peer: the peer is refused with
+//! the reason, and may come again.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
-use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use rustix::process::Resource;
@@ -15,27 +13,13 @@ use super::publisher_handshake::hello;
 use super::stage::{LONG, Scratch, eventually, hear, in_a_forked_child, packet, send_raw};
 use crate::ipc::Kind;
 use crate::ipc::message::{self, Message, Received};
-use crate::runtime::reactor::{EventSource, Next, Reactor};
 use crate::{
-    Client, Device, Domain, Error, JobHandle, Layout, Pool, PoolClient, Publisher, Queue, Server,
-    Stream, Worker,
+    Client, Device, Domain, Error, HandshakeFault, JobHandle, Layout, Pool, PoolClient, Queue,
+    Server, Stream, Subscriber, Worker,
 };
 
 /// A user without other processes.
 const TENANT: u32 = 60_014;
-
-/// Counts the reactor's ticks.
-struct Clock(AtomicU32);
-
-impl EventSource for Clock {
-    fn on_ready(&self, _: u64) -> Next {
-        Next::Stop
-    }
-
-    fn on_tick(&self, _: u64) {
-        self.0.fetch_add(1, SeqCst);
-    }
-}
 
 /// Sends this `Hello` to an endpoint that has room for `spare` descriptors then, those of the `Hello`
 /// among them. Returns the connection, and the other ends of the descriptors.
@@ -51,41 +35,40 @@ fn send_hello(scratch: &Scratch, hello: &Message, spare: usize) -> (OwnedFd, [Ow
     (socket, [end_writer, alarm_writer])
 }
 
-fn publisher(scratch: &Scratch, timeout: Duration) -> Publisher {
-    scratch.publisher(|it| it.handshake_timeout(timeout))
-}
-
-/// Whether a peer that came during a shortage is admitted when that is over.
-fn is_welcome_when_there_is_room(scratch: &Scratch, hello: &Message, spare: usize) -> bool {
-    let clock = Arc::new(Clock(AtomicU32::new(0)));
-    let me: Weak<dyn EventSource> = Arc::downgrade(&clock) as Weak<dyn EventSource>;
-    Reactor::of_process().unwrap().register_ticks(me);
-    let (socket, _writers) = send_hello(scratch, hello, spare);
-    let ticks = clock.0.load(SeqCst);
-    eventually("it has been tried, and tried again", || {
-        message::wait_readable(socket.as_fd(), Duration::ZERO) || clock.0.load(SeqCst) >= ticks + 3
-    });
-    raise_descriptor_limit();
-    let answer = hear(&socket);
-    let is_welcome = matches!(
+fn is_welcome(answer: &Received) -> bool {
+    matches!(
         answer,
         Received::Message(Message::Welcome { .. } | Message::SessionOpened { .. }, _)
-    );
-    if !is_welcome {
-        eprintln!("with room for {spare}: {answer:?}");
+    )
+}
+
+/// Whether a peer that comes during a shortage is admitted or learns of it, and is admitted when that
+/// is over.
+fn is_told_and_may_come_again(scratch: &Scratch, hello: &Message, spare: usize) -> bool {
+    let (socket, _writers) = send_hello(scratch, hello, spare);
+    // The answer is there before there is room; this process needs some itself to take it.
+    assert!(message::wait_readable(socket.as_fd(), LONG));
+    raise_descriptor_limit();
+    let answer = hear(&socket);
+    let is_refused = matches!(answer, Received::Message(Message::NoRoom { .. }, _));
+    let (again, _writers) = send_hello(scratch, hello, 64);
+    let later = hear(&again);
+    raise_descriptor_limit();
+    if is_welcome(&answer) == is_refused || !is_welcome(&later) {
+        eprintln!("with room for {spare}: {answer:?}, then {later:?}");
+        return false;
     }
-    is_welcome
+    true
 }
 
 #[test]
-fn a_subscriber_that_comes_while_the_publisher_lacks_descriptors_gets_its_link_when_there_is_room()
-{
+fn a_subscriber_that_comes_while_the_publisher_lacks_descriptors_is_told_and_may_come_again() {
     // Two for the lifeline in the `Hello`, one for the segment, two for the wake channel.
     for spare in 0..=6 {
         in_a_forked_child(|| {
             let scratch = Scratch::new();
-            let _publisher = publisher(&scratch, LONG);
-            is_welcome_when_there_is_room(&scratch, &hello(), spare)
+            let _publisher = scratch.publisher(|it| it);
+            is_told_and_may_come_again(&scratch, &hello(), spare)
         });
     }
 }
@@ -101,7 +84,7 @@ fn pool_hello() -> Message {
 }
 
 #[test]
-fn a_client_that_comes_while_the_server_lacks_descriptors_is_admitted_when_there_is_room() {
+fn a_client_that_comes_while_the_server_lacks_descriptors_is_told_and_may_come_again() {
     let hello = pool_hello();
     for spare in 0..=4 {
         in_a_forked_child(|| {
@@ -110,29 +93,38 @@ fn a_client_that_comes_while_the_server_lacks_descriptors_is_admitted_when_there
                 .domain(&scratch.domain)
                 .device(&Device::host());
             let _pool = pool.build().unwrap();
-            is_welcome_when_there_is_room(&scratch, &hello, spare)
+            is_told_and_may_come_again(&scratch, &hello, spare)
         });
     }
 }
 
 #[test]
-fn a_subscriber_learns_of_a_shortage_that_lasts_for_the_whole_handshake() {
+fn a_subscriber_without_room_in_its_process_is_told_so_and_may_come_again() {
     in_a_forked_child(|| {
         let scratch = Scratch::new();
-        let publisher = publisher(&scratch, Duration::from_secs(1));
-        let mut refused = None;
-        // A connection may be too late before its `Hello` is read.
-        eventually("one is refused", || {
-            raise_descriptor_limit();
-            let (socket, _writers) = send_hello(&scratch, &hello(), 2);
-            if let Received::Message(Message::Refused { denied, text }, _) = hear(&socket) {
-                refused = Some((denied, text));
-            }
-            refused.is_some()
-        });
+        let publisher = scratch.publisher(|it| it);
+        drop(scratch.subscriber());
+        eventually("it is gone", || publisher.subscribers().is_empty());
+        settled_descriptors();
+        // Its own descriptors, and few for the publisher, in one process.
+        leave_descriptors(8);
+        let builder = || {
+            Subscriber::builder("a")
+                .domain(&scratch.domain)
+                .device(&Device::host())
+        };
+        let error = builder().build().map(drop).unwrap_err();
+        eprintln!("{error}");
+        let is_told = matches!(
+            error,
+            Error::DescriptorLimit { .. }
+                | Error::Handshake {
+                    fault: HandshakeFault::NoRoom(_),
+                    ..
+                }
+        );
         raise_descriptor_limit();
-        let (denied, text) = refused.unwrap();
-        !denied && text.contains("no file descriptor left") && publisher.subscribers().is_empty()
+        is_told && builder().build().is_ok()
     });
 }
 
@@ -140,7 +132,7 @@ fn a_subscriber_learns_of_a_shortage_that_lasts_for_the_whole_handshake() {
 fn a_subscriber_that_leaves_during_a_shortage_leaves_nothing_behind() {
     in_a_forked_child(|| {
         let scratch = Scratch::new();
-        let publisher = publisher(&scratch, LONG);
+        let publisher = scratch.publisher(|it| it);
         let (socket, writers) = send_hello(&scratch, &hello(), 2);
         drop((socket, writers));
         raise_descriptor_limit();

@@ -25,10 +25,9 @@ impl EventSource for Owner {
 }
 
 impl ConnectionOwner for Owner {
-    fn on_connection(&self, connection: Connection, _: Hello) -> Result<(), Box<Postponed>> {
+    fn on_connection(&self, connection: Connection, _: Hello) {
         self.acceptor.lock().pending.clear();
         self.connections.lock().unwrap().send(connection).unwrap();
-        Ok(())
     }
 }
 
@@ -157,10 +156,9 @@ fn an_acceptor_that_is_closed_takes_no_connection_that_comes_meanwhile() {
     assert!(scene.connections.try_recv().is_err());
 }
 
-/// Sends a `Hello` to an acceptor that has room for `spare` descriptors, in a process without a
-/// link so far. Whether it is admitted, at the latest when there is room.
-fn is_admitted_when_there_is_room(spare: usize) -> bool {
-    let scene = Scene::before_listening(&format!("short-{spare}"));
+/// Sends a `Hello` to the acceptor. It is not that of this process's lifeline, so that the acceptor
+/// has to make it.
+fn connect(scene: &Scene) -> (PeerSocket, impl Drop) {
     let limit = HandshakeLimit::new(LONG);
     let client = scene.domain.connect(&scene.name, &limit).unwrap();
     let hello = Message::Hello {
@@ -169,34 +167,59 @@ fn is_admitted_when_there_is_room(spare: usize) -> bool {
         kind: Kind::Timeline,
         body: Vec::new(),
     };
-    // Not the lifeline of this process, so that the acceptor has to make it.
     let pipes = [(); 2].map(|()| rustix::pipe::pipe().unwrap());
     let ends = pipes.each_ref().map(|(end, _)| end.as_fd());
     send_raw(client.as_fd(), &packet(&hello), &ends).unwrap();
+    (client, Vec::from(pipes))
+}
+
+/// Whether a peer that comes when the acceptor has room for `spare` descriptors, in a process
+/// without a link so far, is admitted or refused for that reason, and the next one is admitted.
+fn is_refused_without_room(spare: usize) -> bool {
+    let scene = Scene::before_listening(&format!("short-{spare}"));
+    let (client, _lifeline) = connect(&scene);
     leave_descriptors(spare);
-    let acceptor = &scene.owner.acceptor;
-    acceptor.listen().unwrap();
+    scene.owner.acceptor.listen().unwrap();
     let mut backoff = Backoff::default();
     let is_answered = || message::wait_readable(client.as_fd(), Duration::ZERO);
-    // The control that the acceptor has tried: it has admitted, refused or kept the connection.
     let early = loop {
         match scene.connections.try_recv() {
             Ok(connection) => break Some(connection),
-            Err(_) if is_answered() || !acceptor.lock().pending.is_empty() => break None,
+            Err(_) if is_answered() => break None,
             Err(_) => backoff.pause(),
         }
     };
     raise_descriptor_limit();
-    early
-        .or_else(|| scene.connections.recv_timeout(LONG / 6).ok())
-        .is_some()
+    let answer = message::receive(client.as_fd(), "a");
+    let is_refused = matches!(answer, Ok(Received::Message(Message::NoRoom { .. }, _)));
+    assert_ne!(early.is_some(), is_refused, "{spare}: {answer:?}");
+    let _next = connect(&scene);
+    let mut next = None;
+    while next.is_none() {
+        // As a tick does.
+        scene.owner.acceptor.listen().unwrap();
+        next = scene.connections.try_recv().ok();
+        backoff.pause();
+    }
+    true
 }
 
 #[test]
-fn a_peer_is_admitted_as_soon_as_this_process_has_the_descriptors_for_it() {
-    // The first for the connection itself; the others for the pidfd, both lifelines and the pair
-    // of sockets that this process's own lifeline is kept in.
+fn a_peer_without_room_for_it_is_refused_and_the_next_one_is_admitted() {
+    // The first for the reserve, in the place of which the connection comes; the others for the
+    // pidfd, both lifelines and the pair of sockets that this process's own lifeline is kept in.
     for spare in 1..=12 {
-        in_a_forked_child(|| is_admitted_when_there_is_room(spare));
+        in_a_forked_child(|| is_refused_without_room(spare));
     }
+}
+
+#[test]
+fn an_acceptor_without_a_descriptor_for_its_reserve_does_not_begin() {
+    in_a_forked_child(|| {
+        let scene = Scene::before_listening("reserve");
+        leave_descriptors(0);
+        let error = scene.owner.acceptor.listen().unwrap_err();
+        raise_descriptor_limit();
+        matches!(error, Error::DescriptorLimit { .. }) && scene.owner.acceptor.listen().is_ok()
+    });
 }

@@ -4,6 +4,7 @@ use super::*;
 use crate::fork::CloseOnForkFd;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::limits::ConnectionQuota;
+use crate::ipc::peer::Peer;
 
 struct Willing;
 
@@ -66,7 +67,7 @@ fn a_client_that_is_admitted_while_the_server_closes_is_told_of_the_close() {
     peer.adopt(message::take_lifeline(&mut fds).unwrap())
         .unwrap();
     let quota_permit = Arc::new(quota.take(&peer, &socket).unwrap());
-    let connection = acceptor::Connection {
+    let connection = Connection {
         id: 1,
         peer,
         socket,
@@ -79,7 +80,7 @@ fn a_client_that_is_admitted_while_the_server_closes_is_told_of_the_close() {
     };
     // Between the check of `on_connection` and the admission.
     drop(server);
-    assert!(server_core.admit(connection, hello).is_ok());
+    server_core.admit(connection, hello);
     let told = message::receive(ours.as_fd(), "a");
     assert!(
         matches!(
@@ -117,7 +118,7 @@ fn a_request_that_is_read_while_the_server_closes_is_not_refused_before_the_clos
     assert!(
         server
             .server_core()
-            .on_message(1, &socket, request, vec![])
+            .on_request(1, &socket, request, vec![])
             .is_ok()
     );
     drop(server);
@@ -127,7 +128,7 @@ fn a_request_that_is_read_while_the_server_closes_is_not_refused_before_the_clos
 /// Refuses every client, after `close` has taken the connections out and before it tells them.
 #[derive(Default)]
 struct Overtaken {
-    taken: Mutex<HashMap<u64, Connection>>,
+    taken: Mutex<HashMap<u64, ServedSession>>,
 }
 
 impl RequestHandler for Overtaken {
@@ -167,7 +168,7 @@ fn a_client_that_the_closing_server_cannot_admit_any_more_is_not_refused() {
         // As `close` goes on.
         server.server_core().acceptor.close();
         let taken = std::mem::take(&mut *handler.taken.lock().unwrap());
-        taken.into_values().for_each(Connection::end);
+        taken.into_values().for_each(ServedSession::end);
         client.join().unwrap()
     });
     assert!(

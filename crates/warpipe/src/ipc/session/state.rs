@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 
 use crate::error::{Error, Result};
+use crate::ipc::connection::{self, ConnectionUser};
 use crate::ipc::message::{self, CloseReason, Message, Received};
 use crate::ipc::peer::Peer;
 use crate::ipc::{IncomingReply, Kind, NOTIFICATION, SessionObserver};
@@ -20,20 +21,9 @@ use crate::trace::{self, TraceEvent};
 /// The most requests of one session that the server has not answered.
 pub(super) const REQUESTS_MAX: usize = 64;
 
-/// Messages read before the reactor serves other sockets.
-const BATCH_MAX: usize = 16;
-
-/// How many more batches of [`BATCH_MAX`] messages are read from a dead server's socket.
-const FINAL_READS_MAX: usize = 64;
-
 /// The longest sleep between two checks while a client waits for its server. A notification of the
 /// domain or of the server wakes the client earlier.
 pub(super) const RETRY_INTERVAL: Duration = Duration::from_millis(50);
-
-pub(super) const SOCKET: u64 = 0;
-pub(super) const PROVEN: u64 = 1;
-pub(super) const SUSPECT: u64 = 2;
-pub(super) const ORPHANED: u64 = 3;
 
 pub(super) struct SessionState {
     /// Declared first: the registrations end before their descriptors are closed.
@@ -287,44 +277,48 @@ impl SessionState {
         }
     }
 
-    pub(super) fn on_socket(&self) -> Next {
-        for _ in 0..BATCH_MAX {
-            match message::receive(self.socket.as_fd(), &self.name) {
-                Ok(Received::Nothing) => return Next::Keep,
+    fn observer(&self) -> Option<Arc<dyn SessionObserver>> {
+        self.observer
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+}
+
+impl ConnectionUser for SessionState {
+    fn on_message(&self, _: u64) -> Next {
+        let refused = |text| Error::Refused {
+            name: self.name.clone(),
+            text,
+        };
+        connection::read(self.socket.as_fd(), &self.name, |received| {
+            match received {
                 Ok(Received::Message(Message::Reply { serial, body, .. }, fds)) => {
                     self.on_reply(serial, Ok(IncomingReply { body, fds }));
                 }
                 Ok(Received::Message(Message::RequestFailed { serial, text }, _)) => {
-                    self.on_reply(
-                        serial,
-                        Err(Error::Refused {
-                            name: self.name.clone(),
-                            text,
-                        }),
-                    );
+                    self.on_reply(serial, Err(refused(text)));
                 }
                 Ok(Received::Message(Message::Close(_), _)) => self.is_graceful.store(true, SeqCst),
-                Ok(Received::Message(Message::Refused { text, .. }, _)) => {
-                    let _ = self.rejection.set(text);
-                    self.on_closed();
-                    return Next::Stop;
-                }
                 // This process lacks room, which says nothing about the server.
                 Err(error) if message::is_short(&error) => {
                     self.leave_unread(error);
                     return Next::RetryAtTick;
                 }
                 // Any other message or error ends the session.
-                Ok(Received::Message(..) | Received::End) | Err(_) => {
-                    self.on_closed();
+                end => {
+                    if let Ok(Received::Message(Message::Refused { text, .. }, _)) = end {
+                        let _ = self.rejection.set(text);
+                    }
+                    self.on_close(0);
                     return Next::Stop;
                 }
             }
-        }
-        Next::Keep
+            Next::Keep
+        })
     }
 
-    fn on_closed(&self) {
+    fn on_close(&self, _: u64) {
         if std::mem::replace(&mut self.lock().is_over, true) {
             return;
         }
@@ -345,48 +339,31 @@ impl SessionState {
         }
     }
 
-    fn observer(&self) -> Option<Arc<dyn SessionObserver>> {
-        self.observer
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+    fn on_orphaned(&self, id: u64) {
+        connection::read_out(self, id);
+        self.on_close(id);
+        if !self.is_dead.swap(true, SeqCst) {
+            trace::emit(|| TraceEvent::OwnerDied {
+                name: self.name.clone(),
+                pid: self.peer.pid,
+            });
+        }
+        self.observer()
+            .into_iter()
+            .for_each(|observer| observer.on_orphaned());
+    }
+
+    fn on_proven(&self, id: u64) {
+        self.on_orphaned(id);
+        self.observer()
+            .into_iter()
+            .for_each(|observer| observer.on_proven_dead());
     }
 }
 
 impl EventSource for SessionState {
     fn on_ready(&self, tag: u64) -> Next {
-        match tag {
-            SUSPECT => {
-                // The server's last messages are still in the socket, its graceful close for one:
-                // at most a socket buffer full. The socket's end may never come, since another
-                // process may hold a copy of it.
-                let is_over = || self.on_socket() == Next::Stop || self.lock().is_over;
-                let _ = (0..FINAL_READS_MAX).any(|_| is_over());
-                self.on_closed();
-                Next::Stop
-            }
-            ORPHANED => {
-                self.on_ready(SUSPECT);
-                if !self.is_dead.swap(true, SeqCst) {
-                    trace::emit(|| TraceEvent::OwnerDied {
-                        name: self.name.clone(),
-                        pid: self.peer.pid,
-                    });
-                }
-                self.observer()
-                    .into_iter()
-                    .for_each(|observer| observer.on_orphaned());
-                Next::Stop
-            }
-            PROVEN => {
-                self.on_ready(ORPHANED);
-                self.observer()
-                    .into_iter()
-                    .for_each(|observer| observer.on_proven_dead());
-                Next::Stop
-            }
-            _ => self.on_socket(),
-        }
+        connection::dispatch(self, tag)
     }
 }
 

@@ -3,8 +3,9 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use super::state::{PROVEN, Patience, PendingRequest, REQUESTS_MAX};
+use super::state::{Patience, PendingRequest, REQUESTS_MAX};
 use crate::error::Error;
+use crate::ipc::connection::{ConnectionUser, Sign};
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
     AccessPolicy, Address, ClientInfo, ClientSession, Disconnected, IncomingReply, IpcServer, Kind,
@@ -81,7 +82,7 @@ fn a_request_to_a_server_that_has_just_closed_reports_a_graceful_close() {
         while session.inner.lock().open.is_empty() && !request.is_finished() {
             std::thread::yield_now();
         }
-        while session.inner.on_socket() == Next::Keep {
+        while session.inner.on_message(0) == Next::Keep {
             std::thread::yield_now();
         }
         request.join().unwrap()
@@ -106,7 +107,7 @@ fn owner_gone_waits_until_the_graceful_close_has_been_read() {
             session.owner_gone()
         });
         started.recv().unwrap();
-        while session.inner.on_socket() == Next::Keep {
+        while session.inner.on_message(0) == Next::Keep {
             std::thread::yield_now();
         }
         request.join().unwrap()
@@ -123,7 +124,7 @@ fn a_dead_server_is_dead_although_another_process_holds_its_socket_open() {
     let (folder, server, session) = connect("held");
     let (inner, (tx, rx)) = (session.inner.clone(), channel());
     // As the reactor does when the lifeline ends. The socket is open and silent.
-    std::thread::spawn(move || tx.send(inner.on_ready(PROVEN)));
+    std::thread::spawn(move || tx.send(inner.on_ready(Sign::Proven.tag(0))));
     assert_eq!(rx.recv_timeout(Duration::from_secs(10)), Ok(Next::Stop));
     assert!(session.is_dead() && session.is_over());
     drop((session, server));
@@ -222,7 +223,7 @@ fn a_stale_reply_comes_with_its_request_which_counts_until_then() {
     assert!(matches!(asked, Err(Error::Timeout { .. })), "{asked:?}");
     assert_eq!(session.inner.lock().open.len(), 1);
     let answer = loop {
-        assert_eq!(session.inner.on_socket(), Next::Keep);
+        assert_eq!(session.inner.on_message(0), Next::Keep);
         match rx.try_recv() {
             Ok(answer) => break answer,
             Err(_) => std::thread::yield_now(),

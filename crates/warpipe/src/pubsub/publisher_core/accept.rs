@@ -9,10 +9,10 @@ use super::PublisherCore;
 use super::state::PublisherState;
 use crate::backend::Access;
 use crate::error::{Error, HandshakeFault};
-use crate::ipc::acceptor::{Connection, ConnectionOwner, Hello, Postponed, refusal, say};
-use crate::ipc::is_shortage;
+use crate::ipc::acceptor::{ConnectionOwner, Hello, refusal, refusal_for, say};
+use crate::ipc::connection::{self, Connection, ConnectionUser, watch_peer, watch_socket};
 use crate::ipc::message::{self, CloseReason, Message, Received};
-use crate::ipc::peer::DeathEvidence;
+use crate::ipc::peer::ORPHAN_TIMEOUT;
 use crate::kind::Kind;
 use crate::runtime::fence::LazyFence;
 use crate::runtime::reactor::{DropReadiness, EventSource, Next};
@@ -21,107 +21,73 @@ use crate::slow_path::{self, SlowPath};
 use crate::statistics;
 use crate::trace::{self, TraceEvent};
 
-/// How often the socket of a suspect peer is read, [`MESSAGES_AT_ONCE`] each time.
-const FINAL_READS_MAX: usize = 16;
-
 /// The most messages taken from one socket in one reactor call.
 const MESSAGES_AT_ONCE: usize = 16;
 
-const SOCKET: u64 = 0;
-const PROVEN: u64 = 1;
-const SUSPECT: u64 = 2;
-
-fn tag(id: u64, kind: u64) -> u64 {
-    id << 2 | kind
-}
-
 impl PublisherCore {
-    /// Makes the link of a new subscriber and sends it. Postpones the connection if this process
-    /// has no room for the link at present.
-    fn attach(&self, connection: Connection, hello: Hello) -> Result<(), Box<Postponed>> {
+    /// Makes the link of a new subscriber and sends it.
+    fn attach(&self, connection: Connection, hello: Hello) {
+        // Held until the subscriber is told: without the connection the socket is shut down.
         let socket = connection.socket.clone();
-        // Before `connection` is dropped, which shuts the socket down.
-        let refuse = |reason: &dyn std::fmt::Display| {
-            say(&self.name, &socket, &refusal(false, reason));
-            Ok(())
-        };
-        let postpone = |connection, hello, reason: Error| {
-            Err(Box::new(Postponed {
-                connection,
-                hello,
-                reason: reason.to_string(),
-            }))
-        };
-        let own = self.device.info().id;
-        let device = match (hello.device, hello.body.as_slice()) {
-            (Some(device), []) => device,
-            (_, body) => {
-                let bytes = body.len();
-                return refuse(&HandshakeFault::Garbled { bytes });
-            }
-        };
-        if !share_memory(own, device) {
-            slow_path::count(SlowPath::NoPeerAccess, 0);
-            return refuse(&HandshakeFault::Device {
-                publisher: own.to_string(),
-                subscriber: device.to_string(),
-            });
+        let refuse = |message: Message| say(&self.name, &socket, &message);
+        if let Err(fault) = self.check_hello(&hello) {
+            return refuse(refusal(false, fault));
         }
-        let (id, pid) = (connection.id, connection.peer.pid);
         let parts = match LinkParts::new(&self.device, self.options.depth, self.generation) {
             Ok(parts) => parts,
-            Err(error) if message::is_short(&error) => return postpone(connection, hello, error),
-            Err(error) => return refuse(&error),
+            Err(error) => return refuse(refusal_for(&error)),
         };
         let policy = self.options.policy_for(&connection.peer);
         let mut state = self.lock();
         let welcome = Message::Welcome {
             generation: self.generation,
-            device: own,
+            device: self.device.info().id,
             depth: self.options.depth,
             access: Access::Read,
             lossless: policy.is_lossless() && self.options.forwards.is_none(),
             source: self.options.forwards.unwrap_or(self.generation),
             regions: state.arena.chunks().len() as u32,
         };
-        let mut link = match parts.welcome(
-            connection,
-            policy,
-            self.options.kind == Kind::Results,
-            &welcome,
-            self.fences.published(),
-            state.arena.chunks(),
-        ) {
-            Ok(link) if !state.closed => link,
-            Ok(link) => {
-                self.reactor.defer_drop(Box::new(link));
-                return Ok(());
-            }
-            Err((remains, error, unsent)) => {
-                drop(state);
-                self.reactor.defer_drop(remains);
-                let reason = Error::os("sendmsg", format!("the link to process {pid}"), error);
-                return match unsent {
-                    Some(connection) if is_shortage(error) => postpone(*connection, hello, reason),
-                    _ => refuse(&reason),
-                };
-            }
-        };
-        let watch = |fd, kind| self.reactor.register(fd, &self.me, tag(id, kind));
-        let sign = |sign, kind| link.peer.watch(sign, &self.me, tag(id, kind));
-        if let (Ok(socket), Ok(suspect), Ok(proven)) = (
-            watch(link.socket(), SOCKET),
-            sign(DeathEvidence::Suspect, SUSPECT),
-            sign(DeathEvidence::Proven, PROVEN),
-        ) {
-            link.registrations.extend([socket, suspect, proven]);
-            link.generation = hello.generation;
-            link.row = Some(state.row.link(link.peer.pid, link.peer.uid));
-            state.links.add(link);
-        } else {
-            self.reactor.defer_drop(Box::new(link));
+        let (id, is_results) = (connection.id, self.options.kind == Kind::Results);
+        let mut link = SubscriberLink::new(parts, connection, policy, is_results);
+        link.generation = hello.generation;
+        let (completions, chunks) = (self.fences.published(), state.arena.chunks());
+        if let Err(error) = link.welcome(&welcome, completions, chunks) {
+            drop(state);
+            let reason = format!("the link to process {}", link.peer.pid);
+            refuse(refusal_for(&Error::os("sendmsg", reason, error)));
+            return self.reactor.defer_drop(Box::new(link));
         }
-        Ok(())
+        let watches = watch_socket(&self.reactor, link.socket(), &self.me, id).and_then(|socket| {
+            Ok((
+                socket,
+                watch_peer(&link.peer, ORPHAN_TIMEOUT, &self.me, id)?,
+            ))
+        });
+        match watches {
+            Ok((socket, peer)) if !state.closed => {
+                link.registrations.push(socket);
+                link.registrations.extend(peer);
+                link.row = Some(state.row.link(link.peer.pid, link.peer.uid));
+                state.links.add(link);
+            }
+            _ => self.reactor.defer_drop(Box::new(link)),
+        }
+    }
+
+    fn check_hello(&self, hello: &Hello) -> Result<(), HandshakeFault> {
+        let own = self.device.info().id;
+        match (hello.device, hello.body.as_slice()) {
+            (Some(device), []) if share_memory(own, device) => Ok(()),
+            (Some(device), []) => {
+                slow_path::count(SlowPath::NoPeerAccess, 0);
+                Err(HandshakeFault::Device {
+                    publisher: own.to_string(),
+                    subscriber: device.to_string(),
+                })
+            }
+            (_, body) => Err(HandshakeFault::Garbled { bytes: body.len() }),
+        }
     }
 
     /// A link's socket is readable.
@@ -265,14 +231,6 @@ impl PublisherCore {
         }
     }
 
-    /// The peer is suspect: it writes no more, and all its earlier messages are in the socket by
-    /// now, however late the socket's end comes.
-    fn on_suspect(&self, id: u64) -> Next {
-        let _ = (0..FINAL_READS_MAX).all(|_| self.on_socket(self.lock(), id) == Next::Keep);
-        self.on_end(&mut self.lock(), id);
-        Next::Stop
-    }
-
     /// The socket has closed: a leaving subscriber is finished, any other is suspect from now on.
     fn on_end(&self, state: &mut PublisherState, id: u64) {
         if let Some(link) = state.links.find(id)
@@ -295,7 +253,7 @@ impl PublisherCore {
 
     /// The peer is proven dead: no part of that process can access memory any more, so all slots
     /// that it held are free once this process's own streams are past them.
-    fn on_death(&self, state: &mut PublisherState, id: u64) -> Next {
+    fn on_death(&self, state: &mut PublisherState, id: u64) {
         if let Some(link) = state.links.find(id) {
             trace::emit(|| TraceEvent::SubscriberDied {
                 name: self.name.to_string(),
@@ -308,7 +266,6 @@ impl PublisherCore {
             self.reap_links(state);
             self.ring();
         }
-        Next::Stop
     }
 
     /// Removes the leaving links that have released everything.
@@ -392,8 +349,22 @@ impl PublisherCore {
 }
 
 impl ConnectionOwner for PublisherCore {
-    fn on_connection(&self, connection: Connection, hello: Hello) -> Result<(), Box<Postponed>> {
-        self.attach(connection, hello)
+    fn on_connection(&self, connection: Connection, hello: Hello) {
+        self.attach(connection, hello);
+    }
+}
+
+impl ConnectionUser for PublisherCore {
+    fn on_message(&self, id: u64) -> Next {
+        self.on_socket(self.lock(), id)
+    }
+
+    fn on_close(&self, id: u64) {
+        self.on_end(&mut self.lock(), id);
+    }
+
+    fn on_proven(&self, id: u64) {
+        self.on_death(&mut self.lock(), id);
     }
 }
 
@@ -403,15 +374,7 @@ impl EventSource for PublisherCore {
     }
 
     fn on_ready(&self, tag: u64) -> Next {
-        let (id, kind) = (tag >> 2, tag & 3);
-        if kind == SUSPECT {
-            return self.on_suspect(id);
-        }
-        let mut state = self.lock();
-        match kind {
-            PROVEN => self.on_death(&mut state, id),
-            _ => self.on_socket(state, id),
-        }
+        connection::dispatch(self, tag)
     }
 
     fn on_tick(&self, now_ns: u64) {

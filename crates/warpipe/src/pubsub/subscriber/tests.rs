@@ -9,6 +9,7 @@ use super::*;
 use crate::backend::testing::{Failing, Wrapped};
 use crate::hostile::alone;
 use crate::ipc::domain::watch::tests::MADE;
+use crate::ipc::message::wait_readable;
 use crate::pubsub::{Policy, Publisher};
 use crate::tensor::Layout;
 

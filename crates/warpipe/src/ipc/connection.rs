@@ -1,0 +1,150 @@
+//! One connection: a socket, the peer at its other end, and the evidence of that peer's end.
+//!
+//! Acceptors begin connections; servers of sessions, sessions and both ends of a link go on with
+//! them. The events of each are [`Sign`]s, and [`ConnectionUser`] says what they mean.
+
+use std::os::fd::BorrowedFd;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use super::limits::QuotaPermit;
+use super::message::{self, Received};
+use super::peer::{DeathEvidence, Peer};
+use crate::error::Result;
+use crate::runtime::closer::PeerSocket;
+use crate::runtime::reactor::{EventSource, Next, Reactor, Registration};
+
+/// The most messages that are read from one socket before others are served.
+const BATCH_MAX: usize = 16;
+
+/// How many batches are read from the socket of a suspect peer: at most a socket buffer full.
+const FINAL_READS_MAX: usize = 64;
+
+/// A connection with a peer that may connect and counts against the limits. The peer's death is
+/// watched for.
+#[derive(Debug)]
+pub(crate) struct Connection {
+    /// Counted from 1 for each acceptor, never used again.
+    pub(crate) id: u64,
+    pub(crate) peer: Peer,
+    pub(crate) socket: Arc<PeerSocket>,
+    pub(crate) quota_permit: Arc<QuotaPermit>,
+}
+
+/// What an event of a connection shows. The number of the connection and this are the event's tag.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Sign {
+    /// The socket is readable, or has ended.
+    Message,
+    /// The peer's process does no more, even if its socket stays open.
+    Suspect,
+    /// The process has been suspect for the orphan timeout, or is proven dead.
+    Orphaned,
+    /// That process touches memory no more.
+    Proven,
+}
+
+impl Sign {
+    const ALL: [Sign; 4] = [Sign::Message, Sign::Suspect, Sign::Orphaned, Sign::Proven];
+
+    pub(crate) fn tag(self, id: u64) -> u64 {
+        id << 2 | self as u64
+    }
+}
+
+/// Registers for a connection's messages.
+pub(crate) fn watch_socket(
+    reactor: &Arc<Reactor>,
+    socket: BorrowedFd<'_>,
+    user: &Weak<dyn EventSource>,
+    id: u64,
+) -> Result<Registration> {
+    reactor.register(socket, user, Sign::Message.tag(id))
+}
+
+/// Registers for the suspicion that a peer has ended.
+pub(crate) fn watch_suspicion(
+    peer: &Peer,
+    user: &Weak<dyn EventSource>,
+    id: u64,
+) -> Result<Registration> {
+    peer.watch(DeathEvidence::Suspect, user, Sign::Suspect.tag(id))
+}
+
+/// Registers for the evidence of a peer's death.
+pub(crate) fn watch_peer(
+    peer: &Peer,
+    orphan_timeout: Duration,
+    user: &Weak<dyn EventSource>,
+    id: u64,
+) -> Result<[Registration; 3]> {
+    let orphaned = DeathEvidence::Orphaned(orphan_timeout);
+    Ok([
+        watch_suspicion(peer, user, id)?,
+        peer.watch(orphaned, user, Sign::Orphaned.tag(id))?,
+        peer.watch(DeathEvidence::Proven, user, Sign::Proven.tag(id))?,
+    ])
+}
+
+/// What a user of connections does at each sign.
+pub(crate) trait ConnectionUser {
+    /// Reads messages that are there ([`read`]).
+    fn on_message(&self, id: u64) -> Next;
+
+    /// The peer sends no more: its socket has ended, or its process is suspect and all of its
+    /// messages have been read.
+    fn on_close(&self, id: u64);
+
+    /// The peer's process is orphaned. Streams that wait for it are to be rescued.
+    fn on_orphaned(&self, _id: u64) {}
+
+    /// The peer's process is proven dead.
+    fn on_proven(&self, _id: u64) {}
+}
+
+/// Gives an event to its user.
+pub(crate) fn dispatch(user: &impl ConnectionUser, tag: u64) -> Next {
+    let id = tag >> 2;
+    match Sign::ALL[(tag & 3) as usize] {
+        Sign::Message => return user.on_message(id),
+        Sign::Suspect => return close(user, id),
+        Sign::Orphaned => user.on_orphaned(id),
+        Sign::Proven => user.on_proven(id),
+    }
+    Next::Stop
+}
+
+/// Closes the connection of a suspect peer, behind its last messages.
+fn close(user: &impl ConnectionUser, id: u64) -> Next {
+    if !read_out(user, id) {
+        return Next::RetryAtTick;
+    }
+    user.on_close(id);
+    Next::Stop
+}
+
+/// Reads the last messages of a suspect peer, its graceful close for one: all of them are in the
+/// socket by now, however late the socket's end comes. False if some are left because this process
+/// has no room for them.
+pub(crate) fn read_out(user: &impl ConnectionUser, id: u64) -> bool {
+    let mut reads = (0..FINAL_READS_MAX).map(|_| user.on_message(id));
+    reads.find(|next| *next != Next::Keep) != Some(Next::RetryAtTick)
+}
+
+/// Reads a batch of messages, as long as `take` says so.
+pub(crate) fn read(
+    socket: BorrowedFd<'_>,
+    name: &str,
+    mut take: impl FnMut(Result<Received>) -> Next,
+) -> Next {
+    for _ in 0..BATCH_MAX {
+        let next = match message::receive(socket, name) {
+            Ok(Received::Nothing) => return Next::Keep,
+            received => take(received),
+        };
+        if next != Next::Keep {
+            return next;
+        }
+    }
+    Next::Keep
+}
