@@ -359,41 +359,8 @@ fn descriptors(socket: BorrowedFd<'_>, wanted: usize, name: &str) -> Result<Vec<
             fault,
         });
     }
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
-    let room = match wanted {
-        ..=FEW_DESCRIPTORS => rustix::cmsg_space!(ScmRights(FEW_DESCRIPTORS)),
-        _ => space.len(),
-    };
-    let mut ancillary = RecvAncillaryBuffer::new(&mut space[..room]);
-    let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-    let uid = peer_of(socket);
-    // The descriptors are made by the call.
-    let section = NoForkSection::enter();
-    let taken = take_standard();
-    let got = past_reset(|| {
-        rustix::net::recvmsg(
-            socket,
-            &mut [IoSliceMut::new(&mut [])],
-            &mut ancillary,
-            flags,
-        )
-    })
-    .map_err(|error| Error::os("recvmsg", format!("the descriptors of {name:?}"), error))?;
-    let fds: Vec<PeerFd> = ancillary
-        .drain()
-        .filter_map(|message| {
-            if let RecvAncillaryMessage::ScmRights(fds) = message {
-                Some(fds)
-            } else {
-                None
-            }
-        })
-        .flatten()
-        .map(|fd| PeerFd::received(&section, fd, uid))
-        .collect();
-    drop(taken);
-    drop(section);
-    let is_cut = got.flags.contains(ReturnFlags::CTRUNC);
+    let (fds, is_cut) = copy_descriptors(socket, wanted)
+        .map_err(|error| Error::os("recvmsg", format!("the descriptors of {name:?}"), error))?;
     if is_cut && fds.len() < wanted {
         return Err(Error::os(
             "recvmsg",
@@ -412,6 +379,47 @@ fn descriptors(socket: BorrowedFd<'_>, wanted: usize, name: &str) -> Result<Vec<
         });
     }
     Ok(fds)
+}
+
+/// Copies of up to `wanted` descriptors of the next packet, and whether there are more.
+fn copy_descriptors(
+    socket: BorrowedFd<'_>,
+    wanted: usize,
+) -> std::result::Result<(Vec<PeerFd>, bool), Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
+    let room = match wanted {
+        ..=FEW_DESCRIPTORS => rustix::cmsg_space!(ScmRights(FEW_DESCRIPTORS)),
+        _ => space.len(),
+    };
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space[..room]);
+    let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    let uid = peer_of(socket);
+    // The descriptors are made by the call.
+    let section = NoForkSection::enter();
+    let taken = take_standard();
+    let got = past_reset(|| {
+        rustix::net::recvmsg(
+            socket,
+            &mut [IoSliceMut::new(&mut [])],
+            &mut ancillary,
+            flags,
+        )
+    })?;
+    let fds: Vec<PeerFd> = ancillary
+        .drain()
+        .filter_map(|message| {
+            if let RecvAncillaryMessage::ScmRights(fds) = message {
+                Some(fds)
+            } else {
+                None
+            }
+        })
+        .flatten()
+        .map(|fd| PeerFd::received(&section, fd, uid))
+        .collect();
+    drop(taken);
+    drop(section);
+    Ok((fds, got.flags.contains(ReturnFlags::CTRUNC)))
 }
 
 /// Takes the lifeline off the descriptors of a first message.

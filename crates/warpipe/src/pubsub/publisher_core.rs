@@ -27,9 +27,6 @@ pub(crate) use unicast::RetainedSlot;
 use std::sync::{Arc, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
-use self::history::History;
-use self::links::Links;
-use self::placement::Placement;
 use self::slot_fences::SlotFences;
 use self::state::PublisherState;
 use super::builder::{PublisherBuilder, SubscriberInfo};
@@ -41,12 +38,12 @@ use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
 use crate::ipc::acceptor::{Acceptor, AcceptorOptions};
 use crate::ipc::domain::NameClaim;
-use crate::memory::arena::{Arena, Chunk, SlotId};
+use crate::memory::arena::{Chunk, Growth, SlotId};
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::{LazyFence, StreamSet};
 use crate::runtime::reactor::{DropReadiness, EventSource, Reactor, new_generation};
-use crate::runtime::turn::{TurnLock, TurnState};
+use crate::runtime::turn::TurnLock;
 use crate::slow_path::SlowPath;
 use crate::statistics::{EndpointRow, EndpointWords, Role};
 use crate::stream::Stream;
@@ -143,21 +140,7 @@ impl PublisherCore {
             this: me.clone(),
             me: me.clone(),
             reactor: reactor.clone(),
-            state: TurnLock::new(PublisherState {
-                arena: Arena::new(&device, options.shared.memory_limit),
-                closing: Vec::new(),
-                regions: Vec::new(),
-                links: Links::new(options.observer.is_some()),
-                history: History::new(options.history),
-                placement: Placement::default(),
-                next_sequence: 1,
-                closed: false,
-                row,
-                turn: TurnState::default(),
-                sleepers: 0,
-                has_leader: false,
-                unlooked_loans: 0,
-            }),
+            state: TurnLock::new(PublisherState::new(&options, &device, row)),
             fences,
             streams: Arc::new(streams),
             acceptor: Acceptor::new(
@@ -231,20 +214,7 @@ impl PublisherCore {
                 }
             }
             if let Some(growth) = state.plan(bytes) {
-                // Without the lock: the driver may take long, and the reactor must not wait for it.
-                drop(state);
-                let mut held = None;
-                let made = growth.make(&self.device).and_then(|chunk| {
-                    let region = chunk.region.clone();
-                    held = Some(DropAfterFence::new(self.streams.clone(), region)?);
-                    Ok(chunk)
-                });
-                state = self.lock();
-                let number = state.arena.adopt(growth, made)?;
-                let Chunk { id, region, .. } = &state.arena.chunks()[number as usize];
-                region.identify(self.generation, (*id).into());
-                state.regions.extend(held.map(Arc::new));
-                state.links.regions_have_changed();
+                state = self.grow(state, growth)?;
                 continue;
             }
             let limit = state.arena.limit();
@@ -277,6 +247,29 @@ impl PublisherCore {
             };
             state = self.wait_for_release(state, left, &mut backoff, |_| true);
         }
+    }
+
+    /// Makes a planned region without the lock: the driver may take long, and the reactor must not
+    /// wait for it.
+    fn grow<'a>(
+        &'a self,
+        state: MutexGuard<'a, PublisherState>,
+        growth: Growth,
+    ) -> Result<MutexGuard<'a, PublisherState>> {
+        drop(state);
+        let mut held = None;
+        let made = growth.make(&self.device).and_then(|chunk| {
+            let region = chunk.region.clone();
+            held = Some(DropAfterFence::new(self.streams.clone(), region)?);
+            Ok(chunk)
+        });
+        let mut state = self.lock();
+        let number = state.arena.adopt(growth, made)?;
+        let Chunk { id, region, .. } = &state.arena.chunks()[number as usize];
+        region.identify(self.generation, (*id).into());
+        state.regions.extend(held.map(Arc::new));
+        state.links.regions_have_changed();
+        Ok(state)
     }
 
     /// Keeps the region of a slot mapped.

@@ -23,7 +23,7 @@ use super::loan::Loan;
 use super::owner::SubmitError;
 use super::wire::DeliveryTag;
 use crate::error::{Error, Result};
-use crate::pubsub::SendError;
+use crate::pubsub::{RetainedSlot, SendError};
 use crate::stream::Stream;
 
 /// How long a thread waits for another thread's delivery, even if its own timeout is shorter. The
@@ -184,34 +184,7 @@ impl Dispatcher {
                 loan,
             });
         }
-        let (result, entered) = match posted {
-            Ok((input, position)) => {
-                guard
-                    .table
-                    .store_input(job, Arc::new(input), position.is_some());
-                (
-                    position.map_or(DeliveryResult::Nobody, DeliveryResult::At),
-                    Ok(job),
-                )
-            }
-            Err(SendError { error, sample }) => {
-                // If the worker may have seen the entry, its answer must find a lease, but no job.
-                let result = if sample.is_some() {
-                    DeliveryResult::Nobody
-                } else {
-                    DeliveryResult::Unconfirmed
-                };
-                let metadata = guard.table.undo_insert(job, sample.is_some());
-                let loan = sample.map(|sample| {
-                    Box::new(Loan {
-                        sample: *sample,
-                        metadata,
-                        lease,
-                    })
-                });
-                (result, Err(SubmitError { error, loan }))
-            }
-        };
+        let (result, entered) = entered(guard, job, lease, posted);
         self.finish_delivery(guard, result);
         entered
     }
@@ -273,5 +246,39 @@ impl Dispatcher {
             self.finish_delivery(guard, result);
         }
         false
+    }
+}
+
+/// Notes in the table what became of a job's first delivery.
+fn entered(
+    guard: &mut StateGuard<'_>,
+    job: u64,
+    lease: Option<DeliveryTag>,
+    posted: Result<(RetainedSlot, Option<u64>), SendError>,
+) -> (DeliveryResult, Result<u64, SubmitError>) {
+    match posted {
+        Ok((input, position)) => {
+            let (input, is_held) = (Arc::new(input), position.is_some());
+            guard.table.store_input(job, input, is_held);
+            let result = position.map_or(DeliveryResult::Nobody, DeliveryResult::At);
+            (result, Ok(job))
+        }
+        Err(SendError { error, sample }) => {
+            // If the worker may have seen the entry, its answer must find a lease, but no job.
+            let result = if sample.is_some() {
+                DeliveryResult::Nobody
+            } else {
+                DeliveryResult::Unconfirmed
+            };
+            let metadata = guard.table.undo_insert(job, sample.is_some());
+            let loan = sample.map(|sample| {
+                Box::new(Loan {
+                    sample: *sample,
+                    metadata,
+                    lease,
+                })
+            });
+            (result, Err(SubmitError { error, loan }))
+        }
     }
 }

@@ -8,9 +8,11 @@ use super::placement::Placement;
 use super::recipients::Recipients;
 use super::slot_fences::SlotFences;
 use crate::clock::now_ns;
+use crate::device::Device;
 use crate::error::Result;
 use crate::memory::arena::{Arena, Chunk, Growth, REGIONS_MAX, SlotId};
 use crate::memory::region::Region;
+use crate::pubsub::builder::PublisherBuilder;
 use crate::pubsub::entry::{BorrowedDescription, Metadata};
 use crate::pubsub::subscriber_link::SubscriberLink;
 use crate::runtime::drop_after_fence::DropAfterFence;
@@ -72,6 +74,28 @@ impl HasTurn for PublisherState {
 }
 
 impl PublisherState {
+    pub(super) fn new(
+        options: &PublisherBuilder,
+        device: &Device,
+        row: EndpointRow,
+    ) -> PublisherState {
+        PublisherState {
+            arena: Arena::new(device, options.shared.memory_limit),
+            closing: Vec::new(),
+            regions: Vec::new(),
+            links: Links::new(options.observer.is_some()),
+            history: History::new(options.history),
+            placement: Placement::default(),
+            next_sequence: 1,
+            closed: false,
+            row,
+            turn: TurnState::default(),
+            sleepers: 0,
+            has_leader: false,
+            unlooked_loans: 0,
+        }
+    }
+
     pub(super) fn address(&self, slot: SlotId) -> u64 {
         let slot = self.arena.slot(slot);
         self.arena.chunks()[slot.region as usize].region.ptr() + slot.offset
