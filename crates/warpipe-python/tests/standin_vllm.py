@@ -242,6 +242,9 @@ class Model(nn.Module):
         self.qk = Layer(96 // ranks, 128, UnquantizedLinearMethod())
         self.down = Layer(128, 96 // ranks, Fp8LinearMethod() if quantized else UnquantizedLinearMethod())
         self.norm = nn.Parameter(torch.ones(128), requires_grad=False)
+        # As vLLM has where there is nothing to have.
+        self.none = nn.Parameter(torch.empty(0), requires_grad=False)
+        self.register_buffer("nothing", torch.empty(0))
 
     def load_weights(self, pairs):
         for name, tensor in pairs:

@@ -269,13 +269,16 @@ def _state(model: nn.Module, *, clones: bool) -> dict[str, Any]:
     """A model's parameters, and the values of its buffers, which it goes on writing."""
     state: dict[str, Any] = {}
     for name, parameter in _parameters(model).items():
+        if not parameter.numel():
+            # It is nothing to share, and lies nowhere.
+            continue
         if parameter.device.type != ("cuda" if _is_cuda() else "cpu"):
             said = f"the parameter {name!r} is on {parameter.device}"
             raise ArgumentError(f"{said}, and only weights of the GPU are shared; leave offloading off, or use --load-format auto")
         state[name] = parameter.data
     copied: dict[int, Any] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        if buffer.is_meta or buffer.layout is not torch.strided:
+        if buffer.is_meta or buffer.layout is not torch.strided or not buffer.numel():
             continue
         if id(buffer) not in copied:
             copied[id(buffer)] = buffer.detach().clone() if clones else buffer.detach()
@@ -322,6 +325,8 @@ def _rebind(model: nn.Module, shared: Any, *, leaves_others: bool = False) -> No
     tensors = _Tensors(shared)
     kept = []
     for name, parameter in _parameters(model).items():
+        if not parameter.numel():
+            continue
         if parameter.is_meta:
             said = f"the parameter {name!r} has no memory: vLLM is loading it anew"
             raise ArgumentError(f"{said}; start the update with is_checkpoint_format=False")
@@ -397,6 +402,8 @@ class _Gift:
             for key, value in scales.items():
                 setattr(module, key, value)
         for name, parameter in _parameters(self._model).items():
+            if not parameter.numel():
+                continue
             tensor = self._tensors.get(name)
             if parameter.is_meta or tensor is None or parameter.data_ptr() != tensor.data_ptr():
                 self._wrong.append(name)
@@ -427,7 +434,7 @@ class _Gift:
     def _give_layer(self, layer: nn.Module) -> None:
         prefix = self._names[id(layer)]
         for key, parameter in layer._parameters.items():
-            if parameter is None:
+            if parameter is None or not parameter.numel():
                 continue
             name = f"{prefix}.{key}" if prefix else key
             tensor = self._tensors.get(name)
