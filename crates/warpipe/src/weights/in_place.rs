@@ -64,6 +64,8 @@ pub struct TensorsInPlace {
     tensors: BTreeMap<DevicePtr, TensorInPlace>,
     /// By address: the length and the descriptor of each.
     pieces: BTreeMap<DevicePtr, (u64, Arc<PieceFd>)>,
+    /// How many of them were exported for these tensors.
+    new_pieces: usize,
     owners: Mutex<Vec<Box<dyn Any + Send>>>,
 }
 
@@ -90,6 +92,7 @@ impl TensorsInPlace {
             device: device.clone(),
             tensors: BTreeMap::new(),
             pieces: BTreeMap::new(),
+            new_pieces: 0,
             owners: Mutex::default(),
         }
     }
@@ -219,10 +222,14 @@ impl TensorsInPlace {
             let allowed = format!("up to {PIECES_MAX} in a version; publish a copy of it");
             return Err(Error::argument("pieces", found, allowed));
         }
-        if count % LOOK_EVERY == LOOK_EVERY - 1 {
-            check_room(LOOK_EVERY, name)?;
-        }
         let (base, bytes, fd) = PieceFd::export(&self.device, at)?;
+        // Where another version has it already, no descriptor was opened.
+        if Arc::strong_count(&fd) == 1 {
+            self.new_pieces += 1;
+            if self.new_pieces.is_multiple_of(LOOK_EVERY) {
+                check_room(LOOK_EVERY, name)?;
+            }
+        }
         self.pieces.insert(base, (bytes, fd));
         Ok((base, bytes))
     }
