@@ -191,16 +191,9 @@ impl PublisherCore {
             return Ok((slot, state.address(slot)));
         }
         loop {
-            state.reclaim(&self.fences, false);
             // This thread or another one may have made a region meanwhile.
             state.announce(&self.name)?;
-            if let Some(slot) = state.arena.take(bytes) {
-                return Ok((slot, state.address(slot)));
-            }
-            // A new region is made only when no slot can be reclaimed, not even one behind a sample
-            // that is held long.
-            state.reclaim(&self.fences, true);
-            if let Some(slot) = state.arena.take(bytes) {
+            if let Some(slot) = self.take_released(&mut state, bytes) {
                 return Ok((slot, state.address(slot)));
             }
             if state.arena.is_out_of_slots() {
@@ -218,10 +211,8 @@ impl PublisherCore {
                 continue;
             }
             let limit = state.arena.limit();
-            let can_fit = state
-                .arena
-                .region_for(bytes)
-                .is_some_and(|least| least <= limit);
+            let least = state.arena.region_for(bytes);
+            let can_fit = least.is_some_and(|least| least <= limit);
             if can_fit {
                 let removed = state.give_back_regions(bytes);
                 if !removed.is_empty() {
@@ -247,6 +238,15 @@ impl PublisherCore {
             };
             state = self.wait_for_release(state, left, &mut backoff, |_| true);
         }
+    }
+
+    /// Takes a slot that is free or released. A new region is made only when no slot can be
+    /// reclaimed, not even one behind a sample that is held long.
+    fn take_released(&self, state: &mut PublisherState, bytes: u64) -> Option<SlotId> {
+        [false, true].into_iter().find_map(|is_thorough| {
+            state.reclaim(&self.fences, is_thorough);
+            state.arena.take(bytes)
+        })
     }
 
     /// Makes a planned region without the lock: the driver may take long, and the reactor must not

@@ -174,20 +174,26 @@ impl PublisherLink {
             reactor: reactor.clone(),
             memory,
         });
-        let me: Weak<dyn EventSource> = Arc::downgrade(&link) as Weak<dyn EventSource>;
-        link.monitor().read_by(Arc::downgrade(&link));
+        link.watch(orphan_timeout)?;
+        Ok(link)
+    }
+
+    /// Begins to read the publisher's messages, and to watch for its death.
+    fn watch(self: &Arc<Self>, orphan_timeout: Duration) -> Result<()> {
+        let me: Weak<dyn EventSource> = Arc::downgrade(self) as Weak<dyn EventSource>;
+        self.monitor().read_by(Arc::downgrade(self));
         let monitor: Weak<dyn EventSource> =
-            Arc::downgrade(&link.memory.monitor) as Weak<dyn EventSource>;
+            Arc::downgrade(&self.memory.monitor) as Weak<dyn EventSource>;
         let words = [
-            watch_socket(&reactor, link.socket.as_fd(), &me, 0)?,
-            watch_suspicion(&link.peer, &me, 0)?,
+            watch_socket(&self.reactor, self.socket.as_fd(), &me, 0)?,
+            watch_suspicion(&self.peer, &me, 0)?,
         ];
-        let death = link
+        let death = self
             .peer
             .watch(DeathEvidence::Orphaned(orphan_timeout), &monitor, 0)?;
-        let _ = (link.words.set(words), link.memory.death.set(death));
-        reactor.register_ticks(me);
-        Ok(link)
+        let _ = (self.words.set(words), self.memory.death.set(death));
+        self.reactor.register_ticks(me);
+        Ok(())
     }
 
     pub(super) fn segment(&self) -> &Arc<Segment> {

@@ -4,7 +4,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::state::{Patience, PendingRequest, REQUESTS_MAX};
-use crate::error::Error;
+use super::{is_passing, until_found};
+use crate::error::{Error, HandshakeFault};
 use crate::ipc::connection::{ConnectionUser, Sign};
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
@@ -282,5 +283,46 @@ fn a_session_that_is_dropped_before_a_reply_ends_with_a_server_that_closes_witho
         assert!(start.elapsed() < Duration::from_secs(10), "it keeps itself");
         std::thread::yield_now();
     }
+    let _ = std::fs::remove_dir_all(folder);
+}
+
+#[test]
+fn a_client_that_waits_for_a_name_outlasts_its_owners_shortage_and_its_end() {
+    let folder = format!("warpipe-session-found-{}", std::process::id());
+    let folder = std::env::temp_dir().join(folder);
+    let domain = Domain::at(&folder).unwrap();
+    let fault = |fault| Error::Handshake {
+        name: "a".into(),
+        fault,
+    };
+    let mut answers = vec![
+        Ok("found"),
+        Err(fault(HandshakeFault::Closed)),
+        Err(fault(HandshakeFault::NoRoom("none".into()))),
+    ];
+    let found = until_found(
+        &domain,
+        Duration::from_secs(10),
+        &mut None,
+        is_passing,
+        || answers.pop().unwrap(),
+    );
+    assert_eq!(found.unwrap(), "found");
+    let mut count = 0;
+    let refused = until_found(
+        &domain,
+        Duration::from_secs(10),
+        &mut None,
+        is_passing,
+        || {
+            count += 1;
+            Err::<(), _>(fault(HandshakeFault::Refused("no".into())))
+        },
+    );
+    assert!(refused.is_err() && count == 1);
+    let late = until_found(&domain, Duration::ZERO, &mut None, is_passing, || {
+        Err::<(), _>(fault(HandshakeFault::NoRoom("none".into())))
+    });
+    assert!(late.is_err());
     let _ = std::fs::remove_dir_all(folder);
 }
