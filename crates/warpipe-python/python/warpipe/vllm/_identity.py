@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import importlib.metadata
-import json
 import os
 from typing import Any
+
+from .._engines import checkpoint, digest, gpu
 
 # Environment variables of vLLM that choose kernels have one of these in their names: a kernel decides the layout.
 _KERNELS = (
     "BATCH_INVARIANT", "CUTLASS", "DEEP_GEMM", "FLASHINFER_MOE", "FP4", "FP8", "LINEAR", "MARLIN", "MLA", "MOE", "QUANT",
     "ROCM", "TRITON",
 )  # fmt: skip
-# What a checkpoint's folder has that decides its tensors.
-_FILES = (".safetensors", ".bin", ".pt", ".gguf", ".json")
 
 
 def identity(vllm_config: Any, model_config: Any, prefix: str, *, load_format: str, one_memory: bool) -> dict[str, Any]:
@@ -57,6 +54,7 @@ def identity(vllm_config: Any, model_config: Any, prefix: str, *, load_format: s
         "vllm": importlib.import_module("vllm").__version__,
         "torch": str(torch.__version__),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "gpu": gpu(),
         "settings": digest(settings),
     }
     return {**about, "key": digest(about)}
@@ -68,16 +66,3 @@ def rank_of(about: dict[str, Any]) -> tuple[int, int]:
         [int(number) for number in about[key].split("of")] for key in ("tp", "pp", "dp")
     )
     return (data * stages + stage) * tensors + tensor, tensors * stages * datas
-
-
-def digest(of: Any) -> str:
-    return hashlib.sha256(json.dumps(of, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def checkpoint(folder: str) -> str | None:
-    """Of a local folder: the sizes and the times of its files."""
-    if not os.path.isdir(folder):
-        return None
-    files = sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith(_FILES))
-    states = [os.stat(os.path.join(folder, name)) for name in files]
-    return digest([(name, state.st_size, state.st_mtime_ns) for name, state in zip(files, states, strict=True)])

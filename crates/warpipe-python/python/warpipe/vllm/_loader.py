@@ -7,7 +7,6 @@ import copy
 import gc
 import logging
 import math
-import resource
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +17,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from .. import _transfer, weights
+from .._engines import TAKEOVER_SECONDS, allow_descriptors, check_identity, device as _device, offered
 from .._errors import ArgumentError, NotFoundError, WeightsMismatchError
 from .._tensors import like
 from ..torch import pool
@@ -27,8 +27,6 @@ __all__ = ["Loader", "loaded"]
 
 _log = logging.getLogger("vllm.warpipe")
 
-# How long a new keeper may take to check the version of other processes.
-_TAKEOVER_SECONDS = 120.0
 # Parameters of fewer elements keep the values that vLLM gives them: placeholders of scales.
 _SMALL = 4096
 # Methods that leave a parameter on a GPU as it was loaded.
@@ -36,8 +34,6 @@ _PLAIN = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
 # Buffers stand beside the parameters: a name of these has no slash.
 _BUFFER = "buffer/"
 _LOADED = "_warpipe_loaded"
-# More than the pieces that a version may have.
-_DESCRIPTORS = 65_536
 
 
 class Loaded:
@@ -93,16 +89,16 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
         _refuse(vllm_config, model_config)
-        _allow_descriptors()
+        allow_descriptors()
         about = self._about(vllm_config, model_config, prefix)
         name = self._name(about)
         start = time.perf_counter()
         with _transfer.one_at_a_time(name, domain=self._domain):
-            shared = self._offered(name)
+            shared = offered(name, device=_device(), domain=self._domain, starts_keeper=self._starts_keeper)
             self._took = {"open": time.perf_counter() - start}
             if shared is None:
                 return self._load(name, about, vllm_config, model_config, prefix)
-        _check_identity(name, about, shared.metadata)
+        check_identity(name, about, shared.metadata)
         return self._attach(shared, vllm_config, model_config, prefix)
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
@@ -138,23 +134,6 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
         # A draft model has a prefix of its own.
         return f"{named}/{about['part']}" if about["part"] else named
 
-    def _offered(self, name: str) -> Any:
-        """The version that there is, taken over by a new keeper if the last one has died; or None."""
-        options = {"device": _device(), "domain": self._domain}
-        try:
-            return weights.open(name, **options)
-        except (NotFoundError, TimeoutError):
-            is_held = _transfer.is_held(name, domain=self._domain)
-        if self._starts_keeper:
-            _transfer.keep(name, domain=self._domain)
-        if not is_held:
-            return None
-        try:
-            return weights.open(name, wait=_TAKEOVER_SECONDS, **options)
-        except (NotFoundError, TimeoutError) as error:
-            _log.warning("The weights %r are not taken over from the processes that have them: %s", name, error)
-            return None
-
     def _load(self, name: str, about: dict[str, Any], vllm_config: Any, model_config: Any, prefix: str) -> nn.Module:
         self._records = one_memory = _takes_versions(vllm_config)
         device = _device()
@@ -169,10 +148,10 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
             self._recorder = None
         start = time.perf_counter()
         published = weights.publish(
-            name, state, device=device, domain=self._domain, wait=_TAKEOVER_SECONDS, zero_copy=_is_cuda() and not one_memory,
+            name, state, device=device, domain=self._domain, wait=TAKEOVER_SECONDS, zero_copy=_is_cuda() and not one_memory,
             metadata=metadata,
         )  # fmt: skip
-        shared = weights.open(name, device=device, domain=self._domain, wait=_TAKEOVER_SECONDS)
+        shared = weights.open(name, device=device, domain=self._domain, wait=TAKEOVER_SECONDS)
         if shared.version != published.version:
             said = f"another process published version {shared.version} of the weights {name!r} meanwhile"
             raise WeightsMismatchError(f"{said}; start this engine again")
@@ -221,19 +200,6 @@ def _is_cuda() -> bool:
     return bool(torch.cuda.is_available())
 
 
-def _device() -> Any:
-    return f"cuda:{torch.cuda.current_device()}" if _is_cuda() else "host"
-
-
-def _allow_descriptors() -> None:
-    """A version in place has a descriptor for each segment of PyTorch's. A keeper that this process starts may have as
-    many."""
-    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _DESCRIPTORS if most == resource.RLIM_INFINITY else min(most, _DESCRIPTORS)
-    if now != resource.RLIM_INFINITY and now < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
-
-
 def _takes_versions(vllm_config: Any) -> bool:
     """Whether a trainer is to send weights: they lie in one memory then, as each of its versions will."""
     config = getattr(vllm_config, "weight_transfer_config", None)
@@ -249,16 +215,6 @@ def _refuse(vllm_config: Any, model_config: Any) -> None:
         what = "expert load balancing writes weights in place"
     if what is not None:
         raise ArgumentError(f"{what}, and shared weights may only be read; leave it off, or use --load-format auto")
-
-
-def _check_identity(name: str, about: dict[str, Any], metadata: Any) -> None:
-    """A name that was given may be another model's."""
-    found = metadata if isinstance(metadata, dict) else {}
-    if found.get("key") == about["key"]:
-        return
-    differences = [f"{key} is {about[key]!r} here, and {found.get(key)!r} there" for key in about if found.get(key) != about[key]]
-    said = f"the weights {name!r} are no version for this engine: {'; '.join(differences)}"
-    raise WeightsMismatchError(f"{said}; give another name in --model-loader-extra-config, or none")
 
 
 def _parameters(model: nn.Module) -> dict[str, Any]:
