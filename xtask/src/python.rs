@@ -96,7 +96,7 @@ pub fn wheel(workspace: &Workspace) -> Outcome<PathBuf> {
 
 /// Builds the wheel for a platform in `folder`.
 pub fn build_wheel(workspace: &Workspace, platform: &Platform, folder: &Path) -> Outcome<PathBuf> {
-    let tools = environment(workspace, "python-wheel", WHEEL_BUILDERS, &[])?;
+    let tools = environment(workspace, "python-wheel", WHEEL_BUILDERS, &[], &[])?;
     let unwinder = unwinder(workspace, &tools, platform)?;
     let link = format!("link-arg={}", unwinder.display());
     let mut options = vec!["--release", "--strip", "--zig", "--features", "bridge"];
@@ -108,7 +108,7 @@ pub fn build_wheel(workspace: &Workspace, platform: &Platform, folder: &Path) ->
 /// Builds the source distribution in `target/sdist/`, and sees that the package compiles from it
 /// alone.
 pub fn sdist(workspace: &Workspace) -> Outcome<()> {
-    let tools = environment(workspace, "python-build", BUILDERS, &[])?;
+    let tools = environment(workspace, "python-build", BUILDERS, &[], &[])?;
     let folder = workspace.target.join("sdist");
     let _ = fs::remove_dir_all(&folder);
     let maturin = Task::new(tools.join("bin/maturin"))
@@ -209,20 +209,19 @@ fn try_ends(workspace: &Workspace, wheel: &Path) -> Outcome<()> {
 /// Builds the package as it stands, without optimisation, and installs it in the environment of its
 /// tests.
 fn installed(workspace: &Workspace, tested: &Tested) -> Outcome<PathBuf> {
-    let (tools, folder) = (
-        environment(workspace, "python-build", BUILDERS, &[])?,
-        workspace.target.join("python-dev"),
-    );
-    let wheel = build(
-        workspace,
-        &tools,
-        &folder,
-        &["--profile", "dev", "--compatibility", "linux"],
-        &[],
-    )?;
+    let wheel = unoptimised_wheel(workspace)?;
     let environment = tested.environment(workspace)?;
     install(workspace, &environment, &wheel)?;
     Ok(environment)
+}
+
+fn unoptimised_wheel(workspace: &Workspace) -> Outcome<PathBuf> {
+    let (tools, folder) = (
+        environment(workspace, "python-build", BUILDERS, &[], &[])?,
+        workspace.target.join("python-dev"),
+    );
+    let options = ["--profile", "dev", "--compatibility", "linux"];
+    build(workspace, &tools, &folder, &options, &[])
 }
 
 /// Writes the stub of the native half, `_warpipe.pyi`, from its types and the texts as built now.
@@ -269,6 +268,37 @@ pub fn tests_on_fake_driver(workspace: &Workspace, folder: &Path) -> Outcome<Cou
     counted(workspace, pytest)
 }
 
+/// Tests the plugins with the engines' own packages, which come from the index: gigabytes. What they
+/// import comes with them; kernels and CUDA, which a CPU cannot use, do not.
+pub fn engine_tests(workspace: &Workspace) -> Outcome<Counts> {
+    let folder = workspace.root.join(CRATE).join("tests/engines");
+    let (required, alone) = (
+        lines(&folder.join("requirements.txt"))?,
+        lines(&folder.join("alone.txt"))?,
+    );
+    let [required, alone] =
+        [&required, &alone].map(|names| names.iter().map(String::as_str).collect::<Vec<_>>());
+    let wheel = unoptimised_wheel(workspace)?;
+    let environment = environment(workspace, "python-engines", &required, &[], &alone)?;
+    install(workspace, &environment, &wheel)?;
+    counted(
+        workspace,
+        pytest(&environment)
+            .args(["tests/engines"])
+            .env("WARPIPE_TEST_DEVICE", "host")
+            // A package that is not there is a failure.
+            .env("WARPIPE_TEST_ENGINES", "1"),
+    )
+}
+
+/// The lines of a list of packages, without its comments.
+fn lines(path: &Path) -> Outcome<Vec<String>> {
+    let text = fs::read_to_string(path)
+        .map_err(|error| format!("{} cannot be read: {error}", path.display()))?;
+    let lines = text.lines().filter(|line| !line.starts_with('#'));
+    Ok(lines.map(str::to_owned).collect())
+}
+
 impl Tested {
     fn environment(&self, workspace: &Workspace) -> Outcome<PathBuf> {
         environment(
@@ -276,6 +306,7 @@ impl Tested {
             self.folder,
             &[TESTED_WITH, self.more].concat(),
             &["--system-site-packages"],
+            &[],
         )
     }
 }
@@ -348,7 +379,7 @@ fn download(
     packages: &[&str],
     options: &[&str],
 ) -> Outcome<()> {
-    let tools = environment(workspace, "python-wheel", WHEEL_BUILDERS, &[])?;
+    let tools = environment(workspace, "python-wheel", WHEEL_BUILDERS, &[], &[])?;
     let quiet = ["--quiet", "--disable-pip-version-check", "--no-deps"];
     let download = Task::new(tools.join("bin/python"))
         .args(["-m", "pip", "download"])
@@ -404,15 +435,18 @@ fn left_by_maturin(folder: &Path, extension: &str) -> Outcome<PathBuf> {
     file.ok_or_else(|| format!("maturin left no .{extension} in {}", folder.display()))
 }
 
-/// The virtual environment `target/NAME` with `packages`; made anew when those change.
+/// The virtual environment `target/NAME` with `packages`, and with those of `alone` without what they
+/// require; made anew when they change.
 fn environment(
     workspace: &Workspace,
     name: &str,
     packages: &[&str],
     options: &[&str],
+    alone: &[&str],
 ) -> Outcome<PathBuf> {
     let folder = workspace.target.join(name);
-    let (complete, wanted) = (folder.join("complete"), packages.join("\n"));
+    let complete = folder.join("complete");
+    let wanted = [packages, alone].concat().join("\n");
     if fs::read_to_string(&complete).is_ok_and(|found| found == wanted) {
         return Ok(folder);
     }
@@ -429,14 +463,18 @@ fn environment(
     if !venv.run(&workspace.root, INSTALL_LIMIT)?.success {
         return Err("python3 makes no virtual environment; install it (Debian: apt-get install python3-venv)".into());
     }
-    if !pip(&folder)
-        .args(packages.iter().copied())
-        .run(&workspace.root, INSTALL_LIMIT)?
-        .success
-    {
-        return Err(format!(
-            "pip did not install {wanted}; see that it reaches its index (pip config list)"
-        ));
+    let with_requirements = pip(&folder).args(packages.iter().copied());
+    let without = pip(&folder).args(["--no-deps"]).args(alone.iter().copied());
+    let installs = [
+        Some(with_requirements),
+        (!alone.is_empty()).then_some(without),
+    ];
+    for install in installs.into_iter().flatten() {
+        if !install.run(&workspace.root, INSTALL_LIMIT)?.success {
+            return Err(format!(
+                "pip did not install {wanted}; see that it reaches its index (pip config list)"
+            ));
+        }
     }
     fs::write(&complete, wanted)
         .map_err(|error| format!("{} not written: {error}", complete.display()))?;

@@ -89,6 +89,16 @@ pub fn run_python_with_torch(workspace: &Workspace) -> bool {
     suite.report()
 }
 
+/// Runs the tests of the plugins with the engines' own packages. Says whether all of them passed.
+pub fn run_engines(workspace: &Workspace) -> bool {
+    let mut suite = Suite {
+        workspace,
+        steps: Vec::new(),
+    };
+    suite.step("plugins in the engines themselves", python::engine_tests);
+    suite.report()
+}
+
 impl Suite<'_> {
     fn static_checks(&mut self) {
         self.cargo("fmt", &["fmt", "--all", "--check"], Dialect::ExitCode);
