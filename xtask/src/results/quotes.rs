@@ -57,22 +57,22 @@ fn figures(reports: &Reports, picture: &str) -> Outcome<String> {
     if let Some(ratios) = hand_over(reports) {
         let _ = write!(
             sentences,
-            "On an {gpu}, a round trip between two processes in Rust (`warpipe-bench handoff`) takes \
-             {ratios} times as long as the same kernels ordered by bare driver calls. "
+            "On an {gpu}, a round trip between two processes (`warpipe-bench handoff`) takes {ratios} times \
+             as long as by bare driver calls. "
         );
     }
     if let Some((least, most)) = python_ratios(reports, LOAN) {
         let _ = write!(
             sentences,
-            "In Python (`warpipe.bench`; the picture has 1 MiB) a tensor in a slot goes there and back \
-             {} to {} times as fast as by `torch.multiprocessing`",
+            "In Python (`warpipe.bench`) a tensor in a slot goes there and back {} to {} times as fast as by \
+             `torch.multiprocessing`",
             number(least),
             number(most)
         );
         if let Some((least, most)) = python_ratios(reports, COPIED) {
             let _ = write!(
                 sentences,
-                ", and one that `send` copies {} to {} times as fast: a copy of a long tensor loses",
+                ", one that `send` copies {} to {} times: a long copy loses",
                 number(least),
                 number(most)
             );
@@ -82,8 +82,7 @@ fn figures(reports: &Reports, picture: &str) -> Outcome<String> {
     if let Some((least, most)) = queue_ratios(reports) {
         let _ = write!(
             sentences,
-            "With `warpipe.torch.install()` PyTorch's own queues take {} to {} times their usual time \
-             (`warpipe.bench.torch_queue`). ",
+            "PyTorch's own queues take {} to {} times their usual time with `warpipe.torch.install()`. ",
             number(least),
             number(most)
         );
@@ -124,8 +123,8 @@ fn figures(reports: &Reports, picture: &str) -> Outcome<String> {
     }
     let _ = write!(
         sentences,
-        "[BENCHMARKS.md](BENCHMARKS.md) lists all figures, floors and the {} targets that are not \
-         met.",
+        "[BENCHMARKS.md](BENCHMARKS.md) has the figures by which to decide, and the {} targets that are \
+         not met.",
         count_not_met(reports)
     );
     text += &wrapped(&sentences);
