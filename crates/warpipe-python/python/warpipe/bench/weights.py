@@ -33,6 +33,8 @@ NAME = "bench/model"
 WORKERS = 4
 # Seconds for anything that a process is asked for.
 PATIENCE = 240.0
+# For a program that measures by itself.
+HOUR = 3600.0
 # Of a Llama of eight billion parameters, with fewer layers.
 MODEL = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -316,10 +318,10 @@ class Bench:
             wanted = "nothing" if limit is None else "at_most"
             self.figure(f"new version in two engines, {way}", ours, bare, wanted, limit or 0.0)
 
-    def kv_failover(self, program: pathlib.Path) -> None:
+    def kv_failover(self, program: pathlib.Path, kills: int) -> None:
         """A decoder that is killed in the middle of steps, with its KV cache kept."""
         out = self.folder / "kv-failover.json"
-        model, kills = ("llama-small", 3) if self.quick else ("llama", 300)
+        model = "llama-small" if self.quick else "llama"
         self.measured(str(program), [], out, ["--model", model, "--kills", str(kills)])
         found = json.loads(out.read_text())
         self.report["kv_failover"] = found
@@ -329,7 +331,7 @@ class Bench:
     def measured(self, program: str, before: list[str], out: pathlib.Path, more: list[str]) -> None:
         """Runs a program that measures something with processes of its own."""
         command = [sys.executable, *before, program, "--device", self.device, "--out", str(out), *more]
-        done = subprocess.run(command, env=self.environment, timeout=2 * PATIENCE, check=False)
+        done = subprocess.run(command, env=self.environment, timeout=HOUR, check=False)
         if done.returncode != 0:
             raise Failed(f"{' '.join(command)}: exit code {done.returncode}")
 
@@ -385,10 +387,10 @@ class Bench:
         lines = [self.checked(line, reference) for line in worker.said() if line["event"] == "again"]
         return len(lines)
 
-    def run(self, kv_failover: pathlib.Path | None) -> None:
+    def run(self, kv_failover: pathlib.Path | None, kills: int) -> None:
         self.sync()
         if kv_failover is not None:
-            self.kv_failover(kv_failover)
+            self.kv_failover(kv_failover, kills)
         self.make_model()
         floors = self.floors()
         self.used()
@@ -431,6 +433,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a small model: shows that everything runs")
     parser.add_argument("--folder", type=pathlib.Path, help="for the model, of 8 GiB; a temporary one if left out")
     parser.add_argument("--kv-failover", type=pathlib.Path, help="the program kv_failover.py of the examples, to run it, too")
+    parser.add_argument("--kills", type=int, default=300, help="of its decoders, some seconds each")
     parser.add_argument("--mode", help="how processes share the GPU, for the report; found by itself if left out")
     parser.add_argument("--out", type=pathlib.Path, help="write everything to this file, as JSON")
     parser.add_argument("--svg", type=pathlib.Path, help="draw a worker's restart until its first token into this file")
@@ -447,7 +450,7 @@ def main(given: list[str] | None = None) -> int:
     with place(asked.folder) as folder:
         bench = Bench(asked.device or ("host" if device.kind == "host" else "cuda:0"), folder, asked.quick)
         try:
-            bench.run(asked.kv_failover)
+            bench.run(asked.kv_failover, asked.kills)
         except (Failed, Ended) as failed:
             print(f"FAILED: {failed}", flush=True)
             bench.report["failed"] = str(failed)
