@@ -12,6 +12,10 @@ torch = pytest.importorskip("torch")
 standin = pytest.importorskip("standin_sglang")
 from warpipe import sglang  # noqa: E402
 
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the stand-ins compute on the CPU, and PyTorch keeps a pool's memory on a GPU"
+)
+
 
 @pytest.fixture
 def place(device):

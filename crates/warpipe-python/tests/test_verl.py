@@ -13,6 +13,9 @@ from warpipe import weights
 
 torch = pytest.importorskip("torch")
 forgotten = pytest.importorskip("standin_sglang").forgotten
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the stand-ins compute on the CPU, and PyTorch keeps a pool's memory on a GPU"
+)
 
 
 class Registry:

@@ -1,5 +1,6 @@
 """Whole programs with workers: what becomes of a supervisor, of its fork server, and of the command."""
 
+import contextlib
 import os
 import pathlib
 import select
@@ -82,12 +83,13 @@ def test_all_processes_end_with_a_supervisor_that_is_killed(tmp_path, domain, ca
 
 def children(pid):
     """The processes that a process has started and not waited for."""
-    return pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split() + [
-        child
-        for task in os.listdir(f"/proc/{pid}/task")
-        if int(task) != pid
-        for child in pathlib.Path(f"/proc/{pid}/task/{task}/children").read_text().split()
-    ]
+    found = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    for task in os.listdir(f"/proc/{pid}/task"):
+        # A thread may have ended meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            if int(task) != pid:
+                found += pathlib.Path(f"/proc/{pid}/task/{task}/children").read_text().split()
+    return found
 
 
 @kills
