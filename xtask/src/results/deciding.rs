@@ -5,6 +5,7 @@ use std::fmt::Write;
 use super::page::{
     Row, count_not_met, folder_name, introduction, python_mode, quantity, ratios, rows, wrapped,
 };
+use super::quotes::picture_says;
 use super::report::Reports;
 use crate::Outcome;
 
@@ -203,7 +204,8 @@ pub fn page(reports: &Reports, picture: &str) -> Outcome<String> {
     let folder = folder_name(reports);
     let _ = writeln!(
         text,
-        "\n![Round trips, new weights, and the times after a SIGKILL](results/{folder}/{picture})"
+        "\n![{}](results/{folder}/{picture})",
+        picture_says(reports)
     );
     text += "\n## On a GPU\n\n";
     let _ = writeln!(text, "| | {} |\n| --- | --- | --- | --- |", GPU.join(" | "));

@@ -49,8 +49,8 @@ fn markers(name: &str) -> (String, String) {
 fn figures(reports: &Reports, picture: &str) -> Outcome<String> {
     let folder = folder_name(reports);
     let mut text = format!(
-        "![Round trips beside the bare driver's and torch.multiprocessing's, new weights in two engines, \
-         and the times after a SIGKILL](results/{folder}/{picture})\n\n"
+        "![{}](results/{folder}/{picture})\n\n",
+        picture_says(reports)
     );
     let mut sentences = String::new();
     let gpu = &reports.head()?.gpu;
@@ -130,6 +130,14 @@ fn figures(reports: &Reports, picture: &str) -> Outcome<String> {
     text += &wrapped(&sentences);
     text.push('\n');
     Ok(text)
+}
+
+/// What the picture shows, in words: of what was measured alone.
+pub fn picture_says(reports: &Reports) -> &'static str {
+    match weights_figure(reports, "new version in two engines, by copy, hash=device") {
+        Some(_) => "Round trips, new weights in two engines, and the times after a SIGKILL",
+        None => "Round trips, and the times after a SIGKILL",
+    }
 }
 
 /// A figure of `warpipe.bench.weights`, by its name there.
