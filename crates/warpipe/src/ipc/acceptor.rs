@@ -6,8 +6,8 @@
 //! or a publisher. The acceptor's events come on its owner's thread, and only the tick comes from
 //! another one. No call of the owner is made under the acceptor's lock.
 //!
-//! A peer for which this process has no descriptors or memory is refused ([`Message::NoRoom`]). The
-//! acceptor holds one descriptor in reserve, with which it accepts such a peer to say so.
+//! A peer for which this process has no descriptors or memory is refused ([`Message::NoRoom`]): it is
+//! accepted in the place of one in [`reserve`] to say so.
 
 use std::collections::HashMap;
 use std::os::fd::AsFd;
@@ -15,7 +15,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
 
@@ -33,6 +32,7 @@ use crate::os;
 use crate::runtime::closer::PeerSocket;
 use crate::runtime::heartbeat::Uptime;
 use crate::runtime::reactor::{EventSource, Next, Reactor, Registration, catch_panic};
+use crate::runtime::reserve;
 use crate::trace::{self, TraceEvent};
 
 /// The most connections without a `Hello` so far.
@@ -93,8 +93,6 @@ struct AcceptorState {
     is_closed: bool,
     /// `None` while this process is out of descriptors: the next tick watches the listener again.
     listener: Option<Registration>,
-    /// Given up to accept a connection when there is no other descriptor.
-    reserve: Option<CloseOnForkFd>,
     pending: HashMap<u64, PendingConnection>,
 }
 
@@ -167,7 +165,6 @@ impl Acceptor {
         if state.is_closed {
             return Ok(());
         }
-        self.keep_reserve(&mut state)?;
         if state.listener.is_some() {
             return Ok(());
         }
@@ -177,15 +174,6 @@ impl Acceptor {
             &self.event_source(),
             LISTENER,
         )?);
-        Ok(())
-    }
-
-    fn keep_reserve(&self, state: &mut AcceptorState) -> Result<()> {
-        if state.reserve.is_none() && !state.is_closed {
-            let reserve = CloseOnForkFd::open(|| eventfd(0, EventfdFlags::CLOEXEC));
-            let reserve = reserve.map_err(|error| Error::os("eventfd", self.name(), error))?;
-            state.reserve = Some(reserve);
-        }
         Ok(())
     }
 
@@ -235,11 +223,7 @@ impl Acceptor {
                 kind: self.kind().to_string(),
             });
         }
-        let ended = (
-            state.listener.take(),
-            state.reserve.take(),
-            std::mem::take(&mut state.pending),
-        );
+        let ended = (state.listener.take(), std::mem::take(&mut state.pending));
         drop(state);
         drop(ended);
     }
@@ -276,9 +260,9 @@ impl Acceptor {
         self.me.clone()
     }
 
-    /// Accepts connections, a limited number at a time, the last one in the place of the reserve.
-    /// Others wait in the backlog then. The listener stays readable, so it is not watched until the
-    /// next tick.
+    /// Accepts connections, a limited number at a time. Where there is not even one descriptor in
+    /// reserve, they wait in the backlog. The listener stays readable, so it is not watched until
+    /// the next tick.
     fn accept(&self) -> Next {
         let listener = self.claim.listener();
         for _ in 0..BATCH_MAX {
@@ -286,13 +270,10 @@ impl Acceptor {
             match CloseOnForkFd::open(|| accept_with(&listener, flags)) {
                 Ok(socket) => self.begin(Arc::new(PeerSocket::from(socket))),
                 Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return Next::Keep,
+                Err(_) if reserve::give(1) => {}
                 Err(_) => {
-                    let mut state = self.lock();
-                    let reserve = state.reserve.take();
-                    if reserve.is_none() {
-                        state.listener = None;
-                        return Next::Stop;
-                    }
+                    self.lock().listener = None;
+                    return Next::Stop;
                 }
             }
         }
@@ -499,7 +480,7 @@ impl EventSource for Acceptor {
             LISTENER => {
                 let next = self.accept();
                 // If this process is still out of descriptors, the next tick tries again.
-                let _ = self.keep_reserve(&mut self.lock());
+                let _ = reserve::fill();
                 next
             }
             id => self.on_pending(id),

@@ -116,19 +116,16 @@ pub(crate) fn dispatch(user: &impl ConnectionUser, tag: u64) -> Next {
 
 /// Closes the connection of a suspect peer, behind its last messages.
 fn close(user: &impl ConnectionUser, id: u64) -> Next {
-    if !read_out(user, id) {
-        return Next::RetryAtTick;
-    }
+    read_out(user, id);
     user.on_close(id);
     Next::Stop
 }
 
 /// Reads the last messages of a suspect peer, its graceful close for one: all of them are in the
-/// socket by now, however late the socket's end comes. False if some are left because this process
-/// has no room for them.
-pub(crate) fn read_out(user: &impl ConnectionUser, id: u64) -> bool {
+/// socket by now, however late the socket's end comes.
+pub(crate) fn read_out(user: &impl ConnectionUser, id: u64) {
     let mut reads = (0..FINAL_READS_MAX).map(|_| user.on_message(id));
-    reads.find(|next| *next != Next::Keep) != Some(Next::RetryAtTick)
+    reads.find(|next| *next == Next::Stop);
 }
 
 /// Reads a batch of messages, as long as `take` says so.

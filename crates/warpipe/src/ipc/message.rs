@@ -24,6 +24,7 @@ use crate::fork::{CloseOnForkFd, NoForkSection};
 use crate::ipc::{FDS_MAX, Kind};
 use crate::os::take_standard;
 use crate::runtime::closer::{PeerFd, PeerSocket, peek, peer_of};
+use crate::runtime::reserve;
 use crate::shm::segment::VERSION;
 
 /// The longest packet, frame included.
@@ -271,8 +272,8 @@ pub(crate) enum Received {
 ///
 /// # Errors
 /// [`Error::Handshake`] for anything that is not a whole message of this version with its exact
-/// descriptors; [`Error::DescriptorLimit`] when this process had no room for the descriptors. That
-/// is not the peer's fault ([`is_short`]), and the packet stays in the queue: it can be read later.
+/// descriptors; [`Error::DescriptorLimit`] when this process had no room for the descriptors, not
+/// even in its [`reserve`]. That is not the peer's fault ([`is_short`]).
 pub(crate) fn receive(socket: BorrowedFd<'_>, name: &str) -> Result<Received> {
     let mut packet = [0u8; PACKET_BYTES_MAX];
     let looked = past_reset(|| peek(socket, &mut packet));
@@ -312,26 +313,27 @@ pub(crate) fn receive(socket: BorrowedFd<'_>, name: &str) -> Result<Received> {
 }
 
 /// Whether an error of [`receive`] is this process's own: it lacks a descriptor or memory for the
-/// packet, which stays unread. The socket's [`EventSource`](crate::runtime::reactor::EventSource)
-/// then returns [`Next::RetryAtTick`](crate::runtime::reactor::Next::RetryAtTick), and reads the
-/// packet when there is room.
+/// packet. That is no fault of the peer's; the connection is closed all the same.
 pub(crate) fn is_short(error: &Error) -> bool {
+    shortage(error).is_some()
+}
+
+/// As [`is_short`], with the system's error.
+pub(crate) fn shortage(error: &Error) -> Option<Errno> {
     match error {
-        Error::DescriptorLimit { .. } => true,
-        Error::Os { source, .. } => source
-            .raw_os_error()
-            .is_some_and(|code| matches!(code, libc::ENOMEM | libc::ENOBUFS)),
-        _ => false,
+        Error::DescriptorLimit { .. } => Some(Errno::MFILE),
+        Error::Os { source, .. } => Errno::from_io_error(source)
+            .filter(|&code| matches!(code, Errno::NOMEM | Errno::NOBUFS)),
+        _ => None,
     }
 }
 
-/// The serial number of the request that the next packet answers, if it is a reply. The packet
-/// stays unread.
-pub(crate) fn next_answer(socket: BorrowedFd<'_>) -> Option<u64> {
+/// The body of the reply that the next packet brings, if it is one. The packet stays in the queue.
+pub(crate) fn peek_reply(socket: BorrowedFd<'_>) -> Option<Vec<u8>> {
     let mut packet = [0u8; PACKET_BYTES_MAX];
     let (bytes, _) = peek(socket, &mut packet).ok()?;
     match decode(packet.get(..bytes)?).ok()? {
-        Message::Reply { serial, .. } => Some(serial),
+        Message::Reply { body, .. } => Some(body),
         _ => None,
     }
 }
@@ -359,7 +361,12 @@ fn descriptors(socket: BorrowedFd<'_>, wanted: usize, name: &str) -> Result<Vec<
             fault,
         });
     }
-    let (fds, is_cut) = copy_descriptors(socket, wanted)
+    let mut copied = copy_descriptors(socket, wanted);
+    let is_short = |(fds, is_cut): &(Vec<PeerFd>, bool)| *is_cut && fds.len() < wanted;
+    if copied.as_ref().is_ok_and(is_short) && reserve::give(wanted) {
+        copied = copy_descriptors(socket, wanted);
+    }
+    let (fds, is_cut) = copied
         .map_err(|error| Error::os("recvmsg", format!("the descriptors of {name:?}"), error))?;
     if is_cut && fds.len() < wanted {
         return Err(Error::os(

@@ -481,14 +481,13 @@ impl PublisherLink {
         );
     }
 
-    /// The publisher is dead. False if some of its last messages are left because this process
-    /// lacks resources.
-    fn on_death(&self) -> bool {
+    /// The publisher is dead.
+    fn on_death(&self) {
         trace::emit(|| TraceEvent::OwnerDied {
             name: self.name.clone(),
             pid: self.peer.pid,
         });
-        connection::read_out(self, 0)
+        connection::read_out(self, 0);
     }
 
     fn has_closed(&self, close_reason: CloseReason) {
@@ -521,9 +520,6 @@ impl ConnectionUser for PublisherLink {
             // Further messages of this publisher are not needed, however many it sends.
             return Next::Stop;
         }
-        if self.announced.is_full() {
-            return Next::RetryAtTick;
-        }
         connection::read(self.socket.as_fd().as_fd(), &self.name, |received| {
             match received {
                 Ok(Received::Message(Message::Region { id, bytes }, fds)) => {
@@ -547,20 +543,12 @@ impl ConnectionUser for PublisherLink {
                     self.on_close(0);
                     return Next::Stop;
                 }
-                Err(error) if message::is_short(&error) => {
-                    self.announced.leave_unread(error);
-                    return Next::RetryAtTick;
-                }
                 Err(error) => {
                     self.fail(error);
                     return Next::Stop;
                 }
             }
-            self.announced.has_been_read();
-            match self.announced.is_full() {
-                true => Next::RetryAtTick,
-                false => Next::Keep,
-            }
+            Next::Keep
         })
     }
 
@@ -579,7 +567,6 @@ impl EventSource for PublisherLink {
         header.receiver.heartbeat_ns.store(now_ns, Relaxed);
         self.peer_heartbeat
             .tick(header.sender.heartbeat_ns.load(Relaxed));
-        self.map_again();
         statistics::beat(now_ns);
     }
 }

@@ -279,9 +279,8 @@ impl Subscriber {
     /// device, until the sample's data is complete.
     ///
     /// # Errors
-    /// [`Error::Timeout`]; [`Error::DescriptorLimit`] or [`Error::DeviceMemory`] instead when there
-    /// is a sample and this process lacks resources for its memory (the sample comes once there is
-    /// room); [`Error::PeerGone`] once every sample that the publisher completed has been
+    /// [`Error::Timeout`]; [`Error::DescriptorLimit`] or [`Error::DeviceMemory`] when this process
+    /// lacks resources for the memory of a sample, which closes the link; [`Error::PeerGone`] once every sample that the publisher completed has been
     /// received (not with `reconnect`); [`Error::Evicted`]; [`Error::Protocol`];
     /// [`Error::Capturing`] for a stream that is being captured, and nothing is taken;
     /// [`Error::Forked`]; errors of the device.
@@ -359,22 +358,14 @@ impl Subscriber {
 
     /// The error of a wait that ended without a sample.
     fn nothing_within(&self, waited: Duration) -> Error {
-        let held_up = self
-            .attached
-            .as_ref()
-            .filter(|attached| attached.region_missing.is_some());
-        // There is a sample, but this process lacks resources for its memory.
-        let want = held_up.and_then(|attached| attached.link.want());
-        want.unwrap_or_else(|| {
-            let cause = match self.publisher_pid() {
-                Some(pid) => format!("process {pid} publishes it, and has sent no other"),
-                None => "it has no publisher now".into(),
-            };
-            Error::Timeout {
-                what: format!("a sample of {:?} ({cause})", self.name),
-                waited,
-            }
-        })
+        let cause = match self.publisher_pid() {
+            Some(pid) => format!("process {pid} publishes it, and has sent no other"),
+            None => "it has no publisher now".into(),
+        };
+        Error::Timeout {
+            what: format!("a sample of {:?} ({cause})", self.name),
+            waited,
+        }
     }
 
     /// Checked once for each receive: a thread that waits in it begins no capture.

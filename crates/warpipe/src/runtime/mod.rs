@@ -8,6 +8,7 @@ pub(crate) mod fence;
 pub(crate) mod heartbeat;
 pub(crate) mod reactor;
 pub(crate) mod releasable;
+pub(crate) mod reserve;
 pub(crate) mod spin;
 pub(crate) mod timed_lock;
 pub(crate) mod turn;

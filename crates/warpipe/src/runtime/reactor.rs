@@ -9,7 +9,6 @@
 //! still in use, and the *reaper* returns that memory to the driver; both may be held up.
 
 mod deferred;
-mod pause;
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
@@ -29,6 +28,7 @@ use crate::fork::CloseOnForkFd;
 use crate::fork::per_process::PerProcess;
 use crate::os::timespec;
 use crate::runtime::doorbell::LocalDoorbell;
+use crate::runtime::reserve;
 
 /// How often heartbeats are written and checked.
 pub(crate) const TICK: Duration = Duration::from_millis(200);
@@ -49,9 +49,6 @@ pub(crate) const STALLED_AFTER: Duration = Duration::from_millis(900);
 pub(crate) enum Next {
     Keep,
     Stop,
-    /// This process has no room for the next message, which stays in the socket. `on_ready` is
-    /// called again after the next [`TICK`].
-    RetryAtTick,
 }
 
 /// A target of the reactor's events. Called on the reactor's thread, and must not block there (see
@@ -75,7 +72,6 @@ struct RegistrationEntry {
     tag: u64,
     /// `None` if only [`Reactor::trigger`] causes events.
     fd: Option<RawFd>,
-    events: epoll::EventFlags,
 }
 
 #[derive(Default)]
@@ -84,8 +80,6 @@ struct ReactorState {
     ticked: Vec<Weak<dyn EventSource>>,
     /// Triggered, and not dispatched yet.
     triggered: Vec<u64>,
-    /// The registrations that returned [`Next::RetryAtTick`]: not polled before the next tick.
-    paused: Vec<u64>,
     fenced_drops: Vec<FencedDrop>,
     /// Drops that have waited for long: polled at each tick.
     slow: Vec<FencedDrop>,
@@ -152,7 +146,8 @@ impl Reactor {
         if let Some(reactor) = &*current {
             return Ok(reactor.clone());
         }
-        let reactor = Reactor::start(OVERDUE_AFTER)?;
+        reserve::fill()?;
+        let reactor = Reactor::start(OVERDUE_AFTER).inspect_err(|_| reserve::give_up())?;
         let waker = Arc::downgrade(&reactor);
         unreclaimed::on_retry_due(move || {
             waker
@@ -266,7 +261,6 @@ impl Reactor {
             target: target.clone(),
             tag,
             fd: Some(fd.as_raw_fd()),
-            events,
         };
         let mut state = self.lock();
         state.registrations.insert(id, entry);
@@ -292,7 +286,6 @@ impl Reactor {
             target: target.clone(),
             tag,
             fd: None,
-            events: epoll::EventFlags::empty(),
         };
         self.lock().registrations.insert(id, entry);
         Registration {
@@ -356,7 +349,7 @@ impl Reactor {
         if !state.fenced_drops.is_empty() && !self.is_fence_poll_requested.load(Ordering::Acquire) {
             return Some(FENCE_POLL_INTERVAL.saturating_sub(last_fence_poll.elapsed()));
         }
-        let is_idle = state.ticked.is_empty() && state.slow.is_empty() && state.paused.is_empty();
+        let is_idle = state.ticked.is_empty() && state.slow.is_empty();
         let ticks = !is_idle || unreclaimed::is_retry_due();
         ticks.then(|| TICK.saturating_sub(last_tick.elapsed()))
     }
@@ -384,7 +377,6 @@ impl Reactor {
         match catch_panic(|| target.on_ready(tag)).unwrap_or(Next::Stop) {
             Next::Keep => {}
             Next::Stop => self.deregister(id),
-            Next::RetryAtTick => self.pause_until_tick(id),
         }
         self.drop_on_reaper(target);
     }
@@ -423,11 +415,9 @@ impl Reactor {
         if let Some(fd) = state.registrations.remove(&id).and_then(|entry| entry.fd) {
             // A descriptor must be open here: if it was closed before, another one may have its
             // number, and that one would be watched no longer. Tests count such ends.
-            #[cfg(test)]
-            let is_paused = state.paused.contains(&id);
             let _deleted = epoll::delete(&self.epoll, watched(fd));
             #[cfg(test)]
-            if !is_paused && _deleted.is_err() {
+            if _deleted.is_err() {
                 CLOSED_BEFORE.fetch_add(1, Ordering::Relaxed);
             }
         }
@@ -441,7 +431,8 @@ impl Reactor {
             state.ticked.retain(|target| target.strong_count() > 0);
             state.ticked.clone()
         };
-        self.resume();
+        // Without room, the next tick tries again.
+        let _ = reserve::fill();
         self.request_reclaim();
         let now = now_ns();
         for target in targets.iter().filter_map(Weak::upgrade) {

@@ -7,6 +7,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use super::stage::eventually;
 use crate::Error;
 use crate::fork::lifeline::Lifeline;
+use crate::runtime::reserve;
 
 /// The descriptors that this process has open.
 pub(super) fn descriptors() -> usize {
@@ -58,10 +59,21 @@ pub(crate) fn leave_descriptors(spare: usize) -> usize {
     open
 }
 
-/// Leaves room for none, also after pending closes.
-pub(super) fn leave_no_descriptor() {
+/// Leaves room for none but the reserve, also after pending closes.
+pub(super) fn leave_the_reserve() {
     settled_descriptors();
     leave_descriptors(0);
+}
+
+/// Leaves room for none, and no reserve.
+pub(super) fn leave_no_descriptor() {
+    leave_the_reserve();
+    // A tick may fill it up again meanwhile.
+    while reserve::give(usize::MAX) {
+        while let Ok(file) = std::fs::File::open("/dev/null") {
+            std::mem::forget(file);
+        }
+    }
 }
 
 /// Raises the limit of descriptors again.

@@ -5,7 +5,7 @@ use std::time::Duration;
 use rustix::process::Resource;
 
 use super::descriptors::{
-    descriptors, is_descriptor_limit, leave_descriptors, leave_no_descriptor,
+    descriptors, is_descriptor_limit, leave_descriptors, leave_no_descriptor, leave_the_reserve,
     raise_descriptor_limit, set_soft, settled_descriptors,
 };
 use super::stage::{
@@ -182,8 +182,30 @@ fn a_subscriber_that_finds_no_descriptor_leaves_nothing_and_can_be_built_later()
 }
 
 #[test]
-fn a_subscriber_without_descriptors_says_so_and_gets_its_samples_when_it_has_some() {
-    let test = "a_subscriber_without_descriptors_says_so_and_gets_its_samples_when_it_has_some";
+fn a_subscriber_without_descriptors_gets_samples_in_new_memory_by_its_reserve() {
+    let test = "a_subscriber_without_descriptors_gets_samples_in_new_memory_by_its_reserve";
+    if role().as_deref() == Some("host") {
+        return serve();
+    }
+    alone(module_path!(), test, || {
+        let scratch = Scratch::new();
+        let mut host = Host::start(test, &scratch);
+        let (mut subscriber, stream) = (subscribe(&scratch).unwrap(), stream());
+        host.say("send 1");
+        drop(subscriber.receive(&stream).unwrap());
+        leave_the_reserve();
+        // Each in memory of its own, announced after the previous one.
+        for bytes in [4_000_000, 40_000_000] {
+            host.say(&format!("send {bytes}"));
+            let sample = subscriber.receive_timeout(&stream, LONG).unwrap();
+            assert_eq!(sample.to_vec(LONG).unwrap().len(), bytes);
+        }
+    });
+}
+
+#[test]
+fn a_subscriber_without_even_a_reserve_is_told_so_and_can_attach_again() {
+    let test = "a_subscriber_without_even_a_reserve_is_told_so_and_can_attach_again";
     if role().as_deref() == Some("host") {
         return serve();
     }
@@ -194,33 +216,21 @@ fn a_subscriber_without_descriptors_says_so_and_gets_its_samples_when_it_has_som
         host.say("send 1");
         drop(subscriber.receive(&stream).unwrap());
         leave_no_descriptor();
-        // Each in memory of its own, announced after the previous one.
         host.say("send 4000000");
-        host.say("send 40000000");
-        let mut errors = Vec::new();
-        eventually("it gets the missing message, sent again", || {
-            let error = subscriber
-                .receive_timeout(&stream, Duration::from_millis(20))
-                .unwrap_err();
-            let is_told = is_descriptor_limit(&error);
-            assert!(is_told || matches!(error, Error::Timeout { .. }), "{error}");
-            errors.extend(is_told.then_some(error));
-            errors.len() == 3
-        });
-        // An event loop is not woken, and waits.
-        assert!(subscriber.try_receive(&stream).unwrap().is_none());
+        let told = subscriber.receive_timeout(&stream, LONG).unwrap_err();
+        assert!(is_descriptor_limit(&told), "{told}");
+        let over = subscriber.receive_timeout(&stream, LONG).unwrap_err();
+        assert!(
+            matches!(&over, Error::LinkClosed { reason, .. } if reason.contains("descriptor")),
+            "{over}"
+        );
         raise_descriptor_limit();
-        for bytes in [4_000_000, 40_000_000] {
-            assert_eq!(
-                subscriber
-                    .receive(&stream)
-                    .unwrap()
-                    .to_vec(LONG)
-                    .unwrap()
-                    .len(),
-                bytes
-            );
-        }
+        let mut again = subscribe(&scratch).unwrap();
+        host.say("send 100");
+        assert_eq!(
+            again.receive(&stream).unwrap().to_vec(LONG).unwrap(),
+            [100; 100]
+        );
     });
 }
 
@@ -235,7 +245,7 @@ fn ends_while_descriptors_lack(test: &str, is_graceful: bool) {
         let (mut subscriber, stream) = (subscribe(&scratch).unwrap(), stream());
         host.say("send 1");
         drop(subscriber.receive(&stream).unwrap());
-        leave_no_descriptor();
+        leave_the_reserve();
         host.say("send 4000000");
         if is_graceful {
             host.say("leave_all 0");
@@ -245,16 +255,6 @@ fn ends_while_descriptors_lack(test: &str, is_graceful: bool) {
         eventually("it is dead", || {
             subscriber.publisher_state() == Some(PeerState::Dead)
         });
-        for _ in 0..10 {
-            let error = subscriber
-                .receive_timeout(&stream, Duration::from_millis(20))
-                .unwrap_err();
-            assert!(
-                is_descriptor_limit(&error) || matches!(error, Error::Timeout { .. }),
-                "{error}"
-            );
-        }
-        raise_descriptor_limit();
         assert_eq!(
             subscriber
                 .receive(&stream)
@@ -273,22 +273,19 @@ fn ends_while_descriptors_lack(test: &str, is_graceful: bool) {
 }
 
 #[test]
-fn samples_sent_before_a_publishers_death_are_received_once_there_are_descriptors() {
-    let test = "samples_sent_before_a_publishers_death_are_received_once_there_are_descriptors";
+fn samples_sent_before_a_publishers_death_are_received_by_the_reserve() {
+    let test = "samples_sent_before_a_publishers_death_are_received_by_the_reserve";
     ends_while_descriptors_lack(test, false);
 }
 
 #[test]
-fn a_close_behind_a_region_is_received_once_there_are_descriptors() {
-    ends_while_descriptors_lack(
-        "a_close_behind_a_region_is_received_once_there_are_descriptors",
-        true,
-    );
+fn a_close_behind_a_region_is_received_by_the_reserve() {
+    ends_while_descriptors_lack("a_close_behind_a_region_is_received_by_the_reserve", true);
 }
 
 #[test]
-fn a_region_that_finds_no_room_in_the_subscriber_is_mapped_when_there_is_some() {
-    let test = "a_region_that_finds_no_room_in_the_subscriber_is_mapped_when_there_is_some";
+fn a_region_that_finds_no_room_in_the_subscriber_closes_its_link_with_the_reason() {
+    let test = "a_region_that_finds_no_room_in_the_subscriber_closes_its_link_with_the_reason";
     if role().as_deref() == Some("host") {
         return serve();
     }
@@ -302,25 +299,21 @@ fn a_region_that_finds_no_room_in_the_subscriber_is_mapped_when_there_is_some() 
         let used = pages.split(' ').next().unwrap().parse::<u64>().unwrap() * 4096;
         set_soft(Resource::As, Some(used + (48 << 20)));
         host.say("send 100000000");
-        eventually("it gets the missing message", || {
-            let error = subscriber
-                .receive_timeout(&stream, Duration::from_millis(20))
-                .unwrap_err();
-            let is_told = matches!(error, Error::Os { call: "mmap", .. });
-            assert!(is_told || matches!(error, Error::Timeout { .. }), "{error}");
-            is_told
-        });
+        let told = subscriber.receive_timeout(&stream, LONG).unwrap_err();
+        assert!(matches!(told, Error::Os { call: "mmap", .. }), "{told}");
         set_soft(Resource::As, None);
+        let mut again = subscribe(&scratch).unwrap();
+        host.say("send 100");
         assert_eq!(
-            subscriber.receive(&stream).unwrap().layout().bytes(),
-            100_000_000
+            again.receive(&stream).unwrap().to_vec(LONG).unwrap(),
+            [100; 100]
         );
     });
 }
 
 #[test]
-fn an_owner_without_descriptors_defers_a_drop_no_job_that_was_done() {
-    let test = "an_owner_without_descriptors_defers_a_drop_no_job_that_was_done";
+fn an_owner_without_descriptors_loses_no_job_that_was_done() {
+    let test = "an_owner_without_descriptors_loses_no_job_that_was_done";
     let device = Device::host();
     if role().as_deref() == Some("worker") {
         let domain = domain_of_test();
@@ -355,17 +348,12 @@ fn an_owner_without_descriptors_defers_a_drop_no_job_that_was_done() {
             let job = queue.submit_bytes(b"job", &stream).unwrap();
             worker.hear("leased");
             if is_short {
-                leave_no_descriptor();
+                leave_the_reserve();
             }
             worker.order("answer");
             worker.hear("answered");
-            // For some ticks of its reactor.
-            for _ in 0..if is_short { 30 } else { 0 } {
-                let waited = job.wait(&stream, Duration::from_millis(20)).map(drop);
-                assert!(matches!(waited, Err(Error::Timeout { .. })), "{waited:?}");
-            }
-            raise_descriptor_limit();
             assert_eq!(job.wait(&stream, LONG).unwrap().layout().bytes(), bytes);
+            raise_descriptor_limit();
         }
     });
 }
@@ -526,8 +514,8 @@ fn opens_that_fail_for_want_of_descriptors_leave_their_owner_nothing_to_keep() {
 }
 
 #[test]
-fn a_reply_without_a_free_descriptor_is_no_death_and_its_block_is_returned() {
-    let test = "a_reply_without_a_free_descriptor_is_no_death_and_its_block_is_returned";
+fn a_reply_without_a_free_descriptor_ends_its_session_alone_and_its_block_is_returned() {
+    let test = "a_reply_without_a_free_descriptor_ends_its_session_alone_and_its_block_is_returned";
     let device = Device::host();
     if role().as_deref() == Some("owner") {
         let domain = domain_of_test();
@@ -546,20 +534,26 @@ fn a_reply_without_a_free_descriptor_is_no_death_and_its_block_is_returned() {
         let scratch = Scratch::new();
         let mut owner = TestProcess::start(module_path!(), test, "owner", &scratch);
         assert_eq!(owner.hear("lent "), "0");
-        let client = crate::PoolClient::opener("pool")
-            .domain(&scratch.domain)
-            .device(&device)
-            .open()
-            .unwrap();
+        let open = || {
+            crate::PoolClient::opener("pool")
+                .domain(&scratch.domain)
+                .device(&device)
+                .open()
+                .unwrap()
+        };
+        let client = open();
         let held = client.allocate(4096).unwrap();
-        for _ in 0..2 {
-            leave_no_descriptor();
-            let error = client.allocate(4096).map(drop).unwrap_err();
-            raise_descriptor_limit();
-            assert!(is_descriptor_limit(&error), "{error}");
-            assert!(!client.is_owner_gone());
-            drop(client.allocate(4096).unwrap());
-        }
+        leave_the_reserve();
+        drop(client.allocate(4096).unwrap());
+        raise_descriptor_limit();
+        leave_no_descriptor();
+        let error = client.allocate(4096).map(drop).unwrap_err();
+        raise_descriptor_limit();
+        assert!(is_descriptor_limit(&error), "{error}");
+        let over = client.allocate(4096).map(drop).unwrap_err();
+        assert!(is_descriptor_limit(&over), "{over}");
+        let again = open();
+        drop(again.allocate(4096).unwrap());
         drop((held, client));
         eventually("everything is given back", || {
             owner.order("count");

@@ -212,14 +212,3 @@ fn a_peer_without_room_for_it_is_refused_and_the_next_one_is_admitted() {
         in_a_forked_child(|| is_refused_without_room(spare));
     }
 }
-
-#[test]
-fn an_acceptor_without_a_descriptor_for_its_reserve_does_not_begin() {
-    in_a_forked_child(|| {
-        let scene = Scene::before_listening("reserve");
-        leave_descriptors(0);
-        let error = scene.owner.acceptor.listen().unwrap_err();
-        raise_descriptor_limit();
-        matches!(error, Error::DescriptorLimit { .. }) && scene.owner.acceptor.listen().is_ok()
-    });
-}

@@ -97,7 +97,7 @@ impl PendingSession {
             socket,
             observer: Mutex::new(None),
             is_graceful: AtomicBool::new(false),
-            rejection: OnceLock::new(),
+            cause: OnceLock::new(),
             is_dead: AtomicBool::new(false),
             next_serial: AtomicU64::new(NOTIFICATION + 1),
             requests: Mutex::default(),

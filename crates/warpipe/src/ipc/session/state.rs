@@ -35,13 +35,21 @@ pub(super) struct SessionState {
     pub(super) socket: PeerSocket,
     pub(super) observer: Mutex<Option<Arc<dyn SessionObserver>>>,
     pub(super) is_graceful: AtomicBool,
-    /// Why the server has ended this session.
-    pub(super) rejection: OnceLock<String>,
+    /// Why the session is over, unless the server has closed it.
+    pub(super) cause: OnceLock<EndCause>,
     pub(super) is_dead: AtomicBool,
     pub(super) next_serial: AtomicU64,
     pub(super) requests: Mutex<PendingRequests>,
     pub(super) replied: Condvar,
     pub(super) reactor: Arc<Reactor>,
+}
+
+/// Why a session is over.
+pub(super) enum EndCause {
+    /// The server has ended it, and says why.
+    Rejected(String),
+    /// This process had no descriptor, or no memory, for what the server sent.
+    NoRoom(Errno),
 }
 
 #[derive(Default)]
@@ -67,8 +75,6 @@ impl PendingRequests {
 pub(super) enum PendingRequest {
     Waiting,
     Replied(Result<IncomingReply>),
-    /// The reply is still in the socket: this process has no room for its descriptors.
-    Unread(Error),
     /// The caller has given up. The request counts until its reply comes, which goes to the
     /// observer. Holds the request's body.
     Abandoned(Vec<u8>),
@@ -95,11 +101,18 @@ impl SessionState {
 
     /// The error that says why this session is over.
     pub(super) fn owner_gone(&self) -> Error {
-        if let Some(text) = self.rejection.get() {
-            return Error::Refused {
-                name: self.name.clone(),
-                text: text.clone(),
-            };
+        match self.cause.get() {
+            Some(EndCause::Rejected(text)) => {
+                return Error::Refused {
+                    name: self.name.clone(),
+                    text: text.clone(),
+                };
+            }
+            Some(EndCause::NoRoom(code)) => {
+                let context = format!("a message of {:?}, which ended the session", self.name);
+                return Error::os("recvmsg", context, *code);
+            }
+            None => {}
         }
         let graceful = self.is_graceful.load(SeqCst);
         Error::peer_gone(self.kind, self.name.clone(), self.peer.pid, graceful)
@@ -182,12 +195,6 @@ impl SessionState {
                 self.replied.notify_all();
                 return answer;
             }
-            if let Some(pending @ PendingRequest::Unread(_)) = requests.open.get_mut(&serial)
-                && let PendingRequest::Unread(error) =
-                    std::mem::replace(pending, PendingRequest::Abandoned(body.to_vec()))
-            {
-                return Err(error);
-            }
             if requests.is_over {
                 requests.open.remove(&serial);
                 return Err(self.owner_gone());
@@ -216,7 +223,7 @@ impl SessionState {
         }
         let mut requests = self.lock();
         let request = match requests.open.get_mut(&serial) {
-            Some(pending @ (PendingRequest::Waiting | PendingRequest::Unread(_))) => {
+            Some(pending @ PendingRequest::Waiting) => {
                 *pending = PendingRequest::Replied(answer);
                 return self.replied.notify_all();
             }
@@ -265,16 +272,16 @@ impl SessionState {
         let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
     }
 
-    /// Leaves the next reply in the socket until this process has room for it. The caller that
-    /// waits for the reply gets the error.
-    fn leave_unread(&self, error: Error) {
-        let Some(serial) = message::next_answer(self.socket.as_fd()) else {
-            return;
-        };
-        if let Some(pending @ PendingRequest::Waiting) = self.lock().open.get_mut(&serial) {
-            *pending = PendingRequest::Unread(error);
-            self.replied.notify_all();
+    /// Ends the session because this process has no room for the next message. The observer gives
+    /// back what the message grants.
+    fn end_without_room(&self, code: Errno) {
+        let _ = self.cause.set(EndCause::NoRoom(code));
+        let reply = message::peek_reply(self.socket.as_fd());
+        if let (Some(body), Some(observer)) = (reply, self.observer()) {
+            let fds = Vec::new();
+            observer.on_stale_reply(&[], IncomingReply { body, fds });
         }
+        self.on_close(0);
     }
 
     fn observer(&self) -> Option<Arc<dyn SessionObserver>> {
@@ -300,17 +307,21 @@ impl ConnectionUser for SessionState {
                     self.on_reply(serial, Err(refused(text)));
                 }
                 Ok(Received::Message(Message::Close(_), _)) => self.is_graceful.store(true, SeqCst),
-                // This process lacks room, which says nothing about the server.
-                Err(error) if message::is_short(&error) => {
-                    self.leave_unread(error);
-                    return Next::RetryAtTick;
-                }
                 // Any other message or error ends the session.
-                end => {
-                    if let Ok(Received::Message(Message::Refused { text, .. }, _)) = end {
-                        let _ = self.rejection.set(text);
-                    }
+                Ok(Received::Message(Message::Refused { text, .. }, _)) => {
+                    let _ = self.cause.set(EndCause::Rejected(text));
                     self.on_close(0);
+                    return Next::Stop;
+                }
+                Ok(_) => {
+                    self.on_close(0);
+                    return Next::Stop;
+                }
+                Err(error) => {
+                    match message::shortage(&error) {
+                        Some(code) => self.end_without_room(code),
+                        None => self.on_close(0),
+                    }
                     return Next::Stop;
                 }
             }

@@ -253,7 +253,7 @@ impl LinkHandshake<'_> {
 
 /// The most regions of a link that are mapped. Threads that grow at the same time may pass the
 /// publisher's own limit, and it may see that a region is closed before this end counts it so.
-const OPEN_MAX: usize = 2 * REGIONS_MAX;
+pub(super) const OPEN_MAX: usize = 2 * REGIONS_MAX;
 
 /// A region of the publisher's that is mapped here.
 #[derive(Debug)]
@@ -262,7 +262,7 @@ pub(in crate::pubsub) struct OpenRegion {
     pub(in crate::pubsub) region: Arc<Region>,
 }
 
-fn wrong(name: &str, field: &'static str, found: String, allowed: String) -> Error {
+pub(super) fn wrong(name: &str, field: &'static str, found: String, allowed: String) -> Error {
     Error::Protocol {
         name: name.to_string(),
         field,

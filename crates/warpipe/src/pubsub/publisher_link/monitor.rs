@@ -203,9 +203,8 @@ impl EventSource for PublisherMonitor {
         // The publisher's messages are read before its end is reported, in whatever order the
         // two events arrive: its `Close` lies in the socket, behind at most a socket buffer of
         // messages.
-        let mut has_heard = true;
         if let Some(link) = self.link.get().and_then(Weak::upgrade) {
-            has_heard = link.on_death();
+            link.on_death();
             // This may be the last holder of the link, and dropping the link calls the driver.
             let reactor = link.reactor.clone();
             Arc::into_inner(link)
@@ -213,11 +212,7 @@ impl EventSource for PublisherMonitor {
                 .for_each(|last| reactor.defer_drop(Box::new(last)));
         }
         self.rescue();
-        // Unread messages are read with a later tick, and the end is reported then: see
-        // `PublisherLink`.
-        if has_heard {
-            self.set_link_state(LinkState::Suspect);
-        }
+        self.set_link_state(LinkState::Suspect);
         self.doorbell.ring();
         Next::Stop
     }
