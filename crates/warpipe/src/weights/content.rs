@@ -1,8 +1,8 @@
 //! The content hash of a tensor, computed by the device that has the tensor. **This module is marked
 //! for unsafe**: it gives a kernel addresses to read and to write.
 //!
-//! A tensor is hashed in leaves of 16 KiB, each by four threads of a GPU (`leaves.cu`). The hashes of
-//! the leaves of a block of 16 MiB are hashed in the same way, and the content hash is that of the
+//! A tensor is hashed in leaves of 16 KiB, each by a warp of a GPU (`leaves.cu`). The hashes of the
+//! leaves of a block of 16 MiB are hashed in the same way, and the content hash is that of the
 //! blocks' hashes and the length. So no content crosses a bus, and 16 bytes a block do. The host
 //! backend runs the same function on the CPU.
 
@@ -26,15 +26,12 @@ const LEAF_BYTES: u64 = 16 << 10;
 
 const HASH_BYTES: u64 = size_of::<ContentHash>() as u64;
 
-/// What a warp hashes: eight leaves.
-const RUN_BYTES: u64 = 8 * LEAF_BYTES;
-
 /// Threads of a block, and of a warp.
 const THREADS: u64 = 128;
 const WARP: u64 = 32;
 
 /// The most leaves, and blocks, that are hashed at once: 8 GiB of content in long tensors. The device
-/// gives up to 14 MiB of memory meanwhile.
+/// gives up to 12 MiB of memory meanwhile, and 16 bytes for each block of all of them.
 const LEAVES_AT_ONCE: u64 = 1 << 19;
 const BLOCKS_AT_ONCE: usize = 1 << 16;
 
@@ -54,20 +51,23 @@ pub static CONTENT_HASH: &[Kernel] = &[
     Kernel::new(c"warpipe_copy_leaves", PTX, copy_leaves),
 ];
 
-/// Bytes of one tensor, whole leaves but for the last: up to eight of them.
+/// Bytes of one tensor, whole leaves but for the last.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
-struct Run {
+struct Span {
     address: u64,
-    bytes: u64,
-    /// The number of its first leaf: where its hash goes.
-    leaf: u64,
     /// Where a copy goes.
     copy: u64,
+    bytes: u64,
+    /// The number of its first leaf: where its hash goes. The next span has the next numbers.
+    leaf: u64,
 }
 
-/// The words of a run, as the kernel reads them.
-const RUN_WORDS: usize = size_of::<Run>() / size_of::<u64>();
+impl Span {
+    fn words(self) -> [u64; 4] {
+        [self.address, self.copy, self.bytes, self.leaf]
+    }
+}
 
 /// The hash of a leaf: of its bytes and of zeros up to its length.
 fn leaf_hash(bytes: &[u8]) -> u128 {
@@ -82,57 +82,68 @@ fn leaf_hash(bytes: &[u8]) -> u128 {
 /// The CPU version of `warpipe_hash_leaves`.
 ///
 /// # Safety
-/// As for [`each_run`].
+/// As for [`each_leaf`].
 unsafe fn hash_leaves(launch: KernelLaunch<'_>) {
     // SAFETY: the caller's promise.
-    unsafe { each_run(launch, |_, _| {}) };
+    unsafe { each_leaf(launch, |_, _| {}) };
 }
 
 /// The CPU version of `warpipe_copy_leaves`.
 ///
 /// # Safety
-/// As for [`each_run`], and as many bytes are writable where a run's copy goes.
+/// As for [`each_leaf`], and as many bytes are writable where a span's copy goes.
 unsafe fn copy_leaves(launch: KernelLaunch<'_>) {
     // SAFETY: the caller's promise; the copies lie in other memory.
-    let copy = |run: Run, bytes: &[u8]| unsafe {
-        std::ptr::copy_nonoverlapping(bytes.as_ptr(), run.copy as *mut u8, bytes.len());
+    let copy = |to: u64, bytes: &[u8]| unsafe {
+        std::ptr::copy_nonoverlapping(bytes.as_ptr(), to as *mut u8, bytes.len());
     };
     // SAFETY: the caller's promise.
-    unsafe { each_run(launch, copy) };
+    unsafe { each_leaf(launch, copy) };
 }
 
-/// Hashes the leaves of runs, by as many threads as read a file, and calls `also` for each run.
+/// How many leaves a thread takes at once.
+const LEAVES_A_TURN: u64 = 64;
+
+/// Hashes the leaves of spans, by as many threads as read a file, and calls `also` for each leaf with
+/// where its copy goes.
 ///
 /// # Safety
-/// The arguments are the address of runs, their number, and where the hashes go. The runs' bytes are
-/// readable, and so many hashes writable; nothing else writes them meanwhile.
-unsafe fn each_run(launch: KernelLaunch<'_>, also: impl Fn(Run, &[u8]) + Sync) {
-    let &[runs, count, hashes] = launch.args else {
+/// The arguments are the address of spans, their number, that of their leaves, and where the hashes go.
+/// The spans' bytes are readable, and so many hashes writable; nothing else writes them meanwhile. The
+/// spans have all numbers from 0 on.
+unsafe fn each_leaf(launch: KernelLaunch<'_>, also: impl Fn(u64, &[u8]) + Sync) {
+    let &[spans, count, leaves, hashes] = launch.args else {
         return;
     };
+    // SAFETY: the caller's promise.
+    let spans = unsafe { std::slice::from_raw_parts(spans as *const Span, count as usize) };
     let next = AtomicU64::new(0);
     let work = || {
         loop {
-            let index = next.fetch_add(1, Relaxed);
-            if index >= count {
+            let first = next.fetch_add(LEAVES_A_TURN, Relaxed);
+            if first >= leaves {
                 break;
             }
-            // SAFETY: the caller's promise: `count` runs lie there, each four words long.
-            let run: Run = unsafe { (runs as *const Run).add(index as usize).read() };
-            // SAFETY: the caller's promise.
-            let bytes =
-                unsafe { std::slice::from_raw_parts(run.address as *const u8, run.bytes as usize) };
-            also(run, bytes);
-            for (leaf, bytes) in (run.leaf..).zip(bytes.chunks(LEAF_BYTES as usize)) {
+            for number in first..leaves.min(first + LEAVES_A_TURN) {
+                let span = spans[spans.partition_point(|span| span.leaf <= number) - 1];
+                let begin = (number - span.leaf) * LEAF_BYTES;
+                let (bytes, at) = (span.bytes - begin, (span.address + begin) as *const u8);
+                let bytes = bytes.min(LEAF_BYTES) as usize;
+                // SAFETY: the caller's promise: the leaf lies in the span.
+                let bytes = unsafe { std::slice::from_raw_parts(at, bytes) };
+                also(span.copy + begin, bytes);
                 let hash = leaf_hash(bytes).to_le_bytes();
-                // SAFETY: the caller's promise: the leaf's hash has its place there, and each leaf is
-                // of one run.
-                unsafe { (hashes as *mut ContentHash).add(leaf as usize).write(hash) };
+                // SAFETY: the caller's promise: each leaf's hash has its place there.
+                unsafe {
+                    (hashes as *mut ContentHash)
+                        .add(number as usize)
+                        .write(hash)
+                };
             }
         }
     };
     std::thread::scope(|scope| {
-        for _ in 1..readers(count as usize) {
+        for _ in 1..readers(leaves.div_ceil(LEAVES_A_TURN) as usize) {
             // Without more threads, this one hashes everything.
             let _ = std::thread::Builder::new().spawn_scoped(scope, work);
         }
@@ -166,11 +177,18 @@ fn of_blocks(blocks: &[u8], length: u64) -> ContentHash {
 /// there, a multiple of 512, and its length. The contents are complete.
 ///
 /// # Errors
-/// [`Error::DeviceMemory`] when the device has no room for the hashes, at most 12 MiB;
-/// [`Error::Timeout`] when the device is busy for a minute; [`Error::Driver`].
+/// As [`begin_to_hash`] and [`PendingHashes::finish`].
 pub(super) fn hash_memory(tensors: &[(&DeviceSlice, u64, u64)]) -> Result<Vec<ContentHash>> {
+    begin_to_hash(tensors)?.finish()
+}
+
+/// Has the device hash tensors, as [`hash_memory`] does, and does not wait for it.
+///
+/// # Errors
+/// [`Error::DeviceMemory`] when the device has no room for the hashes; [`Error::Driver`].
+pub(super) fn begin_to_hash(tensors: &[(&DeviceSlice, u64, u64)]) -> Result<PendingHashes> {
     let Some((first, ..)) = tensors.first() else {
-        return Ok(Vec::new());
+        return Ok(PendingHashes(None));
     };
     let mut places = Vec::with_capacity(tensors.len());
     for &(memory, begin, bytes) in tensors {
@@ -192,7 +210,7 @@ pub(super) fn hash_memory(tensors: &[(&DeviceSlice, u64, u64)]) -> Result<Vec<Co
         memory.used_on(&stream);
     }
     // SAFETY: the contents lie in slices, as checked above, for which this stream is recorded.
-    unsafe { hash_places(&stream, &HASH_LEAVES, &places) }
+    unsafe { hash_places(stream, &HASH_LEAVES, &places) }
 }
 
 /// The content of a tensor on a device.
@@ -208,50 +226,84 @@ pub(super) struct Place {
 /// A content that is hashed begins at a multiple of this.
 pub(super) const ADDRESS_UNIT: u64 = HASH_BYTES;
 
-/// Copies tensors on `stream`, which has nothing else to do, waits for that, and returns their content
-/// hashes: the device reads them once.
+/// Copies tensors on `stream`, which has nothing else to do, and has the device hash them: it reads them
+/// once.
 ///
 /// # Errors
-/// As [`hash_memory`].
+/// As [`begin_to_hash`].
 ///
 /// # Safety
-/// The contents are complete and readable on the stream's device, and not written before this
-/// returns; the places of the copies are writable, used by nothing else, and recorded for the stream.
-/// After an error that may be so until the stream has ended.
-pub(super) unsafe fn copy_places(stream: &Stream, places: &[Place]) -> Result<Vec<ContentHash>> {
+/// The contents are complete and readable on the stream's device, and not written before
+/// [`PendingHashes::finish`] returns; the places of the copies are writable, used by nothing else, and
+/// recorded for the stream. After an error, or without that, it is so until the stream has ended.
+pub(super) unsafe fn copy_places(stream: Stream, places: &[Place]) -> Result<PendingHashes> {
     // SAFETY: the caller's promise.
     unsafe { hash_places(stream, &COPY_LEAVES, places) }
 }
 
-/// The content hashes of what lies at these places.
+/// Content hashes that a device computes; `None` of no tensor.
+pub(super) struct PendingHashes(Option<Enqueued>);
+
+struct Enqueued {
+    stream: Stream,
+    scratch: Scratch,
+    /// Of the tensors.
+    lengths: Vec<u64>,
+}
+
+impl PendingHashes {
+    /// Waits for them, for up to a minute.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`] when the device is busy for that long; [`Error::Driver`].
+    pub(super) fn finish(self) -> Result<Vec<ContentHash>> {
+        let Some(Enqueued {
+            stream,
+            scratch,
+            lengths,
+        }) = self.0
+        else {
+            return Ok(Vec::new());
+        };
+        stream.synchronize(COPY_TIMEOUT)?;
+        let of_all = scratch.of_blocks(&stream)?;
+        let mut rest = &of_all[..];
+        let of_tensor = |&length: &u64| {
+            let blocks = length.div_ceil(BLOCK_BYTES) as usize * HASH_BYTES as usize;
+            let (own, behind) = rest.split_at(blocks);
+            rest = behind;
+            of_blocks(own, length)
+        };
+        Ok(lengths.iter().map(of_tensor).collect())
+    }
+}
+
+/// Has `kernel` hash what lies at these places.
 ///
 /// # Safety
 /// The places are such as `kernel` needs until it has run.
 unsafe fn hash_places(
-    stream: &Stream,
+    stream: Stream,
     kernel: &'static Kernel,
     places: &[Place],
-) -> Result<Vec<ContentHash>> {
+) -> Result<PendingHashes> {
     let lengths: Vec<u64> = places.iter().map(|place| place.bytes).collect();
     let blocks = blocks(&lengths);
     let batches = batches(&blocks);
-    let scratch = Scratch::for_batches(stream.device(), &batches)?;
-    scratch.memory.used_on(stream);
-    let mut of_all = Vec::with_capacity(blocks.len() * HASH_BYTES as usize);
+    let scratch = Scratch::for_batches(stream.device(), blocks.len() as u64, &batches)?;
+    scratch.memory.used_on(&stream);
+    let mut first = 0;
     for batch in batches {
-        let runs = scratch.runs(places, batch);
-        // SAFETY: the caller's promise.
-        unsafe { scratch.hash(stream, kernel, &runs, batch.len()) }?;
-        of_all.extend(scratch.hashes(stream, batch.len())?);
+        let spans = Spans::of(places, batch, &scratch.memory);
+        // SAFETY: the caller's promise; `for_batches` made room for this batch.
+        unsafe { scratch.hash(&stream, kernel, &spans, first) }?;
+        first += batch.len() as u64;
     }
-    let mut begin = 0;
-    let of_tensor = |&length: &u64| {
-        let end = begin + length.div_ceil(BLOCK_BYTES) as usize * HASH_BYTES as usize;
-        let hash = of_blocks(&of_all[begin..end], length);
-        begin = end;
-        hash
-    };
-    Ok(lengths.iter().map(of_tensor).collect())
+    Ok(PendingHashes(Some(Enqueued {
+        stream,
+        scratch,
+        lengths,
+    })))
 }
 
 fn leaves_of(block: &Block) -> u64 {
@@ -275,99 +327,114 @@ fn batches(blocks: &[Block]) -> Vec<&[Block]> {
     batches
 }
 
-/// What a batch is hashed by: the runs of its contents, then one run of leaves' hashes a block.
-struct Runs {
-    words: Vec<[u64; RUN_WORDS]>,
-    of_contents: usize,
+/// The spans of a batch: one of contents for each tensor, and one of its leaves' hashes. A leaf of those
+/// is a block.
+struct Spans {
+    contents: Vec<Span>,
+    hashes: Vec<Span>,
+    leaves: u64,
+    blocks: u64,
 }
 
-/// Memory of the device for hashes and runs: those of leaves, those of blocks, the runs.
+impl Spans {
+    fn of(places: &[Place], batch: &[Block], scratch: &Memory) -> Spans {
+        let (mut contents, mut hashes) = (Vec::new(), Vec::new());
+        let (mut leaves, mut blocks) = (0, 0);
+        for of_tensor in batch.chunk_by(|a, b| a.tensor == b.tensor) {
+            let (place, begin) = (places[of_tensor[0].tensor], of_tensor[0].begin);
+            contents.push(Span {
+                address: place.address + begin,
+                copy: place.copy + begin,
+                bytes: of_tensor.iter().map(|block| block.bytes).sum(),
+                leaf: leaves,
+            });
+            let own: u64 = of_tensor.iter().map(leaves_of).sum();
+            hashes.push(Span {
+                address: scratch.ptr() + leaves * HASH_BYTES,
+                copy: 0,
+                bytes: own * HASH_BYTES,
+                leaf: blocks,
+            });
+            leaves += own;
+            blocks += of_tensor.len() as u64;
+        }
+        Spans {
+            contents,
+            hashes,
+            leaves,
+            blocks,
+        }
+    }
+}
+
+/// Memory of the device: the hashes of a batch's leaves, its spans, and the hashes of all blocks.
 struct Scratch {
     memory: Memory,
+    spans_at: u64,
     blocks_at: u64,
-    runs_at: u64,
+    blocks: u64,
 }
 
 impl Scratch {
-    fn for_batches(device: &Device, batches: &[&[Block]]) -> Result<Scratch> {
-        let most =
-            |of: &dyn Fn(&[Block]) -> u64| batches.iter().map(|it| of(it)).max().unwrap_or(0);
-        let leaves = most(&|batch| batch.iter().map(leaves_of).sum());
-        let blocks = most(&|batch| batch.len() as u64);
-        let runs_of = |block: &Block| block.bytes.div_ceil(RUN_BYTES) + 1;
-        let runs = most(&|batch| batch.iter().map(runs_of).sum());
-        let blocks_at = leaves * HASH_BYTES;
-        let runs_at = blocks_at + blocks * HASH_BYTES;
-        let bytes = runs_at + runs * size_of::<Run>() as u64;
+    fn for_batches(device: &Device, blocks: u64, batches: &[&[Block]]) -> Result<Scratch> {
+        let most = |of: &dyn Fn(&&[Block]) -> u64| batches.iter().map(of).max().unwrap_or(0);
+        let spans_at = most(&|batch| batch.iter().map(leaves_of).sum()) * HASH_BYTES;
+        // Two for each tensor, which has a block at least.
+        let spans = most(&|batch| 2 * batch.len() as u64);
+        let blocks_at = spans_at + spans * size_of::<Span>() as u64;
+        let bytes = blocks_at + blocks * HASH_BYTES;
         Ok(Scratch {
             memory: Memory::allocate(device, bytes.max(ALIGNMENT))?,
+            spans_at,
             blocks_at,
-            runs_at,
+            blocks,
         })
     }
 
-    fn runs(&self, places: &[Place], batch: &[Block]) -> Runs {
-        let (mut words, mut of_leaves, mut leaf) = (Vec::new(), Vec::new(), 0);
-        for (number, block) in batch.iter().enumerate() {
-            let place = places[block.tensor];
-            let (address, copy) = (place.address + block.begin, place.copy + block.begin);
-            let parts = (0..block.bytes.div_ceil(RUN_BYTES)).map(|part| part * RUN_BYTES);
-            words.extend(parts.map(|at| {
-                let bytes = RUN_BYTES.min(block.bytes - at);
-                [address + at, bytes, leaf + at / LEAF_BYTES, copy + at]
-            }));
-            let leaves = leaves_of(block);
-            let at = self.memory.ptr() + leaf * HASH_BYTES;
-            of_leaves.push([at, leaves * HASH_BYTES, number as u64, 0]);
-            leaf += leaves;
-        }
-        let of_contents = words.len();
-        words.append(&mut of_leaves);
-        Runs { words, of_contents }
-    }
-
-    /// Has `kernel` hash the leaves, hashes the blocks by them, and waits for it.
+    /// Has `kernel` hash the leaves of a batch, and hashes its blocks by them. Their hashes have the
+    /// numbers from `first` on.
     ///
     /// # Safety
-    /// The places of the runs are such as `kernel` needs.
+    /// The places of the spans are such as `kernel` needs, and there is room for all of it.
     unsafe fn hash(
         &self,
         stream: &Stream,
         kernel: &'static Kernel,
-        runs: &Runs,
-        blocks: usize,
+        spans: &Spans,
+        first: u64,
     ) -> Result<()> {
-        let words = runs.words.as_flattened();
-        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-        self.memory.write(stream, self.runs_at, &bytes)?;
+        let Spans {
+            contents,
+            hashes,
+            leaves,
+            blocks,
+        } = spans;
+        let words = contents.iter().chain(hashes).flat_map(|span| span.words());
+        let mut bytes = Vec::with_capacity(2 * contents.len() * size_of::<Span>());
+        words.for_each(|word| bytes.extend_from_slice(&word.to_le_bytes()));
+        self.memory.write(stream, self.spans_at, &bytes)?;
         let memory = self.memory.ptr();
-        let of_leaves_at = memory + self.runs_at + (runs.of_contents * size_of::<Run>()) as u64;
+        let contents_at = memory + self.spans_at;
+        let hashes_at = contents_at + size_of_val(&contents[..]) as u64;
+        let to = memory + self.blocks_at + first * HASH_BYTES;
+        let count = contents.len() as u64;
         let steps = [
-            (
-                kernel,
-                memory + self.runs_at,
-                runs.of_contents as u64,
-                memory,
-            ),
-            (
-                &HASH_LEAVES,
-                of_leaves_at,
-                blocks as u64,
-                memory + self.blocks_at,
-            ),
+            (kernel, [contents_at, count, *leaves, memory]),
+            (&HASH_LEAVES, [hashes_at, count, *blocks, to]),
         ];
-        for (kernel, runs, count, hashes) in steps {
-            let grid = (count * WARP).div_ceil(THREADS) as u32;
-            // SAFETY: the runs were written above, and lie in memory that this stream is recorded for,
-            // as the hashes do; `for_batches` made room for them. The rest is the caller's promise.
-            unsafe { stream.launch(kernel, grid, THREADS as u32, &[runs, count, hashes]) }?;
+        for (kernel, arguments) in steps {
+            let [_, _, leaves, _] = arguments;
+            let grid = (leaves * WARP).div_ceil(THREADS) as u32;
+            // SAFETY: the spans were written above, and lie in memory that this stream is recorded for,
+            // as the hashes do. The rest is the caller's promise.
+            unsafe { stream.launch(kernel, grid, THREADS as u32, &arguments) }?;
         }
-        stream.synchronize(COPY_TIMEOUT)
+        Ok(())
     }
 
-    /// The blocks' hashes, when the stream has computed them: it has nothing else to do.
-    fn hashes(&self, stream: &Stream, blocks: usize) -> Result<Vec<u8>> {
-        let mut hashes = vec![0; blocks * HASH_BYTES as usize];
+    /// The hashes of all blocks, when the stream has computed them: it has nothing else to do.
+    fn of_blocks(&self, stream: &Stream) -> Result<Vec<u8>> {
+        let mut hashes = vec![0; (self.blocks * HASH_BYTES) as usize];
         let at = self.memory.ptr() + self.blocks_at;
         // SAFETY: the blocks' hashes lie there (`for_batches`), in memory that this stream is recorded
         // for.
@@ -400,7 +467,7 @@ mod tests {
     }
 
     fn check(device: &Device) {
-        let large: Vec<u8> = (0..2 * BLOCK_BYTES + RUN_BYTES + LEAF_BYTES + 5)
+        let large: Vec<u8> = (0..2 * BLOCK_BYTES + 9 * LEAF_BYTES + 5)
             .map(|at| (at % 251) as u8)
             .collect();
         let lengths = [

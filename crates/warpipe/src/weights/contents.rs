@@ -1,9 +1,9 @@
 //! The tensors that a publisher has: memory of this library that they were copied to, and those that
 //! lie where another allocator put them.
 
-use super::content::hash_memory;
+use super::content::{PendingHashes, begin_to_hash};
 use super::in_place::LaidTensor;
-use super::manifest::TensorInfo;
+use super::manifest::{ContentHash, TensorInfo};
 use crate::error::Result;
 use crate::memory::{DeviceSlice, Memory};
 
@@ -19,28 +19,27 @@ pub(super) struct Contents {
 impl Contents {
     /// Has the device hash each of these tensors that lies here and has no hash. They are in the order
     /// of their offsets; those of a base lie elsewhere.
-    pub(super) fn hash(&self, tensors: &mut [TensorInfo]) -> Result<()> {
+    pub(super) fn begin_to_hash(&self, tensors: &[TensorInfo]) -> Result<ContentHashes> {
         let (mut places, mut hashed) = (Vec::new(), Vec::new());
         let mut last = None;
-        for (index, tensor) in tensors.iter().enumerate() {
+        for (number, tensor) in tensors.iter().enumerate() {
             if tensor.hash.is_some() {
                 continue;
             }
             // Tied weights follow each other.
             let is_same = last == Some((tensor.offset, tensor.layout));
             if is_same {
-                hashed.push((index, places.len() - 1));
+                hashed.push((number, places.len() - 1));
             } else if let Some((memory, begin)) = self.place(tensor) {
                 last = Some((tensor.offset, tensor.layout));
-                hashed.push((index, places.len()));
+                hashed.push((number, places.len()));
                 places.push((memory, begin, tensor.layout.bytes()));
             }
         }
-        let hashes = hash_memory(&places)?;
-        for (index, place) in hashed {
-            tensors[index].hash = Some(hashes[place]);
-        }
-        Ok(())
+        Ok(ContentHashes {
+            pending: begin_to_hash(&places)?,
+            hashed,
+        })
     }
 
     fn place(&self, tensor: &TensorInfo) -> Option<(&DeviceSlice, u64)> {
@@ -52,5 +51,24 @@ impl Contents {
         }
         let found = self.lying.binary_search_by_key(offset, |it| it.offset);
         Some((&self.lying[found.ok()?].slice, 0))
+    }
+}
+
+/// The hashes of a version's tensors, which the device computes.
+pub(super) struct ContentHashes {
+    pending: PendingHashes,
+    /// The number of each tensor, and of its hash.
+    hashed: Vec<(usize, usize)>,
+}
+
+impl ContentHashes {
+    /// Waits for them: each with the number of its tensor.
+    ///
+    /// # Errors
+    /// As [`PendingHashes::finish`].
+    pub(super) fn finish(self) -> Result<Vec<(usize, ContentHash)>> {
+        let hashes = self.pending.finish()?;
+        let of_tensor = |(number, at): (usize, usize)| (number, hashes[at]);
+        Ok(self.hashed.into_iter().map(of_tensor).collect())
     }
 }

@@ -154,7 +154,7 @@ impl WeightsBuilder {
         }
         // SAFETY: the caller's promise; the builder laid the tensors there, in memory that the stream
         // is recorded for.
-        let hashes = unsafe { copy_places(&stream, &places) }?;
+        let hashes = unsafe { copy_places(stream, &places) }?.finish()?;
         self.hashes.extend(hashed.into_iter().zip(hashes));
         Ok(())
     }
@@ -262,13 +262,16 @@ impl WeightsBuilder {
         {
             storage.bytes = self.placed.bytes;
         }
-        if self.hashing == Hashing::Device {
-            contents.hash(&mut tensors)?;
-        }
+        let is_hashed = self.hashing == Hashing::Device;
+        let hashes = is_hashed.then(|| contents.begin_to_hash(&tensors));
+        let hashes = hashes.transpose()?;
         let manifest = storage.describe(tensors)?;
-        let manifest = manifest
+        let mut manifest = manifest
             .with_hashing(self.hashing)
             .with_metadata(self.metadata);
+        if let Some(hashes) = hashes {
+            manifest.add_hashes(hashes.finish()?);
+        }
         Weights::in_storage(&self.device, storage, manifest, contents)
     }
 

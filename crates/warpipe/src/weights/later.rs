@@ -19,8 +19,8 @@ const KEEPER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Tensors of a version that have no hashes yet.
 pub(super) struct Unhashed {
     contents: Contents,
-    /// In the manifest's order, once they have been computed.
-    hashes: Mutex<Option<Vec<Option<ContentHash>>>>,
+    /// Each with the number of its tensor, once they have been computed.
+    hashes: Mutex<Option<Vec<(usize, ContentHash)>>>,
 }
 
 impl fmt::Debug for Unhashed {
@@ -41,11 +41,11 @@ impl Unhashed {
     fn hash(&self, manifest: &Manifest) -> Result<Manifest> {
         let mut known = self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
         if known.is_none() {
-            let mut tensors = manifest.tensors().to_vec();
-            self.contents.hash(&mut tensors)?;
-            *known = Some(tensors.iter().map(|tensor| tensor.hash).collect());
+            *known = Some(self.contents.begin_to_hash(manifest.tensors())?.finish()?);
         }
-        Ok(manifest.with_hashes(known.as_deref().unwrap_or_default()))
+        let mut hashed = manifest.clone();
+        hashed.add_hashes(known.iter().flatten().copied());
+        Ok(hashed)
     }
 }
 

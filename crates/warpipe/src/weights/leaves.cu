@@ -1,19 +1,25 @@
 // Content hashes: XXH3 (128 bits, no seed, the default secret) of leaves of 16 KiB, the last of a tensor filled up with
-// zeros. Four threads hash a leaf: each has two of the eight accumulators. A leaf has sixteen blocks of sixteen stripes of
-// 64 bytes; the very last stripe has keys of its own. A leaf may be copied with that: its bytes are read once.
+// zeros. A leaf has sixteen blocks of sixteen stripes of 64 bytes; the very last stripe has keys of its own. A warp hashes
+// a leaf: within a block the accumulators are sums, so eight threads add up two stripes each of a pair of them. A leaf may
+// be copied with that: its bytes are read once.
 
 typedef unsigned long long u64;
 
 #define LEAF 16384ull
 #define BLOCK 1024ull
-#define STRIPE 64ull
 
-// Up to eight leaves side by side: `bytes` bytes at `address`, the number of the first leaf, and where a copy goes.
-struct Run {
+// A thread reads 16 bytes of every 512.
+#define PIECE 16
+#define ROW 512
+// The pieces of a thread that are read before the first is needed: those of two blocks.
+#define AHEAD 4
+
+// `bytes` bytes at `address`, where a copy goes, and the number of the first leaf.
+struct Span {
     u64 address;
+    u64 copy;
     u64 bytes;
     u64 leaf;
-    u64 copy;
 };
 
 // Of the secret, in words of eight bytes: from byte 0, 121, 11 and 117 on.
@@ -49,10 +55,10 @@ struct Pair {
 };
 
 // Sixteen bytes of a leaf; those behind its end are zeros.
-__device__ Pair load(const unsigned char *leaf, u64 at, u64 bytes) {
+template <bool IS_WHOLE> __device__ __forceinline__ Pair load(const unsigned char *leaf, u64 at, u64 bytes) {
     Pair pair = {0, 0};
-    if (at + 16 <= bytes) {
-        const ulonglong2 words = *(const ulonglong2 *)(leaf + at);
+    if (IS_WHOLE || at + PIECE <= bytes) {
+        const ulonglong2 words = __ldg((const ulonglong2 *)(leaf + at));
         pair.a = words.x;
         pair.b = words.y;
         return pair;
@@ -70,8 +76,9 @@ __device__ Pair load(const unsigned char *leaf, u64 at, u64 bytes) {
 }
 
 // Writes what `load` gave.
-__device__ void store(unsigned char *leaf, u64 at, u64 bytes, const Pair &pair) {
-    if (at + 16 <= bytes) {
+template <bool IS_WHOLE>
+__device__ __forceinline__ void store(unsigned char *leaf, u64 at, u64 bytes, const Pair &pair) {
+    if (IS_WHOLE || at + PIECE <= bytes) {
         *(ulonglong2 *)(leaf + at) = make_ulonglong2(pair.a, pair.b);
         return;
     }
@@ -105,123 +112,113 @@ __device__ __forceinline__ u64 avalanche(u64 hash) {
     return hash ^ (hash >> 32);
 }
 
-// One part of a leaf's accumulators: those with the numbers `2 * part` and `2 * part + 1`.
-struct Part {
-    Pair sum;
-    const u64 *keys;
-    unsigned number;
+struct Thread {
+    unsigned lane;
+    // The number of its pair of accumulators, and of the first of its two stripes: the other is eight further.
+    unsigned pair;
+    unsigned stripe;
 };
 
-__device__ __forceinline__ void end_block(Part &part, const Pair &data, bool is_last) {
-    if (is_last) {
-        const u64 *keys = LAST_KEYS + 2 * part.number;
-        accumulate(part.sum, data, keys[0], keys[1]);
-    } else {
-        accumulate(part.sum, data, part.keys[15], part.keys[16]);
-        part.sum.a = scrambled(part.sum.a, part.keys[16]);
-        part.sum.b = scrambled(part.sum.b, part.keys[17]);
+// Adds up one block's stripes, which eight threads of each pair have. All of them have the sum.
+__device__ __forceinline__ Pair block_sum(const Thread &it, const Pair *data, bool is_last) {
+    const u64 *const keys = STRIPE_KEYS + 2 * it.pair + it.stripe;
+    const bool ends_leaf = is_last && it.stripe == 7;
+    const u64 *const other = ends_leaf ? LAST_KEYS + 2 * it.pair : keys + 8;
+    Pair sum = {0, 0};
+    accumulate(sum, data[0], keys[0], keys[1]);
+    accumulate(sum, data[1], other[0], other[1]);
+#pragma unroll
+    for (int distance = 4; distance < 32; distance *= 2) {
+        sum.a += __shfl_xor_sync(0xffffffff, sum.a, distance);
+        sum.b += __shfl_xor_sync(0xffffffff, sum.b, distance);
     }
+    return sum;
 }
 
-template <bool COPIES>
-__device__ __forceinline__ void hash_whole_leaf(Part &part, const unsigned char *leaf, unsigned char *copy) {
-    const unsigned char *own = leaf + 16 * part.number;
-    unsigned char *const to = copy + 16 * part.number;
-    u64 keys[16];
-#pragma unroll
-    for (int word = 0; word < 16; ++word) {
-        keys[word] = part.keys[word];
-    }
+// The pair of accumulators behind all bytes of a leaf.
+template <bool COPIES, bool IS_WHOLE>
+__device__ __forceinline__ Pair leaf_sum(const Thread &it, const unsigned char *leaf, unsigned char *copy, u64 bytes) {
+    const u64 *const keys = STRIPE_KEYS + 2 * it.pair + 16;
+    Pair sum = {BEGIN[2 * it.pair], BEGIN[2 * it.pair + 1]};
 #pragma unroll 1
-    for (u64 block = 0; block < LEAF; block += BLOCK) {
-        ulonglong2 data[16];
-        // All of them are on their way before the first is needed.
+    for (u64 begin = PIECE * it.lane; begin < LEAF; begin += AHEAD * ROW) {
+        Pair data[AHEAD];
 #pragma unroll
-        for (int stripe = 0; stripe < 16; ++stripe) {
-            data[stripe] = __ldg((const ulonglong2 *)(own + block + stripe * STRIPE));
+        for (int piece = 0; piece < AHEAD; ++piece) {
+            data[piece] = load<IS_WHOLE>(leaf, begin + piece * ROW, bytes);
         }
         if (COPIES) {
 #pragma unroll
-            for (int stripe = 0; stripe < 16; ++stripe) {
-                *(ulonglong2 *)(to + block + stripe * STRIPE) = data[stripe];
+            for (int piece = 0; piece < AHEAD; ++piece) {
+                store<IS_WHOLE>(copy, begin + piece * ROW, bytes, data[piece]);
             }
         }
 #pragma unroll
-        for (int stripe = 0; stripe < 15; ++stripe) {
-            const Pair pair = {data[stripe].x, data[stripe].y};
-            accumulate(part.sum, pair, keys[stripe], keys[stripe + 1]);
-        }
-        const Pair last = {data[15].x, data[15].y};
-        end_block(part, last, block == LEAF - BLOCK);
-    }
-}
-
-template <bool COPIES>
-__device__ __noinline__ void hash_short_leaf(Part &part, const unsigned char *leaf, unsigned char *copy, u64 bytes) {
-#pragma unroll 1
-    for (u64 block = 0; block < LEAF; block += BLOCK) {
-        const u64 own = block + 16 * part.number;
-#pragma unroll 1
-        for (int stripe = 0; stripe < 16; ++stripe) {
-            const u64 at = own + stripe * STRIPE;
-            const Pair data = load(leaf, at, bytes);
-            if (COPIES) {
-                store(copy, at, bytes, data);
-            }
-            if (stripe < 15) {
-                accumulate(part.sum, data, part.keys[stripe], part.keys[stripe + 1]);
-            } else {
-                end_block(part, data, block == LEAF - BLOCK);
+        for (int piece = 0; piece < AHEAD; piece += 2) {
+            const bool is_last = begin + (piece + 2) * ROW >= LEAF;
+            const Pair block = block_sum(it, data + piece, is_last);
+            sum.a += block.a;
+            sum.b += block.b;
+            if (!is_last) {
+                sum.a = scrambled(sum.a, keys[0]);
+                sum.b = scrambled(sum.b, keys[1]);
             }
         }
     }
+    return sum;
 }
 
 template <bool COPIES>
-__device__ __forceinline__ Pair leaf_part(const unsigned char *leaf, unsigned char *copy, u64 bytes, unsigned number) {
-    Part part = {{BEGIN[2 * number], BEGIN[2 * number + 1]}, STRIPE_KEYS + 2 * number, number};
-    if (bytes == LEAF) {
-        hash_whole_leaf<COPIES>(part, leaf, copy);
-    } else {
-        hash_short_leaf<COPIES>(part, leaf, copy, bytes);
-    }
-    return part.sum;
+__device__ __noinline__ Pair short_leaf_sum(const Thread &it, const unsigned char *leaf, unsigned char *copy, u64 bytes) {
+    return leaf_sum<COPIES, false>(it, leaf, copy, bytes);
 }
 
-// A warp hashes a run, and four of its threads each leaf.
-template <bool COPIES> __device__ __forceinline__ void hash_run(u64 runs, u64 count, u64 hashes) {
+// The span that the leaf with this number lies in.
+__device__ Span span_of(const Span *spans, u64 count, u64 leaf) {
+    u64 first = 0, end = count;
+    while (end - first > 1) {
+        const u64 middle = (first + end) / 2;
+        if (spans[middle].leaf <= leaf) {
+            first = middle;
+        } else {
+            end = middle;
+        }
+    }
+    return spans[first];
+}
+
+// A warp hashes a leaf of `leaves`, which lie in `count` spans.
+template <bool COPIES> __device__ __forceinline__ void hash_spans(u64 spans, u64 count, u64 leaves, u64 hashes) {
     const u64 number = ((u64)blockIdx.x * blockDim.x + threadIdx.x) / 32;
-    if (number >= count) {
+    if (number >= leaves) {
         return;
     }
-    const Run run = ((const Run *)runs)[number];
-    const unsigned lane = threadIdx.x & 31, part = lane & 3, index = lane >> 2;
-    const u64 begin = index * LEAF;
-    if (begin >= run.bytes) {
-        return;
+    const unsigned lane = threadIdx.x & 31;
+    const Thread it = {lane, lane & 3, lane >> 2};
+    const Span span = span_of((const Span *)spans, count, number);
+    const u64 begin = (number - span.leaf) * LEAF, bytes = span.bytes - begin;
+    const unsigned char *const leaf = (const unsigned char *)(span.address + begin);
+    unsigned char *const copy = (unsigned char *)(span.copy + begin);
+    const Pair sum = bytes >= LEAF ? leaf_sum<COPIES, true>(it, leaf, copy, LEAF)
+                                   : short_leaf_sum<COPIES>(it, leaf, copy, bytes);
+    u64 low = folded(sum.a ^ LOW_KEYS[2 * it.pair], sum.b ^ LOW_KEYS[2 * it.pair + 1]);
+    u64 high = folded(sum.a ^ HIGH_KEYS[2 * it.pair], sum.b ^ HIGH_KEYS[2 * it.pair + 1]);
+#pragma unroll
+    for (int distance = 1; distance < 4; distance *= 2) {
+        low += __shfl_xor_sync(0xffffffff, low, distance);
+        high += __shfl_xor_sync(0xffffffff, high, distance);
     }
-    const u64 left = run.bytes - begin;
-    const u64 bytes = left < LEAF ? left : LEAF;
-    const unsigned char *const leaf = (const unsigned char *)(run.address + begin);
-    const Pair sum = leaf_part<COPIES>(leaf, (unsigned char *)(run.copy + begin), bytes, part);
-    u64 low = folded(sum.a ^ LOW_KEYS[2 * part], sum.b ^ LOW_KEYS[2 * part + 1]);
-    u64 high = folded(sum.a ^ HIGH_KEYS[2 * part], sum.b ^ HIGH_KEYS[2 * part + 1]);
-    const unsigned together = 0xfu << (4 * index);
-    for (int other = 1; other < 4; other *= 2) {
-        low += __shfl_xor_sync(together, low, other);
-        high += __shfl_xor_sync(together, high, other);
-    }
-    if (part == 0) {
-        u64 *hash = (u64 *)(hashes + 16 * (run.leaf + index));
+    if (lane == 0) {
+        u64 *const hash = (u64 *)(hashes + 16 * number);
         hash[0] = avalanche(LEAF * PRIME64_1 + low);
         hash[1] = avalanche(~(LEAF * PRIME64_2) + high);
     }
 }
 
-extern "C" __global__ void warpipe_hash_leaves(u64 runs, u64 count, u64 hashes) {
-    hash_run<false>(runs, count, hashes);
+extern "C" __global__ void warpipe_hash_leaves(u64 spans, u64 count, u64 leaves, u64 hashes) {
+    hash_spans<false>(spans, count, leaves, hashes);
 }
 
-extern "C" __global__ void warpipe_copy_leaves(u64 runs, u64 count, u64 hashes) {
-    hash_run<true>(runs, count, hashes);
+extern "C" __global__ void warpipe_copy_leaves(u64 spans, u64 count, u64 leaves, u64 hashes) {
+    hash_spans<true>(spans, count, leaves, hashes);
 }

@@ -139,7 +139,7 @@ impl Weights {
             offset,
             hash: None,
         });
-        let mut tensors: Vec<TensorInfo> = tensors.collect();
+        let tensors: Vec<TensorInfo> = tensors.collect();
         let device = memory.device().clone();
         let mut storage = Storage::default();
         storage.add_memory(&memory)?;
@@ -148,8 +148,9 @@ impl Weights {
             memory: Some(memory),
             lying: Vec::new(),
         };
-        contents.hash(&mut tensors)?;
-        let manifest = storage.describe(tensors)?;
+        let hashes = contents.begin_to_hash(&tensors)?;
+        let mut manifest = storage.describe(tensors)?;
+        manifest.add_hashes(hashes.finish()?);
         Weights::in_storage(&device, storage, manifest, contents)
     }
 

@@ -164,7 +164,7 @@ impl Part {
 
 /// The tensors of a version, in the order of their offsets. The parts of its memory follow each
 /// other without a gap.
-#[derive(Debug, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub(super) struct Manifest {
     bytes: u64,
     parts: Vec<Part>,
@@ -240,21 +240,10 @@ impl Manifest {
         Manifest { metadata, ..self }
     }
 
-    /// The same version with these hashes, which are in the order of the tensors.
-    pub(super) fn with_hashes(&self, hashes: &[Option<ContentHash>]) -> Manifest {
-        let hashed = self.tensors.iter().zip(hashes);
-        let tensors = hashed.map(|(tensor, &hash)| TensorInfo {
-            hash,
-            ..tensor.clone()
-        });
-        Manifest {
-            bytes: self.bytes,
-            parts: self.parts.clone(),
-            begins: self.begins.clone(),
-            tensors: tensors.collect(),
-            by_name: self.by_name.clone(),
-            hashing: self.hashing,
-            metadata: self.metadata.clone(),
+    /// Has the tensors have these hashes, each by the tensor's number in its order.
+    pub(super) fn add_hashes(&mut self, hashes: impl IntoIterator<Item = (usize, ContentHash)>) {
+        for (number, hash) in hashes {
+            self.tensors[number].hash = Some(hash);
         }
     }
 

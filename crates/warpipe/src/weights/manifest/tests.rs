@@ -236,7 +236,8 @@ fn leases_bases_strides_absent_hashes_and_metadata_arrive_and_wrong_ones_are_ref
         (received.tensors()[0].layout(), received.is_hashed()),
         (&turned, false)
     );
-    let hashed = received.with_hashes(&[Some([7; 16]), Some([8; 16])]);
+    let mut hashed = received.clone();
+    hashed.add_hashes([(0, [7; 16]), (1, [8; 16])]);
     assert!(hashed.is_hashed() && hashed.tensor("b").unwrap().hash() == Some([8; 16]));
     let many = Part {
         lease: LEASES_MAX as u32 + 1,

@@ -14,6 +14,7 @@ use crate::tensor::{DType, Layout};
 use crate::weights::held::Held;
 use crate::weights::holder::Holder;
 use crate::weights::keeper_session::offer_to_keeper;
+use crate::weights::manifest::Manifest;
 use crate::weights::{
     BaseVersion, Hashing, NamedVersion, NamedWeights, Weights, content, takeover, weights_name,
 };
@@ -33,6 +34,14 @@ impl Stage {
         let found = NamedWeights::find(&self.domain, "w").unwrap();
         found.unwrap().version.unwrap()
     }
+}
+
+/// The manifest of three tensors with these bytes each, with their hashes.
+fn hashed_manifest(weights: &Weights, bytes: &[u8]) -> Manifest {
+    let mut manifest = weights.manifest_for_tests().clone();
+    let hash = content::content_hash(bytes);
+    manifest.add_hashes((0..3).map(|number| (number, hash)));
+    manifest
 }
 
 #[test]
@@ -154,8 +163,7 @@ fn a_check_waits_for_hashes_that_come_later() {
     std::thread::scope(|scope| {
         let check = scope.spawn(|| stage.opener().verify().unwrap());
         // Once the check has the version, or before: either way it sees the hashes.
-        let hash = Some(content::content_hash(&[3; 900]));
-        let manifest = weights.manifest_for_tests().with_hashes(&[hash; 3]);
+        let manifest = hashed_manifest(&weights, &[3; 900]);
         let hashed = Arc::new(held.hashed(&manifest).unwrap());
         let offer = Holder::offer(&stage.domain, "w", hashed).unwrap();
         let name = weights_name("w").unwrap();
@@ -173,8 +181,7 @@ fn a_takeover_has_the_hashes_whichever_holder_it_asks_first() {
     let name = weights_name("w").unwrap();
     let weights = stage.weights_hashed(&stage.device, 3, Hashing::Later);
     let early = Arc::new(weights.held_for_tests(4));
-    let hash = Some(content::content_hash(&[3; 900]));
-    let manifest = weights.manifest_for_tests().with_hashes(&[hash; 3]);
+    let manifest = hashed_manifest(&weights, &[3; 900]);
     let hashed = Arc::new(early.hashed(&manifest).unwrap());
     // Their names, and so the order, are drawn.
     for _ in 0..16 {
@@ -196,13 +203,7 @@ fn a_keeper_takes_the_hashes_of_a_version_that_it_has_and_nothing_else_of_that_o
     let early = stage.opener().open().unwrap();
     let bring = |number| {
         let mut held = later.held_for_tests(number);
-        let mut tensors = later.tensors().to_vec();
-        let hash = Some(content::content_hash(&[6; 900]));
-        tensors.iter_mut().for_each(|tensor| tensor.hash = hash);
-        let hashes: Vec<_> = tensors.iter().map(|tensor| tensor.hash).collect();
-        held = held
-            .hashed(&later.manifest_for_tests().with_hashes(&hashes))
-            .unwrap();
+        held = held.hashed(&hashed_manifest(&later, &[6; 900])).unwrap();
         let offer = Holder::offer(&stage.domain, "w", Arc::new(held)).unwrap();
         offer_to_keeper(&stage.domain, &name, &offer.1, WAIT)
             .unwrap()
