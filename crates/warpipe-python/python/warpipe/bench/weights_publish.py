@@ -1,5 +1,9 @@
 """The command ``python -m warpipe.bench.weights_publish``: new weights from a trainer to two engines, from the call of
-``publish`` until both have them, beside PyTorch's own way and a bare copy of the same bytes. Needs PyTorch."""
+``publish`` until both have them, beside PyTorch's own way and a bare copy of the same bytes. Engines on another GPU copy
+them into tensors of their own, over NVLink. Needs PyTorch.
+
+A round begins once the memory of the former one is back: the driver clears gigabytes for milliseconds, which is no part of
+a publication."""
 
 from __future__ import annotations
 
@@ -27,13 +31,14 @@ ENGINES = 2
 PATIENCE = 120.0
 
 
-def engine(pipe: Any, domain: str, device: str) -> None:
+def engine(pipe: Any, domain: str, device: str, copies: bool) -> None:
     """Has each version as soon as it is offered, and says when: until it is told to end. A word of the first and of the
     last tensor shows that they are the right ones."""
     import torch
 
     for_torch = torch.device("cpu" if device == "host" else device)
     torch.zeros(1, device=for_torch)
+    own: dict[str, Any] = {}
     last = 0
     pipe.send("ready")
     with weights.watch(NAME, domain=domain, device=device) as watch:
@@ -41,28 +46,34 @@ def engine(pipe: Any, domain: str, device: str) -> None:
         while True:
             newer = watch.changes(0.05)
             if newer is not None:
+                keys = newer.keys()
+                if copies:
+                    given = {key: newer[key].torch() for key in keys}
+                    own = own or {key: torch.empty_like(tensor) for key, tensor in given.items()}
+                    for key, tensor in given.items():
+                        own[key].copy_(tensor, non_blocking=True)
+                    torch.cuda.synchronize(for_torch)
                 has = time.monotonic_ns()
                 kept, last = newer, newer.version
-                keys = newer.keys()
-                values = [float(newer[key].torch()[0]) for key in (keys[0], keys[-1])]
+                values = [float((own[key] if copies else newer[key].torch())[0]) for key in (keys[0], keys[-1])]
                 pipe.send((last, has, values))
             elif pipe.poll():
                 break
         del kept
 
 
-def torch_engine(inbox: Any, outbox: Any) -> None:
+def torch_engine(inbox: Any, outbox: Any, device: str) -> None:
     """Copies what PyTorch's queue brings into tensors of its own, as engines do, and says when it has done."""
     import torch
 
     own: list[Any] = []
     while (given := inbox.get()) is not None:
         if not own:
-            own = [torch.empty_like(tensor) for tensor in given]
+            own = [torch.empty_like(tensor, device=device) for tensor in given]
         for mine, theirs in zip(own, given, strict=True):
             mine.copy_(theirs)
         if own[0].is_cuda:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
         outbox.put((time.monotonic_ns(), float(own[0][0])))
         del given
 
@@ -70,10 +81,9 @@ def torch_engine(inbox: Any, outbox: Any) -> None:
 class Trainer:
     """A trainer with the tensors, and two engines."""
 
-    def __init__(
-        self, device: str, domain: str, tensors: int, nbytes: int, rounds: int, with_phases: bool = False
-    ) -> None:
-        self.device, self.domain, self.rounds, self.with_phases = device, domain, rounds, with_phases
+    def __init__(self, device: str, engines: str, domain: str, asked: argparse.Namespace, nbytes: int) -> None:
+        self.device, self.engine_device, self.domain, self.with_phases = device, engines, domain, asked.phases
+        self.rounds, tensors = asked.rounds, asked.tensors
         self.names = [f"model.layers.{index}.weight" for index in range(tensors)]
         # Of two bytes each.
         self.elements = nbytes // tensors // 2
@@ -117,7 +127,8 @@ class Trainer:
         pipes, processes = [], []
         for _ in range(ENGINES):
             ours, theirs = context.Pipe()
-            process = context.Process(target=engine, args=(theirs, self.domain, self.device), daemon=True)
+            given = (theirs, self.domain, self.engine_device, self.engine_device != self.device)
+            process = context.Process(target=engine, args=given, daemon=True)
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -137,6 +148,7 @@ class Trainer:
         """Publishes the tensors again and again."""
         published, took, had, used = None, [], [], []
         phases: list[dict[str, float]] = []
+        least = self.used()
         for _ in range(self.rounds + 2):
             self.synchronize()
             before, start = self.used(), time.monotonic_ns()
@@ -152,6 +164,7 @@ class Trainer:
             if published is not None:
                 published.close()
             published = newer
+            self.settle(least + used[0])
         # The first ones load kernels and open what is opened once.
         return {
             "publish_ms": took[2:], "both_ms": had[2:], "first_ms": had[0], "used_bytes": used[0], "version": published,
@@ -167,6 +180,14 @@ class Trainer:
         phases.append({name: seconds * 1e3 for name, seconds in steps})
         return published
 
+    def settle(self, most: int) -> None:
+        """Waits until no more memory than one version's, beside what was there before, is in use."""
+        end = time.monotonic() + PATIENCE
+        while self.used() > most + (64 << 20):
+            if time.monotonic() > end:
+                raise RuntimeError(f"the memory of a former version is not back after {PATIENCE} s")
+            time.sleep(0.001)
+
     def used(self) -> int:
         if self.device == "host":
             return 0
@@ -178,7 +199,8 @@ class Trainer:
     def bare_copy(self, state: dict[str, Any]) -> list[float]:
         import torch
 
-        copies = [torch.empty_like(tensor) for tensor in state.values()]
+        device = "cpu" if self.engine_device == "host" else self.engine_device
+        copies = [torch.empty_like(tensor, device=device) for tensor in state.values()]
         times = []
         for _ in range(self.rounds + 2):
             self.synchronize()
@@ -186,6 +208,8 @@ class Trainer:
             for copy, tensor in zip(copies, state.values(), strict=True):
                 copy.copy_(tensor)
             self.synchronize()
+            if device != self.torch_device():
+                torch.cuda.synchronize(device)
             times.append((time.monotonic_ns() - start) / 1e6)
         return times[2:]
 
@@ -195,7 +219,8 @@ class Trainer:
 
         context = torch.multiprocessing.get_context("spawn")
         inboxes, outbox = [context.Queue() for _ in range(ENGINES)], context.Queue()
-        processes = [context.Process(target=torch_engine, args=(inbox, outbox), daemon=True) for inbox in inboxes]
+        given = [(inbox, outbox, self.engine_device) for inbox in inboxes]
+        processes = [context.Process(target=torch_engine, args=one, daemon=True) for one in given]
         for process in processes:
             process.start()
         times, tensors = [], list(state.values())
@@ -244,6 +269,7 @@ def run(trainer: Trainer, with_torch_ipc: bool) -> dict[str, Any]:
 def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m warpipe.bench.weights_publish", description=__doc__)
     parser.add_argument("--device", help="a GPU if there is one")
+    parser.add_argument("--engines", help="the device of the engines, if it is another one")
     parser.add_argument("--gib", type=float, default=7.7, help="the length of all tensors")
     parser.add_argument("--tensors", type=int, default=171)
     parser.add_argument("--rounds", type=int, default=10)
@@ -258,11 +284,12 @@ def main(given: list[str] | None = None) -> int:
     device = warpipe.Device(asked.device)
     mode = asked.mode or sharing(device.kind)
     where = asked.device or ("host" if device.kind == "host" else "cuda:0")
-    nbytes, rounds = (8 << 20, 2) if asked.quick else (int(asked.gib * (1 << 30)), asked.rounds)
+    nbytes, asked.rounds = (8 << 20, 2) if asked.quick else (int(asked.gib * (1 << 30)), asked.rounds)
     print(f"device: {device.name} ({device.uuid}), {mode}; {nbytes} bytes in {asked.tensors} tensors", flush=True)
-    asked.devices = 1
+    asked.devices = 1 if asked.engines in (None, where) else 2
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(where, str(pathlib.Path(folder) / "domain"), asked.tensors, nbytes, rounds, asked.phases)
+        domain = str(pathlib.Path(folder) / "domain")
+        trainer = Trainer(where, asked.engines or where, domain, asked, nbytes)
         report = run(trainer, with_torch_ipc=device.kind != "host")
     bare = statistics.median(report["bare device copy"]["both_ms"])
     for way, found in report.items():
