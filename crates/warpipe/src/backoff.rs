@@ -9,6 +9,9 @@ const POLLS_BEFORE_YIELD: u32 = 64;
 /// `sched_yield(2)` takes about as long as so many polls, if nothing else wants the CPU.
 const POLLS_OF_A_YIELD: u32 = 16;
 
+/// After so many sleeps of one length they are twice as long.
+const SLEEPS_OF_ONE_LENGTH: u32 = 8;
+
 /// The pace of a CPU that polls a word that a device writes, since the device cannot wake it: spin
 /// first, then sleep for ever longer times, at most half a millisecond.
 #[derive(Debug)]
@@ -57,7 +60,8 @@ impl Backoff {
         self.rounds = self.rounds.saturating_add(1);
         match self.rounds.checked_sub(self.spins) {
             None => Duration::ZERO,
-            Some(sleeps) => Duration::from_micros(31 << sleeps.min(4)),
+            // So a wait is at most about an eighth longer than what it waits for.
+            Some(sleeps) => Duration::from_micros(31 << (sleeps / SLEEPS_OF_ONE_LENGTH).min(4)),
         }
     }
 }
