@@ -24,7 +24,7 @@ use crate::view::View;
 use crate::wait::{
     CallOff, asking, hand_over, in_slices, late, none_if_late, on_a_thread, optional,
 };
-use crate::weights_publish::_publish_weights;
+use crate::weights_publish::{_publish_weights, PhaseClock, Phases};
 
 /// How long one call of the library waits. A wait that is given up leaves at most so much of it
 /// behind.
@@ -518,6 +518,18 @@ impl Follower {
         stream: Option<&Bound<'_, PyAny>>,
         timeout: Option<f64>,
     ) -> PyResult<Option<u64>> {
+        Ok(self._update(py, stream, timeout)?.0)
+    }
+
+    /// As ``update``, with the seconds of each step.
+    #[pyo3(signature = (stream = None, timeout = Some(10.0)))]
+    fn _update(
+        &self,
+        py: Python<'_>,
+        stream: Option<&Bound<'_, PyAny>>,
+        timeout: Option<f64>,
+    ) -> PyResult<(Option<u64>, Phases)> {
+        let mut clock = PhaseClock::new();
         let timeout = optional(timeout, "timeout")?;
         let weights = self.weights.get();
         let owner: Arc<MemoryOwner> = (**weights.handle.get()?).clone();
@@ -535,20 +547,24 @@ impl Follower {
             Err(error) if is_for_now(&error) => None,
             next => Some(next.map_err(Fault::from)?),
         };
+        clock.end("ask");
         if next.is_none() && open.now().is_whole() {
-            return Ok(None);
+            return Ok((None, clock.phases));
         }
         for consumer in &consumers {
             await_stream(py, &consumer.stream, timeout)?;
         }
         owner.settle(py, timeout)?;
+        clock.end("streams");
         let taken = py.detach(|| -> Outcome<Option<u64>> {
             let own = device.stream()?;
             let stream = consumers.first().map_or(&own, |it| &*it.stream);
             Ok(open.take(next.as_ref(), stream, LOOK)?)
         });
+        clock.end("map");
         py.detach(|| drop(next));
-        Ok(taken?)
+        clock.end("close");
+        Ok((taken?, clock.phases))
     }
 
     fn __reduce__(&self) -> PyResult<()> {

@@ -116,27 +116,29 @@ fn naming(py: Python<'_>, name: &str, error: PyErr) -> PyErr {
     named
 }
 
-/// The seconds of each step of a publication, by its name.
-type Phases = Vec<(&'static str, f64)>;
+/// The seconds of each step of a call, by its name.
+pub type Phases = Vec<(&'static str, f64)>;
 
 /// What [`_publish_weights`] returns.
 type Publication = (Py<PublishedWeights>, usize, Vec<String>, Phases);
 
 /// A clock that names the time since it was asked last.
-struct PhaseClock {
+pub struct PhaseClock {
     last: Instant,
-    phases: Phases,
+    pub phases: Phases,
 }
 
 impl PhaseClock {
-    fn new() -> PhaseClock {
+    /// From now on.
+    pub fn new() -> PhaseClock {
         PhaseClock {
             last: Instant::now(),
             phases: Vec::new(),
         }
     }
 
-    fn end(&mut self, phase: &'static str) {
+    /// Names the time since the last phase ended.
+    pub fn end(&mut self, phase: &'static str) {
         let now = Instant::now();
         self.phases
             .push((phase, now.duration_since(self.last).as_secs_f64()));

@@ -155,7 +155,7 @@ def _base(module, update, engine, **members):
 
 def configs(*, quantization=None, model="some/model", transfer=False, extra=None, eager=True, sleep=False):
     """The configuration of vLLM, of its model and of its loader."""
-    hf_config = types.SimpleNamespace(architectures=["Model"], to_dict=lambda: {"hidden_size": 64})
+    hf_config = types.SimpleNamespace(architectures=["Model"], to_dict=lambda: {"hidden_size": 64, "_name_or_path": model})
     model_config = types.SimpleNamespace(
         model=model, revision=None, dtype=torch.float32, quantization=quantization, hf_config=hf_config, is_moe=False,
         enforce_eager=eager, enable_sleep_mode=sleep,

@@ -1,18 +1,24 @@
 """The benchmark of vLLM, without vLLM: what it says of its figures, and how it talks to an engine."""
 
+import gc
 import json
 import sys
+import types
 
 import pytest
 
-from warpipe.bench import vllm
+from warpipe.bench import vllm, vllm_engine
 
+FURTHER = {
+    "load_model": 0.2, "load_steps": {"worker": 1.4, "loader": 0.2}, "collections_s": 1.2,
+    "model": {"bytes": 7 << 30, "took": {"open": 0.004, "weights": 0.003}},
+}  # fmt: skip
 OURS = {
-    "engines": [{}, {"load_model": 0.2, "model": {"bytes": 7 << 30, "took": {"open": 0.004, "weights": 0.003}}}],
+    "engines": [{}, FURTHER],
     "sync_s": [0.015, 0.019, 0.012], "memory_gib": {"1": 9.0, "2": 11.0, "4": 15.0},
     "same_tokens": [True], "same_new_tokens": [True], "graphs_same_new_tokens": True,
 }  # fmt: skip
-PLAIN = {"sync_s": [0.1, 0.05, 0.06], "memory_gib": {"1": 9.0, "2": 18.0, "4": 36.0}}
+PLAIN = {"engines": [{}, {"load_model": 1.0}], "sync_s": [0.1, 0.05, 0.06], "memory_gib": {"1": 9.0, "2": 18.0, "4": 36.0}}
 
 
 def test_each_figure_is_told_with_what_was_wanted_and_a_part_that_failed_is_named():
@@ -22,9 +28,45 @@ def test_each_figure_is_told_with_what_was_wanted_and_a_part_that_failed_is_name
     assert "ok    a version from the trainer's call to two engines, median, ms: 15.0 (wanted <= 20)" in told
     assert "ok    ours / vLLM's: 0.25 (wanted <= 1/3)" in told
     assert "ok    weights of a further engine, GiB: 0.0 (wanted 0)" in told
+    assert "ok    load_model of a further engine, s: 0.2 (wanted <= 0.35)" in told
+    assert "collections of garbage: (1.4, 1.2)" in told
     assert told.endswith("FAIL  fp8: RuntimeError: no\nleft out for its time: kills")
     slow = {**report, "parts": {"plain": PLAIN, "ours": OURS | {"sync_s": [0.03]}}}
     assert "MISS  a version from the trainer's call to two engines, median, ms: 30.0" in vllm.verdicts(slow)
+
+
+def test_a_report_has_its_figures_beside_vllms_own():
+    rows = vllm.beside({"parts": {"plain": PLAIN, "ours": OURS}})
+    assert [(row["unit"], row["theirs"], row["ours"]) for row in rows] == [
+        ("ms", 1000.0, 200.0), ("ms", 60.0, 15.0), ("GiB", 9.0, 9.0), ("GiB", 18.0, 11.0), ("GiB", 36.0, 15.0),
+    ]  # fmt: skip
+    assert vllm.beside({"parts": {"ours": OURS}}) == []
+
+
+def test_a_part_that_there_is_not_is_an_error_which_names_the_parts(capsys):
+    with pytest.raises(SystemExit):
+        vllm.main(["--parts", "plain,kill"])
+    assert "there is no part kill; the parts are model, floor, plain, ours, in place, kills, fp8" in capsys.readouterr().err
+
+
+def test_the_seconds_of_a_loaders_steps_and_of_the_garbage_meanwhile_are_told():
+    class Loader:
+        def load_model(self):
+            gc.collect()
+            return "model"
+
+    owner = types.SimpleNamespace(get_loader=lambda: Loader(), load=lambda: owner.get_loader().load_model())
+    timed = vllm_engine._Timed()
+    timed.time(owner, "load", "worker")
+    timed.time(owner, "get_loader", "loader", of_result="load_model")
+    gc.callbacks.append(timed.collection)
+    try:
+        gc.collect()
+        outside = timed.collections_s
+        assert owner.load() == "model"
+    finally:
+        gc.callbacks.remove(timed.collection)
+    assert outside == 0.0 < timed.collections_s <= timed.took["loader"] <= timed.took["worker"]
 
 
 ENGINE = """

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
 
 import pytest
 from conftest import LIMIT_SECONDS, until
@@ -206,6 +207,41 @@ def test_without_an_engine_the_tensors_are_published_as_they_are(keepers, option
     assert torch.equal(shared["norm"].torch().cpu(), checkpoint(2)["norm"])
     assert torch.equal(shared["q"].torch().cpu(), checkpoint(1)["q"])
     trainer.close()
+
+
+@pytest.mark.parametrize("has_engine", [True, False])
+def test_each_tensor_is_copied_as_it_comes_and_none_is_kept(keepers, options, domain, device, has_engine):
+    keepers("policy")
+    if has_engine:
+        Rank(0, 1).publish("policy", options)
+    alive = []
+
+    def gathered(step):
+        # As a trainer gathers what it has in shards.
+        for name, tensor in checkpoint(step).items():
+            whole = tensor.clone()
+            alive.append(weakref.ref(whole))
+            yield name, whole
+            del whole
+            assert not any(one() is not None for one in alive), name
+
+    trainer = _transfer.Trainer("policy", devices=[device], domain=domain)
+    [number] = trainer.send(gathered(2))
+    found = {name: view.torch().cpu() for name, view in weights.open("policy", **options).items()}
+    wanted = expected(2, 0, 1) if has_engine else checkpoint(2)
+    assert number == 1 + has_engine and found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    assert {"gather", "copies", "offer"} <= trainer.took.keys()
+    trainer.close()
+
+
+def test_tensors_that_come_one_after_the_other_lie_in_few_memories(domain, device):
+    arena = _transfer.Arena(device)
+    given = [torch.arange(count, dtype=dtype) for count in (1, 300, 3 << 20, 5) for dtype in (torch.uint8, torch.float32)]
+    given.append(torch.empty(0))
+    made = [arena.copied(tensor) for tensor in given]
+    assert all(torch.equal(one.cpu(), tensor) and one.dtype == tensor.dtype for one, tensor in zip(made, given, strict=True))
+    assert len({one.untyped_storage().data_ptr() for one in made if one.numel()}) == 4
 
 
 TRAINER = """

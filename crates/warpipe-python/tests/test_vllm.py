@@ -1,5 +1,6 @@
 """vLLM's load format and its weight transfer, against stand-ins of the seams of two versions: see ``standin_vllm``."""
 
+import gc
 import importlib
 import subprocess
 import sys
@@ -57,6 +58,8 @@ def load(vllm, domain, device):
         return model
 
     yield load
+    # As vLLM does at an engine's end.
+    gc.unfreeze()
     for name in set(names):
         # A publisher of hashes that come later goes on until a keeper has them.
         until(lambda name=name: weights.open(name, device=device, domain=domain).is_hashed, "the hashes")
@@ -84,6 +87,8 @@ def test_the_first_engine_loads_and_publishes_and_the_next_ones_take_the_same_me
     held = device.bytes_held
     second = load(quantization=quantization)
     assert second.calls == [] and torch.equal(output(second), wanted)
+    steps = {"identity", "turn", "open", "build", "weights", "processing"}
+    assert second._warpipe_loaded.took.keys() == steps < first._warpipe_loaded.took.keys()
     # A thread of the library unmaps the publisher's memory.
     until(lambda: device.bytes_held <= held, "one mapping for both")
     for (name, one), (_, other) in zip(first.named_parameters(), second.named_parameters(), strict=True):
@@ -104,6 +109,14 @@ def test_another_model_revision_quantization_or_rank_has_another_name(load):
     assert len(set(names)) == len(names)
     assert all(name.startswith("vllm/") and len(name) < 200 for name in names)
     assert load()._warpipe_loaded.name == names[0]
+
+
+def test_a_folder_is_one_model_however_it_is_written(load, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "link").symlink_to("model")
+    for written in ("model", str(tmp_path / "model"), "./model/", "link"):
+        assert load(model=written).calls == (["load"] if written == "model" else [])
 
 
 def test_a_name_that_is_given_is_the_ranks_and_refuses_another_model(load):

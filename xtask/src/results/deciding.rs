@@ -6,7 +6,7 @@ use super::page::{
     Row, count_not_met, folder_name, introduction, python_mode, quantity, ratios, rows, wrapped,
 };
 use super::quotes::picture_says;
-use super::report::Reports;
+use super::report::{Engines, Reports};
 use crate::Outcome;
 
 /// A figure as its benchmark names it (without the place, `one device` or `two devices`), and as a user asks for it.
@@ -223,6 +223,10 @@ pub fn page(reports: &Reports, picture: &str) -> Outcome<String> {
         let _ = writeln!(text, "\n{}", wrapped(&said));
     }
     python(&mut text, reports);
+    reports
+        .engines
+        .iter()
+        .for_each(|report| engines(&mut text, report));
     text += "\n## On the host\n\n| | ours, and beside the floor |\n| --- | --- |\n";
     for pick in ON_HOST {
         let _ = writeln!(text, "| {} | {} |", pick.question, cell(&all, pick, "host"));
@@ -261,6 +265,31 @@ fn cell(all: &[Row], pick: &Pick, mode: &str) -> String {
         ""
     };
     format!("{}{ratio}{mark}", quantity(figure.ours, &figure.unit))
+}
+
+/// An engine with its own loader and its own transfer, and with this library's.
+fn engines(text: &mut String, report: &Engines) {
+    let version = report
+        .packages
+        .get("vllm")
+        .cloned()
+        .flatten()
+        .unwrap_or_default();
+    let _ = writeln!(text, "\n## vLLM {version}\n");
+    *text += &wrapped(&format!(
+        "A model of {:.1} GiB (commit {}): vLLM's own loader and CUDA IPC transfer, and `warpipe.vllm`, in one run.",
+        report.gib, report.commit
+    ));
+    *text += "\n\n| | vLLM's own | warpipe | ratio |\n| --- | --- | --- | --- |\n";
+    for row in &report.beside {
+        let [theirs, ours] = [row.theirs, row.ours].map(|value| quantity(value, &row.unit));
+        let ratio = row.ours / row.theirs;
+        let _ = writeln!(
+            text,
+            "| {} | {theirs} | {ours} | {ratio:.2} |",
+            row.question
+        );
+    }
 }
 
 /// Round trips from Python, each beside the fastest way of PyTorch's own.
@@ -308,6 +337,25 @@ fn python(text: &mut String, reports: &Reports) {
 mod tests {
     use super::*;
     use crate::workspace::Workspace;
+
+    #[test]
+    fn an_engines_figures_stand_beside_its_own() {
+        let report = serde_json::json!({
+            "commit": "1234567", "packages": {"vllm": "0.24.0", "torch": null}, "gib": 7.09,
+            "beside": [{"question": "`load_model`", "unit": "ms", "theirs": 1000.0, "ours": 250.0}],
+        });
+        let mut text = String::new();
+        engines(&mut text, &serde_json::from_value(report).unwrap());
+        assert!(text.contains("## vLLM 0.24.0"), "{text}");
+        assert!(
+            text.contains("A model of 7.1 GiB (commit 1234567)"),
+            "{text}"
+        );
+        assert!(
+            text.contains("| `load_model` | 1,000 ms | 250.0 ms | 0.25 |"),
+            "{text}"
+        );
+    }
 
     #[test]
     fn every_figure_of_the_page_is_one_that_a_benchmark_reports() {

@@ -113,6 +113,25 @@ pub struct Python {
     pub figures: Vec<Figure>,
 }
 
+/// A report of `python -m warpipe.bench.vllm`: a model of its own, in an engine of its own.
+#[derive(Debug, Deserialize)]
+pub struct Engines {
+    pub commit: String,
+    pub packages: BTreeMap<String, Option<String>>,
+    /// The length of the model.
+    pub gib: f64,
+    pub beside: Vec<Beside>,
+}
+
+/// A figure beside the engine's own, of the same run.
+#[derive(Debug, Deserialize)]
+pub struct Beside {
+    pub question: String,
+    pub unit: String,
+    pub theirs: f64,
+    pub ours: f64,
+}
+
 /// The printed output of one `warpipe demo`.
 #[derive(Debug, Deserialize)]
 pub struct Demo {
@@ -128,6 +147,8 @@ pub struct Reports {
     pub bench: Vec<Bench>,
     pub python: Vec<Python>,
     pub demo: Vec<Demo>,
+    /// May be of another commit than the others.
+    pub engines: Vec<Engines>,
     /// The parts of `run` that left a report, each with its mode.
     pub parts: BTreeSet<(String, String)>,
     /// Pictures that a part left beside its report: their files' names.
@@ -164,6 +185,7 @@ pub enum Kind {
     Bench,
     Python,
     Demo,
+    Engines,
 }
 
 impl Kind {
@@ -174,6 +196,7 @@ impl Kind {
             name if name.starts_with("python-bench-") => Some(Kind::Python),
             name if BENCHES.iter().any(|bench| name.starts_with(bench)) => Some(Kind::Bench),
             name if name.starts_with("demo-") => Some(Kind::Demo),
+            name if name.starts_with("vllm-bench") => Some(Kind::Engines),
             _ => None,
         }
     }
@@ -187,6 +210,7 @@ impl Reports {
             bench: Vec::new(),
             python: Vec::new(),
             demo: Vec::new(),
+            engines: Vec::new(),
             parts: BTreeSet::new(),
             pictures: Vec::new(),
         };
@@ -216,6 +240,7 @@ impl Reports {
                     reports.parts.extend(part_of(&path, &report.head));
                     reports.demo.push(report);
                 }
+                Some(Kind::Engines) => reports.engines.push(parse(&path)?),
                 None => {}
             }
         }
@@ -362,6 +387,7 @@ mod tests {
             bench: Vec::new(),
             python: Vec::new(),
             demo: commits.iter().map(demo).collect(),
+            engines: Vec::new(),
             parts: BTreeSet::new(),
             pictures: Vec::new(),
         }

@@ -35,6 +35,18 @@ def gpu() -> str:
     return str(_warpipe.Device(device()).uuid)
 
 
+def place_of(model: str) -> str:
+    """One name for all ways to write a local folder; a model's id as it is."""
+    return os.path.realpath(model) if os.path.isdir(model) else model
+
+
+def settings_of(hf_config: Any) -> dict[str, Any]:
+    """A configuration of transformers without what says where it was found."""
+    found = dict(hf_config.to_dict()) if hasattr(hf_config, "to_dict") else {}
+    found.pop("_name_or_path", None)
+    return found
+
+
 def digest(of: Any) -> str:
     return hashlib.sha256(json.dumps(of, sort_keys=True, default=str).encode()).hexdigest()[:32]
 

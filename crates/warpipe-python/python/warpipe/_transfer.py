@@ -18,6 +18,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,6 +54,7 @@ class Plan:
     """The shape of each tensor of the checkpoint."""
     opaque: list[str] = field(default_factory=list)
     """Tensors of the engine that something else than copies made: no trainer can write them."""
+    _of_source: dict[str, list[Copy]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def packed(self) -> str:
         """As text, for the metadata of a version."""
@@ -79,12 +81,39 @@ class Plan:
         ]
         return cls(copies, dict(sources), whole["opaque"])
 
+    def of(self, source: str) -> Sequence[Copy]:
+        """The copies of a tensor of the checkpoint."""
+        if not self._of_source:
+            for one in self.copies:
+                self._of_source.setdefault(one.source, []).append(one)
+        return self._of_source.get(source, ())
+
     def covered(self) -> dict[str, int]:
         """How many elements of each tensor are copied."""
         counted: dict[str, int] = {}
         for one in self.copies:
             counted[one.target] = counted.get(one.target, 0) + _count(one.shape)
         return counted
+
+
+class Clock(dict[str, float]):
+    """Seconds of each step of what was done, by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last = time.perf_counter()
+
+    def end(self, step: str) -> None:
+        """Names the time since the last step ended."""
+        now = time.perf_counter()
+        self[step] = self.get(step, 0.0) + now - self._last
+        self._last = now
+
+    def add(self, steps: Iterable[tuple[str, float]]) -> None:
+        """Steps that a call has timed, until now."""
+        for step, seconds in steps:
+            self[step] = self.get(step, 0.0) + seconds
+        self._last = time.perf_counter()
 
 
 def _count(shape: Sequence[int]) -> int:
@@ -263,6 +292,8 @@ class Trainer:
         self._published: dict[str, Any] = {}
         # Of whole versions that this trainer published last.
         self._layouts: dict[str, _Layout] = {}
+        self.took: dict[str, float] = {}
+        """Seconds of each step of the last ``send``."""
 
     def send(
         self,
@@ -275,58 +306,87 @@ class Trainer:
         """Publishes tensors as the next version of each rank, and returns their numbers.
 
         All tensors of the checkpoint are expected, unless ``changed``: then the others are those of the version that is
-        offered. They are copied within the device, so that the version lies at the addresses of the last one in engines
-        with captured graphs; with ``same_layout=False`` they are shared (``base=`` of ``publish``), and nothing but what
-        changed is copied.
+        offered. Each is copied within the device as it comes, so an iterable may gather one after the other, and the version
+        lies at the addresses of the last one in engines with captured graphs. With ``changed`` and ``same_layout=False`` the
+        others are shared (``base=`` of ``publish``), and nothing but what changed is copied.
 
         An engine reads the version once it is told its number. Until this returns, and if this process dies before, the
         last version is offered, whole.
 
-        Raises ``WeightsMismatchError`` for tensors with other names or shapes than the engine's checkpoint has, and as
-        ``weights.publish``.
+        Raises ``WeightsMismatchError`` for tensors with other names or shapes than the engine's checkpoint has, when all
+        have come, and as ``weights.publish``.
         """
-        given = dict(tensors.items() if isinstance(tensors, Mapping) else tensors)
         torch = importlib.import_module("torch")
+        pairs: Iterable[tuple[str, Any]] = tensors.items() if isinstance(tensors, Mapping) else tensors
+        # An iterable may gather each tensor, and gives it up when the next one comes.
+        is_kept = changed or isinstance(tensors, Mapping)
+        clock = Clock()
         with torch.no_grad():
-            return [
-                self._send(name, device, given, changed, same_layout, hash)
+            given: dict[str, Any] = dict(pairs) if changed else {}
+            clock.end("gather")
+            made = [
+                self._begin(name, device, given if changed else None, same_layout, is_kept, clock)
                 for name, device in zip(self.names, self._devices, strict=True)
             ]
+            for name, tensor in given.items() if changed else pairs:
+                clock.end("gather")
+                for one in made:
+                    one.take(name, tensor.detach())
+                del tensor
+                clock.end("copies")
+            clock.end("gather")
+            for one in made:
+                one.check()
+            numbers = [self._publish(one, hash, clock) for one in made]
+        self.took = dict(clock)
+        return numbers
 
-    def _send(
-        self, name: str, device: Any, given: dict[str, Any], changed: bool, same_layout: bool, hash: str
-    ) -> int:
-        known = None if changed else self._layouts.get(name)
+    def _begin(
+        self, name: str, device: Any, changed: dict[str, Any] | None, same_layout: bool, is_kept_elsewhere: bool,
+        clock: Clock,
+    ) -> _Next:
+        """Memory for the next version of a rank."""
+        known = None if changed is not None else self._layouts.get(name)
         former = self._published.get(name)
-        if changed and former is not None:
+        alone = None if same_layout else changed
+        shares = alone is not None or (changed is not None and name not in self._plans)
+        if shares and former is not None:
             # A version has the hashes of its base that are there, and no later ones.
             former.wait_for_hashes(self._wait)
+            clock.end("hashes of the last version")
         base = None if known is not None else self._offered(name, device)
         metadata = known.metadata if known is not None else None if base is None else base.metadata
         plan = self._plan(name, metadata)
-        options = {"domain": self._domain, "wait": self._wait, "hash": hash, "metadata": metadata}
-        layout = None
+        clock.end("open the last version")
         if plan is None:
             keep(name, domain=self._domain)
-            options["base"] = base if changed else None
-            published = weights.publish(name, given, device=device, **options)
-        else:
-            _check(name, plan, given, changed)
-            touched = {one.target for one in plan.copies if one.source in given}
-            only = touched if changed and not same_layout else None
-            layout = known or _Layout.of(base, plan, only)
-            made = layout.filled(plan, given, base)
-            options["base"] = None if only is None else base
-            published = weights.publish(name, made, device=layout.device, zero_copy="require", **options)
-            del made
+            arena = None if is_kept_elsewhere else Arena(device)
+            base = None if changed is None else base
+            return _Next(name, device, None, None, metadata, base, changed is None, arena=arena)
+        only = None if alone is None else {one.target for one in plan.copies if one.source in alone}
+        layout = known or _Layout.of(base, plan, only)
+        made = layout.memory(plan, changed, base)
+        clock.end("memory")
+        base = None if only is None else base
+        return _Next(name, layout.device, plan, layout, metadata, base, changed is None, made)
+
+    def _publish(self, following: _Next, hash: str, clock: Clock) -> int:
+        name, former = following.name, self._published.get(following.name)
+        published, phases = weights.publish_in_phases(
+            name, following.tensors, device=following.device, domain=self._domain, wait=self._wait, hash=hash,
+            metadata=following.metadata, base=following.base, zero_copy="require" if following.is_complete else False,
+        )  # fmt: skip
+        clock.add(phases)
+        following.tensors.clear()
         self._published[name] = published
         if former is not None:
             former.close()
-        if layout is None or changed:
+        if following.layout is None or not following.is_whole:
             self._layouts.pop(name, None)
         else:
             # The next one is made without opening this one.
-            self._layouts[name] = layout
+            self._layouts[name] = following.layout
+        clock.end("close")
         return int(published.version)
 
     def _offered(self, name: str, device: Any) -> Any:
@@ -350,32 +410,106 @@ class Trainer:
         self._published.clear()
 
 
-def _check(name: str, plan: Plan, given: Mapping[str, Any], changed: bool) -> None:
-    """Refuses tensors that the plan cannot take."""
-    used = {one.source for one in plan.copies}
-    missing = [] if changed else [source for source in plan.sources if source in used and source not in given]
-    unexpected = [source for source in given if source not in plan.sources]
-    different = {
-        source: f"is {list(tensor.shape)} here, and {list(plan.sources[source])} in the engine's checkpoint"
-        for source, tensor in given.items()
-        if source in plan.sources and tuple(tensor.shape) != plan.sources[source]
-    }
-    parts = []
-    if plan.opaque:
-        parts.append(f"the engine computed these when it loaded them: {_listed(plan.opaque)}; load a model that is not quantized")
-    if missing:
-        parts.append(f"the trainer lacks {_listed(missing)}")
-    if unexpected:
-        parts.append(f"the engine's checkpoint lacks {_listed(unexpected)}")
-    if different:
-        parts.append(_listed([f"{source} {how}" for source, how in different.items()]))
-    if not parts:
-        return
-    step = "give the tensors under the names of the engine's checkpoint, or changed=True for some of them"
-    error = WeightsMismatchError(f"these tensors are no version of the weights {name!r}: {'; '.join([*parts, step])}")
-    error.missing, error.unexpected, error.different = missing, unexpected, different
-    error.uncomputed = list(plan.opaque)
-    raise error
+@dataclass
+class _Next:
+    """The next version of a rank, as its tensors come."""
+
+    name: str
+    device: Any
+    plan: Plan | None
+    """Without one the tensors are published as they are."""
+    layout: _Layout | None
+    metadata: Any
+    base: Any
+    """Has the tensors that the version shares."""
+    is_whole: bool
+    tensors: dict[str, Any] = field(default_factory=dict)
+    arena: Arena | None = None
+    """For tensors that are not kept by another."""
+    came: set[str] = field(default_factory=set)
+    unexpected: list[str] = field(default_factory=list)
+    different: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the tensors lie where they are to be published."""
+        return self.plan is not None or self.arena is not None
+
+    def take(self, name: str, tensor: Any) -> None:
+        if self.plan is None:
+            self.tensors[name] = tensor if self.arena is None else self.arena.copied(tensor)
+            return
+        shape = self.plan.sources.get(name)
+        if shape is None:
+            self.unexpected.append(name)
+        elif tuple(tensor.shape) != shape:
+            self.different[name] = f"is {list(tensor.shape)} here, and {list(shape)} in the engine's checkpoint"
+        else:
+            self.came.add(name)
+            self._copy(self.plan.of(name), tensor)
+
+    def _copy(self, copies: Sequence[Copy], tensor: Any) -> None:
+        # As the checkpoint's tensors lay when their copies were noted.
+        source = tensor if tensor.is_contiguous() else tensor.contiguous()
+        for one in copies:
+            into = self.tensors.get(one.target)
+            if into is not None:
+                into = into.as_strided(one.shape, one.target_strides, into.storage_offset() + one.target_at)
+                part = source.as_strided(one.shape, one.source_strides, source.storage_offset() + one.source_at)
+                # The host's memory may be written again once this returns.
+                into.copy_(part, non_blocking=source.is_cuda)
+
+    def check(self) -> None:
+        """Refuses tensors that the plan cannot take."""
+        if self.plan is None:
+            return
+        known = self.came | self.different.keys()
+        needed = {one.source for one in self.plan.copies} if self.is_whole else set()
+        missing = [source for source in self.plan.sources if source in needed and source not in known]
+        parts = []
+        if self.plan.opaque:
+            told = f"the engine computed these when it loaded them: {_listed(self.plan.opaque)}"
+            parts.append(f"{told}; load a model that is not quantized")
+        if missing:
+            parts.append(f"the trainer lacks {_listed(missing)}")
+        if self.unexpected:
+            parts.append(f"the engine's checkpoint lacks {_listed(self.unexpected)}")
+        if self.different:
+            parts.append(_listed([f"{source} {how}" for source, how in self.different.items()]))
+        if not parts:
+            return
+        step = "give the tensors under the names of the engine's checkpoint, or changed=True for some of them"
+        said = f"these tensors are no version of the weights {self.name!r}: {'; '.join([*parts, step])}"
+        error = WeightsMismatchError(said)
+        error.missing, error.unexpected, error.different = missing, self.unexpected, self.different
+        error.uncomputed = list(self.plan.opaque)
+        raise error
+
+
+class Arena:
+    """Memory for tensors that come one after the other: they are published where they lie."""
+
+    # The first memory, and the longest: each is as long as all before.
+    _LEAST, _MOST = 2 << 20, 512 << 20
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._flat: Any = None
+        self._at = self._all = 0
+
+    def copied(self, tensor: Any) -> Any:
+        if not tensor.numel():
+            return tensor
+        nbytes = tensor.numel() * tensor.element_size()
+        if self._flat is None or self._at + nbytes > self._flat.numel():
+            length = max(nbytes, min(max(self._all, self._LEAST), self._MOST))
+            if self._device is None and tensor.is_cuda:
+                self._device = f"cuda:{tensor.device.index}"
+            self._flat, self._at = _warpipe.Memory.allocate(length, device=self._device).torch(), 0
+            self._all += length
+        made = self._flat[self._at : self._at + nbytes].view(tensor.dtype).view(tensor.shape)
+        self._at += -(-nbytes // 512) * 512
+        return made.copy_(tensor, non_blocking=tensor.is_cuda)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -413,8 +547,9 @@ class _Layout:
                 rest[name] = tensor.clone()
         return cls(base.device, base.metadata, base.nbytes if only is None else at, places, rest)
 
-    def filled(self, plan: Plan, given: Mapping[str, Any], base: Any) -> dict[str, Any]:
-        """The tensors in new memory: of those given, and for the rest what ``base`` has."""
+    def memory(self, plan: Plan, changed: Mapping[str, Any] | None, base: Any) -> dict[str, Any]:
+        """The tensors in new memory. Those that no tensor of the trainer will fill, as all do unless ``changed`` has the
+        ones that there are, have the values of the last version."""
         memory = _warpipe.Memory.allocate(max(self.nbytes, 1), device=self.device)
         flat = memory.torch()
         of_type: dict[Any, Any] = {}
@@ -425,26 +560,14 @@ class _Layout:
                 of_type[dtype] = size, flat[: flat.numel() // size * size].view(dtype)
             size, whole = of_type[dtype]
             made[name] = whole.as_strided(shape, strides, place // size)
-        partial = {one.target for one in plan.copies if one.source not in given}
+        partial = set() if changed is None else {one.target for one in plan.copies if one.source not in changed}
         anew = {one.target for one in plan.copies} - partial - set(self.rest)
         written = {place for name, *_, place in self.places if name in anew}
         for name, *_, place in self.places:
             tensor = made[name]
             if place not in written and tensor.numel():
                 tensor.copy_(self.rest[name] if name in self.rest and base is None else base[name].torch(), non_blocking=True)
-        sources = {name: _row_major(tensor.detach()) for name, tensor in given.items()}
-        for one in plan.copies:
-            if one.target in made and one.source in sources:
-                tensor, source = made[one.target], sources[one.source]
-                into = tensor.as_strided(one.shape, one.target_strides, tensor.storage_offset() + one.target_at)
-                part = source.as_strided(one.shape, one.source_strides, source.storage_offset() + one.source_at)
-                into.copy_(part, non_blocking=True)
         return made
-
-
-def _row_major(tensor: Any) -> Any:
-    """As the checkpoint's tensors lay when their copies were noted."""
-    return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 class Receiver:
@@ -459,6 +582,8 @@ class Receiver:
     ) -> None:
         self._follower = shared.follow()
         self._give, self._domain = give, domain
+        self.took: dict[str, float] = {}
+        """Seconds of each step of the last update."""
 
     @property
     def version(self) -> int:
@@ -475,17 +600,19 @@ class Receiver:
         Raises ``WeightsMismatchError`` for a version of other tensors, or of another layout without ``give``, and
         ``TimeoutError``; the former version is there then.
         """
-        self._take(stream, timeout)
+        self.took = clock = Clock()
+        self._take(stream, timeout, clock)
         while version is not None and self.version < version:
             # It is offered by now, unless its keeper is being replaced.
             waited = self.weights.newer(timeout)
-            self._take(stream, timeout)
+            clock.end("wait for a keeper")
+            self._take(stream, timeout, clock)
             del waited
         return self.version
 
-    def _take(self, stream: Any, timeout: float | None) -> None:
+    def _take(self, stream: Any, timeout: float | None, clock: Clock) -> None:
         try:
-            self._follower.update(stream, timeout=timeout)
+            clock.add(self._follower._update(stream, timeout)[1])
         except WeightsMismatchError:
             if self._give is None:
                 raise
@@ -495,6 +622,7 @@ class Receiver:
                 raise
             self._give(found)
             self._follower = found.follow()
+            clock.end("another layout")
 
 
 def with_plan(metadata: dict[str, Any], plan: Plan | None) -> dict[str, Any]:

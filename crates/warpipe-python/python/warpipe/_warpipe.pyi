@@ -2313,6 +2313,9 @@ class Follower:
         other weights that this process has open share memory that has to change;
         ``CapturingError``, ``ArgumentError`` for ``stream``; ``ClosedError``; as ``open``.
         """
+    def _update(
+        self, stream: _StreamLike | None = None, timeout: float | None = 10.0
+    ) -> tuple[int | None, list[tuple[str, float]]]: ...
     def __reduce__(self) -> Never: ...
 
 @final

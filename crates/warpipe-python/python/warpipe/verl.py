@@ -16,7 +16,6 @@ verl 0.9, on a CPU.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import uuid
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any
@@ -27,7 +26,6 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from . import _transfer, weights
 from ._engines import device
 from ._errors import ArgumentError
-from .torch import pool
 
 __all__ = ["WarpipeCheckpointEngine"]
 
@@ -87,13 +85,11 @@ class WarpipeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def _publish(self, pairs: Iterable[tuple[str, Any]], global_steps: int | None) -> None:
         # Each tensor is copied as it comes, so that the trainer never has all of them gathered beside the version.
-        is_cuda = torch.cuda.is_available()
-        with torch.cuda.use_mem_pool(pool()) if is_cuda else contextlib.nullcontext():
-            place = "cuda" if is_cuda else "cpu"
-            state = {name: tensor.detach().to(place, copy=True) for name, tensor in pairs}
+        arena = _transfer.Arena(device())
+        state = {name: arena.copied(tensor.detach()) for name, tensor in pairs}
         former, self._published = self._published, weights.publish(
-            self._name, state, device=device(), domain=self._domain, wait=self._wait, hash="later",
-            zero_copy="require" if is_cuda else False, metadata={_UPDATE: self._update, "global_steps": global_steps},
+            self._name, state, device=device(), domain=self._domain, wait=self._wait, hash="later", zero_copy="require",
+            metadata={_UPDATE: self._update, "global_steps": global_steps},
         )  # fmt: skip
         if former is not None:
             former.close()

@@ -169,22 +169,35 @@ def publish(
     ``NotATensorError``, ``DTypeError``, ``LayoutError``, ``WrongDeviceError``, ``ArgumentError``, ``InvalidNameError``,
     ``DeviceError``; ``NotExportableError``, ``DescriptorLimitError`` with ``"require"``.
     """
+    return publish_in_phases(
+        name, state_dict, device=device, domain=domain, wait=wait, zero_copy=zero_copy, hash=hash, layout=layout,
+        metadata=metadata, base=base, stacklevel=3,
+    )[0]  # fmt: skip
+
+
+def publish_in_phases(
+    name: str,
+    state_dict: Mapping[str, Any],
+    *,
+    zero_copy: bool | str = False,
+    metadata: Any = None,
+    stacklevel: int = 2,
+    **options: Any,
+) -> tuple[PublishedWeights, list[tuple[str, float]]]:
+    """As ``publish``, with the seconds of each of its steps."""
     if zero_copy not in (True, False, "require"):
         raise ArgumentError(f'zero_copy is {zero_copy!r}; give True, False or "require"')
     if not hasattr(state_dict, "items"):
         said = f"a {type(state_dict).__name__} is no mapping of names to tensors"
         raise NotATensorError(f"{said}; give a dict: a module's state_dict(), or dict(module.named_parameters())")
     json_text = None if metadata is None else json.dumps(metadata).encode()
-    options = {
-        "device": device, "domain": domain, "wait": wait, "zero_copy": zero_copy, "hash": hash, "layout": layout,
-        "metadata": json_text, "base": base,
-    }  # fmt: skip
-    published, count, refused, _ = _warpipe._publish_weights(name, *_lists(state_dict), options)
+    options |= {"zero_copy": zero_copy, "metadata": json_text}
+    published, count, refused, phases = _warpipe._publish_weights(name, *_lists(state_dict), options)
     if refused:
         more = f" (and {len(refused) - 1} others)" if len(refused) > 1 else ""
         said = f"{len(refused)} of {count} tensors are copied: {refused[0]}{more}; {_IN_PLACE}"
-        warnings.warn(said, CopyWarning, stacklevel=2)
-    return published
+        warnings.warn(said, CopyWarning, stacklevel=stacklevel)
+    return published, phases
 
 
 def _lists(state_dict: Mapping[str, Any]) -> tuple[list[str], list[Any]]:

@@ -49,14 +49,18 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--size", choices=sorted(SIZES), default="7g", help="of the model")
     parser.add_argument("--kills", type=int, default=20, help="engines that are killed")
     parser.add_argument("--rounds", type=int, default=7, help="versions that are sent")
-    parser.add_argument("--seconds", type=float, default=420.0, help="begin no part, and kill no more, after this time")
-    parser.add_argument("--only", help="these parts alone, with commas between: " + ", ".join(name for name, _ in PARTS))
+    parser.add_argument("--seconds", type=float, default=480.0, help="begin no part, and kill no more, after this time")
+    parts = ", ".join(name for name, _ in PARTS)
+    parser.add_argument("--parts", help=f"these alone, with commas between: {parts}. All but `model` and `fp8` need `plain`")
+    parser.add_argument("--commit", default="unknown", help="of this package, for the report")
     parser.add_argument("--seed", type=int, default=1, help="of the kills' moments")
     asked = parser.parse_args(given)
+    names = [name for name, _ in PARTS] if asked.parts is None else [name.strip() for name in asked.parts.split(",")]
+    if unknown := set(names).difference(name for name, _ in PARTS):
+        parser.error(f"there is no part {', '.join(sorted(unknown))}; the parts are {parts}")
     work = asked.work or pathlib.Path(tempfile.mkdtemp(prefix="warpipe-vllm-"))
     work.mkdir(parents=True, exist_ok=True)
     run = Run(asked, work)
-    names = [name for name, _ in PARTS] if asked.only is None else asked.only.split(",")
     for name, part in PARTS:
         if name in names:
             run.part(name, part)
@@ -83,7 +87,7 @@ class Run:
         options = argparse.Namespace(devices=1, quick=asked.size != "7g")
         self.report: dict[str, Any] = heading(device, sharing("cuda"), options)
         self.report["packages"] |= {name: version_of(name) for name in ("vllm", "transformers", "triton")}
-        self.report |= {"model": asked.size, "seed": asked.seed, "parts": {}, "failed": {}, "left_out": []}
+        self.report |= {"commit": asked.commit, "model": asked.size, "gib": 0.0, "seed": asked.seed, "parts": {}, "failed": {}, "left_out": []}
 
     def part(self, name: str, part: Callable[[Run], dict[str, Any]]) -> None:
         if time.monotonic() > self.deadline:
@@ -104,6 +108,7 @@ class Run:
     def write(self) -> None:
         self.report["seconds"] = round(time.monotonic() - self.began, 1)
         self.report["figures"] = [dataclasses.asdict(figure) for figure in figures(self.report)]
+        self.report["beside"] = beside(self.report)
         self.asked.out.write_text(json.dumps(self.report, indent=1) + "\n")
 
     def start(self, load_format: str, **options: Any) -> Engine:
@@ -259,31 +264,64 @@ def make_model(run: Run) -> dict[str, Any]:
     del state
     torch.cuda.empty_cache()
     run.idle = used()
+    run.report["gib"] = gib(count)
     return {"gib": gib(count), "tensors": len(run.new)}
 
 
-def _grown(run: Run, load_format: str, first: dict[str, Any], further: dict[str, Any]) -> tuple[list[Engine], dict[str, Any]]:
-    """One engine, a second, and two more at once: what each told, and the memory in use beside what was before."""
+def floor(run: Run) -> dict[str, Any]:
+    """What the driver and the device take for as many bytes, which other work on the machine makes longer."""
+    import torch
+
+    total = sum(tensor.nbytes for tensor in run.new.values())
+    target = torch.empty(total, dtype=torch.uint8, device="cuda")
+    found: dict[str, list[float]] = {"allocate_s": [], "copy_s": []}
+    before = used()
+    for _ in range(run.asked.rounds):
+        clock = _transfer.Clock()
+        memory = warpipe.Memory.allocate(total, device="cuda:0")
+        clock.end("allocate_s")
+        del memory
+        settled(before)
+        clock.end("free")
+        at = 0
+        for tensor in run.new.values():
+            target[at : at + tensor.nbytes].copy_(tensor.view(torch.uint8).flatten(), non_blocking=True)
+            at += tensor.nbytes
+        torch.cuda.synchronize()
+        clock.end("copy_s")
+        for step, all_of_it in found.items():
+            all_of_it.append(clock[step])
+    del target
+    torch.cuda.empty_cache()
+    return found
+
+
+def _grown(run: Run, load_format: str, options: dict[str, Any]) -> tuple[list[Engine], dict[str, Any]]:
+    """One engine, a second, and two more at once, the last one with captured graphs: what each told, and the memory in use
+    beside what was before."""
     before, memory = settled(run.idle), {}
-    engines = [run.start(load_format, **first)]
-    told = [engines[0].ready()]
-    memory["1"] = gib(used() - before)
-    engines.append(run.start(load_format, **further))
-    told.append(engines[1].ready())
-    memory["2"] = gib(used() - before)
-    engines += [run.start(load_format, **further) for _ in range(2)]
-    told += [engine.ready() for engine in engines[2:]]
-    memory["4"] = gib(used() - before)
+    engines = [run.start(load_format, **options)]
+    try:
+        told = [engines[0].ready()]
+        memory["1"] = gib(used() - before)
+        engines.append(run.start(load_format, **options))
+        told.append(engines[1].ready())
+        memory["2"] = gib(used() - before)
+        engines += [run.start(load_format, **options), run.start(load_format, graphs=True, **options)]
+        told += [engine.ready() for engine in engines[2:]]
+        memory["4"] = gib(used() - before)
+    except BaseException:
+        run.end(engines)
+        raise
     return engines, {"engines": told, "memory_gib": memory}
 
 
 def plain(run: Run) -> dict[str, Any]:
     """vLLM's own loader, and its own transfer by CUDA IPC to two engines."""
-    options = {"weight_transfer_config": {"backend": "ipc"}}
-    engines, found = _grown(run, "auto", options, options)
+    engines, found = _grown(run, "auto", {"weight_transfer_config": {"backend": "ipc"}})
     try:
         found["tokens"] = engines[0].tokens()
-        found["same_tokens"] = all(engine.tokens() == found["tokens"] for engine in engines[1:])
+        found["same_tokens"] = [engine.tokens() == found["tokens"] for engine in engines[1:]]
         run.end(engines[2:])
         found |= _sent_by_ipc(run, engines[:2])
     finally:
@@ -296,35 +334,44 @@ def _sent_by_ipc(run: Run, engines: list[Engine]) -> dict[str, Any]:
 
     for engine in engines:
         engine.do(do="initialise", info={})
-    took, of_engines = [], []
+    took: list[float] = []
+    of_engines: list[list[float]] = []
+    steps: list[Any] = []
 
     def tell(info: Any) -> None:
         fields = {field.name: getattr(info, field.name) for field in dataclasses.fields(info)}
         packed = base64.b64encode(pickle.dumps(fields)).decode()
         for engine in engines:
             engine.ask(do="update", info=packed, checkpoint=True)
-        of_engines.append([engine.reply()["seconds"] for engine in engines])
+        _heard(engines, of_engines, steps)
 
     for _ in range(run.asked.rounds):
         begun = time.perf_counter()
         IPCWeightTransferEngine.trainer_send_weights(iter(run.new.items()), {"send_mode": tell})
         took.append(time.perf_counter() - begun)
     tokens = [engine.tokens() for engine in engines]
-    return {"sync_s": took, "sync_engines_s": of_engines, "new_tokens": tokens[0], "same_new_tokens": len(set(tokens)) == 1}
+    return {
+        "sync_s": took, "sync_engines_s": of_engines, "sync_engines_steps": steps, "new_tokens": tokens[0],
+        "same_new_tokens": len(set(tokens)) == 1,
+    }  # fmt: skip
+
+
+def _heard(engines: list[Engine], of_engines: list[list[float]], steps: list[Any]) -> None:
+    """Notes how long each engine's update took, and its steps."""
+    replies = [engine.reply() for engine in engines]
+    of_engines.append([reply["seconds"] for reply in replies])
+    steps.append([reply["steps"] | reply["taken"] for reply in replies])
 
 
 def ours(run: Run) -> dict[str, Any]:
     """One copy for four engines, and versions of a trainer; a captured graph reads them, too."""
-    options = {"weight_transfer_config": {"backend": "warpipe"}, "extra": {"name": NAME}}
-    engines, found = _grown(run, "warpipe", options, options)
-    run.end(engines[2:])
-    captured = run.start("warpipe", graphs=True, **options)
-    engines = [engines[0], engines[1], captured]
+    engines, found = _grown(run, "warpipe", {"weight_transfer_config": {"backend": "warpipe"}, "extra": {"name": NAME}})
     try:
-        found["graphs"] = captured.ready()
+        found |= engines[1].do(do="reopen", name=NAME, domain=str(run.domain))
         wanted = run.of("plain", "tokens")
         found["same_tokens"] = [engine.tokens() == wanted for engine in engines]
-        found |= _sent(run, engines[:2], captured)
+        run.end([engines[2]])
+        found |= _sent(run, engines[:2], engines[3])
     finally:
         run.end(engines)
     return found
@@ -332,7 +379,11 @@ def ours(run: Run) -> dict[str, Any]:
 
 def _sent(run: Run, engines: list[Engine], captured: Engine) -> dict[str, Any]:
     trainer = _transfer.Trainer(NAME, devices=["cuda:0"], domain=str(run.domain))
-    took, published, of_engines = [], [], []
+    took: list[float] = []
+    published: list[float] = []
+    of_engines: list[list[float]] = []
+    steps: list[Any] = []
+    of_trainer: list[dict[str, float]] = []
 
     def send(to: list[Engine], tensors: dict[str, Any], **options: Any) -> None:
         begun = time.perf_counter()
@@ -340,23 +391,33 @@ def _sent(run: Run, engines: list[Engine], captured: Engine) -> dict[str, Any]:
         published.append(time.perf_counter() - begun)
         for engine in to:
             engine.ask(do="update", info={"versions": {NAME: number}}, checkpoint=False)
-        of_engines.append([engine.reply()["seconds"] for engine in to])
+        _heard(to, of_engines, steps)
         took.append(time.perf_counter() - begun)
+        of_trainer.append(trainer.took)
+
+    def told(prefix: str) -> dict[str, Any]:
+        lists: dict[str, list[Any]] = {
+            "_s": took, "_publish_s": published, "_trainer_steps": of_trainer, "_engines_s": of_engines, "_engines_steps": steps,
+        }  # fmt: skip
+        noted = {prefix + key: list(values) for key, values in lists.items()}
+        for values in lists.values():
+            values.clear()
+        return noted
 
     for _ in range(run.asked.rounds):
         send(engines, run.new)
+    found = told("sync")
     wanted = run.of("plain", "new_tokens")
-    found: dict[str, Any] = {"sync_s": list(took), "publish_s": list(published), "sync_engines_s": list(of_engines)}
     found["same_new_tokens"] = [engine.tokens() == wanted for engine in engines]
     send([captured], run.new)
     found["graphs_same_new_tokens"] = captured.tokens() == wanted
+    told("graphs")
     changed = {name: run.new[name].flip(0) for name in ("lm_head.weight", "model.norm.weight")}
     for same_layout in (True, False):
-        took.clear()
         to = [*engines, captured] if same_layout else engines
         for _ in range(3):
             send(to, changed, changed=True, same_layout=same_layout)
-        found["changed_s" if same_layout else "changed_shared_s"] = list(took)
+        found |= told("changed" if same_layout else "changed_shared")
     changed_tokens = {engine.tokens() for engine in engines}
     found["changed_gib"] = gib(sum(tensor.nbytes for tensor in changed.values()))
     found["changed_differs"] = len(changed_tokens) == 1 and wanted not in changed_tokens
@@ -371,32 +432,34 @@ def kills(run: Run) -> dict[str, Any]:
     survivor.ready()
     wanted, one = survivor.tokens(), used()
     found: dict[str, Any] = {"killed": 0, "while_loading": 0, "survivor_same": [], "started_s": [], "load_model_s": []}
-    at_once = 5
+    # So many engines import at once without much waiting, and so many of them are killed while they start.
+    at_once, early = 10, 3
     try:
         while found["killed"] < run.asked.kills and time.monotonic() < run.deadline:
             victims = [run.start("warpipe", **options) for _ in range(min(at_once, run.asked.kills - found["killed"]))]
-            # The first is killed while it starts.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                victims[0].process.wait(run.random.uniform(8.0, 20.0))
-            victims[0].kill()
-            for victim in victims[1:]:
+            begun = time.monotonic()
+            for victim, after in zip(victims, sorted(run.random.uniform(8.0, 25.0) for _ in range(early)), strict=False):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    victim.process.wait(max(0.0, begun + after - time.monotonic()))
+                victim.kill()
+            for victim in victims[early:]:
                 told = victim.ready()
                 found["started_s"].append(round(told["first_token"], 2))
                 found["load_model_s"].append(round(told["load_model"], 3))
                 if victim.tokens() != wanted:
                     raise RuntimeError("an engine that was started after a kill gives other tokens")
                 victim.ask(do="generate")
-            if found["killed"] == at_once:
+            if found["killed"] == 0:
                 found["keeper_killed"] = _kill_keeper(run)
             time.sleep(run.random.uniform(0.0, 0.3))
-            for victim in victims[1:]:
+            for victim in victims[early:]:
                 victim.kill()
             found["killed"] += len(victims)
-            found["while_loading"] += 1
+            found["while_loading"] += min(early, len(victims))
             found["survivor_same"].append(survivor.tokens() == wanted)
         found["memory_over_gib"] = gib(settled(one) - one)
-        found["trainer_killed"] = _kill_trainer(run, survivor, wanted)
         again = run.start("warpipe", **options)
+        found["trainer_killed"] = _kill_trainer(run, survivor, wanted)
         told = again.ready()
         found["restarted"] = {"same_tokens": again.tokens() == wanted, "load_model": told["load_model"]}
     finally:
@@ -468,27 +531,30 @@ def fp8(run: Run) -> dict[str, Any]:
 
 
 def in_place(run: Run) -> dict[str, Any]:
-    """Without a transfer: the first engine's own memory is published, and nothing is copied."""
-    engines = [run.start("warpipe")]
+    """Without a transfer, two engines that start at once: one loads, and its own memory is published; nothing is copied."""
+    before = settled(run.idle)
+    engines = [run.start("warpipe") for _ in range(2)]
     try:
-        told = [engines[0].ready()]
-        before = used()
-        engines.append(run.start("warpipe"))
-        told.append(engines[1].ready())
-        wanted = run.of("plain", "tokens")
-        same = [engine.tokens() == wanted for engine in engines]
-        return {"engines": told, "further_gib": gib(used() - before), "same_tokens": same}
+        told = [engine.ready() for engine in engines]
+        both = used()
+        same = [engine.tokens() == run.of("plain", "tokens") for engine in engines]
+        [loads] = [at for at, one in enumerate(told) if "publish" in one["model"]["took"]]
+        engines[1 - loads].kill()
+        left = settled(before)
+        found = {"first": told[loads], "further": told[1 - loads], "same_tokens": same}
+        return found | {"memory_gib": {"2": gib(both - before)}, "further_gib": gib(both - left)}
     finally:
         run.end(engines)
 
 
 PARTS: list[tuple[str, Callable[[Run], dict[str, Any]]]] = [
     ("model", make_model),
+    ("floor", floor),
     ("plain", plain),
     ("ours", ours),
-    ("fp8", fp8),
     ("in place", in_place),
     ("kills", kills),
+    ("fp8", fp8),
 ]
 
 
@@ -513,6 +579,8 @@ def _figures(parts: dict[str, Any]) -> Iterator[Figure]:
         weights = (took["open"] + took["weights"]) * 1e3
         yield Figure("weights of a further engine, ms", "<= 10", round(weights, 2), weights <= 10)
         yield Figure("load_model of a further engine, s", "<= 0.35", round(further["load_model"], 3), further["load_model"] <= 0.35)
+        worker = round(further["load_steps"]["worker"], 3), round(further["collections_s"], 3)
+        yield Figure("the same with what vLLM does around it, s, and of that collections of garbage", "", worker, True)
         sync = statistics.median(ours["sync_s"]) * 1e3
         yield Figure("a version from the trainer's call to two engines, median, ms", "<= 20", round(sync, 2), sync <= 20)
         if (plain := parts.get("plain")) is not None:
@@ -535,6 +603,26 @@ def _figures(parts: dict[str, Any]) -> Iterator[Figure]:
     if (kills := parts.get("kills")) is not None:
         well = all(kills["survivor_same"]) and kills["restarted"]["same_tokens"] and kills["trainer_killed"]["same_tokens"]
         yield Figure("engines killed, the others and the restarted as before", "20", kills["killed"], bool(well))
+
+
+def beside(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The figures that stand beside vLLM's own, of this run."""
+    parts = report["parts"]
+    if not {"plain", "ours"} <= parts.keys():
+        return []
+    plain, ours = parts["plain"], parts["ours"]
+
+    def row(question: str, unit: str, theirs: float, mine: float) -> dict[str, Any]:
+        return {"question": question, "unit": unit, "theirs": theirs, "ours": mine}
+
+    rows = [
+        row("`load_model` of a further engine", "ms", *(one["engines"][1]["load_model"] * 1e3 for one in (plain, ours))),
+        row("a version from the trainer's call to two engines", "ms", *(statistics.median(one["sync_s"]) * 1e3 for one in (plain, ours))),
+    ]
+    for count in ("1", "2", "4"):
+        what = f"memory of {count} engine{'s' if count != '1' else ''}"
+        rows.append(row(what, "GiB", plain["memory_gib"][count], ours["memory_gib"][count]))
+    return rows
 
 
 def verdicts(report: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ line of standard input is a command as JSON, and each answer is a line of JSON o
 from __future__ import annotations
 
 import base64
+import gc
 import hashlib
 import json
 import os
@@ -11,6 +12,8 @@ import pickle
 import sys
 import time
 from typing import Any
+
+from warpipe._transfer import Clock
 
 _STARTED = time.time()
 _PROMPTS = 3
@@ -45,18 +48,17 @@ def main() -> None:
 class _Engine:
     def __init__(self, given: dict[str, Any]) -> None:
         from vllm import LLM
-        from vllm.v1.worker import gpu_worker
+        from vllm.model_executor.model_loader import base_loader
+        from vllm.v1.worker import gpu_model_runner, gpu_worker
 
         imported = time.time() - _STARTED
-        load, took = gpu_worker.Worker.load_model, []
-
-        def timed(worker: Any, *arguments: Any, **named: Any) -> Any:
-            begun = time.perf_counter()
-            done = load(worker, *arguments, **named)
-            took.append(time.perf_counter() - begun)
-            return done
-
-        gpu_worker.Worker.load_model = timed
+        load = _Timed()
+        load.time(gpu_worker.Worker, "load_model", "worker")
+        load.time(gpu_model_runner, "get_model_loader", "loader", of_result="load_model")
+        load.time(base_loader, "initialize_model", "build")
+        load.time(base_loader, "process_weights_after_loading", "processing")
+        load.time(gpu_worker.WeightTransferEngineFactory, "create_engine", "transfer")
+        gc.callbacks.append(load.collection)
         graphs = given.pop("graphs", False)
         if graphs:
             given["compilation_config"] = {
@@ -67,10 +69,11 @@ class _Engine:
             enable_prefix_caching=False, disable_log_stats=True, **given,
         )  # fmt: skip
         built = time.time() - _STARTED
+        gc.callbacks.remove(load.collection)
         self.generate(tokens=1, prompts=1)
         self.told: dict[str, Any] = {
-            "imported": imported, "built": built, "first_token": time.time() - _STARTED, "load_model": took[0],
-            "pid": os.getpid(), "model": self._llm.collective_rpc(_about_model)[0],
+            "imported": imported, "built": built, "first_token": time.time() - _STARTED, "load_model": load.took.get("loader"), "load_steps": load.took,
+            "collections_s": load.collections_s, "pid": os.getpid(), "model": self._llm.collective_rpc(_about_model)[0],
         }  # fmt: skip
 
     def generate(self, tokens: int = _TOKENS, prompts: int = _PROMPTS) -> dict[str, Any]:
@@ -87,12 +90,75 @@ class _Engine:
     def initialise(self, info: dict[str, Any]) -> None:
         self._llm.init_weight_transfer_engine({"init_info": info})
 
-    def update(self, info: dict[str, Any] | str, checkpoint: bool) -> None:
+    def update(self, info: dict[str, Any] | str, checkpoint: bool) -> dict[str, Any]:
         """Brings a version in; ``info`` as text is a pickle of this benchmark's own process."""
         found = pickle.loads(base64.b64decode(info)) if isinstance(info, str) else info
+        clock = Clock()
         self._llm.start_weight_update(is_checkpoint_format=checkpoint)
+        clock.end("start")
         self._llm.update_weights({"update_info": found})
+        clock.end("update")
         self._llm.finish_weight_update()
+        clock.end("finish")
+        taken = self._llm.collective_rpc(_about_update)[0]
+        return {"steps": clock, "taken": taken}
+
+    def reopen(self, name: str, domain: str) -> dict[str, Any]:
+        """Opens the weights, which are mapped here, once more: what is left is the keeper's part."""
+        from warpipe import weights
+
+        took = []
+        for _ in range(5):
+            clock = Clock()
+            shared = weights.open(name, device="cuda:0", domain=domain)
+            clock.end("open")
+            shared.close()
+            took.append(clock["open"])
+        return {"reopen_s": took}
+
+
+class _Timed:
+    """Seconds of functions of vLLM while it loads a model, and of the collections of garbage meanwhile."""
+
+    def __init__(self) -> None:
+        self.took: dict[str, float] = {}
+        self.collections_s = 0.0
+        self._inside = 0
+        self._begun = 0.0
+
+    def time(self, owner: Any, name: str, step: str, of_result: str | None = None) -> None:
+        """Replaces a function by itself with a clock; with ``of_result`` a method of what it returns."""
+        original = getattr(owner, name)
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            begun = time.perf_counter()
+            self._inside += 1
+            try:
+                done = original(*arguments, **named)
+            finally:
+                self._inside -= 1
+            if of_result is not None:
+                self.time(done, of_result, step)
+            else:
+                # A draft model's is another one.
+                self.took.setdefault(step, time.perf_counter() - begun)
+            return done
+
+        setattr(owner, name, timed)
+
+    def collection(self, phase: str, _info: dict[str, int]) -> None:
+        now = time.perf_counter()
+        if phase == "start":
+            self._begun = now
+        elif self._inside:
+            self.collections_s += now - self._begun
+
+
+def _about_update(worker: Any) -> dict[str, float]:
+    from warpipe.vllm._loader import loaded
+
+    found = loaded(worker.model_runner.get_model())
+    return {} if found is None else dict(found.receiver.took)
 
 
 def _about_model(worker: Any) -> dict[str, Any]:

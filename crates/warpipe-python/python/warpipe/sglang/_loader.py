@@ -20,7 +20,9 @@ from sglang.srt.weight_cache.ipc_loader import IpcModelLoader
 from sglang.srt.weight_cache.protocol import check_ipc_quant_support, compute_env_stamp, hash_quant_config
 
 from .. import _transfer, weights
-from .._engines import TAKEOVER_SECONDS, allow_descriptors, check_identity, checkpoint, device, digest, gpu, offered
+from .._engines import (
+    TAKEOVER_SECONDS, allow_descriptors, check_identity, checkpoint, device, digest, gpu, offered, place_of, settings_of,
+)  # fmt: skip
 from .._errors import ArgumentError, WeightsMismatchError
 from ..torch import pool
 
@@ -72,7 +74,7 @@ class Loader(IpcModelLoader):  # type: ignore[misc]
         parallel, moe, config = get_parallel(), get_exec().moe, model_config.hf_config
         about = {
             "engine": "sglang",
-            "model": str(model_config.model_path),
+            "model": place_of(str(model_config.model_path)),
             "checkpoint": checkpoint(str(model_config.model_path)),
             "revision": model_config.revision,
             "architecture": ",".join(config.architectures or []),
@@ -85,7 +87,7 @@ class Loader(IpcModelLoader):  # type: ignore[misc]
             **{key: getattr(parallel, key) for key in _PARALLEL},
             **{key: str(getattr(moe, key)) for key in _MOE},
             **compute_env_stamp(),
-            "settings": digest([config.to_dict(), hash_quant_config(settings)]),
+            "settings": digest([settings_of(config), hash_quant_config(settings)]),
         }
         return {**about, "key": digest(about)}
 

@@ -6,7 +6,7 @@ import importlib
 import os
 from typing import Any
 
-from .._engines import checkpoint, digest, gpu
+from .._engines import checkpoint, digest, gpu, place_of, settings_of
 
 # Environment variables of vLLM that choose kernels have one of these in their names: a kernel decides the layout.
 _KERNELS = (
@@ -25,7 +25,7 @@ def identity(vllm_config: Any, model_config: Any, prefix: str, *, load_format: s
     data = (parallel.data_parallel_rank, parallel.data_parallel_size) if has_experts else (0, 1)
     hf_config = model_config.hf_config
     settings = {
-        "config": hf_config.to_dict() if hasattr(hf_config, "to_dict") else {},
+        "config": settings_of(hf_config),
         "quantization": getattr(model_config, "quantization_config", None),
         "kernels": getattr(vllm_config, "kernel_config", None),
         "environment": {
@@ -37,7 +37,7 @@ def identity(vllm_config: Any, model_config: Any, prefix: str, *, load_format: s
     }
     about = {
         "engine": "vllm",
-        "model": str(model_config.model),
+        "model": place_of(str(model_config.model)),
         "checkpoint": checkpoint(str(model_config.model)),
         "revision": model_config.revision,
         "architecture": ",".join(getattr(hf_config, "architectures", None) or []),

@@ -7,7 +7,6 @@ import copy
 import gc
 import logging
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +41,7 @@ class Loaded:
     def __init__(self, receiver: _transfer.Receiver, domain: Any, took: dict[str, float]) -> None:
         self.receiver, self.domain = receiver, domain
         self.took = took
-        """Seconds of each part of the load."""
+        """Seconds of each step of the load."""
         self.copied = 0
         """Bytes that this engine copied to publish them."""
 
@@ -73,7 +72,7 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
         self._shared: Any = None
         self._recorder: _transfer.Recorder | None = None
         self._records = False
-        self._took: dict[str, float] = {}
+        self._took = _transfer.Clock()
 
     def download_model(self, model_config: Any) -> None:
         get_model_loader(self._usual).download_model(model_config)
@@ -90,12 +89,17 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
         _refuse(vllm_config, model_config)
         allow_descriptors()
+        self._took = _transfer.Clock()
+        # vLLM has collected garbage before this and does so behind it, among all that it has imported. It freezes that
+        # itself before it serves, and thaws it at its end.
+        gc.freeze()
         about = self._about(vllm_config, model_config, prefix)
         name = self._name(about)
-        start = time.perf_counter()
+        self._took.end("identity")
         with _transfer.one_at_a_time(name, domain=self._domain):
+            self._took.end("turn")
             shared = offered(name, device=_device(), domain=self._domain, starts_keeper=self._starts_keeper)
-            self._took = {"open": time.perf_counter() - start}
+            self._took.end("open")
             if shared is None:
                 return self._load(name, about, vllm_config, model_config, prefix)
         check_identity(name, about, shared.metadata)
@@ -104,7 +108,7 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
         """Part of vLLM's own ``load_model``, which builds the model before and processes it afterwards."""
         self._meta.close()
-        start = time.perf_counter()
+        self._took.end("build")
         if self._shared is not None:
             _Gift(model, self._shared).give_before_processing()
         else:
@@ -118,7 +122,7 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
                     usual.load_weights(model, model_config)
             else:
                 usual.load_weights(model, model_config)
-        self._took["weights"] = time.perf_counter() - start
+        self._took.end("weights")
 
     def _about(self, vllm_config: Any, model_config: Any, prefix: str) -> dict[str, Any]:
         return identity(
@@ -141,16 +145,18 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
         model: nn.Module
         with in_pool:
             model = super().load_model(vllm_config, model_config, prefix)
+            self._took.end("processing")
             state, floats = _state(model, clones=not one_memory), _floats(model)
         metadata = {**about, "floats": floats}
         if self._recorder is not None:
             metadata = _transfer.with_plan(metadata, self._recorder.plan(_parameters(model)))
             self._recorder = None
-        start = time.perf_counter()
+        self._took.end("plan")
         published = weights.publish(
             name, state, device=device, domain=self._domain, wait=TAKEOVER_SECONDS, zero_copy=_is_cuda() and not one_memory,
             metadata=metadata,
         )  # fmt: skip
+        self._took.end("publish")
         shared = weights.open(name, device=device, domain=self._domain, wait=TAKEOVER_SECONDS)
         if shared.version != published.version:
             said = f"another process published version {shared.version} of the weights {name!r} meanwhile"
@@ -163,28 +169,26 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
         copied = published.copied
         published.close()
         if _is_cuda():
-            gc.collect()
             torch.cuda.empty_cache()
-        self._took["publish"] = time.perf_counter() - start
+        self._took.end("share")
         self._done(model, shared, model_config)
         getattr(model, _LOADED).copied = copied
         return model
 
     def _attach(self, shared: Any, vllm_config: Any, model_config: Any, prefix: str) -> nn.Module:
-        start = time.perf_counter()
         self._shared = shared
         try:
             with self._meta:
                 # Left by ``load_weights``: what vLLM's processing makes is real.
                 self._meta.enter_context(weights.on_meta(least=_SMALL))
                 model = super().load_model(vllm_config, model_config, prefix)
-            gift, begun = getattr(model, _GIFT), time.perf_counter()
+            self._took.end("processing")
+            gift = getattr(model, _GIFT)
             delattr(model, _GIFT)
             gift.give_after_processing()
-            self._took["weights"] += time.perf_counter() - begun
+            self._took.end("weights")
         finally:
             self._shared = None
-        self._took["model"] = time.perf_counter() - start
         _log.info("Took the weights %r, version %d: %d bytes, none copied", shared.name, shared.version, shared.nbytes)
         return self._done(model, shared, model_config)
 
