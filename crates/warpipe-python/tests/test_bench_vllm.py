@@ -92,6 +92,89 @@ def test_an_engine_answers_each_command_and_its_errors_and_its_end_are_told_with
     engine.kill()
 
 
+STANDIN = """
+import json, sys
+given = json.loads(sys.argv[1])
+took = {"open": 0.002, "weights": 0.003} | ({"publish": 0.1} if given["model_loader_extra_config"].pop("loads", 0) else {})
+model = {"bytes": 7 << 30, "took": took, "copied": 0}
+print(json.dumps({"load_model": 0.2, "load_steps": {"worker": 0.3}, "collections_s": 0.1, "first_token": 9.0, "model": model}), flush=True)
+version = 0
+for line in sys.stdin:
+    command = json.loads(line)
+    if command["do"] == "update" and not isinstance(command["info"], str):
+        version = list(command["info"]["versions"].values() or [version])[0]
+    elif command["do"] == "update":
+        version = 1
+    told = {"tokens": str(version), "seconds": 0.01, "steps": {"update": 0.01}, "taken": {"map": 0.002}, "reopen_s": [0.001]}
+    print(json.dumps(told), flush=True)
+"""
+
+
+class Tensor:
+    nbytes = 1 << 28
+
+    def flip(self, _):
+        return self
+
+
+def test_each_part_runs_with_engines_and_fills_the_report(tmp_path, monkeypatch):
+    starts = []
+
+    def start(run, load_format, **options):
+        # The first of those in place loads, and the second one attaches.
+        kind = "in place" if load_format == "warpipe" and not options else "another"
+        extra = {"loads": kind == "in place" not in starts, **options.pop("extra", {})}
+        starts.append(kind)
+        given = {"model_loader_extra_config": extra, **options}
+        engine = vllm.Engine(given, tmp_path / f"log-{len(starts)}", [sys.executable, "-c", STANDIN])
+        run.engines.append(engine)
+        return engine
+
+    class Trainer:
+        took = {"copies": 0.006}
+
+        def __init__(self, *_, **__):
+            self.number = 0
+
+        def send(self, _, changed=False, same_layout=True):
+            self.number = 2 if changed else 1
+            return [self.number]
+
+        def close(self):
+            pass
+
+    def sent_by_ipc(run, engines):
+        for engine in engines:
+            engine.do(do="update", info="", checkpoint=True)
+        return {"sync_s": [0.1], "new_tokens": engines[0].tokens()}
+
+    def model(run):
+        run.new = {"lm_head.weight": Tensor(), "model.norm.weight": Tensor()}
+        return {}
+
+    for name, stub in {
+        "used": lambda: 1 << 30, "settled": lambda wanted: wanted, "_sent_by_ipc": sent_by_ipc, "sharing": lambda kind: "host",
+        "_kill_keeper": lambda run: True, "_kill_trainer": lambda run, engine, wanted: {"same_tokens": True},
+    }.items():  # fmt: skip
+        monkeypatch.setattr(vllm, name, stub)
+    monkeypatch.setattr(vllm.Run, "start", start)
+    monkeypatch.setattr(vllm._transfer, "Trainer", Trainer)
+    monkeypatch.setattr(vllm.warpipe, "Device", lambda name: host)
+    monkeypatch.setattr(vllm.random.Random, "uniform", lambda *_: 0.0)
+    monkeypatch.setattr(vllm, "PARTS", [("model", model), *(pair for pair in vllm.PARTS if pair[0] not in ("model", "floor"))])
+    out = tmp_path / "report.json"
+    vllm.main(["--out", str(out), "--work", str(tmp_path / "work"), "--kills", "11"])
+    report = json.loads(out.read_text())
+    assert report["failed"] == {} and report["left_out"] == []
+    ours = report["parts"]["ours"]
+    assert ours["sync_trainer_steps"] == [{"copies": 0.006}] * 7 and len(ours["sync_engines_steps"][0]) == 2
+    assert ours["changed_shared_publish_s"] and ours["reopen_s"] == [0.001]
+    assert report["parts"]["kills"]["killed"] == 11 and report["parts"]["in place"]["further"]["model"]["took"] == {
+        "open": 0.002, "weights": 0.003,
+    }  # fmt: skip
+    assert len(report["beside"]) == 5
+
+
 def test_a_part_that_fails_leaves_the_report_of_the_others(tmp_path, monkeypatch, capsys):
     def failing(run):
         raise RuntimeError("it broke")
