@@ -78,20 +78,23 @@ impl RawSample {
     }
 }
 
+/// As the library's.
+pub(crate) enum Forwarded {
+    At(u64),
+    NoRoom,
+    NotYet,
+}
+
 /// A job's input, kept until its outcome.
 #[derive(Debug)]
 pub(crate) struct RetainedSlot(pub(crate) Sample);
 
 impl RetainedSlot {
-    pub(crate) fn is_filled(&self) -> bool {
-        true
-    }
-
     pub(crate) fn forward(
         &self,
         id: u64,
         told: &crate::pubsub::entry::Metadata,
-    ) -> Result<Option<u64>> {
+    ) -> Result<Forwarded> {
         self.0.forward(id, told)
     }
 }

@@ -10,42 +10,15 @@ use super::states::{self, Fault, World};
 use super::worker_session::{Jobs, WorkerSession};
 use crate::error::{Error, Result};
 use crate::pubsub::entry::Metadata;
-use crate::pubsub::{RetainedSlot, Subscriber};
+use crate::pubsub::{Forwarded, RetainedSlot, Subscriber};
 use crate::runtime::releasable::ReleasableGuard;
 use crate::stream::Stream;
 
-pub(crate) struct Options {
-    pub(crate) limit: usize,
-}
-
-pub(crate) struct Publisher;
-
-impl Publisher {
-    pub(crate) fn name(&self) -> &'static str {
-        "queue"
-    }
-}
-
 pub(crate) struct Dispatcher {
-    pub(crate) options: Options,
-    pub(crate) publisher: Publisher,
     pub(super) state: Mutex<State>,
     pub(crate) world: Mutex<World>,
     fault: Fault,
     me: Weak<Dispatcher>,
-}
-
-/// As the library's; nothing waits here.
-#[derive(Debug, Default)]
-pub(super) struct Waiters {
-    pub(super) submitting: u32,
-    pub(super) is_delivery_awaited: bool,
-}
-
-impl Waiters {
-    pub(super) fn delivery_is_over(&mut self) -> bool {
-        std::mem::take(&mut self.is_delivery_awaited)
-    }
 }
 
 /// As the library's, with the model's clock.
@@ -54,7 +27,7 @@ pub(super) struct State {
     pub(super) table: Jobs,
     pub(super) sessions: Vec<WorkerSession>,
     known: HashSet<u64>,
-    pub(super) waiters: Waiters,
+    pub(super) is_input_due: bool,
 }
 
 pub(super) type StateGuard<'a> = ReleasableGuard<'a, State>;
@@ -62,10 +35,6 @@ pub(super) type StateGuard<'a> = ReleasableGuard<'a, State>;
 impl State {
     pub(super) fn now(&self) -> Duration {
         states::now()
-    }
-
-    pub(super) fn is_delivery_due(&self) -> bool {
-        self.table.is_delivering()
     }
 
     pub(super) fn pick_worker(&self, but: &[u64]) -> Option<u64> {
@@ -101,29 +70,27 @@ impl Sample {
         _: &Stream,
     ) -> Result<(RetainedSlot, Option<u64>), SendError> {
         let dispatcher = self.0.upgrade().expect("its desk is there");
+        dispatcher.world().is_submit = to.is_some();
         let position = to.and_then(|id| dispatcher.put(id, told));
         dispatcher.meanwhile();
         Ok((RetainedSlot(self), position))
     }
 
-    pub(crate) fn forward(&self, id: u64, told: &Metadata) -> Result<Option<u64>> {
+    pub(crate) fn forward(&self, id: u64, told: &Metadata) -> Result<Forwarded> {
         let dispatcher = self.0.upgrade().expect("its desk is there");
         let position = dispatcher.put(id, told);
-        dispatcher.meanwhile();
-        Ok(position)
+        Ok(position.map_or(Forwarded::NoRoom, Forwarded::At))
     }
 }
 
 impl Dispatcher {
     pub(super) fn new(rules: QueueRules, fault: Fault, world: World) -> Arc<Dispatcher> {
         Arc::new_cyclic(|me| Dispatcher {
-            options: Options { limit: 16 },
-            publisher: Publisher,
             state: Mutex::new(State {
                 table: JobTable::new(rules),
                 sessions: Vec::new(),
                 known: HashSet::new(),
-                waiters: Waiters::default(),
+                is_input_due: false,
             }),
             world: Mutex::new(world),
             fault,
@@ -156,7 +123,7 @@ impl Dispatcher {
         self.world().put(id, told.as_bytes())
     }
 
-    /// What happens while a job is given out.
+    /// What happens while a job is submitted.
     fn meanwhile(&self) {
         loop {
             let next = self.world().next_meanwhile();
@@ -184,8 +151,7 @@ impl Dispatcher {
         if sessions.iter().any(|session| session.end.is_some()) {
             self.remove_disconnected(guard);
         }
-        // Any thread of the model may make any delivery.
-        assert!(!self.dispatch(guard, true));
+        self.dispatch(guard);
     }
 
     /// As `Dispatcher::update_workers`.
@@ -218,7 +184,7 @@ impl Dispatcher {
         self.return_undelivered(table);
         for session in state.sessions.extract_if(.., |session| session.has_ended()) {
             let reason = session.end_reason();
-            let (undone, is_being_delivered) = table.remove_worker(session.id);
+            let (undone, is_being_submitted) = table.remove_worker(session.id);
             for job in undone {
                 if self.fault != Fault::ForgetsLeases {
                     table.record_failure(job, reason.clone());
@@ -227,7 +193,7 @@ impl Dispatcher {
             let is_noted = match self.fault {
                 Fault::NotesEveryEnd => true,
                 Fault::NotesNoEnd => false,
-                _ => is_being_delivered,
+                _ => is_being_submitted,
             };
             if is_noted {
                 table.record_worker_end(session.id, reason);
@@ -247,19 +213,4 @@ impl Dispatcher {
             }
         }
     }
-
-    pub(super) fn wait_until<T>(
-        self: &Arc<Self>,
-        _: Duration,
-        mut look: impl FnMut(&mut StateGuard<'_>) -> Option<Result<T>>,
-        late: impl FnOnce(&State) -> Error,
-    ) -> Result<T> {
-        let mut guard = self.lock();
-        self.process_events(&mut guard);
-        look(&mut guard).unwrap_or_else(|| Err(late(&guard)))
-    }
-
-    pub(super) fn wait_for_change(&self, _: &mut StateGuard<'_>, _: Duration) {}
-
-    pub(super) fn notify_submitters(&self, _: &mut Waiters) {}
 }

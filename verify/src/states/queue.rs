@@ -62,7 +62,7 @@ pub enum Act {
     Expire,
 }
 
-/// An act, and whether it happens while the job of the act before is on its way.
+/// An act, and whether it happens while the job of the act before is being submitted.
 pub type Step = (bool, Act);
 
 /// The planted fault of the owner.
@@ -133,8 +133,8 @@ pub struct World {
     jobs: BTreeMap<u64, Truth>,
     meanwhile: VecDeque<Act>,
     wrong: Option<String>,
-    /// The last act gave a job out.
-    finish_delivery: bool,
+    /// The last act submitted a job to a worker.
+    pub(crate) is_submit: bool,
 }
 
 impl World {
@@ -155,7 +155,6 @@ impl World {
     }
 
     pub(crate) fn put(&mut self, id: u64, told: &[u8]) -> Option<u64> {
-        self.finish_delivery = true;
         let tag = DeliveryTag::decode(told).expect("what was encoded");
         let truth = self.jobs.entry(tag.job).or_default();
         if tag.attempt - 1 > truth.taken + truth.expired {
@@ -343,7 +342,7 @@ impl Dispatcher {
 
     fn submit(&self) {
         let mut guard = self.lock();
-        if guard.table.is_delivering() || self.world().jobs.len() as u64 >= JOBS_MAX {
+        if guard.table.is_submitting() || self.world().jobs.len() as u64 >= JOBS_MAX {
             return;
         }
         self.world()
@@ -397,7 +396,7 @@ impl Dispatcher {
             .iter()
             .filter(|(_, truth)| !truth.is_over())
             .count();
-        if table.len() != open || table.is_delivering() {
+        if table.len() != open || table.is_submitting() {
             return Err(format!("{} jobs are in the books, of {open}", table.len()));
         }
         Ok(())
@@ -520,7 +519,7 @@ fn play(row: &[Step], order: ResultOrder, fault: Fault) -> Result<Arc<Dispatcher
             .iter()
             .take_while(|(is_during, _)| *is_during)
             .count();
-        dispatcher.world().finish_delivery = false;
+        dispatcher.world().is_submit = false;
         dispatcher.world().meanwhile = behind[..during].iter().map(|&(_, act)| act).collect();
         dispatcher.act(act);
         dispatcher.world().meanwhile.clear();
@@ -555,20 +554,20 @@ pub fn search(length: usize, is_in_order: bool, fault: Fault) -> Result<usize, S
         HashSet::new(),
         VecDeque::from([(Vec::new(), false)]),
     );
-    while let Some((row, finish_delivery)) = open.pop_front() {
+    while let Some((row, is_submit)) = open.pop_front() {
         for &step in steps
             .iter()
-            .filter(|(is_during, _)| finish_delivery || !is_during)
+            .filter(|(is_during, _)| is_submit || !is_during)
         {
             let mut row: Vec<Step> = row.clone();
             row.push(step);
             let wrong = |wrong| format!("{wrong}\nafter {row:?}");
             let dispatcher = sound(|| play(&row, order, fault)).map_err(wrong)?;
             if seen.insert(dispatcher.print()) {
-                let finish_delivery = dispatcher.world().finish_delivery;
+                let is_submit = dispatcher.world().is_submit;
                 sound(|| dispatcher.finish()).map_err(wrong)?;
                 if row.len() < length {
-                    open.push_back((row, finish_delivery));
+                    open.push_back((row, is_submit));
                 }
             }
         }

@@ -23,7 +23,7 @@ mod unicast;
 pub use builder::{PeerCredentials, Policy, PublisherBuilder, SubscriberInfo};
 pub(crate) use observer::{Disconnects, LinkedSubscriber, SubscriberChanges};
 pub use publisher::{Publisher, SampleMut, SendError};
-pub(crate) use publisher_core::RetainedSlot;
+pub(crate) use publisher_core::{Forwarded, RetainedSlot};
 pub use publisher_core::{SlotHold, SlotReturn};
 pub use sample::{Discontinuity, PreviousPublisher, Receipt, Sample};
 pub(crate) use subscriber::{CompletionWait, RawSample};

@@ -2,7 +2,7 @@
 //!
 //! The lock guards [`state`], made of parts with invariants of their own: [`links`],
 //! [`history`], [`placement`] (of the sample that is being sent). [`slot_fences`] needs no lock.
-//! The operations over them: [`backpressure`] (a send waits for room, and takes the turn),
+//! The operations over them: [`backpressure`] (a send waits for room, and begins),
 //! [`send`], [`unicast`], and [`accept`] (the control thread's work).
 
 mod accept;
@@ -22,9 +22,9 @@ mod unicast;
 
 pub(super) use recipients::Recipients;
 pub use slot_handles::{SlotHold, SlotReturn};
-pub(crate) use unicast::RetainedSlot;
+pub(crate) use unicast::{Forwarded, RetainedSlot};
 
-use std::sync::{Arc, MutexGuard, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use self::slot_fences::SlotFences;
@@ -43,7 +43,7 @@ use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::{LazyFence, StreamSet};
 use crate::runtime::reactor::{DropReadiness, EventSource, Reactor, new_generation};
-use crate::runtime::turn::TurnLock;
+use crate::runtime::timed_lock::TimedLock;
 use crate::slow_path::SlowPath;
 use crate::statistics::{EndpointRow, EndpointWords, Role};
 use crate::stream::Stream;
@@ -76,15 +76,15 @@ pub(super) struct PublisherCore {
     reactor: Arc<Reactor>,
     /// Never held across a call of the driver that gives a stream work or asks one: see
     /// [`send_turn`].
-    state: TurnLock<PublisherState>,
+    state: Mutex<PublisherState>,
+    /// Notified when the sleeper on the doorbells wakes.
+    changed: Condvar,
+    send_lock: Arc<TimedLock>,
     fences: SlotFences,
     /// All streams that have worked on the links or the fence words.
     streams: Arc<StreamSet>,
     pub(super) acceptor: Arc<Acceptor>,
     doorbell: LocalDoorbell,
-    /// Stores `ready` for subscribers that get a sample later, behind the sample's own signal. Only
-    /// with an observer.
-    forward_stream: Option<Stream>,
 }
 
 /// Why a sample was not sent, and whether the failure came before or after it was announced.
@@ -114,15 +114,6 @@ impl PublisherCore {
         let reactor = Reactor::of_process()?;
         let fences = SlotFences::new(&device, options.history > 0)?;
         let doorbell = LocalDoorbell::new()?;
-        let forward_stream = options
-            .observer
-            .as_ref()
-            .map(|_| device.stream())
-            .transpose()?;
-        let streams = StreamSet::default();
-        forward_stream
-            .iter()
-            .for_each(|stream| streams.record_use(stream));
         let generation = new_generation();
         let row = EndpointRow::open(&EndpointWords {
             kind: options.kind,
@@ -140,9 +131,11 @@ impl PublisherCore {
             this: me.clone(),
             me: me.clone(),
             reactor: reactor.clone(),
-            state: TurnLock::new(PublisherState::new(&options, &device, row)),
+            state: Mutex::new(PublisherState::new(&options, &device, row)),
+            changed: Condvar::new(),
+            send_lock: Arc::default(),
             fences,
-            streams: Arc::new(streams),
+            streams: Arc::default(),
             acceptor: Acceptor::new(
                 claim,
                 AcceptorOptions {
@@ -156,7 +149,6 @@ impl PublisherCore {
                 me.clone(),
             ),
             doorbell,
-            forward_stream,
             options,
             name,
             device,
@@ -167,7 +159,7 @@ impl PublisherCore {
     }
 
     fn lock(&self) -> MutexGuard<'_, PublisherState> {
-        self.state.lock()
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn count_copy(&self, reason: SlowPath, bytes: u64) {

@@ -1,4 +1,4 @@
-//! The other calls of a queue make progress while the driver blocks a call that delivers a job.
+//! The other calls of a queue make progress while the driver blocks a call that submits a job.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
@@ -66,22 +66,15 @@ impl Scene {
         submitted
     }
 
-    /// Has the queue deliver a job that is not complete until the sender is dropped: the delivery
-    /// thread is blocked in the driver when this returns.
-    fn give_held_up(&self) -> (Worker, JobHandle, mpsc::Sender<()>) {
+    /// Submits jobs whose data is not complete until the sender is dropped, and has every call block
+    /// that makes a stream wait.
+    fn submit_late<const N: usize>(&self, jobs: [&[u8]; N]) -> ([JobHandle; N], mpsc::Sender<()>) {
         let (go, gate) = mpsc::channel::<()>();
-        self.fixture
-            .stream
-            .call(move || assert!(gate.recv().is_err()))
-            .unwrap();
-        let job = self
-            .queue
-            .submit_bytes(b"late", &self.fixture.stream)
-            .unwrap();
+        let late = self.fixture.device.stream().unwrap();
+        late.call(move || assert!(gate.recv().is_err())).unwrap();
+        let jobs = jobs.map(|bytes| self.queue.submit_bytes(bytes, &late).unwrap());
         self.hook.hook().hold_waits();
-        let worker = self.fixture.worker();
-        self.hook.hook().wait_until_held_up();
-        (worker, job, go)
+        (jobs, go)
     }
 
     fn let_go(&self, submitted: &mpsc::Receiver<Submitted>) -> Submitted {
@@ -162,16 +155,12 @@ fn a_submit_behind_one_that_is_held_up_times_out_and_gives_its_loan_back_unharme
     );
     let (queue, on, loan) = (scene.queue.clone(), stream.clone(), *refused.loan.unwrap());
     let other = std::thread::spawn(move || queue.submit_timeout(loan, &on, PATIENCE).unwrap());
-    while scene.queue.dispatcher.lock().waiters.submitting == 0 {
-        std::thread::yield_now();
-    }
     let job = scene.let_go(&submitted).unwrap();
     let other = other.join().unwrap();
     let (worker, done, _) = work(worker, &stream);
     assert_eq!(done, job.id());
     let (_worker, done, bytes) = work(worker, &stream);
     assert_eq!((done, &bytes[..]), (other.id(), &b"unharmed"[..]));
-    assert_eq!(scene.queue.dispatcher.lock().waiters.submitting, 0);
 }
 
 #[test]
@@ -294,84 +283,40 @@ fn a_submit_that_the_driver_refuses_in_the_end_leaves_no_job_behind() {
     }
 }
 
+/// No thread of the queue gives a stream work for a job that waited.
 #[test]
-fn a_job_whose_way_out_the_driver_holds_up_holds_up_nobody_else() {
-    let scene = Scene::new("given", |it| it);
-    let (worker, job, go) = scene.give_held_up();
-    let queue = scene.queue.clone();
-    let state = in_time(move || queue.state().unwrap());
-    assert_eq!(
-        (state.workers.len(), state.waiting, state.leased),
-        (1, 0, 1)
-    );
-    let (queue, stream) = (scene.queue.clone(), scene.fixture.device.stream().unwrap());
-    let (loan, on) = (
-        scene.queue.loan(&Layout::bytes_only(4).unwrap()).unwrap(),
-        stream.clone(),
-    );
-    let refused = in_time(move || queue.submit_timeout(loan, &on, SHORT).unwrap_err());
-    assert!(
-        matches!(refused.error, Error::Timeout { .. }) && refused.loan.is_some(),
-        "{}",
-        refused.error
-    );
-    scene.hook.hook().unblock();
-    drop(go);
-    let (_worker, done, bytes) = work(worker, &stream);
-    assert_eq!((done, &bytes[..]), (job.id(), &b"late"[..]));
-    assert_eq!(job.wait(&stream, PATIENCE).unwrap().attempt(), 1);
-}
-
-/// A caller does all of the queue's work before it looks: here it finds the answer that makes room
-/// for a job with data that is not complete.
-#[test]
-fn a_caller_with_a_timeout_makes_no_delivery_that_the_driver_may_hold_up() {
-    let scene = Scene::new("caller", |it| it.prefetch(1));
+fn a_job_that_waited_is_given_out_once_its_data_is_complete_and_not_before() {
+    let scene = Scene::new("late", |it| it.prefetch(1));
     let (mut worker, stream) = (scene.worker(), scene.fixture.stream.clone());
     let early = scene.queue.submit_bytes(b"early", &stream).unwrap();
     let lease = worker.lease_timeout(&stream, PATIENCE).unwrap();
-    let (go, gate) = mpsc::channel::<()>();
-    let late_stream = scene.fixture.device.stream().unwrap();
-    late_stream
-        .call(move || assert!(gate.recv().is_err()))
-        .unwrap();
-    let jobs = [b"late", b"last"].map(|it| scene.queue.submit_bytes(it, &late_stream).unwrap());
-    scene.hook.hook().hold_waits();
-    let queue = scene.queue.clone();
-    in_time(move || {
-        // No other thread of the queue can find the answer meanwhile.
-        let mut guard = queue.dispatcher.lock();
-        lease.complete(&stream).unwrap();
-        while !guard.table.is_settled(early.id()) {
-            queue.dispatcher.process_events(&mut guard);
-        }
-    });
-    scene.hook.hook().wait_until_held_up();
-    let [late, last] = jobs;
-    let (queue, on) = (scene.queue.clone(), late_stream.clone());
+    let ([late, last], go) = scene.submit_late([b"late", b"last"]);
+    lease.complete(&stream).unwrap();
+    let (queue, on) = (scene.queue.clone(), stream.clone());
     let late = in_time(move || {
-        assert!(!late.is_done().unwrap());
-        assert!(late.try_wait(&on).unwrap().is_none());
+        assert_eq!(early.wait(&on, PATIENCE).unwrap().job(), early.id());
+        assert!(!late.is_done().unwrap() && late.try_wait(&on).unwrap().is_none());
         let state = queue.state().unwrap();
-        assert_eq!((state.waiting, state.leased), (1, 1));
-        assert!(late.cancel().unwrap() && late.is_done().unwrap());
-        assert_eq!(queue.cancel_waiting().unwrap(), [last.id()]);
+        assert_eq!((state.waiting, state.leased), (2, 0));
+        assert!(last.cancel().unwrap() && last.is_done().unwrap());
         late
     });
+    let next = worker.lease_timeout(&stream, SHORT);
+    assert!(matches!(next, Err(Error::Timeout { .. })), "{next:?}");
     drop(go);
-    scene.hook.hook().unblock();
-    let (_worker, done, _) = work(worker, &late_stream);
-    assert_eq!(done, late.id(), "it was on its way when it was cancelled");
+    let (_worker, done, bytes) = work(worker, &stream);
+    assert_eq!((done, &bytes[..]), (late.id(), &b"late"[..]));
+    assert_eq!(late.wait(&stream, PATIENCE).unwrap().attempt(), 1);
     scene.queue.drain(PATIENCE).unwrap();
 }
 
 #[test]
-fn an_event_loop_is_notified_of_a_result_while_the_driver_holds_up_another_jobs_delivery() {
+fn an_event_loop_is_notified_of_a_result_while_the_data_of_another_job_is_not_complete() {
     let scene = Scene::new("watch", |it| it.prefetch(1));
-    let (mut worker, stream) = (scene.worker(), scene.fixture.device.stream().unwrap());
+    let (mut worker, stream) = (scene.worker(), scene.fixture.stream.clone());
     let early = scene.queue.submit_bytes(b"early", &stream).unwrap();
     let lease = worker.lease_timeout(&stream, PATIENCE).unwrap();
-    let (_second, _late, go) = scene.give_held_up();
+    let (_late, go) = scene.submit_late([b"late"]);
     let watch = scene.queue.watch().unwrap();
     lease.complete(&stream).unwrap();
     let patience = crate::os::timespec(PATIENCE);
@@ -388,29 +333,7 @@ fn an_event_loop_is_notified_of_a_result_while_the_driver_holds_up_another_jobs_
             break;
         }
     }
-    scene.hook.hook().unblock();
     drop(go);
-}
-
-#[test]
-fn a_queue_ends_at_once_while_the_driver_holds_up_a_job_that_is_given_out() {
-    let scene = Scene::new("end", |it| it);
-    let (mut worker, job, go) = scene.give_held_up();
-    let (hook, stream) = (scene.hook.clone(), scene.fixture.device.stream().unwrap());
-    let Scene { queue, fixture, .. } = scene;
-    in_time(move || drop(queue));
-    let told = worker.lease_timeout(&stream, PATIENCE).unwrap_err();
-    assert!(
-        matches!(told, Error::PeerGone { graceful: true, .. }),
-        "{told}"
-    );
-    hook.hook().unblock();
-    drop(go);
-    assert!(matches!(
-        job.wait(&stream, PATIENCE),
-        Err(Error::QueueClosed { .. })
-    ));
-    drop(fixture);
 }
 
 /// Panics in one batch of operations.
@@ -441,26 +364,4 @@ fn a_call_that_panicked_in_the_driver_polls_no_more_and_the_queue_goes_on() {
     let (_worker, id, bytes) = work(worker, &fixture.stream);
     assert_eq!((id, bytes), (job.id(), b"next".to_vec()));
     assert_eq!(job.wait(&fixture.stream, PATIENCE).unwrap().job(), id);
-}
-
-#[test]
-fn a_delivery_that_panicked_in_the_driver_costs_an_attempt_and_the_job_is_delivered_again() {
-    let hook = Wrapped::new(Device::host().backend().clone(), Panicking::default());
-    let fixture = QueueFixture::on("panicked-late", Device::from_backend(hook.clone()));
-    let queue = fixture.build(|builder| builder.max_attempts(2));
-    let (go, gate) = mpsc::channel::<()>();
-    fixture
-        .stream
-        .call(move || assert!(gate.recv().is_err()))
-        .unwrap();
-    let job = queue.submit_bytes(b"late", &fixture.stream).unwrap();
-    hook.hook().0.store(true, Relaxed);
-    let worker = fixture.worker();
-    while hook.hook().0.load(Relaxed) {
-        let _ = queue.state().unwrap();
-    }
-    drop(go);
-    let (_worker, id, bytes) = work(worker, &fixture.device.stream().unwrap());
-    assert_eq!((id, bytes), (job.id(), b"late".to_vec()));
-    assert_eq!(job.wait(&fixture.stream, PATIENCE).unwrap().attempt(), 2);
 }

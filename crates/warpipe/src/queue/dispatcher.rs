@@ -1,7 +1,6 @@
 //! Runs a queue: takes answers in, meets workers that come and go, and applies both to the job
 //! table. Any thread may do this work, under the queue's lock.
 
-mod delivery_thread;
 pub(super) mod pending_workers;
 mod waiters;
 
@@ -11,7 +10,6 @@ use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
 
-use self::delivery_thread::DeliveryThread;
 use self::pending_workers::PendingWorkers;
 use self::waiters::{OWN_DOORBELL, Waiters};
 use super::builder::QueueBuilder;
@@ -26,6 +24,7 @@ use crate::pubsub::{Disconnects, Publisher, SubscriberChanges};
 use crate::runtime::heartbeat::Uptime;
 use crate::runtime::reactor::{DropReadiness, Reactor};
 use crate::runtime::releasable::ReleasableGuard;
+use crate::runtime::timed_lock::TimedLock;
 
 /// Each ring wakes one sleeper, once.
 const EPOLL_FLAGS: epoll::EventFlags = epoll::EventFlags::IN.union(epoll::EventFlags::ET);
@@ -39,7 +38,8 @@ pub(super) struct State {
     /// Subscribers that have a session, are about to get one, or have been refused.
     known: HashSet<u64>,
     pub(super) waiters: Waiters,
-    pub(super) delivery_thread: DeliveryThread,
+    /// A worker could have the first job that waits, whose data is not complete.
+    pub(super) is_input_due: bool,
     /// The clock of leases.
     pub(super) uptime: Uptime,
 }
@@ -105,8 +105,7 @@ pub(super) struct Dispatcher {
     pub(super) changed: Condvar,
     /// Wakes the queue's own thread when no other thread leads any more.
     pub(super) resume: Condvar,
-    /// Wakes the delivery thread.
-    pub(super) delivery_requested: Condvar,
+    pub(super) submit_lock: TimedLock,
     pub(super) readable: CloseOnForkFd,
 }
 
@@ -166,12 +165,12 @@ impl Dispatcher {
                 sessions: Vec::new(),
                 known: HashSet::new(),
                 waiters: Waiters::default(),
-                delivery_thread: DeliveryThread::default(),
+                is_input_due: false,
                 uptime: Uptime::default(),
             }),
             changed: Condvar::new(),
             resume: Condvar::new(),
-            delivery_requested: Condvar::new(),
+            submit_lock: TimedLock::default(),
             readable,
         });
         let runner = dispatcher.clone();
@@ -212,14 +211,8 @@ impl Dispatcher {
         Ok(refused.is_none())
     }
 
-    /// Does all pending work, and makes no call that the driver may hold up: those are left to the
-    /// [delivery thread](delivery_thread).
+    /// Does all pending work, and makes no call that the driver may hold up.
     pub(super) fn process_events(self: &Arc<Self>, guard: &mut StateGuard<'_>) {
-        self.process(guard, false);
-    }
-
-    /// Does all pending work; with `may_block`, that of the delivery thread too.
-    pub(super) fn process(self: &Arc<Self>, guard: &mut StateGuard<'_>, may_block: bool) {
         if guard.table.is_closed() {
             return;
         }
@@ -241,9 +234,7 @@ impl Dispatcher {
         if sessions.iter().any(|session| session.end.is_some()) {
             self.remove_disconnected(guard);
         }
-        if self.dispatch(guard, may_block) {
-            self.request_delivery(guard);
-        }
+        self.dispatch(guard);
         if guard.table.revision != before {
             self.notify_waiters(&mut guard.waiters);
         }
@@ -327,11 +318,11 @@ impl Dispatcher {
         self.return_undelivered(table);
         for session in state.sessions.extract_if(.., |session| session.has_ended()) {
             let reason = session.end_reason();
-            let (undone, is_being_delivered) = table.remove_worker(session.id);
+            let (undone, is_being_submitted) = table.remove_worker(session.id);
             for job in undone {
                 table.record_failure(job, reason.clone());
             }
-            if is_being_delivered {
+            if is_being_submitted {
                 table.record_worker_end(session.id, reason);
             }
             let _ = epoll::delete(&self.readable, session.subscriber.descriptor());
@@ -377,7 +368,6 @@ impl Dispatcher {
         drop(guard);
         drop((old_jobs, old_sessions));
         self.changed.notify_all();
-        self.delivery_requested.notify_all();
         // Closed now: the last holder of the state is the queue's own thread, which may not run
         // again if `main` returns.
         self.publisher.close();

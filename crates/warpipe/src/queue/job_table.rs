@@ -2,11 +2,11 @@
 //! ended. Pure: no lock, no clock (time is an argument), no link and no stream; inputs `I` and
 //! results `R` are kept and given back. After every call:
 //!
-//! - an open job waits, or one worker that is not late holds it, or it is being delivered: once;
+//! - an open job waits, or one worker that is not late holds it, or it is being submitted: once;
 //! - a job gets one outcome, which is taken once or put back; `unfinished` counts those without;
 //! - a job has fewer failed attempts than `max_attempts`, or is dead-lettered with that many;
 //! - an answer counts if its worker holds that lease, has not answered it, and is not late;
-//! - at most one delivery is in progress, and its lease has no position until it is over.
+//! - at most one job is being submitted, and its lease has no position until that is over.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
@@ -76,21 +76,19 @@ pub(super) enum Stage {
     Closed,
 }
 
-/// The delivery that a thread makes.
+/// The submit that a thread makes. The job's outcome is not taken before that has finished.
 #[derive(Debug)]
-struct Delivery {
+struct Submit {
     tag: DeliveryTag,
     /// The worker that gets the lease.
     worker: Option<u64>,
-    /// The job is being submitted: its outcome is not taken before the submit has finished.
-    is_new: bool,
     /// Positions that the same worker left untaken meanwhile.
     untaken: Vec<u64>,
     /// Why that worker ended meanwhile without an answer.
     end: Option<String>,
 }
 
-/// The result of a delivery.
+/// What became of a submit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum DeliveryResult {
     /// The worker has the job, at this position.
@@ -113,7 +111,7 @@ pub(super) struct JobTable<I, R> {
     unfinished: usize,
     next_job: u64,
     pub(super) workers: Vec<WorkerLeases>,
-    delivery: Option<Delivery>,
+    submit: Option<Submit>,
     /// Counts the changes that a wait for jobs or workers may be waiting for.
     pub(super) revision: u64,
 }
@@ -129,7 +127,7 @@ impl<I, R> JobTable<I, R> {
             unfinished: 0,
             next_job: 1,
             workers: Vec::new(),
-            delivery: None,
+            submit: None,
             revision: 0,
         }
     }
@@ -147,9 +145,9 @@ impl<I, R> JobTable<I, R> {
         self.stage == Stage::Closed
     }
 
-    /// Whether a thread makes a delivery.
-    pub(super) fn is_delivering(&self) -> bool {
-        self.delivery.is_some()
+    /// Whether a thread submits a job.
+    pub(super) fn is_submitting(&self) -> bool {
+        self.submit.is_some()
     }
 
     /// Jobs without an outcome, or with one that was not taken.
@@ -177,7 +175,7 @@ impl<I, R> JobTable<I, R> {
 
     /// Adds the next job, which is being submitted and delivered to `worker`, if there is one. A
     /// call of [`store_input`](Self::store_input) or [`undo_insert`](Self::undo_insert) must follow,
-    /// and then one of [`finish_delivery`](Self::finish_delivery).
+    /// and then one of [`finish_submit`](Self::finish_submit).
     pub(super) fn insert(&mut self, tag: DeliveryTag, worker: Option<u64>, metadata: Vec<u8>) {
         let job = Job {
             input: None,
@@ -190,7 +188,16 @@ impl<I, R> JobTable<I, R> {
         self.jobs.insert(self.next_job, job);
         self.next_job += 1;
         self.unfinished += 1;
-        self.begin_delivery(tag, worker, true);
+        debug_assert!(self.submit.is_none());
+        if let Some(leases) = worker.and_then(|id| self.worker(id)) {
+            leases.add(tag);
+        }
+        self.submit = Some(Submit {
+            tag,
+            worker,
+            untaken: Vec::new(),
+            end: None,
+        });
     }
 
     /// Keeps the input of a job that was inserted, until it has an outcome. The job was delivered
@@ -246,75 +253,56 @@ impl<I, R> JobTable<I, R> {
         ))
     }
 
-    /// The first job that waits is about to be delivered to `worker`. A call of
-    /// [`finish_delivery`](Self::finish_delivery) must follow.
-    pub(super) fn start_delivery(&mut self, tag: DeliveryTag, worker: u64) {
+    /// The first job that waits has been delivered to `worker`.
+    pub(super) fn deliver(&mut self, tag: DeliveryTag, worker: u64, position: u64, now: Duration) {
         self.waiting.pop_front();
         if let Some(job) = self.jobs.get_mut(&tag.job) {
             job.deliveries = tag.number;
         }
-        self.begin_delivery(tag, Some(worker), false);
-    }
-
-    /// Undoes [`start_delivery`](Self::start_delivery): the job waits as before.
-    pub(super) fn undo_delivery_start(&mut self, tag: DeliveryTag) {
-        if let Some(job) = self.unfinished_job(tag.job) {
-            job.deliveries = tag.number - 1;
-            self.enqueue(tag.job);
-        }
-    }
-
-    fn begin_delivery(&mut self, tag: DeliveryTag, worker: Option<u64>, is_new: bool) {
-        debug_assert!(self.delivery.is_none());
-        if let Some(leases) = worker.and_then(|id| self.worker(id)) {
+        if let Some(leases) = self.worker(worker) {
             leases.add(tag);
+            leases.set_position(tag, position, now);
         }
-        self.delivery = Some(Delivery {
-            tag,
-            worker,
-            is_new,
-            untaken: Vec::new(),
-            end: None,
-        });
     }
 
-    /// Records the result of the delivery for its lease.
-    pub(super) fn finish_delivery(&mut self, result: DeliveryResult, now: Duration) {
-        let Some(delivery) = self.delivery.take() else {
+    /// The first job that waits cannot be delivered: an attempt has failed.
+    pub(super) fn fail_delivery(&mut self, id: u64, reason: String) {
+        self.waiting.pop_front();
+        self.record_failure(id, reason);
+    }
+
+    /// Records the result of the submit for its lease.
+    pub(super) fn finish_submit(&mut self, result: DeliveryResult, now: Duration) {
+        let Some(submit) = self.submit.take() else {
             return;
         };
-        let tag = delivery.tag;
-        if let Some(leases) = delivery.worker.and_then(|id| self.worker(id)) {
+        let tag = submit.tag;
+        if let Some(leases) = submit.worker.and_then(|id| self.worker(id)) {
             match result {
                 DeliveryResult::At(position) => {
                     leases.set_position(tag, position, now);
-                    for position in delivery.untaken {
-                        self.return_untaken(delivery.worker.unwrap_or(0), position);
+                    for position in submit.untaken {
+                        self.return_untaken(submit.worker.unwrap_or(0), position);
                     }
                 }
                 // No sample has position 0.
                 DeliveryResult::Unconfirmed => leases.set_position(tag, 0, now),
                 DeliveryResult::Nobody => _ = leases.remove(tag),
             }
-        } else if let (DeliveryResult::At(position), Some(reason)) = (result, delivery.end) {
+        } else if let (DeliveryResult::At(position), Some(reason)) = (result, submit.end) {
             // The worker is gone and has not answered.
-            match delivery.untaken.contains(&position) {
+            match submit.untaken.contains(&position) {
                 true => self.requeue(tag.job),
                 false => self.record_failure(tag.job, reason),
             }
         }
     }
 
-    /// The call that delivers has panicked: no worker has the job.
-    pub(super) fn abort_delivery(&mut self) {
-        let Some((job, is_new)) = self.delivery.as_ref().map(|it| (it.tag.job, it.is_new)) else {
-            return;
-        };
-        self.finish_delivery(DeliveryResult::Nobody, Duration::ZERO);
-        if is_new {
+    /// The call that submits has panicked: no worker has the job.
+    pub(super) fn abort_submit(&mut self) {
+        if let Some(job) = self.submit.as_ref().map(|submit| submit.tag.job) {
+            self.finish_submit(DeliveryResult::Nobody, Duration::ZERO);
             self.cancel(job);
-        } else {
-            self.record_failure(job, "a panic while it was given out".into());
         }
     }
 
@@ -339,7 +327,7 @@ impl<I, R> JobTable<I, R> {
     }
 
     /// Removes a worker. Returns the jobs that it leaves undone, for
-    /// [`record_failure`](Self::record_failure), and whether one is being delivered to it, for
+    /// [`record_failure`](Self::record_failure), and whether one is being submitted to it, for
     /// [`record_worker_end`](Self::record_worker_end).
     pub(super) fn remove_worker(&mut self, id: u64) -> (Vec<u64>, bool) {
         let Some(index) = self.workers.iter().position(|leases| leases.worker == id) else {
@@ -432,25 +420,25 @@ impl<I, R> JobTable<I, R> {
         }
     }
 
-    /// Records that a worker has gone and left a job untaken. Only the delivering thread knows
+    /// Records that a worker has gone and left a job untaken. Only the submitting thread knows
     /// its position yet.
     pub(super) fn record_untaken(&mut self, worker: u64, position: u64) {
-        if let Some(delivery) = self.delivery_to(worker) {
-            delivery.untaken.push(position);
+        if let Some(submit) = self.submit_to(worker) {
+            submit.untaken.push(position);
         }
     }
 
-    /// Records that a worker has gone and left a lease unanswered. Only the delivering thread
+    /// Records that a worker has gone and left a lease unanswered. Only the submitting thread
     /// knows its position yet.
     pub(super) fn record_worker_end(&mut self, worker: u64, reason: String) {
-        if let Some(delivery) = self.delivery_to(worker) {
-            delivery.end = Some(reason);
+        if let Some(submit) = self.submit_to(worker) {
+            submit.end = Some(reason);
         }
     }
 
-    fn delivery_to(&mut self, worker: u64) -> Option<&mut Delivery> {
-        let delivery = self.delivery.as_mut()?;
-        (delivery.worker == Some(worker)).then_some(delivery)
+    fn submit_to(&mut self, worker: u64) -> Option<&mut Submit> {
+        let submit = self.submit.as_mut()?;
+        (submit.worker == Some(worker)).then_some(submit)
     }
 
     /// Records a failed attempt: the job is tried again, or dead-lettered.
@@ -542,9 +530,9 @@ impl<I, R> JobTable<I, R> {
 
     /// Whether the job is being submitted: it may still be withdrawn.
     fn is_being_submitted(&self, id: u64) -> bool {
-        self.delivery
+        self.submit
             .as_ref()
-            .is_some_and(|delivery| delivery.is_new && delivery.tag.job == id)
+            .is_some_and(|submit| submit.tag.job == id)
     }
 
     /// Puts back a result that was taken and not used. It is returned if there was no such job, or

@@ -32,24 +32,17 @@ fn submit(table: &mut Table) -> u64 {
     };
     table.insert(tag, None, Vec::new());
     table.store_input(job, "input", false);
-    table.finish_delivery(DeliveryResult::Nobody, Duration::ZERO);
+    table.finish_submit(DeliveryResult::Nobody, Duration::ZERO);
     job
-}
-
-/// Starts the delivery of the first job that waits.
-fn start(table: &mut Table) -> Option<(u64, DeliveryTag)> {
-    let job = table.first_waiting()?;
-    let worker = table.pick_worker(table.workers.iter().map(|it| it.worker))?;
-    let (tag, _) = table.next_delivery(job)?;
-    table.start_delivery(tag, worker);
-    Some((worker, tag))
 }
 
 /// Delivers the first job that waits, at `position` of the worker's ring.
 fn deliver(table: &mut Table, position: u64, now: Duration) -> Option<(u64, DeliveryTag)> {
-    let given = start(table)?;
-    table.finish_delivery(DeliveryResult::At(position), now);
-    Some(given)
+    let job = table.first_waiting()?;
+    let worker = table.pick_worker(table.workers.iter().map(|it| it.worker))?;
+    let (tag, _) = table.next_delivery(job)?;
+    table.deliver(tag, worker, position, now);
+    Some((worker, tag))
 }
 
 fn answer(table: &mut Table, (worker, tag): (u64, DeliveryTag), kind: AnswerKind) -> bool {
@@ -165,8 +158,8 @@ fn a_worker_that_goes_costs_an_attempt_of_what_it_took_and_none_of_what_it_had_n
         deliver(&mut table, position, Duration::ZERO).unwrap();
     }
     table.return_untaken(1, 2);
-    let (undone, is_being_delivered) = table.remove_worker(1);
-    assert_eq!((&undone[..], is_being_delivered), (&jobs[..1], false));
+    let (undone, is_being_submitted) = table.remove_worker(1);
+    assert_eq!((&undone[..], is_being_submitted), (&jobs[..1], false));
     table.record_failure(undone[0], "it died".into());
     table.add_worker(2, 102);
     let attempts = [1, 2].map(|at| deliver(&mut table, at, Duration::ZERO).unwrap().1.attempt);
@@ -174,18 +167,18 @@ fn a_worker_that_goes_costs_an_attempt_of_what_it_took_and_none_of_what_it_had_n
 }
 
 #[test]
-fn the_entry_of_a_worker_that_goes_during_the_delivery_decides_whether_an_attempt_was_begun() {
+fn the_entry_of_a_worker_that_goes_during_the_submit_decides_whether_an_attempt_was_begun() {
     for (is_taken, attempt) in [(true, 2), (false, 1)] {
         let mut table = table(ResultOrder::Submission, 1);
-        submit(&mut table);
-        start(&mut table).unwrap();
+        let (_, tag) = begin_submit(&mut table, 1);
         assert_eq!(table.remove_worker(1), (Vec::new(), true));
         table.record_worker_end(1, "it died".into());
         if !is_taken {
             table.record_untaken(1, 7);
         }
-        assert_eq!(table.waiting(), 0, "it is still being delivered");
-        table.finish_delivery(DeliveryResult::At(7), Duration::ZERO);
+        assert_eq!(table.waiting(), 0, "it is still being submitted");
+        table.store_input(tag.job, "input", true);
+        table.finish_submit(DeliveryResult::At(7), Duration::ZERO);
         table.add_worker(2, 102);
         let (_, tag) = deliver(&mut table, 1, Duration::ZERO).unwrap();
         assert_eq!(tag.attempt, attempt);
@@ -193,23 +186,12 @@ fn the_entry_of_a_worker_that_goes_during_the_delivery_decides_whether_an_attemp
 }
 
 #[test]
-fn a_delivery_that_panics_leaves_no_lease_and_no_new_job() {
+fn a_submit_that_panics_leaves_no_lease_and_no_new_job() {
     let mut table = table(ResultOrder::Submission, 1);
-    let job = submit(&mut table);
-    start(&mut table).unwrap();
-    table.abort_delivery();
-    assert_eq!((table.leased(), table.waiting()), (0, 1));
-    assert!(!table.is_settled(job), "another attempt is left");
-    let (next, _) = table.next_job();
-    let tag = DeliveryTag {
-        job: next,
-        number: 1,
-        attempt: 1,
-        deadline_ns: 0,
-    };
-    table.insert(tag, Some(1), Vec::new());
-    table.abort_delivery();
-    assert!(table.take_outcome(next).is_err(), "it was not submitted");
+    submit(&mut table);
+    let (_, tag) = begin_submit(&mut table, 1);
+    table.abort_submit();
+    assert!(table.take_outcome(tag.job).is_err(), "it was not submitted");
     assert_eq!((table.len(), table.unfinished(), table.leased()), (1, 1, 0));
 }
 
@@ -227,7 +209,7 @@ fn the_outcome_of_a_job_whose_submit_may_still_fail_is_not_taken() {
     complete(&mut table, (1, tag));
     assert_eq!(table.take_next(), None);
     table.store_input(job, "input", true);
-    table.finish_delivery(DeliveryResult::At(1), Duration::ZERO);
+    table.finish_submit(DeliveryResult::At(1), Duration::ZERO);
     assert_eq!(table.take_next(), Some((job, Outcome::Done("result"))));
 }
 
@@ -295,7 +277,7 @@ fn begin_submit(table: &mut Table, worker: u64) -> (u64, DeliveryTag) {
 /// The driver refuses the submit of a job that no worker has seen.
 fn withdraw(table: &mut Table, job: u64) {
     table.undo_insert(job, true);
-    table.finish_delivery(DeliveryResult::Nobody, Duration::ZERO);
+    table.finish_submit(DeliveryResult::Nobody, Duration::ZERO);
 }
 
 #[test]
@@ -340,22 +322,11 @@ fn a_job_with_the_number_of_a_withdrawn_one_is_delivered_once_and_ends_in_its_ow
 }
 
 #[test]
-fn a_job_that_its_worker_returns_before_its_delivery_came_to_nothing_waits_once() {
-    for is_new in [false, true] {
-        let mut table = table(ResultOrder::Submission, 1);
-        let given = match is_new {
-            true => begin_submit(&mut table, 1),
-            false => {
-                submit(&mut table);
-                start(&mut table).unwrap()
-            }
-        };
-        answer(&mut table, given, AnswerKind::Returned);
-        match is_new {
-            true => table.store_input(given.1.job, "input", false),
-            false => table.undo_delivery_start(given.1),
-        }
-        table.finish_delivery(DeliveryResult::Nobody, Duration::ZERO);
-        assert_eq!(Vec::from(table.waiting.clone()), [given.1.job]);
-    }
+fn a_job_that_its_worker_returns_before_its_submit_came_to_nothing_waits_once() {
+    let mut table = table(ResultOrder::Submission, 1);
+    let given = begin_submit(&mut table, 1);
+    answer(&mut table, given, AnswerKind::Returned);
+    table.store_input(given.1.job, "input", false);
+    table.finish_submit(DeliveryResult::Nobody, Duration::ZERO);
+    assert_eq!(Vec::from(table.waiting.clone()), [given.1.job]);
 }

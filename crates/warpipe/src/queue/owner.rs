@@ -332,7 +332,7 @@ impl Queue {
     pub fn state(&self) -> Result<QueueState> {
         self.dispatcher.owner_process.check()?;
         let mut guard = self.dispatcher.lock();
-        self.dispatcher.catch_up(&mut guard);
+        self.dispatcher.process_events(&mut guard);
         let open = guard.sessions.iter().filter(|session| session.is_open());
         Ok(QueueState {
             workers: open.map(|session| session.pid).collect(),

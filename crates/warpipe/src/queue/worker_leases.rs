@@ -8,7 +8,7 @@ use super::wire::DeliveryTag;
 #[derive(Debug)]
 pub(super) struct LeaseRecord {
     pub(super) tag: DeliveryTag,
-    /// The position in the worker's ring; `None` during the delivery.
+    /// The position in the worker's ring; `None` during the submit.
     position: Option<u64>,
     since: Duration,
     /// The lease timeout has passed: the attempt has failed, and an answer no longer counts.
@@ -123,8 +123,8 @@ impl WorkerLeases {
         (!lease.is_late).then_some(lease.tag.job)
     }
 
-    /// The jobs that the worker leaves undone when it goes. A lease that is being delivered, and
-    /// was not answered before, is left to the delivering thread: the flag says so.
+    /// The jobs that the worker leaves undone when it goes. A lease that is being submitted, and
+    /// was not answered before, is left to the submitting thread: the flag says so.
     pub(super) fn left_undone(&self) -> (Vec<u64>, bool) {
         let jobs = self.leases.iter().filter(|lease| lease.can_expire());
         (

@@ -2,7 +2,6 @@
 //! how it ended. Its leases are in the [job table](super::job_table).
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::time::Duration;
 
 use super::job_result::JobResult;
@@ -21,7 +20,7 @@ const DISCONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 const ANSWERS_PER_TURN: usize = 64;
 
 /// The job table of a queue: its inputs are slots of the owner.
-pub(super) type Jobs = JobTable<Arc<RetainedSlot>, Completed>;
+pub(super) type Jobs = JobTable<RetainedSlot, Completed>;
 
 /// A complete result.
 #[derive(Debug)]

@@ -11,4 +11,3 @@ pub(crate) mod releasable;
 pub(crate) mod reserve;
 pub(crate) mod spin;
 pub(crate) mod timed_lock;
-pub(crate) mod turn;

@@ -1,52 +1,148 @@
-//! A lock that is held across driver calls, which a full launch queue holds up for as long as a
-//! stream waits: the [turn](super::turn) of what has no other state. Any other caller waits no
-//! longer than its own limit.
+//! The rule for calls that a full launch queue holds up.
+//!
+//! A call that gives a stream work blocks while the stream's launch queue is full, for as long as
+//! the stream waits for a peer. The reactor, which releases such a stream when that peer dies,
+//! takes the locks of tables with every tick. So no table's lock is held across such a call; a
+//! [`TimedLock`] for sending is. Only users' threads wait for it, each no longer than its own limit.
 
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::time::Duration;
 
-use super::turn::{TurnGuard, TurnLock, TurnState, TurnWait};
-use crate::error::Result;
+use crate::atomic::{self, AtomicU32, AtomicU64};
+use crate::backoff::Backoff;
+use crate::clock::Stopwatch;
+use crate::error::{Error, Result};
 
-pub(crate) use super::turn::TURN_TIMEOUT as LOCK_TIMEOUT;
+/// How long a thread waits for another one that the driver holds up, unless its caller gives a
+/// limit.
+pub(crate) const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// A send takes microseconds unless the driver holds it up, but its thread may not be scheduled
+/// just now.
+const MOMENT: Duration = Duration::from_millis(10);
+
+/// Polls before a thread sleeps: a send takes a microsecond.
+const POLLS: u32 = 2_000;
+
+const FREE: u32 = 0;
+const HELD: u32 = 1;
+/// Held, and threads may sleep.
+const AWAITED: u32 = 2;
 
 /// See the [module](self).
 #[derive(Debug, Default)]
-pub(crate) struct TimedLock(TurnLock<TurnState>);
+pub(crate) struct TimedLock {
+    word: AtomicU32,
+    /// How often it was taken, and given back. Written by the holder alone.
+    begun: AtomicU64,
+    over: AtomicU64,
+}
 
 /// The lock, held until this is dropped.
 #[derive(Debug)]
-pub(crate) struct TimedGuard<'a> {
-    _turn: TurnGuard<'a, TurnState>,
-}
+pub(crate) struct TimedGuard<'a>(&'a TimedLock);
 
 impl TimedLock {
     /// Takes the lock within `limit`. The error says that another thread's `what` is held up.
     pub(crate) fn lock(
         &self,
         limit: Duration,
-        what: impl Fn() -> String,
+        what: impl FnOnce() -> String,
     ) -> Result<TimedGuard<'_>> {
-        let mut turn = self.0.take(&mut TurnWait::within(Some(limit)), what)?;
-        turn.unlock();
-        Ok(TimedGuard { _turn: turn })
+        self.within(limit).ok_or_else(|| held_up(what(), limit))
+    }
+
+    /// As [`lock`](Self::lock); a shorter limit, zero too, counts as a moment.
+    #[inline]
+    pub(crate) fn lock_for_a_send(
+        &self,
+        limit: Duration,
+        what: impl FnOnce() -> String,
+    ) -> Result<TimedGuard<'_>> {
+        let guard = self.try_lock().or_else(|| self.within(limit.max(MOMENT)));
+        guard.ok_or_else(|| held_up(what(), limit))
+    }
+
+    /// Takes the lock if it is free.
+    #[inline]
+    pub(crate) fn try_lock(&self) -> Option<TimedGuard<'_>> {
+        let taken = self.word.compare_exchange(FREE, HELD, Acquire, Relaxed);
+        taken.ok().map(|_| self.taken())
+    }
+
+    fn taken(&self) -> TimedGuard<'_> {
+        self.begun.store(self.begun.load(Relaxed) + 1, Relaxed);
+        TimedGuard(self)
+    }
+
+    #[cold]
+    fn within(&self, limit: Duration) -> Option<TimedGuard<'_>> {
+        let (mut clock, mut backoff) = (Stopwatch::default(), Backoff::spinning(POLLS));
+        loop {
+            if let Some(guard) = self.try_lock() {
+                return Some(guard);
+            }
+            let left = limit.saturating_sub(clock.elapsed());
+            if left.is_zero() {
+                return None;
+            }
+            if backoff.step().is_zero() {
+                backoff.spin(8);
+            } else if self.word.swap(AWAITED, Acquire) == FREE {
+                return Some(self.taken());
+            } else {
+                atomic::wait(&self.word, AWAITED, left);
+            }
+        }
+    }
+
+    /// How often the lock has been taken. A thread that takes it later sees what the caller has
+    /// changed, if both take a table's lock for that.
+    pub(crate) fn last(&self) -> u64 {
+        self.begun.load(Relaxed)
+    }
+
+    /// Whether this holder and all before it have given the lock back.
+    pub(crate) fn is_over(&self, holder: u64) -> bool {
+        self.over.load(Acquire) >= holder
+    }
+}
+
+impl Drop for TimedGuard<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        let lock = self.0;
+        lock.over.store(lock.over.load(Relaxed) + 1, Release);
+        if lock.word.swap(FREE, Release) == AWAITED {
+            atomic::wake(&lock.word);
+        }
+    }
+}
+
+fn held_up(what: String, waited: Duration) -> Error {
+    Error::Timeout {
+        what: format!("another thread's {what}, which the driver holds up"),
+        waited,
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::Error;
 
     #[test]
     fn a_lock_is_waited_for_as_long_as_its_caller_says_and_comes_when_it_is_free() {
         let lock = TimedLock::default();
         let held = lock.lock(Duration::ZERO, String::new).unwrap();
         for limit in [Duration::ZERO, Duration::from_millis(5)] {
-            let late = lock.lock(limit, || "call".into()).unwrap_err();
-            assert!(
-                matches!(late, Error::Timeout { waited, .. } if waited == limit),
-                "{late}"
-            );
+            let exact = lock.lock(limit, || "call".into()).unwrap_err();
+            let send = lock.lock_for_a_send(limit, || "call".into()).unwrap_err();
+            for late in [exact, send] {
+                assert!(
+                    matches!(late, Error::Timeout { waited, .. } if waited == limit),
+                    "{late}"
+                );
+            }
         }
         std::thread::scope(|scope| {
             let waiting = [0; 3]
@@ -57,5 +153,18 @@ mod tests {
                 .for_each(|waiting| waiting.join().unwrap().unwrap());
         });
         lock.lock(Duration::ZERO, String::new).unwrap();
+    }
+
+    #[test]
+    fn a_holder_whose_call_panics_gives_the_lock_back() {
+        let lock = TimedLock::default();
+        let before = lock.last();
+        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            let _held = lock.try_lock().unwrap();
+            assert!(lock.try_lock().is_none() && !lock.is_over(before + 1));
+            panic!("a driver call");
+        }));
+        assert!(panicked.is_err() && lock.is_over(before + 1));
+        lock.try_lock().unwrap();
     }
 }

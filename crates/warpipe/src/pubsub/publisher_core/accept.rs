@@ -191,7 +191,7 @@ impl PublisherCore {
                 link.phase = LinkPhase::Joining;
                 state.history.join(id);
                 // The thread that is sending now makes the link live when it has finished.
-                if !state.turn.is_taken() {
+                if !state.is_sending {
                     self.replay(&mut state);
                 }
             }
@@ -320,10 +320,10 @@ impl PublisherCore {
     /// Returns a check whether every signal of a link that gets no more samples has been executed.
     /// This covers sends that began before now and have not enqueued their signals yet.
     fn past_signals(&self) -> impl FnMut() -> bool + Send + 'static {
-        let turns = self.state.counter().clone();
+        let sends = self.send_lock.clone();
         let mut fence = LazyFence::new(self.streams.clone());
-        let turn = turns.last();
-        move || turns.is_over(turn) && fence.is_reached()
+        let last = sends.last();
+        move || sends.is_over(last) && fence.is_reached()
     }
 
     fn evict_stalled(&self, state: &mut PublisherState) {

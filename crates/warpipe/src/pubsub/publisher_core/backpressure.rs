@@ -1,6 +1,6 @@
 //! How a sender waits for room: it polls, then sleeps until a reader wakes it.
 
-use std::sync::{Arc, MutexGuard};
+use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
@@ -8,7 +8,7 @@ use rustix::event::{PollFd, PollFlags};
 use super::super::builder::Policy;
 use super::super::subscriber_link::SubscriberLink;
 use super::recipients::Recipients;
-use super::send_turn::{SendTurn, send_turn_wait};
+use super::send_turn::SendTurn;
 use super::state::PublisherState;
 use super::{POLLS, PublisherCore, WAIT_SLICE, own_pid};
 use crate::backoff::Backoff;
@@ -33,7 +33,7 @@ impl PublisherCore {
         }
     }
 
-    /// `limit` replaces the timeout of the subscribers' policies, and that of the turn.
+    /// `limit` replaces the timeout of the subscribers' policies, and that of the lock for sending.
     pub(super) fn make_room_within(
         &self,
         to: Recipients,
@@ -42,15 +42,9 @@ impl PublisherCore {
         self.owner_process.check()?;
         let mut clock = Stopwatch::default();
         let mut backoff = Backoff::spinning(POLLS);
-        // Made by the first wait, which most sends do not need.
-        let mut wait = None;
-        let mut state = self.lock();
         loop {
-            if state.turn.is_taken() {
-                let wait = wait.get_or_insert_with(|| send_turn_wait(limit));
-                state = self.state.wait(state, wait, || self.send_of())?;
-                continue;
-            }
+            let sending = self.lock_sending(limit)?;
+            let state = self.lock();
             if state.closed {
                 let name = self.name.clone();
                 return Err(Error::peer_gone(Kind::Publisher, name, own_pid(), true));
@@ -58,7 +52,7 @@ impl PublisherCore {
             state.links.check(to, &self.name)?;
             // Room does not depend on which slots have been reclaimed.
             let Some(full) = state.links.first_full(to) else {
-                return Ok(SendTurn::begin(self, state));
+                return Ok(SendTurn::begin(self, sending, state));
             };
             let subscriber = || format!("process {}", full.peer.pid);
             let Policy::Block { timeout } = full.policy else {
@@ -82,7 +76,9 @@ impl PublisherCore {
                     waited: timeout,
                 });
             }
-            state = self.wait_for_release(state, left, &mut backoff, |link| to.await_it(link));
+            // Others may send meanwhile, to subscribers that have room.
+            drop(sending);
+            drop(self.wait_for_release(state, left, &mut backoff, |link| to.await_it(link)));
         }
     }
 
@@ -140,7 +136,8 @@ impl PublisherCore {
         limit: Duration,
     ) -> MutexGuard<'a, PublisherState> {
         if state.has_leader {
-            return self.state.wait_for_change(state, limit);
+            let slept = self.changed.wait_timeout(state, limit);
+            return slept.unwrap_or_else(PoisonError::into_inner).0;
         }
         state.has_leader = true;
         let peer_doorbells: Vec<Arc<PeerDoorbell>> = state
@@ -152,7 +149,7 @@ impl PublisherCore {
         self.sleep_on_doorbells(&peer_doorbells, limit);
         let mut state = self.lock();
         state.has_leader = false;
-        self.state.notify(&mut state);
+        self.changed.notify_all();
         state
     }
 

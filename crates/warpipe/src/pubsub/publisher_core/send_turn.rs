@@ -1,11 +1,7 @@
-//! One thread of a publisher sends at a time, and it calls the driver without the publisher's lock.
-//!
-//! The reactor takes the publisher's lock with every tick, and the control thread takes it for
-//! every subscriber event, so a [turn] keeps the order of samples: its holder finds places,
-//! publishes entries and enqueues signals. All other threads may read the state, take samples back
-//! and free slots meanwhile.
-//!
-//! [turn]: crate::runtime::turn
+//! One thread of a publisher sends at a time, by a [`TimedLock`](crate::runtime::timed_lock) that
+//! keeps the order of samples: its holder finds places, publishes entries, and enqueues signals
+//! without the lock of the state. All other threads may read the state, take samples back and free
+//! slots meanwhile.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::MutexGuard;
@@ -14,36 +10,36 @@ use std::time::Duration;
 use super::PublisherCore;
 use super::state::PublisherState;
 use crate::error::Result;
-use crate::runtime::turn::{TurnGuard, TurnWait};
-
-/// A shorter limit of a wait for the turn, zero too, counts as this: a send takes microseconds
-/// unless the driver blocks it, but its thread may not be scheduled just now.
-const MOMENT: Duration = Duration::from_millis(10);
-
-/// Polls for the turn before the thread sleeps: a send takes a microsecond.
-const TURN_POLLS: u32 = 2_000;
+use crate::runtime::releasable::ReleasableGuard;
+use crate::runtime::timed_lock::{LOCK_TIMEOUT, TimedGuard};
 
 /// The right to send. The state is locked except during driver calls: see [`SendTurn::unlocked`].
 pub(super) struct SendTurn<'a> {
     core: &'a PublisherCore,
-    turn: TurnGuard<'a, PublisherState>,
+    /// Declared before the lock for sending: unlocked before that.
+    state: ReleasableGuard<'a, PublisherState>,
+    _sending: TimedGuard<'a>,
 }
 
 impl<'a> SendTurn<'a> {
-    /// Takes the turn, which must be free.
     pub(super) fn begin(
         core: &'a PublisherCore,
-        state: MutexGuard<'a, PublisherState>,
+        sending: TimedGuard<'a>,
+        mut state: MutexGuard<'a, PublisherState>,
     ) -> SendTurn<'a> {
-        let turn = core.state.begin(state);
-        SendTurn { core, turn }
+        state.is_sending = true;
+        SendTurn {
+            core,
+            state: ReleasableGuard::new(&core.state, state),
+            _sending: sending,
+        }
     }
 
-    /// Makes a driver call without the lock. Links may leave and end meanwhile; places and history
-    /// stay.
+    /// Makes a driver call without the lock of the state. Links may leave and end meanwhile; places
+    /// and history stay.
     #[inline]
     pub(super) fn unlocked<T>(&mut self, call: impl FnOnce() -> T) -> T {
-        self.turn.unlocked(call)
+        self.state.unlocked(call)
     }
 }
 
@@ -52,14 +48,14 @@ impl Deref for SendTurn<'_> {
 
     #[inline]
     fn deref(&self) -> &PublisherState {
-        &self.turn
+        &self.state
     }
 }
 
 impl DerefMut for SendTurn<'_> {
     #[inline]
     fn deref_mut(&mut self) -> &mut PublisherState {
-        &mut self.turn
+        &mut self.state
     }
 }
 
@@ -67,28 +63,21 @@ impl Drop for SendTurn<'_> {
     /// Gives the history to the links that came during the send. Then the turn is over.
     #[inline]
     fn drop(&mut self) {
-        self.turn.relock();
-        if self.turn.history.has_joiners() {
-            self.core.replay(&mut self.turn);
+        self.state.relock();
+        self.state.is_sending = false;
+        if self.state.history.has_joiners() {
+            self.core.replay(&mut self.state);
         }
     }
 }
 
-/// One thread's wait for the turn.
-pub(super) fn send_turn_wait(limit: Option<Duration>) -> TurnWait {
-    TurnWait::within(limit).polling(TURN_POLLS, MOMENT)
-}
-
 impl PublisherCore {
-    /// The purpose of the turn, in the error of a wait for it.
-    pub(super) fn send_of(&self) -> String {
-        format!("send of {:?}", self.name)
-    }
-
-    /// Takes the turn as soon as it is free.
-    pub(super) fn take_send_turn(&self) -> Result<SendTurn<'_>> {
-        let mut wait = send_turn_wait(None);
-        let turn = self.state.take(&mut wait, || self.send_of())?;
-        Ok(SendTurn { core: self, turn })
+    /// Takes the lock for sending.
+    #[inline]
+    pub(super) fn lock_sending(&self, limit: Option<Duration>) -> Result<TimedGuard<'_>> {
+        self.send_lock
+            .lock_for_a_send(limit.unwrap_or(LOCK_TIMEOUT), || {
+                format!("send of {:?}", self.name)
+            })
     }
 }

@@ -94,12 +94,6 @@ impl SlotFences {
         (value, StreamOp::Signal { word, value })
     }
 
-    /// The operation that waits for a value.
-    pub(super) fn wait(&self, slot: SlotId, value: u64) -> StreamOp {
-        let word = self.device_word(slot);
-        StreamOp::Wait { word, value }
-    }
-
     #[inline]
     pub(super) fn is_reached(&self, slot: SlotId, value: u64) -> bool {
         self.word(slot).reached(value)

@@ -16,7 +16,6 @@ use crate::pubsub::builder::PublisherBuilder;
 use crate::pubsub::entry::{BorrowedDescription, Metadata};
 use crate::pubsub::subscriber_link::SubscriberLink;
 use crate::runtime::drop_after_fence::DropAfterFence;
-use crate::runtime::turn::{HasTurn, TurnState};
 use crate::slow_path::SlowPath;
 use crate::statistics::EndpointRow;
 use crate::tensor::Layout;
@@ -55,8 +54,8 @@ pub(super) struct PublisherState {
     pub(super) closed: bool,
     /// Its row of this process's statistics page.
     pub(super) row: EndpointRow,
-    /// The send turn.
-    pub(super) turn: TurnState,
+    /// A thread sends.
+    pub(super) is_sending: bool,
     /// Threads that sleep until a subscriber releases a sample. While there is one, the links that
     /// they wait for are asked to ring.
     pub(super) sleepers: u32,
@@ -64,13 +63,6 @@ pub(super) struct PublisherState {
     pub(super) has_leader: bool,
     /// Loans since released slots were last looked for.
     pub(super) unlooked_loans: u32,
-}
-
-impl HasTurn for PublisherState {
-    #[inline]
-    fn turn(&mut self) -> &mut TurnState {
-        &mut self.turn
-    }
 }
 
 impl PublisherState {
@@ -89,7 +81,7 @@ impl PublisherState {
             next_sequence: 1,
             closed: false,
             row,
-            turn: TurnState::default(),
+            is_sending: false,
             sleepers: 0,
             has_leader: false,
             unlooked_loans: 0,

@@ -9,14 +9,14 @@ use std::time::{Duration, Instant};
 
 use super::Recipients;
 use super::state::{LOOK_EVERY, UNLOOKED_BYTES_MAX};
-use crate::backend::testing::{Counting, Failing, Holding, Wrapped};
+use crate::backend::testing::{Counting, Holding, Wrapped};
 use crate::device::Device;
 use crate::error::Error;
 use crate::hostile::{alone, in_a_forked_child};
 use crate::ipc::Kind;
 use crate::ipc::domain::Domain;
 use crate::pubsub::entry::Metadata;
-use crate::pubsub::{RawSample, SubscriberChanges};
+use crate::pubsub::{Forwarded, RawSample, SubscriberChanges};
 use crate::runtime::reactor::Reactor;
 use crate::stream::Stream;
 use crate::tensor::Layout;
@@ -226,26 +226,32 @@ fn a_child_forked_while_a_thread_has_the_publishers_lock_may_ask_its_loan_anythi
 }
 
 #[test]
-fn a_forward_that_the_driver_refuses_leaves_its_position_to_the_next_one() {
+fn a_slot_is_forwarded_once_its_data_is_complete_and_no_other_thread_sends() {
     let stage = Stage::new("forward");
-    let wrapped = Wrapped::new(Device::host().backend().clone(), Failing::default());
-    let device = Device::from_backend(wrapped.clone());
     let observer = Arc::new(SubscriberChanges::new().unwrap());
-    let builder = stage.builder().device(&device).depth(1);
+    let builder = stage.builder().depth(1);
     let publisher = builder.observed_by(&observer).build().unwrap();
     let (mut subscriber, metadata) = (stage.subscriber(), Metadata::default());
-    let (sending, receiving) = (device.stream().unwrap(), Device::host().stream().unwrap());
+    let (sending, receiving) = (stage.stream(), Device::host().stream().unwrap());
     let (go, gate) = channel::<()>();
     sending.call(move || assert!(gate.recv().is_err())).unwrap();
     let mut loan = publisher.loan(&layout()).unwrap();
     loan.write(&sending, &[3; 8]).unwrap();
     let (retained, _) = loan.post(None, &metadata, &sending).unwrap();
     let id = publisher.linked_subscribers()[0].id;
-    wrapped.hook().aim("batch", 1);
-    let refused = retained.forward(id, &metadata).unwrap_err();
-    assert!(matches!(refused, Error::Injected { .. }), "{refused}");
-    assert_eq!(retained.forward(id, &metadata).unwrap(), Some(1));
+    let forward = || retained.forward(id, &metadata).unwrap();
+    assert_eq!(forward(), Forwarded::NotYet);
     drop(go);
+    eventually("it is filled", || {
+        let state = publisher.core.lock();
+        let fence = state.arena.fence_of(retained.slot());
+        publisher.core.fences.is_reached(retained.slot(), fence)
+    });
+    let sends = publisher.core.send_lock.try_lock().unwrap();
+    assert_eq!(forward(), Forwarded::NotYet);
+    drop(sends);
+    assert_eq!(forward(), Forwarded::At(1));
+    assert_eq!(forward(), Forwarded::NoRoom);
     let sample = subscriber.receive(&receiving).unwrap();
     assert_eq!(sample.to_vec(LONG).unwrap(), [3; 8]);
     sample.finish(LONG).unwrap();
@@ -283,7 +289,7 @@ fn a_child_forked_while_a_thread_has_the_publishers_lock_drops_every_handle_and_
     assert_eq!(sample.to_vec(LONG).unwrap(), [1; 8]);
     let second = raw.into_sample(&receiving);
     assert_eq!(second.to_vec(LONG).unwrap(), [2; 8]);
-    assert_eq!(retained.forward(id, &metadata).unwrap(), Some(3));
+    assert_eq!(retained.forward(id, &metadata).unwrap(), Forwarded::At(3));
     let third = subscriber.receive(&receiving).unwrap();
     assert_eq!(third.to_vec(LONG).unwrap(), [3; 8]);
     assert_eq!(publisher.subscribers()[0].in_flight, 3);

@@ -11,7 +11,6 @@ use super::recipients::Recipients;
 use super::send_turn::SendTurn;
 use super::state::PublisherState;
 use super::{PublisherCore, SendFailure};
-use crate::backend::StreamOp;
 use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::message::{self, CloseReason};
@@ -19,7 +18,6 @@ use crate::ipc::peer::ProcessId;
 use crate::memory::arena::SlotId;
 use crate::pubsub::entry::Metadata;
 use crate::pubsub::observer::{Disconnects, LinkedSubscriber};
-use crate::shm::segment::Segment;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
@@ -33,18 +31,28 @@ pub(crate) struct RetainedSlot {
 }
 
 impl RetainedSlot {
-    /// Whether the work that fills the slot is done, which it stays. Then [`forward`](Self::forward)
-    /// gives no stream work, and the driver cannot hold it up.
-    pub(crate) fn is_filled(&self) -> bool {
-        let state = self.core.lock();
-        let fence = state.arena.fence_of(self.slot);
-        self.core.fences.is_reached(self.slot, fence)
-    }
-
-    /// Gives the slot to the subscriber with this id, too. `None` if the subscriber is gone or has
-    /// no room.
-    pub(crate) fn forward(&self, to: u64, metadata: &Metadata) -> Result<Option<u64>> {
+    /// Gives the slot to the subscriber with this id, too, once the work that fills it is done. Gives
+    /// no stream work and waits for no other send.
+    pub(crate) fn forward(&self, to: u64, metadata: &Metadata) -> Result<Forwarded> {
         self.core.forward(self.slot, &self.layout, metadata, to)
+    }
+}
+
+/// What became of a slot that was to be forwarded.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Forwarded {
+    /// The subscriber has it, at this position.
+    At(u64),
+    /// The subscriber is gone or has no room.
+    NoRoom,
+    /// Its data is not complete, or another thread sends.
+    NotYet,
+}
+
+#[cfg(test)]
+impl RetainedSlot {
+    pub(super) fn slot(&self) -> SlotId {
+        self.slot
     }
 }
 
@@ -152,64 +160,30 @@ impl PublisherCore {
         layout: &Layout,
         metadata: &Metadata,
         to: u64,
-    ) -> Result<Option<u64>> {
+    ) -> Result<Forwarded> {
         self.owner_process.check()?;
-        let mut turn = self.take_send_turn()?;
+        let Some(sending) = self.send_lock.try_lock() else {
+            return Ok(Forwarded::NotYet);
+        };
+        let mut turn = SendTurn::begin(self, sending, self.lock());
         turn.reclaim(&self.fences, false);
         if turn.closed || !turn.links.has_room(to) {
-            return Ok(None);
+            return Ok(Forwarded::NoRoom);
         }
-        let Some(link) = turn.links.find(to) else {
-            return Ok(None);
-        };
-        let Some(position) = link.place(|_| {}) else {
-            return Ok(None);
-        };
-        let segment = link.ring.segment().clone();
-        // An error has enqueued nothing (see `Backend::batch`), so the position stays free.
-        self.ready_behind(&mut turn, slot, &segment, position)?;
-        // The link may have left during that call.
-        match turn.links.find(to) {
-            Some(link) if link.is_live() => {}
-            Some(link) => {
-                link.ring.forgo(position);
-                return Ok(None);
-            }
-            None => return Ok(None),
+        if !self.fences.is_reached(slot, turn.arena.fence_of(slot)) {
+            return Ok(Forwarded::NotYet);
         }
+        let Some(position) = turn.links.find(to).and_then(|link| link.place(|_| {})) else {
+            return Ok(Forwarded::NoRoom);
+        };
         let description = turn.describe(slot, layout, metadata, self.options.timestamps);
         let PublisherState { arena, links, .. } = &mut *turn;
         if let Some(link) = links.find(to) {
             arena.hold(slot);
-            link.publish(position, slot, &description.packed(), false);
+            link.publish(position, slot, &description.packed(), true);
             link.wake_sleeper();
         }
-        Ok(Some(position))
-    }
-
-    /// Makes `position` of a link ready behind the work that fills `slot`: by the CPU if that work
-    /// is done, else on the device, behind the word that the original send signals. That signal has
-    /// been enqueued, because the caller holds the send turn.
-    fn ready_behind(
-        &self,
-        turn: &mut SendTurn<'_>,
-        slot: SlotId,
-        segment: &Arc<Segment>,
-        position: u64,
-    ) -> Result<()> {
-        let fence = turn.arena.fence_of(slot);
-        if self.fences.is_reached(slot, fence) {
-            segment.entry(position).ready.store(position);
-        } else if let Some(stream) = &self.forward_stream {
-            let wait = self.fences.wait(slot, fence);
-            let signal = StreamOp::Signal {
-                word: segment.ready_word(position),
-                value: position,
-            };
-            // SAFETY: the fence words and the link's segment outlive their operations (see `send`).
-            turn.unlocked(|| unsafe { stream.batch(&[wait, signal]) })?;
-        }
-        Ok(())
+        Ok(Forwarded::At(position))
     }
 
     /// Ends one subscriber's link.

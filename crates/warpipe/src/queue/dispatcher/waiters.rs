@@ -10,12 +10,13 @@
 #[cfg(test)]
 mod lost_wakeups;
 
+use std::cell::Cell;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use rustix::event::epoll;
 
-use super::{Dispatcher, State, StateGuard};
+use super::{Dispatcher, State, StateGuard, WorkerSession};
 use crate::backoff::Backoff;
 use crate::clock::Stopwatch;
 use crate::error::{Error, Result};
@@ -66,10 +67,6 @@ pub(in crate::queue) struct Waiters {
     pub(in crate::queue) polling: u32,
     /// Threads that sleep until a change.
     sleeping: u32,
-    /// Threads that wait for another thread's delivery, to submit.
-    pub(in crate::queue) submitting: u32,
-    /// A thread found a job to deliver while another thread delivered one.
-    pub(in crate::queue) is_delivery_awaited: bool,
     /// How long the queue's own thread sleeps at most; zero while it is awake.
     runner_sleep: Duration,
     /// A user's thread sleeps on the descriptors.
@@ -102,11 +99,6 @@ impl Waiters {
             false => self.runner_sleep,
         }
     }
-
-    /// Whether threads waited for the delivery that is over.
-    pub(in crate::queue) fn delivery_is_over(&mut self) -> bool {
-        std::mem::take(&mut self.is_delivery_awaited) || self.submitting > 0
-    }
 }
 
 impl State {
@@ -123,10 +115,10 @@ impl State {
             .then(|| first.arrival.completion_wait())
     }
 
-    fn has_pending_result(&self) -> bool {
-        self.sessions
-            .iter()
-            .any(|session| !session.pending_results.is_empty())
+    /// Whether a device is to complete a result, or the input of a job: it cannot ring.
+    fn awaits_device(&self) -> bool {
+        let is_pending = |session: &WorkerSession| !session.pending_results.is_empty();
+        self.is_input_due || self.sessions.iter().any(is_pending)
     }
 
     /// The time after which a thread must look although nothing rings.
@@ -137,8 +129,7 @@ impl State {
         let parting = self.sessions.iter().any(|session| session.end.is_some());
         // Room for a job comes from a device or the release of a result: neither rings a doorbell.
         let has_work = parting || !self.table.waiting.is_empty();
-        let limit = match (self.has_pending_result(), has_work) {
-            // A device that completes a result cannot ring.
+        let limit = match (self.awaits_device(), has_work) {
             (true, _) => Duration::from_micros(250),
             (false, true) => WAIT_SLICE,
             (false, false) => IDLE_INTERVAL,
@@ -211,8 +202,45 @@ impl Dispatcher {
         }
     }
 
+    /// Does the queue's work until a job can be entered, or no longer can because the queue is
+    /// shut, and no other thread submits. Then calls `enter`.
+    pub(in crate::queue) fn wait_to_submit<T>(
+        self: &Arc<Self>,
+        timeout: Duration,
+        mut enter: impl FnMut(&mut StateGuard<'_>) -> Option<T>,
+    ) -> Result<T> {
+        let (limit, name) = (self.options.limit, self.publisher.name());
+        let (mut clock, is_full) = (Stopwatch::default(), Cell::new(false));
+        let has_room = |state: &State| state.table.is_shut() || state.table.len() < limit;
+        let full = |_: &State| {
+            is_full.set(true);
+            Error::QueueFull {
+                name: name.to_string(),
+                limit,
+                waited: timeout,
+            }
+        };
+        loop {
+            let submitting = self
+                .submit_lock
+                .lock_for_a_send(timeout.saturating_sub(clock.elapsed()), || {
+                    format!("submit to {name:?}")
+                })?;
+            let look = |guard: &mut StateGuard<'_>| {
+                has_room(guard).then(|| enter(guard)).flatten().map(Ok)
+            };
+            let entered = self.wait_until(Duration::ZERO, look, full);
+            drop(submitting);
+            let left = timeout.saturating_sub(clock.elapsed());
+            if !is_full.replace(false) || left.is_zero() {
+                return entered;
+            }
+            self.wait_until(left, |guard| has_room(guard).then_some(Ok(())), full)?;
+        }
+    }
+
     fn pause(&self, guard: &mut StateGuard<'_>, left: Duration, poll_backoff: &mut PollBackoff) {
-        let has_pending_result = guard.has_pending_result();
+        let awaits_device = guard.awaits_device();
         if poll_backoff.words > 0
             && let Some(word) = guard.only_pending_result()
         {
@@ -220,25 +248,25 @@ impl Dispatcher {
             return guard.unlocked(|| word.wait(WORD_WAIT.min(left)));
         }
         let PollBackoff { backoff, polls, .. } = poll_backoff;
-        let pause = match has_pending_result {
+        let pause = match awaits_device {
             true => backoff.step(),
             false => WAIT_SLICE,
         };
         if pause.is_zero() {
             return guard.unlocked(|| backoff.spin(8));
         }
-        if !has_pending_result {
+        if !awaits_device {
             let polls = polls.get_or_insert_with(|| Polls::for_at_most(self.spin.min(left)));
             if guard.unlocked(|| polls.pass()) {
                 return;
             }
             self.end_polling(guard);
         }
-        match has_pending_result || guard.waiters.has_leader {
+        match awaits_device || guard.waiters.has_leader {
             true => self.wait_for_change(guard, pause.min(left)),
             false => self.wait_as_leader(guard, pause.min(left)),
         }
-        if !has_pending_result {
+        if !awaits_device {
             self.begin_polling(guard);
         }
     }
@@ -322,15 +350,6 @@ impl Dispatcher {
         if waiters.has_leader {
             self.observer.doorbell.ring();
         }
-    }
-
-    /// Wakes the threads that wait until a job has been delivered, and a thread to deliver the
-    /// next.
-    pub(in crate::queue) fn notify_submitters(&self, waiters: &mut Waiters) {
-        if waiters.sleeping > 0 {
-            self.changed.notify_all();
-        }
-        self.observer.doorbell.ring();
     }
 
     /// The body of the queue's own thread.

@@ -8,7 +8,6 @@ use super::super::super::job_table::Stage;
 use super::super::super::tests::{QueueFixture, SOON};
 use super::super::super::{Queue, Worker, results_name};
 use super::*;
-use crate::backend::testing::FullQueue;
 use crate::ipc::message::wait_readable;
 use crate::ipc::peer::ProcessId;
 use crate::pubsub::{LinkedSubscriber, Publisher, Subscriber};
@@ -239,39 +238,6 @@ fn jobs_that_were_called_off_leave_nothing_behind() {
     }
     let left = queue.dispatcher.lock().table.finished.len();
     assert!(left <= 32, "{left} outcomes that nobody can take");
-}
-
-#[test]
-fn the_queues_own_thread_looks_after_a_lease_that_the_delivery_thread_gave() {
-    let (hook, device) = FullQueue::device();
-    let fixture = QueueFixture::on("lease-of-a-late-job", device);
-    let queue = fixture.build(|it| it.lease_timeout(Some(LONG)));
-    let (go, wait) = mpsc::channel::<()>();
-    fixture
-        .stream
-        .call(move || assert!(wait.recv().is_err()))
-        .unwrap();
-    let _job = queue.submit_bytes(b"late", &fixture.stream).unwrap();
-    hook.hook().hold_waits();
-    let _worker = fixture.worker();
-    hook.hook().wait_until_held_up();
-    let sleeps_at_most = |limit: Duration| {
-        let waiters = &queue.dispatcher.lock().waiters;
-        !waiters.runner_sleep.is_zero() && waiters.runner_sleep <= limit
-    };
-    // Nothing to look after: the lease begins when the driver returns.
-    let start = Instant::now();
-    while queue.dispatcher.lock().waiters.runner_sleep < IDLE_INTERVAL {
-        assert!(start.elapsed() < SOON);
-        std::thread::yield_now();
-    }
-    hook.hook().unblock();
-    let start = Instant::now();
-    while !sleeps_at_most(TICK) {
-        assert!(start.elapsed() < IDLE_INTERVAL / 2, "it sleeps on");
-        std::thread::yield_now();
-    }
-    drop(go);
 }
 
 #[test]
