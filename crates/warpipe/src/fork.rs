@@ -87,6 +87,16 @@ impl CloseOnForkFd {
         CloseOnForkFd::open(|| Ok(fd))
     }
 
+    /// Has forked children close their copies. Called within a section.
+    pub(crate) fn close_in_child(&self) {
+        OPEN.set(self.as_fd().as_raw_fd());
+    }
+
+    /// Whether this still is the process that made it.
+    pub(crate) fn is_own(&self) -> bool {
+        self.owner_process.is_current()
+    }
+
     /// Gives the descriptor to code that closes it elsewhere. A child that is forked from here on
     /// keeps its copy.
     pub(crate) fn release(mut self) -> OwnedFd {

@@ -14,11 +14,10 @@
 //! forks, and children of a bare `clone`, are not supervised.
 
 use std::cell::Cell;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
-use super::fd_table::OPEN;
 use super::{CloseOnForkFd, FdResult, OwnerProcess, install};
 use crate::os::above_standard;
 
@@ -61,18 +60,16 @@ impl NoForkSection {
     /// Registers a descriptor that was made in this section, under a number above the standard
     /// ones.
     pub(crate) fn adopt(&self, fd: OwnedFd) -> FdResult<CloseOnForkFd> {
-        Ok(self.register(above_standard(fd)?))
+        let fd = self.hold_from_peer(above_standard(fd)?);
+        fd.close_in_child();
+        Ok(fd)
     }
 
-    /// As [`adopt`](Self::adopt), for a descriptor that a peer sent. It keeps its number, since to
+    /// Takes a descriptor that a peer sent, which a forked child keeps before
+    /// [`close_in_child`](CloseOnForkFd::close_in_child) is called. It keeps its number, since to
     /// move it would close it. It was received while [`take_standard`](crate::os::take_standard)
     /// held the standard numbers.
-    pub(crate) fn adopt_from_peer(&self, fd: OwnedFd) -> CloseOnForkFd {
-        self.register(fd)
-    }
-
-    fn register(&self, fd: OwnedFd) -> CloseOnForkFd {
-        OPEN.set(fd.as_raw_fd());
+    pub(crate) fn hold_from_peer(&self, fd: OwnedFd) -> CloseOnForkFd {
         CloseOnForkFd {
             fd: Some(fd),
             owner_process: OwnerProcess::current(),
@@ -269,7 +266,7 @@ mod tests {
                     }
                 });
                 let thread = told.recv().unwrap();
-                for count in 0..2_000 {
+                for count in 0..500 {
                     // SAFETY: the thread is joined at the end of the scope.
                     unsafe { libc::pthread_kill(thread, libc::SIGUSR1) };
                     while HANDLED.load(Acquire) <= count {
