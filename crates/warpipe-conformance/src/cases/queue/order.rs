@@ -11,10 +11,19 @@ use crate::PATIENCE;
 use crate::context::Context;
 use crate::payload::{fill_input, input_layout, result_of, work};
 
-/// The result of a job that was filled late, with these devices of the owner and the worker.
-fn late_fill(context: &Context, owner: &Device, worker: &Device) -> Result<bool> {
+/// Whether the result of a job that was filled late is right, with these devices of the owner and
+/// the worker, which is there before the job or comes after it.
+fn late_fill(
+    context: &Context,
+    owner: &Device,
+    worker: &Device,
+    is_there_before: bool,
+) -> Result<bool> {
     let (out, back) = (owner.stream()?, worker.stream()?);
     let queue = context.queue("late").device(owner).build()?;
+    let attach = || context.worker("late").device(worker).build();
+    let before = is_there_before.then(attach).transpose()?;
+    queue.wait_for_workers(usize::from(is_there_before), PATIENCE)?;
     let input = fill_input(
         queue.loan(&input_layout(WORDS)?)?,
         3,
@@ -22,7 +31,7 @@ fn late_fill(context: &Context, owner: &Device, worker: &Device) -> Result<bool>
         &out,
     )?;
     let job = queue.submit(input, &out)?;
-    let mut worker = context.worker("late").device(worker).build()?;
+    let mut worker = before.map_or_else(attach, Ok)?;
     let lease = worker.lease(&back)?;
     let output = work(&lease, Duration::ZERO)?;
     lease.complete_with(output, &back)?;
@@ -44,19 +53,22 @@ fn without_waits(context: &Context) -> Device {
 
 pub(super) fn redispatch_is_ordered(context: &Context) -> Result<()> {
     ensure!(
-        late_fill(context, &context.device, &context.device)?,
+        late_fill(context, &context.device, &context.device, false)?,
         "the job waits for its input"
     );
-    // The same without the wait of the later dispatch: the negative control of the test of order.
-    // Where streams are threads: those of one GPU context share hardware queues, which may order
-    // the work by themselves.
+    // A job that is there before its data is ordered by its worker's wait: the negative control of
+    // the test of order. Where streams are threads: those of one GPU context share hardware queues,
+    // which may order the work by themselves.
     if context.device.info().id.kind != DeviceKind::Host {
         return Ok(());
     }
-    let is_right = late_fill(context, &without_waits(context), &context.device)?;
     ensure!(
-        !is_right,
-        "without its wait the queue gives out what is not filled, and this case sees it"
+        !late_fill(context, &context.device, &without_waits(context), true)?,
+        "without its wait a worker reads what is not filled, and this case sees it"
+    );
+    ensure!(
+        late_fill(context, &context.device, &without_waits(context), false)?,
+        "a job that waited is given out once it is filled, and needs no wait"
     );
     Ok(())
 }
@@ -68,7 +80,7 @@ pub(super) fn result_is_ordered(context: &Context) -> Result<()> {
     };
     let late = Device::from_backend(Wrapped::new(context.device.backend().clone(), hook));
     ensure!(
-        late_fill(context, &late, &late)?,
+        late_fill(context, &late, &late, false)?,
         "late signals are waited for on both ways"
     );
     // A worker that does not wait for its input computes from what is not there.
