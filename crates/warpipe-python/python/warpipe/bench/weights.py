@@ -387,10 +387,16 @@ class Bench:
         lines = [self.checked(line, reference) for line in worker.said() if line["event"] == "again"]
         return len(lines)
 
-    def run(self, kv_failover: pathlib.Path | None, kills: int) -> None:
-        self.sync()
-        if kv_failover is not None:
-            self.kv_failover(kv_failover, kills)
+    def run(self, asked: argparse.Namespace) -> None:
+        parts = set(asked.parts.split(","))
+        if "sync" in parts:
+            self.sync()
+        if asked.kv_failover is not None:
+            self.kv_failover(asked.kv_failover, asked.kills)
+        if parts & {"restart", "failover", "storm"}:
+            self.with_model(parts)
+
+    def with_model(self, parts: set[str]) -> None:
         self.make_model()
         floors = self.floors()
         self.used()
@@ -401,9 +407,12 @@ class Bench:
         self.report["reference"] = answer
         self.report["idle_gib"] = self.used_when(lambda used: used < self.report["idle_gib"] + 0.2)
         keeper = self.load(floors)
+        # Failover compares itself with restarts.
         self.first_tokens(answer["sha"])
-        self.failover(answer["sha"])
-        self.storm(keeper, answer["sha"])
+        if "failover" in parts:
+            self.failover(answer["sha"])
+        if "storm" in parts:
+            self.storm(keeper, answer["sha"])
 
 
 def milliseconds(run: Callable[[], object]) -> float:
@@ -432,6 +441,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--device", help="a GPU if there is one")
     parser.add_argument("--quick", action="store_true", help="a small model: shows that everything runs")
     parser.add_argument("--folder", type=pathlib.Path, help="for the model, of 8 GiB; a temporary one if left out")
+    parser.add_argument("--parts", default="sync,restart,failover,storm", help="some of these, with commas between")
     parser.add_argument("--kv-failover", type=pathlib.Path, help="the program kv_failover.py of the examples, to run it, too")
     parser.add_argument("--kills", type=int, default=300, help="of its decoders, some seconds each")
     parser.add_argument("--mode", help="how processes share the GPU, for the report; found by itself if left out")
@@ -450,7 +460,7 @@ def main(given: list[str] | None = None) -> int:
     with place(asked.folder) as folder:
         bench = Bench(asked.device or ("host" if device.kind == "host" else "cuda:0"), folder, asked.quick)
         try:
-            bench.run(asked.kv_failover, asked.kills)
+            bench.run(asked)
         except (Failed, Ended) as failed:
             print(f"FAILED: {failed}", flush=True)
             bench.report["failed"] = str(failed)
