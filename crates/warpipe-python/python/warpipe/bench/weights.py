@@ -260,10 +260,10 @@ class Bench:
         self.report["keeper_kib"] = resident(keeper.child.pid)
         return keeper
 
-    def first_tokens(self, reference: str) -> None:
+    def first_tokens(self, reference: str, rounds: int) -> None:
         """A worker's restart until its first token, one worker at a time."""
         runs: dict[str, list[dict[str, Any]]] = {"pretrained": [], "attach": []}
-        for _ in range(1 if self.quick else 3):
+        for _ in range(1 if self.quick else rounds):
             for way, found in runs.items():
                 worker = self.worker(way)
                 found.append(self.checked(worker.hear("answer"), reference))
@@ -394,9 +394,9 @@ class Bench:
         if asked.kv_failover is not None:
             self.kv_failover(asked.kv_failover, asked.kills)
         if parts & {"restart", "failover", "storm"}:
-            self.with_model(parts)
+            self.with_model(parts, asked.restarts)
 
-    def with_model(self, parts: set[str]) -> None:
+    def with_model(self, parts: set[str], restarts: int) -> None:
         self.make_model()
         floors = self.floors()
         self.used()
@@ -408,7 +408,7 @@ class Bench:
         self.report["idle_gib"] = self.used_when(lambda used: used < self.report["idle_gib"] + 0.2)
         keeper = self.load(floors)
         # Failover compares itself with restarts.
-        self.first_tokens(answer["sha"])
+        self.first_tokens(answer["sha"], restarts)
         if "failover" in parts:
             self.failover(answer["sha"])
         if "storm" in parts:
@@ -442,6 +442,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a small model: shows that everything runs")
     parser.add_argument("--folder", type=pathlib.Path, help="for the model, of 8 GiB; a temporary one if left out")
     parser.add_argument("--parts", default="sync,restart,failover,storm", help="some of these, with commas between")
+    parser.add_argument("--restarts", type=int, default=3, help="of a worker in the part restart, by each way")
     parser.add_argument("--kv-failover", type=pathlib.Path, help="the program kv_failover.py of the examples, to run it, too")
     parser.add_argument("--kills", type=int, default=300, help="of its decoders, some seconds each")
     parser.add_argument("--mode", help="how processes share the GPU, for the report; found by itself if left out")
