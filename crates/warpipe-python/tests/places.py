@@ -96,6 +96,25 @@ def leave_a_child(folder):
     wait_for_ever()
 
 
+def leave_a_child_of_a_library(folder):
+    """As ``leave_a_child``, by a library that forks: no hook of Python runs in the child, which has all files."""
+    library = ctypes.CDLL(None)
+    child = library.fork()
+    if child == 0:
+        library.sleep(int(LIMIT_SECONDS))
+        library._exit(0)
+    (pathlib.Path(folder) / f"child-{child}").touch()
+    wait_for_ever()
+
+
+def fork_and_return(folder):
+    """Returns in a forked child, too, and says with which code that has ended."""
+    child = os.fork()
+    if child:
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        (pathlib.Path(folder) / "code").write_text(str(code))
+
+
 def stay_a_while():
     threading.Event().wait(LIMIT_SECONDS)
 

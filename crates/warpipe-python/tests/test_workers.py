@@ -130,8 +130,9 @@ def test_the_next_standby_waits_for_its_delay_and_an_empty_place_does_not(start)
 
 
 @kills
-def test_a_child_that_a_worker_forked_does_not_hide_its_death(start, tmp_path):
-    workers = start(functools.partial(places.leave_a_child, str(tmp_path)), standby=1)
+@pytest.mark.parametrize("leave", [places.leave_a_child, places.leave_a_child_of_a_library])
+def test_a_child_that_a_worker_forked_does_not_hide_its_death(start, tmp_path, leave):
+    workers = start(functools.partial(leave, str(tmp_path)), standby=1)
     workers.wait_until_ready(LIMIT_SECONDS)
     first = worker_in(workers, 0)
     until(lambda: list(tmp_path.glob("child-*")), "its child")
@@ -141,6 +142,11 @@ def test_a_child_that_a_worker_forked_does_not_hide_its_death(start, tmp_path):
     workers.close()
     for file in tmp_path.glob("child-*"):
         kill_one(int(file.name.partition("-")[2]))
+
+
+def test_work_that_returns_in_a_forked_child_too_ends_both_well(start, tmp_path):
+    start(functools.partial(places.fork_and_return, str(tmp_path))).wait(LIMIT_SECONDS)
+    assert (tmp_path / "code").read_text() == "0"
 
 
 def test_workers_that_always_fail_are_ended_and_the_reason_is_told(start, caplog):
@@ -293,8 +299,11 @@ def test_a_forked_child_of_the_supervisor_ends_nothing_and_keeps_nothing(start):
         try:
             workers.close()
             assert workers.closed
-            workers.wait()
-        except warpipe.ClosedError:
+            with pytest.raises(warpipe.ClosedError, match="another process"):
+                workers.wait()
+            # Nor has it a fork server: it is no child of this process.
+            with pytest.raises(WorkersFailedError, match="was forked .*multiprocessing"):
+                start(places.wait_for_ever)
             os._exit(0)
         finally:
             os._exit(1)

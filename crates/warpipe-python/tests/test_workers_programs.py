@@ -277,6 +277,24 @@ def test_a_program_without_a_guard_is_told_to_have_one(tmp_path, domain):
     assert "before it had begun" in ran.stderr
 
 
+@pytest.mark.parametrize("way", ["-c", "-"])
+def test_a_program_that_no_file_has_is_told_to_be_one(tmp_path, domain, way):
+    program(tmp_path, domain, "work", "deaths_max=1", "def work(): pass")
+    text = (tmp_path / "program.py").read_text()
+    arguments, given = (["-c", text], "") if way == "-c" else (["-"], text)
+    ran = subprocess.run([sys.executable, *arguments], input=given, capture_output=True, text=True, timeout=120)
+    assert ran.returncode != 0 and "ArgumentError" in ran.stderr and "in a file" in ran.stderr, ran.stderr
+    # Work of a module needs no file of the program, unless the interpreter says that there is one.
+    text = text.replace("Workers(work", "Workers(places.return_at_once").replace("deaths_max=1", "count=1")
+    text = text.replace("workers.wait_until_ready(60)", "pass")
+    arguments, given = (["-c", text], "") if way == "-c" else (["-"], text)
+    ran = subprocess.run([sys.executable, *arguments], input=given, capture_output=True, text=True, timeout=120)
+    if way == "-c":
+        assert ran.returncode == 0, ran.stderr
+    else:
+        assert ran.returncode != 0 and "ArgumentError" in ran.stderr, ran.stderr
+
+
 # The command.
 
 

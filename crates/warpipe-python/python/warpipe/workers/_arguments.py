@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import os
 import re
+import sys
 from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -34,6 +35,7 @@ def check(target: Any, warm: Any, count: int, standby: int, preload: Sequence[st
         raise ArgumentError(f"deaths_max is {deaths_max}: at least 1, or None for no limit")
     if isinstance(preload, str) or not all(isinstance(name, str) for name in preload):
         raise ArgumentError("preload is a list of the names of modules")
+    sent = b""
     for what, work in (("target", target), ("warm", warm)):
         if work is None and what == "warm":
             continue
@@ -44,11 +46,23 @@ def check(target: Any, warm: Any, count: int, standby: int, preload: Sequence[st
         if not callable(work):
             raise ArgumentError(f"{what} is a function, or MODULE:FUNCTION, and not a {type(work).__name__}")
         try:
-            ForkingPickler.dumps(work)
+            sent += ForkingPickler.dumps(work)
         except Exception as error:
             raise ArgumentError(
                 f"{what} cannot be sent to another process ({error}): define it at the top level of a module"
             ) from error
+    _check_program(sent)
+
+
+def _check_program(sent: bytes) -> None:
+    """A process imports the program that its work is of, and one that says that it is a file."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if getattr(main, "__spec__", None) is None and (file == "<stdin>" or (file is None and b"__main__" in sent)):
+        raise ArgumentError(
+            "the processes import this program, and no file has it: put target and warm into a module in a file, and the "
+            "program too if it comes from the standard input"
+        )
 
 
 def own_name(target: Any) -> str:

@@ -72,7 +72,11 @@ def not_started(error: BaseException, has_begun: bool) -> Error:
         )
         failed.faults = {}
         return failed
-    failure = WorkersFailedError(f"workers cannot be started or watched: {type(error).__name__}: {error}")
+    if isinstance(error, ChildProcessError):
+        why = "this process was forked from one that has a fork server, and multiprocessing starts no other one"
+        failure = WorkersFailedError(f"{why}: start this process with the method \"spawn\", or as a program")
+    else:
+        failure = WorkersFailedError(f"workers cannot be started or watched: {type(error).__name__}: {error}")
     failure.deaths = []
     failure.__cause__ = error
     return failure

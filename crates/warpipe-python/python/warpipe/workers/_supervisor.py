@@ -256,7 +256,7 @@ class Workers:
 
     def _until(self, is_so: Callable[[], bool], timeout: float | None, what: str) -> None:
         if self._owner != os.getpid():
-            raise ClosedError("these Workers belong to another process: make new ones in this one")
+            raise ClosedError("these Workers belong to another process, which forked this one: use them there")
 
         def is_over() -> bool:
             return self._failure is not None or self._is_closing or is_so()
@@ -365,11 +365,13 @@ class Workers:
         while True:
             with self._changed:
                 living = {process.channel: process for process in self._processes if process.died_as is None}
+                # A child of it that a library forked keeps its channel open.
+                ending = {process.pidfd: process for process in living.values() if process.pidfd is not None}
                 dying = {process.end_fd(): process for process in self._processes if process.died_as is not None}
                 if self._is_closing and not self._processes:
                     return
                 patience = self._patience()
-            for ready in wait([self._bell, *living, *dying], patience):
+            for ready in wait([self._bell, *living, *ending, *dying], patience):
                 if ready == self._bell:
                     os.eventfd_read(self._bell)
                     continue
@@ -378,6 +380,8 @@ class Workers:
                         dying[ready].has_ended = True
                     elif ready in dying:
                         self._bury(dying[ready])
+                    elif ready in ending:
+                        self._listen_to_the_end(ending[ready])
                     else:
                         self._listen(living[ready])  # type: ignore[index]
                     self._promote()
@@ -396,10 +400,7 @@ class Workers:
         try:
             what, said = process.channel.recv()
         except (EOFError, OSError):
-            process.signal(signal.SIGKILL)
-            process.died_as, process.state = process.state, "ending"
-            if not (process.has_returned and process.place is not None):
-                self._count_death(process)
+            self._lose(process)
             return
         if what == "began" and said:
             error = preload_error(said)
@@ -416,6 +417,19 @@ class Workers:
             process.said = f"raised {said}"
         elif what == "returned":
             process.has_returned = True
+
+    def _listen_to_the_end(self, process: _Process) -> None:
+        """Takes what is left of what a process has said that has ended."""
+        while process.died_as is None and process.channel.poll():
+            self._listen(process)
+        if process.died_as is None:
+            self._lose(process)
+
+    def _lose(self, process: _Process) -> None:
+        process.signal(signal.SIGKILL)
+        process.died_as, process.state = process.state, "ending"
+        if not (process.has_returned and process.place is not None):
+            self._count_death(process)
 
     def _promote(self) -> None:
         """Gives free places to standbys, the longest ready first."""

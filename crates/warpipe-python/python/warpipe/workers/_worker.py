@@ -132,9 +132,15 @@ def _shown_as(order: Order, state: str) -> Any:
     command = f"{re.sub('.*/', '', order.name)[: _COMMAND_BYTES - 1 - len(state)]}/{state}"
     with open("/proc/self/comm", "wb") as comm:
         comm.write(command.encode()[:_COMMAND_BYTES])
-    name = f"{order.name}/{state}/{os.getpid()}"
-    with _warpipe.Member.join(name, "standby" if state == "standby" else "worker", domain=order.domain):
+    pid = os.getpid()
+    name = f"{order.name}/{state}/{pid}"
+    member = _warpipe.Member.join(name, "standby" if state == "standby" else "worker", domain=order.domain)
+    try:
         yield
+    finally:
+        # The work may return in a child that it forked, too.
+        if os.getpid() == pid:
+            member.close()
 
 
 def _say(channel: Connection, message: tuple[str, str | None]) -> None:
