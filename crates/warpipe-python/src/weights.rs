@@ -22,7 +22,8 @@ use crate::process::Home;
 use crate::stream::{Consumer, likely};
 use crate::view::View;
 use crate::wait::{
-    CallOff, asking, hand_over, in_slices, late, none_if_late, on_a_thread, optional,
+    CallOff, asking, hand_over, in_slices, late, late_with_cause, none_if_late, on_a_thread,
+    optional,
 };
 use crate::weights_publish::{_publish_weights, PhaseClock, Phases};
 
@@ -551,20 +552,23 @@ impl Follower {
         if next.is_none() && open.now().is_whole() {
             return Ok((None, clock.phases));
         }
+        let start = Instant::now();
+        let left = || timeout.map(|timeout| timeout.saturating_sub(start.elapsed()));
         for consumer in &consumers {
-            await_stream(py, &consumer.stream, timeout)?;
+            await_stream(py, &consumer.stream, left())?;
         }
-        owner.settle(py, timeout)?;
+        owner.settle(py, left())?;
         clock.end("streams");
-        let taken = py.detach(|| -> Outcome<Option<u64>> {
-            let own = device.stream()?;
-            let stream = consumers.first().map_or(&own, |it| &*it.stream);
-            Ok(open.take(next.as_ref(), stream, LOOK)?)
+        let own = py.detach(|| device.stream()).map_err(Fault::from)?;
+        let stream = consumers.first().map_or(&own, |it| &*it.stream);
+        let taken = in_slices(py, left(), |slice| {
+            none_if_late(open.take(next.as_ref(), stream, slice))
         });
         clock.end("map");
         py.detach(|| drop(next));
         clock.end("close");
-        Ok((taken?, clock.phases))
+        let late = || late_with_cause("the former version".into(), timeout);
+        Ok((taken?.ok_or_else(late)?, clock.phases))
     }
 
     fn __reduce__(&self) -> PyResult<()> {

@@ -582,7 +582,12 @@ impl<'py> Search<'_, 'py> {
         // SAFETY: the tensors are complete, as the streams' work is done, and `found` keeps them. What
         // may be copied still after an error is kept for good.
         let copied = py.detach(|| unsafe { builder.copy_from(&places) });
-        if copied.is_err() {
+        let is_idle = || {
+            // Waits for the stream of the copies.
+            let memory = builder.memory();
+            memory.is_none_or(|memory| memory.copy_to(0, &mut [], OFFER).is_ok())
+        };
+        if copied.is_err() && !py.detach(is_idle) {
             let places = found.into_iter().map(|(_, (_, tensor))| tensor.place);
             std::mem::forget(LibraryHeld::new(places.collect::<Vec<_>>()));
         }

@@ -11,6 +11,7 @@ import threading
 import numpy as np
 import pytest
 from conftest import LIMIT_SECONDS, until
+from peers import in_memory
 
 import warpipe
 from warpipe import weights
@@ -160,6 +161,34 @@ def test_an_update_waits_for_the_streams_work_and_changes_nothing_in_time_or_whe
     finally:
         gate.signal(1)
     assert follower.update(stream) == 2 and numbers(shared) == {2}
+
+
+def test_an_update_waits_as_long_as_it_may_for_other_weights_of_the_same_memory(keeper, options, device):
+    def lying(number):
+        # Of two lengths, so that they are not pieces of one part.
+        return {name: in_memory(device, np.full(size, number, "f4")) for name, size in (("a", 300), ("b", 3000))}
+
+    def publish_in_place(tensors):
+        return weights.publish("llama", tensors, zero_copy="require", **options)
+
+    same = lying(1)
+    first = publish_in_place(same)
+    other = weights.open("llama", **options)
+    publish_in_place(same).close()
+    first.close()
+    shared = weights.open("llama", **options)
+    assert numbers(shared) == numbers(other) == {1}
+    follower = shared.follow()
+    publish_in_place(lying(3)).close()
+    with pytest.raises(warpipe.TimeoutError, match="other weights.*within 50ms"):
+        follower.update(timeout=0.05)
+    assert (follower.version, numbers(shared)) == (2, {1})
+    # Longer than one look.
+    closer = threading.Timer(1.5, other.close)
+    closer.start()
+    assert follower.update(timeout=LIMIT_SECONDS) == 3
+    closer.join()
+    assert numbers(shared) == {3}
 
 
 def test_what_a_follower_refuses_names_the_next_step(keeper, options):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from conftest import LIMIT_SECONDS, until
 from peers import hold_weights, in_memory, keep_weights, kill, process, publish_weights, said
+from test_gaps import run
 from test_interrupted import interrupted_by
 from test_processes import kills, place  # noqa: F401
 
@@ -176,3 +177,32 @@ def test_many_versions_leave_no_memory_and_no_holder(options):
     until(lambda: not alive(), "the end of all holders")
     del shared
     until(lambda: options["device"].bytes_held == before, "the end of all mappings")
+
+
+NO_ROOM = """
+import gc, sys, time
+import numpy as np, warpipe
+from peers import in_memory
+from warpipe import weights
+device = warpipe.Device("cuda")
+before = device.bytes_held
+with weights.keep("llama", domain=sys.argv[1]):
+    given = {"a": in_memory(device, np.zeros(24 << 20, "u1"))}
+    try:
+        weights.publish("llama", given, domain=sys.argv[1], device=device)
+        raise AssertionError("there was room for the copy, and for its hashes")
+    except warpipe.DeviceMemoryError:
+        del given
+    end = time.monotonic() + 30
+    while device.bytes_held > before:
+        assert time.monotonic() < end, f"{device.bytes_held - before} bytes are still held"
+        gc.collect()
+"""
+
+
+def test_what_was_to_be_copied_is_given_back_when_the_device_has_no_room(domain, device):
+    if not device.name.startswith("Fake CUDA"):
+        pytest.skip("the fake driver's memory has a limit")
+    # The tensor and its copy fit, and the memory for the hashes does not.
+    done = run(NO_ROOM, domain, device, FAKE_CUDA_MEMORY_MB="48")
+    assert done.returncode == 0, done.stderr

@@ -65,6 +65,9 @@ impl SharedWeights {
             && let Some(mapped) = Arc::get_mut(mapped)
         {
             mapped.claim(&version.device, version.placed(places));
+        } else {
+            // Its clones may know the addresses.
+            self.inner.mapped.claim_in_place();
         }
     }
 

@@ -4,6 +4,7 @@
 //! Openers share such a mapping, each with the lease of its own version and with streams of its own. A
 //! follower has its mappings to itself, since it changes what they show: see [`Region::claim`].
 
+use std::collections::HashSet;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -179,9 +180,14 @@ impl Mapped {
         held: &Held,
         manifest: &Manifest,
     ) -> Result<Mapped> {
-        let mapped = parts(held, manifest).map(|part| part.map(device, publisher));
+        // A follower gives each part other memory: none has its range with another one of the version.
+        let mut mapped = HashSet::new();
+        let memory = parts(held, manifest).map(|part| match mapped.insert(part.id) {
+            true => part.map(device, publisher),
+            false => part.map_alone(device),
+        });
         Ok(Mapped {
-            memory: mapped.collect::<Result<_>>()?,
+            memory: memory.collect::<Result<_>>()?,
             lies: Mutex::new(Lying {
                 number: held.version.number,
                 is_whole: true,
@@ -209,6 +215,11 @@ impl Mapped {
                 memory.claim();
             }
         }
+    }
+
+    /// As [`claim`](Self::claim), of what no other opener has.
+    pub(super) fn claim_in_place(&self) {
+        self.memory.iter().for_each(|memory| _ = memory.claim());
     }
 
     /// Whether a version's memory lies here.

@@ -375,6 +375,60 @@ fn a_follower_whose_addresses_were_used_waits_until_other_openers_have_closed_th
 }
 
 #[test]
+fn a_follower_with_clones_shares_its_memory_with_no_later_opener() {
+    let stage = Stage::new("beside-clones");
+    let _keeper = stage.keeper();
+    drop(stage.publish(1));
+    let shared = stage.opener().open().unwrap();
+    let clone = shared.clone();
+    let mut follower = shared.follow();
+    let opened = stage.opener().open().unwrap();
+    drop(stage.publish(2));
+    let stream = stage.device.stream().unwrap();
+    assert_eq!(follower.update(&stream, WAIT).unwrap(), Some(2));
+    assert_eq!(super::byte_of(&clone), 2);
+    assert_eq!((opened.version(), super::byte_of(&opened)), (1, 1));
+}
+
+/// A version of two tensors in one allocation: the first lies there, the second comes from a version
+/// of both.
+fn publish_halves(stage: &Stage, byte: u8) -> PublishedWeights {
+    let stream = stage.device.stream().unwrap();
+    let memory = Memory::allocate(&stage.device, 8192).unwrap();
+    memory.write(&stream, 0, &[byte; 8192]).unwrap();
+    stream.synchronize(WAIT).unwrap();
+    let layout = Layout::contiguous(DType::U8, &[900]).unwrap();
+    let in_place = |names: &[&str]| {
+        let mut tensors = TensorsInPlace::new(&stage.device);
+        for (name, at) in names.iter().zip([0, 4096]) {
+            let (ptr, owner) = (memory.ptr() + at, Box::new(memory.clone()));
+            // SAFETY: the tensor lies in the memory of its owner, which nothing writes.
+            unsafe { tensors.add(name, layout, ptr, owner) }.unwrap();
+        }
+        let builder = Weights::builder(&stage.device, []).unwrap();
+        builder.beside(tensors)
+    };
+    let whole = in_place(&["a", "b"]).finish().unwrap();
+    let partial = in_place(&["a"]).base(&whole).finish().unwrap();
+    partial.publish(&stage.domain, "w", WAIT).unwrap()
+}
+
+#[test]
+fn a_version_that_has_one_memory_in_two_parts_is_followed_by_another_one() {
+    let stage = Stage::new("twice");
+    let _keeper = stage.keeper();
+    drop(publish_halves(&stage, 1));
+    let shared = stage.opener().open().unwrap();
+    assert_eq!(super::byte_of(&shared), 1);
+    let mut follower = shared.follow();
+    drop(publish_halves(&stage, 2));
+    let stream = stage.device.stream().unwrap();
+    let taken = follower.update(&stream, Duration::from_millis(20));
+    assert_eq!(taken.unwrap(), Some(2));
+    assert_eq!(super::byte_of(follower.weights()), 2);
+}
+
+#[test]
 fn a_follower_maps_nothing_that_lies_there_already_and_gives_the_former_lease_up() {
     let stage = Stage::new("follow-same");
     let _keeper = stage.keeper();
