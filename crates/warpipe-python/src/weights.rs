@@ -523,7 +523,7 @@ impl Follower {
     }
 
     /// As ``update``, with the seconds of each step.
-    #[pyo3(signature = (stream = None, timeout = Some(10.0)))]
+    #[pyo3(signature = (stream = None, timeout = Some(10.0)), text_signature = "($self, stream=None, timeout=10.0)")]
     fn _update(
         &self,
         py: Python<'_>,
