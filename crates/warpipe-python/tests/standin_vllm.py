@@ -31,6 +31,7 @@ def install(monkeypatch, version, checkpoint, *, rank=0, ranks=1):
     group = types.SimpleNamespace(rank_in_group=0, world_size=1)
     module(
         "vllm.distributed", __path__=[], get_pp_group=lambda: group,
+        get_tp_group=lambda: types.SimpleNamespace(world_size=ranks, cpu_group=ranks),
         get_tensor_model_parallel_rank=lambda: rank, get_tensor_model_parallel_world_size=lambda: ranks,
     )  # fmt: skip
     calls = []

@@ -244,6 +244,47 @@ def test_tensors_that_come_one_after_the_other_lie_in_few_memories(domain, devic
     assert len({one.untyped_storage().data_ptr() for one in made if one.numel()}) == 4
 
 
+@pytest.mark.parametrize("has_sent", [False, True])
+def test_a_trainer_has_a_keeper_take_over_when_the_last_one_was_killed(options, domain, device, has_sent):
+    trainer = _transfer.Trainer("policy", devices=[device], domain=domain)
+    with weights.keep("policy", domain=domain):
+        receiver = _transfer.Receiver(Rank(0, 1).publish("policy", options), domain=domain)
+        if has_sent:
+            receiver.update(*trainer.send(checkpoint(2)))
+            until(lambda: weights.open("policy", **options).is_hashed, "the hashes")
+    try:
+        [number] = trainer.send(checkpoint(3))
+        assert number == receiver.version + 1 == receiver.update(number) and is_step(receiver.weights, 3)
+        until(lambda: weights.open("policy", **options).is_hashed, "the hashes")
+    finally:
+        trainer.close()
+        ended = [sys.executable, "-m", "warpipe", "weights", "drop", "policy", "--domain", str(domain.path)]
+        subprocess.run(ended, check=True, timeout=LIMIT_SECONDS)
+
+
+def test_a_keeper_that_cannot_begin_is_an_error_with_its_words(domain, options, monkeypatch, tmp_path):
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho no space left on device >&2\nexit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(_transfer.sys, "executable", str(program))
+    trainer = _transfer.Trainer("policy", devices=[options["device"]], domain=domain)
+    with pytest.raises(warpipe.NotFoundError, match="ended with 3: no space left on device; .*weights serve --name policy"):
+        trainer.send(checkpoint(1))
+
+
+def test_ranks_that_one_send_published_say_so(keepers, options, domain, device):
+    names = _transfer.ranks("policy", 2)
+    for name in names:
+        keepers(name)
+    trainer = _transfer.Trainer(names, devices=[device, device], domain=domain)
+    sends = []
+    for step in (1, 2):
+        trainer.send(checkpoint(step))
+        sends.append({weights.open(name, **options).metadata[_transfer.SEND] for name in names})
+    trainer.close()
+    assert [len(one) for one in sends] == [1, 1] and sends[0] != sends[1]
+
+
 TRAINER = """
 import sys, torch, warpipe
 sys.path.insert(0, sys.argv[1])

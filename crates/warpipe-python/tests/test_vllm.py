@@ -44,7 +44,19 @@ def vllm(monkeypatch, version):
 
 
 @pytest.fixture
-def load(vllm, domain, device):
+def others(monkeypatch):
+    """What the other ranks say when they compare their versions: by default what this one does."""
+    said = []
+
+    def gather(found, mine, group):
+        found[:] = [mine, *(said or [mine] * (len(found) - 1))]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    return said
+
+
+@pytest.fixture
+def load(vllm, domain, device, others):
     """Loads a model as a process of vLLM does; engines of this test are in one process."""
     names = []
 
@@ -117,6 +129,27 @@ def test_a_folder_is_one_model_however_it_is_written(load, tmp_path, monkeypatch
     (tmp_path / "link").symlink_to("model")
     for written in ("model", str(tmp_path / "model"), "./model/", "link"):
         assert load(model=written).calls == (["load"] if written == "model" else [])
+
+
+def test_ranks_with_versions_of_several_updates_are_refused(load, others, domain, device):
+    given = {"ranks": 2, "transfer": True, "extra": {"name": "policy"}}
+    loaded = [load(rank=rank, **given)._warpipe_loaded for rank in range(2)]
+    sent = importlib.import_module("warpipe.vllm").Trainer([one.name for one in loaded], devices=[device] * 2, domain=domain)
+    with pytest.MonkeyPatch.context() as patch:
+        publish = weights.publish_in_phases
+
+        def dying(name, *given, **options):
+            if name == "policy/1of2":
+                raise KeyboardInterrupt
+            return publish(name, *given, **options)
+
+        patch.setattr(weights, "publish_in_phases", dying)
+        with pytest.raises(KeyboardInterrupt):
+            sent.send({name: tensor for name, tensor in standin_vllm.checkpoint(2).items() if name != "out_scale"})
+    sent.close()
+    others.append(("policy/1of2", 1, None))
+    with pytest.raises(warpipe.WeightsMismatchError, match=r"several updates of a trainer: policy/0of2 2, policy/1of2 1; warpipe weights drop"):
+        load(rank=0, **given)
 
 
 def test_a_name_that_is_given_is_the_ranks_and_refuses_another_model(load):

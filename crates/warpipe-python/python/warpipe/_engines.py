@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import json
-import logging
 import os
 import resource
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from . import _transfer, _warpipe, weights
 from ._errors import NotFoundError, WeightsMismatchError
 
-# How long a new keeper may take to check the version of other processes.
-TAKEOVER_SECONDS = 120.0
 # More than the pieces that a version may have.
 _DESCRIPTORS = 65_536
 # What a checkpoint's folder has that decides its tensors.
 _FILES = (".safetensors", ".bin", ".pt", ".gguf", ".json")
-
-_log = logging.getLogger(__name__)
 
 
 def device() -> str:
@@ -60,21 +58,51 @@ def checkpoint(folder: str) -> str | None:
     return digest([(name, state.st_size, state.st_mtime_ns) for name, state in zip(files, states, strict=True)])
 
 
-def offered(name: str, *, device: Any, domain: Any, starts_keeper: bool) -> Any:
-    """The version that there is, taken over by a new keeper if the last one has died; or None."""
-    try:
-        return weights.open(name, device=device, domain=domain)
-    except (NotFoundError, TimeoutError):
-        is_held = _transfer.is_held(name, domain=domain)
-    if starts_keeper:
-        _transfer.keep(name, domain=domain)
-    if not is_held:
-        return None
-    try:
-        return weights.open(name, device=device, domain=domain, wait=TAKEOVER_SECONDS)
-    except (NotFoundError, TimeoutError) as error:
-        _log.warning("The weights %r are not taken over from the processes that have them: %s", name, error)
-        return None
+@dataclass
+class Options:
+    """What ``--model-loader-extra-config`` says of this package's part."""
+
+    name: str | None
+    domain: Any
+    starts_keeper: bool
+    load_format: str
+    allow_uids: tuple[int, ...]
+    is_of_another: bool
+    """Another user's: this process opens weights there, and publishes none."""
+
+    @classmethod
+    def taken_from(cls, extra: dict[str, Any]) -> Options:
+        """Leaves what is for the loader that reads the files."""
+        path, owner = extra.pop("domain", None), extra.pop("owner", None)
+        is_of_another = owner is not None and int(owner) != os.geteuid()
+        return cls(
+            extra.pop("name", None), _warpipe.Domain(path, owner=int(owner)) if is_of_another else path,
+            bool(extra.pop("keeper", True)), extra.pop("load_format", "auto"),
+            tuple(int(uid) for uid in extra.pop("allow_uids", ())), is_of_another,
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def turn(self, name: str, clock: _transfer.Clock | None = None) -> Iterator[Any]:
+        """Gives the version that is offered, or None: then no other process loads the same until this one is outside."""
+        clock = clock or _transfer.Clock()
+        if self.is_of_another:
+            yield self._opened(name)
+            return
+        with _transfer.one_at_a_time(name, domain=self.domain):
+            clock.end("turn")
+            shared = _transfer.offered(
+                name, device=device(), domain=self.domain, starts_keeper=self.starts_keeper, allow_uids=self.allow_uids
+            )
+            clock.end("open")
+            yield shared
+
+    def _opened(self, name: str) -> Any:
+        try:
+            return weights.open(name, device=device(), domain=self.domain, wait=_transfer.TAKEOVER_SECONDS)
+        except (NotFoundError, TimeoutError) as error:
+            said = f"the user whose domain is {os.fspath(self.domain)} offers no weights {name!r}"
+            step = f"start an engine of that user before, with the extra config allow_uids: [{os.geteuid()}]"
+            raise NotFoundError(f"{said}; {step}") from error
 
 
 def allow_descriptors() -> None:
@@ -93,4 +121,25 @@ def check_identity(name: str, about: dict[str, Any], metadata: Any) -> None:
         return
     differences = [f"{key} is {about[key]!r} here, and {found.get(key)!r} there" for key in about if found.get(key) != about[key]]
     said = f"the weights {name!r} are no version for this engine: {'; '.join(differences)}"
-    raise WeightsMismatchError(f"{said}; give another name in --model-loader-extra-config, or none")
+    step = f"give another name in --model-loader-extra-config, or none; or end these: warpipe weights drop {name}"
+    raise WeightsMismatchError(f"{said}; {step}")
+
+
+def check_ranks(groups: Iterable[Any], shared: Any) -> None:
+    """Sees that the ranks of an engine have the versions of one ``send`` of a trainer, or all of them what the files have.
+
+    ``groups`` are those of the ranks that are started together: each has a ``world_size`` and a ``cpu_group``. All ranks
+    call this.
+    """
+    mine = shared.metadata.get(_transfer.SEND) if isinstance(shared.metadata, dict) else None
+    gather = importlib.import_module("torch.distributed").all_gather_object
+    for group in groups:
+        if group.world_size == 1:
+            continue
+        found: list[Any] = [None] * group.world_size
+        gather(found, (shared.name, shared.version, mine), group=group.cpu_group)
+        if len({send for *_, send in found}) > 1:
+            told = ", ".join(f"{name} {version}" for name, version, _ in found)
+            said = f"the ranks' weights are of several updates of a trainer: {told}"
+            names = " and ".join(f"warpipe weights drop {name}" for name, *_ in found)
+            raise WeightsMismatchError(f"{said}; {names}, start again, and have the trainer send anew")

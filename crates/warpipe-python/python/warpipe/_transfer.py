@@ -15,10 +15,12 @@ import fcntl
 import hashlib
 import importlib
 import json
+import logging
 import os
 import subprocess
 import sys
 import time
+import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,8 +30,15 @@ from . import _warpipe, weights
 from ._errors import ArgumentError, NotFoundError, WeightsMismatchError
 
 _PLAN = "plan"
+# The key of a version's metadata that all ranks' versions of one ``send`` have the same value of.
+SEND = "send"
+# How long a new keeper may take to check the version of other processes.
+TAKEOVER_SECONDS = 120.0
+_LOOK_SECONDS = 0.05
 # As many names are in a message.
 _NAMES_TOLD = 8
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -270,7 +279,8 @@ class Trainer:
     The engines' own version says how its tensors are made of the checkpoint's. Where a name has no version yet, or one
     that no engine published, the tensors are published as they are, under the names that they have.
 
-    ``devices`` has the device of each rank: with several ranks ``cuda:0``, ``cuda:1`` and so on, unless it is given.
+    ``devices`` has the device of each rank: with several ranks ``cuda:0``, ``cuda:1`` and so on, unless it is given. A
+    keeper that has died is replaced; ``allow_uids`` are the users that the new one admits.
     """
 
     def __init__(
@@ -280,13 +290,14 @@ class Trainer:
         devices: Sequence[Any] | None = None,
         domain: Any = None,
         wait: float | None = 60.0,
+        allow_uids: Iterable[int] = (),
     ) -> None:
         self.names = [names] if isinstance(names, str) else list(names)
         usual: list[Any] = [None] if len(self.names) == 1 else [f"cuda:{rank}" for rank in range(len(self.names))]
         self._devices = usual if devices is None else list(devices)
         if len(self._devices) != len(self.names):
             raise ArgumentError(f"devices has {len(self._devices)} devices for {len(self.names)} names; give one for each")
-        self._domain, self._wait = domain, wait
+        self._domain, self._wait, self._allow_uids = domain, wait, tuple(allow_uids)
         self._plans: dict[str, tuple[str, Plan]] = {}
         # While it is open, this process has the last version for the next keeper.
         self._published: dict[str, Any] = {}
@@ -337,7 +348,9 @@ class Trainer:
             clock.end("gather")
             for one in made:
                 one.check()
-            numbers = [self._publish(one, hash, clock) for one in made]
+            # Of several ranks, an engine that starts in between finds that it has not the same versions.
+            send = {SEND: uuid.uuid4().hex} if len(made) > 1 else {}
+            numbers = [self._publish(one, send, hash, clock) for one in made]
         self.took = dict(clock)
         return numbers
 
@@ -354,12 +367,15 @@ class Trainer:
             # A version has the hashes of its base that are there, and no later ones.
             former.wait_for_hashes(self._wait)
             clock.end("hashes of the last version")
-        base = None if known is not None else self._offered(name, device)
+        if known is None:
+            base = offered(name, device=device, domain=self._domain, allow_uids=self._allow_uids)
+        else:
+            base = None
+            keep(name, domain=self._domain, allow_uids=self._allow_uids)
         metadata = known.metadata if known is not None else None if base is None else base.metadata
         plan = self._plan(name, metadata)
         clock.end("open the last version")
         if plan is None:
-            keep(name, domain=self._domain)
             arena = None if is_kept_elsewhere else Arena(device)
             base = None if changed is None else base
             return _Next(name, device, None, None, metadata, base, changed is None, arena=arena)
@@ -370,11 +386,14 @@ class Trainer:
         base = None if only is None else base
         return _Next(name, layout.device, plan, layout, metadata, base, changed is None, made)
 
-    def _publish(self, following: _Next, hash: str, clock: Clock) -> int:
+    def _publish(self, following: _Next, send: dict[str, str], hash: str, clock: Clock) -> int:
         name, former = following.name, self._published.get(following.name)
+        check_keeper(name, domain=self._domain)
+        metadata = {**(following.metadata or {}), **send} if send else following.metadata
+        clock.end("keeper")
         published, phases = weights.publish_in_phases(
             name, following.tensors, device=following.device, domain=self._domain, wait=self._wait, hash=hash,
-            metadata=following.metadata, base=following.base, zero_copy="require" if following.is_complete else False,
+            metadata=metadata, base=following.base, zero_copy="require" if following.is_complete else False,
         )  # fmt: skip
         clock.add(phases)
         following.tensors.clear()
@@ -388,12 +407,6 @@ class Trainer:
             self._layouts[name] = following.layout
         clock.end("close")
         return int(published.version)
-
-    def _offered(self, name: str, device: Any) -> Any:
-        try:
-            return weights.open(name, device=device, domain=self._domain)
-        except (NotFoundError, TimeoutError):
-            return None
 
     def _plan(self, name: str, metadata: Any) -> Plan | None:
         packed = metadata.get(_PLAN) if isinstance(metadata, dict) else None
@@ -640,16 +653,68 @@ def is_held(name: str, *, domain: Any = None) -> bool:
     return any(one.name.startswith(f"{name}/held-") and one.alive for one in _domain(domain).endpoints())
 
 
-def keep(name: str, *, domain: Any = None) -> None:
+# The keepers that this process has started, by their names and domains, each with what it says of its errors.
+_started: dict[tuple[str, str], tuple[subprocess.Popen[bytes], int]] = {}
+
+
+def keep(name: str, *, domain: Any = None, allow_uids: Iterable[int] = ()) -> None:
     """Starts a process that keeps a name, unless there is one: ``warpipe weights serve --name NAME``, which
     ``warpipe weights drop NAME`` ends. It outlives this process. Callers wait for it as for any keeper."""
     if is_kept(name, domain=domain):
         return
-    command = [sys.executable, "-m", "warpipe", "weights", "serve", "--name", name, "--quiet", "--json"]
-    command += ["--domain", os.fspath(_domain(domain))]
-    null = subprocess.DEVNULL
+    place = os.fspath(_domain(domain))
+    command = [sys.executable, "-m", "warpipe", "weights", "serve", "--name", name, "--quiet", "--json", "--domain", place]
+    for uid in allow_uids:
+        command += ["--allow-uid", str(uid)]
+    null, said = subprocess.DEVNULL, os.memfd_create("warpipe-keeper")
     # A signal to this process's group is not for it.
-    subprocess.Popen(command, stdin=null, stdout=null, stderr=null, start_new_session=True)
+    process = subprocess.Popen(command, stdin=null, stdout=null, stderr=said, start_new_session=True)
+    former = _started.pop((name, place), None)
+    if former is not None:
+        os.close(former[1])
+    _started[name, place] = process, said
+
+
+def check_keeper(name: str, *, domain: Any = None) -> None:
+    """Waits until a keeper that this process has started is there.
+
+    Raises ``NotFoundError`` with what it said, if it has ended.
+    """
+    place = os.fspath(_domain(domain))
+    process, said = _started.get((name, place), (None, -1))
+    while process is not None and not is_kept(name, domain=domain):
+        try:
+            code = process.wait(_LOOK_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue
+        if is_kept(name, domain=domain):
+            # Another process was faster.
+            break
+        words = os.pread(said, 1 << 12, 0).decode(errors="replace").strip() or "it said nothing"
+        step = "see that its domain's directory has room and is this user's, and start it by hand to see more"
+        raise NotFoundError(
+            f"the keeper of the weights {name!r}, which this process started, ended with {code}: {words}; {step}: "
+            f"warpipe weights serve --name {name} --domain {place}"
+        )
+
+
+def offered(name: str, *, device: Any, domain: Any, starts_keeper: bool = True, allow_uids: Iterable[int] = ()) -> Any:
+    """The version that there is, taken over by a new keeper if the last one has died; or None."""
+    try:
+        return weights.open(name, device=device, domain=domain)
+    except (NotFoundError, TimeoutError):
+        held = is_held(name, domain=domain)
+    if starts_keeper:
+        keep(name, domain=domain, allow_uids=allow_uids)
+    if not held:
+        return None
+    if starts_keeper:
+        check_keeper(name, domain=domain)
+    try:
+        return weights.open(name, device=device, domain=domain, wait=TAKEOVER_SECONDS)
+    except (NotFoundError, TimeoutError) as error:
+        _log.warning("The weights %r are not taken over from the processes that have them: %s", name, error)
+        return None
 
 
 @contextlib.contextmanager
@@ -658,7 +723,11 @@ def one_at_a_time(name: str, *, domain: Any = None) -> Iterator[None]:
     path = _domain(domain).path / f".loads-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _log.info("Another process loads the weights %r; this one waits until it has published them, or is dead", name)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)

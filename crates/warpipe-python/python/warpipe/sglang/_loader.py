@@ -21,7 +21,7 @@ from sglang.srt.weight_cache.protocol import check_ipc_quant_support, compute_en
 
 from .. import _transfer, weights
 from .._engines import (
-    TAKEOVER_SECONDS, allow_descriptors, check_identity, checkpoint, device, digest, gpu, offered, place_of, settings_of,
+    Options, allow_descriptors, check_identity, checkpoint, device, digest, gpu, place_of, settings_of,
 )  # fmt: skip
 from .._errors import ArgumentError, WeightsMismatchError
 from ..torch import pool
@@ -46,10 +46,9 @@ class Loader(IpcModelLoader):  # type: ignore[misc]
     def __init__(self, load_config: Any) -> None:
         usual = copy.copy(load_config)
         extra = dict(load_config.model_loader_extra_config or {})
-        self._given_name: str | None = extra.pop("name", None)
-        self._domain = extra.pop("domain", None)
-        self._starts_keeper = bool(extra.pop("keeper", True))
-        usual.load_format, usual.model_loader_extra_config = extra.pop("load_format", "auto"), extra
+        self._options = Options.taken_from(extra)
+        self._domain = self._options.domain
+        usual.load_format, usual.model_loader_extra_config = self._options.load_format, extra
         usual.__post_init__()
         super().__init__(usual)
 
@@ -63,8 +62,7 @@ class Loader(IpcModelLoader):  # type: ignore[misc]
         allow_descriptors()
         about = self._about(model_config, method, settings)
         name = self._name(about)
-        with _transfer.one_at_a_time(name, domain=self._domain):
-            shared = offered(name, device=device(), domain=self._domain, starts_keeper=self._starts_keeper)
+        with self._options.turn(name) as shared:
             if shared is None:
                 return self._load(name, about, model_config, device_config)
         check_identity(name, about, shared.metadata)
@@ -92,10 +90,10 @@ class Loader(IpcModelLoader):  # type: ignore[misc]
         return {**about, "key": digest(about)}
 
     def _name(self, about: dict[str, Any]) -> str:
-        if not self._given_name:
+        if not self._options.name:
             return f"sglang/{about['key']}"
         count, rank = about["tp_size"] * about["pp_size"], about["pp_rank"] * about["tp_size"] + about["tp_rank"]
-        return str(_transfer.ranks(str(self._given_name), count)[rank])
+        return str(_transfer.ranks(str(self._options.name), count)[rank])
 
     def _load(self, name: str, about: dict[str, Any], model_config: Any, device_config: Any) -> Any:
         is_cuda = torch.cuda.is_available()
@@ -106,8 +104,9 @@ class Loader(IpcModelLoader):  # type: ignore[misc]
             # The model goes on writing its buffers.
             state = {key: one.clone() if id(one) in buffers else one for key, one in model.state_dict(keep_vars=True).items()}
         state = {key: one.detach() for key, one in state.items()}
+        _transfer.check_keeper(name, domain=self._domain)
         published = weights.publish(
-            name, state, device=device(), domain=self._domain, wait=TAKEOVER_SECONDS, zero_copy=is_cuda,
+            name, state, device=device(), domain=self._domain, wait=_transfer.TAKEOVER_SECONDS, zero_copy=is_cuda,
             metadata={**about, _ATTRIBUTES: _attributes(model)},
         )  # fmt: skip
         _log.info("Published the weights %r, version %d: %d bytes, %d of them copied",

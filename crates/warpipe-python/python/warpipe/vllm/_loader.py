@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import importlib
 import logging
 import math
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from .. import _transfer, weights
-from .._engines import TAKEOVER_SECONDS, allow_descriptors, check_identity, device as _device, offered
+from .._engines import Options, allow_descriptors, check_identity, check_ranks, device as _device
 from .._errors import ArgumentError, NotFoundError, WeightsMismatchError
 from .._tensors import like
 from ..torch import pool
@@ -61,11 +62,10 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
     def __init__(self, load_config: Any) -> None:
         super().__init__(load_config)
         extra = dict(load_config.model_loader_extra_config or {})
-        self._given_name: str | None = extra.pop("name", None)
-        self._domain = extra.pop("domain", None)
-        self._starts_keeper = bool(extra.pop("keeper", True))
+        self._options = Options.taken_from(extra)
+        self._domain = self._options.domain
         usual = copy.copy(load_config)
-        usual.load_format, usual.model_loader_extra_config = extra.pop("load_format", "auto"), extra
+        usual.load_format, usual.model_loader_extra_config = self._options.load_format, extra
         self._usual = usual
         # While ``load_model`` runs.
         self._meta = contextlib.ExitStack()
@@ -96,10 +96,7 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
         about = self._about(vllm_config, model_config, prefix)
         name = self._name(about)
         self._took.end("identity")
-        with _transfer.one_at_a_time(name, domain=self._domain):
-            self._took.end("turn")
-            shared = offered(name, device=_device(), domain=self._domain, starts_keeper=self._starts_keeper)
-            self._took.end("open")
+        with self._options.turn(name, self._took) as shared:
             if shared is None:
                 return self._load(name, about, vllm_config, model_config, prefix)
         check_identity(name, about, shared.metadata)
@@ -131,10 +128,11 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
         )  # fmt: skip
 
     def _name(self, about: dict[str, Any]) -> str:
-        if self._given_name is None:
+        given = self._options.name
+        if given is None:
             return f"vllm/{about['key']}"
         rank, count = rank_of(about)
-        named = _transfer.ranks(self._given_name, count)[rank]
+        named = _transfer.ranks(given, count)[rank]
         # A draft model has a prefix of its own.
         return f"{named}/{about['part']}" if about["part"] else named
 
@@ -152,12 +150,13 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
             metadata = _transfer.with_plan(metadata, self._recorder.plan(_parameters(model)))
             self._recorder = None
         self._took.end("plan")
+        _transfer.check_keeper(name, domain=self._domain)
         published = weights.publish(
-            name, state, device=device, domain=self._domain, wait=TAKEOVER_SECONDS, zero_copy=_is_cuda() and not one_memory,
+            name, state, device=device, domain=self._domain, wait=_transfer.TAKEOVER_SECONDS, zero_copy=_is_cuda() and not one_memory,
             metadata=metadata,
         )  # fmt: skip
         self._took.end("publish")
-        shared = weights.open(name, device=device, domain=self._domain, wait=TAKEOVER_SECONDS)
+        shared = weights.open(name, device=device, domain=self._domain, wait=_transfer.TAKEOVER_SECONDS)
         if shared.version != published.version:
             said = f"another process published version {shared.version} of the weights {name!r} meanwhile"
             raise WeightsMismatchError(f"{said}; start this engine again")
@@ -193,6 +192,8 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
         return self._done(model, shared, model_config)
 
     def _done(self, model: nn.Module, shared: Any, model_config: Any) -> nn.Module:
+        distributed = importlib.import_module("vllm.distributed")
+        check_ranks([distributed.get_tp_group(), distributed.get_pp_group()], shared)
         # A captured graph has addresses: only a version that fits there can be taken.
         moves = (lambda newer: _rebind(model, newer)) if getattr(model_config, "enforce_eager", False) else None
         receiver = _transfer.Receiver(shared, moves, domain=self._domain)
