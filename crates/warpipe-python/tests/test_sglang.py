@@ -27,7 +27,7 @@ def load(domain, device, place, monkeypatch, request):
     """An engine's load: the loader, and the model. A keeper runs in this process."""
     keepers = {}
 
-    def keep(name, domain):
+    def keep(name, domain, allow_uids):
         keepers.setdefault(name, weights.keep(name, domain=domain))
 
     monkeypatch.setattr("warpipe._transfer.keep", keep)

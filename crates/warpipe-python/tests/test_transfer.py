@@ -1,6 +1,7 @@
 """New weights from a trainer to engines: joined and cut as the engine's load did, whole or not at all, whoever dies."""
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -268,7 +269,7 @@ def test_a_keeper_that_cannot_begin_is_an_error_with_its_words(domain, options, 
     program.chmod(0o755)
     monkeypatch.setattr(_transfer.sys, "executable", str(program))
     trainer = _transfer.Trainer("policy", devices=[options["device"]], domain=domain)
-    with pytest.raises(warpipe.NotFoundError, match="ended with 3: no space left on device; .*weights serve --name policy"):
+    with pytest.raises(warpipe.NotFoundError, match="ended with 3: no space left on device; .* by hand"):
         trainer.send(checkpoint(1))
 
 
@@ -343,6 +344,14 @@ def test_one_process_at_a_time_loads_and_a_death_lets_the_next_one(domain, reque
     second = start()
     first.kill()
     assert second.stdout.readline() == "in\n"
+
+
+def test_a_directory_that_takes_no_lock_is_an_error_with_the_next_step(domain, monkeypatch):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(_transfer.os, "open", lambda *_: (_ for _ in ()).throw(full))
+    with pytest.raises(warpipe.DomainError, match="No space left on device; see the domain's directory"):
+        with _transfer.one_at_a_time("m", domain=domain):
+            raise AssertionError("it is inside without the lock")
 
 
 def test_a_keeper_is_started_once_and_outlives_its_starter(domain, options):

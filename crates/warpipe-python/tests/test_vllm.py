@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import os
 import subprocess
 import sys
 
@@ -150,6 +151,18 @@ def test_ranks_with_versions_of_several_updates_are_refused(load, others, domain
     others.append(("policy/1of2", 1, None))
     with pytest.raises(warpipe.WeightsMismatchError, match=r"several updates of a trainer: policy/0of2 2, policy/1of2 1; warpipe weights drop"):
         load(rank=0, **given)
+
+
+def test_weights_of_another_user_are_opened_and_none_are_published_there(load, tmp_path, monkeypatch):
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a directory to another user")
+    folder = tmp_path / "theirs"
+    folder.mkdir(mode=0o711)
+    os.chown(folder, 61_211, 61_211)
+    monkeypatch.setattr("warpipe._transfer.TAKEOVER_SECONDS", 0.1)
+    with pytest.raises(warpipe.NotFoundError, match=r"offers no weights 'policy'; start an engine of that user before.*allow_uids: \[0\]"):
+        load(extra={"name": "policy", "domain": str(folder), "owner": 61_211})
+    assert list(folder.iterdir()) == []
 
 
 def test_a_name_that_is_given_is_the_ranks_and_refuses_another_model(load):

@@ -31,6 +31,12 @@ def say(*words):
 if part == "keeper":
     keeper = weights.keep("w", allow_uids=[int(admitted)] if admitted else [], **options)
     say(keeper.candidate)
+elif part == "engine's keeper":
+    from warpipe import _transfer
+
+    _transfer.keep("w", allow_uids=[int(admitted)] if admitted else [], **options)
+    _transfer.check_keeper("w", **options)
+    say("kept")
 elif part == "publisher":
     view = warpipe.Memory.allocate(4096, device=device).view((4096,), "uint8")
     view.write(bytes(range(256)) * 16)
@@ -103,7 +109,9 @@ def start(request, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
 
     def is_possible(interpreter):
-        tried = command(OTHER, interpreter, "-c", f"import warpipe; warpipe.Device({DEVICE!r})")
+        # It can start itself, too, as a keeper.
+        again = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import warpipe'], check=True)"
+        tried = command(OTHER, interpreter, "-c", f"{again}; import warpipe; warpipe.Device({DEVICE!r})")
         return subprocess.run(tried, env=environment, capture_output=True, check=False).returncode == 0
 
     interpreter = next((one for one in (sys.executable, "/usr/bin/python3") if is_possible(one)), None)
@@ -139,3 +147,11 @@ def test_weights_cross_containers_and_outlive_those_of_the_publisher_and_the_kee
     assert keeper.said() == "1"
     assert start("verifier").said() == "1"
     assert start("engine", ADMITTED).said() == READ
+
+
+def test_the_keeper_that_an_engine_starts_admits_the_users_that_it_names(start):
+    assert start("engine's keeper").said() == "kept"
+    assert start("publisher").said() == "1"
+    assert start("engine", ADMITTED).said() == READ
+    if start.several:
+        assert start("engine", OTHER).said() == "AccessDeniedError"

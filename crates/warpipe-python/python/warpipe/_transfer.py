@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import _warpipe, weights
-from ._errors import ArgumentError, NotFoundError, WeightsMismatchError
+from ._errors import ArgumentError, DomainError, NotFoundError, WeightsMismatchError
 
 _PLAN = "plan"
 # The key of a version's metadata that all ranks' versions of one ``send`` have the same value of.
@@ -482,7 +482,7 @@ class _Next:
         parts = []
         if self.plan.opaque:
             told = f"the engine computed these when it loaded them: {_listed(self.plan.opaque)}"
-            parts.append(f"{told}; load a model that is not quantized")
+            parts.append(f"{told}; start the engines with --load-format auto, and each copies and quantizes its own")
         if missing:
             parts.append(f"the trainer lacks {_listed(missing)}")
         if self.unexpected:
@@ -691,11 +691,8 @@ def check_keeper(name: str, *, domain: Any = None) -> None:
             # Another process was faster.
             break
         words = os.pread(said, 1 << 12, 0).decode(errors="replace").strip() or "it said nothing"
-        step = "see that its domain's directory has room and is this user's, and start it by hand to see more"
-        raise NotFoundError(
-            f"the keeper of the weights {name!r}, which this process started, ended with {code}: {words}; {step}: "
-            f"warpipe weights serve --name {name} --domain {place}"
-        )
+        told = f"the keeper of the weights {name!r}, which this process started, ended with {code}: {words}"
+        raise NotFoundError(f"{told}; start one by hand to see more: warpipe weights serve --name {name} --domain {place}")
 
 
 def offered(name: str, *, device: Any, domain: Any, starts_keeper: bool = True, allow_uids: Iterable[int] = ()) -> Any:
@@ -721,7 +718,10 @@ def offered(name: str, *, device: Any, domain: Any, starts_keeper: bool = True, 
 def one_at_a_time(name: str, *, domain: Any = None) -> Iterator[None]:
     """One process of the domain is inside for a name; the others wait until it leaves, or dies."""
     path = _domain(domain).path / f".loads-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise DomainError(f"{path} cannot be made: {error.strerror}; see the domain's directory, or give another domain") from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
