@@ -154,7 +154,7 @@ def _base(module, update, engine, **members):
     )  # fmt: skip
 
 
-def configs(*, quantization=None, model="some/model", transfer=False, extra=None, eager=True, sleep=False):
+def configs(*, quantization=None, model="some/model", transfer=False, extra=None, eager=True, sleep=False, offload=0.0):
     """The configuration of vLLM, of its model and of its loader."""
     hf_config = types.SimpleNamespace(architectures=["Model"], to_dict=lambda: {"hidden_size": 64, "_name_or_path": model})
     model_config = types.SimpleNamespace(
@@ -169,6 +169,7 @@ def configs(*, quantization=None, model="some/model", transfer=False, extra=None
     vllm_config = types.SimpleNamespace(
         model_config=model_config, parallel_config=parallel, load_config=load_config, kernel_config=None,
         cache_config=types.SimpleNamespace(cache_dtype="auto"),
+        offload_config=types.SimpleNamespace(uva=types.SimpleNamespace(cpu_offload_gb=offload)),
         weight_transfer_config=types.SimpleNamespace(backend="warpipe") if transfer else None,
     )  # fmt: skip
     return vllm_config, model_config, load_config

@@ -273,6 +273,15 @@ def test_a_keeper_that_cannot_begin_is_an_error_with_its_words(domain, options, 
         trainer.send(checkpoint(1))
 
 
+def test_a_trainers_own_element_type_becomes_the_engines(keepers, options, domain, device):
+    keepers("policy")
+    receiver = _transfer.Receiver(Rank(0, 1).publish("policy", options), domain=domain)
+    trainer = _transfer.Trainer("policy", devices=[device], domain=domain)
+    receiver.update(*trainer.send({name: tensor.double() for name, tensor in checkpoint(2).items()}))
+    assert receiver.weights["qkv"].torch().dtype == torch.float32 and is_step(receiver.weights, 2)
+    trainer.close()
+
+
 def test_ranks_that_one_send_published_say_so(keepers, options, domain, device):
     names = _transfer.ranks("policy", 2)
     for name in names:

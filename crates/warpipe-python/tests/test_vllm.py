@@ -183,10 +183,23 @@ def test_an_engine_goes_on_with_what_others_have_when_the_keeper_was_killed(load
     assert second.calls == [] and torch.equal(output(second), wanted)
 
 
-@pytest.mark.parametrize("given", [{"sleep": True}])
-def test_what_writes_weights_in_place_is_refused_with_the_next_step(load, given):
-    with pytest.raises(warpipe.ArgumentError, match="sleep mode frees weights.*--load-format auto"):
-        load(**given)
+def test_what_writes_or_moves_weights_is_refused_with_the_next_step(load):
+    for given, what in (({"sleep": True}, "sleep mode frees weights"), ({"offload": 4.0}, "offloading to the host moves weights")):
+        with pytest.raises(warpipe.ArgumentError, match=f"{what}.*--load-format auto"):
+            load(**given)
+
+
+def test_weights_of_files_that_have_changed_are_loaded_anew_and_the_kept_ones_are_told(load, tmp_path, caplog):
+    (tmp_path / "model.safetensors").write_bytes(b"1")
+    names = []
+    for changed in (b"1", b"12"):
+        (tmp_path / "model.safetensors").write_bytes(changed)
+        model = load(model=str(tmp_path))
+        names.append(model._warpipe_loaded.name)
+        assert model.calls == ["load"]
+    assert f"if no engine needs them: warpipe weights drop {names[0]}" in caplog.text
+    assert names[0] != names[1] and caplog.text.count("Other weights") == 1
+    assert "/held-" not in caplog.text
 
 
 def test_memory_that_is_kept_in_another_object_is_refused(load, monkeypatch):

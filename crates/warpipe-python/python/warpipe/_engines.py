@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import importlib
 import json
+import logging
 import os
 import resource
 from collections.abc import Iterable, Iterator
@@ -15,6 +16,9 @@ from typing import Any
 from . import _transfer, _warpipe, weights
 from ._errors import NotFoundError, WeightsMismatchError
 
+_log = logging.getLogger(__name__)
+# So many digits of a name say which model it is of.
+_BEGIN = 8
 # More than the pieces that a version may have.
 _DESCRIPTORS = 65_536
 # What a checkpoint's folder has that decides its tensors.
@@ -94,6 +98,8 @@ class Options:
                 name, device=device(), domain=self.domain, starts_keeper=self.starts_keeper, allow_uids=self.allow_uids
             )
             clock.end("open")
+            if shared is None:
+                tell_of_others(name, self.domain)
             yield shared
 
     def _opened(self, name: str) -> Any:
@@ -103,6 +109,26 @@ class Options:
             said = f"the user whose domain is {os.fspath(self.domain)} offers no weights {name!r}"
             step = f"start an engine of that user before, with the extra config allow_uids: [{os.geteuid()}]"
             raise NotFoundError(f"{said}; {step}") from error
+
+
+def own_name(about: dict[str, Any], *places: str) -> str:
+    """A name for weights that were given none: of the model at those ``places``, and of everything."""
+    begin = digest([about["model"], *(about[key] for key in places)])[:_BEGIN]
+    return f"{about['engine']}/{begin}-{about['key']}"
+
+
+def tell_of_others(name: str, domain: Any) -> None:
+    """Weights of the same model with other settings, or of files that have changed since, take memory until their keeper
+    ends: whoever starts the engine may not know of them."""
+    begin, dash, _ = name.partition("-")
+    if not dash or len(begin.rpartition("/")[2]) != _BEGIN:
+        return
+    kept = (other for other in _transfer.kept(domain) if other.startswith(f"{begin}-"))
+    # The processes that have a version open have names below it.
+    others = sorted(other for other in kept if other != name and other.count("/") == name.count("/"))
+    if others:
+        step = "; ".join(f"warpipe weights drop {other}" for other in others)
+        _log.warning("Other weights of this model are kept on this GPU; if no engine needs them: %s", step)
 
 
 def allow_descriptors() -> None:

@@ -643,9 +643,13 @@ def with_plan(metadata: dict[str, Any], plan: Plan | None) -> dict[str, Any]:
     return metadata if plan is None else {**metadata, _PLAN: plan.packed()}
 
 
+def kept(domain: Any = None) -> list[str]:
+    """The names that a process has, as a keeper has."""
+    return [one.name for one in _domain(domain).endpoints() if one.alive]
+
+
 def is_kept(name: str, *, domain: Any = None) -> bool:
-    """Whether a process has the name, as a keeper has."""
-    return any(one.name == name and one.alive for one in _domain(domain).endpoints())
+    return name in kept(domain)
 
 
 def is_held(name: str, *, domain: Any = None) -> bool:

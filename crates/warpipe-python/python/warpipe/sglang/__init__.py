@@ -3,7 +3,8 @@
 ``sglang serve --model-path MODEL --load-format warpipe`` takes the weights of an engine that runs, else loads them as usual
 and publishes them. SGLang finds this module by its entry point ``sglang.srt.plugins``. ``--model-loader-extra-config`` takes
 ``name`` (instead of one that is made of the model and the settings), ``domain``, ``keeper`` (false: start none),
-``load_format`` (how the first engine loads, ``auto``), and what that loader takes.
+``allow_uids`` (other users that the keeper admits), ``owner`` (the user of the domain, if that is another one: weights are
+opened there, and none published), ``load_format`` (how the first engine loads, ``auto``), and what that loader takes.
 
 An engine of another load format has memory of its own, and takes a trainer's versions with
 ``--custom-weight-loader warpipe.sglang.load_published``:

@@ -21,7 +21,7 @@ from sglang.srt.weight_cache.protocol import check_ipc_quant_support, compute_en
 
 from .. import _transfer, weights
 from .._engines import (
-    Options, allow_descriptors, check_identity, checkpoint, device, digest, gpu, place_of, settings_of,
+    Options, allow_descriptors, check_identity, checkpoint, device, digest, gpu, own_name, place_of, settings_of,
 )  # fmt: skip
 from .._errors import ArgumentError, WeightsMismatchError
 from ..torch import pool
@@ -91,7 +91,7 @@ class Loader(IpcModelLoader):  # type: ignore[misc]
 
     def _name(self, about: dict[str, Any]) -> str:
         if not self._options.name:
-            return f"sglang/{about['key']}"
+            return own_name(about, "draft", "gpu", *_PARALLEL)
         count, rank = about["tp_size"] * about["pp_size"], about["pp_rank"] * about["tp_size"] + about["tp_rank"]
         return str(_transfer.ranks(str(self._options.name), count)[rank])
 

@@ -2,8 +2,9 @@
 
 ``vllm serve MODEL --load-format warpipe`` takes the weights of an engine that runs, else loads them as usual and publishes
 them. vLLM finds this module by its entry point ``vllm.general_plugins``. ``--model-loader-extra-config`` takes ``name``
-(instead of one that is made of the model and the settings), ``domain``, ``keeper`` (false: start none), ``load_format``
-(how the first engine loads, ``auto``), and what that loader takes.
+(instead of one that is made of the model and the settings), ``domain``, ``keeper`` (false: start none), ``allow_uids`` (other
+users that the keeper admits), ``owner`` (the user of the domain, if that is another one: weights are opened there, and none
+published), ``load_format`` (how the first engine loads, ``auto``), and what that loader takes.
 
 ``--weight-transfer-config '{"backend": "warpipe"}'`` has the engine take versions of a trainer between two steps:
 

@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from .. import _transfer, weights
-from .._engines import Options, allow_descriptors, check_identity, check_ranks, device as _device
+from .._engines import Options, allow_descriptors, check_identity, check_ranks, device as _device, own_name
 from .._errors import ArgumentError, NotFoundError, WeightsMismatchError
 from .._tensors import like
 from ..torch import pool
@@ -130,7 +130,7 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
     def _name(self, about: dict[str, Any]) -> str:
         given = self._options.name
         if given is None:
-            return f"vllm/{about['key']}"
+            return own_name(about, "part", "tp", "pp", "dp", "gpu")
         rank, count = rank_of(about)
         named = _transfer.ranks(given, count)[rank]
         # A draft model has a prefix of its own.
@@ -218,8 +218,15 @@ def _refuse(vllm_config: Any, model_config: Any) -> None:
         what = "sleep mode frees weights"
     elif getattr(vllm_config.parallel_config, "enable_eplb", False):
         what = "expert load balancing writes weights in place"
+    elif _offloads(getattr(vllm_config, "offload_config", None)):
+        what = "offloading to the host moves weights"
     if what is not None:
         raise ArgumentError(f"{what}, and shared weights may only be read; leave it off, or use --load-format auto")
+
+
+def _offloads(config: Any) -> bool:
+    parts = getattr(config, "uva", None), getattr(config, "prefetch", None)
+    return any(getattr(part, key, 0) > 0 for part in parts for key in ("cpu_offload_gb", "offload_group_size"))
 
 
 def _parameters(model: nn.Module) -> dict[str, Any]:
