@@ -163,6 +163,20 @@ def test_tensors_that_are_no_version_of_the_engines_checkpoint_are_refused_and_n
     assert weights.open("policy", **options).version == shared.version
 
 
+def test_what_the_engine_has_no_use_for_is_left_out_with_a_warning_unless_it_is_said_to_have_changed(
+    keepers, options, domain, device
+):
+    keepers("policy")
+    receiver = _transfer.Receiver(Rank(0, 1).publish("policy", options), domain=domain)
+    trainer = _transfer.Trainer("policy", devices=[device], domain=domain)
+    with pytest.warns(UserWarning, match="lacks critic, which no engine gets") as told:
+        receiver.update(*trainer.send(checkpoint(2) | {"critic": torch.zeros(1)}))
+    assert is_step(receiver.weights, 2) and told[0].filename == __file__
+    with pytest.raises(warpipe.WeightsMismatchError, match="the engine's checkpoint lacks critic"):
+        trainer.send({"critic": torch.zeros(1)}, changed=True)
+    trainer.close()
+
+
 def test_a_tensor_that_an_engine_computed_is_not_sent(keepers, options, domain, device):
     keepers("policy")
     tensors = {"scaled": torch.zeros(4), "moved": torch.zeros(4), "plain": torch.zeros(6)}

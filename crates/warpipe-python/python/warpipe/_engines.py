@@ -167,5 +167,6 @@ def check_ranks(groups: Iterable[Any], shared: Any) -> None:
         if len({send for *_, send in found}) > 1:
             told = ", ".join(f"{name} {version}" for name, version, _ in found)
             said = f"the ranks' weights are of several updates of a trainer: {told}"
-            names = " and ".join(f"warpipe weights drop {name}" for name, *_ in found)
-            raise WeightsMismatchError(f"{said}; {names}, start again, and have the trainer send anew")
+            drop = "; ".join(f"warpipe weights drop {name}" for name, *_ in found)
+            step = f"start again, as a trainer may have been between two of them; if that does not help: {drop}, and have it send anew"
+            raise WeightsMismatchError(f"{said}; {step}")

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 import uuid
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -324,8 +325,9 @@ class Trainer:
         An engine reads the version once it is told its number. Until this returns, and if this process dies before, the
         last version is offered, whole.
 
-        Raises ``WeightsMismatchError`` for tensors with other names or shapes than the engine's checkpoint has, when all
-        have come, and as ``weights.publish``.
+        Tensors that the engine's checkpoint lacks are left out, and a warning lists them. When all have come, this raises
+        ``WeightsMismatchError`` if one of the checkpoint's did not, or has another shape, or if one that ``changed`` is not
+        of it; and as ``weights.publish``.
         """
         torch = importlib.import_module("torch")
         pairs: Iterable[tuple[str, Any]] = tensors.items() if isinstance(tensors, Mapping) else tensors
@@ -485,7 +487,11 @@ class _Next:
             parts.append(f"{told}; start the engines with --load-format auto, and each copies and quantizes its own")
         if missing:
             parts.append(f"the trainer lacks {_listed(missing)}")
-        if self.unexpected:
+        if self.unexpected and self.is_whole and not missing and not self.different:
+            # As the second name of tied weights, or the head of a critic: the engine has no use for them.
+            said = f"the checkpoint of the weights {self.name!r} lacks {_listed(self.unexpected)}, which no engine gets"
+            warnings.warn(said, stacklevel=3)
+        elif self.unexpected:
             parts.append(f"the engine's checkpoint lacks {_listed(self.unexpected)}")
         if self.different:
             parts.append(_listed([f"{source} {how}" for source, how in self.different.items()]))

@@ -4,11 +4,14 @@ transfer."""
 import contextlib
 import json
 import pathlib
+import socket
 
 import pytest
 from conftest import until
 from engine_process import Engine, drop, llama
 from needed import needed
+
+from warpipe import _transfer
 
 needed("vllm.plugins")
 
@@ -20,11 +23,17 @@ def start(domain):
     """Starts engines on a folder, which end with the test."""
     with contextlib.ExitStack() as stack:
 
-        def start(folder, load_format="warpipe", **extra):
+        def start(folder, load_format="warpipe", *, rank=0, ranks=1, port=None, **extra):
             own = {"domain": str(domain.path), **extra} if load_format == "warpipe" else {}
-            return Engine(stack, PROGRAM, folder, load_format, json.dumps(own))
+            return Engine(stack, PROGRAM, folder, load_format, json.dumps(own), rank, ranks, port or free_port())
 
         yield start
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 class Client:
@@ -75,3 +84,35 @@ def test_vllms_trainer_sends_its_weights_to_two_engines_that_share_them(start, d
     assert start(tmp_path / "one", name="policy").said()["digest"] == wanted
     trainer.shutdown()
     drop("policy", domain)
+
+
+def test_two_ranks_are_sent_their_parts_and_do_not_start_with_those_of_two_updates(start, domain, tmp_path):
+    llama(tmp_path / "one", 1)
+    trained = llama(tmp_path / "two", 2)
+    names = _transfer.ranks("policy", 2)
+
+    def pair(folder, load_format="warpipe", **extra):
+        port = free_port()
+        return [start(folder, load_format, rank=rank, ranks=2, port=port, **extra) for rank in range(2)]
+
+    wanted = [engine.said()["digest"] for engine in pair(tmp_path / "two", "auto")]
+    engines = pair(tmp_path / "one", name="policy")
+    assert [engine.said()["name"] for engine in engines] == names
+    trainer = _transfer.Trainer(names, devices=["host"] * 2, domain=domain)
+    versions = dict(zip(names, trainer.send(trained.state_dict()), strict=True))
+    assert [engine.asked("update_weights", {"versions": versions})["digest"] for engine in engines] == wanted
+    for engine in engines:
+        engine.process.kill()
+    engines = pair(tmp_path / "one", name="policy")
+    assert [engine.said()["digest"] for engine in engines] == wanted
+    trainer.close()
+    for engine in engines:
+        engine.process.kill()
+        engine.process.wait()
+    # Nobody has the second rank's version any more.
+    drop(names[1], domain)
+    for engine in pair(tmp_path / "one", name="policy"):
+        with pytest.raises(AssertionError, match="the engine ended with 1"):
+            engine.said()
+    for name in names:
+        drop(name, domain)

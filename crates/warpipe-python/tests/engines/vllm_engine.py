@@ -1,4 +1,4 @@
-"""An engine of vLLM on a CPU, as far as its weights: `vllm_engine.py FOLDER FORMAT EXTRA`.
+"""An engine of vLLM on a CPU, as far as its weights: `vllm_engine.py FOLDER FORMAT EXTRA [RANK RANKS PORT]`.
 
 vLLM finds plugins by their entry points, builds its configuration, and loads the model; its factory makes the engine of weight
 transfer, which is called as a worker calls it. vLLM's wheel has no kernels for a CPU, so no token is computed.
@@ -6,7 +6,6 @@ transfer, which is called as a worker calls it. vLLM's wheel has no kernels for 
 
 import json
 import os
-import socket
 import sys
 
 os.environ["VLLM_TARGET_DEVICE"] = "cpu"
@@ -14,13 +13,13 @@ os.environ["VLLM_TARGET_DEVICE"] = "cpu"
 from engine_process import serve  # noqa: E402
 
 
-def main(folder, load_format, extra):
+def main(folder, load_format, extra, rank, ranks, port):
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
 
     import torch
-    from vllm.config import DeviceConfig, LoadConfig, ModelConfig, VllmConfig, set_current_vllm_config
+    from vllm.config import DeviceConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -33,13 +32,11 @@ def main(folder, load_format, extra):
     config = VllmConfig(
         model_config=model_config, device_config=DeviceConfig("cpu"), weight_transfer_config=transfer_config,
         load_config=LoadConfig(load_format=load_format, model_loader_extra_config=json.loads(extra)),
+        parallel_config=ParallelConfig(tensor_parallel_size=int(ranks), distributed_executor_backend="mp"),
     )  # fmt: skip
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     with set_current_vllm_config(config):
-        init_distributed_environment(1, 0, place, 0, "gloo")
-        initialize_model_parallel(1, 1)
+        init_distributed_environment(int(ranks), int(rank), f"tcp://127.0.0.1:{port}", int(rank), "gloo")
+        initialize_model_parallel(int(ranks), 1)
         model = get_model_loader(config.load_config).load_model(vllm_config=config, model_config=model_config)
         engine = WeightTransferEngineFactory.create_engine(transfer_config, config, torch.device("cpu"), model)
         commands = {
