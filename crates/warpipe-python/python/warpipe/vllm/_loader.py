@@ -229,6 +229,11 @@ def _offloads(config: Any) -> bool:
     return any(getattr(part, key, 0) > 0 for part in parts for key in ("cpu_offload_gb", "offload_group_size"))
 
 
+def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """All modules, with each of their names."""
+    return list(model.named_modules(remove_duplicate=False))
+
+
 def _parameters(model: nn.Module) -> dict[str, Any]:
     return dict(model.named_parameters(remove_duplicate=False))
 
@@ -340,7 +345,9 @@ class _Gift:
     def __init__(self, model: nn.Module, shared: Any) -> None:
         self._model, self._shared = model, shared
         self._tensors = _Tensors(shared)
-        self._names = {id(module): name for name, module in model.named_modules()}
+        # To look for them takes longer than to give them memory: once, and once more behind the processing.
+        self._modules = _modules(model)
+        self._names: dict[int, str] = {}
         self._methods: list[Any] = []
         self._device = torch.device("cuda", torch.cuda.current_device()) if _is_cuda() else torch.device("cpu")
         # One parameter of the module stays one: tied weights.
@@ -350,31 +357,38 @@ class _Gift:
 
     def give_before_processing(self) -> None:
         setattr(self._model, _GIFT, self)
-        for module in self._model.modules():
+        for prefix, module in self._modules:
+            if self._names.setdefault(id(module), prefix) != prefix:
+                continue
             method = getattr(module, "quant_method", None)
             if method is None or type(method).__name__ in _PLAIN or not hasattr(method, "process_weights_after_loading"):
                 self._give_layer(module)
             elif method not in self._methods:
                 self._methods.append(method)
                 method.process_weights_after_loading = self._processing(method.process_weights_after_loading)
-        self._copy_buffers()
+        if self._methods:
+            # Processing may read them.
+            self._copy_buffers()
         if self._wrong or self._kept:
             self._raise()
 
     def give_after_processing(self) -> None:
         for method in self._methods:
             del method.process_weights_after_loading
+        self._modules = _modules(self._model)
         self._copy_buffers()
         for name, scales in (self._shared.metadata.get("floats") or {}).items():
             module = self._model.get_submodule(name)
             for key, value in scales.items():
                 setattr(module, key, value)
-        for name, parameter in _parameters(self._model).items():
-            if not parameter.numel():
-                continue
-            tensor = self._tensors.get(name)
-            if parameter.is_meta or tensor is None or parameter.data_ptr() != tensor.data_ptr():
-                self._wrong.append(name)
+        for prefix, module in self._modules:
+            for key, parameter in module._parameters.items():
+                if parameter is None or not parameter.numel():
+                    continue
+                name = f"{prefix}.{key}" if prefix else key
+                tensor = self._tensors.get(name)
+                if parameter.is_meta or tensor is None or parameter.data_ptr() != tensor.data_ptr():
+                    self._wrong.append(name)
         unused = [name for name in self._shared if name not in self._tensors.used]
         self._wrong += [name for name in unused if not name.startswith(_BUFFER)]
         self._raise()
@@ -418,7 +432,7 @@ class _Gift:
 
     def _copy_buffers(self) -> None:
         done: set[int] = set()
-        for prefix, module in self._model.named_modules(remove_duplicate=False):
+        for prefix, module in self._modules:
             for key, buffer in module._buffers.items():
                 name = _BUFFER + (f"{prefix}.{key}" if prefix else key)
                 tensor = None if buffer is None else self._tensors.get(name)
