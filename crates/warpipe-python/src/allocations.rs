@@ -3,7 +3,6 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
-use std::time::Duration;
 
 use pyo3::prelude::*;
 
@@ -18,7 +17,7 @@ use crate::process::Home;
 use crate::stream::Consumer;
 use crate::torch_allocator;
 use crate::view::View;
-use crate::wait::{asking, in_slices_that_ask, seconds};
+use crate::wait::{asking, seconds, waiting};
 
 /// Shares memory that other libraries allocate in this process, for ``warpipe.torch``.
 #[pyclass(frozen, extends = Closeable, module = "warpipe._warpipe", name = "_AllocationServer")]
@@ -190,16 +189,11 @@ impl AllocationClient {
         timeout: f64,
     ) -> PyResult<Bound<'py, OpenAllocation>> {
         let timeout = seconds(timeout, "timeout")?;
-        let ask = |_: Duration, is_called_off: &dyn Fn() -> bool| {
-            let client = self.handle.get()?;
-            Ok(Some(client.open_share_unless(
-                number,
-                timeout,
-                is_called_off,
-            )?))
-        };
-        let opened = in_slices_that_ask(py, None, ask)?;
-        let opened = opened.expect("there is no limit beside the call's own");
+        let client = self.handle.get()?;
+        let goes_on = || self.handle.get().map(drop);
+        let opened = waiting(py, Some(timeout), goes_on, |wait| {
+            Ok(client.open_share(number, wait)?)
+        })?;
         Bound::new(
             py,
             View::of("the allocation", OwnedMemory::Foreign(opened))?.add_subclass(OpenAllocation),

@@ -9,7 +9,7 @@ use crate::domain::Domain;
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::stream::Consumer;
-use crate::wait::{asking, in_slices, in_turn, late, none_if_late, optional};
+use crate::wait::{HELD_UP, asking, in_slices, late, none_if_late, optional, waiting};
 
 /// An interprocess event (``cuEventCreate`` with ``CU_EVENT_INTERPROCESS``). It distinguishes never
 /// recorded, and lost with its recorder, from complete.
@@ -220,12 +220,9 @@ impl Event {
             self.handle.get()?,
             Consumer::from_argument(py, &self.device, stream)?,
         );
-        if !event.is_prepared() {
-            asking(py, move || event.prepare())?;
-        }
-        let exclusive = |slice| Ok(self.handle.get()?.wait_for_turn(slice)?);
-        let inner = in_turn(py, "recording", exclusive, || {
-            Ok(self.handle.get()?.try_record(consumer.followed()?)?)
+        let goes_on = || self.handle.get().map(drop);
+        let inner = waiting(py, Some(HELD_UP), goes_on, |wait| {
+            Ok(event.record_within(consumer.followed()?, wait)?)
         })?;
         Ok(Recording { inner })
     }

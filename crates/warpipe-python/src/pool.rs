@@ -1,10 +1,8 @@
 //! Pools and their blocks.
 
 use std::collections::HashMap;
-use std::time::Duration;
 
 use pyo3::prelude::*;
-use warpipe::Error;
 use warpipe::backend::Access;
 
 use crate::closeable::Closeable;
@@ -16,7 +14,7 @@ use crate::memory_owner::OwnedMemory;
 use crate::ticket::Ticket;
 use crate::tuples::{Info, pool_usage};
 use crate::view::View;
-use crate::wait::{asking, attach, in_slices_that_ask, late, optional};
+use crate::wait::{asking, attach, optional, waiting};
 
 /// Memory that is lent in blocks, to this process and to others.
 ///
@@ -44,39 +42,6 @@ fn quota_of((bytes, blocks): QuotaArgument) -> warpipe::Quota {
         bytes: bytes.unwrap_or(u64::MAX),
         blocks: blocks.unwrap_or(u32::MAX),
     }
-}
-
-/// Asks for a block until there is one, at most `timeout`.
-fn allocate<T: Send>(
-    py: Python<'_>,
-    timeout: Option<Duration>,
-    mut ask: impl FnMut(Duration, &dyn Fn() -> bool) -> Outcome<T> + Send,
-) -> PyResult<T> {
-    let mut full = None;
-    let taken = in_slices_that_ask(py, timeout, |slice, is_called_off| {
-        match ask(slice, is_called_off) {
-            Ok(block) => Ok(Some(block)),
-            Err(Fault::Library(error @ Error::MemoryLimit { bytes, limit, .. }))
-                if bytes <= limit =>
-            {
-                full = Some(error);
-                Ok(None)
-            }
-            Err(Fault::Library(
-                error @ Error::QuotaExceeded {
-                    bytes,
-                    limit,
-                    blocks_max,
-                    ..
-                },
-            )) if bytes <= limit && blocks_max > 0 => {
-                full = Some(error);
-                Ok(None)
-            }
-            Err(error) => Err(error),
-        }
-    })?;
-    Ok(taken.ok_or_else(|| full.map_or_else(|| late("a block".into(), timeout), Fault::from))?)
 }
 
 #[pymethods]
@@ -156,14 +121,14 @@ impl Pool {
         uid: Option<u32>,
     ) -> PyResult<Bound<'py, Buffer>> {
         let timeout = optional(timeout, "timeout")?;
-        let ask = |slice, _: &dyn Fn() -> bool| {
-            let pool = self.handle.get()?;
+        let pool = self.handle.get()?;
+        let goes_on = || self.handle.get().map(drop);
+        let block = waiting(py, timeout, goes_on, |wait| {
             Ok(match uid {
-                Some(uid) => pool.allocate_for(uid, nbytes, slice)?,
-                None => pool.allocate_timeout(nbytes, slice)?,
+                Some(uid) => pool.allocate_for(uid, nbytes, wait)?,
+                None => pool.allocate_within(nbytes, wait)?,
             })
-        };
-        let block = allocate(py, timeout, ask)?;
+        })?;
         Bound::new(
             py,
             View::of("the block", OwnedMemory::Block(block))?.add_subclass(Buffer),
@@ -304,13 +269,11 @@ impl PoolClient {
         timeout: Option<f64>,
     ) -> PyResult<Bound<'py, LentBuffer>> {
         let timeout = optional(timeout, "timeout")?;
-        let ask = |slice, is_called_off: &dyn Fn() -> bool| {
-            Ok(self
-                .handle
-                .get()?
-                .allocate_unless(nbytes, slice, is_called_off)?)
-        };
-        let block = allocate(py, timeout, ask)?;
+        let client = self.handle.get()?;
+        let goes_on = || self.handle.get().map(drop);
+        let block = waiting(py, timeout, goes_on, |wait| {
+            Ok(client.allocate_within(nbytes, wait)?)
+        })?;
         LentBuffer::make(py, block)
     }
 

@@ -15,7 +15,7 @@ use crate::handle::CloseableHandle;
 use crate::interpreter_exit::{Endpoint, close_at_exit};
 use crate::process::Home;
 use crate::stream::Consumer;
-use crate::wait::{attach, on_a_thread, optional};
+use crate::wait::{attach, optional, waiting};
 
 /// A practically endless wait that a clock can still represent.
 const VERY_LONG: Duration = Duration::from_secs(1 << 32);
@@ -139,20 +139,21 @@ fn take_now(
     Ok(taken.map_err(Fault::from)?)
 }
 
-/// Waits on a separate thread, which keeps its place in the queue while this thread checks for
-/// signals and for the semaphore's close. At the end that thread leaves the queue; a permit that
-/// has come by then is passed on.
+/// Keeps its place in the queue while it checks for signals and for the semaphore's close. At the
+/// end it leaves the queue; a permit that has come by then is passed on.
 fn line_up(
     py: Python<'_>,
     handle: &CloseableHandle<warpipe::Semaphore>,
-    consumer: Option<Consumer>,
+    consumer: Option<&Consumer>,
     timeout: Duration,
 ) -> PyResult<warpipe::Permit> {
     let semaphore = handle.get()?;
     let goes_on = || handle.get().map(drop);
-    on_a_thread(py, "warpipe-permit", goes_on, move |call_off| {
-        let stream = consumer.as_ref().map(Consumer::linked);
-        Ok(semaphore.acquire_unless(stream, timeout, call_off.flag())?)
+    waiting(py, Some(timeout), goes_on, |wait| {
+        Ok(match consumer {
+            Some(consumer) => semaphore.acquire(consumer.linked(), wait)?,
+            None => semaphore.acquire_host(wait)?,
+        })
     })
 }
 
@@ -276,7 +277,7 @@ impl Semaphore {
             return self.permit(py, permit, consumer);
         }
         drop(semaphore);
-        let permit = line_up(py, &self.handle, consumer.clone(), timeout)?;
+        let permit = line_up(py, &self.handle, consumer.as_ref(), timeout)?;
         self.permit(py, permit, consumer)
     }
 

@@ -8,7 +8,7 @@ use crate::domain::Domain;
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::stream::Consumer;
-use crate::wait::{attach, in_slices, in_turn, late, none_if_late, optional};
+use crate::wait::{HELD_UP, attach, in_slices, late, none_if_late, optional, waiting};
 
 /// A named number that only grows: one process's streams signal it, other processes' streams wait
 /// for it (``cuStreamWriteValue64``, ``cuStreamWaitValue64``), without a CPU wait.
@@ -145,14 +145,14 @@ impl Timeline {
         value: u64,
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        self.handle.get()?;
+        let timeline = self.handle.get()?;
         let consumer = stream
             .map(|stream| Consumer::from_argument(py, &self.device, stream))
             .transpose()?;
-        let exclusive = |slice| Ok(self.handle.get()?.wait_for_turn(slice)?);
-        in_turn(py, "signal", exclusive, || {
+        let goes_on = || self.handle.get().map(drop);
+        waiting(py, Some(HELD_UP), goes_on, |wait| {
             let stream = consumer.as_ref().map(Consumer::followed).transpose()?;
-            Ok(self.handle.get()?.try_signal(stream, value)?.then_some(()))
+            Ok(timeline.signal_within(stream, value, wait)?)
         })
     }
 

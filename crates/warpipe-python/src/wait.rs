@@ -1,6 +1,6 @@
 //! Waits that Ctrl-C ends: slices without the interpreter, with a check for signals in between.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 use pyo3::types::PyEllipsis;
-use warpipe::Error;
+use warpipe::{Error, Wait};
 
 use crate::detached::DropDetached;
 use crate::errors::{Fault, Outcome};
@@ -86,61 +86,42 @@ pub fn in_slices<T: Send>(
     }
 }
 
-/// [`in_slices`], for looks that may wait longer, for another process's answer. Such a look checks
-/// meanwhile, while no lock is held, whether it is cancelled. A result after the cancellation is
-/// dropped.
-pub fn in_slices_that_ask<T: Send>(
+/// A library call that waits at most `limit` (None: no limit). A signal's handler that raises, or
+/// an error of `goes_on`, cancels it and is the result then.
+pub fn waiting<T: Send>(
     py: Python<'_>,
-    timeout: Option<Duration>,
-    mut look: impl FnMut(Duration, &dyn Fn() -> bool) -> Outcome<Option<T>> + Send,
-) -> PyResult<Option<T>> {
-    let interrupt = Mutex::new(None);
-    let seen = || interrupt.lock().unwrap_or_else(PoisonError::into_inner);
-    let is_interrupted = || match Python::attach(|py| py.check_signals()) {
-        Ok(()) => false,
-        Err(raised) => {
-            *seen() = Some(raised);
-            true
+    limit: Option<Duration>,
+    goes_on: impl Fn() -> Outcome<()> + Send + Sync,
+    call: impl FnOnce(Wait<'_>) -> Outcome<T> + Send,
+) -> PyResult<T> {
+    py.check_signals()?;
+    let (done, end) = py.detach(|| {
+        let (seen_at, end) = (Cell::new(Instant::now()), RefCell::new(None));
+        let cancelled = || {
+            if end.borrow().is_none() && seen_at.get().elapsed() >= SLICE / 2 {
+                seen_at.set(Instant::now());
+                let looked = goes_on().map_err(PyErr::from);
+                let looked = looked.and_then(|()| Python::attach(|py| py.check_signals()));
+                *end.borrow_mut() = looked.err();
+            }
+            end.borrow().is_some()
+        };
+        let wait = Wait::at_most(limit.unwrap_or(Duration::MAX)).unless(&cancelled);
+        let done = call(wait);
+        match end.take() {
+            // What has come after the cancellation is dropped.
+            Some(end) => (done.map(drop).map(|()| None), Some(end)),
+            None => (done.map(Some), None),
         }
-    };
-    let found = in_slices(py, timeout, |slice| {
-        let found = look(slice, &is_interrupted);
-        if seen().is_some() {
-            Ok(Some(None))
-        } else {
-            Ok(found?.map(Some))
-        }
-    })?;
-    match seen().take() {
-        Some(interrupt) => Err(interrupt),
-        None => Ok(found.flatten()),
+    });
+    match end {
+        Some(end) => Err(end),
+        None => Ok(done?.expect("a call that was not cancelled gives something")),
     }
 }
 
-/// The limit of a wait for another thread of this process that the driver blocks.
-const HELD_UP: Duration = Duration::from_secs(10);
-
-/// [`once`], for a step that only another thread's call can block: `what` is its name in errors.
-pub fn in_turn<T: Send>(
-    py: Python<'_>,
-    what: &str,
-    wait_for_turn: impl Fn(Duration) -> Outcome<bool> + Send + Sync,
-    step: impl FnMut() -> Outcome<Option<T>> + Send,
-) -> PyResult<T> {
-    // An error of the wait is also the step's, which reports it.
-    let done = once(
-        py,
-        Some(HELD_UP),
-        |slice| wait_for_turn(slice).unwrap_or(true),
-        step,
-    )?;
-    Ok(done.ok_or_else(|| {
-        late(
-            format!("another thread's {what}, which the driver holds up,"),
-            Some(HELD_UP),
-        )
-    })?)
-}
+/// How long a call waits for another thread of this process that the driver blocks.
+pub const HELD_UP: Duration = Duration::from_secs(10);
 
 /// The last step of a wait that takes something: a signal that arrived meanwhile is handled before
 /// the caller has `found`, and if its handler raises, `put_back` makes it the next one to be taken.

@@ -166,7 +166,7 @@ fn take_back_from_the_dead(stage: &Stage, pool: &Pool) -> Outcome {
     println!("killing the doomed, process {}", doomed.pid());
     doomed.kill()?;
     // All of the pool: this needs the dead borrower's block, and waits for it.
-    let all = pool.allocate_timeout(LIMIT, PATIENCE)?;
+    let all = pool.allocate_within(LIMIT, PATIENCE)?;
     show("taken back", &pool.stats(), [LIMIT, 0])?;
     let stream = stage.device.stream()?;
     fill(&all, &stream, LAST)?;

@@ -139,6 +139,7 @@ mod stream;
 mod sync;
 mod tensor;
 mod trace;
+mod wait;
 pub mod weights;
 
 pub use allocations::{
@@ -181,6 +182,7 @@ pub use sync::event::{Event, EventBuilder, EventHandle, Recording};
 pub use sync::semaphore::{Permit, Semaphore, SemaphoreBuilder};
 pub use sync::timeline::{Timeline, TimelineBuilder};
 pub use tensor::{DType, Layout, RANK_MAX};
+pub use wait::Wait;
 
 /// Tests the examples of the README.
 #[cfg(doctest)]

@@ -247,14 +247,14 @@ fn killed_while_it_writes(context: &Context, end: &End) -> Result<()> {
         End::Orphaned(lives) => {
             let orphan = peer.orphan(&Order::ForkUnseen)?;
             peer.kill()?;
-            match pool.allocate_timeout(BYTES, lives) {
+            match pool.allocate_within(BYTES, lives) {
                 Err(Error::MemoryLimit { .. }) => orphan.end(),
                 other => bail!("the block of a dead writer with a living orphan gave {other:?}"),
             }
         }
     }
     let next = pool
-        .allocate_timeout(BYTES, PATIENCE)
+        .allocate_within(BYTES, PATIENCE)
         .context("the block comes back")?;
     ensure!(
         start.elapsed() < LONG,

@@ -290,7 +290,7 @@ fn pools(context: &Context) -> Result<()> {
         }))?;
         let wait = context.wait(rng);
         let outcome = kill_under(&mut victim, rng, 5_000, || {
-            client.allocate_timeout(BYTES, wait)?.free(&stream)?;
+            client.allocate_within(BYTES, wait)?.free(&stream)?;
             blocks += 1;
             Ok(())
         })?;

@@ -161,7 +161,7 @@ fn lent(context: &Context) -> Result<()> {
             is_full(pool.allocate(8))?;
             drop(block);
         }
-        drop(pool.allocate_timeout(BYTES, PATIENCE)?);
+        drop(pool.allocate_within(BYTES, PATIENCE)?);
         match peer.try_ask(&Order::Hold(HolderOrder::Borrow(ticket)))? {
             Err(Fault { kind, text }) => {
                 ensure!(kind == "TicketExpired" && text.contains("back"), "{text}")
@@ -195,9 +195,9 @@ fn owner_busy(context: &Context) -> Result<()> {
         block.free(if is_behind { &busy } else { &idle })?;
         let next = if is_behind {
             is_full(pool.allocate(8))?;
-            pool.allocate_timeout(BYTES, PATIENCE)?
+            pool.allocate_within(BYTES, PATIENCE)?
         } else {
-            pool.allocate_timeout(BYTES, LONG / 2)
+            pool.allocate_within(BYTES, LONG / 2)
                 .context("the control gets the block while it is written")?
         };
         fill_now(context, &next, 2)?;
@@ -235,9 +235,9 @@ fn peer_busy(context: &Context) -> Result<()> {
         }))?;
         let next = if is_behind {
             is_full(pool.allocate(8))?;
-            pool.allocate_timeout(BYTES, PATIENCE)?
+            pool.allocate_within(BYTES, PATIENCE)?
         } else {
-            pool.allocate_timeout(BYTES, LONG / 2)
+            pool.allocate_within(BYTES, LONG / 2)
                 .context("the control gets the block while it is written")?
         };
         fill_now(context, &next, 2)?;
@@ -258,12 +258,12 @@ fn killed_borrower(context: &Context) -> Result<()> {
         let mut peer = context.peer()?;
         number(&mut peer, HolderOrder::Borrow(block.lend(Access::Read)?))?;
         drop(block);
-        is_full(pool.allocate_timeout(8, Duration::from_millis(100)))?;
+        is_full(pool.allocate_within(8, Duration::from_millis(100)))?;
         peer.stop()?;
-        is_full(pool.allocate_timeout(8, Duration::from_millis(100)))
+        is_full(pool.allocate_within(8, Duration::from_millis(100)))
             .context("stopped is not dead")?;
         peer.kill()?;
-        drop(pool.allocate_timeout(BYTES, PATIENCE)?);
+        drop(pool.allocate_within(BYTES, PATIENCE)?);
         let stats = pool.stats();
         ensure!((stats.lent_bytes, stats.peers) == (0, 0), "{stats:?}");
     }
@@ -288,7 +288,7 @@ fn killed_writer(context: &Context) -> Result<()> {
             is_behind: true,
         }))?;
         peer.strike()?;
-        let next = pool.allocate_timeout(BYTES, PATIENCE)?;
+        let next = pool.allocate_within(BYTES, PATIENCE)?;
         fill_now(context, &next, 2)?;
         peer.ended()?;
         // Longer than what it had enqueued.
@@ -357,7 +357,7 @@ fn remote_allocation(context: &Context) -> Result<()> {
     other.ask(&Order::Hold(order))?;
     other.dismiss()?;
     drop(blocks);
-    drop(client.allocate_timeout(BYTES, PATIENCE)?);
+    drop(client.allocate_within(BYTES, PATIENCE)?);
     drop(client);
     owner.dismiss()
 }
@@ -369,7 +369,7 @@ fn ended_borrower(context: &Context) -> Result<()> {
     number(&mut peer, HolderOrder::Borrow(block.lend(Access::Read)?))?;
     drop(block);
     peer.dismiss()?;
-    drop(pool.allocate_timeout(BYTES, PATIENCE)?);
+    drop(pool.allocate_within(BYTES, PATIENCE)?);
     Ok(())
 }
 
@@ -476,7 +476,7 @@ fn other_user(context: &Context) -> Result<()> {
         };
         peer.ask(&Order::Hold(order))?;
         peer.ask(&Order::Hold(HolderOrder::Settle))?;
-        let block = pool.allocate_timeout(BYTES, PATIENCE)?;
+        let block = pool.allocate_within(BYTES, PATIENCE)?;
         ensure!(
             zeros(&block)? != sees_it,
             "what {uid:?} wrote is seen here: {sees_it}"
@@ -579,7 +579,7 @@ fn storm(context: &Context) -> Result<()> {
     let guard = context.guard();
     let rounds = context.kills(12, 300, 90).div_ceil(PEERS as u32);
     for round in 0..rounds {
-        let lent = pool.allocate_timeout(BYTES, PATIENCE)?;
+        let lent = pool.allocate_within(BYTES, PATIENCE)?;
         let ticket = lent.lend(Access::ReadWrite)?;
         let mut peers = (0..PEERS)
             .map(|_| context.mortal(&mut rng))
@@ -620,7 +620,7 @@ fn storm(context: &Context) -> Result<()> {
             pool.stats()
         );
         drop(
-            pool.allocate_timeout(8 * BYTES, PATIENCE)
+            pool.allocate_within(8 * BYTES, PATIENCE)
                 .with_context(|| format!("all of it after round {round}"))?,
         );
         drop(peers);

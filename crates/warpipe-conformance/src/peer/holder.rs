@@ -256,7 +256,7 @@ impl Holder {
                     }
                 };
                 self.lent.push(Some(
-                    client.allocate_timeout(bytes, Duration::from_millis(wait_ms))?,
+                    client.allocate_within(bytes, Duration::from_millis(wait_ms))?,
                 ));
                 return Ok(Answer::Number(self.lent.len() as u64 - 1));
             }

@@ -74,12 +74,12 @@ impl Workload for Blocks {
             error_counters,
             site,
         } = self;
-        let block = pool.allocate_timeout(BLOCK, site.patience)?;
+        let block = pool.allocate_within(BLOCK, site.patience)?;
         let lent = LentBuffer::open(&block.lend(Access::ReadWrite)?, &site.context.device)?;
         cross(site, error_counters, stream, &lent, &block, seed)?;
         lent.free(stream)?;
         block.free(stream)?;
-        let granted = client.allocate_timeout(BLOCK, site.patience)?;
+        let granted = client.allocate_within(BLOCK, site.patience)?;
         cross(
             site,
             error_counters,
@@ -92,7 +92,7 @@ impl Workload for Blocks {
     }
 
     fn audit(&mut self) -> Result<()> {
-        drop(self.pool.allocate_timeout(LIMIT, self.site.patience)?);
+        drop(self.pool.allocate_within(LIMIT, self.site.patience)?);
         let stats = self.pool.stats();
         ensure!(stats.lent_bytes == 0, "blocks are lent still: {stats:?}");
         Ok(())

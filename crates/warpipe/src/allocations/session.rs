@@ -14,7 +14,6 @@ use super::{
 };
 use crate::backend::{Access, DeviceId, TimelineWord};
 use crate::backoff::Backoff;
-use crate::clock::Stopwatch;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
@@ -33,6 +32,7 @@ use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::StreamSet;
 use crate::runtime::reactor::Reactor;
 use crate::shm::page::SharedPage;
+use crate::wait::Wait;
 
 /// The sessions of this process, so that a run is mapped once however often its server is opened.
 static SESSIONS: WeakCache<ImportKey, AllocationSession> = WeakCache::new();
@@ -93,7 +93,7 @@ impl AllocationClient {
         self.session.ipc.is_over()
     }
 
-    /// Opens a share, which is this process's from then on, and waits at most `timeout` until its
+    /// Opens a share, which is this process's from then on, and waits until its
     /// contents are complete. A share that is not opened in time can be opened again.
     ///
     /// # Errors
@@ -101,25 +101,10 @@ impl AllocationClient {
     /// [`Error::PeerGone`]; [`Error::Argument`] beyond 16,384 shares at once;
     /// [`Error::PeerAccess`], [`Error::LegacyHandle`], [`Error::NotDeviceMemory`],
     /// [`Error::DescriptorLimit`], [`Error::Driver`].
-    pub fn open_share(&self, number: u64, timeout: Duration) -> Result<OpenAllocation> {
-        self.open_share_unless(number, timeout, &|| false)
-    }
-
-    /// As [`open_share`](Self::open_share), for a caller that may give up: it calls
-    /// `is_called_off` every 50 ms or more often, and ends with [`Error::Timeout`] once that
-    /// returns true.
-    ///
-    /// # Errors
-    /// As [`open_share`](Self::open_share).
-    pub fn open_share_unless(
-        &self,
-        number: u64,
-        timeout: Duration,
-        is_called_off: &dyn Fn() -> bool,
-    ) -> Result<OpenAllocation> {
-        let clock = Stopwatch::default();
+    pub fn open_share<'w>(&self, number: u64, wait: impl Into<Wait<'w>>) -> Result<OpenAllocation> {
+        let wait = wait.into();
         let request = AllocationRequest::Open(number);
-        let reply = self.session.ask(request, timeout, is_called_off)?;
+        let reply = self.session.ask(request, &wait)?;
         let grant = match decode(&reply.body, self.name())? {
             AllocationReply::Opened(grant) => grant,
             AllocationReply::TooMany => return Err(self.session.too_many()),
@@ -135,8 +120,7 @@ impl AllocationClient {
                 return Err(self.session.wrong("reply", "pieces".into(), "a share"));
             }
         };
-        self.session
-            .open_grant(grant, timeout, clock, is_called_off)
+        self.session.open_grant(grant, &wait)
     }
 }
 
@@ -408,23 +392,11 @@ impl AllocationSession {
         )
     }
 
-    fn ask(
-        &self,
-        request: AllocationRequest,
-        timeout: Duration,
-        is_called_off: &dyn Fn() -> bool,
-    ) -> Result<IncomingReply> {
-        self.ipc
-            .ask_unless(&encode(&request)?, timeout, is_called_off)
+    fn ask(&self, request: AllocationRequest, wait: &Wait<'_>) -> Result<IncomingReply> {
+        self.ipc.request(&encode(&request)?, *wait)
     }
 
-    fn open_grant(
-        self: &Arc<Self>,
-        grant: Grant,
-        timeout: Duration,
-        mut clock: Stopwatch,
-        is_called_off: &dyn Fn() -> bool,
-    ) -> Result<OpenAllocation> {
+    fn open_grant(self: &Arc<Self>, grant: Grant, wait: &Wait<'_>) -> Result<OpenAllocation> {
         if grant.word >= CLAIMS_MAX || grant.value >= RETURNED {
             let found = format!("{} and {}", grant.word, grant.value);
             return Err(self.wrong("word and value", found, format!("below {CLAIMS_MAX}")));
@@ -436,10 +408,9 @@ impl AllocationSession {
             value: grant.value,
             is_over: false,
         };
-        let mut left = || timeout.saturating_sub(clock.elapsed());
-        let opened = self.open_place(&grant, &mut left, is_called_off);
+        let opened = self.open_place(&grant, wait);
         let opened = opened.and_then(|opened| {
-            self.wait_until_ready(&grant, timeout, &mut left, is_called_off)?;
+            self.wait_until_ready(&grant, wait)?;
             Ok(opened)
         });
         match opened {
@@ -461,12 +432,7 @@ impl AllocationSession {
         }
     }
 
-    fn open_place(
-        &self,
-        grant: &Grant,
-        left: &mut dyn FnMut() -> Duration,
-        is_called_off: &dyn Fn() -> bool,
-    ) -> Result<Opened> {
+    fn open_place(&self, grant: &Grant, wait: &Wait<'_>) -> Result<Opened> {
         match &grant.place {
             Place::Legacy(bytes) => {
                 let handle = LegacyHandle::from_bytes(bytes)?;
@@ -493,7 +459,7 @@ impl AllocationSession {
                         self.wrong("pieces", found, format!("1 to {RUN_PIECES_MAX}"))
                     })?;
                 check_range(self.name(), offset, grant.bytes, total)?;
-                let mapping = self.run((run, access), (pieces, piece), left, is_called_off)?;
+                let mapping = self.run((run, access), (pieces, piece), wait)?;
                 let label: Arc<str> = self.name().into();
                 let slice = mapping.slice(offset, grant.bytes, access, &label)?;
                 Ok(Opened::Run(slice))
@@ -526,15 +492,14 @@ impl AllocationSession {
         &self,
         key: RunKey,
         (pieces, piece): (u32, u64),
-        left: &mut dyn FnMut() -> Duration,
-        is_called_off: &dyn Fn() -> bool,
+        wait: &Wait<'_>,
     ) -> Result<Arc<MappedRegion>> {
         let bytes = piece * u64::from(pieces);
         if let Some(known) = self.known_run(&self.runs.lock(), key, bytes)? {
             return Ok(known);
         }
         // Without the lock: the server may take its time, and the reaper takes the lock.
-        let fds = self.descriptors(key.0, pieces, left, is_called_off)?;
+        let fds = self.descriptors(key.0, pieces, wait)?;
         let mut runs = self.runs.lock();
         if let Some(known) = self.known_run(&runs, key, bytes)? {
             // Another thread has mapped it meanwhile.
@@ -567,18 +532,12 @@ impl AllocationSession {
         }
     }
 
-    fn descriptors(
-        &self,
-        run: u32,
-        pieces: u32,
-        left: &mut dyn FnMut() -> Duration,
-        is_called_off: &dyn Fn() -> bool,
-    ) -> Result<Vec<PeerFd>> {
+    fn descriptors(&self, run: u32, pieces: u32, wait: &Wait<'_>) -> Result<Vec<PeerFd>> {
         let mut fds: Vec<PeerFd> = vec![];
         while fds.len() < pieces as usize {
             let first = fds.len() as u32;
             let request = AllocationRequest::Pieces { run, first };
-            let reply = self.ask(request, left(), is_called_off)?;
+            let reply = self.ask(request, wait)?;
             let count = reply.fds.len();
             let is_right = matches!(decode(&reply.body, self.name())?, AllocationReply::Pieces);
             if !is_right || count == 0 || fds.len() + count > pieces as usize {
@@ -590,13 +549,7 @@ impl AllocationSession {
         Ok(fds)
     }
 
-    fn wait_until_ready(
-        &self,
-        grant: &Grant,
-        timeout: Duration,
-        left: &mut dyn FnMut() -> Duration,
-        is_called_off: &dyn Fn() -> bool,
-    ) -> Result<()> {
+    fn wait_until_ready(&self, grant: &Grant, wait: &Wait<'_>) -> Result<()> {
         let Some((index, value)) = grant.ready else {
             return Ok(());
         };
@@ -614,10 +567,10 @@ impl AllocationSession {
             if self.ipc.is_dead() && !word.reached(value) {
                 return Err(self.ipc.owner_gone());
             }
-            if left().is_zero() || is_called_off() {
+            if wait.is_over() {
                 return Err(Error::Timeout {
                     what: format!("the contents of a share of {:?}", self.name()),
-                    waited: timeout,
+                    waited: wait.limit(),
                 });
             }
             backoff.pause();

@@ -14,6 +14,7 @@ use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
     AccessPolicy, Address, ClientSession, IpcServer, Kind, SessionObserver, decode, encode,
 };
+use crate::wait::Wait;
 use crate::{Device, Stream};
 
 const WAIT: Duration = Duration::from_secs(10);
@@ -201,7 +202,7 @@ fn a_share_whose_receiver_waits_for_its_contents_is_not_opened_yet() {
         assert_eq!(stage.server.is_opened(number).unwrap(), Some(false));
         stage.server.stats().claimed == 1
     };
-    let called_off = client.open_share_unless(number, WAIT, &is_claimed);
+    let called_off = client.open_share(number, Wait::at_most(WAIT).unless(&is_claimed));
     assert!(matches!(called_off, Err(Error::Timeout { .. })));
     drop(go);
     assert!(eventually(|| stage.server.stats().unclaimed == 1));
@@ -216,7 +217,7 @@ fn an_open_that_is_called_off_loses_no_share() {
     let (stream, client) = (stage.device.stream().unwrap(), stage.client());
     let (number, told) = stage.share(&stream, b"kept");
     for _ in 0..50 {
-        match client.open_share_unless(number, WAIT, &|| true) {
+        match client.open_share(number, Wait::at_most(WAIT).unless(&|| true)) {
             Ok(memory) => {
                 // The reply came before the first question. The share is over.
                 drop(memory);

@@ -9,10 +9,10 @@ mod state;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, PoisonError, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 pub(crate) use self::handshake::PendingSession;
-use self::state::{Patience, SessionState, has_closed};
+use self::state::{SessionState, has_closed};
 use super::{Address, BODY_BYTES_MAX, IncomingReply, REPLY_TIMEOUT, SessionObserver};
 use crate::backend::DeviceId;
 use crate::clock::Stopwatch;
@@ -23,6 +23,7 @@ use crate::ipc::domain::{Arrivals, Domain};
 use crate::ipc::message::{self, Message};
 use crate::ipc::peer::{DeathEvidence, ORPHAN_TIMEOUT};
 use crate::runtime::reactor::{EventSource, Reactor};
+use crate::wait::Wait;
 
 /// A session at a server of this or another process. Dropping it closes the session gracefully, once
 /// the requests that its callers have given up are answered.
@@ -98,8 +99,12 @@ impl ClientSession {
     /// on the reactor's thread, which reads the reply.
     ///
     /// [`Error::Refused`], [`Error::PeerGone`], [`Error::Timeout`].
-    pub(crate) fn request(&self, body: &[u8], timeout: Duration) -> Result<IncomingReply> {
-        self.ask_unless(body, timeout, &|| false)
+    pub(crate) fn request<'w>(
+        &self,
+        body: &[u8],
+        wait: impl Into<Wait<'w>>,
+    ) -> Result<IncomingReply> {
+        self.ask(body, None, &wait.into())
     }
 
     /// As [`request`](Self::request), with memory of this process.
@@ -109,26 +114,14 @@ impl ClientSession {
         memory: BorrowedFd<'_>,
         timeout: Duration,
     ) -> Result<IncomingReply> {
-        self.ask(body, Some(memory), timeout, &|| false)
-    }
-
-    /// As [`request`](Self::request), for a caller that may cancel, with the same result as a
-    /// timeout. `is_cancelled` is called every 50 ms, while no lock is held.
-    pub(crate) fn ask_unless(
-        &self,
-        body: &[u8],
-        timeout: Duration,
-        is_cancelled: &dyn Fn() -> bool,
-    ) -> Result<IncomingReply> {
-        self.ask(body, None, timeout, is_cancelled)
+        self.ask(body, Some(memory), &timeout.into())
     }
 
     fn ask(
         &self,
         body: &[u8],
         memory: Option<BorrowedFd<'_>>,
-        timeout: Duration,
-        is_cancelled: &dyn Fn() -> bool,
+        wait: &Wait<'_>,
     ) -> Result<IncomingReply> {
         let inner = self.inner.get()?;
         if body.len() > BODY_BYTES_MAX {
@@ -139,12 +132,7 @@ impl ClientSession {
             ));
         }
         let serial = inner.next_serial.fetch_add(1, SeqCst);
-        let patience = Patience {
-            start: Instant::now(),
-            timeout,
-            is_cancelled,
-        };
-        inner.add_request(serial, &patience)?;
+        inner.add_request(serial, wait)?;
         let request = body.to_vec();
         let sent = match memory {
             None => inner.send(&Message::Request {
@@ -173,7 +161,7 @@ impl ClientSession {
             }
             Ok(()) => {}
         }
-        inner.wait_for((serial, body), &patience)
+        inner.wait_for((serial, body), wait)
     }
 
     /// Sends a request without waiting for its reply: for threads that must not wait.

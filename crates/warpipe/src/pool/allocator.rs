@@ -14,7 +14,6 @@ use super::PoolNotice;
 use super::last_writers::LastWriter;
 use crate::backend::{Access, DeviceId, DevicePtr, StreamOp};
 use crate::backoff::Backoff;
-use crate::clock::Stopwatch;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
@@ -33,6 +32,7 @@ use crate::runtime::reactor::Reactor;
 use crate::shm::fence_words::FenceWords;
 use crate::shm::page::SharedPage;
 use crate::stream::Stream;
+use crate::wait::Wait;
 
 /// The limit for clearing a block. Memory is written at terabytes a second; the limit allows for
 /// other processes' time slices.
@@ -172,21 +172,18 @@ impl PoolAllocator {
     }
 
     /// Allocates a block for this process in a region of the user `uid`: a free one, one in a new
-    /// region, or one that is released within `timeout`.
-    pub(super) fn allocate(&self, uid: u32, bytes: u64, timeout: Duration) -> Result<SlotId> {
+    /// region, or one that is released before the wait is over.
+    pub(super) fn allocate(&self, uid: u32, bytes: u64, wait: &Wait<'_>) -> Result<SlotId> {
         self.owner_process.check()?;
         check_bytes(bytes)?;
-        let (mut clock, mut backoff, mut has_waited) =
-            (Stopwatch::default(), Backoff::default(), false);
+        let (mut backoff, mut has_waited) = (Backoff::default(), false);
         loop {
             match self.take(bytes, uid, BlockUsers::owned())? {
                 AllocOutcome::Block { slot, cleared_at } => {
                     self.wait_until_clear(slot, cleared_at)?;
                     return Ok(slot);
                 }
-                AllocOutcome::Full { used, limit }
-                    if clock.elapsed() >= timeout || bytes > limit =>
-                {
+                AllocOutcome::Full { used, limit } if bytes > limit || wait.is_over() => {
                     return Err(Error::MemoryLimit {
                         name: self.name.to_string(),
                         bytes,
@@ -194,9 +191,7 @@ impl PoolAllocator {
                         limit,
                     });
                 }
-                AllocOutcome::OverQuota(over)
-                    if clock.elapsed() >= timeout || over.is_final(bytes) =>
-                {
+                AllocOutcome::OverQuota(over) if over.is_final(bytes) || wait.is_over() => {
                     return Err(over.error(self.name.as_str(), bytes));
                 }
                 AllocOutcome::Full { .. } | AllocOutcome::OverQuota(_) => {}

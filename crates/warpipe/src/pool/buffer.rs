@@ -17,6 +17,7 @@ use crate::memory::arena::{SlotId, check_limit};
 use crate::memory::ticket::Ticket;
 use crate::options::{EndpointOptions, option_setters};
 use crate::stream::Stream;
+use crate::wait::Wait;
 
 /// Settings of a pool. See [`Pool::builder`].
 #[derive(Debug, Clone)]
@@ -225,27 +226,31 @@ impl Pool {
     /// [`Error::QuotaExceeded`] where this user has a quota; [`Error::DeviceMemory`] when the device has none; [`Error::Argument`] for 0 bytes;
     /// [`Error::Driver`]; [`Error::Forked`].
     pub fn allocate(&self, bytes: u64) -> Result<Buffer> {
-        self.allocate_timeout(bytes, self.inner.wait)
+        self.allocate_within(bytes, self.inner.wait)
     }
 
-    /// Like [`allocate`](Self::allocate), but waits at most `timeout` for other blocks to be
-    /// released.
+    /// Like [`allocate`](Self::allocate), with another wait for other blocks to be released.
     ///
     /// # Errors
     /// As [`allocate`](Self::allocate).
-    pub fn allocate_timeout(&self, bytes: u64, timeout: Duration) -> Result<Buffer> {
-        self.allocate_for(self.inner.allocator.uid, bytes, timeout)
+    pub fn allocate_within<'w>(&self, bytes: u64, wait: impl Into<Wait<'w>>) -> Result<Buffer> {
+        self.allocate_for(self.inner.allocator.uid, bytes, wait)
     }
 
-    /// Like [`allocate_timeout`](Self::allocate_timeout), in a region of the user `uid`: its
+    /// Like [`allocate_within`](Self::allocate_within), in a region of the user `uid`: its
     /// processes, and no others, can open the block's ticket. It counts against that user's quota
     /// until the block is free. Whatever lies in a user's regions, that user can read and write.
     ///
     /// # Errors
     /// As [`allocate`](Self::allocate), and [`Error::QuotaExceeded`].
-    pub fn allocate_for(&self, uid: u32, bytes: u64, timeout: Duration) -> Result<Buffer> {
+    pub fn allocate_for<'w>(
+        &self,
+        uid: u32,
+        bytes: u64,
+        wait: impl Into<Wait<'w>>,
+    ) -> Result<Buffer> {
         let allocator = &self.inner.allocator;
-        let slot = allocator.allocate(uid, bytes, timeout)?;
+        let slot = allocator.allocate(uid, bytes, &wait.into())?;
         Ok(Buffer {
             allocator: LeakOnFork::new(allocator.clone()),
             slot,

@@ -7,7 +7,6 @@ use std::time::Duration;
 use super::allocator::check_bytes;
 use super::session::{BlockGuard, LentBuffer, PoolSession, SESSIONS, wrong};
 use super::{AllocReply, AllocRequest, Hello};
-use crate::clock::Stopwatch;
 use crate::device::Device;
 use crate::error::{Error, Expiry, Result};
 use crate::ipc::{Kind, encode};
@@ -18,6 +17,7 @@ use crate::options::{Attachment, Opener};
 #[cfg(test)]
 use crate::shm::page::SharedPage;
 use crate::stream::Stream;
+use crate::wait::Wait;
 
 /// The pause between two requests of a peer that waits for memory.
 const RETRY_INTERVAL: Duration = Duration::from_millis(2);
@@ -139,40 +139,25 @@ impl PoolClient {
     /// [`Error::Timeout`], [`Error::DescriptorLimit`], [`Error::DeviceMemory`],
     /// [`Error::PeerAccess`], [`Error::Driver`].
     pub fn allocate(&self, bytes: u64) -> Result<LentBuffer> {
-        self.allocate_timeout(bytes, Duration::ZERO)
+        self.allocate_within(bytes, Duration::ZERO)
     }
 
-    /// Like [`allocate`](Self::allocate), but waits at most `timeout` for other blocks to be
-    /// released.
+    /// Like [`allocate`](Self::allocate), but waits for other blocks to be released. A block that
+    /// arrives after the wait is released.
     ///
     /// # Errors
     /// As [`allocate`](Self::allocate).
-    pub fn allocate_timeout(&self, bytes: u64, timeout: Duration) -> Result<LentBuffer> {
-        self.allocate_unless(bytes, timeout, &|| false)
-    }
-
-    /// Like [`allocate_timeout`](Self::allocate_timeout), for a caller that may give up while the
-    /// owner does not answer. It calls `is_called_off` every 50 ms, and ends with
-    /// [`Error::Timeout`] once that returns true. A block that arrives later is released.
-    ///
-    /// # Errors
-    /// As [`allocate`](Self::allocate).
-    pub fn allocate_unless(
-        &self,
-        bytes: u64,
-        timeout: Duration,
-        is_called_off: &dyn Fn() -> bool,
-    ) -> Result<LentBuffer> {
+    pub fn allocate_within<'w>(&self, bytes: u64, wait: impl Into<Wait<'w>>) -> Result<LentBuffer> {
+        let wait = wait.into();
         check_bytes(bytes)?;
-        let mut clock = Stopwatch::default();
         loop {
             match self
                 .pool_session
-                .ask(AllocRequest::Block { bytes }, is_called_off)?
+                .ask(AllocRequest::Block { bytes }, &wait)?
             {
                 Ok(block) => return Ok(block),
                 Err(AllocReply::Full { used, limit }) => {
-                    let left = timeout.saturating_sub(clock.elapsed());
+                    let left = wait.left();
                     if left.is_zero() || bytes > limit {
                         return Err(Error::MemoryLimit {
                             name: self.name().to_string(),
@@ -184,7 +169,7 @@ impl PoolClient {
                     pause(left);
                 }
                 Err(AllocReply::OverQuota(over)) => {
-                    let left = timeout.saturating_sub(clock.elapsed());
+                    let left = wait.left();
                     if left.is_zero() || over.is_final(bytes) {
                         return Err(over.error(self.name(), bytes));
                     }
@@ -239,7 +224,10 @@ impl LentBuffer {
                     .ok_or_else(|| ticket.expired(Expiry::Replaced))
             },
         )?;
-        match pool_session.ask(AllocRequest::Lent(ticket.wanted().id), &|| false) {
+        match pool_session.ask(
+            AllocRequest::Lent(ticket.wanted().id),
+            &Wait::at_most(Duration::MAX),
+        ) {
             Ok(Ok(block)) => Ok(block),
             Ok(Err(AllocReply::TooMany)) => Err(pool_session.too_many()),
             Ok(Err(AllocReply::OtherUser(uid))) => Err(pool_session.other_user(uid)),

@@ -27,6 +27,7 @@ use crate::runtime::heartbeat::Uptime;
 use crate::runtime::reactor::Reactor;
 use crate::shm::page::SharedPage;
 use crate::stream::Stream;
+use crate::wait::Wait;
 
 /// The limit for the owner's clearing of a block.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(10);
@@ -183,13 +184,13 @@ impl PoolSession {
     pub(super) fn ask(
         self: &Arc<PoolSession>,
         request: AllocRequest,
-        is_called_off: &dyn Fn() -> bool,
+        wait: &Wait<'_>,
     ) -> Result<std::result::Result<LentBuffer, AllocReply>> {
         self.shared.owner_process().check()?;
-        let incoming =
-            self.shared
-                .session
-                .ask_unless(&encode(&request)?, REPLY_TIMEOUT, is_called_off)?;
+        let incoming = self
+            .shared
+            .session
+            .request(&encode(&request)?, wait.cancellable_within(REPLY_TIMEOUT))?;
         match decode(&incoming.body, self.name())? {
             AllocReply::Block(grant) => self.open_grant(grant, incoming).map(Ok),
             other => Ok(Err(other)),

@@ -141,7 +141,7 @@ fn a_block_is_not_handed_out_before_the_stream_that_frees_it_is_past_it() {
             if is_freed_on_it { 2 * MIB } else { 0 }
         );
         drop(go);
-        drop(stage.pool.allocate_timeout(2 * MIB, WAIT).unwrap());
+        drop(stage.pool.allocate_within(2 * MIB, WAIT).unwrap());
     }
 }
 
@@ -158,10 +158,10 @@ fn every_stream_that_was_named_is_waited_for() {
             block.free(&stage.device.stream().unwrap()).unwrap();
         }
         assert!(is_limit(
-            stage.pool.allocate_timeout(1, Duration::from_millis(30))
+            stage.pool.allocate_within(1, Duration::from_millis(30))
         ));
         drop(go);
-        drop(stage.pool.allocate_timeout(2 * MIB, WAIT).unwrap());
+        drop(stage.pool.allocate_within(2 * MIB, WAIT).unwrap());
     }
     // Two waits time out. Whether the two others wait depends on the machine.
     assert!((2..=4).contains(&stage.pool.stats().waits));
@@ -215,10 +215,10 @@ fn a_borrowers_stream_is_waited_for_too() {
             // The control: a stream that was not recorded is not waited for.
             _ => drop(lent),
         }
-        let early = stage.pool.allocate_timeout(1, Duration::from_millis(30));
+        let early = stage.pool.allocate_within(1, Duration::from_millis(30));
         assert_eq!(is_limit(early), way != "unnamed", "{way}");
         drop(go);
-        drop(stage.pool.allocate_timeout(2 * MIB, WAIT).unwrap());
+        drop(stage.pool.allocate_within(2 * MIB, WAIT).unwrap());
     }
 }
 
@@ -327,7 +327,7 @@ fn a_client_waits_for_what_others_let_go_and_has_a_limit_of_blocks() {
     let lent = client.allocate(2 * MIB).unwrap();
     assert!(is_limit(client.allocate(1)));
     std::thread::scope(|scope| {
-        let waiting = scope.spawn(|| client.allocate_timeout(MIB, WAIT).map(drop));
+        let waiting = scope.spawn(|| client.allocate_within(MIB, WAIT).map(drop));
         assert!(is_limit(stage.pool.allocate(1)));
         drop(lent);
         waiting.join().unwrap().unwrap();
@@ -559,9 +559,9 @@ fn a_block_of_a_peer_that_closed_gracefully_comes_back_at_its_death() {
     close(Process::of_pipe(alive));
     // Ticks pass while the process is alive.
     assert!(is_limit(
-        stage.pool.allocate_timeout(1, Duration::from_millis(500))
+        stage.pool.allocate_within(1, Duration::from_millis(500))
     ));
     drop(writer);
-    drop(stage.pool.allocate_timeout(2 * MIB, WAIT).unwrap());
+    drop(stage.pool.allocate_within(2 * MIB, WAIT).unwrap());
     drop(block);
 }

@@ -132,16 +132,16 @@ fn a_client_over_its_quota_waits_for_blocks_of_its_user_and_not_for_ever() {
     let (one, other) = (client(&stage), client(&stage));
     let held = one.allocate(MIB).unwrap();
     let brief = Duration::from_millis(20);
-    assert_eq!(quota_error(other.allocate_timeout(MIB, brief)).1, MIB);
+    assert_eq!(quota_error(other.allocate_within(MIB, brief)).1, MIB);
     std::thread::scope(|scope| {
-        let waiting = scope.spawn(|| other.allocate_timeout(MIB, WAIT).map(drop));
-        let owner = scope.spawn(|| stage.pool.allocate_timeout(MIB, WAIT).map(drop));
+        let waiting = scope.spawn(|| other.allocate_within(MIB, WAIT).map(drop));
+        let owner = scope.spawn(|| stage.pool.allocate_within(MIB, WAIT).map(drop));
         drop(held);
         waiting.join().unwrap().unwrap();
         owner.join().unwrap().unwrap();
     });
     // More than the quota is never there: no wait.
-    let too_much = other.allocate_timeout(2 * MIB + 1, Duration::MAX);
+    let too_much = other.allocate_within(2 * MIB + 1, Duration::MAX);
     assert_eq!(quota_error(too_much).2, 2 * MIB);
 }
 
@@ -165,7 +165,7 @@ fn nothing_is_allocated_with_a_quota_of_zero_and_no_length_overflows_one() {
                 let result = stage.pool.allocate_for(uid, bytes, Duration::MAX);
                 assert_eq!(quota_error(result).0, uid);
             }
-            quota_error(client(&stage).allocate_timeout(bytes, Duration::MAX));
+            quota_error(client(&stage).allocate_within(bytes, Duration::MAX));
         }
         assert_eq!(stage.pool.stats().regions, 0);
     }
@@ -320,7 +320,7 @@ fn a_region_without_blocks_makes_room_for_another_user_who_reads_zeros() {
         "a client unmaps what it cannot use any more"
     );
     // The way back. The user's region is free again, and now in this client's way.
-    let again = client.allocate_timeout(3 * MIB, WAIT).unwrap();
+    let again = client.allocate_within(3 * MIB, WAIT).unwrap();
     assert_eq!(again.to_vec(WAIT).unwrap(), vec![0; 3 << 20]);
     assert_eq!(stage.pool.usage(tenant(0)).region_bytes, 0);
 }
@@ -443,10 +443,10 @@ fn a_user_without_blocks_can_have_its_whole_quota_in_one_block_whatever_it_had_b
             assert_eq!(quota_error(all_are_used).1, 8 * MIB);
             let [first, others @ ..] = parts;
             drop(others);
-            let one_is_used = client.allocate_timeout(whole, Duration::from_millis(20));
+            let one_is_used = client.allocate_within(whole, Duration::from_millis(20));
             assert_eq!(quota_error(one_is_used).1, 2 * MIB);
             drop(first);
-            let block = client.allocate_timeout(whole, WAIT).unwrap();
+            let block = client.allocate_within(whole, WAIT).unwrap();
             assert!(stage.pool.usage(own_uid()).region_bytes <= 8 * MIB);
             drop(block);
         }
@@ -529,7 +529,10 @@ fn a_block_that_is_granted_to_a_client_that_has_been_dropped_comes_back() {
     let held = stage.pool.allocator().lock();
     let asked = std::cell::Cell::new(false);
     // Called off when the request has been sent.
-    let gave_up = client.allocate_unless(MIB, WAIT, &|| asked.replace(true));
+    let gave_up = client.allocate_within(
+        MIB,
+        crate::Wait::at_most(WAIT).unless(&|| asked.replace(true)),
+    );
     assert!(matches!(gave_up, Err(Error::Timeout { .. })), "{gave_up:?}");
     drop(client);
     drop(held);

@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use crate::atomic::{self, AtomicU32, AtomicU64};
 use crate::backoff::Backoff;
-use crate::clock::Stopwatch;
 use crate::error::{Error, Result};
+use crate::wait::Wait;
 
 /// How long a thread waits for another one that the driver holds up, unless its caller gives a
 /// limit.
@@ -43,13 +43,22 @@ pub(crate) struct TimedLock {
 pub(crate) struct TimedGuard<'a>(&'a TimedLock);
 
 impl TimedLock {
-    /// Takes the lock within `limit`. The error says that another thread's `what` is held up.
-    pub(crate) fn lock(
+    /// Takes the lock before the wait is over. The error says that another thread's `what` is held
+    /// up.
+    #[inline]
+    pub(crate) fn lock<'w>(
         &self,
-        limit: Duration,
+        wait: impl Into<Wait<'w>>,
         what: impl FnOnce() -> String,
     ) -> Result<TimedGuard<'_>> {
-        self.within(limit).ok_or_else(|| held_up(what(), limit))
+        match self.try_lock() {
+            Some(guard) => Ok(guard),
+            None => {
+                let wait = wait.into();
+                self.within(&wait)
+                    .ok_or_else(|| held_up(what(), wait.limit()))
+            }
+        }
     }
 
     /// As [`lock`](Self::lock); a shorter limit, zero too, counts as a moment.
@@ -59,7 +68,9 @@ impl TimedLock {
         limit: Duration,
         what: impl FnOnce() -> String,
     ) -> Result<TimedGuard<'_>> {
-        let guard = self.try_lock().or_else(|| self.within(limit.max(MOMENT)));
+        let guard = self
+            .try_lock()
+            .or_else(|| self.within(&limit.max(MOMENT).into()));
         guard.ok_or_else(|| held_up(what(), limit))
     }
 
@@ -76,17 +87,21 @@ impl TimedLock {
     }
 
     #[cold]
-    fn within(&self, limit: Duration) -> Option<TimedGuard<'_>> {
-        let (mut clock, mut backoff) = (Stopwatch::default(), Backoff::spinning(POLLS));
+    fn within(&self, wait: &Wait<'_>) -> Option<TimedGuard<'_>> {
+        let mut backoff = Backoff::spinning(POLLS);
         loop {
             if let Some(guard) = self.try_lock() {
                 return Some(guard);
             }
-            let left = limit.saturating_sub(clock.elapsed());
+            let is_polling = backoff.step().is_zero();
+            let left = match is_polling {
+                true => wait.time_left(),
+                false => wait.slice(),
+            };
             if left.is_zero() {
                 return None;
             }
-            if backoff.step().is_zero() {
+            if is_polling {
                 backoff.spin(8);
             } else if self.word.swap(AWAITED, Acquire) == FREE {
                 return Some(self.taken());

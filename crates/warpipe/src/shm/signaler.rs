@@ -10,7 +10,6 @@
 //! mapped.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use crate::backend::StreamOp;
 use crate::error::{Error, Result};
@@ -19,6 +18,7 @@ use crate::runtime::reactor::Reactor;
 use crate::runtime::timed_lock::{LOCK_TIMEOUT, TimedLock};
 use crate::shm::counter::SharedCounter;
 use crate::stream::Stream;
+use crate::wait::Wait;
 
 /// Raises a counter: keeps its values in order, and forwards them to copies.
 ///
@@ -180,30 +180,11 @@ impl Signaler {
         self.raise_within(LOCK_TIMEOUT, stream, streams, before, choose)
     }
 
-    /// Waits until no other thread raises. False when `limit` ran out.
-    pub(crate) fn wait_for_turn(&self, limit: Duration) -> bool {
-        self.signal_lock.lock(limit, String::new).is_ok()
-    }
-
-    /// As [`raise`](Self::raise); returns `None` without an effect while another thread raises.
-    pub(crate) fn try_raise(
-        &self,
-        stream: &Stream,
-        streams: &StreamSet,
-        choose: impl FnOnce(u64) -> Result<u64>,
-    ) -> Result<Option<u64>> {
-        match self.raise_within(Duration::ZERO, stream, streams, &[], choose) {
-            // Nothing else in there waits.
-            Err(Error::Timeout { .. }) => Ok(None),
-            state => state.map(Some),
-        }
-    }
-
-    /// As [`raise_behind`](Self::raise_behind), with a limit for the wait for another thread that
+    /// As [`raise_behind`](Self::raise_behind), with a wait of its own for another thread that
     /// raises.
-    fn raise_within(
+    pub(crate) fn raise_within<'w>(
         &self,
-        limit: Duration,
+        wait: impl Into<Wait<'w>>,
         stream: &Stream,
         streams: &StreamSet,
         before: &[StreamOp],
@@ -211,7 +192,7 @@ impl Signaler {
     ) -> Result<u64> {
         // First: it may query other streams, which a full launch queue holds up.
         streams.record_use(stream);
-        let _turn = self.signal_lock.lock(limit, || "signal".into())?;
+        let _turn = self.signal_lock.lock(wait, || "signal".into())?;
         let mut state = self.lock();
         let value = choose(state.last)?;
         let is_behind = state
@@ -309,30 +290,14 @@ impl Signaler {
         });
     }
 
-    /// Raises the counter now. `choose` gets the last value, and the one that has been reached.
-    pub(crate) fn raise_now(&self, choose: impl FnOnce(u64, u64) -> Result<u64>) -> Result<()> {
-        self.raise_now_within(LOCK_TIMEOUT, choose)
-    }
-
-    /// As [`raise_now`](Self::raise_now); returns `None` without an effect while another thread
-    /// raises.
-    pub(crate) fn try_raise_now(
+    /// Raises the counter now, once no other thread does. `choose` gets the last value, and the one
+    /// that has been reached.
+    pub(crate) fn raise_now<'w>(
         &self,
-        choose: impl FnOnce(u64, u64) -> Result<u64>,
-    ) -> Result<Option<()>> {
-        match self.raise_now_within(Duration::ZERO, choose) {
-            // Nothing else in there waits.
-            Err(Error::Timeout { .. }) => Ok(None),
-            state => state.map(Some),
-        }
-    }
-
-    fn raise_now_within(
-        &self,
-        limit: Duration,
+        wait: impl Into<Wait<'w>>,
         choose: impl FnOnce(u64, u64) -> Result<u64>,
     ) -> Result<()> {
-        let _turn = self.signal_lock.lock(limit, || "signal".into())?;
+        let _turn = self.signal_lock.lock(wait, || "signal".into())?;
         let mut state = self.lock();
         let value = choose(state.last, self.own.words().word.load())?;
         let copies = state.copies.iter().map(|(_, copy)| copy);
@@ -375,6 +340,8 @@ impl Signaler {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
     use crate::backend::testing::{Failing, Holding, Wrapped};
     use crate::device::Device;
@@ -482,7 +449,7 @@ mod tests {
         assert!(signaler.own().wait_host(&device, 4, WAIT).unwrap());
         assert_eq!(copies.each_ref().map(SharedCounter::value), [4; 9]);
         assert!(signaler.remove(3).unwrap().is_same(&copies[2]));
-        signaler.raise_now(|_, _| Ok(5)).unwrap();
+        signaler.raise_now(WAIT, |_, _| Ok(5)).unwrap();
         assert_eq!(
             (copies[2].value(), copies[3].value(), published.value()),
             (4, 5, 5)
@@ -522,16 +489,14 @@ mod tests {
                 .raise_within(Duration::from_millis(10), &other, &streams, &[], next)
                 .unwrap_err();
             assert!(matches!(second, Error::Timeout { .. }), "{second}");
-            assert_eq!(signaler.try_raise(&other, &streams, next).unwrap(), None);
-            assert_eq!(signaler.try_raise_now(|last, _| next(last)).unwrap(), None);
-            assert!(!signaler.wait_for_turn(Duration::ZERO));
+            let now = signaler.raise_now(Duration::ZERO, |last, _| next(last));
+            assert!(matches!(now, Err(Error::Timeout { .. })), "{now:?}");
             wrapped.hook().unblock();
             assert_eq!(held_up.join().unwrap().unwrap(), 2);
         });
         assert!(signaler.own().wait_host(&device, 2, WAIT).unwrap() && signaler.catch_up());
         assert_eq!((late.value(), Arc::strong_count(copies[1].page())), (2, 1));
-        assert!(signaler.wait_for_turn(Duration::ZERO));
-        assert_eq!(signaler.try_raise(&other, &streams, next).unwrap(), Some(3));
+        assert_eq!(signaler.raise(&other, &streams, next).unwrap(), 3);
         assert!(signaler.own().wait_host(&device, 3, WAIT).unwrap());
         assert_eq!(
             (copies[0].value(), copies[1].value(), late.value()),

@@ -32,10 +32,12 @@ use crate::options::{Attachment, EndpointOptions, Opener, option_setters};
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::{LazyFence, StreamSet};
 use crate::runtime::reactor::Reactor;
+use crate::runtime::timed_lock::LOCK_TIMEOUT;
 use crate::shm::counter::{COUNTER_BYTES, SharedCounter, VALUE_MAX, WaitStatus};
 use crate::shm::page::{SharedPage, UnsealedPage};
 use crate::shm::signaler::Signaler;
 use crate::stream::Stream;
+use crate::wait::Wait;
 
 /// The lane's offset in the page.
 const LANE_OFFSET: usize = 0;
@@ -261,15 +263,7 @@ impl Timeline {
     /// which the driver blocks another thread's signal (its stream's launch queue is full);
     /// [`Error::Driver`].
     pub fn signal(&self, stream: &Stream, value: u64) -> Result<()> {
-        let OwnerSignals {
-            signaler,
-            signalling,
-            ..
-        } = self.signals()?;
-        stream.check_usable(&self.device)?;
-        signaler
-            .raise(stream, signalling, |last| self.check_above(value, last))
-            .map(drop)
+        self.signal_within(Some(stream), value, LOCK_TIMEOUT)
     }
 
     /// Signals `value` now, from the CPU.
@@ -278,44 +272,36 @@ impl Timeline {
     /// As for [`signal`](Self::signal), and [`Error::SignalPending`] while a stream has yet to
     /// signal an earlier value.
     pub fn signal_now(&self, value: u64) -> Result<()> {
-        self.signals()?
-            .signaler
-            .raise_now(|last, reached| self.above_reached(value, last, reached))
+        self.signal_within(None, value, LOCK_TIMEOUT)
     }
 
-    /// Like [`signal`](Self::signal), or without a stream [`signal_now`](Self::signal_now), unless
-    /// another thread's signal is in progress: then it does nothing and returns false. See
-    /// [`wait_for_turn`](Self::wait_for_turn).
+    /// Like [`signal`](Self::signal), or without a stream [`signal_now`](Self::signal_now), with
+    /// another wait for a thread with a signal in progress.
     ///
     /// # Errors
-    /// As for these two, without the timeout.
-    pub fn try_signal(&self, stream: Option<&Stream>, value: u64) -> Result<bool> {
+    /// As for these two; after [`Error::Timeout`] nothing was signaled.
+    pub fn signal_within<'w>(
+        &self,
+        stream: Option<&Stream>,
+        value: u64,
+        wait: impl Into<Wait<'w>>,
+    ) -> Result<()> {
         let OwnerSignals {
             signaler,
             signalling,
             ..
         } = self.signals()?;
-        let raised = match stream {
-            Some(stream) => {
-                stream.check_usable(&self.device)?;
-                signaler
-                    .try_raise(stream, signalling, |last| self.check_above(value, last))?
-                    .map(drop)
-            }
-            None => {
-                signaler.try_raise_now(|last, reached| self.above_reached(value, last, reached))?
-            }
+        let Some(stream) = stream else {
+            return signaler.raise_now(wait, |last, reached| {
+                self.above_reached(value, last, reached)
+            });
         };
-        Ok(raised.is_some())
-    }
-
-    /// Waits at most `timeout` until no other thread's signal is in progress, and returns whether
-    /// that is so.
-    ///
-    /// # Errors
-    /// [`Error::NotOwner`], [`Error::Forked`].
-    pub fn wait_for_turn(&self, timeout: Duration) -> Result<bool> {
-        Ok(self.signals()?.signaler.wait_for_turn(timeout))
+        stream.check_usable(&self.device)?;
+        signaler
+            .raise_within(wait, stream, signalling, &[], |last| {
+                self.check_above(value, last)
+            })
+            .map(drop)
     }
 
     /// Has `stream` wait for `value` (`cuStreamWaitValue64`), and returns at once. The stream's

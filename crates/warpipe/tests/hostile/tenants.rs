@@ -415,7 +415,7 @@ fn clients_of_one_user_that_race_and_are_killed_keep_to_one_quota_and_return_it(
     if role().is_some() {
         let client = open_pool(&as_tenant()).unwrap();
         for round in 0_u64.. {
-            match client.allocate_timeout(1 + round % 4096, Duration::from_millis(1)) {
+            match client.allocate_within(1 + round % 4096, Duration::from_millis(1)) {
                 Ok(block) => drop(block),
                 Err(Error::QuotaExceeded { uid: TENANT, .. }) => {}
                 Err(other) => panic!("{other}"),

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::io::Errno;
 
@@ -17,6 +17,7 @@ use crate::ipc::{IncomingReply, Kind, NOTIFICATION, SessionObserver};
 use crate::runtime::closer::PeerSocket;
 use crate::runtime::reactor::{EventSource, Next, Reactor, Registration};
 use crate::trace::{self, TraceEvent};
+use crate::wait::Wait;
 
 /// The most requests of one session that the server has not answered.
 pub(super) const REQUESTS_MAX: usize = 64;
@@ -80,20 +81,6 @@ pub(super) enum PendingRequest {
     Abandoned(Vec<u8>),
 }
 
-/// How long a request waits for its reply.
-pub(super) struct Patience<'a> {
-    pub(super) start: Instant,
-    pub(super) timeout: Duration,
-    /// Called while no lock is held.
-    pub(super) is_cancelled: &'a dyn Fn() -> bool,
-}
-
-impl Patience<'_> {
-    fn left(&self) -> Duration {
-        self.timeout.saturating_sub(self.start.elapsed())
-    }
-}
-
 impl SessionState {
     pub(super) fn lock(&self) -> MutexGuard<'_, PendingRequests> {
         self.requests.lock().unwrap_or_else(PoisonError::into_inner)
@@ -135,7 +122,7 @@ impl SessionState {
     }
 
     /// Adds a waiting request. While [`REQUESTS_MAX`] requests are open, waits for one to end.
-    pub(super) fn add_request(&self, serial: u64, patience: &Patience<'_>) -> Result<()> {
+    pub(super) fn add_request(&self, serial: u64, wait: &Wait<'_>) -> Result<()> {
         let (mut requests, mut is_over) = (self.lock(), false);
         loop {
             if requests.is_over {
@@ -152,10 +139,10 @@ impl SessionState {
                 );
                 return Err(Error::Timeout {
                     what,
-                    waited: patience.timeout,
+                    waited: wait.limit(),
                 });
             }
-            (requests, is_over) = self.sleep(requests, patience);
+            (requests, is_over) = self.sleep(requests, wait);
         }
     }
 
@@ -164,9 +151,9 @@ impl SessionState {
     fn sleep<'a>(
         &'a self,
         requests: MutexGuard<'a, PendingRequests>,
-        patience: &Patience<'_>,
+        wait: &Wait<'_>,
     ) -> (MutexGuard<'a, PendingRequests>, bool) {
-        let left = patience.left();
+        let left = wait.time_left();
         if left.is_zero() {
             return (requests, true);
         }
@@ -178,14 +165,14 @@ impl SessionState {
             return (requests, false);
         }
         drop(requests);
-        let is_over = patience.left().is_zero() || (patience.is_cancelled)();
+        let is_over = wait.is_over();
         (self.lock(), is_over)
     }
 
     pub(super) fn wait_for(
         &self,
         (serial, body): (u64, &[u8]),
-        patience: &Patience<'_>,
+        wait: &Wait<'_>,
     ) -> Result<IncomingReply> {
         let (mut requests, mut is_over) = (self.lock(), false);
         loop {
@@ -206,10 +193,10 @@ impl SessionState {
                 let what = format!("an answer of {:?} (process {})", self.name, self.peer.pid);
                 return Err(Error::Timeout {
                     what,
-                    waited: patience.timeout,
+                    waited: wait.limit(),
                 });
             }
-            (requests, is_over) = self.sleep(requests, patience);
+            (requests, is_over) = self.sleep(requests, wait);
         }
     }
 

@@ -3,7 +3,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use super::state::{Patience, PendingRequest, REQUESTS_MAX};
+use super::state::{PendingRequest, REQUESTS_MAX};
 use super::{is_passing, until_found};
 use crate::error::{Error, HandshakeFault};
 use crate::ipc::connection::{ConnectionUser, Sign};
@@ -13,6 +13,7 @@ use crate::ipc::{
     OutgoingReply, Rejection, RequestHandler, ServerCore, SessionObserver,
 };
 use crate::runtime::reactor::{EventSource, Next};
+use crate::wait::Wait;
 
 #[derive(Default)]
 struct SilentHandler {
@@ -169,11 +170,7 @@ fn a_request_beyond_the_limit_waits_until_another_one_is_answered() {
                 fds: Vec::new(),
             }),
         );
-        let none = Patience {
-            start: Instant::now(),
-            timeout: Duration::ZERO,
-            is_cancelled: &|| false,
-        };
+        let none = Wait::from(Duration::ZERO);
         session.inner.wait_for((u64::MAX, &[]), &none).unwrap();
         request.join().unwrap().unwrap();
     });
@@ -188,7 +185,10 @@ fn a_cancelled_request_ends_with_a_timeout_wherever_it_waits() {
     // The callback may use the session, since nothing is locked.
     let is_cancelled = || !session.inner.lock().is_over;
     let result = session
-        .ask_unless(b"anybody?", Duration::MAX, &is_cancelled)
+        .request(
+            b"anybody?",
+            Wait::at_most(Duration::MAX).unless(&is_cancelled),
+        )
         .map(drop);
     assert!(matches!(result, Err(Error::Timeout { .. })), "{result:?}");
     let others = (0..REQUESTS_MAX as u64).map(|other| u64::MAX - other);
@@ -198,7 +198,10 @@ fn a_cancelled_request_ends_with_a_timeout_wherever_it_waits() {
         .open
         .extend(others.map(|other| (other, PendingRequest::Waiting)));
     let result = session
-        .ask_unless(b"a place?", Duration::MAX, &is_cancelled)
+        .request(
+            b"a place?",
+            Wait::at_most(Duration::MAX).unless(&is_cancelled),
+        )
         .map(drop);
     assert!(matches!(result, Err(Error::Timeout { .. })), "{result:?}");
     drop((session, server));

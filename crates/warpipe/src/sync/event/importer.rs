@@ -20,6 +20,7 @@ use crate::ipc::{
 use crate::runtime::fence::{LazyFence, StreamSet};
 use crate::runtime::reactor::{DropReadiness, EventSource, Next, Reactor};
 use crate::shm::signaler::Signaler;
+use crate::wait::Wait;
 
 /// The session with another process's events, shared by all events that this process has opened
 /// there.
@@ -116,7 +117,11 @@ impl EventImporter {
     }
 
     fn ask<T: DeserializeOwned>(&self, ask: &EventRequest) -> Result<T> {
-        let incoming = self.session.request(&encode(ask)?, REPLY_TIMEOUT)?;
+        self.ask_within(ask, REPLY_TIMEOUT.into())
+    }
+
+    fn ask_within<T: DeserializeOwned>(&self, ask: &EventRequest, wait: Wait<'_>) -> Result<T> {
+        let incoming = self.session.request(&encode(ask)?, wait)?;
         Ok(incoming.open::<T, 0>(self.session.name())?.0)
     }
 
@@ -149,8 +154,14 @@ impl EventImporter {
     }
 
     /// Requests a lane for recording.
-    pub(super) fn lane(&self, index: u32, serial: u64) -> Result<(usize, Arc<Signaler>)> {
-        match self.ask::<LaneReply>(&EventRequest::Lane { index, serial })? {
+    pub(super) fn lane(
+        &self,
+        index: u32,
+        serial: u64,
+        wait: &Wait<'_>,
+    ) -> Result<(usize, Arc<Signaler>)> {
+        let wait = wait.no_longer_than(REPLY_TIMEOUT);
+        match self.ask_within(&EventRequest::Lane { index, serial }, wait)? {
             LaneReply::Granted { lane, from, .. }
                 if (1..LANES_PER_EVENT).contains(&usize::from(lane)) && from <= FROM_MAX =>
             {

@@ -42,6 +42,7 @@ use crate::runtime::timed_lock::{LOCK_TIMEOUT, TimedGuard, TimedLock};
 use crate::shm::counter::{SharedCounter, WaitStatus};
 use crate::shm::signaler::Signaler;
 use crate::stream::Stream;
+use crate::wait::Wait;
 
 crate::ipc::messages!(
     event_table::EventRequest,
@@ -330,63 +331,32 @@ impl Event {
         self.record_within(stream, LOCK_TIMEOUT)
     }
 
-    /// Like [`record`](Self::record), unless another thread's recording is in progress: then it
-    /// does nothing and returns `None`. See [`wait_for_turn`](Self::wait_for_turn).
+    /// Like [`record`](Self::record), with another wait for a thread with a recording in progress,
+    /// and for the lane.
     ///
     /// # Errors
-    /// As for [`record`](Self::record).
-    pub fn try_record(&self, stream: &Stream) -> Result<Option<Recording>> {
+    /// As for [`record`](Self::record); after [`Error::Timeout`] nothing was recorded.
+    pub fn record_within<'w>(
+        &self,
+        stream: &Stream,
+        wait: impl Into<Wait<'w>>,
+    ) -> Result<Recording> {
         let inner = self.inner.get()?;
         stream.check_usable(&inner.device)?;
-        let Ok(turn) = inner.recording.lock(Duration::ZERO, String::new) else {
-            return Ok(None);
-        };
-        self.record_in(&turn, stream).map(Some)
-    }
-
-    /// Waits at most `timeout` until no other thread's recording is in progress, and returns
-    /// whether that is so.
-    ///
-    /// # Errors
-    /// [`Error::Forked`].
-    pub fn wait_for_turn(&self, timeout: Duration) -> Result<bool> {
-        Ok(self
-            .inner
-            .get()?
-            .recording
-            .lock(timeout, String::new)
-            .is_ok())
-    }
-
-    /// Whether [`record`](Self::record) already has a lane and need not request one: see
-    /// [`prepare`](Self::prepare).
-    pub fn is_prepared(&self) -> bool {
-        self.inner.lane.get().is_some()
-    }
-
-    /// Requests the lane that the first recording of an opened event needs, and waits for the
-    /// answer.
-    ///
-    /// # Errors
-    /// As for [`record`](Self::record).
-    pub fn prepare(&self) -> Result<()> {
-        let inner = self.inner.get()?;
-        let turn = inner.recording.lock(LOCK_TIMEOUT, || "recording".into())?;
-        inner.lane_in(&turn).map(drop)
-    }
-
-    /// Like [`record`](Self::record), with another limit for the wait for a recording thread.
-    fn record_within(&self, stream: &Stream, limit: Duration) -> Result<Recording> {
-        let inner = self.inner.get()?;
-        stream.check_usable(&inner.device)?;
-        let turn = inner.recording.lock(limit, || "recording".into())?;
-        self.record_in(&turn, stream)
+        let wait = wait.into();
+        let turn = inner.recording.lock(wait, || "recording".into())?;
+        self.record_in(&turn, stream, &wait)
     }
 
     /// The turn keeps the recordings of CUDA's own event and of the lane in one order.
-    fn record_in(&self, turn: &TimedGuard<'_>, stream: &Stream) -> Result<Recording> {
+    fn record_in(
+        &self,
+        turn: &TimedGuard<'_>,
+        stream: &Stream,
+        wait: &Wait<'_>,
+    ) -> Result<Recording> {
         let inner = &*self.inner;
-        let (lane, signaler) = inner.lane_in(turn)?;
+        let (lane, signaler) = inner.lane_in(turn, wait)?;
         if let EventRole::Importer(importer, _) = &inner.role
             && (importer.is_over() || inner.event_words.lane(*lane).has_ended())
         {
@@ -550,11 +520,11 @@ impl EventInner {
     }
 
     /// The lane of this handle's recordings, requested once.
-    fn lane_in(&self, _turn: &TimedGuard<'_>) -> Result<&(usize, Arc<Signaler>)> {
+    fn lane_in(&self, _turn: &TimedGuard<'_>, wait: &Wait<'_>) -> Result<&(usize, Arc<Signaler>)> {
         match (self.lane.get(), &self.role) {
             (Some(lane), _) => Ok(lane),
             (None, EventRole::Importer(importer, _)) => {
-                let lane = importer.lane(self.index, self.serial)?;
+                let lane = importer.lane(self.index, self.serial, wait)?;
                 Ok(self.lane.get_or_init(|| lane))
             }
             // An exporter has its own lane from the beginning.

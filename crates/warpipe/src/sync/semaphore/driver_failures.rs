@@ -4,6 +4,7 @@
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::mpsc;
+use std::time::Duration;
 use std::time::Instant;
 
 use super::page::CREATOR;

@@ -2,6 +2,7 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::{Mutex, mpsc};
+use std::time::Duration;
 
 use rustix::fs::MemfdFlags;
 use serde::Serialize;

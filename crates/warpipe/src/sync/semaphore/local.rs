@@ -1,10 +1,10 @@
 //! The state that one process's handles and permits of a semaphore share. **This module is marked
 //! for unsafe**: it passes words for streams to the device.
 
-use std::sync::atomic::Ordering::{Relaxed, SeqCst};
+use std::sync::atomic::Ordering::SeqCst;
 use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::SPINS;
 use super::member_monitor::MemberMonitor;
@@ -15,15 +15,15 @@ use super::server::{MemberPresence, PageOffer, SemaphoreRequest, SemaphoreServer
 use super::signals::{MemberSignals, wait_until};
 use crate::backend::StreamOp;
 use crate::backoff::Backoff;
-use crate::clock::Stopwatch;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
-use crate::ipc::{ClientSession, IncomingReply, IpcServer, REPLY_TIMEOUT, decode, encode};
+use crate::ipc::{ClientSession, IpcServer, REPLY_TIMEOUT, decode, encode};
 use crate::runtime::closer::PeerFd;
 use crate::runtime::fence::{Fence, LazyFence};
 use crate::runtime::reactor::{DropReadiness, Reactor};
 use crate::stream::Stream;
+use crate::wait::Wait;
 
 /// The role of this process for the semaphore.
 #[derive(Debug)]
@@ -128,14 +128,7 @@ impl LocalSemaphore {
 
     /// Waits in a wait slot until a permit is granted, the timeout has passed, or the wait is
     /// cancelled.
-    pub(super) fn wait_at(
-        &self,
-        slot: WaitSlot,
-        timeout: Duration,
-        clock: &mut Stopwatch,
-        called_off: Option<&AtomicBool>,
-    ) -> Result<(u32, u64)> {
-        let is_called_off = || called_off.is_some_and(|off| off.load(Relaxed));
+    pub(super) fn wait_at(&self, slot: WaitSlot, wait: &Wait<'_>) -> Result<(u32, u64)> {
         // Behind other waiters the grant is far off, and a holder may need the CPU that would spin.
         let mut backoff = Backoff::spinning(if self.shared_page.is_first_in_line() {
             SPINS
@@ -145,8 +138,8 @@ impl LocalSemaphore {
         // A permit may have become free while no waiter was visible.
         self.shared_page.match_waiters(self.member);
         loop {
-            let left = timeout.saturating_sub(clock.elapsed());
-            let give_up = left.is_zero() || self.is_over() || is_called_off();
+            let left = wait.left();
+            let give_up = left.is_zero() || self.is_over();
             let progress = if give_up {
                 self.shared_page.cancel_wait(slot, self.member)
             } else {
@@ -157,7 +150,7 @@ impl LocalSemaphore {
                 WaitProgress::Lost => return Err(self.slot_lost()),
                 WaitProgress::Waiting if give_up => {
                     self.check_open()?;
-                    return Err(self.timeout_error(timeout));
+                    return Err(self.timeout_error(wait.limit()));
                 }
                 WaitProgress::Waiting if backoff.step().is_zero() => std::hint::spin_loop(),
                 WaitProgress::Waiting => {
@@ -184,39 +177,25 @@ impl LocalSemaphore {
             .reached(self.shared_page.due(permit).wrapping_sub(IN_FLIGHT_MAX - 1))
     }
 
-    pub(super) fn await_word(
-        &self,
-        permit: u32,
-        value: u64,
-        timeout: Duration,
-        clock: &mut Stopwatch,
-    ) -> Result<()> {
+    pub(super) fn await_word(&self, permit: u32, value: u64, wait: &Wait<'_>) -> Result<()> {
         let word = self.shared_page.word(permit);
-        let left = timeout.saturating_sub(clock.elapsed());
-        if word.reached(value) || self.device.backend().wait_word(word, value, left)? {
-            return Ok(());
+        loop {
+            let slice = wait.slice();
+            if word.reached(value) || self.device.backend().wait_word(word, value, slice)? {
+                return Ok(());
+            }
+            if slice.is_zero() {
+                let what = format!("the device work of the last holder of {:?}", self.name);
+                let waited = wait.limit();
+                return Err(Error::Timeout { what, waited });
+            }
         }
-        let what = format!("the device work of the last holder of {:?}", self.name);
-        Err(Error::Timeout {
-            what,
-            waited: timeout,
-        })
     }
 
     /// Makes sure that this process's streams can wait for all members that are to signal this
     /// permit, and that it learns of their deaths. The first time with each member takes a few
     /// messages. A member that ends meanwhile owes nothing any more.
-    pub(super) fn connect_signallers(
-        &self,
-        permit: u32,
-        timeout: Duration,
-        called_off: Option<&AtomicBool>,
-    ) -> Result<()> {
-        let start = Instant::now();
-        let left = || match called_off.is_some_and(|off| off.load(Relaxed)) {
-            true => Duration::ZERO,
-            false => timeout.saturating_sub(start.elapsed()),
-        };
+    pub(super) fn connect_signallers(&self, permit: u32, wait: &Wait<'_>) -> Result<()> {
         for (_, member) in self.shared_page.in_flight(permit) {
             let mut is_settled = self.is_connected_to(member);
             while !is_settled {
@@ -224,14 +203,14 @@ impl LocalSemaphore {
                 let _one = self
                     .signals
                     .connecting
-                    .lock(left(), String::new)
-                    .map_err(|_| self.no_answer(timeout))?;
-                is_settled = self.is_connected_to(member) || self.connect(member, &left)?;
-                if !is_settled && left().is_zero() {
+                    .lock(*wait, String::new)
+                    .map_err(|_| self.no_answer(wait.limit()))?;
+                is_settled = self.is_connected_to(member) || self.connect(member, wait)?;
+                if !is_settled && wait.is_over() {
                     let what = format!("member {member} of {:?} to share its signals", self.name);
                     return Err(Error::Timeout {
                         what,
-                        waited: timeout,
+                        waited: wait.limit(),
                     });
                 }
             }
@@ -278,7 +257,7 @@ impl LocalSemaphore {
         let connecting = BackgroundConnect(self.clone());
         let connect = move || {
             let local = &connecting.0;
-            match local.connect_signallers(permit, REPLY_TIMEOUT, None) {
+            match local.connect_signallers(permit, &REPLY_TIMEOUT.into()) {
                 Ok(()) | Err(Error::Timeout { .. }) => {}
                 Err(error) => {
                     *local
@@ -313,8 +292,8 @@ impl LocalSemaphore {
 
     /// One attempt to connect to a member. True once it is connected to, or has ended; false if it
     /// has not answered in time, or the creator cannot tell it.
-    fn connect(&self, member: u32, left: &dyn Fn() -> Duration) -> Result<bool> {
-        let Some(PageOffer { page, process }) = self.offer(member, left)? else {
+    fn connect(&self, member: u32, wait: &Wait<'_>) -> Result<bool> {
+        let Some(PageOffer { page, process }) = self.offer(member, wait)? else {
             // A dead member's promises behind the work of living ones must be completed even if the
             // creator dies now.
             self.monitor.handle_death(member);
@@ -324,14 +303,14 @@ impl LocalSemaphore {
         if let Some(process) = process {
             self.monitor.watch_member(member, process, &self.name)?;
         }
-        let has_ended = || left().is_zero() || self.is_over() || self.monitor.has_ended(member);
+        let has_ended = || wait.is_over() || self.is_over() || self.monitor.has_ended(member);
         let draft = self.signals.map(page)?;
-        let is_connected = if self.announce_mapped(member, left)? {
-            let limit = left().min(REPLY_TIMEOUT);
+        let is_connected = if self.announce_mapped(member, wait)? {
+            let limit = wait.time_left().min(REPLY_TIMEOUT);
             self.signals.connect(member, draft, limit, &has_ended)?
         } else {
             // It is about to be proven dead, or does not read its messages.
-            wait_until(left().min(RECHECK_INTERVAL), &has_ended);
+            wait_until(wait.time_left().min(RECHECK_INTERVAL), &has_ended);
             false
         };
         self.check_open()?;
@@ -345,7 +324,7 @@ impl LocalSemaphore {
 
     /// Has the creator tell a member of the page that this process has mapped. False if it could
     /// not.
-    fn announce_mapped(&self, member: u32, left: &dyn Fn() -> Duration) -> Result<bool> {
+    fn announce_mapped(&self, member: u32, wait: &Wait<'_>) -> Result<bool> {
         match &self.role {
             Some(SemaphoreRole::Creator {
                 server,
@@ -354,7 +333,7 @@ impl LocalSemaphore {
                 .forward(server.server_core(), CREATOR, member)
                 .is_ok()),
             Some(SemaphoreRole::Member { session }) => {
-                match ask(session, &SemaphoreRequest::Mapped { member }, left) {
+                match session.request(&encode(&SemaphoreRequest::Mapped { member })?, *wait) {
                     Ok(_) => Ok(true),
                     Err(Error::Refused { .. }) => Ok(false),
                     Err(error) => Err(error),
@@ -365,7 +344,7 @@ impl LocalSemaphore {
     }
 
     /// Requests a page to share with a member from the creator. `None` if the member is gone.
-    fn offer(&self, member: u32, left: &dyn Fn() -> Duration) -> Result<Option<PageOffer<PeerFd>>> {
+    fn offer(&self, member: u32, wait: &Wait<'_>) -> Result<Option<PageOffer<PeerFd>>> {
         match &self.role {
             Some(SemaphoreRole::Creator {
                 server,
@@ -379,7 +358,8 @@ impl LocalSemaphore {
                 }))
             }
             Some(SemaphoreRole::Member { session }) => {
-                let incoming = ask(session, &SemaphoreRequest::Page { member }, left)?;
+                let request = encode(&SemaphoreRequest::Page { member })?;
+                let incoming = session.request(&request, *wait)?;
                 let MemberPresence(is_here) = decode(&incoming.body, &self.name)?;
                 let mut fds = incoming.fds.into_iter();
                 let page = fds.next();
@@ -455,15 +435,6 @@ impl LocalSemaphore {
             local.shared_page.hand_on(permit, local.member);
         });
     }
-}
-
-/// Asks the creator, as long as time is left.
-fn ask(
-    session: &ClientSession,
-    request: &SemaphoreRequest,
-    left: &dyn Fn() -> Duration,
-) -> Result<IncomingReply> {
-    session.ask_unless(&encode(request)?, left(), &|| left().is_zero())
 }
 
 impl Drop for LocalSemaphore {

@@ -24,9 +24,7 @@ mod signals;
 mod tests;
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::Duration;
 
 use self::local::{LocalSemaphore, SemaphoreRole};
 use self::member_monitor::MemberMonitor;
@@ -34,7 +32,6 @@ use self::page::{CREATOR, IN_FLIGHT_MAX, PERMITS_MAX, SemaphorePage};
 use self::server::{SemaphoreServer, SemaphoreWelcome};
 use self::signals::MemberSignals;
 use crate::backoff::Backoff;
-use crate::clock::Stopwatch;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
@@ -44,6 +41,7 @@ use crate::options::{Attachment, EndpointOptions, Opener, option_setters};
 use crate::runtime::reactor::Reactor;
 use crate::shm::page::SharedPage;
 use crate::stream::Stream;
+use crate::wait::Wait;
 
 crate::ipc::messages!(
     server::SemaphoreRequest,
@@ -279,7 +277,7 @@ impl Semaphore {
         self.local.shared_page.waiting()
     }
 
-    /// Waits up to `timeout` for a permit, and makes `stream` wait (`cuStreamWaitValue64`) for the
+    /// Waits for a permit, and makes `stream` wait (`cuStreamWaitValue64`) for the
     /// device work of its last holder, unless that is done. The CPU does not wait for that work.
     ///
     /// At most 8 holders' work of one permit may be in progress on devices; beyond that the CPU
@@ -290,32 +288,11 @@ impl Semaphore {
     /// # Errors
     /// [`Error::Timeout`]; [`Error::PeerGone`]; [`Error::Driver`], and the permit is free again.
     /// [`Error::Forked`].
-    pub fn acquire(&self, stream: &Stream, timeout: Duration) -> Result<Permit> {
+    pub fn acquire<'w>(&self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<Permit> {
         self.local.check_stream(stream)?;
-        let mut clock = Stopwatch::default();
-        let permit = self.take(timeout, &mut clock, None)?;
-        self.join(permit, stream, timeout, &mut clock, None)
-    }
-
-    /// Like [`acquire`](Self::acquire), or [`acquire_host`](Self::acquire_host) without a stream,
-    /// for a caller that may cancel: once `called_off` is set, the wait ends within a tenth of a
-    /// second.
-    ///
-    /// # Errors
-    /// As for [`acquire`](Self::acquire); [`Error::Timeout`] also when it is cancelled.
-    pub fn acquire_unless(
-        &self,
-        stream: Option<&Stream>,
-        timeout: Duration,
-        called_off: &AtomicBool,
-    ) -> Result<Permit> {
-        stream.map_or(Ok(()), |stream| self.local.check_stream(stream))?;
-        let mut clock = Stopwatch::default();
-        let permit = self.take(timeout, &mut clock, Some(called_off))?;
-        match stream {
-            Some(stream) => self.join(permit, stream, timeout, &mut clock, Some(called_off)),
-            None => self.settle(permit, timeout, &mut clock, Some(called_off)),
-        }
+        let wait = wait.into();
+        let permit = self.take(&wait)?;
+        self.join(permit, stream, &wait)
     }
 
     /// Takes a permit if one is free and no thread waits for it. Waits for no other process: a
@@ -344,19 +321,17 @@ impl Semaphore {
             drop(permit);
             return self.local.connect_in_background(index).map(|()| None);
         }
-        let clock = &mut Stopwatch::default();
-        self.join(permit, stream, REPLY_TIMEOUT, clock, None)
-            .map(Some)
+        self.join(permit, stream, &REPLY_TIMEOUT.into()).map(Some)
     }
 
-    /// Waits up to `timeout` for a permit *and* for the device work of its last holder, on the CPU.
+    /// Waits for a permit *and* for the device work of its last holder, on the CPU.
     ///
     /// # Errors
     /// As for [`acquire`](Self::acquire).
-    pub fn acquire_host(&self, timeout: Duration) -> Result<Permit> {
-        let mut clock = Stopwatch::default();
-        let permit = self.take(timeout, &mut clock, None)?;
-        self.settle(permit, timeout, &mut clock, None)
+    pub fn acquire_host<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<Permit> {
+        let wait = wait.into();
+        let permit = self.take(&wait)?;
+        self.settle(permit, &wait)
     }
 
     /// Takes a permit if one is free, no thread waits for it, and the device work of its last
@@ -403,12 +378,7 @@ impl Semaphore {
         }
     }
 
-    fn take(
-        &self,
-        timeout: Duration,
-        clock: &mut Stopwatch,
-        called_off: Option<&AtomicBool>,
-    ) -> Result<Permit> {
+    fn take(&self, wait: &Wait<'_>) -> Result<Permit> {
         if let Some(permit) = self.try_take()? {
             return Ok(permit);
         }
@@ -418,48 +388,33 @@ impl Semaphore {
             if let Some(slot) = local.shared_page.begin_wait(local.member) {
                 break slot;
             }
-            if clock.elapsed() >= timeout || called_off.is_some_and(|off| off.load(Relaxed)) {
-                return Err(local.timeout_error(timeout));
+            if wait.is_over() {
+                return Err(local.timeout_error(wait.limit()));
             }
             local.check_open()?;
             backoff.pause();
         };
-        let (index, passed) = local.wait_at(slot, timeout, clock, called_off)?;
+        let (index, passed) = local.wait_at(slot, wait)?;
         Ok(self.permit(index, passed))
     }
 
     /// Waits for work in progress. An error drops the permit, which hands it on.
-    fn settle(
-        &self,
-        permit: Permit,
-        timeout: Duration,
-        clock: &mut Stopwatch,
-        called_off: Option<&AtomicBool>,
-    ) -> Result<Permit> {
+    fn settle(&self, permit: Permit, wait: &Wait<'_>) -> Result<Permit> {
         let (local, due) = (&self.local, self.local.shared_page.due(permit.index));
         if !local.shared_page.word(permit.index).reached(due) {
-            let left = timeout.saturating_sub(clock.elapsed());
-            local.connect_signallers(permit.index, left, called_off)?;
-            local.await_word(permit.index, due, timeout, clock)?;
+            local.connect_signallers(permit.index, wait)?;
+            local.await_word(permit.index, due, wait)?;
         }
         Ok(permit)
     }
 
     /// Makes the stream wait for work in progress. An error drops the permit, which hands it on.
-    fn join(
-        &self,
-        mut permit: Permit,
-        stream: &Stream,
-        timeout: Duration,
-        clock: &mut Stopwatch,
-        called_off: Option<&AtomicBool>,
-    ) -> Result<Permit> {
+    fn join(&self, mut permit: Permit, stream: &Stream, wait: &Wait<'_>) -> Result<Permit> {
         let (local, index) = (&self.local, permit.index);
         let due = local.shared_page.due(index);
         if !local.shared_page.word(index).reached(due) {
-            let left = timeout.saturating_sub(clock.elapsed());
-            local.connect_signallers(index, left, called_off)?;
-            local.await_word(index, due.wrapping_sub(IN_FLIGHT_MAX - 1), timeout, clock)?;
+            local.connect_signallers(index, wait)?;
+            local.await_word(index, due.wrapping_sub(IN_FLIGHT_MAX - 1), wait)?;
             local.wait(index, stream)?;
         }
         permit.stream = Some(stream.clone());

@@ -4,10 +4,12 @@ use std::collections::BTreeSet;
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::mpsc;
+use std::time::Duration;
 use std::time::Instant;
 
 use super::*;
 use crate::backend::testing::{Delaying, Wrapped};
+use crate::wait::Wait;
 
 const WAIT: Duration = Duration::from_secs(20);
 
@@ -134,7 +136,10 @@ fn a_cancelled_wait_leaves_the_line_and_the_next_waiter_is_served() {
     let held = member.acquire_host(WAIT).unwrap();
     let called_off = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let waiter = scope.spawn(|| creator.acquire_unless(None, WAIT, &called_off));
+        let waiter = scope.spawn(|| {
+            let cancelled = || called_off.load(SeqCst);
+            creator.acquire_host(Wait::at_most(WAIT).unless(&cancelled))
+        });
         while creator.waiting() == 0 {
             std::thread::yield_now();
         }
@@ -148,7 +153,10 @@ fn a_cancelled_wait_leaves_the_line_and_the_next_waiter_is_served() {
     called_off.store(false, SeqCst);
     drop(
         creator
-            .acquire_unless(Some(&stream), WAIT, &called_off)
+            .acquire(
+                &stream,
+                Wait::at_most(WAIT).unless(&|| called_off.load(SeqCst)),
+            )
             .unwrap(),
     );
 }
