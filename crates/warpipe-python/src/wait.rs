@@ -96,10 +96,9 @@ pub fn waiting<T: Send>(
 ) -> PyResult<T> {
     py.check_signals()?;
     let (done, end) = py.detach(|| {
-        let (seen_at, end) = (Cell::new(Instant::now()), RefCell::new(None));
+        let end = RefCell::new(None);
         let cancelled = || {
-            if end.borrow().is_none() && seen_at.get().elapsed() >= SLICE / 2 {
-                seen_at.set(Instant::now());
+            if end.borrow().is_none() {
                 let looked = goes_on().map_err(PyErr::from);
                 let looked = looked.and_then(|()| Python::attach(|py| py.check_signals()));
                 *end.borrow_mut() = looked.err();

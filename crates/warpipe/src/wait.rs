@@ -76,10 +76,14 @@ impl<'a> Wait<'a> {
 
     /// The time that is left; zero once the wait is cancelled.
     pub(crate) fn left(&self) -> Duration {
-        match self.cancelled.is_some_and(|cancelled| cancelled()) {
+        match self.is_cancelled() {
             true => Duration::ZERO,
             false => self.time_left(),
         }
+    }
+
+    pub(crate) fn is_cancelled(&self) -> bool {
+        self.cancelled.is_some_and(|cancelled| cancelled())
     }
 
     /// As [`left`](Self::left), without a look whether the wait is cancelled.

@@ -89,9 +89,11 @@ impl TimedLock {
     #[cold]
     fn within(&self, wait: &Wait<'_>) -> Option<TimedGuard<'_>> {
         let mut backoff = Backoff::spinning(POLLS);
+        // A cancellation that came meanwhile counts: nothing has been done yet.
+        let unless_cancelled = |guard| (!wait.is_cancelled()).then_some(guard);
         loop {
             if let Some(guard) = self.try_lock() {
-                return Some(guard);
+                return unless_cancelled(guard);
             }
             let is_polling = backoff.step().is_zero();
             let left = match is_polling {
@@ -104,7 +106,7 @@ impl TimedLock {
             if is_polling {
                 backoff.spin(8);
             } else if self.word.swap(AWAITED, Acquire) == FREE {
-                return Some(self.taken());
+                return unless_cancelled(self.taken());
             } else {
                 atomic::wait(&self.word, AWAITED, left);
             }
@@ -143,6 +145,8 @@ fn held_up(what: String, waited: Duration) -> Error {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+
     use super::*;
 
     #[test]
@@ -168,6 +172,19 @@ mod tests {
                 .for_each(|waiting| waiting.join().unwrap().unwrap());
         });
         lock.lock(Duration::ZERO, String::new).unwrap();
+    }
+
+    #[test]
+    fn a_wait_that_was_cancelled_when_the_lock_comes_does_not_take_it() {
+        let lock = TimedLock::default();
+        let held = Cell::new(lock.try_lock());
+        let cancelled = || {
+            drop(held.take());
+            true
+        };
+        let wait = Wait::at_most(Duration::from_secs(60)).unless(&cancelled);
+        assert!(lock.lock(wait, String::new).is_err());
+        assert!(lock.try_lock().is_some(), "it is free");
     }
 
     #[test]

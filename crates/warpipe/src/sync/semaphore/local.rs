@@ -138,7 +138,10 @@ impl LocalSemaphore {
         // A permit may have become free while no waiter was visible.
         self.shared_page.match_waiters(self.member);
         loop {
-            let left = wait.left();
+            let left = match backoff.is_spinning() {
+                true => wait.time_left(),
+                false => wait.left(),
+            };
             let give_up = left.is_zero() || self.is_over();
             let progress = if give_up {
                 self.shared_page.cancel_wait(slot, self.member)
