@@ -673,7 +673,8 @@ def keep(name: str, *, domain: Any = None, allow_uids: Iterable[int] = ()) -> No
     if is_kept(name, domain=domain):
         return
     place = os.fspath(_domain(domain))
-    command = [sys.executable, "-m", "warpipe", "weights", "serve", "--name", name, "--quiet", "--json", "--domain", place]
+    # Not what lies in this process's directory.
+    command = [sys.executable, "-P", "-m", "warpipe", "weights", "serve", "--name", name, "--quiet", "--json", "--domain", place]
     for uid in allow_uids:
         command += ["--allow-uid", str(uid)]
     null, said = subprocess.DEVNULL, os.memfd_create("warpipe-keeper")

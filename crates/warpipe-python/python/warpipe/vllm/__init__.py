@@ -19,6 +19,10 @@ Tested with vLLM 0.24 and 0.33.
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import importlib.util
+import logging
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,16 +32,49 @@ from .._transfer import Trainer, ranks
 __all__ = ["Trainer", "ranks", "register", "trainer_init_info"]
 
 _NAME = "warpipe"
+_LOADERS = "vllm.model_executor.model_loader"
+
+_log = logging.getLogger("vllm.warpipe")
 
 
 def register() -> None:
     """Registers the load format and the backend of weight transfer with the vLLM that is installed. vLLM calls it in each
     of its processes; a trainer that uses vLLM's factories calls it itself."""
-    loaders = importlib.import_module("vllm.model_executor.model_loader")
+    if _LOADERS in sys.modules:
+        _register_loader()
+    elif not any(isinstance(finder, _LoadersFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _LoadersFinder())
+    _register_transfer()
+
+
+def _register_loader() -> None:
+    loaders = importlib.import_module(_LOADERS)
     loader = importlib.import_module("warpipe.vllm._loader").Loader
     if getattr(loaders, "_LOAD_FORMAT_TO_MODEL_LOADER", {}).get(_NAME) is not loader:
         loaders.register_model_loader(_NAME)(loader)
-    _register_transfer()
+
+
+class _LoadersFinder(importlib.abc.MetaPathFinder):
+    """Registers the load format when vLLM imports its loaders: hundreds of modules, which only its workers need."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != _LOADERS:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_register(module: Any) -> None:
+                run(module)
+                try:
+                    _register_loader()
+                except Exception:
+                    # Those who do not use it have their vLLM.
+                    _log.exception("The load format %r is not registered with this vLLM", _NAME)
+
+            vars(spec.loader)["exec_module"] = run_and_register
+        return spec
 
 
 def _register_transfer() -> None:
