@@ -296,6 +296,23 @@ def test_a_trainers_own_element_type_becomes_the_engines(keepers, options, domai
     trainer.close()
 
 
+def test_how_the_largest_mixtures_of_experts_are_loaded_has_room_in_a_versions_metadata():
+    # 61 layers of 384 experts; a version has 1 MiB of metadata.
+    copies, sources = [], {}
+    for layer in range(61):
+        for expert in range(384):
+            for part, target in (("gate", "w13"), ("up", "w13"), ("down", "w2")):
+                shape = (7168, 2048) if part == "down" else (2048, 7168)
+                name = f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
+                at = expert * (2 if target == "w13" else 1) * 2048 * 7168 + (2048 * 7168 if part == "up" else 0)
+                strides = (shape[1], 1)
+                copies.append(_transfer.Copy(f"model.layers.{layer}.mlp.experts.{target}", at, strides, name, 0, strides, shape))
+                sources[name] = shape
+    plan = _transfer.Plan(copies, sources, ["opaque"])
+    packed = plan.packed()
+    assert len(packed) < 1 << 19 and _transfer.Plan.unpacked(packed) == plan
+
+
 def test_ranks_that_one_send_published_say_so(keepers, options, domain, device):
     names = _transfer.ranks("policy", 2)
     for name in names:

@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import hashlib
 import importlib
+import itertools
 import json
 import logging
 import os
@@ -67,29 +68,44 @@ class Plan:
     _of_source: dict[str, list[Copy]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def packed(self) -> str:
-        """As text, for the metadata of a version."""
-        targets = list(dict.fromkeys(one.target for one in self.copies))
-        numbers = {name: number for number, name in enumerate(targets)}
-        of_source = {name: number for number, name in enumerate(self.sources)}
-        rows = [
-            [
-                numbers[one.target], one.target_at, one.target_strides,
-                of_source[one.source], one.source_at, one.source_strides, one.shape,
-            ]
-            for one in self.copies
-        ]  # fmt: skip
-        whole = {"targets": targets, "sources": list(self.sources.items()), "copies": rows, "opaque": self.opaque}
+        """As text, for the metadata of a version. A model with many experts has tens of thousands of copies, which differ from
+        each other by little: of each number there is the difference to the last copy's, and of each tuple its place in a
+        list."""
+        targets = {name: number for number, name in enumerate(dict.fromkeys(one.target for one in self.copies))}
+        sources = {name: number for number, name in enumerate(self.sources)}
+        tuples: dict[tuple[int, ...], int] = {}
+
+        def places(of: Iterable[tuple[int, ...]]) -> list[int]:
+            return [tuples.setdefault(one, len(tuples)) for one in of]
+
+        columns = [
+            _differences([targets[one.target] for one in self.copies]),
+            _differences([one.target_at for one in self.copies]),
+            places(one.target_strides for one in self.copies),
+            _differences([sources[one.source] for one in self.copies]),
+            _differences([one.source_at for one in self.copies]),
+            places(one.source_strides for one in self.copies),
+            places(one.shape for one in self.copies),
+        ]
+        shapes = places(self.sources.values())
+        whole = {
+            "targets": list(targets), "sources": list(sources), "shapes": shapes, "columns": columns, "tuples": list(tuples),
+            "opaque": self.opaque,
+        }  # fmt: skip
         return base64.b64encode(zlib.compress(json.dumps(whole, separators=(",", ":")).encode(), 9)).decode()
 
     @classmethod
     def unpacked(cls, text: str) -> Plan:
         whole = json.loads(zlib.decompress(base64.b64decode(text)))
-        targets, sources = whole["targets"], [(name, tuple(shape)) for name, shape in whole["sources"]]
+        targets, sources, tuples = whole["targets"], whole["sources"], [tuple(one) for one in whole["tuples"]]
+        # The tuples' columns are the others.
+        numbers = [column if at in (2, 5, 6) else itertools.accumulate(column) for at, column in enumerate(whole["columns"])]
         copies = [
-            Copy(targets[target], at, tuple(strides), sources[source][0], source_at, tuple(source_strides), tuple(shape))
-            for target, at, strides, source, source_at, source_strides, shape in whole["copies"]
+            Copy(targets[target], at, tuples[strides], sources[source], source_at, tuples[source_strides], tuples[shape])
+            for target, at, strides, source, source_at, source_strides, shape in zip(*numbers, strict=True)
         ]
-        return cls(copies, dict(sources), whole["opaque"])
+        shapes = [tuples[shape] for shape in whole["shapes"]]
+        return cls(copies, dict(zip(sources, shapes, strict=True)), whole["opaque"])
 
     def of(self, source: str) -> Sequence[Copy]:
         """The copies of a tensor of the checkpoint."""
@@ -124,6 +140,10 @@ class Clock(dict[str, float]):
         for step, seconds in steps:
             self[step] = self.get(step, 0.0) + seconds
         self._last = time.perf_counter()
+
+
+def _differences(numbers: Sequence[int]) -> list[int]:
+    return [number - last for last, number in zip([0, *numbers], numbers, strict=False)]
 
 
 def _count(shape: Sequence[int]) -> int:
