@@ -12,7 +12,7 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 use support::weights::{Stage, Worker, children_of, expected, leak, open_device, safetensors};
 use support::{PATIENCE, device, full_pipe};
-use warpipe::weights::{SharedWeights, Weights};
+use warpipe::weights::{Hashing, SharedWeights, Weights};
 use warpipe::{DType, Device, Layout};
 use warpipe_testkit::{ChildProcess, eventually, wait_readable};
 
@@ -475,6 +475,33 @@ fn a_keeper_without_files_keeps_what_processes_publish_and_the_next_one_takes_it
     let listed = stage.world.run(&["weights", "ls"]);
     assert!(listed.out.contains("\n    model=m  tp=2\n"), "{listed:?}");
 
+    first.signal(Signal::KILL);
+    first.end();
+    let mut second = stage.world.start(&arguments);
+    let ready = second.wait_for("ready", 1).remove(0);
+    assert_eq!(
+        (&ready["from"], &ready["version"]),
+        (&"processes".into(), &published.version().into()),
+        "{ready}"
+    );
+    second.signal(Signal::TERM);
+    second.end();
+}
+
+#[test]
+fn a_version_whose_hashes_are_still_computed_is_taken_over_once_they_are_there() {
+    let stage = Stage::new();
+    let device = device();
+    let arguments = [
+        "weights", "serve", "--name", "w", "--json", "--device", &device,
+    ];
+    let mut first = stage.world.start(&arguments);
+    first.wait_for("waiting", 1);
+    // Enough to keep the CPU busy until the next keeper checks it.
+    let layout = Layout::contiguous(DType::U8, &[64 << 20]).unwrap();
+    let builder = Weights::builder(&open_device(), [("large", layout)]).unwrap();
+    let weights = builder.hash(Hashing::Later).finish().unwrap();
+    let published = weights.publish(&stage.domain(), "w", PATIENCE).unwrap();
     first.signal(Signal::KILL);
     first.end();
     let mut second = stage.world.start(&arguments);

@@ -21,6 +21,10 @@ use crate::source::InputError;
 /// How long the keeper may take to fetch a version.
 const PUBLISH_TIMEOUT: Duration = Duration::from_secs(60);
 
+/// How long a takeover waits for hashes that the publisher still computes: without them the version is
+/// not offered.
+const HASHES_TIMEOUT: Duration = Duration::from_secs(10);
+
 /// The task of a child.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Task {
@@ -186,8 +190,8 @@ fn verify(args: &ChildArgs) -> anyhow::Result<ChildLine> {
         });
     }
     let start = Instant::now();
-    let opener = SharedWeights::opener(&args.name);
-    match opener.domain(&domain).device(&device).verify() {
+    let opener = SharedWeights::opener(&args.name).domain(&domain);
+    match opener.device(&device).wait(HASHES_TIMEOUT).verify() {
         Ok(version) => Ok(ChildLine::Offered(OfferedVersion {
             version,
             tensors: candidate.tensors,
