@@ -24,6 +24,10 @@ KINDS = {
     "mixture": lambda: transformers.Qwen3MoeConfig(
         num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, head_dim=16, **SIZES
     ),
+    # Its configuration has an infinite number.
+    "state space": lambda: transformers.Mamba2Config(
+        hidden_size=32, num_heads=8, head_dim=8, state_size=8, n_groups=2, chunk_size=4, num_hidden_layers=2, vocab_size=64
+    ),
     "encoder": lambda: transformers.BertConfig(
         hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
     ),

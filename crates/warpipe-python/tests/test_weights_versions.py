@@ -129,6 +129,8 @@ def test_a_version_carries_metadata(keeper, options):
         weights.publish(NAME, {"a": np.ones(1)}, **options, metadata="m" * (room + 1))
     with pytest.raises(TypeError, match="JSON"):
         weights.publish(NAME, {"a": np.ones(1)}, **options, metadata=object())
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        weights.publish(NAME, {"a": np.ones(1)}, **options, metadata={"loss": float("nan")})
 
 
 def test_a_partial_version_shares_the_other_tensors_of_its_base(keeper, options):

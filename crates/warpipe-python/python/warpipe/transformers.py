@@ -66,7 +66,7 @@ def from_published(
     """
     shared = weights.open(name, device=device, domain=domain, wait=wait) if isinstance(name, str) else name
     described = shared.metadata.get(_KEY) if isinstance(shared.metadata, dict) else None
-    described = described if isinstance(described, dict) else {}
+    described = _with_floats(described) if isinstance(described, dict) else {}
     given = _config(described.get("config") if config is None else config, shared)
     model = _built(model_class or _class_of(given), given, shared, options)
     try:
@@ -100,6 +100,14 @@ def publish(model: Any, name: str, *, metadata: Mapping[str, Any] | None = None,
     if model.can_generate() and model.generation_config is not None:
         described["generation_config"] = json.loads(model.generation_config.to_json_string(use_diff=True))
     return weights.publish(name, model.state_dict(), metadata={**(metadata or {}), _KEY: described}, **options)
+
+
+def _with_floats(described: dict[str, Any]) -> dict[str, Any]:
+    """With the numbers that JSON has not: transformers writes ``{"__float__": "Infinity"}``, and reads it in files alone."""
+    found: dict[str, Any] = json.loads(
+        json.dumps(described), object_hook=lambda it: float(it["__float__"]) if "__float__" in it else it
+    )
+    return found
 
 
 def _transformers() -> Any:

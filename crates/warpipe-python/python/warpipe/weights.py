@@ -147,7 +147,7 @@ def publish(
     process: see ``PublishedWeights.wait_for_hashes``. With ``"none"`` there are none, and a keeper that takes over does not
     offer the version.
 
-    ``metadata`` is anything that ``json`` can write, up to 1 MiB: readers have it as ``SharedWeights.metadata``.
+    ``metadata`` is anything that JSON has (no NaN), up to 1 MiB: readers have it as ``SharedWeights.metadata``.
 
     With ``base`` the version has all tensors of another one but those that ``state_dict`` gives: they are neither copied
     nor hashed, and readers see one whole version. It is what ``publish`` returned, or open weights, or the number of the
@@ -190,7 +190,7 @@ def publish_in_phases(
     if not hasattr(state_dict, "items"):
         said = f"a {type(state_dict).__name__} is no mapping of names to tensors"
         raise NotATensorError(f"{said}; give a dict: a module's state_dict(), or dict(module.named_parameters())")
-    json_text = None if metadata is None else json.dumps(metadata).encode()
+    json_text = None if metadata is None else json.dumps(metadata, allow_nan=False).encode()
     options |= {"zero_copy": zero_copy, "metadata": json_text}
     published, count, refused, phases = _warpipe._publish_weights(name, *_lists(state_dict), options)
     if refused:
