@@ -217,7 +217,7 @@ impl Dispatcher {
             return;
         }
         let before = guard.table.revision;
-        if self.observer.take_news() || self.pending_workers.is_short() {
+        if self.observer.take_news() {
             self.update_workers(guard);
         }
         let now = guard.now();
@@ -259,7 +259,7 @@ impl Dispatcher {
         }
     }
 
-    /// Subscribers came or went, or one waits for a thread.
+    /// Subscribers came or went.
     fn update_workers(self: &Arc<Self>, state: &mut State) {
         self.return_undelivered(&mut state.table);
         let members = self.publisher.linked_subscribers();
@@ -270,20 +270,11 @@ impl Dispatcher {
             session.is_leaving = is_drained || !is_member(session.id);
         }
         known.retain(|&id| is_member(id) || sessions.iter().any(|session| session.id == id));
-        let mut is_short = false;
         for member in &members {
-            // A worker without a free slot is handled when an attach ends, which rings; one without
-            // a thread at a later look.
-            if self.pending_workers.has_free_slot()
-                && known.insert(member.id)
-                && !self.attach_worker(*member)
-            {
-                is_short = known.remove(&member.id);
-                break;
+            // A worker without a free slot is handled when an attach ends, which rings.
+            if self.pending_workers.has_free_slot() && known.insert(member.id) {
+                self.attach_worker(*member);
             }
-        }
-        if !is_short {
-            self.pending_workers.end_shortage();
         }
         for (member, subscriber) in self.pending_workers.take() {
             if !is_member(member.id) {

@@ -11,7 +11,6 @@ use crate::ipc::Kind;
 use crate::ipc::peer::ProcessId;
 use crate::pubsub::{LinkedSubscriber, Subscriber};
 use crate::queue::results_name;
-use crate::runtime::heartbeat::Uptime;
 
 /// The most new workers that are attached to at once, each on a thread: a stopped worker occupies
 /// its thread for as long as a handshake may take, even if it has gone.
@@ -22,8 +21,6 @@ pub(in crate::queue) const ATTACHING_MAX: usize = 16;
 pub(in crate::queue) struct PendingWorkers {
     ready: Mutex<Vec<(LinkedSubscriber, Subscriber)>>,
     attaching: AtomicUsize,
-    /// How long no thread has been left to attach to a worker.
-    short: Mutex<Option<Uptime>>,
 }
 
 /// One of [`ATTACHING_MAX`] slots. When the attach ends, the next new worker is handled.
@@ -65,47 +62,23 @@ impl PendingWorkers {
     fn lock(&self) -> MutexGuard<'_, Vec<(LinkedSubscriber, Subscriber)>> {
         self.ready.lock().unwrap_or_else(PoisonError::into_inner)
     }
-
-    /// Whether a worker waits for a thread: nothing rings when there is one.
-    pub(in crate::queue) fn is_short(&self) -> bool {
-        self.short().is_some()
-    }
-
-    /// No worker waits for a thread.
-    pub(in crate::queue) fn end_shortage(&self) {
-        *self.short() = None;
-    }
-
-    fn short(&self) -> MutexGuard<'_, Option<Uptime>> {
-        self.short.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl Dispatcher {
     /// Attaches to a new worker's answers, on a thread of its own: the worker may be stopped, and
     /// other workers must not wait for it. Called when [a slot is
-    /// free](PendingWorkers::has_free_slot). False if there is no thread for it: it is to be tried
-    /// again. A worker is told of a shortage that lasts for a whole handshake.
-    pub(in crate::queue) fn attach_worker(self: &Arc<Self>, member: LinkedSubscriber) -> bool {
-        let dispatcher = Arc::downgrade(self);
+    /// free](PendingWorkers::has_free_slot). A worker is told where there is no thread for it.
+    pub(in crate::queue) fn attach_worker(self: &Arc<Self>, member: LinkedSubscriber) {
         self.pending_workers.attaching.fetch_add(1, SeqCst);
+        let slot = AttachSlot(Arc::downgrade(self));
         let attach = self.attachment(member);
-        let attach = move || attach(AttachSlot(dispatcher));
         let spawned = std::thread::Builder::new()
             .name("warpipe-workers".into())
-            .spawn(attach);
-        let Err(error) = spawned else {
-            self.pending_workers.end_shortage();
-            return true;
-        };
-        self.pending_workers.attaching.fetch_sub(1, SeqCst);
-        let limit = self.options.shared.handshake_timeout;
-        if self.pending_workers.short().get_or_insert_default().ran() <= limit {
-            return false;
+            .spawn(move || attach(slot));
+        if let Err(error) = spawned {
+            let reason = format!("its queue has no thread left to attach to it: {error}");
+            self.publisher.expel(member.id, &reason);
         }
-        let reason = format!("its queue has no thread left to attach to it: {error}");
-        self.publisher.expel(member.id, &reason);
-        true
     }
 
     /// What the thread does.

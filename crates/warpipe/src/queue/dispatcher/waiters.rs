@@ -366,14 +366,13 @@ impl Dispatcher {
             if guard.table.is_closed() {
                 continue;
             }
-            let is_short = self.pending_workers.is_short();
             if guard.waiters.has_leader {
                 self.park(guard, has_rung);
                 has_rung = false;
                 continue;
             }
             let interval = match guard.waiters.polling {
-                0 if !is_short => guard.next_look(),
+                0 => guard.next_look(),
                 _ => WAIT_SLICE,
             };
             guard.waiters.runner_sleep = interval;
