@@ -26,7 +26,7 @@ use crate::source::{PlainTorch, Source, SourceLocation, Wanted};
 use crate::stream::{Consumer, imported};
 use crate::view::View;
 use crate::wait::{CallOff, in_slices, none_if_late, on_a_thread, optional};
-use crate::weights::{PublishedWeights, SharedWeights, more_and_more_patiently, patiently};
+use crate::weights::{LOOK, PublishedWeights, SharedWeights, more_and_more_patiently, patiently};
 
 /// The most that one offer waits for the keeper, which may still ask other processes for what they
 /// hold: an offer that is given up is one of few that a keeper takes at once.
@@ -585,7 +585,7 @@ impl<'py> Search<'_, 'py> {
         let is_idle = || {
             // Waits for the stream of the copies.
             let memory = builder.memory();
-            memory.is_none_or(|memory| memory.copy_to(0, &mut [], OFFER).is_ok())
+            memory.is_none_or(|memory| memory.copy_to(0, &mut [], LOOK).is_ok())
         };
         if copied.is_err() && !py.detach(is_idle) {
             let places = found.into_iter().map(|(_, (_, tensor))| tensor.place);

@@ -73,8 +73,10 @@ def not_started(error: BaseException, has_begun: bool) -> Error:
         failed.faults = {}
         return failed
     if isinstance(error, ChildProcessError):
-        why = "this process was forked from one that has a fork server, and multiprocessing starts no other one"
-        failure = WorkersFailedError(f"{why}: start this process with the method \"spawn\", or as a program")
+        why = "the fork server of multiprocessing is no child of this process, which was forked from one that has it"
+        failure = WorkersFailedError(
+            f"{why}, or ignores SIGCHLD: start this process with the method \"spawn\", or as a program"
+        )
     else:
         failure = WorkersFailedError(f"workers cannot be started or watched: {type(error).__name__}: {error}")
     failure.deaths = []
