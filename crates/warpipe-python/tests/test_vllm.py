@@ -335,6 +335,24 @@ def test_changed_tensors_that_are_shared_move_an_eager_engine_and_are_an_error_w
     assert captured._warpipe_loaded.receiver.version == 2
 
 
+@pytest.mark.parametrize("same_layout", [True, False])
+def test_an_engine_with_adapters_takes_the_versions_of_its_base(load, version, domain, device, same_layout):
+    class Adapted(torch.nn.Module):
+        # As vLLM wraps a layer, after the load.
+        def __init__(self, layer):
+            super().__init__()
+            self.base_layer = layer
+
+        def forward(self, given):
+            return self.base_layer(given)
+
+    model = load(transfer=True, extra={"name": "policy"})
+    model.qk, model.down = Adapted(model.qk), Adapted(model.down)
+    send = trainer_of(Client([model]), version, domain, device)
+    send({"norm": torch.zeros(128)}, changed=True, same_layout=same_layout)
+    assert not output(model).any()
+
+
 def test_an_engine_of_another_loader_is_sent_the_checkpoint_and_copies_its_part(vllm, version, domain, device):
     installed = vllm(1, 2)
     configured = standin_vllm.configs(transfer=True)

@@ -303,7 +303,8 @@ def _rebind(model: nn.Module, shared: Any, *, leaves_others: bool = False) -> No
         if parameter.is_meta:
             said = f"the parameter {name!r} has no memory: vLLM is loading it anew"
             raise ArgumentError(f"{said}; start the update with is_checkpoint_format=False")
-        tensor = tensors.get(name)
+        # Adapters wrap layers after the load.
+        tensor = tensors.get(name.replace(".base_layer.", "."))
         if tensor is None or not _fits(parameter, tensor):
             raise _mismatch(shared, [name])
         if parameter.data_ptr() != tensor.data_ptr() and not _put(parameter, tensor) and not leaves_others:
