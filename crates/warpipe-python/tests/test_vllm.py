@@ -1,5 +1,6 @@
 """vLLM's load format and its weight transfer, against stand-ins of the seams of two versions: see ``standin_vllm``."""
 
+import fcntl
 import gc
 import importlib
 import os
@@ -163,6 +164,24 @@ def test_weights_of_another_user_are_opened_and_none_are_published_there(load, t
     with pytest.raises(warpipe.NotFoundError, match=r"offers no weights 'policy'; start an engine of that user before.*allow_uids: \[0\]"):
         load(extra={"name": "policy", "domain": str(folder), "owner": 61_211})
     assert list(folder.iterdir()) == []
+
+
+def test_ranks_compare_their_versions_when_no_other_process_waits_for_them(load, domain, monkeypatch):
+    # Two engines of two ranks, each with the turn of one rank, would wait for each other.
+    free = []
+
+    def gather(found, mine, group):
+        found[:] = [mine] * len(found)
+        for path in domain.path.glob(".loads-*"):
+            descriptor = os.open(path, os.O_RDWR)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.close(descriptor)
+            free.append(path)
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    for _ in range(2):
+        load(rank=0, ranks=2)
+    assert len(free) == 2
 
 
 def test_a_name_that_is_given_is_the_ranks_and_refuses_another_model(load):

@@ -39,11 +39,11 @@ _LOADED = "_warpipe_loaded"
 class Loaded:
     """What a model has of shared weights."""
 
-    def __init__(self, receiver: _transfer.Receiver, domain: Any, took: dict[str, float]) -> None:
+    def __init__(self, receiver: _transfer.Receiver, domain: Any, took: dict[str, float], copied: int) -> None:
         self.receiver, self.domain = receiver, domain
         self.took = took
         """Seconds of each step of the load."""
-        self.copied = 0
+        self.copied = copied
         """Bytes that this engine copied to publish them."""
 
     @property
@@ -97,10 +97,12 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
         name = self._name(about)
         self._took.end("identity")
         with self._options.turn(name, self._took) as shared:
-            if shared is None:
-                return self._load(name, about, vllm_config, model_config, prefix)
-        check_identity(name, about, shared.metadata)
-        return self._attach(shared, vllm_config, model_config, prefix)
+            made = self._load(name, about, vllm_config, model_config, prefix) if shared is None else None
+        if made is None:
+            check_identity(name, about, shared.metadata)
+            made = self._attach(shared, vllm_config, model_config, prefix), shared, 0
+        # Not in the turn: ranks wait for each other here, and each of another engine's may have another one's turn.
+        return self._done(*made, model_config)
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
         """Part of vLLM's own ``load_model``, which builds the model before and processes it afterwards."""
@@ -136,7 +138,10 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
         # A draft model has a prefix of its own.
         return f"{named}/{about['part']}" if about["part"] else named
 
-    def _load(self, name: str, about: dict[str, Any], vllm_config: Any, model_config: Any, prefix: str) -> nn.Module:
+    def _load(
+        self, name: str, about: dict[str, Any], vllm_config: Any, model_config: Any, prefix: str
+    ) -> tuple[nn.Module, Any, int]:
+        """The model, its shared weights, and how many bytes were copied for them."""
         self._records = one_memory = _takes_versions(vllm_config)
         device = _device()
         in_pool = contextlib.nullcontext() if one_memory or not _is_cuda() else torch.cuda.use_mem_pool(pool())
@@ -170,9 +175,7 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
         if _is_cuda():
             torch.cuda.empty_cache()
         self._took.end("share")
-        self._done(model, shared, model_config)
-        getattr(model, _LOADED).copied = copied
-        return model
+        return model, shared, copied
 
     def _attach(self, shared: Any, vllm_config: Any, model_config: Any, prefix: str) -> nn.Module:
         self._shared = shared
@@ -189,15 +192,15 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
         finally:
             self._shared = None
         _log.info("Took the weights %r, version %d: %d bytes, none copied", shared.name, shared.version, shared.nbytes)
-        return self._done(model, shared, model_config)
+        return model
 
-    def _done(self, model: nn.Module, shared: Any, model_config: Any) -> nn.Module:
+    def _done(self, model: nn.Module, shared: Any, copied: int, model_config: Any) -> nn.Module:
         distributed = importlib.import_module("vllm.distributed")
         check_ranks([distributed.get_tp_group(), distributed.get_pp_group()], shared)
         # A captured graph has addresses: only a version that fits there can be taken.
         moves = (lambda newer: _rebind(model, newer)) if getattr(model_config, "enforce_eager", False) else None
         receiver = _transfer.Receiver(shared, moves, domain=self._domain)
-        setattr(model, _LOADED, Loaded(receiver, self._domain, self._took))
+        setattr(model, _LOADED, Loaded(receiver, self._domain, self._took, copied))
         return model
 
 
