@@ -422,10 +422,11 @@ class Workers:
         """Takes what is left of what a process has said that has ended."""
         while process.died_as is None and process.channel.poll():
             self._listen(process)
-        if process.died_as is None:
-            self._lose(process)
+        self._lose(process)
 
     def _lose(self, process: _Process) -> None:
+        if process.died_as is not None:
+            return
         process.signal(signal.SIGKILL)
         process.died_as, process.state = process.state, "ending"
         if not (process.has_returned and process.place is not None):
