@@ -121,6 +121,7 @@ pub(crate) fn messages(number: u64) -> Vec<Message> {
             lossless: true,
             source: generation,
             regions: small,
+            replies: small,
         },
         Message::Region {
             id: small,
@@ -131,6 +132,7 @@ pub(crate) fn messages(number: u64) -> Vec<Message> {
         Message::NoRoom { text: text.clone() },
         Message::Attached,
         Message::Close(CloseReason::Closed),
+        Message::CloseReplies(CloseReason::Closed),
         Message::Close(CloseReason::Evicted("too slow".into())),
         Message::Close(CloseReason::Failed("it broke the protocol".into())),
         Message::Refused {

@@ -263,7 +263,7 @@ mod tests {
             let fence_words = FenceWords::new(&device, 1).unwrap();
             let page = SharedPage::create(Some(&device), 1).unwrap().0;
             let (_made, fd) = Segment::create(&device, 2, [7; 16]).unwrap();
-            let segment = Segment::open(&device, fd.as_fd(), 2, [7; 16]).unwrap();
+            let segment = Segment::open(&device, fd.as_fd(), 2, 0, [7; 16]).unwrap().0;
             let region = Region::allocate(&device, device.backend().granularity()).unwrap();
             let address = |place: *const u8| place.addr();
             let places = [

@@ -56,7 +56,6 @@ pub(crate) trait ConnectionOwner: EventSource {
 /// A peer's first message, which has named the endpoint's kind.
 #[derive(Debug)]
 pub(crate) struct Hello {
-    pub(crate) generation: [u8; 16],
     /// As the peer states it.
     pub(crate) device: Option<DeviceId>,
     pub(crate) body: Vec<u8>,
@@ -414,10 +413,7 @@ impl Acceptor {
             Err(error) => return Err(Some(refusal_for(&error))),
         };
         let Message::Hello {
-            generation,
-            device,
-            kind,
-            body,
+            device, kind, body, ..
         } = message
         else {
             return Err(refused(message.unexpected("Hello").to_string()));
@@ -433,11 +429,7 @@ impl Acceptor {
             .quota
             .take(&peer, socket)
             .map_err(|(limit, max)| Some(Message::Full { limit, max }))?;
-        let hello = Hello {
-            generation,
-            device,
-            body,
-        };
+        let hello = Hello { device, body };
         Ok(HelloRead::Complete(peer, hello, Arc::new(quota_permit)))
     }
 

@@ -33,7 +33,7 @@ pub(crate) use self::author::Author;
 pub(crate) use self::claim::{FilesSeen, NameClaim};
 pub(crate) use self::endpoint_name::DERIVED_NAME_BYTES_MAX;
 pub use self::endpoint_name::{EndpointName, NAME_BYTES_MAX};
-use self::lock::{Cleared, is_owned, read_author};
+use self::lock::{is_owned, read_author};
 #[cfg(test)]
 pub(crate) use self::place::name_byte;
 pub(crate) use self::watch::Arrivals;
@@ -248,12 +248,6 @@ impl Domain {
         self.clear_name(name)
     }
 
-    /// Removes the files of one dead endpoint. False while its name is held: by a living process,
-    /// or for a moment by a dying one: its sockets may close before its lock is free.
-    pub(crate) fn forget(&self, name: &EndpointName) -> bool {
-        self.current().clear_up(name) != Cleared::Held
-    }
-
     /// What dead processes have left, by the author in the lock files: the endpoints that name one
     /// of these, and are held by none. A false author, or a number reused by now, does no harm: as
     /// in [`clean`](Self::clean), no file is removed while its lock is held. One pass, which opens
@@ -291,7 +285,7 @@ impl Domain {
     /// Removes the files that a dead owner of `name` left, and returns whether this call did. Keeps
     /// files that are held, or not this library's.
     pub(crate) fn clear_name(&self, name: &EndpointName) -> bool {
-        self.current().clear_up(name) == Cleared::Removed
+        self.current().clear_up(name)
     }
 
     /// The names, of living or dead processes, that are `prefix` and one further part or piece of a

@@ -68,6 +68,8 @@ pub(crate) enum Message {
         /// one that it forwards.
         source: [u8; 16],
         regions: u32,
+        /// The depth of the ring of the replies; 0 for a link without.
+        replies: u32,
     },
     /// Publisher: one region of its memory. No region has the id of an earlier one, or a lower one.
     /// Descriptor: the memory.
@@ -113,6 +115,9 @@ pub(crate) enum Message {
     /// Publisher, instead of `Welcome`; server, instead of `SessionOpened`: its process lacks
     /// descriptors or memory for the connection.
     NoRoom { text: String },
+    /// Either end closes the ring of the replies: as [`Close`](Self::Close), with the ends
+    /// exchanged.
+    CloseReplies(CloseReason),
 }
 
 /// Why an end closes.
@@ -136,6 +141,7 @@ impl Message {
             Message::RegionClosed { .. } => "RegionClosed",
             Message::Attached => "Attached",
             Message::Close(_) => "Close",
+            Message::CloseReplies(_) => "CloseReplies",
             Message::Refused { .. } => "Refused",
             Message::SessionOpened { .. } => "SessionOpened",
             Message::OtherKind { .. } => "OtherKind",

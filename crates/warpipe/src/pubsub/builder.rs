@@ -71,6 +71,9 @@ pub struct PublisherBuilder {
     /// Receives the changes of the set of subscribers. With an observer, each sample also signals
     /// its slot's fence word, so that it can be forwarded.
     pub(super) observer: Option<Arc<SubscriberChanges>>,
+    /// The depth of the ring of each subscriber's replies, which the observer's owner receives; 0 for
+    /// none.
+    pub(super) replies: u32,
 }
 
 impl PublisherBuilder {
@@ -106,6 +109,7 @@ impl PublisherBuilder {
             loan_timeout: Duration::from_secs(5),
             evict_after: None,
             observer: None,
+            replies: 0,
         }
     }
 
@@ -199,6 +203,12 @@ impl PublisherBuilder {
     /// every subscriber that comes or goes.
     pub(crate) fn observed_by(mut self, observer: &Arc<SubscriberChanges>) -> Self {
         self.observer = Some(observer.clone());
+        self
+    }
+
+    /// With an observer: each subscriber sends replies, over a ring of this depth.
+    pub(crate) fn replies(mut self, depth: u32) -> Self {
+        self.replies = depth;
         self
     }
 

@@ -21,10 +21,10 @@ mod subscriber_link;
 mod unicast;
 
 pub use builder::{PeerCredentials, Policy, PublisherBuilder, SubscriberInfo};
-pub(crate) use observer::{Disconnects, LinkedSubscriber, SubscriberChanges};
+pub(crate) use observer::SubscriberChanges;
 pub use publisher::{Publisher, SampleMut, SendError};
-pub(crate) use publisher_core::{Forwarded, RetainedSlot};
+pub(crate) use publisher_core::{Forwarded, REPLIES, RetainedSlot};
 pub use publisher_core::{SlotHold, SlotReturn};
 pub use sample::{Discontinuity, PreviousPublisher, Receipt, Sample};
-pub(crate) use subscriber::{CompletionWait, RawSample};
+pub(crate) use subscriber::{CompletionWait, RawSample, Replies};
 pub use subscriber::{Samples, Subscriber, SubscriberBuilder};

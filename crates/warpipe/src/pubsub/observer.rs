@@ -1,42 +1,26 @@
 //! What the owner of a publisher that chooses its recipients learns of the subscribers.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use super::publisher_link::PublisherLink;
 use crate::error::Result;
-use crate::ipc::peer::ProcessId;
 use crate::runtime::doorbell::LocalDoorbell;
 
 /// A live subscriber that can be chosen.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(crate) struct LinkedSubscriber {
     pub(crate) id: u64,
     /// For messages to people.
     pub(crate) pid: i32,
-    pub(crate) process: ProcessId,
-    /// The generation that its `Hello` carried.
-    pub(crate) generation: [u8; 16],
-}
-
-/// Data of subscribers that have gone.
-#[derive(Debug, Default)]
-pub(crate) struct Disconnects {
-    /// Samples that they had been given and had not taken: subscriber id and position.
-    pub(crate) untaken: Vec<(u64, u64)>,
-    /// The generations of subscribers that hold no samples any more.
-    pub(crate) generations: Vec<[u8; 16]>,
-}
-
-impl Disconnects {
-    pub(super) fn add_untaken(&mut self, subscriber: u64, positions: &[u64]) {
-        let untaken = positions.iter().map(|&position| (subscriber, position));
-        self.untaken.extend(untaken);
-    }
+    /// The receiver of its replies, if it sends any.
+    pub(in crate::pubsub) replies: Option<Arc<PublisherLink>>,
 }
 
 /// Is notified of subscribers that come and go.
 #[derive(Debug)]
 pub(crate) struct SubscriberChanges {
-    pub(crate) doorbell: LocalDoorbell,
+    pub(crate) doorbell: Arc<LocalDoorbell>,
     has_news: AtomicBool,
     /// The jobs of the queue that no worker has: for the statistics.
     jobs_waiting: AtomicU64,
@@ -45,7 +29,7 @@ pub(crate) struct SubscriberChanges {
 impl SubscriberChanges {
     pub(crate) fn new() -> Result<SubscriberChanges> {
         Ok(SubscriberChanges {
-            doorbell: LocalDoorbell::new()?,
+            doorbell: Arc::new(LocalDoorbell::new()?),
             has_news: AtomicBool::new(true),
             jobs_waiting: AtomicU64::new(0),
         })

@@ -9,6 +9,7 @@ use self::loan::check_length;
 pub use self::loan::{SampleMut, SendError};
 use super::builder::{PublisherBuilder, SubscriberInfo};
 use super::publisher_core::{PublisherCore, SendFailure};
+use super::subscriber::Subscriber;
 use crate::backend::DevicePtr;
 use crate::device::Device;
 use crate::error::Result;
@@ -35,6 +36,18 @@ impl PublisherBuilder {
         check_limit(&device, self.shared.memory_limit)?;
         let claim = domain.claim(&name, self.shared.access.is_open_to_others())?;
         let core = PublisherCore::new(self, name.to_string(), device, claim)?;
+        Ok(Publisher {
+            core: LeakOnFork::new(core),
+        })
+    }
+
+    /// The sender of replies to what `subscriber` receives, over its link. It has no name of its own.
+    pub(crate) fn build_over(self, subscriber: &Subscriber) -> Result<Publisher> {
+        self.check()?;
+        let (domain, device) = (self.shared.domain()?, self.shared.device());
+        check_limit(&device, self.shared.memory_limit)?;
+        let link = subscriber.link_of_replies()?;
+        let core = PublisherCore::of_replies(self, device, &domain, link)?;
         Ok(Publisher {
             core: LeakOnFork::new(core),
         })

@@ -20,6 +20,7 @@ mod state;
 mod tests;
 mod unicast;
 
+pub(crate) use accept::REPLIES;
 pub(super) use recipients::Recipients;
 pub use slot_handles::{SlotHold, SlotReturn};
 pub(crate) use unicast::{Forwarded, RetainedSlot};
@@ -37,8 +38,9 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
 use crate::ipc::acceptor::{Acceptor, AcceptorOptions};
-use crate::ipc::domain::NameClaim;
+use crate::ipc::domain::{Domain, NameClaim};
 use crate::memory::arena::{Chunk, Growth, SlotId};
+use crate::pubsub::publisher_link::PublisherLink;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::{LazyFence, StreamSet};
@@ -83,7 +85,8 @@ pub(super) struct PublisherCore {
     fences: SlotFences,
     /// All streams that have worked on the links or the fence words.
     streams: Arc<StreamSet>,
-    pub(super) acceptor: Arc<Acceptor>,
+    /// `None` for the sender of a link's replies, which has no name.
+    acceptor: Option<Arc<Acceptor>>,
     doorbell: LocalDoorbell,
 }
 
@@ -105,11 +108,40 @@ impl std::fmt::Debug for PublisherCore {
 }
 
 impl PublisherCore {
+    /// A publisher of this name.
     pub(super) fn new(
         options: PublisherBuilder,
         name: String,
         device: Device,
         claim: NameClaim,
+    ) -> Result<Arc<PublisherCore>> {
+        let domain = claim.domain().clone();
+        let core = PublisherCore::assemble(options, name, device, Some(claim), &domain)?;
+        core.acceptor.iter().try_for_each(|it| it.listen())?;
+        core.reactor.register_ticks(core.me.clone());
+        Ok(core)
+    }
+
+    /// The sender of the replies to what `partner` receives.
+    pub(super) fn of_replies(
+        options: PublisherBuilder,
+        device: Device,
+        domain: &Domain,
+        partner: Arc<PublisherLink>,
+    ) -> Result<Arc<PublisherCore>> {
+        let name = options.name.clone();
+        let core = PublisherCore::assemble(options, name, device, None, domain)?;
+        core.reply_over(partner)?;
+        core.reactor.register_ticks(core.me.clone());
+        Ok(core)
+    }
+
+    fn assemble(
+        options: PublisherBuilder,
+        name: String,
+        device: Device,
+        claim: Option<NameClaim>,
+        domain: &Domain,
     ) -> Result<Arc<PublisherCore>> {
         let reactor = Reactor::of_process()?;
         let fences = SlotFences::new(&device, options.history > 0)?;
@@ -119,13 +151,13 @@ impl PublisherCore {
             kind: options.kind,
             role: Role::Owner,
             name: &name,
-            domain: claim.domain().identity(),
+            domain: domain.identity(),
             device: Some(device.info().id),
             generation,
             depth: options.depth,
             memory_max: options.shared.memory_limit,
         });
-        let core = Arc::new_cyclic(|me: &Weak<PublisherCore>| PublisherCore {
+        Ok(Arc::new_cyclic(|me: &Weak<PublisherCore>| PublisherCore {
             owner_process: OwnerProcess::current(),
             generation,
             this: me.clone(),
@@ -136,26 +168,21 @@ impl PublisherCore {
             send_lock: Arc::default(),
             fences,
             streams: Arc::default(),
-            acceptor: Acceptor::new(
-                claim,
-                AcceptorOptions {
+            acceptor: claim.map(|claim| {
+                let acceptor = AcceptorOptions {
                     name: name.clone(),
                     kind: options.kind,
                     access_policy: options.shared.access.clone(),
                     handshake_timeout: options.shared.handshake_timeout,
                     runs_on_control_thread: true,
-                },
-                &reactor,
-                me.clone(),
-            ),
+                };
+                Acceptor::new(claim, acceptor, &reactor, me.clone())
+            }),
             doorbell,
             options,
             name,
             device,
-        });
-        core.acceptor.listen()?;
-        reactor.register_ticks(core.me.clone());
-        Ok(core)
+        }))
     }
 
     fn lock(&self) -> MutexGuard<'_, PublisherState> {
@@ -404,19 +431,21 @@ impl PublisherCore {
     /// of this process writes it any more. The `Close` messages are in their sockets when this
     /// returns, because the process may end then. Only the first call has an effect.
     pub(super) fn close(self: &Arc<PublisherCore>) {
-        self.acceptor.close();
+        self.acceptor.iter().for_each(|it| it.close());
         let mut state = self.lock();
         if std::mem::replace(&mut state.closed, true) {
             return;
         }
-        state.links.close();
+        let partners = state.links.close();
         drop(state);
+        drop(partners);
         self.ring();
         // Never on this thread, even if every stream is idle: unregistering memory may make the
         // driver wait for a stream that waits for a peer.
         let (core, mut fence) = (self.clone(), LazyFence::new(self.streams.clone()));
         self.reactor.drop_after(move || {
-            if Arc::strong_count(&core) > 1 {
+            // The socket is read for a partner as long as there is one.
+            if Arc::strong_count(&core) > 1 || core.lock().links.has_partner() {
                 return DropReadiness::Held;
             }
             let is_past = fence.is_reached();

@@ -26,17 +26,18 @@ use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
 use crate::ipc::PeerState;
 use crate::ipc::connection::{self, ConnectionUser, watch_socket, watch_suspicion};
-use crate::ipc::domain::EndpointName;
 use crate::ipc::message::{self, CloseReason, Message, Received};
 use crate::ipc::peer::{DeathEvidence, Peer};
 use crate::pubsub::entry::{Completion, Violation};
 use crate::pubsub::ring::{self, count_release};
-use crate::runtime::closer::PeerSocket;
+use crate::runtime::closer::{PeerFd, PeerSocket};
 use crate::runtime::doorbell::{LocalDoorbell, PeerDoorbell};
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::Fence;
 use crate::runtime::heartbeat::PeerHeartbeat;
-use crate::runtime::reactor::{DropReadiness, EventSource, Next, Reactor, Registration};
+use crate::runtime::reactor::{
+    DropReadiness, EventSource, Next, Reactor, Registration, new_generation,
+};
 use crate::shm::segment::Segment;
 use crate::statistics;
 use crate::stream::Stream;
@@ -102,8 +103,13 @@ pub(crate) struct PublisherLink {
     owner: DeviceId,
     access: Access,
     device: Device,
-    pub(super) peer_doorbell: PeerDoorbell,
+    pub(super) peer_doorbell: Arc<PeerDoorbell>,
     doorbell: Arc<LocalDoorbell>,
+    /// The ring of the replies, until its sender takes it.
+    replies: Mutex<Option<Segment>>,
+    ring: RingKind,
+    /// Of a link with replies.
+    reader: SocketReader,
     peer_heartbeat: PeerHeartbeat,
     fault: Mutex<LinkFault>,
     set_aside: SetAside,
@@ -113,23 +119,61 @@ pub(crate) struct PublisherLink {
     memory: DropAfterFence<LinkMemory>,
 }
 
+/// The sender of the other ring of a link with replies. It reads the socket for both.
+pub(in crate::pubsub) trait OtherEnd: Send + Sync {
+    /// As [`connection::read_out`], for its link with this number.
+    fn read_out(&self, link: u64);
+
+    /// The wake channel was drained, and a ring may have been meant for this end.
+    fn pass_on_wake(&self);
+}
+
+/// See [`OtherEnd`]; empty until there is one.
+#[derive(Default)]
+struct SocketReader(OnceLock<(Weak<dyn OtherEnd>, u64)>);
+
+impl std::fmt::Debug for SocketReader {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("SocketReader")
+    }
+}
+
+impl SocketReader {
+    fn other(&self) -> Option<(Arc<dyn OtherEnd>, u64)> {
+        let (other, link) = self.0.get()?;
+        other.upgrade().map(|other| (other, *link))
+    }
+}
+
+/// The parts of a receiver's end beside its memory.
+pub(in crate::pubsub) struct ReceiverEnd<'a> {
+    pub(in crate::pubsub) name: &'a str,
+    pub(in crate::pubsub) device: &'a Device,
+    pub(in crate::pubsub) doorbell: &'a Arc<LocalDoorbell>,
+    pub(in crate::pubsub) socket: Arc<PeerSocket>,
+    pub(in crate::pubsub) peer: Arc<Peer>,
+    pub(in crate::pubsub) orphan_timeout: Duration,
+}
+
+/// The ring of a receiver.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum RingKind {
+    /// The only ring of its link.
+    Single,
+    /// The samples of a link with replies.
+    Samples,
+    Replies,
+}
+
 impl PublisherLink {
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "the parts of one link, each made by another step of `connect`"
-    )]
     fn assemble(
         welcome: Welcome,
         regions: Vec<OpenRegion>,
-        name: &EndpointName,
-        device: &Device,
-        doorbell: &Arc<LocalDoorbell>,
-        socket: PeerSocket,
-        peer: Peer,
+        end: ReceiverEnd<'_>,
+        ring: RingKind,
         reactor: Arc<Reactor>,
-        orphan_timeout: Duration,
     ) -> Result<Arc<PublisherLink>> {
-        let (socket, peer, segment) = (Arc::new(socket), Arc::new(peer), Arc::new(welcome.segment));
+        let (socket, peer, segment) = (end.socket, end.peer, Arc::new(welcome.segment));
         segment
             .header()
             .receiver
@@ -143,7 +187,7 @@ impl PublisherLink {
             peer: peer.clone(),
             monitor: Arc::new(PublisherMonitor::new(
                 &segment,
-                doorbell,
+                end.doorbell,
                 welcome.completions,
             )),
             segment,
@@ -157,16 +201,19 @@ impl PublisherLink {
             me: me.clone(),
             announced: AnnouncedRegions::default(),
             owner_process: OwnerProcess::current(),
-            name: name.to_string(),
+            name: end.name.to_string(),
             peer,
             lossless: welcome.lossless,
             generation: welcome.generation,
             source: welcome.source,
             owner: welcome.owner,
             access: welcome.access,
-            device: device.clone(),
+            device: end.device.clone(),
             peer_doorbell: welcome.peer_doorbell,
-            doorbell: doorbell.clone(),
+            doorbell: end.doorbell.clone(),
+            replies: Mutex::new(welcome.replies),
+            ring,
+            reader: SocketReader::default(),
             peer_heartbeat: PeerHeartbeat::default(),
             fault: Mutex::default(),
             set_aside: SetAside::default(),
@@ -174,8 +221,49 @@ impl PublisherLink {
             reactor: reactor.clone(),
             memory,
         });
-        link.watch(orphan_timeout)?;
+        link.watch(end.orphan_timeout)?;
         Ok(link)
+    }
+
+    /// The receiver of replies from the device `owner`. `other` reads the socket.
+    pub(in crate::pubsub) fn of_replies(
+        segment: Segment,
+        peer_doorbell: &Arc<PeerDoorbell>,
+        owner: DeviceId,
+        end: ReceiverEnd<'_>,
+        other: (Weak<dyn OtherEnd>, u64),
+    ) -> Result<Arc<PublisherLink>> {
+        let generation = new_generation();
+        let welcome = Welcome {
+            segment,
+            replies: None,
+            peer_doorbell: peer_doorbell.clone(),
+            owner,
+            access: Access::Read,
+            lossless: true,
+            regions: 0,
+            completions: None,
+            generation,
+            source: generation,
+        };
+        let reactor = Reactor::of_process()?;
+        let link = PublisherLink::assemble(welcome, Vec::new(), end, RingKind::Replies, reactor)?;
+        let _ = link.reader.0.set(other);
+        Ok(link)
+    }
+
+    /// The ring of the replies, once: `other`, their sender, reads the socket from now on.
+    pub(in crate::pubsub) fn take_replies(
+        &self,
+        other: (Weak<dyn OtherEnd>, u64),
+    ) -> Option<Segment> {
+        let replies = self
+            .replies
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take()?;
+        let _ = self.reader.0.set(other);
+        Some(replies)
     }
 
     /// Begins to read the publisher's messages, and to watch for its death.
@@ -184,16 +272,45 @@ impl PublisherLink {
         self.monitor().read_by(Arc::downgrade(self));
         let monitor: Weak<dyn EventSource> =
             Arc::downgrade(&self.memory.monitor) as Weak<dyn EventSource>;
-        let words = [
-            watch_socket(&self.reactor, self.socket.as_fd(), &me, 0)?,
-            watch_suspicion(&self.peer, &me, 0)?,
-        ];
+        if self.ring == RingKind::Single {
+            let words = [
+                watch_socket(&self.reactor, self.socket.as_fd(), &me, 0)?,
+                watch_suspicion(&self.peer, &me, 0)?,
+            ];
+            let _ = self.words.set(words);
+        }
         let death = self
             .peer
             .watch(DeathEvidence::Orphaned(orphan_timeout), &monitor, 0)?;
-        let _ = (self.words.set(words), self.memory.death.set(death));
+        let _ = self.memory.death.set(death);
         self.reactor.register_ticks(me);
         Ok(())
+    }
+
+    /// Drains the wake channel. A ring may have been meant for the sender of the other ring.
+    pub(super) fn drain_wake(&self) {
+        self.peer_doorbell.drain();
+        if let Some((other, _)) = self.reader.other() {
+            other.pass_on_wake();
+        }
+    }
+
+    /// The sender of the other ring has drained the wake channel. Returns whether this end sleeps.
+    pub(super) fn pass_on_wake(&self) -> bool {
+        let is_asleep = self.segment().header().receiver.asleep.load(Relaxed) != 0;
+        if is_asleep {
+            self.doorbell.ring();
+        }
+        is_asleep
+    }
+
+    pub(super) fn socket(&self) -> &Arc<PeerSocket> {
+        &self.socket
+    }
+
+    /// Whether no more samples come over it.
+    pub(super) fn has_ended(&self) -> bool {
+        self.link_state() != LinkState::Open
     }
 
     pub(super) fn segment(&self) -> &Arc<Segment> {
@@ -446,15 +563,12 @@ impl PublisherLink {
         let close_reason = CloseReason::Failed(message::text(&error));
         // Before the message: its answer may end the link at once, for a later reason.
         let mut fault = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
-        if self.link_state() == LinkState::Open {
+        // Also of a publisher that has closed: why its last samples are not received.
+        if matches!(self.link_state(), LinkState::Open | LinkState::Closed) {
             fault.keep(error);
         }
         drop(fault);
-        let _ = message::send(
-            self.socket.as_fd().as_fd(),
-            &Message::Close(close_reason),
-            &[],
-        );
+        self.say_close(close_reason);
         self.monitor().set_link_state(LinkState::Failed);
     }
 
@@ -474,11 +588,15 @@ impl PublisherLink {
 
     /// Asks for no more samples. Samples that are held stay valid.
     pub(super) fn leave(&self) {
-        let _ = message::send(
-            self.socket.as_fd().as_fd(),
-            &Message::Close(CloseReason::Closed),
-            &[],
-        );
+        self.say_close(CloseReason::Closed);
+    }
+
+    fn say_close(&self, close_reason: CloseReason) {
+        let close = match self.ring {
+            RingKind::Replies => Message::CloseReplies(close_reason),
+            RingKind::Single | RingKind::Samples => Message::Close(close_reason),
+        };
+        let _ = message::send(self.socket.as_fd().as_fd(), &close, &[]);
     }
 
     /// The publisher is dead.
@@ -487,7 +605,14 @@ impl PublisherLink {
             name: self.name.clone(),
             pid: self.peer.pid,
         });
-        connection::read_out(self, 0);
+        match self.ring {
+            RingKind::Single => connection::read_out(self, 0),
+            RingKind::Samples | RingKind::Replies => {
+                if let Some((other, link)) = self.reader.other() {
+                    other.read_out(link);
+                }
+            }
+        }
     }
 
     fn has_closed(&self, close_reason: CloseReason) {
@@ -514,41 +639,48 @@ impl PublisherLink {
     }
 }
 
+impl PublisherLink {
+    /// Takes a message of the publisher over this ring; returns one that is not.
+    pub(in crate::pubsub) fn hear(
+        &self,
+        message: Message,
+        fds: Vec<PeerFd>,
+    ) -> Result<(), Message> {
+        let is_over = self.link_state() == LinkState::Failed;
+        match (message, self.ring) {
+            // A message of a publisher that this end has left is not needed.
+            (Message::Region { .. } | Message::CloseRegion { .. }, _) if is_over => {}
+            (Message::Region { id, bytes }, _) => {
+                self.change_soon(RegionChange::Open { id, bytes, fds })
+            }
+            (Message::CloseRegion { id }, _) => self.change_soon(RegionChange::Close { id }),
+            (Message::Close(reason), RingKind::Single | RingKind::Samples)
+            | (Message::CloseReplies(reason), RingKind::Replies) => self.has_closed(reason),
+            (other, _) => return Err(other),
+        }
+        Ok(())
+    }
+}
+
 impl ConnectionUser for PublisherLink {
     fn on_message(&self, _: u64) -> Next {
-        if self.link_state() == LinkState::Failed {
-            // Further messages of this publisher are not needed, however many it sends.
-            return Next::Stop;
-        }
         connection::read(self.socket.as_fd().as_fd(), &self.name, |received| {
-            match received {
-                Ok(Received::Message(Message::Region { id, bytes }, fds)) => {
-                    self.change_soon(RegionChange::Open { id, bytes, fds })
-                }
-                Ok(Received::Message(Message::CloseRegion { id }, _)) => {
-                    self.change_soon(RegionChange::Close { id })
-                }
-                Ok(Received::Message(Message::Close(close_reason), _)) => {
-                    self.has_closed(close_reason)
-                }
-                Ok(Received::Message(other, _)) => {
-                    let fault = other.unexpected("Region or Bye");
-                    self.fail(Error::Handshake {
-                        name: self.name.clone(),
-                        fault,
-                    });
-                    return Next::Stop;
-                }
-                Ok(_) => {
-                    self.on_close(0);
-                    return Next::Stop;
-                }
-                Err(error) => {
-                    self.fail(error);
-                    return Next::Stop;
-                }
+            if self.link_state() == LinkState::Failed {
+                // Further messages of this publisher are not needed, however many it sends.
+                return Next::Stop;
             }
-            Next::Keep
+            match received {
+                Ok(Received::Message(message, fds)) => match self.hear(message, fds) {
+                    Ok(()) => return Next::Keep,
+                    Err(other) => self.fail(Error::Handshake {
+                        name: self.name.clone(),
+                        fault: other.unexpected("Region or Bye"),
+                    }),
+                },
+                Ok(_) => self.on_close(0),
+                Err(error) => self.fail(error),
+            }
+            Next::Stop
         })
     }
 

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use rustix::event::epoll;
 
 pub use builder::SubscriberBuilder;
-pub(crate) use raw_sample::{CompletionWait, RawSample};
+pub(crate) use raw_sample::{CompletionWait, RawSample, Replies};
 
 use self::attached::{Attached, EndedLink};
 use self::reconnect::ReconnectAttempt;
@@ -30,7 +30,7 @@ use crate::fork::leak_on_fork::LeakOnFork;
 use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::ipc::Kind;
 use crate::ipc::domain::{Arrivals, Domain, EndpointName};
-use crate::ipc::peer::{ORPHAN_TIMEOUT, ProcessId};
+use crate::ipc::peer::ORPHAN_TIMEOUT;
 use crate::ipc::{self, PeerState, until_found};
 use crate::nvtx;
 use crate::options::EndpointOptions;
@@ -122,7 +122,7 @@ impl Subscriber {
             timeout: Duration::from_secs(10),
             kind: Kind::Publisher,
             orphan_timeout: ORPHAN_TIMEOUT,
-            generation: None,
+            has_replies: false,
         }
     }
 
@@ -195,10 +195,6 @@ impl Subscriber {
     }
 
     fn connect_options(&self) -> ConnectOptions {
-        let generation = self
-            .options
-            .generation
-            .unwrap_or_else(crate::runtime::reactor::new_generation);
         ConnectOptions {
             domain: self.domain.clone(),
             name: self.name.clone(),
@@ -208,7 +204,7 @@ impl Subscriber {
             orphan_timeout: self.options.orphan_timeout,
             identity: SubscriberIdentity {
                 kind: self.options.kind,
-                generation,
+                has_replies: self.options.has_replies,
             },
         }
     }
@@ -260,9 +256,19 @@ impl Subscriber {
         self.attached.as_ref().map(|attached| attached.link.source)
     }
 
-    /// The publisher's process; `None` while there is none.
-    pub(crate) fn publisher_process(&self) -> Option<ProcessId> {
-        self.attached.as_ref().map(|attached| attached.link.peer.id)
+    /// The link of its replies.
+    pub(super) fn link_of_replies(&self) -> Result<Arc<PublisherLink>> {
+        let attached = self.attached.as_ref().ok_or_else(|| self.not_found())?;
+        Ok(attached.link.clone())
+    }
+
+    fn not_found(&self) -> Error {
+        Error::NotFound {
+            kind: self.options.kind,
+            name: self.name.to_string(),
+            domain: self.domain.path().to_owned(),
+            was_there: false,
+        }
     }
 
     /// Samples that this subscriber did not get because of the publisher's policy.

@@ -21,6 +21,7 @@ use crate::ipc::message::{self, CloseReason, Message};
 use crate::ipc::peer::Peer;
 use crate::memory::arena::{Chunk, SlotId};
 use crate::pubsub::entry::PackedEntry;
+use crate::pubsub::publisher_link::PublisherLink;
 use crate::pubsub::ring::{RingSpace, SenderRing};
 use crate::runtime::closer::PeerSocket;
 use crate::runtime::doorbell::PeerDoorbell;
@@ -70,7 +71,7 @@ pub(super) struct SubscriberLink {
     sleeps: bool,
     /// Declared before the descriptors: a registration ends before its descriptor is closed.
     pub(super) registrations: Vec<Registration>,
-    pub(super) peer: Peer,
+    pub(super) peer: Arc<Peer>,
     /// Samples that the subscriber has set aside: the slots of positions that it has not returned.
     /// `None` where it may not.
     set_aside: Option<HashMap<u64, SlotId>>,
@@ -87,9 +88,13 @@ pub(super) struct SubscriberLink {
     releases_seen: u64,
     dropped: u64,
     /// Its share of the publisher's connection limits: held, not used.
-    quota_permit: Arc<QuotaPermit>,
-    /// The generation that its `Hello` carried.
-    pub(super) generation: [u8; 16],
+    quota_permit: Option<Arc<QuotaPermit>>,
+    /// Its ring is that of the replies, and the subscriber is the publisher of the other one.
+    sends_replies: bool,
+    /// The receiver of the link's other ring.
+    pub(super) partner: Option<Arc<PublisherLink>>,
+    /// The ring of the replies, and the device of their sender, until the link is live.
+    pub(super) replies: Option<(Segment, DeviceId)>,
     /// The positions that were taken back when it left.
     pub(super) untaken: Vec<u64>,
     pub(super) socket: Arc<PeerSocket>,
@@ -114,19 +119,28 @@ struct AnnouncedRegion {
 /// The parts of a new link, before the publisher's state contains it.
 pub(super) struct LinkParts {
     ring: SenderRing,
+    replies: Option<(Segment, DeviceId)>,
     peer_doorbell: PeerDoorbell,
     segment_fd: CloseOnForkFd,
     their_wake: CloseOnForkFd,
 }
 
 impl LinkParts {
-    /// Makes the segment and the wake channel.
-    pub(super) fn new(device: &Device, depth: u32, generation: [u8; 16]) -> Result<LinkParts> {
-        let (segment, segment_fd) = Segment::create(device, depth, generation)?;
+    /// Makes the segment and the wake channel. `replies` is the depth of the replies' ring, 0 for none;
+    /// they come from the device `from`.
+    pub(super) fn new(
+        device: &Device,
+        depth: u32,
+        (replies, from): (u32, DeviceId),
+        generation: [u8; 16],
+    ) -> Result<LinkParts> {
+        let ((segment, replies), segment_fd) =
+            Segment::create_rings(device, depth, replies, generation)?;
         let (peer_doorbell, their_wake) = PeerDoorbell::pair()?;
         let ring = SenderRing::new(Arc::new(segment));
         Ok(LinkParts {
             ring,
+            replies: replies.map(|replies| (replies, from)),
             peer_doorbell,
             segment_fd,
             their_wake,
@@ -142,12 +156,49 @@ impl SubscriberLink {
         policy: Policy,
         may_set_aside: bool,
     ) -> SubscriberLink {
-        let Connection {
-            id,
-            peer,
-            socket,
-            quota_permit,
-        } = connection;
+        SubscriberLink {
+            quota_permit: Some(connection.quota_permit),
+            replies: parts.replies,
+            segment_fd: Some(parts.segment_fd),
+            their_wake: Some(parts.their_wake),
+            ..SubscriberLink::over(
+                (connection.id, Arc::new(connection.peer), connection.socket),
+                (parts.ring, Arc::new(parts.peer_doorbell)),
+                policy,
+                may_set_aside,
+            )
+        }
+    }
+
+    /// The sender's end of the replies, over the link whose samples `partner` receives.
+    pub(super) fn of_replies(
+        id: u64,
+        segment: Segment,
+        partner: Arc<PublisherLink>,
+        policy: Policy,
+    ) -> SubscriberLink {
+        SubscriberLink {
+            phase: LinkPhase::Live,
+            sends_replies: true,
+            partner: Some(partner.clone()),
+            ..SubscriberLink::over(
+                (id, partner.peer.clone(), partner.socket().clone()),
+                (
+                    SenderRing::new(Arc::new(segment)),
+                    partner.peer_doorbell.clone(),
+                ),
+                policy,
+                true,
+            )
+        }
+    }
+
+    fn over(
+        (id, peer, socket): (u64, Arc<Peer>, Arc<PeerSocket>),
+        (ring, peer_doorbell): (SenderRing, Arc<PeerDoorbell>),
+        policy: Policy,
+        may_set_aside: bool,
+    ) -> SubscriberLink {
         SubscriberLink {
             id,
             phase: LinkPhase::Attaching,
@@ -155,7 +206,7 @@ impl SubscriberLink {
             is_local: peer.is_own(),
             is_foreign: peer.uid != rustix::process::geteuid().as_raw(),
             peer,
-            ring: parts.ring,
+            ring,
             set_aside: may_set_aside.then(HashMap::new),
             free: Cell::new(None),
             clock: Uptime::default(),
@@ -166,16 +217,47 @@ impl SubscriberLink {
             next_region: 0,
             releases_seen: 0,
             dropped: 0,
-            quota_permit,
-            generation: [0; 16],
+            quota_permit: None,
+            sends_replies: false,
+            partner: None,
+            replies: None,
             untaken: Vec::new(),
             sleeps: false,
-            peer_doorbell: Arc::new(parts.peer_doorbell),
+            peer_doorbell,
             socket,
-            segment_fd: Some(parts.segment_fd),
-            their_wake: Some(parts.their_wake),
+            segment_fd: None,
+            their_wake: None,
             row: None,
         }
+    }
+
+    pub(super) fn sends_replies(&self) -> bool {
+        self.sends_replies
+    }
+
+    /// Whether the peer closes this ring.
+    pub(super) fn is_close(&self, message: &Message) -> bool {
+        match message {
+            Message::Close(_) => !self.sends_replies,
+            Message::CloseReplies(_) => self.sends_replies,
+            _ => false,
+        }
+    }
+
+    /// Whether the receiver of the other ring, if there is one, gets no more.
+    pub(super) fn has_partner_ended(&self) -> bool {
+        self.partner
+            .as_ref()
+            .is_none_or(|partner| partner.has_ended())
+    }
+
+    /// Tells the peer that this ring closes.
+    pub(super) fn say_close(&self, close_reason: CloseReason) {
+        let close = match self.sends_replies {
+            true => Message::CloseReplies(close_reason),
+            false => Message::Close(close_reason),
+        };
+        let _ = message::send(self.socket(), &close, &[]);
     }
 
     /// Sends `welcome` with the link's descriptors and every region so far, and closes this
@@ -296,7 +378,7 @@ impl SubscriberLink {
     /// Ends the subscription: takes back the samples that were not taken, and waits for the rest.
     pub(super) fn leave(&mut self, close_reason: Option<CloseReason>) {
         if let Some(close_reason) = close_reason {
-            let _ = message::send(self.socket(), &Message::Close(close_reason), &[]);
+            self.say_close(close_reason);
         }
         self.phase = LinkPhase::Leaving;
         self.untaken.extend(self.ring.revoke_all());

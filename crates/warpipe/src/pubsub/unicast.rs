@@ -3,11 +3,10 @@
 
 use std::time::Duration;
 
-use super::observer::{Disconnects, LinkedSubscriber};
+use super::observer::LinkedSubscriber;
 use super::publisher::{Publisher, SampleMut, SendError};
 use super::publisher_core::{Recipients, RetainedSlot, SendFailure};
 use crate::error::Result;
-use crate::ipc::peer::ProcessId;
 use crate::pubsub::entry::Metadata;
 use crate::stream::Stream;
 
@@ -15,11 +14,6 @@ impl Publisher {
     /// The subscribers that can be chosen.
     pub(crate) fn linked_subscribers(&self) -> Vec<LinkedSubscriber> {
         self.core.linked_subscribers()
-    }
-
-    /// The id of the live subscriber in that process.
-    pub(crate) fn subscriber_of(&self, process: ProcessId) -> Option<u64> {
-        self.core.subscriber_of(process)
     }
 
     /// Whether the subscriber with this id still gets samples.
@@ -48,10 +42,10 @@ impl Publisher {
         self.core.expel(id, reason);
     }
 
-    /// The data of the subscribers that have gone, each returned once; with `all`, also the
-    /// generations of those still attached.
-    pub(crate) fn take_disconnects(&self, all: bool) -> Disconnects {
-        self.core.take_disconnects(all)
+    /// The samples that subscribers which have gone had been given and had not taken, each returned
+    /// once: subscriber id and position.
+    pub(crate) fn take_untaken(&self) -> Vec<(u64, u64)> {
+        self.core.take_untaken()
     }
 }
 

@@ -1,28 +1,23 @@
 //! Runs a queue: takes answers in, meets workers that come and go, and applies both to the job
 //! table. Any thread may do this work, under the queue's lock.
 
-pub(super) mod pending_workers;
 mod waiters;
 
-use std::collections::HashSet;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::event::epoll;
 
-use self::pending_workers::PendingWorkers;
 use self::waiters::{OWN_DOORBELL, Waiters};
 use super::builder::QueueBuilder;
 use super::job_result::JobResult;
 use super::job_table::{JobTable, QueueRules, Stage};
-use super::results_name;
 use super::worker_session::{Completed, Jobs, WorkerSession};
 use crate::error::{Error, Result};
 use crate::fork::{CloseOnForkFd, OwnerProcess};
-use crate::ipc::domain::{Domain, EndpointName};
-use crate::pubsub::{Disconnects, Publisher, SubscriberChanges};
+use crate::ipc::domain::Domain;
+use crate::pubsub::{Publisher, SubscriberChanges};
 use crate::runtime::heartbeat::Uptime;
-use crate::runtime::reactor::{DropReadiness, Reactor};
 use crate::runtime::releasable::ReleasableGuard;
 use crate::runtime::timed_lock::TimedLock;
 
@@ -35,8 +30,6 @@ const EPOLL_FLAGS: epoll::EventFlags = epoll::EventFlags::IN.union(epoll::EventF
 pub(super) struct State {
     pub(super) table: Jobs,
     pub(super) sessions: Vec<WorkerSession>,
-    /// Subscribers that have a session, are about to get one, or have been refused.
-    known: HashSet<u64>,
     pub(super) waiters: Waiters,
     /// A worker could have the first job that waits, whose data is not complete.
     pub(super) is_input_due: bool,
@@ -99,7 +92,6 @@ pub(super) struct Dispatcher {
     pub(super) domain: Domain,
     pub(super) publisher: Publisher,
     pub(super) observer: Arc<SubscriberChanges>,
-    pub(super) pending_workers: PendingWorkers,
     pub(super) spin: Duration,
     state: Mutex<State>,
     pub(super) changed: Condvar,
@@ -107,32 +99,6 @@ pub(super) struct Dispatcher {
     pub(super) resume: Condvar,
     pub(super) submit_lock: TimedLock,
     pub(super) readable: CloseOnForkFd,
-}
-
-/// The name of a worker's answers, to be removed once no process holds it. A dying owner holds it
-/// for a moment, and a child that the owner forked holds it until the child ends; a worker that
-/// lives removes the name itself. There are as many of these as there are locks that others hold.
-struct StaleName {
-    domain: Domain,
-    name: EndpointName,
-    since: Instant,
-    /// The age at which the name is next tried: later ages are further apart.
-    next: Duration,
-}
-
-impl StaleName {
-    fn try_remove(&mut self, now: Instant) -> DropReadiness {
-        let age = now.saturating_duration_since(self.since);
-        if age < self.next {
-            return DropReadiness::Held;
-        }
-        self.next = age + age / 8;
-        if self.domain.forget(&self.name) {
-            DropReadiness::Ready
-        } else {
-            DropReadiness::Held
-        }
-    }
 }
 
 impl Dispatcher {
@@ -159,11 +125,9 @@ impl Dispatcher {
             domain,
             publisher,
             observer,
-            pending_workers: PendingWorkers::default(),
             state: Mutex::new(State {
                 table: JobTable::new(rules),
                 sessions: Vec::new(),
-                known: HashSet::new(),
                 waiters: Waiters::default(),
                 is_input_due: false,
                 uptime: Uptime::default(),
@@ -243,7 +207,7 @@ impl Dispatcher {
     }
 
     /// After a shutdown, once the last job is done: releases the queue's name, and closes the
-    /// workers' links gracefully. Their answers and results lie on links of their own, which stay.
+    /// workers' links gracefully. Their results stay.
     pub(super) fn end_if_drained(&self, guard: &mut StateGuard<'_>) {
         if guard.table.stage != Stage::Shut || guard.table.unfinished() > 0 {
             return;
@@ -259,38 +223,32 @@ impl Dispatcher {
         }
     }
 
-    /// Subscribers came or went.
-    fn update_workers(self: &Arc<Self>, state: &mut State) {
+    /// Workers came or went.
+    fn update_workers(&self, state: &mut State) {
         self.return_undelivered(&mut state.table);
         let members = self.publisher.linked_subscribers();
-        let is_member = |id: u64| members.iter().any(|member| member.id == id);
         let is_drained = state.table.stage >= Stage::Draining;
-        let (sessions, known) = (&mut state.sessions, &mut state.known);
-        for session in &mut *sessions {
-            session.is_leaving = is_drained || !is_member(session.id);
+        for session in &mut state.sessions {
+            let is_member = members.iter().any(|member| member.id == session.id);
+            session.is_leaving = is_drained || !is_member;
         }
-        known.retain(|&id| is_member(id) || sessions.iter().any(|session| session.id == id));
-        for member in &members {
-            // A worker without a free slot is handled when an attach ends, which rings.
-            if self.pending_workers.has_free_slot() && known.insert(member.id) {
-                self.attach_worker(*member);
-            }
-        }
-        for (member, subscriber) in self.pending_workers.take() {
-            if !is_member(member.id) {
-                // The worker has gone meanwhile, and no other event will report it.
+        for member in members {
+            if state.sessions.iter().any(|session| session.id == member.id) {
                 continue;
             }
+            let Some(answers) = member.receive_replies(self.publisher.name(), &self.domain) else {
+                continue;
+            };
             let id = epoll::EventData::new_u64(member.id);
-            if epoll::add(&self.readable, subscriber.descriptor(), id, EPOLL_FLAGS).is_err() {
-                self.publisher
-                    .expel(member.id, "its queue has no room for it");
+            if epoll::add(&self.readable, answers.descriptor(), id, EPOLL_FLAGS).is_err() {
+                let reason = "its queue has no room for it";
+                self.publisher.expel(member.id, reason);
                 continue;
             }
-            subscriber.set_asleep(state.waiters.polling == 0);
-            let mut session = WorkerSession::new(member.id, member.pid, subscriber);
+            answers.set_asleep(state.waiters.polling == 0);
+            let mut session = WorkerSession::new(member.id, member.pid, answers);
             session.is_leaving = is_drained;
-            sessions.push(session);
+            state.sessions.push(session);
             state.table.add_worker(member.id, member.pid);
         }
     }
@@ -316,34 +274,15 @@ impl Dispatcher {
             if is_being_submitted {
                 table.record_worker_end(session.id, reason);
             }
-            let _ = epoll::delete(&self.readable, session.subscriber.descriptor());
+            let _ = epoll::delete(&self.readable, session.answers.descriptor());
         }
     }
 
-    /// Returns jobs that gone workers had not taken, and removes the files that dead workers left:
-    /// each name is used once, so no other process takes it again.
+    /// Returns jobs that gone workers had not taken.
     fn return_undelivered(&self, table: &mut Jobs) {
-        let departures = self.publisher.take_disconnects(false);
-        for &(id, position) in &departures.untaken {
+        for (id, position) in self.publisher.take_untaken() {
             table.return_untaken(id, position);
             table.record_untaken(id, position);
-        }
-        self.remove_stale_names(departures);
-    }
-
-    fn remove_stale_names(&self, departures: Disconnects) {
-        for generation in departures.generations {
-            let name = results_name(self.publisher.name(), generation);
-            if let (Ok(name), Ok(reactor)) = (name, Reactor::of_process()) {
-                let mut stale = StaleName {
-                    domain: self.domain.clone(),
-                    name,
-                    since: Instant::now(),
-                    next: Duration::ZERO,
-                };
-                // Deferred: it may take a moment, and other threads wait.
-                reactor.drop_after_unhurried(move || stale.try_remove(Instant::now()));
-            }
         }
     }
 
@@ -362,47 +301,6 @@ impl Dispatcher {
         // Closed now: the last holder of the state is the queue's own thread, which may not run
         // again if `main` returns.
         self.publisher.close();
-        // Workers that died just now, before this process has seen it, are still listed as
-        // attached.
-        self.remove_stale_names(self.publisher.take_disconnects(true));
         self.observer.doorbell.ring();
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::os::fd::AsFd;
-
-    use super::*;
-
-    #[test]
-    fn a_dead_workers_stale_name_is_removed_once_its_lock_is_free() {
-        let folder =
-            std::env::temp_dir().join(format!("warpipe-queue-left-{}", std::process::id()));
-        let (domain, name) = (
-            Domain::at(&folder).unwrap(),
-            EndpointName::new("a").unwrap(),
-        );
-        std::fs::write(folder.join("a.lock"), "warpipe 999999999 \n").unwrap();
-        let held = std::fs::File::options()
-            .write(true)
-            .open(folder.join("a.lock"))
-            .unwrap();
-        crate::os::ofd_write_lock(held.as_fd(), 0).unwrap();
-        let since = Instant::now();
-        let mut stale = StaleName {
-            domain,
-            name,
-            since,
-            next: Duration::ZERO,
-        };
-        let after = |days: u32| since + days * Duration::from_secs(24 * 3600);
-        for days in 0..4 {
-            assert_eq!(stale.try_remove(after(days)), DropReadiness::Held);
-        }
-        drop(held);
-        assert_eq!(stale.try_remove(after(5)), DropReadiness::Ready);
-        assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
-        std::fs::remove_dir(folder).unwrap();
     }
 }

@@ -9,9 +9,8 @@ use super::wire::{Answer, AnswerKind, DeliveryTag, user_of_job};
 use crate::error::{Error, Result, returns_to_caller};
 use crate::fork::OwnerProcess;
 use crate::ipc::Kind;
-use crate::ipc::peer::ProcessId;
 use crate::nvtx;
-use crate::pubsub::{Publisher, Sample, Subscriber};
+use crate::pubsub::{Publisher, REPLIES, Sample, Subscriber};
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
@@ -21,21 +20,15 @@ pub(super) struct ResultPublisher {
     pub(super) publisher: Publisher,
     queue: String,
     queue_pid: i32,
-    queue_process: Option<ProcessId>,
     owner_process: OwnerProcess,
 }
 
 impl ResultPublisher {
     pub(super) fn new(publisher: Publisher, queue: String, jobs: &Subscriber) -> ResultPublisher {
-        let (queue_pid, queue_process) = (
-            jobs.publisher_pid().unwrap_or_default(),
-            jobs.publisher_process(),
-        );
         ResultPublisher {
             publisher,
             queue,
-            queue_pid,
-            queue_process,
+            queue_pid: jobs.publisher_pid().unwrap_or_default(),
             owner_process: OwnerProcess::current(),
         }
     }
@@ -71,15 +64,13 @@ impl ResultPublisher {
 
     /// The subscriber id of the queue's own end.
     fn owner(&self) -> Result<u64> {
-        let owner = self
-            .queue_process
-            .and_then(|process| self.publisher.subscriber_of(process));
-        owner.ok_or_else(|| {
-            self.queue_gone(
-                format!("process {} takes no answers", self.queue_pid),
-                false,
-            )
-        })
+        match self.publisher.has_subscriber(REPLIES) {
+            true => Ok(REPLIES),
+            false => {
+                let detail = format!("process {} takes no answers", self.queue_pid);
+                Err(self.queue_gone(detail, false))
+            }
+        }
     }
 
     fn wait_for_room(&self, timeout: Duration) -> Result<()> {

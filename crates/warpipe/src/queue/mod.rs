@@ -3,8 +3,8 @@
 //! A job is a tensor in the queue owner's memory. A worker leases it, computes on its own stream,
 //! and completes it with a tensor in its own memory, the [`JobResult`]. When a worker dies, hangs
 //! or fails, the job goes to another one. Each attempt's result lies in other memory, so a late
-//! worker cannot write into an accepted one. Two links connect a worker: the queue publishes jobs,
-//! the worker publishes answers. [`job_table`] decides which job is where, [`dispatcher`] applies
+//! worker cannot write into an accepted one. A worker's link has two rings: the queue's jobs, and the
+//! worker's answers. [`job_table`] decides which job is where, [`dispatcher`] applies
 //! what workers do, its `waiters` is how threads wait, [`wire`] is the metadata's format.
 
 #[cfg(test)]
@@ -48,11 +48,4 @@ const QUEUE_NAME_BYTES_MAX: usize = 56;
 fn queue_name(name: &str) -> Result<EndpointName> {
     let too_long = "it is longer than 56 bytes, the most for a queue";
     EndpointName::of_at_most(QUEUE_NAME_BYTES_MAX, name, too_long)
-}
-
-/// The name under which the worker with this `generation` publishes its answers.
-fn results_name(queue: &str, generation: [u8; 16]) -> Result<EndpointName> {
-    let [a, b, ..] = [&generation[..8], &generation[8..]]
-        .map(|half| half.iter().fold(0u64, |n, &b| n << 8 | u64::from(b)));
-    EndpointName::new(&format!("{queue}/worker-{:016x}", a ^ b.rotate_left(1)))
 }

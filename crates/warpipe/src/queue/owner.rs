@@ -19,6 +19,9 @@ use crate::runtime::doorbell::LocalDoorbell;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
+/// Results of one worker that the owner may have taken and not released.
+const ANSWERS: u32 = 64;
+
 impl QueueBuilder {
     /// Takes the name and accepts workers.
     ///
@@ -40,6 +43,7 @@ impl QueueBuilder {
             .subscribers_max(self.workers_max)
             .kind(Kind::Queue)
             .observed_by(&observer)
+            .replies(ANSWERS)
             .build()?;
         let rules = QueueRules {
             prefetch: self.prefetch,

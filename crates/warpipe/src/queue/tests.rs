@@ -2,21 +2,17 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::AtomicUsize;
-use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
-use super::dispatcher::pending_workers::ATTACHING_MAX;
 use super::wire::{Answer, AnswerKind, DeliveryTag};
-use super::{Queue, QueueBuilder, Worker, results_name};
+use super::{Queue, QueueBuilder, Worker};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::ipc::Kind;
 use crate::ipc::domain::Domain;
-use crate::ipc::peer::ProcessId;
 use crate::memory::arena::SLOTS_MAX;
 use crate::pubsub::entry::Metadata;
-use crate::pubsub::{Policy, Publisher, Sample, Subscriber};
+use crate::pubsub::{Policy, Publisher, REPLIES, Sample, Subscriber, SubscriberChanges};
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
@@ -85,25 +81,24 @@ struct FakeWorker<'a> {
 
 impl<'a> FakeWorker<'a> {
     fn new(fixture: &'a QueueFixture) -> FakeWorker<'a> {
-        let generation = crate::runtime::reactor::new_generation();
-        let name = results_name("jobs", generation).unwrap();
-        let answers = Publisher::builder(name.as_str())
-            .kind(Kind::Results)
-            .domain(&fixture.domain)
-            .device(&fixture.device);
-        let answers = answers
-            .policy(Policy::Block { timeout: SOON })
-            .build()
-            .unwrap();
         let jobs = Subscriber::builder("jobs")
             .domain(&fixture.domain)
             .device(&fixture.device)
             .kind(Kind::Queue)
-            .generation(generation);
+            .with_replies()
+            .timeout(SOON)
+            .build()
+            .unwrap();
+        let answers = Publisher::builder("jobs")
+            .domain(&fixture.domain)
+            .device(&fixture.device)
+            .policy(Policy::Block { timeout: SOON })
+            .build_over(&jobs)
+            .unwrap();
         FakeWorker {
             fixture,
             answers,
-            jobs: jobs.timeout(SOON).build().unwrap(),
+            jobs,
         }
     }
 
@@ -114,13 +109,9 @@ impl<'a> FakeWorker<'a> {
     }
 
     fn say(&self, metadata: &Metadata) {
-        let owner = self
-            .answers
-            .subscriber_of(ProcessId::own())
-            .expect("the queue has attached");
         let empty = self.answers.loan(&Layout::bytes_only(0).unwrap()).unwrap();
         // The queue may have closed the link by now.
-        let _ = empty.send_to(owner, metadata, &self.fixture.stream, None);
+        let _ = empty.send_to(REPLIES, metadata, &self.fixture.stream, None);
     }
 
     fn answer(&self, job: u64, number: u32, kind: AnswerKind) {
@@ -137,7 +128,7 @@ impl<'a> FakeWorker<'a> {
                 Err(other) => panic!("a liar was told {other}"),
             }
         }
-        while self.answers.subscriber_of(ProcessId::own()).is_some() {
+        while self.answers.has_subscriber(REPLIES) {
             assert!(start.elapsed() < SOON, "the queue still listens to a liar");
             std::thread::yield_now();
         }
@@ -215,10 +206,13 @@ fn garbage_for_an_answer_ends_its_link_alone() {
 #[test]
 fn a_worker_that_gets_garbage_for_a_job_says_so_and_closes_its_link() {
     let fixture = QueueFixture::new("bad-job");
+    let changes = Arc::new(SubscriberChanges::new().unwrap());
     let queue = Publisher::builder("jobs")
         .kind(Kind::Queue)
         .domain(&fixture.domain)
         .device(&fixture.device)
+        .observed_by(&changes)
+        .replies(4)
         .build()
         .unwrap();
     for bytes in [&b""[..], &[0; 25], &[1; 24], &[1; 256]] {
@@ -493,34 +487,6 @@ fn a_worker_that_cannot_send_its_answer_loses_its_link_and_not_the_job() {
     assert_eq!(lease.attempt(), 2);
     assert!(jobs.iter().any(|job| job.id() == lease.job()));
     drop(silent);
-}
-
-#[test]
-fn more_new_workers_than_are_attached_at_once_all_get_a_session() {
-    const COUNT: usize = 3 * ATTACHING_MAX;
-    let fixture = QueueFixture::new("newcomers");
-    let queue = fixture.queue();
-    let most = AtomicUsize::new(0);
-    let fake_workers: Vec<FakeWorker<'_>> = std::thread::scope(|scope| {
-        let coming: Vec<_> = (0..COUNT)
-            .map(|_| scope.spawn(|| FakeWorker::new(&fixture)))
-            .collect();
-        let start = Instant::now();
-        while queue.state().unwrap().workers.len() < COUNT {
-            most.fetch_max(queue.dispatcher.pending_workers.attaching(), SeqCst);
-            assert!(
-                start.elapsed() < SOON,
-                "{} permits",
-                queue.state().unwrap().workers.len()
-            );
-        }
-        coming.into_iter().map(|it| it.join().unwrap()).collect()
-    });
-    assert!(
-        (1..=ATTACHING_MAX).contains(&most.load(SeqCst)),
-        "{most:?} at once"
-    );
-    drop(fake_workers);
 }
 
 #[test]

@@ -6,21 +6,16 @@ use std::time::{Duration, Instant};
 
 use super::lease::{Lease, ResultPublisher};
 use super::wire::DeliveryTag;
-use super::{queue_name, results_name};
+use super::queue_name;
 use crate::clock::now_ns;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::ipc::HANDSHAKE_TIMEOUT;
 use crate::ipc::Kind;
 use crate::ipc::domain::Domain;
 use crate::nvtx;
 use crate::options::{EndpointOptions, option_setters};
 use crate::pubsub::{Policy, Publisher, Sample, Subscriber};
-use crate::runtime::reactor::new_generation;
 use crate::stream::Stream;
-
-/// Results of one worker that the queue's owner may have taken and not released.
-const DEPTH: u32 = 64;
 
 /// The options of a worker. See [`Worker::builder`].
 #[derive(Debug, Clone)]
@@ -68,24 +63,21 @@ impl WorkerBuilder {
         queue_name(&self.name)?;
         // One domain and one device for both of its ends, also where they are the defaults.
         let shared = (self.shared.clone()).at(&self.shared.domain()?, &self.shared.device());
-        let generation = new_generation();
-        let answers = Publisher::builder(results_name(&self.name, generation)?.as_str())
-            .shared(&shared)
-            .handshake_timeout(HANDSHAKE_TIMEOUT)
-            .kind(Kind::Results)
-            .depth(DEPTH)
-            .policy(Policy::Block {
-                timeout: self.timeout,
-            })
-            .loan_timeout(self.timeout)
-            .build()?;
         let jobs = Subscriber::builder(&self.name)
             .shared(&shared)
             .wait_for_publisher(self.wait)
             .timeout(self.timeout)
             .kind(Kind::Queue)
-            .generation(generation)
+            .with_replies()
             .build()?;
+        let answers = Publisher::builder(&self.name)
+            .shared(&shared)
+            .kind(Kind::Results)
+            .policy(Policy::Block {
+                timeout: self.timeout,
+            })
+            .loan_timeout(self.timeout)
+            .build_over(&jobs)?;
         let answers = ResultPublisher::new(answers, self.name, &jobs);
         Ok(Worker {
             jobs,

@@ -1,4 +1,4 @@
-//! The queue's side of one worker: the link of its answers, results that are not complete yet, and
+//! The queue's side of one worker: the receiver of its answers, results that are not complete yet, and
 //! how it ended. Its leases are in the [job table](super::job_table).
 
 use std::collections::VecDeque;
@@ -8,7 +8,7 @@ use super::job_result::JobResult;
 use super::job_table::JobTable;
 use super::wire::{Answer, DeliveryTag, violation};
 use crate::error::Error;
-use crate::pubsub::{RawSample, RetainedSlot, Subscriber};
+use crate::pubsub::{RawSample, Replies, RetainedSlot};
 use crate::runtime::heartbeat::Uptime;
 
 /// After its socket closed without a graceful close, a worker counts as gone at its proven death,
@@ -46,7 +46,7 @@ pub(super) struct WorkerSession {
     /// The worker's subscriber id at the queue's publisher.
     pub(super) id: u64,
     pub(super) pid: i32,
-    pub(super) subscriber: Subscriber,
+    pub(super) answers: Replies,
     pub(super) pending_results: VecDeque<PendingResult>,
     /// Why no answers come any more, whether that needs no proof of death (the worker closed
     /// gracefully, or the link is broken), and the time since then.
@@ -59,11 +59,11 @@ pub(super) struct WorkerSession {
 }
 
 impl WorkerSession {
-    pub(super) fn new(id: u64, pid: i32, subscriber: Subscriber) -> WorkerSession {
+    pub(super) fn new(id: u64, pid: i32, answers: Replies) -> WorkerSession {
         WorkerSession {
             id,
             pid,
-            subscriber,
+            answers,
             pending_results: VecDeque::new(),
             end: None,
             has_closed: false,
@@ -78,7 +78,7 @@ impl WorkerSession {
 
     /// Whether answers may have come.
     pub(super) fn has_news(&self) -> bool {
-        self.end.is_none() && self.subscriber.may_have_news()
+        self.end.is_none() && self.answers.may_have_news()
     }
 
     /// Receives the answers that have come.
@@ -87,7 +87,7 @@ impl WorkerSession {
             if self.end.is_some() {
                 return;
             }
-            match self.subscriber.take_raw_sample() {
+            match self.answers.take() {
                 Ok(None) => return,
                 Ok(Some(arrival)) => {
                     if let Err(error) = self.receive_answer(arrival, jobs, now) {
@@ -119,7 +119,7 @@ impl WorkerSession {
         now: Duration,
     ) -> Result<(), Error> {
         let answer =
-            Answer::decode(arrival.metadata()).map_err(|wrong| self.subscriber.fail(wrong))?;
+            Answer::decode(arrival.metadata()).map_err(|wrong| self.answers.fail(wrong))?;
         let lease = (answer.job, answer.number);
         match jobs.answer(self.id, lease, answer.kind, now) {
             Ok(Some(tag)) => self
@@ -128,7 +128,7 @@ impl WorkerSession {
             Ok(None) => {}
             Err(()) => {
                 let found = format!("job {} with ticket {}", answer.job, answer.number);
-                return Err(self.subscriber.fail(violation(
+                return Err(self.answers.fail(violation(
                     "answer",
                     found,
                     "a job that it holds",
@@ -177,7 +177,7 @@ impl WorkerSession {
         let Some((_, is_settled, clock)) = &self.end else {
             return false;
         };
-        let is_gone = *is_settled || self.subscriber.is_publisher_dead();
+        let is_gone = *is_settled || self.answers.is_sender_dead();
         (is_gone && self.pending_results.is_empty())
             || (!self.has_closed && clock.ran() > DISCONNECT_TIMEOUT)
     }

@@ -1,8 +1,9 @@
 //! The link segment: the memory that both ends of a link map. **This module is marked for unsafe.**
 //!
-//! A sealed memfd: a header page, then `depth` entries. The publisher makes and maps it, the
-//! subscriber maps and seals it, and each registers its mapping behind the [seal] alone. The
-//! segment holds only atomics, because the other process may write any byte at any time. A value
+//! A sealed memfd with one ring, or two: a header page, then `depth` entries. The publisher makes and
+//! maps it, the subscriber maps and seals it, and each registers its mapping behind the [seal] alone.
+//! The second ring, of a link with *replies*, goes the other way, from the subscriber to the
+//! publisher. The rings hold only atomics, because the other process may write any byte at any time. A value
 //! read from here is *untrusted*: it proves nothing until it has been copied once and the
 //! copy has been checked (see [`entry`](crate::pubsub::entry)).
 //!
@@ -12,7 +13,7 @@
 use std::arch::asm;
 use std::mem::{ManuallyDrop, offset_of};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use rustix::mm::{MapFlags, ProtFlags};
@@ -27,7 +28,7 @@ use crate::fork::CloseOnForkFd;
 const MAGIC: u64 = u64::from_le_bytes(*b"WARPLINK");
 
 /// The version of the layout, and of the handshake.
-pub(crate) const VERSION: u16 = 6;
+pub(crate) const VERSION: u16 = 7;
 
 /// The most entries a ring may have.
 pub(crate) const DEPTH_MAX: u32 = 4096;
@@ -107,6 +108,12 @@ pub(crate) struct Entry {
     _reserved: [AtomicU64; 13],
 }
 
+/// The length of a segment, in bytes; `replies` is 0 for one without a second ring.
+fn bytes_of_rings(depth: u32, replies: u32) -> u64 {
+    let second = if replies > 0 { bytes_for(replies) } else { 0 };
+    bytes_for(depth) + second
+}
+
 /// The header's size.
 const HEADER_BYTES: usize = 4096;
 
@@ -126,22 +133,39 @@ const _: () = {
     assert!(offset_of!(Entry, released) == 512 && offset_of!(Entry, set_aside) == 528);
 };
 
-/// The length of a segment with `depth` entries, in bytes: whole pages.
+/// The length of a ring with `depth` entries, in bytes: whole pages.
 pub(crate) fn bytes_for(depth: u32) -> u64 {
     (HEADER_BYTES + depth as usize * size_of::<Entry>()).next_multiple_of(4096) as u64
 }
 
-/// A mapped link segment, registered with the device once it is sealed. Dropping it unregisters and
-/// unmaps it.
+/// One ring of a mapped link segment, which is registered with the device once it is sealed. The
+/// last ring that is dropped unregisters and unmaps it.
 #[derive(Debug)]
 pub(crate) struct Segment {
+    mapping: Arc<Mapping>,
+    /// Where the ring begins in the mapping.
+    base: *mut u8,
+    depth: u32,
+}
+
+// SAFETY: `base` points into the mapping, shared memory made of atomics only, at a fixed address for
+// as long as self.
+unsafe impl Send for Segment {}
+// SAFETY: as above.
+unsafe impl Sync for Segment {}
+
+/// A mapped segment.
+#[derive(Debug)]
+struct Mapping {
     /// Dropped once the segment is unregistered.
     map: ManuallyDrop<Map>,
     device: Device,
     /// The segment's device address; empty until it is sealed and registered.
     device_ptr: OnceLock<DevicePtr>,
-    depth: u32,
 }
+
+/// The rings of a link: that of its samples, and that of the replies if it has one.
+pub(crate) type Rings = (Segment, Option<Segment>);
 
 /// The mapping alone.
 #[derive(Debug)]
@@ -178,12 +202,6 @@ impl Map {
         })
     }
 
-    fn header(&self) -> &Header {
-        // SAFETY: the mapping is at least a header long (checked before it is made), page-aligned,
-        // and lives as long as self; `Header` is atomics only, for which every bit pattern is
-        // valid.
-        unsafe { &*self.base.cast::<Header>() }
-    }
 }
 
 impl Drop for Map {
@@ -194,27 +212,33 @@ impl Drop for Map {
 }
 
 impl Segment {
-    /// Makes a segment: `memfd_create`, `ftruncate`, the seals of its size, `mmap`. Returns it and
-    /// the descriptor for the peer, which seals it. No stream may use it before
-    /// [`register`](Self::register).
+    /// Makes a segment with one ring: see [`create_rings`](Self::create_rings).
+    #[cfg(any(test, feature = "testing"))]
     pub(crate) fn create(
         device: &Device,
         depth: u32,
         generation: [u8; 16],
     ) -> Result<(Segment, CloseOnForkFd)> {
-        let bytes = bytes_for(depth);
+        let ((samples, _), fd) = Segment::create_rings(device, depth, 0, generation)?;
+        Ok((samples, fd))
+    }
+
+    /// Makes a segment: `memfd_create`, `ftruncate`, the seals of its size, `mmap`. Returns its rings
+    /// and the descriptor for the peer, which seals it. No stream may use it before
+    /// [`register`](Self::register).
+    pub(crate) fn create_rings(
+        device: &Device,
+        depth: u32,
+        replies: u32,
+        generation: [u8; 16],
+    ) -> Result<(Rings, CloseOnForkFd)> {
+        let bytes = bytes_of_rings(depth, replies);
         let fd = seal::memfd(c"warpipe-link", bytes)?;
-        let map = Map::new(fd.as_fd(), bytes)?;
-        write_identity(map.header(), depth, generation);
-        Ok((
-            Segment {
-                map: ManuallyDrop::new(map),
-                device: device.clone(),
-                device_ptr: OnceLock::new(),
-                depth,
-            },
-            fd,
-        ))
+        let rings = Segment::rings(Map::new(fd.as_fd(), bytes)?, device, depth, replies);
+        for ring in [Some(&rings.0), rings.1.as_ref()].into_iter().flatten() {
+            write_identity(ring.header(), ring.depth, generation);
+        }
+        Ok((rings, fd))
     }
 
     /// Maps a segment that a peer made, once it has been checked to be a memfd of the right length
@@ -223,25 +247,46 @@ impl Segment {
         device: &Device,
         fd: BorrowedFd<'_>,
         depth: u32,
+        replies: u32,
         generation: [u8; 16],
-    ) -> Result<Segment, OpenError> {
+    ) -> Result<Rings, OpenError> {
         let fault = |found| OpenError::Fault(HandshakeFault::Segment(found));
-        if depth == 0 || depth > DEPTH_MAX {
-            return Err(fault(format!("a depth of {depth}")));
+        for depth in [depth, replies.max(1)] {
+            if depth == 0 || depth > DEPTH_MAX {
+                return Err(fault(format!("a depth of {depth}")));
+            }
         }
-        let bytes = bytes_for(depth);
+        let bytes = bytes_of_rings(depth, replies);
         seal::check(fd, bytes).map_err(fault)?;
         let map = Map::new(fd, bytes).map_err(OpenError::Local)?;
         seal::close(fd).map_err(fault)?;
-        check_identity(map.header(), depth, generation).map_err(OpenError::Fault)?;
-        let segment = Segment {
+        let rings = Segment::rings(map, device, depth, replies);
+        for ring in [Some(&rings.0), rings.1.as_ref()].into_iter().flatten() {
+            check_identity(ring.header(), ring.depth, generation).map_err(OpenError::Fault)?;
+        }
+        rings.0.register(fd)?;
+        Ok(rings)
+    }
+
+    /// The rings of a mapping that is long enough for them.
+    fn rings(map: Map, device: &Device, depth: u32, replies: u32) -> Rings {
+        let mapping = Arc::new(Mapping {
             map: ManuallyDrop::new(map),
             device: device.clone(),
             device_ptr: OnceLock::new(),
+        });
+        let ring = |base, depth| Segment {
+            mapping: mapping.clone(),
+            base,
             depth,
         };
-        segment.register(fd)?;
-        Ok(segment)
+        let first = mapping.map.base;
+        // SAFETY: with replies, the mapping is long enough for both rings.
+        let second = (replies > 0).then(|| unsafe { first.add(bytes_for(depth) as usize) });
+        (
+            ring(first, depth),
+            second.map(|second| ring(second, replies)),
+        )
     }
 
     /// Registers the mapping with the device, once its file `fd` is seen to be sealed against
@@ -249,15 +294,16 @@ impl Segment {
     /// moment.
     pub(crate) fn register(&self, fd: BorrowedFd<'_>) -> Result<(), OpenError> {
         seal::check_closed(fd).map_err(|found| OpenError::Fault(HandshakeFault::Segment(found)))?;
-        if self.device_ptr.get().is_none() {
+        let Mapping {
+            map,
+            device,
+            device_ptr,
+        } = &*self.mapping;
+        if device_ptr.get().is_none() {
             // SAFETY: `map` is page-aligned mapped memory; it is unmapped only after `unregister`
             // (see `Drop`).
-            let registered = unsafe {
-                self.device
-                    .backend()
-                    .register(self.map.base, self.map.bytes)
-            };
-            let _ = self.device_ptr.set(registered.map_err(OpenError::Local)?);
+            let registered = unsafe { device.backend().register(map.base, map.bytes) };
+            let _ = device_ptr.set(registered.map_err(OpenError::Local)?);
         }
         Ok(())
     }
@@ -266,8 +312,12 @@ impl Segment {
         self.depth
     }
 
+    #[inline]
     pub(crate) fn header(&self) -> &Header {
-        self.map.header()
+        // SAFETY: the mapping is long enough for the ring (checked before it is made), the ring is
+        // page-aligned, and the mapping lives as long as self; `Header` is atomics only, for which
+        // every bit pattern is valid.
+        unsafe { &*self.base.cast::<Header>() }
     }
 
     /// The entry that `position` (from 1) falls on.
@@ -297,7 +347,6 @@ impl Segment {
         // only.
         unsafe {
             &*self
-                .map
                 .base
                 .add(HEADER_BYTES)
                 .cast::<Entry>()
@@ -331,14 +380,16 @@ impl Segment {
     fn word(&self, position: u64, field: usize) -> DevicePtr {
         let entry = HEADER_BYTES + self.index(position) as usize * size_of::<Entry>();
         let base = self
+            .mapping
             .device_ptr
             .get()
             .expect("a link is live only behind the registration of its segment");
-        base + (entry + field) as u64
+        let ring = self.base.addr() - self.mapping.map.base.addr();
+        base + (ring + entry + field) as u64
     }
 }
 
-impl Drop for Segment {
+impl Drop for Mapping {
     fn drop(&mut self) {
         let backend = self.device.backend();
         let is_registered = self.device_ptr.get().is_some() || backend.is_registered(self.map.base);

@@ -63,6 +63,7 @@ impl Offer {
             lossless,
             source: generation,
             regions,
+            replies: 0,
         };
         let fds: Vec<BorrowedFd<'_>> = self.fds.iter().map(AsFd::as_fd).collect();
         let _ = send_raw(socket, &packet(&welcome), &fds);

@@ -202,6 +202,7 @@ fn invalid_messages_after_the_hello_end_that_link_alone() {
         lossless: true,
         source: [1; 16],
         regions: 0,
+        replies: 0,
     };
     let evil = [
         hello(),

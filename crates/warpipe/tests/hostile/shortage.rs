@@ -14,8 +14,7 @@ use super::stage::{LONG, Scratch, eventually, hear, in_a_forked_child, packet, s
 use crate::ipc::Kind;
 use crate::ipc::message::{self, Message, Received};
 use crate::{
-    Client, Device, Domain, Error, HandshakeFault, Layout, Pool, PoolClient, Queue, Server,
-    Subscriber, Worker,
+    Client, Device, Domain, Error, HandshakeFault, Layout, Pool, PoolClient, Server, Subscriber,
 };
 
 /// A user without other processes.
@@ -243,25 +242,5 @@ fn a_server_without_a_thread_for_a_client_says_so_and_serves_it_when_there_is_on
         limit_threads(false);
         let request = server.accept(&stream, LONG).unwrap();
         is_told && request.reply(&stream).is_ok()
-    });
-}
-
-#[test]
-fn a_worker_that_comes_while_its_queue_has_no_thread_is_told_so_and_may_come_again() {
-    as_tenant(|domain| {
-        let device = Device::host();
-        let stream = device.stream().unwrap();
-        let queue = Queue::builder("q").domain(domain).device(&device);
-        let queue = queue.build().unwrap();
-        let _job = queue.submit_bytes(b"job", &stream).unwrap();
-        let worker = || Worker::builder("q").domain(domain).device(&device).build();
-        limit_threads(true);
-        let mut early = worker().unwrap();
-        let told = early.lease_timeout(&stream, LONG).unwrap_err();
-        limit_threads(false);
-        eprintln!("{told}");
-        let lease = worker().unwrap().lease_timeout(&stream, LONG).unwrap();
-        lease.complete(&stream).unwrap();
-        matches!(told, Error::LinkClosed { reason, .. } if reason.contains("no thread left"))
     });
 }

@@ -21,7 +21,6 @@ use super::{Domain, EndpointName};
 use crate::backoff::Backoff;
 use crate::error::{Error, Holder, Result};
 use crate::fork::CloseOnForkFd;
-use crate::ipc::message::is_short;
 use crate::origin::is_exiting;
 use crate::os::{ofd_is_locked, ofd_write_lock, without_size_signal};
 use crate::runtime::heartbeat::Uptime;
@@ -39,18 +38,6 @@ const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The mode of a lock file: any process that may read it could lock it.
 const LOCK_MODE: u32 = 0o600;
-
-/// The result of an attempt to remove a dead owner's files.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Cleared {
-    /// This call removed them.
-    Removed,
-    /// A process holds the name, or is removing it: a living one, or for a moment a dying one. Or
-    /// this process lacks a descriptor or memory to find that out.
-    Held,
-    /// No file is proven to be a dead owner's.
-    Nothing,
-}
 
 /// The lock of a name. Dropping it removes its file unless it is disarmed.
 pub(super) struct Locked {
@@ -183,39 +170,26 @@ impl Domain {
         Ok(Some(lock))
     }
 
-    /// Removes the files of a dead owner of `name`, if they exist and its death is proven.
-    pub(super) fn clear_up(&self, name: &EndpointName) -> Cleared {
+    /// Removes the files of a dead owner of `name`, if they exist and its death is proven. Returns
+    /// whether this call did.
+    pub(super) fn clear_up(&self, name: &EndpointName) -> bool {
         let file = name.file("", ".lock");
-        let lock = match self.open_lock(name, OFlags::RDWR) {
-            Ok(lock) => lock,
-            Err(error) if is_own_want(error) => return Cleared::Held,
-            Err(_) => return Cleared::Nothing,
+        let Ok(lock) = self.open_lock(name, OFlags::RDWR) else {
+            return false;
         };
         let Ok(stat) = rustix::fs::fstat(&lock) else {
-            return Cleared::Nothing;
+            return false;
         };
-        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
-            return Cleared::Nothing;
-        }
-        match ofd_write_lock(lock.as_fd(), CLEARING) {
-            Ok(()) if !is_owned(&lock) => {}
-            Ok(()) | Err(Errno::AGAIN | Errno::ACCESS) => return Cleared::Held,
-            Err(_) => return Cleared::Nothing,
-        }
+        let is_free = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
+            && ofd_write_lock(lock.as_fd(), CLEARING).is_ok()
+            && !is_owned(&lock);
         // From here on a new owner waits for this lock to be released, and then checks whether its
         // file still exists.
-        if !self.leads_to(&file, &stat) || !is_our_lock(&lock, &stat) {
-            return Cleared::Nothing;
-        }
-        match self.clear(name) {
-            Ok(()) => {}
-            Err(error) if is_short(&error) => return Cleared::Held,
-            Err(_) => return Cleared::Nothing,
-        }
-        match rustix::fs::unlinkat(&self.inner.directory, &file, AtFlags::empty()) {
-            Ok(()) => Cleared::Removed,
-            Err(_) => Cleared::Nothing,
-        }
+        is_free
+            && self.leads_to(&file, &stat)
+            && is_our_lock(&lock, &stat)
+            && self.clear(name).is_ok()
+            && rustix::fs::unlinkat(&self.inner.directory, &file, AtFlags::empty()).is_ok()
     }
 
     /// Locks one byte; false if another process has it.
@@ -388,17 +362,13 @@ mod tests {
                     assert!(start.elapsed() < CLEAR_TIMEOUT);
                     std::thread::yield_now();
                 }
-                assert_eq!(
-                    domain.clear_up(&name),
-                    Cleared::Held,
-                    "no other cleaner begins"
-                );
+                assert!(!domain.clear_up(&name), "no other cleaner begins");
                 if removes {
                     std::fs::remove_file(folder.join("a.lock")).unwrap();
                 }
                 drop(lock);
                 let claim = coming.join().unwrap().expect("the name");
-                assert_eq!(domain.clear_up(&name), Cleared::Held);
+                assert!(!domain.clear_up(&name));
                 assert!(folder.join("a.sock").exists() && domain.clean().unwrap().is_empty());
                 drop(claim);
             });
@@ -524,15 +494,15 @@ mod tests {
                 ..limit
             };
             rustix::process::setrlimit(rustix::process::Resource::Nofile, last).unwrap();
-            let is_over = domain.forget(&name);
+            let is_cleared = domain.clear_name(&name);
             let none = rustix::process::Rlimit {
                 current: Some(0),
                 ..limit
             };
             rustix::process::setrlimit(rustix::process::Resource::Nofile, none).unwrap();
-            let is_over_at_once = domain.forget(&name);
+            let is_cleared_at_once = domain.clear_name(&name);
             rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).unwrap();
-            assert!(!is_over && !is_over_at_once, "nobody would try again");
+            assert!(!is_cleared && !is_cleared_at_once, "what it could not see is kept");
             assert!(
                 matches!(claimed, Err(Error::DescriptorLimit { .. })),
                 "{claimed:?}"

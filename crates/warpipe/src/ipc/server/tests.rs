@@ -74,7 +74,6 @@ fn a_client_that_is_admitted_while_the_server_closes_is_told_of_the_close() {
         quota_permit,
     };
     let hello = Hello {
-        generation: [7; 16],
         device: None,
         body: vec![],
     };

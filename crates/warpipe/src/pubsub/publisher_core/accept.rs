@@ -2,24 +2,30 @@
 //! sockets, detects their ends and frees the slots they held.
 
 use std::os::fd::AsFd;
-use std::sync::{Arc, MutexGuard};
+use std::sync::{Arc, MutexGuard, Weak};
 
+use super::super::publisher_link::{OtherEnd, PublisherLink, ReceiverEnd};
 use super::super::subscriber_link::{LinkParts, LinkPhase, SubscriberLink, share_memory};
 use super::PublisherCore;
 use super::state::PublisherState;
-use crate::backend::Access;
-use crate::error::{Error, HandshakeFault};
+use crate::backend::{Access, DeviceId};
+use crate::error::{Error, HandshakeFault, Result};
 use crate::ipc::acceptor::{ConnectionOwner, Hello, refusal, refusal_for, say};
 use crate::ipc::connection::{self, Connection, ConnectionUser, watch_peer, watch_socket};
 use crate::ipc::message::{self, CloseReason, Message, Received};
 use crate::ipc::peer::ORPHAN_TIMEOUT;
 use crate::kind::Kind;
+use crate::os;
+use crate::runtime::closer::PeerFd;
 use crate::runtime::fence::LazyFence;
 use crate::runtime::reactor::{DropReadiness, EventSource, Next};
 use crate::shm::segment::OpenError;
 use crate::slow_path::{self, SlowPath};
 use crate::statistics;
 use crate::trace::{self, TraceEvent};
+
+/// The number of the one link over which replies are sent.
+pub(crate) const REPLIES: u64 = 1;
 
 /// The most messages taken from one socket in one reactor call.
 const MESSAGES_AT_ONCE: usize = 16;
@@ -30,10 +36,13 @@ impl PublisherCore {
         // Held until the subscriber is told: without the connection the socket is shut down.
         let socket = connection.socket.clone();
         let refuse = |message: Message| say(&self.name, &socket, &message);
-        if let Err(fault) = self.check_hello(&hello) {
-            return refuse(refusal(false, fault));
-        }
-        let parts = match LinkParts::new(&self.device, self.options.depth, self.generation) {
+        let device = match self.check_hello(&hello) {
+            Ok(device) => device,
+            Err(fault) => return refuse(refusal(false, fault)),
+        };
+        let (depth, replies) = (self.options.depth, self.options.replies);
+        let parts = LinkParts::new(&self.device, depth, (replies, device), self.generation);
+        let parts = match parts {
             Ok(parts) => parts,
             Err(error) => return refuse(refusal_for(&error)),
         };
@@ -42,15 +51,15 @@ impl PublisherCore {
         let welcome = Message::Welcome {
             generation: self.generation,
             device: self.device.info().id,
-            depth: self.options.depth,
+            depth,
             access: Access::Read,
             lossless: policy.is_lossless() && self.options.forwards.is_none(),
             source: self.options.forwards.unwrap_or(self.generation),
             regions: state.arena.chunks().len() as u32,
+            replies,
         };
-        let (id, is_results) = (connection.id, self.options.kind == Kind::Results);
+        let is_results = self.options.kind == Kind::Results;
         let mut link = SubscriberLink::new(parts, connection, policy, is_results);
-        link.generation = hello.generation;
         let (completions, chunks) = (self.fences.published(), state.arena.chunks());
         if let Err(error) = link.welcome(&welcome, completions, chunks) {
             drop(state);
@@ -58,27 +67,69 @@ impl PublisherCore {
             refuse(refusal_for(&Error::os("sendmsg", reason, error)));
             return self.reactor.defer_drop(Box::new(link));
         }
-        let watches = watch_socket(&self.reactor, link.socket(), &self.me, id).and_then(|socket| {
-            Ok((
-                socket,
-                watch_peer(&link.peer, ORPHAN_TIMEOUT, &self.me, id)?,
-            ))
-        });
-        match watches {
-            Ok((socket, peer)) if !state.closed => {
-                link.registrations.push(socket);
-                link.registrations.extend(peer);
-                link.row = Some(state.row.link(link.peer.pid, link.peer.uid));
-                state.links.add(link);
-            }
+        match self.watch(&mut link) {
+            Ok(()) if !state.closed => state.add(link),
             _ => self.reactor.defer_drop(Box::new(link)),
         }
     }
 
-    fn check_hello(&self, hello: &Hello) -> Result<(), HandshakeFault> {
+    /// Begins to read a link's socket, and to watch for its peer's death.
+    fn watch(&self, link: &mut SubscriberLink) -> Result<()> {
+        let socket = watch_socket(&self.reactor, link.socket(), &self.me, link.id)?;
+        let peer = watch_peer(&link.peer, ORPHAN_TIMEOUT, &self.me, link.id)?;
+        link.registrations.push(socket);
+        link.registrations.extend(peer);
+        Ok(())
+    }
+
+    /// Sends replies over the link of `partner` from here on, and reads its socket.
+    pub(super) fn reply_over(&self, partner: Arc<PublisherLink>) -> Result<()> {
+        let this: Weak<dyn OtherEnd> = self.this.clone();
+        let segment = partner.take_replies((this, REPLIES)).ok_or_else(|| {
+            let fault = HandshakeFault::Segment("no ring for replies".into());
+            Error::Handshake {
+                name: self.name.clone(),
+                fault,
+            }
+        })?;
+        let policy = self.options.policy_for(&partner.peer);
+        let mut link = SubscriberLink::of_replies(REPLIES, segment, partner, policy);
+        // Its socket may be readable at once.
+        let mut state = self.lock();
+        self.watch(&mut link)?;
+        state.add(link);
+        Ok(())
+    }
+
+    /// The receiver of a new link's replies, if it has a ring for them.
+    fn receive_replies(&self, link: &mut SubscriberLink) -> Result<()> {
+        let (Some((segment, device)), Some(observer)) =
+            (link.replies.take(), &self.options.observer)
+        else {
+            return Ok(());
+        };
+        let end = ReceiverEnd {
+            name: &self.name,
+            device: &self.device,
+            doorbell: &observer.doorbell,
+            socket: link.socket.clone(),
+            peer: link.peer.clone(),
+            orphan_timeout: ORPHAN_TIMEOUT,
+        };
+        let this: Weak<dyn OtherEnd> = self.this.clone();
+        let other = (this, link.id);
+        let wake = &link.peer_doorbell;
+        link.partner = Some(PublisherLink::of_replies(segment, wake, device, end, other)?);
+        // Of the memory in which the replies lie.
+        os::let_descriptors_in(link.socket(), true);
+        Ok(())
+    }
+
+    /// The subscriber's device.
+    fn check_hello(&self, hello: &Hello) -> Result<DeviceId, HandshakeFault> {
         let own = self.device.info().id;
         match (hello.device, hello.body.as_slice()) {
-            (Some(device), []) if share_memory(own, device) => Ok(()),
+            (Some(device), []) if share_memory(own, device) => Ok(device),
             (Some(device), []) => {
                 slow_path::count(SlowPath::NoPeerAccess, 0);
                 Err(HandshakeFault::Device {
@@ -110,37 +161,57 @@ impl PublisherCore {
                     drop(segment);
                     state = self.go_live(self.lock(), id, registered);
                 }
-                Ok(Received::Message(Message::Close(_), _)) => {
-                    self.trace_left(link, &"it has closed");
-                    link.leave(None);
-                    self.ring();
-                }
                 Ok(Received::Message(Message::Returned { positions }, _)) => {
                     self.take_back(&mut state, id, &positions);
                 }
-                Ok(Received::Message(Message::RegionClosed { id }, _))
-                    if link.has_closed_region(id) =>
-                {
-                    self.ring();
+                Ok(Received::Message(message, fds)) => {
+                    if let Err(other) = self.hear(link, message, fds) {
+                        let fault = other.unexpected("Attached or Bye");
+                        let name = self.name.clone();
+                        return self.drop_out(link, Error::Handshake { name, fault });
+                    }
                 }
                 Ok(Received::End) => {
                     self.on_end(&mut state, id);
                     return Next::Stop;
                 }
-                Ok(Received::Message(other, _)) => {
-                    let fault = other.unexpected("Attached or Bye").to_string();
-                    self.trace_left(link, &fault);
-                    link.leave(Some(CloseReason::Failed(message::text(fault))));
-                    return Next::Stop;
-                }
-                Err(error) => {
-                    self.trace_left(link, &error);
-                    link.leave(Some(CloseReason::Failed(message::text(error))));
-                    return Next::Stop;
-                }
+                Err(error) => return self.drop_out(link, error),
             }
         }
         Next::Keep
+    }
+
+    /// Takes a message of a link's subscriber, over either of its rings; returns one that is due on
+    /// none.
+    fn hear(
+        &self,
+        link: &mut SubscriberLink,
+        message: Message,
+        fds: Vec<PeerFd>,
+    ) -> Result<(), Message> {
+        match message {
+            Message::RegionClosed { id } if link.has_closed_region(id) => {}
+            close if link.is_close(&close) => {
+                self.trace_left(link, &"it has closed");
+                link.leave(None);
+            }
+            other => match &link.partner {
+                Some(partner) => partner.hear(other, fds)?,
+                None => return Err(other),
+            },
+        }
+        self.ring();
+        Ok(())
+    }
+
+    /// The subscriber broke the protocol: its link ends, with all of its rings.
+    fn drop_out(&self, link: &mut SubscriberLink, fault: Error) -> Next {
+        self.trace_left(link, &fault);
+        link.leave(Some(CloseReason::Failed(message::text(&fault))));
+        if let Some(partner) = &link.partner {
+            partner.fail(fault);
+        }
+        Next::Stop
     }
 
     /// A subscriber is done with samples that it set aside.
@@ -178,7 +249,8 @@ impl PublisherCore {
         else {
             return state;
         };
-        match registered {
+        let received = self.receive_replies(link).map_err(OpenError::Local);
+        match registered.and(received) {
             Ok(()) if message::send(link.socket(), &Message::Attached, &[]).is_err() => {
                 link.leave(None)
             }
@@ -233,6 +305,10 @@ impl PublisherCore {
 
     /// The socket has closed: a leaving subscriber is finished, any other is suspect from now on.
     fn on_end(&self, state: &mut PublisherState, id: u64) {
+        let link = state.links.find(id);
+        if let Some(partner) = link.and_then(|link| link.partner.as_ref()) {
+            partner.on_close(id);
+        }
         if let Some(link) = state.links.find(id)
             && matches!(
                 link.phase,
@@ -286,6 +362,9 @@ impl PublisherCore {
         // The segment alone: a deferred drop that waits for a stream must not keep descriptors.
         let segment = link.ring.segment().clone();
         state.history.forget(&segment);
+        if let Some(partner) = link.partner.take() {
+            self.reactor.defer_drop(Box::new(partner));
+        }
         drop(link);
         let mut past = self.past_signals();
         self.reactor.drop_after(move || {
@@ -354,6 +433,18 @@ impl ConnectionOwner for PublisherCore {
     }
 }
 
+impl OtherEnd for PublisherCore {
+    fn read_out(&self, link: u64) {
+        connection::read_out(self, link);
+    }
+
+    fn pass_on_wake(&self) {
+        if self.lock().sleepers > 0 {
+            self.doorbell.ring();
+        }
+    }
+}
+
 impl ConnectionUser for PublisherCore {
     fn on_message(&self, id: u64) -> Next {
         self.on_socket(self.lock(), id)
@@ -378,7 +469,7 @@ impl EventSource for PublisherCore {
     }
 
     fn on_tick(&self, now_ns: u64) {
-        self.acceptor.tick();
+        self.acceptor.iter().for_each(|it| it.tick());
         // Checked with every tick.
         let mut state = self.lock();
         for link in state.links.take_late(self.options.shared.handshake_timeout) {
@@ -393,7 +484,9 @@ impl EventSource for PublisherCore {
         let _ = state.announce(&self.name);
         self.evict_stalled(&mut state);
         self.reap_links(&mut state);
-        state.row.set_domain(self.acceptor.domain_identity());
+        if let Some(acceptor) = &self.acceptor {
+            state.row.set_domain(acceptor.domain_identity());
+        }
         state.write_statistics();
         if let Some(observer) = &self.options.observer {
             state.write_waiting(observer.jobs_waiting());

@@ -146,17 +146,23 @@ impl PublisherCore {
             .map(|link| link.peer_doorbell.clone())
             .collect();
         drop(state);
-        self.sleep_on_doorbells(&peer_doorbells, limit);
+        let has_drained = self.sleep_on_doorbells(&peer_doorbells, limit);
         let mut state = self.lock();
         state.has_leader = false;
+        if has_drained {
+            // A ring may have been meant for the receiver of another ring. All of them are rung by
+            // one doorbell.
+            let mut partners = state.links.iter().filter_map(|link| link.partner.as_ref());
+            partners.any(|partner| partner.pass_on_wake());
+        }
         self.changed.notify_all();
         state
     }
 
     /// Sleeps until a doorbell rings, and drains only those that rang: with many subscribers,
     /// draining all of them would cost more than the rest of a send. A doorbell that rings later
-    /// makes the next sleep short.
-    fn sleep_on_doorbells(&self, peer_doorbells: &[Arc<PeerDoorbell>], limit: Duration) {
+    /// makes the next sleep short. Returns whether a subscriber rang.
+    fn sleep_on_doorbells(&self, peer_doorbells: &[Arc<PeerDoorbell>], limit: Duration) -> bool {
         let open: Vec<&PeerDoorbell> = peer_doorbells
             .iter()
             .map(|peer_doorbell| &**peer_doorbell)
@@ -168,15 +174,15 @@ impl PublisherCore {
             .collect();
         polls.push(PollFd::new(&self.doorbell, PollFlags::IN));
         if rustix::event::poll(&mut polls, Some(&crate::os::timespec(limit))).is_err() {
-            return;
+            return false;
         }
         let rang = |poll: &PollFd<'_>| !poll.revents().is_empty();
-        open.iter()
-            .zip(&polls)
-            .filter(|(_, poll)| rang(poll))
-            .for_each(|(peer_doorbell, _)| peer_doorbell.drain());
+        let rung = open.iter().zip(&polls).filter(|(_, poll)| rang(poll));
+        let drained = rung.map(|(peer_doorbell, _)| peer_doorbell.drain());
+        let has_drained = drained.count() > 0;
         if polls.last().is_some_and(rang) {
             self.doorbell.drain();
         }
+        has_drained
     }
 }

@@ -3,14 +3,15 @@
 //! A link is in the list from its welcome until it has left and holds no slot any more. All links
 //! know all regions before a sample is placed: [`Links::announce`].
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::recipients::Recipients;
 use crate::error::{Error, Result};
-use crate::ipc::message::{self, CloseReason, Message};
+use crate::ipc::message::{self, CloseReason};
 use crate::kind::Kind;
 use crate::memory::arena::{Arena, Chunk, SlotId};
-use crate::pubsub::observer::Disconnects;
+use crate::pubsub::publisher_link::PublisherLink;
 use crate::pubsub::ring::RingSpace;
 use crate::pubsub::subscriber_link::{LinkPhase, SubscriberLink};
 
@@ -18,9 +19,9 @@ pub(super) struct Links {
     list: Vec<SubscriberLink>,
     /// Every link knows every region.
     is_announced: bool,
-    /// An observer asks for `disconnects`.
+    /// An observer asks for `untaken`.
     is_observed: bool,
-    disconnects: Disconnects,
+    untaken: Vec<(u64, u64)>,
     /// The samples that links which are no longer in the list did not get.
     dropped_before: u64,
 }
@@ -31,7 +32,7 @@ impl Links {
             list: Vec::new(),
             is_announced: true,
             is_observed,
-            disconnects: Disconnects::default(),
+            untaken: Vec::new(),
             dropped_before: 0,
         }
     }
@@ -151,25 +152,39 @@ impl Links {
             .flat_map(SubscriberLink::holds)
     }
 
-    /// Sends `Close` to every subscriber, and reads no socket any more.
-    pub(super) fn close(&mut self) {
+    /// Sends `Close` to every subscriber, and reads no socket any more, save for a partner that still
+    /// receives. Returns the partners that do not.
+    pub(super) fn close(&mut self) -> Vec<Arc<PublisherLink>> {
+        let mut partners = Vec::new();
         for link in &mut self.list {
-            let _ = message::send(link.socket(), &Message::Close(CloseReason::Closed), &[]);
-            link.registrations.clear();
+            link.say_close(CloseReason::Closed);
+            if link.has_partner_ended() || !link.sends_replies() {
+                link.registrations.clear();
+                partners.extend(link.partner.take());
+            }
         }
+        partners
+    }
+
+    /// Whether somebody receives over the other ring of a link.
+    pub(super) fn has_partner(&self) -> bool {
+        let mut partners = self.list.iter().filter_map(|link| link.partner.as_ref());
+        partners.any(|partner| Arc::strong_count(partner) > 1)
     }
 
     /// Takes out the links that have left and hold no slot, and keeps their data for the observer.
     pub(super) fn take_finished(&mut self) -> Vec<SubscriberLink> {
         let is_done = |link: &mut SubscriberLink| {
-            matches!(link.phase, LinkPhase::Leaving | LinkPhase::Suspect) && link.holds_nothing()
+            matches!(link.phase, LinkPhase::Leaving | LinkPhase::Suspect)
+                && link.holds_nothing()
+                && link.has_partner_ended()
         };
         let done: Vec<SubscriberLink> = self.list.extract_if(.., is_done).collect();
         self.dropped_before += done.iter().map(SubscriberLink::dropped).sum::<u64>();
         if self.is_observed {
             for link in &done {
-                self.disconnects.add_untaken(link.id, &link.untaken);
-                self.disconnects.generations.push(link.generation);
+                let untaken = link.untaken.iter().map(|&position| (link.id, position));
+                self.untaken.extend(untaken);
             }
         }
         done
@@ -183,18 +198,15 @@ impl Links {
         self.list.extract_if(.., is_late).collect()
     }
 
-    /// The data of the subscribers that have gone, each returned once; with `all`, also the
-    /// generations of those still attached.
-    pub(super) fn take_disconnects(&mut self, all: bool) -> Disconnects {
-        let mut disconnects = std::mem::take(&mut self.disconnects);
+    /// The samples that subscribers which have gone had been given and had not taken, each returned
+    /// once: subscriber id and position.
+    pub(super) fn take_untaken(&mut self) -> Vec<(u64, u64)> {
+        let mut untaken = std::mem::take(&mut self.untaken);
         for link in &mut self.list {
-            let untaken = std::mem::take(&mut link.untaken);
-            disconnects.add_untaken(link.id, &untaken);
-            disconnects
-                .generations
-                .extend(all.then_some(link.generation));
+            let positions = std::mem::take(&mut link.untaken).into_iter();
+            untaken.extend(positions.map(|position| (link.id, position)));
         }
-        disconnects
+        untaken
     }
 
     /// The samples that subscribers, those that have gone too, did not get because of a policy.

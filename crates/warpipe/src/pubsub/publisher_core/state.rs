@@ -88,6 +88,12 @@ impl PublisherState {
         }
     }
 
+    /// Adds a link, with its row of the statistics page.
+    pub(super) fn add(&mut self, mut link: SubscriberLink) {
+        link.row = Some(self.row.link(link.peer.pid, link.peer.uid));
+        self.links.add(link);
+    }
+
     pub(super) fn address(&self, slot: SlotId) -> u64 {
         let slot = self.arena.slot(slot);
         self.arena.chunks()[slot.region as usize].region.ptr() + slot.offset

@@ -14,10 +14,9 @@ use super::{PublisherCore, SendFailure};
 use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::message::{self, CloseReason};
-use crate::ipc::peer::ProcessId;
 use crate::memory::arena::SlotId;
 use crate::pubsub::entry::Metadata;
-use crate::pubsub::observer::{Disconnects, LinkedSubscriber};
+use crate::pubsub::observer::LinkedSubscriber;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
@@ -81,18 +80,9 @@ impl PublisherCore {
         live.map(|link| LinkedSubscriber {
             id: link.id,
             pid: link.peer.pid,
-            process: link.peer.id,
-            generation: link.generation,
+            replies: link.partner.clone(),
         })
         .collect()
-    }
-
-    /// The id of the live subscriber in that process.
-    pub(in crate::pubsub) fn subscriber_of(&self, process: ProcessId) -> Option<u64> {
-        let state = self.lock();
-        let mut live = state.links.live();
-        live.find(|link| link.peer.id == process)
-            .map(|link| link.id)
     }
 
     /// Whether the subscriber still gets samples.
@@ -196,9 +186,9 @@ impl PublisherCore {
         self.ring();
     }
 
-    /// The data of the subscribers that have gone, each returned once; with `all`, also the
-    /// generations of those still attached.
-    pub(in crate::pubsub) fn take_disconnects(&self, all: bool) -> Disconnects {
-        self.lock().links.take_disconnects(all)
+    /// The samples that subscribers which have gone had been given and had not taken, each returned
+    /// once: subscriber id and position.
+    pub(in crate::pubsub) fn take_untaken(&self) -> Vec<(u64, u64)> {
+        self.lock().links.take_untaken()
     }
 }

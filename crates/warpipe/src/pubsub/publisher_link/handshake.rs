@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
-use super::PublisherLink;
+use super::{PublisherLink, ReceiverEnd, RingKind};
 use crate::backend::{Access, DeviceId};
 use crate::device::Device;
 use crate::error::{Error, HandshakeFault, Result};
@@ -19,14 +19,16 @@ use crate::memory::arena::REGIONS_MAX;
 use crate::memory::region::Region;
 use crate::runtime::closer::{PeerFd, PeerSocket};
 use crate::runtime::doorbell::{LocalDoorbell, PeerDoorbell};
-use crate::runtime::reactor::Reactor;
+use crate::runtime::reactor::{Reactor, new_generation};
 use crate::shm::fence_words::FenceWords;
 use crate::shm::segment::{OpenError, Segment};
 
 /// The publisher's answers in the handshake.
 pub(super) struct Welcome {
     pub(super) segment: Segment,
-    pub(super) peer_doorbell: PeerDoorbell,
+    /// The ring of the replies, of which this end is the sender.
+    pub(super) replies: Option<Segment>,
+    pub(super) peer_doorbell: Arc<PeerDoorbell>,
     pub(super) owner: DeviceId,
     pub(super) access: Access,
     pub(super) lossless: bool,
@@ -42,7 +44,8 @@ pub(super) struct Welcome {
 pub(in crate::pubsub) struct SubscriberIdentity {
     /// The kind of endpoint that it expects under the name.
     pub(in crate::pubsub) kind: Kind,
-    pub(in crate::pubsub) generation: [u8; 16],
+    /// It sends replies, and its publisher expects them.
+    pub(in crate::pubsub) has_replies: bool,
 }
 
 /// Everything needed to attach to the publisher of a name.
@@ -79,7 +82,7 @@ impl ConnectOptions {
         is_cancelled: &AtomicBool,
     ) -> Result<Arc<PublisherLink>> {
         let reactor = Reactor::of_process()?;
-        let SubscriberIdentity { kind, generation } = self.identity;
+        let SubscriberIdentity { kind, has_replies } = self.identity;
         let at = Address {
             domain: &self.domain,
             name: &self.name,
@@ -88,10 +91,11 @@ impl ConnectOptions {
         let handshake = LinkHandshake {
             client: ClientHandshake::new(&at, socket, limit)?,
             device: &self.device,
+            has_replies,
             is_cancelled,
         };
         let device = Some(self.device.info().id);
-        handshake.client.hello(generation, device, &[])?;
+        handshake.client.hello(new_generation(), device, &[])?;
         let mut welcome = handshake.welcome()?;
         match handshake.settle(&mut welcome) {
             Ok(regions) => {
@@ -99,13 +103,19 @@ impl ConnectOptions {
                 PublisherLink::assemble(
                     welcome,
                     regions,
-                    &self.name,
-                    &self.device,
-                    &self.doorbell,
-                    socket,
-                    peer,
+                    ReceiverEnd {
+                        name: self.name.as_str(),
+                        device: &self.device,
+                        doorbell: &self.doorbell,
+                        socket: Arc::new(socket),
+                        peer: Arc::new(peer),
+                        orphan_timeout: self.orphan_timeout,
+                    },
+                    match has_replies {
+                        true => RingKind::Samples,
+                        false => RingKind::Single,
+                    },
                     reactor,
-                    self.orphan_timeout,
                 )
             }
             Err(error) => {
@@ -122,6 +132,7 @@ impl ConnectOptions {
 struct LinkHandshake<'a> {
     client: ClientHandshake,
     device: &'a Device,
+    has_replies: bool,
     is_cancelled: &'a AtomicBool,
 }
 
@@ -152,6 +163,7 @@ impl LinkHandshake<'_> {
             lossless,
             source,
             regions,
+            replies,
         } = message
         else {
             return Err(self.fault(message.unexpected("Welcome")));
@@ -171,19 +183,24 @@ impl LinkHandshake<'_> {
                 wanted: 2,
             }));
         };
-        let segment =
-            Segment::open(self.device, memory.as_fd(), depth, generation).map_err(|error| {
-                match error {
-                    OpenError::Fault(fault) => self.fault(fault),
-                    OpenError::Local(error) => error,
-                }
-            })?;
+        if (replies > 0) != self.has_replies {
+            let fault = HandshakeFault::Segment(format!("replies of a depth of {replies}"));
+            return Err(self.fault(fault));
+        }
+        let (device, file) = (self.device, memory.as_fd());
+        let (segment, replies) = Segment::open(device, file, depth, replies, generation).map_err(
+            |error| match error {
+                OpenError::Fault(fault) => self.fault(fault),
+                OpenError::Local(error) => error,
+            },
+        )?;
         memory.approve();
         let peer_doorbell =
             PeerDoorbell::adopt(peer_doorbell).map_err(|fault| self.fault(fault))?;
         Ok(Welcome {
             segment,
-            peer_doorbell,
+            replies,
+            peer_doorbell: Arc::new(peer_doorbell),
             owner,
             access,
             lossless,

@@ -19,7 +19,7 @@ pub struct SubscriberBuilder {
     pub(super) timeout: Duration,
     pub(super) kind: Kind,
     pub(super) orphan_timeout: Duration,
-    pub(super) generation: Option<[u8; 16]>,
+    pub(super) has_replies: bool,
 }
 
 impl SubscriberBuilder {
@@ -73,9 +73,9 @@ impl SubscriberBuilder {
         self
     }
 
-    /// The generation to send in `Hello`, for a publisher that matches it with another endpoint.
-    pub(crate) fn generation(mut self, generation: [u8; 16]) -> Self {
-        self.generation = Some(generation);
+    /// It sends replies, to a publisher that expects them.
+    pub(crate) fn with_replies(mut self) -> Self {
+        self.has_replies = true;
         self
     }
 

@@ -8,9 +8,15 @@ use std::time::Duration;
 use super::super::publisher_link::{LinkState, PublisherLink};
 use super::super::sample::{Sample, TakenSample};
 use super::Subscriber;
+use super::attached::Attached;
 use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
+use crate::ipc::Kind;
+use crate::ipc::domain::Domain;
 use crate::pubsub::entry::Violation;
+use crate::pubsub::observer::LinkedSubscriber;
+use crate::pubsub::ring::ReceiverRing;
+use crate::statistics::{EndpointRow, EndpointWords, Role};
 use crate::stream::Stream;
 
 /// A sample that was taken and given to no caller yet. Dropped, it is released once its data is
@@ -107,46 +113,129 @@ impl Drop for RawSample {
     }
 }
 
-impl Subscriber {
+impl Attached {
     /// The next sample, if there is one, without a stream. The error at the end is the same as from
     /// `receive`.
-    pub(crate) fn take_raw_sample(&mut self) -> Result<Option<RawSample>> {
-        let Some(attached) = &mut self.attached else {
-            return Err(Error::NotFound {
-                kind: self.options.kind,
-                name: self.name.to_string(),
-                domain: self.domain.path().to_owned(),
-                was_there: false,
-            });
-        };
-        // Read before the ring, as in `Attached::poll`.
-        let link_state = attached.link.link_state();
+    fn take_raw(&mut self) -> Result<Option<RawSample>> {
+        // Read before the ring, as in `poll`.
+        let link_state = self.link.link_state();
         if link_state == LinkState::Failed {
-            return Err(attached.link.why_over());
+            return Err(self.link.why_over());
         }
-        match attached.next() {
+        match self.next() {
             Ok(Some(taken)) => {
-                attached.link.keep(taken.position);
+                self.link.keep(taken.position);
                 Ok(Some(RawSample {
-                    link: LeakOnFork::new(attached.link.clone()),
+                    link: LeakOnFork::new(self.link.clone()),
                     taken: Some(taken),
                     is_set_aside: false,
                 }))
             }
-            Ok(None) if link_state == LinkState::Open || attached.is_region_due() => {
-                attached.wait_for_region().map(|_| None)
+            Ok(None) if link_state == LinkState::Open || self.is_region_due() => {
+                self.wait_for_region().map(|_| None)
             }
-            Ok(None) => Err(attached.link.why_over()),
-            Err(violation) => Err(attached.fail(violation)),
+            Ok(None) => Err(self.link.why_over()),
+            Err(violation) => Err(self.fail(violation)),
         }
     }
 
-    /// Whether [`take_raw_sample`](Self::take_raw_sample) is worth a call; cheap.
+    #[inline]
+    fn may_have_news(&self) -> bool {
+        self.ring.may_have_news() || self.link.link_state() != LinkState::Open
+    }
+}
+
+/// Receives the replies of one subscriber, over its link's second ring. Dropped, it asks for no more.
+#[derive(Debug)]
+pub(crate) struct Replies {
+    attached: LeakOnFork<Attached>,
+}
+
+impl LinkedSubscriber {
+    /// The receiver of its replies; `None` if it sends none. There is one for each subscriber.
+    pub(crate) fn receive_replies(&self, name: &str, domain: &Domain) -> Option<Replies> {
+        let link = self.replies.clone()?;
+        let row = Arc::new(EndpointRow::open(&EndpointWords {
+            kind: Kind::Results,
+            role: Role::Peer,
+            name,
+            domain: domain.identity(),
+            device: None,
+            generation: link.generation,
+            depth: 0,
+            memory_max: 0,
+        }));
+        let ring = ReceiverRing::new(link.segment().clone());
+        Some(Replies {
+            attached: LeakOnFork::new(Attached::new(link, ring, 0, row)),
+        })
+    }
+}
+
+impl Replies {
+    /// As [`Attached::take_raw`].
+    pub(crate) fn take(&mut self) -> Result<Option<RawSample>> {
+        self.attached.take_raw()
+    }
+
+    /// Whether [`take`](Self::take) is worth a call; cheap.
     #[inline]
     pub(crate) fn may_have_news(&self) -> bool {
-        self.attached
-            .as_ref()
-            .is_none_or(|at| at.ring.may_have_news() || at.link.link_state() != LinkState::Open)
+        self.attached.may_have_news()
+    }
+
+    /// Sets whether the subscriber is asked to ring [`descriptor`](Self::descriptor) with each reply.
+    pub(crate) fn set_asleep(&self, asleep: bool) {
+        match asleep {
+            true => self.attached.ring.fall_asleep(),
+            false => self.attached.ring.wake_up(),
+        }
+    }
+
+    /// A descriptor that is readable when this end is rung. The observer's doorbell reports changes
+    /// of the link.
+    pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
+        self.attached.link.peer_doorbell.as_fd()
+    }
+
+    /// Drains the descriptor.
+    pub(crate) fn quiet(&self) {
+        self.attached.link.drain_wake();
+    }
+
+    /// Whether the subscriber is proven dead.
+    pub(crate) fn is_sender_dead(&self) -> bool {
+        self.attached.link.is_dead()
+    }
+
+    /// Closes the ring because of the subscriber's violation.
+    pub(crate) fn fail(&self, violation: Violation) -> Error {
+        self.attached.fail(violation)
+    }
+}
+
+impl Drop for Replies {
+    fn drop(&mut self) {
+        if let Ok(attached) = self.attached.get() {
+            attached.link.leave();
+        }
+    }
+}
+
+impl Subscriber {
+    /// As [`Attached::take_raw`].
+    #[cfg(test)]
+    pub(crate) fn take_raw_sample(&mut self) -> Result<Option<RawSample>> {
+        match &mut self.attached {
+            Some(attached) => attached.take_raw(),
+            None => Err(self.not_found()),
+        }
+    }
+
+    /// Whether a receive is worth a call; cheap.
+    #[inline]
+    pub(crate) fn may_have_news(&self) -> bool {
+        self.attached.as_ref().is_none_or(|at| at.may_have_news())
     }
 
     /// Sets whether the publisher is asked to ring [`descriptor`](Self::descriptor) with each
@@ -174,23 +263,11 @@ impl Subscriber {
         self.drain();
     }
 
-    /// Whether the publisher is proven dead.
-    pub(crate) fn is_publisher_dead(&self) -> bool {
-        self.attached
-            .as_ref()
-            .is_none_or(|attached| attached.link.is_dead())
-    }
-
     /// Closes the link because of the publisher's violation.
     pub(crate) fn fail(&self, violation: Violation) -> Error {
         match &self.attached {
             Some(attached) => attached.fail(violation),
-            None => Error::NotFound {
-                kind: self.options.kind,
-                name: self.name.to_string(),
-                domain: self.domain.path().to_owned(),
-                was_there: false,
-            },
+            None => self.not_found(),
         }
     }
 }

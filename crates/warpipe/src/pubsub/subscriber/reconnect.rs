@@ -126,7 +126,7 @@ mod tests {
                 orphan_timeout: LONG,
                 identity: SubscriberIdentity {
                     kind: Kind::Publisher,
-                    generation: [7; 16],
+                    has_replies: false,
                 },
             };
             let socket = domain

@@ -151,7 +151,7 @@ impl Subscriber {
 
     fn drain_wake(&self) {
         if let Some(attached) = &self.attached {
-            attached.link.peer_doorbell.drain();
+            attached.link.drain_wake();
             if attached.link.peer_doorbell.is_closed() {
                 // The closed doorbell would be readable for ever; the local doorbell reports the
                 // end itself.

@@ -303,7 +303,7 @@ impl Dispatcher {
                     .lock()
                     .session(id)
                     .into_iter()
-                    .for_each(|session| session.subscriber.quiet()),
+                    .for_each(|session| session.answers.quiet()),
             }
         }
         !events.is_empty()
@@ -316,7 +316,7 @@ impl Dispatcher {
             state
                 .sessions
                 .iter()
-                .for_each(|session| session.subscriber.set_asleep(false));
+                .for_each(|session| session.answers.set_asleep(false));
         }
     }
 
@@ -328,7 +328,7 @@ impl Dispatcher {
             state
                 .sessions
                 .iter()
-                .for_each(|session| session.subscriber.set_asleep(true));
+                .for_each(|session| session.answers.set_asleep(true));
             self.keep_next_look(state);
         }
     }

@@ -35,8 +35,6 @@ pub(super) struct FencedDrop {
     /// The last poll's result.
     readiness: DropReadiness,
     since: Instant,
-    /// Polled at each tick only.
-    is_unhurried: bool,
     /// Counted in [`DropCounts::overdue`].
     is_overdue: bool,
     has_panicked: bool,
@@ -118,23 +116,6 @@ impl Reactor {
     /// [`fence`](crate::runtime::fence)), however long that takes.
     pub(crate) fn drop_after<U: Into<DropReadiness>>(
         &self,
-        look: impl FnMut() -> U + Send + 'static,
-    ) {
-        self.drop_after_as(false, look);
-    }
-
-    /// As [`drop_after`](Self::drop_after), polled at each [`TICK`](super::TICK) only: for objects
-    /// that are not urgent.
-    pub(crate) fn drop_after_unhurried<U: Into<DropReadiness>>(
-        &self,
-        look: impl FnMut() -> U + Send + 'static,
-    ) {
-        self.drop_after_as(true, look);
-    }
-
-    fn drop_after_as<U: Into<DropReadiness>>(
-        &self,
-        is_unhurried: bool,
         mut look: impl FnMut() -> U + Send + 'static,
     ) {
         let (look, since) = (Box::new(move || look().into()), Instant::now());
@@ -143,7 +124,6 @@ impl Reactor {
             look,
             readiness: DropReadiness::Held,
             since,
-            is_unhurried,
             is_overdue: false,
             has_panicked: false,
         };
@@ -170,7 +150,6 @@ impl Reactor {
                 &mut one.is_overdue,
                 is_slow && readiness == DropReadiness::Busy,
             );
-            let is_slow = is_slow || one.is_unhurried;
             if readiness == DropReadiness::Ready {
                 self.counts.waiting.fetch_sub(1, Ordering::Relaxed);
                 self.defer_drop(Box::new(waiting.swap_remove(index)));

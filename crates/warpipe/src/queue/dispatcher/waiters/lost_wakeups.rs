@@ -6,11 +6,9 @@ use std::time::Instant;
 
 use super::super::super::job_table::Stage;
 use super::super::super::tests::{QueueFixture, SOON};
-use super::super::super::{Queue, Worker, results_name};
+use super::super::super::{Queue, Worker};
 use super::*;
 use crate::ipc::message::wait_readable;
-use crate::ipc::peer::ProcessId;
-use crate::pubsub::{LinkedSubscriber, Publisher, Subscriber};
 use crate::runtime::heartbeat::Uptime;
 
 /// Longer than any of these tests waits.
@@ -72,6 +70,11 @@ fn a_thread_that_sleeps_on_the_descriptors_wakes_for_an_answer_that_came_while_a
     let fixture = QueueFixture::new("polled");
     let queue = fixture.queue();
     let mut worker = one_worker(&fixture, &queue);
+    // The memory of both ends is known before: it rings as well.
+    let first = queue.submit_bytes(b"work", &fixture.stream).unwrap();
+    let lease = worker.lease(&fixture.stream).unwrap();
+    lease.complete(&fixture.stream).unwrap();
+    drop(first.wait(&fixture.stream, SOON).unwrap());
     queue.submit_bytes(b"work", &fixture.stream).unwrap();
     let lease = worker.lease(&fixture.stream).unwrap();
     let (dispatcher, mut state) = (&queue.dispatcher, with_leader(&queue));
@@ -79,7 +82,7 @@ fn a_thread_that_sleeps_on_the_descriptors_wakes_for_an_answer_that_came_while_a
     state.waiters.runner_sleep = Duration::ZERO;
     dispatcher.begin_polling(&mut state);
     lease.complete(&fixture.stream).unwrap();
-    while !state.sessions[0].subscriber.may_have_news() {
+    while !state.sessions[0].answers.may_have_news() {
         std::thread::yield_now();
     }
     assert!(!has_rung(dispatcher), "a polled worker does not ring");
@@ -110,46 +113,7 @@ fn a_thread_that_leaves_a_job_waiting_wakes_the_queues_own_thread() {
     drop((state, lease, jobs));
 }
 
-#[test]
-fn a_worker_that_left_before_it_got_a_session_gets_none() {
-    let fixture = QueueFixture::new("phantom");
-    let queue = fixture.queue();
-    let name = results_name("jobs", [7; 16]).unwrap();
-    let answers = Publisher::builder(name.as_str())
-        .domain(&fixture.domain)
-        .device(&fixture.device)
-        .build()
-        .unwrap();
-    let subscriber = Subscriber::builder(name.as_str())
-        .domain(&fixture.domain)
-        .device(&fixture.device)
-        .build()
-        .unwrap();
-    let (pid, process) = (std::process::id() as i32, ProcessId::own());
-    queue.dispatcher.pending_workers.add(
-        LinkedSubscriber {
-            id: 99,
-            pid,
-            process,
-            generation: [7; 16],
-        },
-        subscriber,
-    );
-    queue.dispatcher.observer.tell();
-    let start = Instant::now();
-    while !queue.dispatcher.pending_workers.is_empty() {
-        let _ = queue.state().unwrap();
-        assert!(start.elapsed() < SOON);
-    }
-    assert_eq!(
-        queue.state().unwrap().workers,
-        [0; 0],
-        "nobody would ever say that it is gone"
-    );
-    drop(answers);
-}
-
-/// Its answers were being attached to when the last outcome was found.
+/// It attached when the last outcome was found.
 #[test]
 fn a_worker_that_gets_its_session_while_the_queue_ends_takes_no_more_jobs() {
     let fixture = QueueFixture::new("last-moment");
