@@ -811,7 +811,7 @@ typedef struct {
   const warpipe_domain *domain;
   // The device to work with, which holds the replies; the first GPU by default, else the host.
   const warpipe_device *device;
-  // The most clients at once; 256 by default. Each takes about a dozen descriptors.
+  // The most clients at once; 256 by default. Each takes five descriptors.
   size_t clients_max;
   // The most device memory that the replies to one client may take, in bytes; 4 GiB by default.
   uint64_t memory_limit;
@@ -1978,7 +1978,7 @@ warpipe_status warpipe_pool_client_get_owner(const warpipe_pool_client *client,
 // Closes a client of a pool. Its blocks stay valid until they are closed. Null is ignored.
 warpipe_status warpipe_pool_client_close(warpipe_pool_client *client);
 
-// Makes a queue of name (as a publisher's, of at most 56 bytes), and begins to accept workers.
+// Makes a queue of name (as a publisher's), and begins to accept workers.
 // options may be null.
 //
 // *queue is the caller's, to be closed by warpipe_queue_close.

@@ -138,7 +138,7 @@ fn order_of(order: u32) -> Result<ResultOrder, Failure> {
     }
 }
 
-/// Makes a queue of `name` (as a publisher's, of at most 56 bytes), and begins to accept workers.
+/// Makes a queue of `name` (as a publisher's), and begins to accept workers.
 /// `options` may be null.
 ///
 /// `*queue` is the caller's, to be closed by `warpipe_queue_close`.

@@ -96,9 +96,7 @@ impl Control {
             let name = endpoint.name.as_str();
             let patterns = &self.patterns.export_queues;
             let is_exported = patterns.iter().any(|pattern| pattern.matches(name));
-            // A queue's workers have names below its own.
-            let is_other = is_made_by_bridges(name) || name.contains("/worker-");
-            if !is_exported || is_other || !self.is_elsewhere(endpoint) {
+            if !is_exported || is_made_by_bridges(name) || !self.is_elsewhere(endpoint) {
                 continue;
             }
             for (bridge, peer) in &self.peers {

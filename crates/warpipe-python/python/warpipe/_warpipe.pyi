@@ -598,7 +598,7 @@ class Queue(Closeable):
     """Gives each job to one worker, and gets each job's result once, even if processes die: see
     ``Worker``.
 
-    ``name``: as a publisher's, at most 56 bytes. ``device``: the device of the inputs' memory
+    ``name``: as a publisher's. ``device``: the device of the inputs' memory
     (default: the first GPU, else the host). ``prefetch``: jobs that one worker may hold at once, 1
     to 256. ``max_attempts``: how often a job is tried before it is dead-lettered.
     ``lease_timeout``: seconds that a worker may hold jobs without answering any; then they go to

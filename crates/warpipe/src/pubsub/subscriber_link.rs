@@ -89,6 +89,8 @@ pub(super) struct SubscriberLink {
     dropped: u64,
     /// Its share of the publisher's connection limits: held, not used.
     quota_permit: Option<Arc<QuotaPermit>>,
+    /// This end has closed it: what was sent before stays, whatever becomes of the socket.
+    has_closed: bool,
     /// Its ring is that of the replies, and the subscriber is the publisher of the other one.
     sends_replies: bool,
     /// The receiver of the link's other ring.
@@ -218,6 +220,7 @@ impl SubscriberLink {
             releases_seen: 0,
             dropped: 0,
             quota_permit: None,
+            has_closed: false,
             sends_replies: false,
             partner: None,
             replies: None,
@@ -251,8 +254,14 @@ impl SubscriberLink {
             .is_none_or(|partner| partner.has_ended())
     }
 
+    /// Sends nothing more. What was sent can still be taken.
+    pub(super) fn close(&mut self) {
+        self.say_close(CloseReason::Closed);
+        self.has_closed = true;
+    }
+
     /// Tells the peer that this ring closes.
-    pub(super) fn say_close(&self, close_reason: CloseReason) {
+    fn say_close(&self, close_reason: CloseReason) {
         let close = match self.sends_replies {
             true => Message::CloseReplies(close_reason),
             false => Message::Close(close_reason),
@@ -381,7 +390,9 @@ impl SubscriberLink {
             self.say_close(close_reason);
         }
         self.phase = LinkPhase::Leaving;
-        self.untaken.extend(self.ring.revoke_all());
+        if !self.has_closed {
+            self.untaken.extend(self.ring.revoke_all());
+        }
     }
 
     /// The operation that marks this subscriber's sample at `position` ready.

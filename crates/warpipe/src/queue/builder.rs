@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use super::job_table::ResultOrder;
-use super::queue_name;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::ipc::domain::Domain;
@@ -17,8 +16,7 @@ const LIMIT: usize = 1 << 20;
 
 /// The options of a queue. See [`Queue::builder`](crate::Queue::builder).
 ///
-/// It admits workers of its own user alone: a worker serves its results under a name of the queue's
-/// domain, and the names of a domain are its user's.
+/// It admits workers of its own user alone.
 #[derive(Debug, Clone)]
 pub struct QueueBuilder {
     pub(super) name: String,
@@ -113,7 +111,6 @@ impl QueueBuilder {
     }
 
     pub(super) fn check(&self) -> Result<()> {
-        queue_name(&self.name)?;
         if self.prefetch == 0 || self.prefetch > PREFETCH_MAX {
             return Err(Error::argument(
                 "prefetch",

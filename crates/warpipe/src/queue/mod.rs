@@ -37,15 +37,3 @@ pub use loan::Loan;
 pub use owner::{Queue, QueueState, SubmitError};
 pub use watch::QueueWatch;
 pub use worker::{Worker, WorkerBuilder};
-
-use crate::error::Result;
-use crate::ipc::domain::EndpointName;
-
-/// The longest name of a queue: the names of its workers' results are longer by 24 bytes.
-const QUEUE_NAME_BYTES_MAX: usize = 56;
-
-/// Checks the name of a queue.
-fn queue_name(name: &str) -> Result<EndpointName> {
-    let too_long = "it is longer than 56 bytes, the most for a queue";
-    EndpointName::of_at_most(QUEUE_NAME_BYTES_MAX, name, too_long)
-}

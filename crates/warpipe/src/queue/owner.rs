@@ -26,9 +26,8 @@ impl QueueBuilder {
     /// Takes the name and accepts workers.
     ///
     /// # Errors
-    /// [`Error::Name`] (at most 56 bytes: workers' names are longer by 24), [`Error::Argument`] and
-    /// those of [`PublisherBuilder::build`](crate::PublisherBuilder::build). On an error nothing is
-    /// left behind.
+    /// [`Error::Argument`] and those of [`PublisherBuilder::build`](crate::PublisherBuilder::build).
+    /// On an error nothing is left behind.
     pub fn build(self) -> Result<Queue> {
         self.check()?;
         let domain = self.shared.domain()?;

@@ -545,22 +545,6 @@ fn a_result_that_is_put_back_is_the_next_one_of_its_handle_and_of_the_queue() {
     }
 }
 
-#[test]
-fn a_name_that_leaves_no_room_for_a_worker_is_refused_as_it_was_given() {
-    let fixture = QueueFixture::new("names");
-    let long = "x".repeat(57);
-    let refused = |built: Option<Error>| {
-        matches!(built, Some(Error::Name { name, reason })
-            if name == long && reason.contains("56 bytes"))
-    };
-    assert!(refused(Queue::builder(&long).build().err()));
-    assert!(refused(Worker::builder(&long).build().err()));
-    let longest = Queue::builder(&long[1..])
-        .domain(&fixture.domain)
-        .device(&fixture.device);
-    assert!(longest.build().is_ok());
-}
-
 /// Leases and completes jobs until the queue's graceful end. Returns how many there were.
 fn works_until_the_end(mut worker: Worker, stream: Stream) -> std::thread::JoinHandle<usize> {
     std::thread::spawn(move || {

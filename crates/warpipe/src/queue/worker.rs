@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 
 use super::lease::{Lease, ResultPublisher};
 use super::wire::DeliveryTag;
-use super::queue_name;
 use crate::clock::now_ns;
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -60,7 +59,6 @@ impl WorkerBuilder {
     /// no queue's; those of [`PublisherBuilder::build`](crate::PublisherBuilder::build) and
     /// [`SubscriberBuilder::build`](crate::SubscriberBuilder::build).
     pub fn build(self) -> Result<Worker> {
-        queue_name(&self.name)?;
         // One domain and one device for both of its ends, also where they are the defaults.
         let shared = (self.shared.clone()).at(&self.shared.domain()?, &self.shared.device());
         let jobs = Subscriber::builder(&self.name)

@@ -128,11 +128,9 @@ impl WorkerSession {
             Ok(None) => {}
             Err(()) => {
                 let found = format!("job {} with ticket {}", answer.job, answer.number);
-                return Err(self.answers.fail(violation(
-                    "answer",
-                    found,
-                    "a job that it holds",
-                )));
+                return Err(self
+                    .answers
+                    .fail(violation("answer", found, "a job that it holds")));
             }
         }
         Ok(())

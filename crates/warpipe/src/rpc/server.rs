@@ -67,7 +67,7 @@ impl ServerBuilder {
         self
     }
 
-    /// The most clients at once: 256 by default. Each takes about a dozen descriptors.
+    /// The most clients at once: 256 by default. Each takes five descriptors.
     pub fn clients_max(mut self, clients: usize) -> Self {
         self.clients_max = clients;
         self

@@ -13,8 +13,8 @@
 use std::arch::asm;
 use std::mem::{ManuallyDrop, offset_of};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, OnceLock};
 use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::{Arc, OnceLock};
 
 use rustix::mm::{MapFlags, ProtFlags};
 
@@ -201,7 +201,6 @@ impl Map {
             bytes,
         })
     }
-
 }
 
 impl Drop for Map {

@@ -18,6 +18,7 @@ pub(super) struct Offer {
     pub(super) depth: u32,
     pub(super) lossless: bool,
     pub(super) regions: u32,
+    pub(super) replies: u32,
     pub(super) fds: Vec<OwnedFd>,
     /// Kept, so that this side can write the segment.
     pub(super) segment: Arc<Segment>,
@@ -40,6 +41,7 @@ impl Offer {
             depth,
             lossless: true,
             regions: 0,
+            replies: 0,
             fds,
             segment: Arc::new(segment),
             wake,
@@ -53,6 +55,7 @@ impl Offer {
             depth,
             lossless,
             regions,
+            replies,
             ..
         } = *self;
         let welcome = Message::Welcome {
@@ -63,7 +66,7 @@ impl Offer {
             lossless,
             source: generation,
             regions,
-            replies: 0,
+            replies,
         };
         let fds: Vec<BorrowedFd<'_>> = self.fds.iter().map(AsFd::as_fd).collect();
         let _ = send_raw(socket, &packet(&welcome), &fds);

@@ -12,7 +12,9 @@ use super::stage::{
     LONG, Scratch, TestProcess, alone, assert_delivers, domain_of_test, eventually, next_order,
     role, stream,
 };
-use crate::{Device, Error, HandshakeFault, Layout, PeerState, Publisher, Subscriber};
+use crate::{
+    Device, Error, HandshakeFault, Layout, PeerState, Publisher, Queue, Subscriber, Worker,
+};
 
 #[test]
 fn a_publisher_that_finds_no_descriptor_leaves_nothing_and_can_be_built_later() {
@@ -560,4 +562,29 @@ fn a_reply_without_a_free_descriptor_ends_its_session_alone_and_its_block_is_ret
             owner.hear("lent ") == "0"
         });
     });
+}
+
+#[test]
+fn a_worker_takes_five_descriptors_and_two_of_its_queue() {
+    alone(
+        module_path!(),
+        "a_worker_takes_five_descriptors_and_two_of_its_queue",
+        || {
+            let (scratch, device) = (Scratch::new(), Device::host());
+            let queue = Queue::builder("q").domain(&scratch.domain).device(&device);
+            let queue = queue.build().unwrap();
+            let worker = || {
+                let worker = Worker::builder("q").domain(&scratch.domain);
+                worker.device(&device).build().unwrap()
+            };
+            // The first one brings the lifeline of this process.
+            let first = worker();
+            queue.wait_for_workers(1, LONG).unwrap();
+            let before = settled_descriptors();
+            let others = [worker(), worker()];
+            queue.wait_for_workers(3, LONG).unwrap();
+            assert_eq!(settled_descriptors() - before, 2 * (5 + 2));
+            drop((first, others));
+        },
+    );
 }

@@ -394,6 +394,11 @@ fn a_welcome_with_false_fields_is_declined() {
                     fault!(HandshakeFault::Segment(_)),
                 ),
                 (
+                    "replies that this end does not send",
+                    offer(|offer| offer.replies = 4),
+                    fault!(HandshakeFault::Segment(_)),
+                ),
+                (
                     "a GPU",
                     offer(|offer| {
                         offer.device = DeviceId {

@@ -502,7 +502,10 @@ mod tests {
             rustix::process::setrlimit(rustix::process::Resource::Nofile, none).unwrap();
             let is_cleared_at_once = domain.clear_name(&name);
             rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).unwrap();
-            assert!(!is_cleared && !is_cleared_at_once, "what it could not see is kept");
+            assert!(
+                !is_cleared && !is_cleared_at_once,
+                "what it could not see is kept"
+            );
             assert!(
                 matches!(claimed, Err(Error::DescriptorLimit { .. })),
                 "{claimed:?}"

@@ -119,7 +119,9 @@ impl PublisherCore {
         let this: Weak<dyn OtherEnd> = self.this.clone();
         let other = (this, link.id);
         let wake = &link.peer_doorbell;
-        link.partner = Some(PublisherLink::of_replies(segment, wake, device, end, other)?);
+        link.partner = Some(PublisherLink::of_replies(
+            segment, wake, device, end, other,
+        )?);
         // Of the memory in which the replies lie.
         os::let_descriptors_in(link.socket(), true);
         Ok(())

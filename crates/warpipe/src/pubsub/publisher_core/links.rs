@@ -157,7 +157,7 @@ impl Links {
     pub(super) fn close(&mut self) -> Vec<Arc<PublisherLink>> {
         let mut partners = Vec::new();
         for link in &mut self.list {
-            link.say_close(CloseReason::Closed);
+            link.close();
             if link.has_partner_ended() || !link.sends_replies() {
                 link.registrations.clear();
                 partners.extend(link.partner.take());

@@ -4,6 +4,7 @@
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
@@ -16,7 +17,7 @@ use crate::hostile::{alone, in_a_forked_child};
 use crate::ipc::Kind;
 use crate::ipc::domain::Domain;
 use crate::pubsub::entry::Metadata;
-use crate::pubsub::{Forwarded, RawSample, SubscriberChanges};
+use crate::pubsub::{Forwarded, REPLIES, RawSample, Replies, SubscriberChanges};
 use crate::runtime::reactor::Reactor;
 use crate::stream::Stream;
 use crate::tensor::Layout;
@@ -657,4 +658,98 @@ fn regions_are_given_back_also_where_those_that_have_left_hold_all_that_is_exemp
     drop(loan(4).unwrap());
     drop(loan(8).expect("nobody holds a sample there"));
     drop(held);
+}
+
+/// A publisher that expects replies, its subscriber, the sender of the replies, and their receiver.
+fn duplex(
+    stage: &Stage,
+    observer: &Arc<SubscriberChanges>,
+) -> (Publisher, Subscriber, Publisher, Replies) {
+    const DEPTH: u32 = 2;
+    let builder = stage.builder().device(&Device::host()).replies(DEPTH);
+    let publisher = builder.observed_by(observer).build().unwrap();
+    let builder = Subscriber::builder("a").domain(&stage.domain);
+    let builder = builder.device(&Device::host()).with_replies();
+    let subscriber = builder.build().unwrap();
+    // The memory of these samples is announced before there is a reader of the socket.
+    let stream = Device::host().stream().unwrap();
+    publisher.send_bytes(&stream, b"early").unwrap();
+    let sender = Publisher::builder("a").domain(&stage.domain);
+    let sender = sender.device(&Device::host()).build_over(&subscriber);
+    let linked = publisher.linked_subscribers();
+    let replies = linked[0].receive_replies("a", &stage.domain).unwrap();
+    (publisher, subscriber, sender.unwrap(), replies)
+}
+
+#[test]
+fn a_ring_wakes_the_end_that_it_is_meant_for_whichever_end_of_the_process_takes_it() {
+    let stage = Stage::new("duplex");
+    let observer = Arc::new(SubscriberChanges::new().unwrap());
+    let (publisher, mut subscriber, sender, mut replies) = duplex(&stage, &observer);
+    let (sending, receiving) = (stage.stream(), Device::host().stream().unwrap());
+    let early = subscriber.receive_timeout(&receiving, LONG).unwrap();
+    assert_eq!(early.to_vec(LONG).unwrap(), b"early");
+    let link = subscriber.link_of_replies().unwrap();
+    let reply = |limit| {
+        let loan = sender.loan(&layout()).unwrap();
+        let stream = Device::host().stream().unwrap();
+        loan.send_to(REPLIES, &Metadata::EMPTY, &stream, limit)
+            .map(drop)
+    };
+    (0..2).for_each(|_| reply(None).unwrap());
+    std::thread::scope(|scope| {
+        // One thread waits for room in the ring of the replies, another one for samples.
+        let waits_for_room = scope.spawn(|| reply(Some(LONG)));
+        let samples = scope.spawn(|| {
+            (0..20).for_each(|_| drop(subscriber.receive_timeout(&receiving, LONG).unwrap()))
+        });
+        for _ in 0..20 {
+            eventually("both sleep", || {
+                let is_asleep = link.segment().header().receiver.asleep.load(Relaxed) != 0;
+                sender.core.lock().sleepers > 0 && is_asleep
+            });
+            publisher.send_bytes(&sending, &[7; 8]).unwrap();
+        }
+        samples.join().unwrap();
+        let mut taken = None;
+        eventually("the memory of the replies is mapped", || {
+            taken = replies.take().unwrap();
+            taken.is_some()
+        });
+        drop(taken);
+        waits_for_room.join().unwrap().unwrap();
+    });
+}
+
+#[test]
+fn both_rings_of_a_link_close_one_by_one() {
+    let stage = Stage::new("half-closed");
+    let observer = Arc::new(SubscriberChanges::new().unwrap());
+    let (publisher, subscriber, sender, mut replies) = duplex(&stage, &observer);
+    let stream = Device::host().stream().unwrap();
+    drop(subscriber);
+    eventually("it takes no more samples", || {
+        publisher.linked_subscribers().is_empty()
+    });
+    let loan = sender.loan(&layout()).unwrap();
+    loan.send_to(REPLIES, &Metadata::EMPTY, &stream, None)
+        .unwrap();
+    // It lingers, and sees the end of the socket before its reply is taken.
+    let core = Arc::clone(&sender.core);
+    drop(sender);
+    eventually("the link is gone", || publisher.subscribers().is_empty());
+    eventually("its other end knows", || {
+        core.lock().links.live().next().is_none()
+    });
+    let mut taken = 0;
+    eventually("the reply comes, and then the end", || {
+        match replies.take() {
+            Ok(reply) => {
+                taken += usize::from(reply.is_some());
+                false
+            }
+            Err(error) => matches!(error, Error::PeerGone { graceful: true, .. }),
+        }
+    });
+    assert_eq!(taken, 1);
 }
