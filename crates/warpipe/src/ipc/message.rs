@@ -106,7 +106,7 @@ pub(crate) enum Message {
     Full { limit: PeerLimit, max: u32 },
     /// Client: a request that brings memory. Descriptor: the memory.
     MemoryRequest { serial: u64, body: Vec<u8> },
-    /// Subscriber, to a publisher of results: it is done with samples that it set aside.
+    /// Receiver of replies: it is done with samples that it set aside.
     Returned { positions: Vec<u64> },
     /// Publisher: it no longer has this region, and no sample lies there. The subscriber unmaps it.
     CloseRegion { id: u32 },
