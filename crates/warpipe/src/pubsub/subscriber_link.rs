@@ -254,6 +254,11 @@ impl SubscriberLink {
             .is_none_or(|partner| partner.has_ended())
     }
 
+    /// Whether a message of its peer may still be for an end of this process.
+    pub(super) fn is_read(&self) -> bool {
+        !self.has_closed || self.partner.is_some()
+    }
+
     /// Sends nothing more. What was sent can still be taken.
     pub(super) fn close(&mut self) {
         self.say_close(CloseReason::Closed);

@@ -146,7 +146,7 @@ impl PublisherCore {
     /// A link's socket is readable.
     fn on_socket<'a>(&'a self, mut state: MutexGuard<'a, PublisherState>, id: u64) -> Next {
         for _ in 0..MESSAGES_AT_ONCE {
-            let Some(link) = state.links.find(id) else {
+            let Some(link) = state.links.find(id).filter(|link| link.is_read()) else {
                 return Next::Stop;
             };
             match message::receive(link.socket(), &self.name) {

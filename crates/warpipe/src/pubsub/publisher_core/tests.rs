@@ -15,10 +15,11 @@ use crate::device::Device;
 use crate::error::Error;
 use crate::hostile::{alone, in_a_forked_child};
 use crate::ipc::Kind;
+use crate::ipc::connection::ConnectionUser;
 use crate::ipc::domain::Domain;
 use crate::pubsub::entry::Metadata;
 use crate::pubsub::{Forwarded, REPLIES, RawSample, Replies, SubscriberChanges};
-use crate::runtime::reactor::Reactor;
+use crate::runtime::reactor::{Next, Reactor};
 use crate::stream::Stream;
 use crate::tensor::Layout;
 use crate::{PeerState, Policy, Publisher, PublisherBuilder, Subscriber, SubscriberInfo};
@@ -752,4 +753,25 @@ fn both_rings_of_a_link_close_one_by_one() {
         }
     });
     assert_eq!(taken, 1);
+}
+
+#[test]
+fn a_message_that_comes_while_a_publisher_closes_makes_the_end_no_fault() {
+    let stage = Stage::new("last-message");
+    let observer = Arc::new(SubscriberChanges::new().unwrap());
+    let (publisher, mut subscriber, sender, _replies) = duplex(&stage, &observer);
+    let stream = Device::host().stream().unwrap();
+    drop(subscriber.receive_timeout(&stream, LONG).unwrap());
+    let id = publisher.linked_subscribers()[0].id;
+    let mut state = publisher.core.lock();
+    // It announces memory, which nobody has read when the publisher closes.
+    let _loan = sender.loan(&layout()).unwrap();
+    drop(state.links.close());
+    drop(state);
+    assert_eq!(publisher.core.on_message(id), Next::Stop);
+    let end = subscriber.receive_timeout(&stream, LONG);
+    assert!(
+        matches!(end, Err(Error::PeerGone { graceful: true, .. })),
+        "{end:?}"
+    );
 }
