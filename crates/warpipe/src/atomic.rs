@@ -7,8 +7,12 @@ use rustix::thread::{Timespec, futex};
 
 pub(crate) use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, fence};
 
+/// The longest sleep: the kernel refuses times beyond its clock, and callers look again anyway.
+const SLEEP_MAX: Duration = Duration::from_secs(3600);
+
 /// Sleeps while `word` is `seen`, at most `limit`. Wakes spuriously.
 pub(crate) fn wait(word: &AtomicU32, seen: u32, limit: Duration) {
+    let limit = limit.min(SLEEP_MAX);
     let limit = Timespec {
         tv_sec: limit.as_secs() as _,
         tv_nsec: limit.subsec_nanos() as _,

@@ -19,6 +19,9 @@ use crate::error::Result;
 use crate::pubsub::{Forwarded, RetainedSlot, SendError};
 use crate::stream::Stream;
 
+/// So many jobs with incomplete data are passed over at once: each is a look under the table's lock.
+const NOT_YET_MAX: usize = 256;
+
 /// Makes the call of the submit that was begun, without the lock.
 fn submit_unlocked<T>(guard: &mut StateGuard<'_>, call: impl FnOnce() -> T) -> T {
     struct AbortOnPanic<'g, 'a>(&'g mut StateGuard<'a>);
@@ -91,12 +94,15 @@ impl Dispatcher {
         entered
     }
 
-    /// Delivers waiting jobs with complete data as long as a worker has capacity. What a thread that
-    /// submits leaves waiting, that thread delivers.
+    /// Delivers waiting jobs with complete data as long as a worker has capacity, in their order: a job
+    /// that has to wait for its data does not hold up those behind it, up to a limit. What a thread
+    /// that submits leaves waiting, that thread delivers.
     pub(super) fn dispatch(&self, guard: &mut StateGuard<'_>) {
         guard.is_input_due = false;
-        let mut passed_over = Vec::new();
-        while let Some(waiting) = guard.table.first_waiting() {
+        let (mut passed_over, mut not_yet) = (Vec::new(), 0);
+        while not_yet < NOT_YET_MAX
+            && let Some(waiting) = guard.table.waiting_at(not_yet)
+        {
             if guard.table.is_submitting() {
                 return;
             }
@@ -118,7 +124,7 @@ impl Dispatcher {
                 Ok(Forwarded::NoRoom) => passed_over.push(id),
                 Ok(Forwarded::NotYet) => {
                     guard.is_input_due = true;
-                    return;
+                    not_yet += 1;
                 }
                 Err(error) => {
                     let reason = format!("it could not be given out: {error}");

@@ -227,15 +227,20 @@ impl<I, R> JobTable<I, R> {
 
     /// The first job that waits.
     pub(super) fn first_waiting(&mut self) -> Option<u64> {
+        self.waiting_at(0)
+    }
+
+    /// The job that waits behind `before` others.
+    pub(super) fn waiting_at(&mut self, before: usize) -> Option<u64> {
         // A cancelled job leaves its number in the list.
         while self
             .waiting
-            .front()
+            .get(before)
             .is_some_and(|id| !self.jobs.contains_key(id))
         {
-            self.waiting.pop_front();
+            self.waiting.remove(before);
         }
-        self.waiting.front().copied()
+        self.waiting.get(before).copied()
     }
 
     /// A waiting job, with the delivery tag that it would get.
@@ -253,9 +258,9 @@ impl<I, R> JobTable<I, R> {
         ))
     }
 
-    /// The first job that waits has been delivered to `worker`.
+    /// A job that waits has been delivered to `worker`.
     pub(super) fn deliver(&mut self, tag: DeliveryTag, worker: u64, position: u64, now: Duration) {
-        self.waiting.pop_front();
+        self.leave_waiting(tag.job);
         if let Some(job) = self.jobs.get_mut(&tag.job) {
             job.deliveries = tag.number;
         }
@@ -265,10 +270,16 @@ impl<I, R> JobTable<I, R> {
         }
     }
 
-    /// The first job that waits cannot be delivered: an attempt has failed.
+    /// A job that waits cannot be delivered: an attempt has failed.
     pub(super) fn fail_delivery(&mut self, id: u64, reason: String) {
-        self.waiting.pop_front();
+        self.leave_waiting(id);
         self.record_failure(id, reason);
+    }
+
+    fn leave_waiting(&mut self, id: u64) {
+        if let Ok(index) = self.waiting.binary_search(&id) {
+            self.waiting.remove(index);
+        }
     }
 
     /// Records the result of the submit for its lease.

@@ -407,6 +407,27 @@ fn more_jobs_wait_for_a_worker_than_a_publisher_has_slots_at_first() {
 }
 
 #[test]
+fn a_job_that_waits_for_its_data_holds_up_none_behind_it() {
+    let fixture = QueueFixture::new("late-data");
+    let queue = fixture.queue();
+    let late = fixture.device.stream().unwrap();
+    let (go, gate) = std::sync::mpsc::channel::<()>();
+    late.call(move || assert!(gate.recv().is_err())).unwrap();
+    let first = queue.submit_bytes(b"late", &late).unwrap();
+    let second = queue.submit_bytes(b"early", &fixture.stream).unwrap();
+    let mut worker = fixture.worker();
+    let mut next = || worker.lease(&fixture.stream).unwrap();
+    let lease = next();
+    assert_eq!(lease.job(), second.id());
+    lease.complete(&fixture.stream).unwrap();
+    drop(go);
+    let lease = next();
+    assert_eq!(lease.job(), first.id());
+    lease.complete(&fixture.stream).unwrap();
+    queue.drain(SOON).unwrap();
+}
+
+#[test]
 fn an_attempt_whose_worker_has_no_memory_left_fails_with_words() {
     let fixture = QueueFixture::new("full");
     let queue = fixture.build(|it| it.max_attempts(1));

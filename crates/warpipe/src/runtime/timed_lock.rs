@@ -89,13 +89,10 @@ impl TimedLock {
     #[cold]
     fn within(&self, wait: &Wait<'_>) -> Option<TimedGuard<'_>> {
         let mut backoff = Backoff::spinning(POLLS);
-        // A cancellation that came meanwhile counts: nothing has been done yet.
-        let unless_cancelled = |guard| (!wait.is_cancelled()).then_some(guard);
         loop {
-            if let Some(guard) = self.try_lock() {
-                return unless_cancelled(guard);
-            }
             let is_polling = backoff.step().is_zero();
+            // The cancellation is asked before the lock is taken: it may run a signal's handler, which
+            // may need the same lock.
             let left = match is_polling {
                 true => wait.time_left(),
                 false => wait.slice(),
@@ -104,9 +101,12 @@ impl TimedLock {
                 return None;
             }
             if is_polling {
+                if let Some(guard) = self.try_lock() {
+                    return Some(guard);
+                }
                 backoff.spin(8);
             } else if self.word.swap(AWAITED, Acquire) == FREE {
-                return unless_cancelled(self.taken());
+                return Some(self.taken());
             } else {
                 atomic::wait(&self.word, AWAITED, left);
             }
@@ -185,6 +185,20 @@ mod tests {
         let wait = Wait::at_most(Duration::from_secs(60)).unless(&cancelled);
         assert!(lock.lock(wait, String::new).is_err());
         assert!(lock.try_lock().is_some(), "it is free");
+    }
+
+    #[test]
+    fn a_cancellation_is_asked_while_nobody_has_the_lock() {
+        let lock = TimedLock::default();
+        let held = Cell::new(lock.try_lock());
+        let cancelled = || {
+            drop(held.take());
+            // As a signal's handler that needs the same lock.
+            lock.try_lock().unwrap();
+            false
+        };
+        let wait = Wait::at_most(Duration::MAX).unless(&cancelled);
+        lock.lock(wait, String::new).unwrap();
     }
 
     #[test]
