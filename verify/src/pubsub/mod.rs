@@ -7,4 +7,4 @@ pub(crate) mod publisher_link;
 pub(crate) mod ring;
 mod work;
 
-pub(crate) use work::{Data, Forwarded, Line, RawSample, RetainedSlot, SendError, Subscriber};
+pub(crate) use work::{Data, Forwarded, Line, RawSample, Replies, RetainedSlot, SendError};

@@ -29,10 +29,10 @@ pub(crate) struct Line {
 }
 
 #[derive(Debug)]
-pub(crate) struct Subscriber(pub(crate) Rc<RefCell<Line>>);
+pub(crate) struct Replies(pub(crate) Rc<RefCell<Line>>);
 
-impl Subscriber {
-    pub(crate) fn take_raw_sample(&self) -> Result<Option<RawSample>> {
+impl Replies {
+    pub(crate) fn take(&self) -> Result<Option<RawSample>> {
         let mut line = self.0.borrow_mut();
         match (line.answers.pop_front(), line.end) {
             (Some((metadata, data)), _) => Ok(Some(RawSample { metadata, data })),
@@ -45,7 +45,7 @@ impl Subscriber {
         panic!("an honest worker is told that {wrong:?} breaks the protocol");
     }
 
-    pub(crate) fn is_publisher_dead(&self) -> bool {
+    pub(crate) fn is_sender_dead(&self) -> bool {
         self.0.borrow().is_proven_dead
     }
 

@@ -10,7 +10,7 @@ use super::states::{self, Fault, World};
 use super::worker_session::{Jobs, WorkerSession};
 use crate::error::{Error, Result};
 use crate::pubsub::entry::Metadata;
-use crate::pubsub::{Forwarded, RetainedSlot, Subscriber};
+use crate::pubsub::{Forwarded, Replies, RetainedSlot};
 use crate::runtime::releasable::ReleasableGuard;
 use crate::stream::Stream;
 
@@ -166,7 +166,7 @@ impl Dispatcher {
             .retain(|id| members.iter().any(|(member, _)| member == id));
         for (id, line) in members {
             if state.known.insert(id) {
-                let session = WorkerSession::new(id, id as i32, Subscriber(line));
+                let session = WorkerSession::new(id, id as i32, Replies(line));
                 state.sessions.push(session);
                 state.table.add_worker(id, id as i32);
             }
