@@ -146,8 +146,9 @@ impl Reactor {
         if let Some(reactor) = &*current {
             return Ok(reactor.clone());
         }
-        reserve::fill()?;
-        let reactor = Reactor::start(OVERDUE_AFTER).inspect_err(|_| reserve::give_up())?;
+        let reactor = reserve::fill()
+            .and_then(|()| Reactor::start(OVERDUE_AFTER))
+            .inspect_err(|_| reserve::give_up())?;
         let waker = Arc::downgrade(&reactor);
         unreclaimed::on_retry_due(move || {
             waker

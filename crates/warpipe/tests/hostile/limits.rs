@@ -12,6 +12,8 @@ use super::stage::{
     LONG, Scratch, TestProcess, alone, assert_delivers, domain_of_test, eventually, next_order,
     role, stream,
 };
+use crate::runtime::reactor::Reactor;
+use crate::runtime::reserve::RESERVE_MAX;
 use crate::{
     Device, Error, HandshakeFault, Layout, PeerState, Publisher, Queue, Subscriber, Worker,
 };
@@ -59,6 +61,22 @@ fn a_publisher_that_finds_no_descriptor_leaves_nothing_and_can_be_built_later() 
             );
         },
     );
+}
+
+#[test]
+fn a_reactor_that_finds_no_descriptor_leaves_none_in_the_reserve() {
+    let test = "a_reactor_that_finds_no_descriptor_leaves_none_in_the_reserve";
+    alone(module_path!(), test, || {
+        for spare in 0..RESERVE_MAX {
+            let before = leave_descriptors(spare);
+            let result = Reactor::of_process().map(drop);
+            raise_descriptor_limit();
+            let error = result.unwrap_err();
+            assert!(is_descriptor_limit(&error), "{spare} spare: {error}");
+            assert_eq!(descriptors(), before, "{spare} spare");
+        }
+        Reactor::of_process().unwrap();
+    });
 }
 
 /// A publisher in another process, which follows commands line by line.
