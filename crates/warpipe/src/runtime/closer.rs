@@ -7,10 +7,10 @@
 //! A [`PeerSocket`] with nothing unread, to which nothing more can come, is closed at once; so is
 //! an [approved](PeerFd::approve) [`PeerFd`]. A thread of this module closes each of the others, and
 //! may hang. A forked child closes its copy only where a `close` that is not the last returns at
-//! once, and keeps one that a thread is closing. A user with [`pending_max`] descriptors that do not
-//! close is [refused](over_limit).
+//! once, and keeps one that a thread is closing. A user that keeps [`pending_max`] descriptors
+//! pending is [refused](over_limit), and has no more threads than that.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -23,6 +23,7 @@ use rustix::net::{AddressFamily, RecvFlags, ReturnFlags, Shutdown, sockopt};
 use crate::fork::per_process::PerProcess;
 use crate::fork::{CloseOnForkFd, NoForkSection};
 use crate::os;
+use crate::runtime::reactor::Reactor;
 
 /// The most descriptors of peers of this user that may wait to be closed before new connections are
 /// refused.
@@ -31,8 +32,11 @@ const PENDING_MAX: usize = 256;
 /// The same limit for each other user.
 pub(crate) const PENDING_OF_OTHERS_MAX: usize = 64;
 
-/// How long none of a user's descriptors closes before they count as stuck. Many that wait for a
-/// moment are harmless.
+/// The most threads of all other users together: a user may have many uids.
+const THREADS_OF_OTHERS_MAX: usize = 4 * PENDING_OF_OTHERS_MAX;
+
+/// How long a user's descriptors are at their limit before they count as stuck. Many that wait for
+/// a moment are harmless.
 const STUCK_AFTER: Duration = Duration::from_secs(1);
 
 /// The most packets that are read to empty a socket before it is left to a thread.
@@ -269,16 +273,21 @@ pub(crate) fn peer_of(socket: BorrowedFd<'_>) -> Option<u32> {
 fn enqueue(uid: Option<u32>, fd: CloseOnForkFd) {
     let closer = Closer::of_process();
     let mut state = closer.lock();
-    let pending = state.pending.entry(uid).or_insert_with(Pending::begin);
-    pending.count += 1;
-    state.waiting.push((uid, fd));
-    drop(state);
-    let runner = closer.clone();
-    // Where no thread can be started (no memory, for one), the next one closes it, too.
-    let _ = std::thread::Builder::new()
-        .name("warpipe-closer".into())
-        .stack_size(STACK_BYTES)
-        .spawn(move || runner.run());
+    let pending = state.pending.entry(uid).or_default();
+    pending.waiting.push_back(fd);
+    pending.set_count(pending.count + 1, uid, Instant::now());
+    closer.start_threads(state);
+}
+
+/// Called at each tick: starts the threads that could not be started before (no memory, for one).
+pub(crate) fn retry() {
+    let closer = Closer::of_process();
+    closer.start_threads(closer.lock());
+}
+
+/// Whether [`retry`] has something to do.
+pub(crate) fn is_retry_due() -> bool {
+    Closer::of_process().lock().next_user().is_some()
 }
 
 /// Queues one of this library's own descriptors with a slow `close`.
@@ -286,11 +295,15 @@ pub(crate) fn close_later(fd: CloseOnForkFd) {
     enqueue(None, fd);
 }
 
-fn pending_max(uid: u32) -> usize {
-    if uid == rustix::process::geteuid().as_raw() {
-        PENDING_MAX
-    } else {
+fn is_other(uid: Option<u32>) -> bool {
+    uid.is_some_and(|uid| uid != rustix::process::geteuid().as_raw())
+}
+
+fn pending_max(uid: Option<u32>) -> usize {
+    if is_other(uid) {
         PENDING_OF_OTHERS_MAX
+    } else {
+        PENDING_MAX
     }
 }
 
@@ -298,20 +311,22 @@ fn pending_max(uid: u32) -> usize {
 /// of that user.
 pub(crate) fn over_limit(uid: u32) -> Option<usize> {
     let state = Closer::of_process().lock();
-    state.pending.get(&Some(uid))?.over_limit(uid)
+    state.pending.get(&Some(uid))?.over_limit(Instant::now())
 }
 
 /// Whether any user is over its limit.
 pub(crate) fn is_anybody_over_limit() -> bool {
     let state = Closer::of_process().lock();
+    let now = Instant::now();
     let mut users = state.pending.iter();
-    users.any(|(uid, pending)| uid.is_some_and(|uid| pending.over_limit(uid).is_some()))
+    users.any(|(uid, pending)| uid.is_some() && pending.over_limit(now).is_some())
 }
 
 /// The number of descriptors from peers with a `close` that has not returned. A few for a moment are
 /// harmless. A number that stays means that a peer sends files that take long to close (a socket
 /// that lingers, a file on FUSE). Each costs this process a descriptor and a thread. From 64 of
-/// another user on (256 of this one), new connections of that user are refused.
+/// another user on (256 of this one), new connections of that user are refused, and further
+/// descriptors wait without a thread.
 pub fn pending_closes() -> usize {
     let state = Closer::of_process().lock();
     state.pending.values().map(|pending| pending.count).sum()
@@ -321,27 +336,41 @@ pub fn pending_closes() -> usize {
 struct CloserState {
     /// By the user of the peers that sent the descriptors.
     pending: HashMap<Option<u32>, Pending>,
-    waiting: Vec<(Option<u32>, CloseOnForkFd)>,
+}
+
+impl CloserState {
+    /// A user with a descriptor that needs a thread and may have one.
+    fn next_user(&self) -> Option<Option<u32>> {
+        let others = self.pending.iter().filter(|(uid, _)| is_other(**uid));
+        let is_full = others.map(|(_, it)| it.threads).sum::<usize>() >= THREADS_OF_OTHERS_MAX;
+        let mut users = self.pending.iter();
+        let next = users.find(|(uid, pending)| {
+            pending.threads < pending.count.min(pending_max(**uid)) && !(is_full && is_other(**uid))
+        });
+        next.map(|(uid, _)| *uid)
+    }
 }
 
 /// A user's descriptors that wait to be closed, or that a thread is closing.
+#[derive(Default)]
 struct Pending {
     count: usize,
-    /// When one was last closed, or the first one came.
-    progress_at: Instant,
+    waiting: VecDeque<CloseOnForkFd>,
+    threads: usize,
+    /// Since when the count is [`pending_max`] or more.
+    full_since: Option<Instant>,
 }
 
 impl Pending {
-    fn begin() -> Pending {
-        Pending {
-            count: 0,
-            progress_at: Instant::now(),
-        }
+    fn set_count(&mut self, count: usize, uid: Option<u32>, now: Instant) {
+        self.count = count;
+        let is_full = count >= pending_max(uid);
+        self.full_since = is_full.then(|| self.full_since.unwrap_or(now));
     }
 
-    fn over_limit(&self, uid: u32) -> Option<usize> {
-        let is_stuck = self.progress_at.elapsed() > STUCK_AFTER;
-        (self.count >= pending_max(uid) && is_stuck).then_some(self.count)
+    fn over_limit(&self, now: Instant) -> Option<usize> {
+        let full_for = now.saturating_duration_since(self.full_since?);
+        (full_for > STUCK_AFTER).then_some(self.count)
     }
 }
 
@@ -359,17 +388,42 @@ impl Closer {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Closes what waits.
-    fn run(&self) {
-        let next = || self.lock().waiting.pop();
-        while let Some((uid, fd)) = next() {
-            drop(fd.release());
-            let mut state = self.lock();
-            if let Some(pending) = state.pending.get_mut(&uid) {
-                pending.count -= 1;
-                pending.progress_at = Instant::now();
+    /// Starts threads for what waits, within the limits. If one cannot be started, the reactor
+    /// [tries again](retry).
+    fn start_threads(self: &Arc<Self>, mut state: MutexGuard<'_, CloserState>) {
+        while let Some(uid) = state.next_user() {
+            let runner = self.clone();
+            let started = std::thread::Builder::new()
+                .name("warpipe-closer".into())
+                .stack_size(STACK_BYTES)
+                .spawn(move || runner.run(uid));
+            if started.is_err() {
+                drop(state);
+                return Reactor::wake();
             }
-            state.pending.retain(|_, pending| pending.count > 0);
+            state.pending.entry(uid).or_default().threads += 1;
+        }
+    }
+
+    /// Closes what waits for a user, and then what waits for others without a thread.
+    fn run(&self, mut uid: Option<u32>) {
+        let mut state = self.lock();
+        loop {
+            let next = |state: &mut CloserState| state.pending.get_mut(&uid)?.waiting.pop_front();
+            while let Some(fd) = next(&mut state) {
+                drop(state);
+                drop(fd.release());
+                state = self.lock();
+                let pending = state.pending.entry(uid).or_default();
+                pending.set_count(pending.count - 1, uid, Instant::now());
+            }
+            state.pending.entry(uid).or_default().threads -= 1;
+            state.pending.retain(|_, it| it.count + it.threads > 0);
+            let Some(next) = state.next_user() else {
+                return;
+            };
+            state.pending.entry(next).or_default().threads += 1;
+            uid = next;
         }
     }
 }
@@ -381,6 +435,7 @@ mod tests {
     use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
     use super::*;
+    use crate::hostile::alone;
 
     fn pair() -> (OwnedFd, OwnedFd) {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -389,6 +444,79 @@ mod tests {
 
     fn say(socket: &OwnedFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
         crate::hostile::send_raw(socket, bytes, fds).unwrap();
+    }
+
+    #[test]
+    fn a_quick_close_each_second_does_not_hide_descriptors_that_hang() {
+        let other = Some(rustix::process::geteuid().as_raw() + 1);
+        let (mut pending, mut now) = (Pending::default(), Instant::now());
+        for count in 1..=PENDING_OF_OTHERS_MAX {
+            pending.set_count(count, other, now);
+        }
+        assert_eq!(pending.over_limit(now), None, "many for a moment");
+        for _ in 0..2 {
+            now += STUCK_AFTER;
+            for count in [PENDING_OF_OTHERS_MAX + 1, PENDING_OF_OTHERS_MAX] {
+                pending.set_count(count, other, now);
+            }
+        }
+        assert_eq!(pending.over_limit(now), Some(PENDING_OF_OTHERS_MAX));
+        pending.set_count(PENDING_OF_OTHERS_MAX - 1, other, now);
+        pending.set_count(PENDING_OF_OTHERS_MAX, other, now);
+        assert_eq!(pending.over_limit(now), None, "one that hung was closed");
+    }
+
+    #[test]
+    fn the_threads_of_each_user_and_of_all_other_users_are_limited() {
+        let own = rustix::process::geteuid().as_raw();
+        let with = |count, threads| Pending {
+            count,
+            threads,
+            ..Pending::default()
+        };
+        let mut state = CloserState::default();
+        for (uid, max) in [(None, PENDING_MAX), (Some(own), PENDING_MAX)] {
+            state.pending.insert(uid, with(max + 1, max - 1));
+            assert_eq!(state.next_user(), Some(uid));
+            state.pending.insert(uid, with(max + 1, max));
+            assert_eq!(state.next_user(), None);
+        }
+        let max = PENDING_OF_OTHERS_MAX;
+        let others = (1..).map(|offset| Some(own + offset));
+        for uid in others.take(THREADS_OF_OTHERS_MAX / max) {
+            state.pending.insert(uid, with(max + 1, max - 1));
+            assert_eq!(state.next_user(), Some(uid));
+            state.pending.insert(uid, with(max + 1, max));
+            assert_eq!(state.next_user(), None);
+        }
+        state.pending.insert(Some(own + 1_000), with(1, 0));
+        assert_eq!(state.next_user(), None);
+        state.pending.insert(Some(own), with(1, 0));
+        assert_eq!(state.next_user(), Some(Some(own)));
+        state.pending.insert(Some(own), with(1, 1));
+        state.pending.remove(&Some(own + 1));
+        assert_eq!(state.next_user(), Some(Some(own + 1_000)));
+    }
+
+    #[test]
+    fn a_descriptor_that_got_no_thread_is_closed_at_a_tick() {
+        let test = "a_descriptor_that_got_no_thread_is_closed_at_a_tick";
+        alone(module_path!(), test, || {
+            let _reactor = Reactor::of_process().unwrap();
+            let (ours, _theirs) = pair();
+            let mut state = Closer::of_process().lock();
+            let pending = state.pending.entry(None).or_default();
+            let fd = CloseOnForkFd::open(|| Ok(ours)).unwrap();
+            pending.waiting.push_back(fd);
+            pending.set_count(1, None, Instant::now());
+            drop(state);
+            Reactor::wake();
+            let is_closed = || pending_closes() == 0;
+            assert!(warpipe_testkit::eventually(
+                Duration::from_secs(30),
+                is_closed
+            ));
+        });
     }
 
     #[test]

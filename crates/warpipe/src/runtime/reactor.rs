@@ -28,7 +28,7 @@ use crate::fork::CloseOnForkFd;
 use crate::fork::per_process::PerProcess;
 use crate::os::timespec;
 use crate::runtime::doorbell::LocalDoorbell;
-use crate::runtime::reserve;
+use crate::runtime::{closer, reserve};
 
 /// How often heartbeats are written and checked.
 pub(crate) const TICK: Duration = Duration::from_millis(200);
@@ -162,6 +162,13 @@ impl Reactor {
     /// The reactor of this process, if it has been started.
     pub(crate) fn running() -> Option<Arc<Reactor>> {
         CURRENT.lock().clone()
+    }
+
+    /// Has the reactor, if it has been started, look whether a tick is due.
+    pub(crate) fn wake() {
+        if let Some(reactor) = Reactor::running() {
+            reactor.doorbell.ring();
+        }
     }
 
     fn start(overdue_after: Duration) -> Result<Arc<Reactor>> {
@@ -351,7 +358,7 @@ impl Reactor {
             return Some(FENCE_POLL_INTERVAL.saturating_sub(last_fence_poll.elapsed()));
         }
         let is_idle = state.ticked.is_empty() && state.slow.is_empty();
-        let ticks = !is_idle || unreclaimed::is_retry_due();
+        let ticks = !is_idle || unreclaimed::is_retry_due() || closer::is_retry_due();
         ticks.then(|| TICK.saturating_sub(last_tick.elapsed()))
     }
 
@@ -434,6 +441,7 @@ impl Reactor {
         };
         // Without room, the next tick tries again.
         let _ = reserve::fill();
+        closer::retry();
         self.request_reclaim();
         let now = now_ns();
         for target in targets.iter().filter_map(Weak::upgrade) {
