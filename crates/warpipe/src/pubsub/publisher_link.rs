@@ -640,16 +640,17 @@ impl PublisherLink {
 }
 
 impl PublisherLink {
-    /// Takes a message of the publisher over this ring; returns one that is not.
+    /// Takes a message of the publisher over this ring; returns one that is not due.
     pub(in crate::pubsub) fn hear(
         &self,
         message: Message,
         fds: Vec<PeerFd>,
     ) -> Result<(), Message> {
-        let is_over = self.link_state() == LinkState::Failed;
         match (message, self.ring) {
-            // A message of a publisher that this end has left is not needed.
-            (Message::Region { .. } | Message::CloseRegion { .. }, _) if is_over => {}
+            // Each brings a descriptor: a publisher that goes on sending them is not read.
+            (region @ Message::Region { .. }, _) if self.has_ended() => return Err(region),
+            // Not needed.
+            (Message::CloseRegion { .. }, _) if self.link_state() == LinkState::Failed => {}
             (Message::Region { id, bytes }, _) => {
                 self.change_soon(RegionChange::Open { id, bytes, fds })
             }

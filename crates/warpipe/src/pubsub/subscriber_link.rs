@@ -343,8 +343,8 @@ impl SubscriberLink {
         self.leave(None);
     }
 
-    /// Brings the subscriber up to these regions: asks it to close those that are gone, and, unless it
-    /// leaves, sends the descriptors of those that are new.
+    /// Brings the subscriber up to these regions: asks it to close those that are gone, and, unless the
+    /// link leaves or is closed, sends the descriptors of those that are new.
     ///
     /// # Errors
     /// Either [`message::is_own`], and the rest is repeated later; or the subscriber does not read
@@ -359,7 +359,7 @@ impl SubscriberLink {
                 region.is_closing = true;
             }
         }
-        if !self.is_staying() {
+        if !self.is_staying() || self.has_closed {
             return Ok(());
         }
         let known = chunks.partition_point(|chunk| chunk.id < self.next_region);

@@ -164,7 +164,9 @@ impl PublisherCore {
                     state = self.go_live(self.lock(), id, registered);
                 }
                 Ok(Received::Message(Message::Returned { positions }, _)) => {
-                    self.take_back(&mut state, id, &positions);
+                    if self.take_back(&mut state, id, &positions) == Next::Stop {
+                        return Next::Stop;
+                    }
                 }
                 Ok(Received::Message(message, fds)) => {
                     if let Err(other) = self.hear(link, message, fds) {
@@ -217,23 +219,29 @@ impl PublisherCore {
     }
 
     /// A subscriber is done with samples that it set aside.
-    fn take_back(&self, state: &mut PublisherState, id: u64, positions: &[u64]) {
+    fn take_back(&self, state: &mut PublisherState, id: u64, positions: &[u64]) -> Next {
         // A sample may be set aside and returned between two looks.
         state.reclaim(&self.fences, true);
         let PublisherState { links, arena, .. } = state;
         let Some(link) = links.find(id) else {
-            return;
+            return Next::Stop;
         };
+        let mut next = Next::Keep;
         for &position in positions {
             let Some(slot) = link.take_back(position) else {
-                let fault = format!("sample {position} returned, which was not set aside");
-                self.trace_left(link, &fault);
-                link.leave(Some(CloseReason::Failed(fault)));
+                let fault = Error::Protocol {
+                    name: self.name.clone(),
+                    field: "returned sample",
+                    found: position.to_string(),
+                    allowed: "one that was set aside".into(),
+                };
+                next = self.drop_out(link, fault);
                 break;
             };
             arena.release(slot);
         }
         self.ring();
+        next
     }
 
     /// Sends samples to a link from here on, those of the history first, if its segment could be
@@ -251,10 +259,15 @@ impl PublisherCore {
         else {
             return state;
         };
-        let received = self.receive_replies(link).map_err(OpenError::Local);
-        match registered.and(received) {
+        // Not for a link that is refused: it would be kept for its other ring.
+        let received =
+            registered.and_then(|()| self.receive_replies(link).map_err(OpenError::Local));
+        match received {
             Ok(()) if message::send(link.socket(), &Message::Attached, &[]).is_err() => {
-                link.leave(None)
+                link.leave(None);
+                if let Some(partner) = &link.partner {
+                    partner.on_close(id);
+                }
             }
             Ok(()) if self.options.history == 0 => {
                 self.trace_attached(link);

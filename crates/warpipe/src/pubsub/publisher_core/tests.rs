@@ -2,21 +2,26 @@
 //! publisher skips; slots that are lent again.
 
 use std::collections::BTreeSet;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+
 use super::Recipients;
 use super::state::{LOOK_EVERY, UNLOOKED_BYTES_MAX};
 use crate::backend::testing::{Counting, Holding, Wrapped};
 use crate::device::Device;
 use crate::error::Error;
-use crate::hostile::{alone, in_a_forked_child};
+use crate::fuzzing::packet;
+use crate::hostile::{alone, in_a_forked_child, send_raw};
 use crate::ipc::Kind;
 use crate::ipc::connection::ConnectionUser;
 use crate::ipc::domain::Domain;
+use crate::ipc::message::{self, CloseReason, Message};
 use crate::pubsub::entry::Metadata;
 use crate::pubsub::{Forwarded, REPLIES, RawSample, Replies, SubscriberChanges};
 use crate::runtime::reactor::{Next, Reactor};
@@ -774,4 +779,84 @@ fn a_message_that_comes_while_a_publisher_closes_makes_the_end_no_fault() {
         matches!(end, Err(Error::PeerGone { graceful: true, .. })),
         "{end:?}"
     );
+}
+
+/// Sends a message over the only link of `of`, as the process at that end.
+fn say_as(of: &Publisher, message: &Message, fds: &[BorrowedFd<'_>]) {
+    let socket = of.core.lock().links.iter().next().unwrap().socket.clone();
+    message::send(socket.as_fd().as_fd(), message, fds).unwrap();
+}
+
+fn has_links(publisher: &Publisher) -> bool {
+    publisher.core.lock().links.live().next().is_some()
+}
+
+#[test]
+fn a_region_for_a_ring_that_is_over_ends_both_rings() {
+    let bad = rustix::pipe::pipe().unwrap().0;
+    let region = |id| Message::Region { id, bytes: 1 << 16 };
+    let fails = |of: &Publisher| say_as(of, &region(7), &[bad.as_fd()]);
+    let closes = |of: &Publisher| say_as(of, &Message::CloseReplies(CloseReason::Closed), &[]);
+    let ways: [&dyn Fn(&Publisher); 2] = [&fails, &closes];
+    for end_it in ways {
+        let stage = Stage::new("region-for-no-ring");
+        let observer = Arc::new(SubscriberChanges::new().unwrap());
+        let (publisher, mut subscriber, sender, mut replies) = duplex(&stage, &observer);
+        end_it(&sender);
+        eventually("the replies are over", || replies.take().is_err());
+        assert!(has_links(&publisher), "each ring ends alone");
+        say_as(&sender, &region(8), &[bad.as_fd()]);
+        eventually("its socket is not read", || !has_links(&publisher));
+        eventually("both are over", || subscriber.take_raw_sample().is_err());
+    }
+    let stage = Stage::new("region-for-no-samples");
+    let observer = Arc::new(SubscriberChanges::new().unwrap());
+    let (publisher, subscriber, sender, mut replies) = duplex(&stage, &observer);
+    fails(&publisher);
+    eventually("there are no more samples", || {
+        subscriber.link_of_replies().unwrap().has_ended()
+    });
+    assert!(has_links(&sender), "each ring ends alone");
+    say_as(&publisher, &region(8), &[bad.as_fd()]);
+    eventually("its socket is not read", || !has_links(&sender));
+    eventually("both are over", || replies.take().is_err());
+}
+
+#[test]
+fn a_wrong_return_ends_both_rings() {
+    let stage = Stage::new("wrong-return");
+    let observer = Arc::new(SubscriberChanges::new().unwrap());
+    let (publisher, mut subscriber, sender, mut replies) = duplex(&stage, &observer);
+    let positions = vec![77];
+    say_as(&sender, &Message::Returned { positions }, &[]);
+    eventually("the replies are over", || replies.take().is_err());
+    assert!(!has_links(&publisher));
+    eventually("both are over", || subscriber.take_raw_sample().is_err());
+}
+
+#[test]
+fn a_link_with_replies_that_is_refused_keeps_no_place() {
+    let stage = Stage::new("refused");
+    let observer = Arc::new(SubscriberChanges::new().unwrap());
+    let builder = stage.builder().device(&Device::host()).replies(2);
+    let publisher = builder.observed_by(&observer).build().unwrap();
+    let flags = SocketFlags::CLOEXEC;
+    let socket =
+        rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+    let address = SocketAddrUnix::new(stage.folder.join("a.sock")).unwrap();
+    rustix::net::connect(&socket, &address).unwrap();
+    let hello = Message::Hello {
+        generation: [7; 16],
+        device: Some(Device::host().info().id),
+        kind: Kind::Publisher,
+        body: Vec::new(),
+    };
+    send_raw(&socket, &packet(&hello), &[]).unwrap();
+    let links = || publisher.core.lock().links.iter().count();
+    eventually("it is welcomed", || links() == 1);
+    // It has not sealed the segment.
+    send_raw(&socket, &packet(&Message::Attached), &[]).unwrap();
+    eventually("its place is free, though its socket is open", || {
+        links() == 0
+    });
 }

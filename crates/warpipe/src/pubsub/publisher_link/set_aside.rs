@@ -230,7 +230,7 @@ mod tests {
             let Err(Error::Evicted { reason, .. }) = end else {
                 panic!("{end:?}");
             };
-            assert!(reason.contains("was not set aside"), "{reason}");
+            assert!(reason.contains("one that was set aside"), "{reason}");
         }
     }
 }
