@@ -127,7 +127,7 @@ def test_a_recording_shows_its_number(device, domain):
         stream.synchronize()
 
 
-@pytest.mark.parametrize("kind, limit", [("Client", 40), ("Server", 40), ("Queue", 56), ("Worker", 56)])
+@pytest.mark.parametrize("kind, limit", [("Client", 40), ("Server", 40)])
 def test_a_name_that_is_too_long_is_told_as_it_was_given(domain, device, kind, limit):
     name = "n" * (limit + 1)
     with pytest.raises(warpipe.InvalidNameError, match=f"^\"{name}\" .* longer than {limit} bytes"):

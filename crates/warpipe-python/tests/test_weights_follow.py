@@ -166,7 +166,7 @@ def test_an_update_waits_for_the_streams_work_and_changes_nothing_in_time_or_whe
 def test_an_update_waits_as_long_as_it_may_for_other_weights_of_the_same_memory(keeper, options, device):
     def lying(number):
         # Of two lengths, so that they are not pieces of one part.
-        return {name: in_memory(device, np.full(size, number, "f4")) for name, size in (("a", 300), ("b", 3000))}
+        return {name: in_memory(device, np.full(size, number, "f4")) for name, size in (("a", 300), ("b", 1_000_000))}
 
     def publish_in_place(tensors):
         return weights.publish("llama", tensors, zero_copy="require", **options)

@@ -164,13 +164,6 @@ impl Reactor {
         CURRENT.lock().clone()
     }
 
-    /// Has the reactor, if it has been started, look whether a tick is due.
-    pub(crate) fn wake() {
-        if let Some(reactor) = Reactor::running() {
-            reactor.doorbell.ring();
-        }
-    }
-
     fn start(overdue_after: Duration) -> Result<Arc<Reactor>> {
         let epoll = CloseOnForkFd::open(|| epoll::create(epoll::CreateFlags::CLOEXEC))
             .map_err(|e| Error::os("epoll_create1", "the reactor", e))?;
