@@ -119,7 +119,7 @@ def own_name(about: dict[str, Any], *places: str) -> str:
 
 def tell_of_others(name: str, domain: Any) -> None:
     """Weights of the same model with other settings, or of files that have changed since, take memory until their keeper
-    ends: whoever starts the engine may not know of them."""
+    ends: the process that starts the engine may not know of them."""
     begin, dash, _ = name.partition("-")
     if not dash or len(begin.rpartition("/")[2]) != _BEGIN:
         return

@@ -172,7 +172,7 @@ impl SubscriberLink {
         }
     }
 
-    /// The sender's end of the replies, over the link whose samples `partner` receives.
+    /// The sender's end of the replies, over the link of which `partner` receives the samples.
     pub(super) fn of_replies(
         id: u64,
         segment: Segment,

@@ -31,7 +31,7 @@ pub(super) struct State {
     pub(super) table: Jobs,
     pub(super) sessions: Vec<WorkerSession>,
     pub(super) waiters: Waiters,
-    /// A worker could have the first job that waits, whose data is not complete.
+    /// A worker could have the first job that waits, but its data is not complete.
     pub(super) is_input_due: bool,
     /// The clock of leases.
     pub(super) uptime: Uptime,

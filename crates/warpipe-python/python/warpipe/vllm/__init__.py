@@ -70,7 +70,7 @@ class _LoadersFinder(importlib.abc.MetaPathFinder):
                 try:
                     _register_loader()
                 except Exception:
-                    # Those who do not use it have their vLLM.
+                    # Processes that do not use it have their vLLM as it is.
                     _log.exception("The load format %r is not registered with this vLLM", _NAME)
 
             vars(spec.loader)["exec_module"] = run_and_register

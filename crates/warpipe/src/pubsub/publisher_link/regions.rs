@@ -61,28 +61,27 @@ impl PublisherLink {
         self.reactor.run_on_control_thread(Box::new(move || {
             link.upgrade()
                 .into_iter()
-                .for_each(|link| link.make_changes())
+                .for_each(|link| link.make_change())
         }));
     }
 
-    /// Makes the changes that wait.
-    fn make_changes(&self) {
-        loop {
-            let Some(next) = lock(&self.announced.waiting).pop_front() else {
-                return;
-            };
-            let made = match &next {
-                RegionChange::Open { id, bytes, fds } => self.map_region(*id, *bytes, fds),
-                RegionChange::Close { id } => self.close_region(*id),
-            };
-            if let Err(error) = made
-                && self.link_state() != LinkState::Failed
-            {
-                self.fail(error);
-            }
-            self.announced.count.fetch_sub(1, SeqCst);
-            self.doorbell.ring();
+    /// Makes the first change that waits: one for each task, so that a publisher that announces
+    /// without end does not keep the control thread from others' tasks.
+    fn make_change(&self) {
+        let Some(next) = lock(&self.announced.waiting).pop_front() else {
+            return;
+        };
+        let made = match &next {
+            RegionChange::Open { id, bytes, fds } => self.map_region(*id, *bytes, fds),
+            RegionChange::Close { id } => self.close_region(*id),
+        };
+        if let Err(error) = made
+            && self.link_state() != LinkState::Failed
+        {
+            self.fail(error);
         }
+        self.announced.count.fetch_sub(1, SeqCst);
+        self.doorbell.ring();
     }
 
     /// Whether regions have been announced that are not mapped yet.

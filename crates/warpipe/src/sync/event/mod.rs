@@ -335,7 +335,9 @@ impl Event {
     /// and for the lane.
     ///
     /// # Errors
-    /// As for [`record`](Self::record); after [`Error::Timeout`] nothing was recorded.
+    /// As for [`record`](Self::record). After [`Error::Timeout`] nothing was recorded, unless a third
+    /// process has the event open and its exporter is stopped: the recording is then made, and its
+    /// forwarding, which takes up to 5 s whatever `wait` says, has failed.
     pub fn record_within<'w>(
         &self,
         stream: &Stream,
