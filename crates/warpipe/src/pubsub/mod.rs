@@ -6,7 +6,7 @@
 //! data is complete. Dropping the [`Sample`] gives the slot back behind the stream's work. A
 //! publisher and each subscriber share a *link* that no third process shares: a socket (handshake,
 //! messages, descriptors), a sealed memfd (the *link segment*, in which samples are announced) and
-//! a wake channel. Formats: `docs/design/link.md`. Deaths: `docs/design/recovery.md`.
+//! a wake channel. Formats: `docs/design/protocol.md`. Deaths: `docs/design/recovery.md`.
 
 mod builder;
 pub(crate) mod entry;

@@ -4,7 +4,7 @@
 //! has the sample (TAKEN) or the sender has it back (REVOKED). A sample that is held long does not
 //! stop the ring: the sender skips its entry and marks it SKIPPED. All other stores have one writer
 //! at a time: only the sender writes `state_word` of an entry that is free or taken. The words are
-//! untrusted: a peer can write all of them. `docs/design/link.md` draws the bytes.
+//! untrusted: a peer can write all of them. `docs/design/protocol.md` draws the bytes.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Release, SeqCst};

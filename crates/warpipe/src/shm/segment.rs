@@ -7,7 +7,7 @@
 //! read from here is *untrusted*: it proves nothing until it has been copied once and the
 //! copy has been checked (see [`entry`](crate::pubsub::entry)).
 //!
-//! `docs/design/link.md` draws it byte by byte; the offsets are asserted below.
+//! `docs/design/protocol.md` draws it byte by byte; the offsets are asserted below.
 
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use std::arch::asm;

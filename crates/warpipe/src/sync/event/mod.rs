@@ -6,7 +6,7 @@
 //! entry in a page: the last recording, and a [lane](crate::shm::counter) for each recorder.
 //! Streams wait for the lane. The [`exporter`] creates a domain's events in this process, the
 //! [`importer`] opens another process's, and a page that the two share has 256 events;
-//! `docs/design/pages.md` draws it. An importer misleads only itself: it reaches no other process's
+//! `docs/design/protocol.md` draws it. An importer misleads only itself: it reaches no other process's
 //! streams.
 
 mod event_table;

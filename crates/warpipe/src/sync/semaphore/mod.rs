@@ -6,7 +6,7 @@
 //!
 //! The words lie in one page that every member maps for writing (`page.rs`): members trust each
 //! other with the *count*. A wrong member cannot make another one panic, read elsewhere, or wait
-//! beyond its timeout (`docs/design/semaphore-page.md`). Streams wait for words in pages of two
+//! beyond its timeout (`docs/design/protocol.md`). Streams wait for words in pages of two
 //! (`signals.rs`).
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! The shared words of a semaphore, and the operations on them. `docs/design/semaphore-page.md`
+//! The shared words of a semaphore, and the operations on them. `docs/design/protocol.md`
 //! draws them byte by byte, and lists what a wrong member can do.
 //!
 //! A permit's owner word is 0 if it is free, else a member's number. One exception: a *wait slot*
