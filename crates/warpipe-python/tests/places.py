@@ -41,6 +41,11 @@ def exit_with(code):
     sys.exit(code)
 
 
+def return_when_there(file):
+    while not os.path.exists(file):
+        time.sleep(0.01)
+
+
 def fail(text):
     raise ValueError(text)
 

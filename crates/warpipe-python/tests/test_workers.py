@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import multiprocessing.forkserver
 import os
 import pathlib
 import signal
@@ -246,6 +247,43 @@ def test_an_exit_code_says_whether_a_worker_has_finished(start):
     start(functools.partial(places.exit_with, 0)).wait(LIMIT_SECONDS)
     with pytest.raises(WorkersFailedError, match="ended with code 7 while it worked"):
         start(functools.partial(places.exit_with, 7), deaths_max=1).wait(LIMIT_SECONDS)
+
+
+def test_no_exit_code_is_lost_while_other_threads_look_at_processes(start):
+    is_over = threading.Event()
+
+    def look():
+        while not is_over.is_set():
+            multiprocessing.active_children()
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        workers = start(functools.partial(places.exit_with, 7), count=2, deaths_max=None)
+        until(lambda: len(workers.deaths) >= 60, "deaths")
+    finally:
+        is_over.set()
+        looking.join()
+    assert {death.exitcode for death in workers.deaths} == {7}
+
+
+def test_work_that_has_returned_is_not_started_again_before_the_exit_code_is_there(start, tmp_path, monkeypatch):
+    started, start_one = [], Workers._start
+    monkeypatch.setattr(Workers, "_start", lambda workers: started.append(workers) or start_one(workers))
+    file = tmp_path / "go"
+    workers = start(functools.partial(places.return_when_there, str(file)))
+    workers.wait_until_ready(LIMIT_SECONDS)
+    # The exit code comes from the fork server.
+    server = multiprocessing.forkserver._forkserver._forkserver_pid
+    os.kill(server, signal.SIGSTOP)
+    try:
+        file.touch()
+        until(lambda: workers.processes[0].state == "ending", "the end of the worker")
+    finally:
+        os.kill(server, signal.SIGCONT)
+    workers.wait(LIMIT_SECONDS)
+    workers.close()
+    assert len(started) == 1
 
 
 def test_at_the_end_workers_are_asked_first_and_then_killed(start, tmp_path):

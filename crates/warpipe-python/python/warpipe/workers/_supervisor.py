@@ -317,8 +317,10 @@ class Workers:
 
     def _start_in(self) -> float:
         """Seconds until a process has to be started; ``_NEVER`` as long as none is missing."""
-        places = self._count - len(self._finished)
-        living = sum(process.died_as is None for process in self._processes)
+        # The place of a process that has said that its work returned is not taken again, though its code is still to come.
+        returned = {process.place for process in self._processes if process.has_returned} - {None}
+        places = self._count - len(self._finished | returned)
+        living = sum(process.died_as is None and not process.has_returned for process in self._processes)
         if living >= (places + self._standby if places else 0):
             return _NEVER
         start_at = self._may_start_at if living < places else max(self._may_start_at, self._standby_may_start_at)
@@ -346,6 +348,9 @@ class Workers:
         finally:
             theirs.close()
             their_lifeline.close()
+        # `multiprocessing` looks at all processes that it knows whenever one is started. If two threads ask for one exit code,
+        # one of them reads it and the other finds none.
+        multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
         return _Process(process, ours, our_lifeline, self._warm_timeout)
 
     # The thread that watches them. Nothing that it does waits for a process.
