@@ -186,7 +186,7 @@ pub use wait::Wait;
 
 /// Tests the examples of the README.
 #[cfg(doctest)]
-#[doc = include_str!("../README.md")]
+#[doc = include_str!("../../../README.md")]
 struct Readme;
 
 /// Tests the examples of the guide to members.

@@ -2,11 +2,10 @@
 
 use std::fmt::Write;
 
-use super::page::{
-    Row, count_not_met, folder_name, introduction, python_mode, quantity, ratios, rows, wrapped,
-};
+use super::page::{Row, folder_name, introduction, python_mode, quantity, ratios, rows, wrapped};
 use super::quotes::picture_says;
 use super::report::{Engines, Reports};
+use super::targets;
 use crate::Outcome;
 
 /// A figure as its benchmark names it (without the place, `one device` or `two devices`), and as a user asks for it.
@@ -232,12 +231,12 @@ pub fn page(reports: &Reports, picture: &str) -> Outcome<String> {
         let _ = writeln!(text, "| {} | {} |", pick.question, cell(&all, pick, "host"));
     }
     text += "\n## Known gaps\n\n";
-    text += &wrapped(&format!(
-        "`(!)` marks a target that is not met. `cargo xtask results --all` prints every figure, with its floor, its \
-         target and its distribution; {} targets are not met in all.",
-        count_not_met(reports)
-    ));
-    text.push('\n');
+    text += &wrapped(
+        "`(!)` marks a target that is missed. These are all of them, with the ratios of the figures that miss; \
+         `cargo xtask results --all` prints every figure, with its floor, its target and its distribution.",
+    );
+    text += "\n\n";
+    text += &targets::gaps(reports)?;
     Ok(text)
 }
 

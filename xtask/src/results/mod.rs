@@ -9,6 +9,7 @@ mod page;
 mod picture;
 mod quotes;
 mod report;
+mod targets;
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -6,6 +6,7 @@ use std::fmt::Write;
 use warpipe_testkit::figure::{Figure, Wanted};
 
 use super::report::{Bench, Contestant, Head, Python, Reports};
+use super::targets;
 use crate::Outcome;
 
 /// The tables of `warpipe-bench`: a title, a sentence, and the benchmarks that stand there.
@@ -167,6 +168,7 @@ pub fn page(reports: &Reports) -> Outcome<String> {
     }
     python(&mut text, reports);
     distributions(&mut text, reports, &rows);
+    text += &targets::taken_out();
     Ok(text)
 }
 
@@ -344,12 +346,19 @@ fn not_met(text: &mut String, reports: &Reports, rows: &[Row]) {
     }
 }
 
-/// The number of targets that are not met.
-pub fn count_not_met(reports: &Reports) -> usize {
-    let rows = rows(reports);
-    let missed = rows.iter().filter(|row| row.figure.met == Some(false));
-    let python = python_figures(reports).filter(|(_, figure)| figure.met == Some(false));
-    missed.count() + python.count()
+/// Every figure with a target or without, each once for each mode.
+pub fn all(reports: &Reports) -> Vec<&Figure> {
+    let figures = rows(reports).into_iter().map(|row| row.figure);
+    figures
+        .chain(python_figures(reports).map(|(_, figure)| figure))
+        .collect()
+}
+
+/// The figures that miss their targets.
+pub fn missed(reports: &Reports) -> Vec<&Figure> {
+    let mut figures = all(reports);
+    figures.retain(|figure| figure.met == Some(false));
+    figures
 }
 
 /// Every figure of `warpipe-bench`, once for each mode: of the report with the fewest GPUs.

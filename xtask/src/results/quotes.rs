@@ -2,10 +2,10 @@
 
 use std::fmt::Write;
 
-use super::page::{count_not_met, folder_name, number, ratios, wrapped};
+use super::page::{folder_name, python_mode, quantity, ratios, wrapped};
 use warpipe_testkit::figure::Figure;
 
-use super::report::{Contestant, Reports};
+use super::report::Reports;
 use crate::Outcome;
 
 /// The places of the README that are made from the reports.
@@ -16,6 +16,8 @@ const DEMO: &str = "demo";
 /// that is copied into it.
 const LOAN: &str = "ours";
 const COPIED: &str = "ours, copied";
+
+const TWO_GPUS: &str = "two GPUs";
 
 /// Units of what is measured.
 const UNITS: &[&str] = &["us", "ns", "ms", "GB/s", "frames/s"];
@@ -46,90 +48,117 @@ fn markers(name: &str) -> (String, String) {
     )
 }
 
+/// A row of the README's table: a job, the time that it takes, and that of the usual way.
+struct Quote {
+    job: String,
+    ours: String,
+    instead: String,
+}
+
 fn figures(reports: &Reports, picture: &str) -> Outcome<String> {
     let folder = folder_name(reports);
     let mut text = format!(
         "![{}](results/{folder}/{picture})\n\n",
         picture_says(reports)
     );
-    let mut sentences = String::new();
     let gpu = &reports.head()?.gpu;
-    if let Some(ratios) = hand_over(reports) {
-        let _ = write!(
-            sentences,
-            "On an {gpu}, a round trip between two processes (`warpipe-bench handoff`) takes {ratios} times \
-             as long as by bare driver calls. "
-        );
+    let _ = writeln!(
+        text,
+        "| on an {gpu} | warpipe | instead |\n| --- | --- | --- |"
+    );
+    for Quote { job, ours, instead } in quoted(reports) {
+        let _ = writeln!(text, "| {job} | {ours} | {instead} |");
     }
-    if let Some((least, most)) = python_ratios(reports, LOAN) {
-        let _ = write!(
-            sentences,
-            "In Python (`warpipe.bench`) a tensor in a slot goes there and back {} to {} times as fast as by \
-             `torch.multiprocessing`",
-            number(least),
-            number(most)
-        );
-        if let Some((least, most)) = python_ratios(reports, COPIED) {
-            let _ = write!(
-                sentences,
-                ", one that `send` copies {} to {} times: a long copy loses",
-                number(least),
-                number(most)
-            );
-        }
-        sentences += ". ";
-    }
-    if let Some((least, most)) = queue_ratios(reports) {
-        let _ = write!(
-            sentences,
-            "PyTorch's own queues take {} to {} times their usual time with `warpipe.torch.install()`. ",
-            number(least),
-            number(most)
-        );
-    }
+    text.push('\n');
+    text += &wrapped(
+        "[BENCHMARKS.md](BENCHMARKS.md) has these and other figures, each beside its floor or its peer, and the \
+         known gaps.",
+    );
+    text.push('\n');
+    Ok(text)
+}
+
+/// Of what was measured alone.
+fn quoted(reports: &Reports) -> Vec<Quote> {
+    let mut quotes = Vec::new();
     let sync = |way| weights_figure(reports, &format!("new version in two engines, {way}"));
-    let rival = sync("torch.multiprocessing, two engines that copy");
     if let (Some(copy), Some(lying), Some(rival)) = (
         sync("by copy, hash=device"),
         sync("in place, hash=device"),
-        rival,
+        sync("torch.multiprocessing, two engines that copy"),
     ) {
-        let _ = write!(
-            sentences,
-            "New weights, 7.7 GiB, are in two engines {} ms after the trainer's call, by copy, and {} ms in \
-             place; by `torch.multiprocessing` after {} ms (`warpipe.bench.weights`). ",
-            number(copy.ours),
-            number(lying.ours),
-            number(rival.ours)
-        );
+        quotes.push(Quote {
+            job: "new weights, 7.7 GiB, in two engines".into(),
+            ours: format!(
+                "{} in place, {} by copy",
+                quantity(lying.ours, &lying.unit),
+                quantity(copy.ours, &copy.unit)
+            ),
+            instead: format!(
+                "`torch.multiprocessing`: {}",
+                quantity(rival.ours, &rival.unit)
+            ),
+        });
     }
     let kept = "kill in a step until the next token, with the KV cache kept";
     if let Some(figure) = weights_figure(reports, kept) {
-        let _ = write!(
-            sentences,
-            "{} ms after the SIGKILL of a decoder, a standby that has its KV cache mapped gives the next \
-             token. ",
-            number(figure.ours)
-        );
+        let step = figure.floor.map(|floor| quantity(floor, &figure.unit));
+        quotes.push(Quote {
+            job: "`kill -9` of a decoder: the next token, from a standby with its KV cache".into(),
+            ours: quantity(figure.ours, &figure.unit),
+            instead: step.map_or(String::new(), |step| format!("without a kill: {step}")),
+        });
+    }
+    for (role, bytes, job) in [
+        (LOAN, 1 << 20, "a PyTorch tensor of 1 MiB there and back"),
+        (LOAN, 1 << 30, "the same, 1 GiB"),
+        (COPIED, 1 << 30, "the same, copied by `send`: loses"),
+    ] {
+        if let Some((mode, mine, theirs)) = python_trip(reports, role, bytes) {
+            quotes.push(Quote {
+                job: format!("{job} ({mode})"),
+                ours: quantity(mine, "us"),
+                instead: format!("`torch.multiprocessing`: {}", quantity(theirs, "us")),
+            });
+        }
+    }
+    let one_gpu = hand_over(reports)
+        .into_iter()
+        .filter(|(mode, _)| *mode != TWO_GPUS);
+    for (mode, figure) in one_gpu {
+        quotes.push(Quote {
+            job: format!("a round trip, kernel to kernel ({mode})"),
+            ours: quantity(figure.ours, &figure.unit),
+            instead: figure.floor.map_or(String::new(), |floor| {
+                format!("bare driver calls: {}", quantity(floor, &figure.unit))
+            }),
+        });
     }
     if let Some(figure) = gone(reports) {
-        let _ = write!(
-            sentences,
-            "After the SIGKILL of a publisher, its subscriber knows within {} {} in the slowest \
-             run. ",
-            number(figure.ours),
-            figure.unit
-        );
+        quotes.push(Quote {
+            job: "`kill -9` of a publisher: its subscriber knows (slowest run)".into(),
+            ours: quantity(figure.ours, &figure.unit),
+            instead: "-".into(),
+        });
     }
-    let _ = write!(
-        sentences,
-        "[BENCHMARKS.md](BENCHMARKS.md) has the figures by which to decide, and the {} targets that are \
-         not met.",
-        count_not_met(reports)
-    );
-    text += &wrapped(&sentences);
-    text.push('\n');
-    Ok(text)
+    quotes
+}
+
+/// The mode, our time and that of the fastest usual way: under MPS where that was measured.
+fn python_trip(reports: &Reports, role: &str, bytes: u64) -> Option<(String, f64, f64)> {
+    let mut trips = reports.python.iter().flat_map(|report| {
+        let rows = report
+            .contestants
+            .iter()
+            .filter(move |row| row.role == role && row.bytes == bytes && row.status == "measured");
+        rows.filter_map(move |row| {
+            let [(mine, theirs), _] = ratios(report, row)?;
+            Some((python_mode(report, &row.place), mine, theirs))
+        })
+    });
+    let trips: Vec<_> = trips.by_ref().collect();
+    let under_mps = trips.iter().find(|(mode, ..)| mode == "MPS");
+    under_mps.or(trips.first()).cloned()
 }
 
 /// What the picture shows, in words: of what was measured alone.
@@ -146,47 +175,25 @@ pub fn weights_figure<'a>(reports: &'a Reports, name: &str) -> Option<&'a Figure
     figures.find(|figure| figure.bench == "weights" && figure.name == name)
 }
 
-/// `1.03 (time-sliced), 1.00 (MPS)`.
-fn hand_over(reports: &Reports) -> Option<String> {
-    let mut parts: Vec<String> = Vec::new();
+/// The round trip of each mode.
+fn hand_over(reports: &Reports) -> Vec<(&'static str, &Figure)> {
+    let mut trips: Vec<(&'static str, &Figure)> = Vec::new();
     for report in &reports.bench {
-        let trips = report.figures.iter().filter(|figure| {
+        let found = report.figures.iter().filter(|figure| {
             figure.bench == "handoff" && figure.name.starts_with("kernel -> kernel")
         });
-        for figure in trips {
+        for figure in found {
             let mode = if figure.name.contains("two devices") {
-                "two GPUs"
+                TWO_GPUS
             } else {
                 report.head.sharing()
             };
-            if parts.iter().all(|part| !part.contains(mode)) {
-                parts.push(format!("{} ({mode})", number(figure.ratio?)));
+            if trips.iter().all(|(seen, _)| *seen != mode) {
+                trips.push((mode, figure));
             }
         }
     }
-    (!parts.is_empty()).then(|| parts.join(", "))
-}
-
-/// The least and the greatest ratio of all sizes, modes and places, of the contestants with a role.
-fn python_ratios(reports: &Reports, role: &str) -> Option<(f64, f64)> {
-    let all = reports.python.iter().flat_map(|report| {
-        let of_role = move |row: &&Contestant| row.role == role && row.status == "measured";
-        let ours = report.contestants.iter().filter(of_role);
-        ours.filter_map(|row| ratios(report, row)).flatten()
-    });
-    least_and_most(all.map(|(mine, theirs)| theirs / mine))
-}
-
-/// The least and the greatest ratio of PyTorch's queues with and without the library's tensors.
-fn queue_ratios(reports: &Reports) -> Option<(f64, f64)> {
-    let figures = reports.bench.iter().flat_map(|report| &report.figures);
-    let trips = figures.filter(|figure| figure.bench == "torch_queue");
-    least_and_most(trips.filter_map(|figure| Some(figure.ours / figure.floor?)))
-}
-
-fn least_and_most(all: impl Iterator<Item = f64> + Clone) -> Option<(f64, f64)> {
-    let least = all.clone().min_by(f64::total_cmp)?;
-    Some((least, all.max_by(f64::total_cmp)?))
+    trips
 }
 
 fn gone(reports: &Reports) -> Option<&Figure> {

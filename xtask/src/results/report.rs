@@ -8,6 +8,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use warpipe_testkit::figure::Figure;
 
+use super::targets;
 use crate::Outcome;
 
 /// Where a report comes from.
@@ -251,6 +252,7 @@ impl Reports {
         count_one_device_once(&mut reports.python);
         reports.demo.sort_by_key(|report| report.head.order());
         reports.check_one_commit()?;
+        targets::take_out(&mut reports);
         Ok(reports)
     }
 
