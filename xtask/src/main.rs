@@ -8,6 +8,7 @@ mod c;
 mod cases;
 mod comparison;
 mod counts;
+mod environment;
 mod layers;
 mod nightly;
 mod packages;

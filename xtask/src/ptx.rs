@@ -4,17 +4,17 @@
 //! NVRTC comes as a Python wheel of a fixed version, so that every machine makes the same bytes.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::Outcome;
+use crate::environment::{Packages, environment};
 use crate::process::Task;
 use crate::workspace::Workspace;
 
 const WHEEL: &str = "nvidia-cuda-nvrtc-cu12";
 const WHEEL_VERSION: &str = "12.0.76";
 const COMPILE: &str = include_str!("nvrtc.py");
-const INSTALL_LIMIT: Duration = Duration::from_secs(600);
 const COMPILE_LIMIT: Duration = Duration::from_secs(300);
 
 /// Compiles every CUDA source under `crates/` and writes the PTX beside it.
@@ -137,43 +137,12 @@ fn compile_all(workspace: &Workspace) -> Outcome<Vec<(PathBuf, Vec<u8>)>> {
 
 /// The folder that holds NVRTC, installed there first if need be.
 fn nvrtc(workspace: &Workspace) -> Outcome<PathBuf> {
-    let folder = workspace.target.join(format!("nvrtc-{WHEEL_VERSION}"));
-    let complete = folder.join("complete");
-    if !complete.exists() {
-        let _ = fs::remove_dir_all(&folder);
-        install(workspace, &folder)?;
-        fs::write(&complete, "")
-            .map_err(|error| format!("{} not written: {error}", complete.display()))?;
-    }
-    Ok(folder)
-}
-
-fn install(workspace: &Workspace, folder: &Path) -> Outcome<()> {
-    println!(
-        "installing {WHEEL} {WHEEL_VERSION} in {}",
-        workspace.show(folder)
-    );
-    let venv = Task::new("python3").args(["-m", "venv"]).args([folder]);
-    if !venv.run(&workspace.root, INSTALL_LIMIT)?.success {
-        return Err("python3 makes no virtual environment; install it (Debian: apt-get install python3-venv)".into());
-    }
     let package = format!("{WHEEL}=={WHEEL_VERSION}");
-    let pip = Task::new(folder.join("bin/python")).args([
-        "-m",
-        "pip",
-        "install",
-        "--no-deps",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-input",
-        &package,
-    ]);
-    if !pip.run(&workspace.root, INSTALL_LIMIT)?.success {
-        return Err(format!(
-            "pip did not install {package}; see that it reaches its index (pip config list)"
-        ));
-    }
-    Ok(())
+    let packages = Packages {
+        alone: &[&package],
+        ..Packages::default()
+    };
+    environment(workspace, "nvrtc", &packages)
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@ use std::time::Duration;
 use crate::Outcome;
 use crate::c;
 use crate::counts::{Counts, Dialect};
+use crate::environment::{INSTALL_LIMIT, Packages, environment, pip};
 use crate::process::Task;
 use crate::workspace::{Workspace, cargo};
 
@@ -19,6 +20,22 @@ const BUILDERS: &[&str] = &["maturin==1.16.0"];
 /// whatever this machine's.
 const WHEEL_BUILDERS: &[&str] = &["maturin==1.16.0", "ziglang==0.17.0"];
 const MANYLINUX: &str = "manylinux2014";
+
+fn tools(workspace: &Workspace) -> Outcome<PathBuf> {
+    let packages = Packages {
+        with_requirements: BUILDERS,
+        ..Packages::default()
+    };
+    environment(workspace, "python-build", &packages)
+}
+
+fn wheel_tools(workspace: &Workspace) -> Outcome<PathBuf> {
+    let packages = Packages {
+        with_requirements: WHEEL_BUILDERS,
+        ..Packages::default()
+    };
+    environment(workspace, "python-wheel", &packages)
+}
 
 /// The packages that the tests use. PyTorch, CuPy and Numba are used if this machine has them already.
 const TESTED_WITH: &[&str] = &[
@@ -68,7 +85,6 @@ const CARRIED: &[&str] = &[
     "pygments==2.21.0",
 ];
 
-const INSTALL_LIMIT: Duration = Duration::from_secs(900);
 const BUILD_LIMIT: Duration = Duration::from_secs(3600);
 const TEST_LIMIT: Duration = Duration::from_secs(1800);
 
@@ -96,7 +112,7 @@ pub fn wheel(workspace: &Workspace) -> Outcome<PathBuf> {
 
 /// Builds the wheel for a platform in `folder`.
 pub fn build_wheel(workspace: &Workspace, platform: &Platform, folder: &Path) -> Outcome<PathBuf> {
-    let tools = environment(workspace, "python-wheel", WHEEL_BUILDERS, &[], &[])?;
+    let tools = wheel_tools(workspace)?;
     let unwinder = unwinder(workspace, &tools, platform)?;
     let link = format!("link-arg={}", unwinder.display());
     let mut options = vec!["--release", "--strip", "--zig", "--features", "bridge"];
@@ -108,7 +124,7 @@ pub fn build_wheel(workspace: &Workspace, platform: &Platform, folder: &Path) ->
 /// Builds the source distribution in `target/sdist/`, and sees that the package compiles from it
 /// alone.
 pub fn sdist(workspace: &Workspace) -> Outcome<()> {
-    let tools = environment(workspace, "python-build", BUILDERS, &[], &[])?;
+    let tools = tools(workspace)?;
     let folder = workspace.target.join("sdist");
     let _ = fs::remove_dir_all(&folder);
     let maturin = Task::new(tools.join("bin/maturin"))
@@ -216,10 +232,7 @@ fn installed(workspace: &Workspace, tested: &Tested) -> Outcome<PathBuf> {
 }
 
 fn unoptimised_wheel(workspace: &Workspace) -> Outcome<PathBuf> {
-    let (tools, folder) = (
-        environment(workspace, "python-build", BUILDERS, &[], &[])?,
-        workspace.target.join("python-dev"),
-    );
+    let (tools, folder) = (tools(workspace)?, workspace.target.join("python-dev"));
     let options = ["--profile", "dev", "--compatibility", "linux"];
     build(workspace, &tools, &folder, &options, &[])
 }
@@ -279,7 +292,12 @@ pub fn engine_tests(workspace: &Workspace) -> Outcome<Counts> {
     let [required, alone] =
         [&required, &alone].map(|names| names.iter().map(String::as_str).collect::<Vec<_>>());
     let wheel = unoptimised_wheel(workspace)?;
-    let environment = environment(workspace, "python-engines", &required, &[], &alone)?;
+    let packages = Packages {
+        with_requirements: &required,
+        alone: &alone,
+        ..Packages::default()
+    };
+    let environment = environment(workspace, "python-engines", &packages)?;
     install(workspace, &environment, &wheel)?;
     counted(
         workspace,
@@ -301,13 +319,12 @@ fn lines(path: &Path) -> Outcome<Vec<String>> {
 
 impl Tested {
     fn environment(&self, workspace: &Workspace) -> Outcome<PathBuf> {
-        environment(
-            workspace,
-            self.folder,
-            &[TESTED_WITH, self.more].concat(),
-            &["--system-site-packages"],
-            &[],
-        )
+        let packages = Packages {
+            with_requirements: &[TESTED_WITH, self.more].concat(),
+            with_system: true,
+            ..Packages::default()
+        };
+        environment(workspace, self.folder, &packages)
     }
 }
 
@@ -379,7 +396,7 @@ fn download(
     packages: &[&str],
     options: &[&str],
 ) -> Outcome<()> {
-    let tools = environment(workspace, "python-wheel", WHEEL_BUILDERS, &[], &[])?;
+    let tools = wheel_tools(workspace)?;
     let quiet = ["--quiet", "--disable-pip-version-check", "--no-deps"];
     let download = Task::new(tools.join("bin/python"))
         .args(["-m", "pip", "download"])
@@ -433,59 +450,6 @@ fn left_by_maturin(folder: &Path, extension: &str) -> Outcome<PathBuf> {
     let mut files = files.filter_map(|entry| entry.ok().map(|entry| entry.path()));
     let file = files.find(|path| path.extension().is_some_and(|found| found == extension));
     file.ok_or_else(|| format!("maturin left no .{extension} in {}", folder.display()))
-}
-
-/// The virtual environment `target/NAME` with `packages`, and with those of `alone` without what they
-/// require; made anew when they change.
-fn environment(
-    workspace: &Workspace,
-    name: &str,
-    packages: &[&str],
-    options: &[&str],
-    alone: &[&str],
-) -> Outcome<PathBuf> {
-    let folder = workspace.target.join(name);
-    let complete = folder.join("complete");
-    let wanted = [packages, alone].concat().join("\n");
-    if fs::read_to_string(&complete).is_ok_and(|found| found == wanted) {
-        return Ok(folder);
-    }
-    let _ = fs::remove_dir_all(&folder);
-    println!(
-        "installing {} in {}",
-        packages.join(", "),
-        workspace.show(&folder)
-    );
-    let venv = Task::new("python3")
-        .args(["-m", "venv"])
-        .args(options.iter().copied())
-        .args([&folder]);
-    if !venv.run(&workspace.root, INSTALL_LIMIT)?.success {
-        return Err("python3 makes no virtual environment; install it (Debian: apt-get install python3-venv)".into());
-    }
-    let with_requirements = pip(&folder).args(packages.iter().copied());
-    let without = pip(&folder).args(["--no-deps"]).args(alone.iter().copied());
-    let installs = [
-        Some(with_requirements),
-        (!alone.is_empty()).then_some(without),
-    ];
-    for install in installs.into_iter().flatten() {
-        if !install.run(&workspace.root, INSTALL_LIMIT)?.success {
-            return Err(format!(
-                "pip did not install {wanted}; see that it reaches its index (pip config list)"
-            ));
-        }
-    }
-    fs::write(&complete, wanted)
-        .map_err(|error| format!("{} not written: {error}", complete.display()))?;
-    Ok(folder)
-}
-
-fn pip(environment: &Path) -> Task {
-    let quiet = ["--quiet", "--disable-pip-version-check", "--no-input"];
-    Task::new(environment.join("bin/python"))
-        .args(["-m", "pip", "install"])
-        .args(quiet)
 }
 
 /// Copies every Python file of one folder to another.

@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::Outcome;
@@ -10,6 +9,7 @@ use crate::api;
 use crate::c;
 use crate::comparison;
 use crate::counts::{Counts, Dialect};
+use crate::environment::succeeds;
 use crate::layers;
 use crate::packages;
 use crate::pages;
@@ -101,6 +101,7 @@ pub fn run_engines(workspace: &Workspace) -> bool {
 
 impl Suite<'_> {
     fn static_checks(&mut self) {
+        self.step("formatter and linter of Rust", bring_components);
         self.cargo("fmt", &["fmt", "--all", "--check"], Dialect::ExitCode);
         let deny = ["--", "-D", "warnings"];
         self.cargo(
@@ -170,7 +171,7 @@ impl Suite<'_> {
             &["build", "-p", "warpipe", "--examples"],
             Dialect::ExitCode,
         );
-        if has_nextest() {
+        if succeeds(&cargo(), &["nextest", "--version"]) {
             let arguments = [
                 "nextest",
                 "run",
@@ -404,14 +405,19 @@ fn with_kills(tests: Task, long: bool) -> Task {
     }
 }
 
-fn has_nextest() -> bool {
-    let mut command = Command::new(cargo());
-    command
-        .args(["nextest", "--version"])
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null());
-    command.status().is_ok_and(|status| status.success())
+/// Rustup's minimal profile has neither.
+fn bring_components(workspace: &Workspace) -> Outcome<Counts> {
+    if ["fmt", "clippy"]
+        .iter()
+        .all(|name| succeeds(&cargo(), &[name, "--version"]))
+    {
+        return Ok(Counts::default());
+    }
+    let add = Task::new("rustup").args(["component", "add", "rustfmt", "clippy"]);
+    match add.run(&workspace.root, BUILD_LIMIT)?.success {
+        true => Ok(Counts::default()),
+        false => Err("install rustfmt and clippy (rustup component add rustfmt clippy)".into()),
+    }
 }
 
 /// Puts the fake driver where the loader finds it under the driver's name. Returns that folder.

@@ -9,6 +9,7 @@ use std::time::Duration;
 use super::dist;
 use crate::Outcome;
 use crate::counts::Counts;
+use crate::environment::{Packages, environment, succeeds};
 use crate::process::Task;
 use crate::suite::place_fake_driver;
 use crate::workspace::Workspace;
@@ -46,6 +47,10 @@ const NEEDS_LIBTORCH: &str = "libtorch_pipes";
 
 /// Builds and runs all of them; the number of runs that held.
 pub fn run(workspace: &Workspace) -> Outcome<Counts> {
+    if !super::has_cpp() {
+        println!("declared skip: no c++ (Debian's package g++)");
+        return Ok(Counts::ONE_SKIPPED);
+    }
     let tree = dist::for_tests(workspace)?;
     let fake = place_fake_driver(&workspace.target)?;
     let built = build(workspace, &tree)?;
@@ -85,11 +90,13 @@ pub fn carry(workspace: &Workspace, folder: &Path) -> Outcome<()> {
 /// Returns the folder of the programs.
 fn build(workspace: &Workspace, tree: &Path) -> Outcome<PathBuf> {
     let built = workspace.target.join("c-tests/examples");
-    let configure = Task::new("cmake")
+    let tools = cmake(workspace)?;
+    let configure = Task::new(tools.cmake.as_os_str())
         .args(["-S".as_ref(), workspace.root.join(SOURCES).as_os_str()])
         .args(["-B".as_ref(), built.as_os_str()])
-        .args([format!("-DCMAKE_PREFIX_PATH={}", tree.display())]);
-    let make = Task::new("cmake")
+        .args([format!("-DCMAKE_PREFIX_PATH={}", tree.display())])
+        .args(tools.generator);
+    let make = Task::new(tools.cmake)
         .args(["--build".as_ref(), built.as_os_str()])
         .args(["--parallel", "2"]);
     if configure.run(&workspace.root, BUILD_LIMIT)?.success
@@ -99,6 +106,38 @@ fn build(workspace: &Workspace, tree: &Path) -> Outcome<PathBuf> {
     } else {
         Err(format!("{SOURCES} does not build; CMake's words are above"))
     }
+}
+
+/// CMake, and the options that name what it builds with.
+struct CMake {
+    cmake: PathBuf,
+    generator: Vec<String>,
+}
+
+/// The machine's CMake and Make, or those of PyPI.
+fn cmake(workspace: &Workspace) -> Outcome<CMake> {
+    if ["cmake", "make"]
+        .iter()
+        .all(|name| succeeds(name, &["--version"]))
+    {
+        return Ok(CMake {
+            cmake: "cmake".into(),
+            generator: Vec::new(),
+        });
+    }
+    let packages = Packages {
+        alone: &["cmake>=4,<5", "ninja>=1.11,<2"],
+        ..Packages::default()
+    };
+    let tools = environment(workspace, "cmake", &packages)?.join("bin");
+    let ninja = tools.join("ninja");
+    Ok(CMake {
+        cmake: tools.join("cmake"),
+        generator: vec![
+            "-GNinja".into(),
+            format!("-DCMAKE_MAKE_PROGRAM={}", ninja.display()),
+        ],
+    })
 }
 
 /// Gives a program an option that it does not have, and a role: one check. Neither starts anything.

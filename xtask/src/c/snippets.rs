@@ -58,7 +58,16 @@ pub fn check(workspace: &Workspace) -> Outcome<Counts> {
     let _ = fs::remove_dir_all(&folder);
     fs::create_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
     let mut counts = Counts::default();
+    let has_cpp = super::has_cpp();
     for (number, snippet) in pages::c_snippets(workspace)?.iter().enumerate() {
+        if snippet.is_cpp && !has_cpp {
+            println!(
+                "declared skip: {}: no c++ (Debian's package g++)",
+                snippet.place
+            );
+            counts += Counts::ONE_SKIPPED;
+            continue;
+        }
         match hold(snippet, &folder.join(number.to_string()), &tree) {
             Ok(()) => counts += Counts::ONE_PASSED,
             Err(message) => {

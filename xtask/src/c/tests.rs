@@ -4,12 +4,12 @@
 use std::fs;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use super::dist;
 use crate::Outcome;
 use crate::counts::Counts;
+use crate::environment::succeeds;
 use crate::process::Task;
 use crate::suite::place_fake_driver;
 use crate::workspace::Workspace;
@@ -73,12 +73,21 @@ pub fn run(workspace: &Workspace) -> Outcome<Counts> {
     };
     fs::create_dir_all(&tests.built).map_err(|error| format!("{}: {error}", root.display()))?;
     let mut counts = Counts::default();
+    let has_valgrind = succeeds("valgrind", &["--version"]);
     for source in tests.programs()? {
+        if is_cpp(&source) && !super::has_cpp() {
+            println!(
+                "declared skip: {}: no c++ (Debian's package g++)",
+                source.display()
+            );
+            counts += Counts::ONE_SKIPPED;
+            continue;
+        }
         counts += tests.apply(&source, Variant::Shared, Place::Host);
         counts += tests.apply(&source, Variant::Shared, Place::FakeDriver(&fake));
         counts += tests.apply(&source, Variant::Static, Place::Host);
         counts += tests.apply(&source, Variant::Sanitized, Place::Host);
-        if has("valgrind") {
+        if has_valgrind {
             counts += tests.apply(&source, Variant::Shared, Place::Valgrind);
         } else {
             println!("declared skip: no valgrind (Debian's package valgrind)");
@@ -97,12 +106,8 @@ pub fn make_domain(domain: &Path) -> Outcome<()> {
         .map_err(|error| format!("{}: {error}", domain.display()))
 }
 
-/// Whether this program is installed.
-pub fn has(program: &str) -> bool {
-    let mut command = Command::new(program);
-    command.arg("--version").stdin(Stdio::null());
-    command.stdout(Stdio::null()).stderr(Stdio::null());
-    command.status().is_ok_and(|status| status.success())
+fn is_cpp(source: &Path) -> bool {
+    source.extension().is_some_and(|end| end == "cpp")
 }
 
 struct Tests {
@@ -157,8 +162,7 @@ impl Tests {
         let stem = source.file_stem().unwrap_or_default().to_string_lossy();
         let program = self.built.join(format!("{stem}-{}", variant.name()));
         let library = self.tree.join("lib");
-        let is_cpp = source.extension().is_some_and(|end| end == "cpp");
-        let (compiler, standard) = if is_cpp {
+        let (compiler, standard) = if is_cpp(source) {
             ("c++", "-std=c++17")
         } else {
             ("cc", "-std=c11")

@@ -8,6 +8,7 @@ use super::{build_for_tsan, make_empty, no_tsan, reports, skipped, sysroot, trip
 use crate::Outcome;
 use crate::c;
 use crate::counts::Counts;
+use crate::environment::succeeds;
 use crate::process::Task;
 use crate::workspace::Workspace;
 
@@ -31,7 +32,7 @@ pub fn run(workspace: &Workspace) -> Outcome<Counts> {
     if let Some(reason) = no_tsan() {
         return skipped(&reason);
     }
-    if !c::has("cc") {
+    if !succeeds("cc", &["--version"]) {
         return skipped("no C compiler, cc (Debian's package gcc)");
     }
     let library = [
