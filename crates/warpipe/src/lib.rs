@@ -189,22 +189,15 @@ pub use wait::Wait;
 #[doc = include_str!("../../../README.md")]
 struct Readme;
 
-/// Tests the examples of the guide to members.
+/// Tests the examples of the guides.
 #[cfg(doctest)]
 #[doc = include_str!("../docs/guide/members.md")]
-struct GuideToMembers;
-/// Tests the examples of the guide.
-#[cfg(doctest)]
 #[doc = include_str!("../docs/guide/channels.md")]
 #[doc = include_str!("../docs/guide/timeline.md")]
 #[doc = include_str!("../docs/guide/kernel-rings.md")]
 #[doc = include_str!("../docs/guide/handles.md")]
 #[doc = include_str!("../docs/guide/pool.md")]
-#[doc = include_str!("../docs/guide/tenants.md")]
 #[doc = include_str!("../docs/guide/queue.md")]
 #[doc = include_str!("../docs/guide/service.md")]
 #[doc = include_str!("../docs/guide/weights.md")]
-#[doc = include_str!("../docs/users/pipeline.md")]
-#[doc = include_str!("../docs/users/serving.md")]
-#[doc = include_str!("../docs/users/jobs.md")]
 struct Guide;

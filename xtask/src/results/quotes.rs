@@ -111,8 +111,7 @@ fn quoted(reports: &Reports) -> Vec<Quote> {
     }
     for (role, bytes, job) in [
         (LOAN, 1 << 20, "a PyTorch tensor of 1 MiB there and back"),
-        (LOAN, 1 << 30, "the same, 1 GiB"),
-        (COPIED, 1 << 30, "the same, copied by `send`: loses"),
+        (COPIED, 1 << 30, "1 GiB, copied by `send`: loses"),
     ] {
         if let Some((mode, mine, theirs)) = python_trip(reports, role, bytes) {
             quotes.push(Quote {
