@@ -1,4 +1,4 @@
-//! The words of the page, drawn in `docs/design/protocol.md`. All are 64 bits wide, of this
+//! The words of the page (`docs/design/protocol.md`). All are 64 bits wide, of this
 //! machine's byte order, and each has one writer.
 
 use crate::device_types::{DeviceId, DeviceKind};

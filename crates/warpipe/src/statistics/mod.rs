@@ -3,7 +3,7 @@
 //!
 //! A process has one page, a sealed memfd that is made with its first row (`page`). An observer
 //! opens `/proc/PID/fd/N` for reading (`observer`), so it also reads the page of a stopped
-//! process. The words are drawn in `docs/design/protocol.md` and asserted in `layout`.
+//! process. The words are drawn and asserted in `layout`.
 //! Endpoints count in `rows`. A process that cannot make the page runs without one.
 
 mod layout;
