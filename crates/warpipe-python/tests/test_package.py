@@ -227,6 +227,24 @@ def rust_names():
     return set(modules) | {name.strip() for many, one in uses for name in (many or one).split(",") if name.strip()}
 
 
+# Names of the Rust library that neither the package nor its guide has, each with the reason.
+WITHOUT_COUNTERPART = {
+    "DeviceSlice": "what Memory, SharedMemory, Buffer and LentBuffer have in common",
+    "PeerCredentials": "of `policy_of`, which would run Python where subscribers are accepted",
+    **dict.fromkeys(["Kernel", "KernelLaunch", "HostKernel"], "kernels are the frameworks'"),
+    **dict.fromkeys(["AllocationStats", "OpenAllocation"], "in warpipe.torch"),
+    **dict.fromkeys(
+        ["HandleFault", "HandshakeFault", "TicketFault", "LegacyFault", "EventHandleFault", "Expiry", "Holder", "PeerLimit",
+         "PointerKind", "WeightsFault", "WeightsDifference"],
+        "the exception's message and attributes",
+    ),
+    **dict.fromkeys(
+        ["backend", "interop_cudarc", "fuzzing", "ProcessStats", "process_stats", "pending_closes"],
+        "seams and figures for tests",
+    ),
+}
+
+
 @pytest.mark.skipif(REPOSITORY is None, reason="the repository is not here")
 def test_every_name_of_the_rust_library_has_its_counterpart_or_a_reason():
     names = rust_names()
@@ -234,7 +252,9 @@ def test_every_name_of_the_rust_library_has_its_counterpart_or_a_reason():
     guide = (REPOSITORY / "docs/guide/python.md").read_text()
     others = guide[guide.index("**Names beside the Rust library's.**"):]
     told = set(re.findall(r"`(\w+)`", others))
-    assert names - set(warpipe.__all__) - told == set()
+    # Builders are keyword arguments here.
+    lacking = {name for name in names - set(warpipe.__all__) - told if not name.endswith("Builder")}
+    assert lacking == set(WITHOUT_COUNTERPART)
 
 
 def signatures():
