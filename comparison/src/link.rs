@@ -14,7 +14,7 @@ use warpipe::{Device, Domain, Publisher, Stream, Subscriber};
 use warpipe_bench::PATIENCE;
 use warpipe_bench::peer_process::Control;
 use warpipe_bench::rings::{DEPTH, LINES, Patience, Payload, Ring, doorbell};
-use warpipe_cli::raw::{LINE_BYTES, SharedMemory};
+use warpipe_bench::raw::{LINE_BYTES, SharedMemory};
 
 /// What carries the items.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

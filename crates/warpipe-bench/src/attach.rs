@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::ensure;
 use serde::{Deserialize, Serialize};
 use warpipe::{DeviceId, Memory, Ticket};
-use warpipe_cli::raw;
+use warpipe_bench::raw;
 use warpipe_testkit::figure::{Figure, Wanted, median};
 
 use super::Role;

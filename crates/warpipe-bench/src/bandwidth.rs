@@ -9,8 +9,8 @@ use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 use warpipe::{Access, Device, DeviceId, DevicePtr, Stream};
+use warpipe_bench::raw::{LINE_BYTES, Memory, Words, enqueue};
 use warpipe_cli::device_arg::DeviceArg;
-use warpipe_cli::raw::{LINE_BYTES, Memory, Words, enqueue};
 use warpipe_testkit::figure::{Figure, Wanted};
 
 use super::Role;

@@ -7,8 +7,8 @@ use std::time::Instant;
 
 use warpipe::Stream;
 use warpipe::backend::cuda::{SignalBy, signal_by};
+use warpipe_bench::raw::Words;
 use warpipe_cli::device_arg::DeviceArg;
-use warpipe_cli::raw::Words;
 use warpipe_testkit::figure::Figure;
 
 use super::setup::{PATIENCE, Setup};

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 use warpipe::{DType, Device, DeviceId, Layout, Publisher, Stream, Subscriber};
-use warpipe_cli::raw::{Memory, Words, enqueue};
+use warpipe_bench::raw::{Memory, Words, enqueue};
 use warpipe_testkit::figure::{Figure, Wanted};
 
 use super::peer_process::{Control, PeerProcess};

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use warpipe::{
     DType, Device, DeviceId, DevicePtr, Domain, Layout, Publisher, Sample, Stream, Subscriber,
 };
-use warpipe_cli::raw::{Memory, Words, enqueue};
+use warpipe_bench::raw::{Memory, Words, enqueue};
 use warpipe_testkit::figure;
 use warpipe_testkit::figure::{Figure, Wanted};
 
@@ -345,7 +345,7 @@ pub fn answer(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     };
     let host = Words::create(
         &device,
-        KERNEL_BYTES as usize / warpipe_cli::raw::LINE_BYTES,
+        KERNEL_BYTES as usize / warpipe_bench::raw::LINE_BYTES,
     )?;
     for _ in 0..=terms.rounds {
         end.floor_answers(terms, terms.piped, &host)?;

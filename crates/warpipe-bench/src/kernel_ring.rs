@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 use anyhow::ensure;
 use serde::{Deserialize, Serialize};
 use warpipe::{Access, Device, DeviceId, DevicePtr, Domain, KernelRing, Stream};
+use warpipe_bench::raw::Memory;
 use warpipe_cli::device_arg::DeviceArg;
-use warpipe_cli::raw::Memory;
 use warpipe_kernels::ring::{self, Bare, Items};
 use warpipe_testkit::figure::{Figure, Wanted};
 

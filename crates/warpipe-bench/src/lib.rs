@@ -3,6 +3,7 @@
 
 pub mod peer_process;
 pub mod pin;
+pub mod raw;
 pub mod rings;
 
 use std::time::Duration;

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use warpipe::{Device, Domain, Publisher, Stream, Subscriber};
+use warpipe_bench::raw::{LINE_BYTES, SharedMemory};
 use warpipe_cli::device_arg::DeviceArg;
-use warpipe_cli::raw::{LINE_BYTES, SharedMemory};
 use warpipe_testkit::figure::{Figure, Quantiles, Wanted};
 
 use super::Role;

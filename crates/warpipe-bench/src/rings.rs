@@ -6,9 +6,9 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 use std::sync::atomic::{AtomicU64, fence};
 use std::time::Instant;
 
+use crate::raw::{LINE_BYTES, SharedMemory};
 use anyhow::ensure;
 use rustix::event::{EventfdFlags, eventfd};
-use warpipe_cli::raw::{LINE_BYTES, SharedMemory};
 use warpipe_testkit::wait_readable;
 
 use super::PATIENCE;

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use anyhow::ensure;
 use serde::{Deserialize, Serialize};
 use warpipe::{Access, Device, DeviceId, Domain, Semaphore, Stream};
-use warpipe_cli::raw::{Memory, SharedMemory};
+use warpipe_bench::raw::{Memory, SharedMemory};
 use warpipe_testkit::figure::{Figure, Wanted};
 
 use super::Role;

@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use warpipe::backend::testing::{Counting, Wrapped};
 use warpipe::{DType, Device, Domain, Layout, Publisher, Stream, Subscriber};
-use warpipe_cli::raw::{Words, enqueue};
+use warpipe_bench::raw::{Words, enqueue};
 use warpipe_testkit::figure::{Figure, Quantiles, Wanted, median};
 
 use super::setup::{PATIENCE, Setup};

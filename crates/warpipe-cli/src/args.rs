@@ -47,7 +47,7 @@ pub enum Command {
     #[command(hide = true)]
     DemoSubscriber(demo::ChildArgs),
     #[command(hide = true)]
-    DemoCleaner(demo::CleanerArgs),
+    DemoEnd(demo::EndArgs),
     #[command(hide = true)]
     DoctorChild(doctor::ChildArgs),
     #[command(hide = true)]
@@ -62,7 +62,7 @@ pub enum Command {
 ///
 /// Starts one publisher and several subscribers, each a process of its own, in a temporary domain.
 /// The demo has four parts:
-/// 1. It measures one hand-over with one tensor in flight, and the same with bare shared words.
+/// 1. It measures one hand-over with one tensor in flight.
 /// 2. It measures how much data per second all subscribers see; each word is checked on the device.
 /// 3. It kills a subscriber that holds samples, and starts a new one in its place.
 /// 4. It kills the publisher in the middle of a write, and starts a new one in its place.
@@ -86,10 +86,6 @@ pub struct DemoArgs {
     /// Duration of part 2, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "2", value_parser = seconds)]
     pub seconds: Duration,
-    /// Ends part 2, and the new publisher's work in part 4, after this number of tensors; no limit
-    /// by default
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
-    pub items: Option<u64>,
     /// Prints one JSON object per line instead of text
     #[arg(long)]
     pub json: bool,

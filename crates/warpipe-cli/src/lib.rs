@@ -9,8 +9,6 @@
 pub mod cpus;
 #[doc(hidden)]
 pub mod device_arg;
-#[doc(hidden)]
-pub mod raw;
 
 mod announcer;
 mod args;
@@ -37,7 +35,6 @@ mod registered;
 mod run;
 mod save;
 mod source;
-mod statistics;
 mod subscribe;
 mod top;
 mod weights;
@@ -131,7 +128,7 @@ fn run(command: &Command) -> anyhow::Result<u8> {
         Command::Man(args) => manual::man(args),
         Command::DemoPublisher(args) => demo::run_publisher(args),
         Command::DemoSubscriber(args) => demo::run_subscriber(args),
-        Command::DemoCleaner(args) => demo::run_cleaner(args),
+        Command::DemoEnd(args) => demo::run_end(args),
         Command::DoctorChild(args) => doctor::run_child(args),
         Command::WeightsChild(args) => Ok(weights::run_child(args)),
         Command::MpsDaemon(args) => run::run_daemon(args),

@@ -33,79 +33,39 @@ fn is_cleared(world: &World) -> bool {
 #[test]
 fn every_item_is_verified_by_every_subscriber() {
     let world = World::new();
-    let ended = demo(
-        &world,
-        &["--subscribers", "3", "--items", "7", "--seconds", "100"],
-    )
-    .end();
+    let ended = demo(&world, &["--subscribers", "3", "--seconds", "0.2"]).end();
     assert_eq!(ended.code, Some(0), "{ended:?}");
-    let throughput = ended.event("throughput");
-    assert_eq!(
-        (&throughput["items"], &throughput["verified"]),
-        (&7.into(), &21.into())
-    );
-    let result = ended.event("result");
-    assert_eq!(
-        (
-            &result["ok"],
-            &result["wrong"],
-            &result["gaps"],
-            &result["killed"],
-            &result["left"]
-        ),
-        (
-            &true.into(),
-            &0.into(),
-            &0.into(),
-            &2.into(),
-            &Value::Array(vec![])
-        )
-    );
-    assert!(
-        result["verified"].as_u64().unwrap() > 21,
-        "the parts after the throughput count, too"
-    );
-    assert!(
-        result["claims"]
-            .as_array()
-            .unwrap()
-            .iter()
-            .all(|claim| claim["holds"] == true)
-    );
-    // A cleaner, four processes, and one more after each death.
-    assert_eq!(ended.events("started").len(), 7);
-    assert!(is_cleared(&world), "the domain is left");
-}
-
-#[test]
-fn a_hand_over_with_one_item_in_flight_is_timed_beside_its_floor() {
-    let world = World::new();
-    let ended = demo(&world, &["--items", "3"]).end();
     let latency = ended.event("latency");
-    let figure = |name: &str| {
-        latency[name]
-            .as_f64()
-            .unwrap_or_else(|| panic!("{name} in {latency}"))
-    };
+    let figure = |name: &str| latency[name].as_f64().unwrap();
     assert!(
         figure("p50_us") > 0.0 && figure("p99_us") >= figure("p50_us"),
         "{latency}"
     );
+    let verified = ended.event("throughput")["verified"].as_u64().unwrap();
+    let result = ended.event("result");
+    assert_eq!(
+        (&result["ok"], &result["wrong"], &result["gaps"]),
+        (&true.into(), &0.into(), &0.into())
+    );
     assert!(
-        figure("floor_p50_us") > 0.0 && figure("floor_p99_us") >= figure("floor_p50_us"),
-        "{latency}"
+        result["verified"].as_u64().unwrap() > verified,
+        "the parts after the throughput count, too"
     );
     assert_eq!(
-        ended.event("result")["latency"]["p50_us"],
-        latency["p50_us"],
+        result["latency"]["p50_us"], latency["p50_us"],
         "the last line has all figures"
     );
+    let claims = result["claims"].as_array().unwrap();
+    assert!(claims.iter().all(|claim| claim["holds"] == true));
+    // Two ends of the round trips, four processes, and one more after each death.
+    assert_eq!(ended.events("started").len(), 8);
+    assert!(is_cleared(&world), "the domain is left");
 }
 
 #[test]
 fn a_killed_subscriber_is_reported_by_its_publisher_its_neighbours_and_its_successor() {
     let world = World::new();
-    let ended = demo(&world, &["--subscribers", "3", "--items", "3"]).end();
+    let ended = demo(&world, &["--subscribers", "3", "--seconds", "0.2"]).end();
     assert_eq!(ended.code, Some(0), "{ended:?}");
     let death = ended.event("subscriber_death");
     let figure = |name: &str| {
@@ -114,7 +74,6 @@ fn a_killed_subscriber_is_reported_by_its_publisher_its_neighbours_and_its_succe
             .unwrap_or_else(|| panic!("{name} in {death}"))
     };
     assert!(figure("notified_ms") <= figure("released_ms"), "{death}");
-    assert!(figure("released_ms") <= figure("lent_again_ms"), "{death}");
     assert!(
         figure("notified_ms") <= figure("started_ms")
             && figure("started_ms") < figure("first_verified_ms")
@@ -153,7 +112,7 @@ fn a_killed_subscriber_is_reported_by_its_publisher_its_neighbours_and_its_succe
 #[test]
 fn a_killed_publisher_is_reported_by_every_survivor() {
     let world = World::new();
-    let ended = demo(&world, &["--subscribers", "2", "--items", "3"]).end();
+    let ended = demo(&world, &["--subscribers", "2", "--seconds", "0.2"]).end();
     assert_eq!(ended.code, Some(0), "{ended:?}");
     let death = ended.event("publisher_death");
     let (complete, writing) = (
@@ -185,7 +144,7 @@ fn a_killed_publisher_is_reported_by_every_survivor() {
 #[test]
 fn processes_killed_without_work_on_the_device_lose_nothing() {
     let world = World::new();
-    let ended = demo(&world, &["--items", "3", "--idle"]).end();
+    let ended = demo(&world, &["--seconds", "0.2", "--idle"]).end();
     assert_eq!(ended.code, Some(0), "{ended:?}");
     let (subscriber, publisher) = (
         ended.event("subscriber_death"),
@@ -216,7 +175,7 @@ fn processes_killed_without_work_on_the_device_lose_nothing() {
 #[test]
 fn a_lone_subscriber_is_replaced_too() {
     let world = World::new();
-    let ended = demo(&world, &["--subscribers", "1", "--items", "3"]).end();
+    let ended = demo(&world, &["--subscribers", "1", "--seconds", "0.2"]).end();
     assert_eq!(ended.code, Some(0), "{ended:?}");
     assert_eq!(
         ended.event("subscriber_death")["others"],
@@ -240,8 +199,8 @@ fn people_are_told_the_four_parts_in_lines_that_fit_a_terminal() {
         "demo",
         "--megabytes",
         "1",
-        "--items",
-        "3",
+        "--seconds",
+        "0.2",
         "--device",
         &device,
     ]);
@@ -253,12 +212,12 @@ fn people_are_told_the_four_parts_in_lines_that_fit_a_terminal() {
         "1  latency",
         "p50",
         "2  throughput: tensors of 1.0 MiB to 2 subscribers",
-        "6 of 6 verified, every word",
+        "tensors verified in",
         "GB/s made visible",
         "3  death of a subscriber",
         "subscriber 1 went on without a gap",
         "4  death of the publisher",
-        "items verified, every word right, 2 processes killed,\nnothing lost that was complete, nothing left over",
+        "items verified, every word right, two processes killed,\nnothing lost that was complete, nothing left over",
     ] {
         assert!(
             ended.out.contains(expected),
@@ -281,11 +240,7 @@ fn a_claim_that_does_not_hold_is_named_and_fails_the_demo() {
         ("leftover", "nothing is left over"),
     ] {
         let world = World::new();
-        let ended = demo(
-            &world,
-            &["--items", "5", "--seconds", "100", "--plant", plant],
-        )
-        .end();
+        let ended = demo(&world, &["--seconds", "0.2", "--plant", plant]).end();
         let result = ended.event("result");
         assert_eq!(
             (ended.code, &result["ok"]),
@@ -312,22 +267,10 @@ fn a_claim_that_does_not_hold_is_named_and_fails_the_demo() {
 }
 
 #[test]
-fn a_wrong_word_is_counted_at_every_subscriber() {
-    let world = World::new();
-    let ended = demo(&world, &["--items", "5", "--plant", "wrong-word"]).end();
-    let throughput = ended.event("throughput");
-    assert_eq!(
-        (&throughput["items"], &throughput["verified"]),
-        (&5.into(), &8.into()),
-        "{ended:?}"
-    );
-}
-
-#[test]
 fn an_interrupt_ends_every_process_and_removes_the_domain() {
     let world = World::new();
     let mut running = demo(&world, &["--seconds", "1000"]);
-    let started = running.wait_for("started", 4);
+    let started = running.wait_for("started", 5);
     running.signal(Signal::INT);
     let ended = running.end();
     assert_eq!(ended.code, Some(130), "{ended:?}");
@@ -345,8 +288,7 @@ fn an_interrupt_ends_every_process_and_removes_the_domain() {
 fn killed_from_outside(role: &str) -> String {
     let world = World::new();
     let mut running = demo(&world, &["--seconds", "1000"]);
-    let started = running.wait_for("started", 4);
-    running.wait_for("latency", 1);
+    let started = running.wait_for("started", 5);
     let victim = started
         .iter()
         .find(|process| process["role"] == role)
@@ -377,18 +319,14 @@ fn a_publisher_that_others_kill_is_named_with_its_reason_and_fails_the_demo() {
 }
 
 #[test]
-fn a_killed_demo_leaves_no_process_and_no_file_behind() {
+fn a_killed_demo_leaves_no_process_behind() {
     let world = World::new();
     let mut running = demo(&world, &["--seconds", "1000"]);
-    let started = running.wait_for("started", 4);
-    running.wait_for("latency", 1);
-    assert!(!is_cleared(&world), "it had files");
+    let started = running.wait_for("started", 5);
     running.signal(Signal::KILL);
     for process in &started {
         // Without the process there is no descriptor of it.
         let ended = pidfd(pid(process)).map_or(Ok(true), |fd| wait_readable(fd, PATIENCE));
         assert!(ended.unwrap(), "{process} goes on without its parent");
     }
-    // The cleaner was one of them, and the last.
-    assert!(is_cleared(&world), "the domain is left");
 }

@@ -9,7 +9,7 @@ use std::time::Instant;
 use serde::{Deserialize, Serialize};
 use warpipe::backend::StreamOp;
 use warpipe::{DType, DeviceId, Layout, Publisher, Stream, Subscriber};
-use warpipe_cli::raw::{Memory, Words, enqueue};
+use warpipe_bench::raw::{Memory, Words, enqueue};
 use warpipe_testkit::figure::{Figure, median};
 
 use crate::Role;

@@ -4,7 +4,7 @@
 use std::time::Instant;
 
 use warpipe::Stream;
-use warpipe_cli::raw::{Words, check_and_enqueue, enqueue};
+use warpipe_bench::raw::{Words, check_and_enqueue, enqueue};
 use warpipe_testkit::figure::{Figure, Wanted, median};
 
 use super::{BURST, SendBench, p50};

@@ -1,109 +1,50 @@
-//! The demo's publisher: fills tensors on the device and sends them as fast as they are taken,
-//! between orders.
+//! The demo's publisher: fills tensors on the device and sends them as fast as they are taken, from
+//! the order `publish` until the next one.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::sync::mpsc::TryRecvError;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
-use warpipe::{
-    Device, DevicePtr, Domain, Error, Layout, Policy, Publisher, SampleMut, SlotReturn, Stream,
-    clock,
-};
+use serde_json::json;
+use warpipe::{Error, Layout, PeerState, Policy, Publisher, SampleMut, SlotReturn, Stream, clock};
 
-use super::leftovers::Before;
-use super::orders::{Next, Orders, send_event};
-use super::protocol::{Event, Order};
-use super::round_trips::{End, RoundTrips};
-use super::watch::Watch;
-use super::{ChildArgs, DEPTH, ENDPOINT, ITEM_PATIENCE, Plant, START_PATIENCE};
+use super::child::{Child, ChildArgs, tell};
+use super::{DEPTH, ENDPOINT, PATIENCE, Plant, WORK};
 use crate::exit::Exit;
-use crate::process;
 
-/// Slots for the items that are in flight, lent, or held by a dead subscriber. Without a
-/// subscriber, they bound how far the device may lag behind.
+/// Slots for the items that are in flight or held by a dead subscriber.
 const SLOTS: u64 = 4 * DEPTH as u64;
-/// Items with slots that are remembered: more than can be in flight to any subscriber.
-const RECENT_MAX: usize = 4 * DEPTH as usize;
-/// How long a send waits for room between two looks at the orders.
-const SEND_SLICE: Duration = Duration::from_millis(5);
-/// How often a name is asked for that a dead process still holds.
-const NAME_RETRY: Duration = Duration::from_millis(1);
-/// The length of the rest of a write that never ends.
-const WRITE: Duration = Duration::from_secs(9);
+/// How often the library is asked about a subscriber that is to die.
+const ASK_EVERY: Duration = Duration::from_micros(50);
 
 /// In the child.
 pub fn run(args: &ChildArgs) -> anyhow::Result<Exit> {
-    process::follow_parent(args.parent)?;
-    let device = args.device.open()?.device;
-    warpipe_kernels::preload(&device)?;
-    let domain = Domain::from_environment()?;
-    let before = Before::count(&device, &domain)?;
-    let publisher = publisher(args, &domain, &device)?;
-    let stream = device.stream()?;
-    publisher.wait_for_subscribers(args.subscribers as usize, START_PATIENCE)?;
-    send_event(&Event::Ready)?;
+    let child = Child::begin(args)?;
+    let publisher = Publisher::builder(ENDPOINT)
+        .domain(&child.domain)
+        .device(&child.device)
+        .depth(DEPTH)
+        .memory_limit(args.item_bytes * SLOTS)
+        .loan_timeout(PATIENCE)
+        .policy(Policy::Block { timeout: PATIENCE })
+        .build()?;
+    publisher.wait_for_subscribers(args.subscribers, PATIENCE)?;
+    tell(json!({ "event": "ready" }))?;
     let mut publishing = Publishing {
         publisher: Arc::new(publisher),
+        stream: child.device.stream()?,
         layout: Layout::bytes_only(args.item_bytes)?,
         plant: args.plant,
-        stream,
         number: 0,
-        filled: None,
-        recent: VecDeque::new(),
-        watch: None,
+        recent: Arc::default(),
     };
-    publishing.run(&domain)?;
+    publishing.follow(&child)?;
     // A subscriber that is late still reads what this process's device wrote.
-    publishing.stream.synchronize(ITEM_PATIENCE)?;
+    publishing.stream.synchronize(PATIENCE)?;
     drop(publishing);
-    send_event(&Event::Left {
-        extra: before.extra()?,
-    })?;
+    child.tell_leftovers()?;
     Ok(Exit::Done)
-}
-
-/// Takes the name, from a dead process if need be.
-fn publisher(args: &ChildArgs, domain: &Domain, device: &Device) -> anyhow::Result<Publisher> {
-    let deadline = Instant::now() + START_PATIENCE;
-    loop {
-        let builder = Publisher::builder(ENDPOINT)
-            .domain(domain)
-            .device(device)
-            .depth(DEPTH)
-            .memory_limit(args.item_bytes * SLOTS)
-            .loan_timeout(ITEM_PATIENCE)
-            .policy(Policy::Block {
-                timeout: ITEM_PATIENCE,
-            });
-        match builder.build() {
-            Err(Error::NameTaken { .. }) if Instant::now() < deadline => {
-                std::thread::sleep(NAME_RETRY)
-            }
-            built => return Ok(built?),
-        }
-    }
-}
-
-/// The end of the publishing, and the report then.
-struct Stretch {
-    first_ns: u64,
-    deadline: Option<Instant>,
-    last: Option<u64>,
-}
-
-/// A tensor that is filled and not sent yet: a subscriber has no room for it.
-struct Filled {
-    sample: Box<SampleMut>,
-    ptr: DevicePtr,
-    returned: SlotReturn,
-    since: Instant,
-}
-
-/// An item's slot.
-pub struct Recent {
-    pub number: u64,
-    pub ptr: DevicePtr,
-    pub returned: SlotReturn,
 }
 
 struct Publishing {
@@ -111,202 +52,131 @@ struct Publishing {
     stream: Stream,
     layout: Layout,
     plant: Option<Plant>,
-    /// The last item's number.
+    /// The last item's.
     number: u64,
-    filled: Option<Filled>,
-    recent: VecDeque<Recent>,
-    watch: Option<Arc<Watch>>,
+    /// The last items' slots: more than can be in flight.
+    recent: Arc<Mutex<VecDeque<SlotReturn>>>,
 }
 
 impl Publishing {
     /// Follows orders until they end.
-    fn run(&mut self, domain: &Domain) -> anyhow::Result<()> {
-        let (mut orders, mut stretch) = (Orders::default(), None::<Stretch>);
-        let mut round_trips = None;
+    fn follow(&mut self, child: &Child) -> anyhow::Result<()> {
+        let mut is_publishing = false;
         loop {
-            let limit = if stretch.is_some() {
-                Duration::ZERO
-            } else {
-                ITEM_PATIENCE
+            let order = match child.orders.try_recv() {
+                Ok(order) => order,
+                Err(TryRecvError::Disconnected) => return Ok(()),
+                Err(TryRecvError::Empty) if is_publishing => {
+                    self.publish()?;
+                    continue;
+                }
+                Err(TryRecvError::Empty) => match child.orders.recv() {
+                    Ok(order) => order,
+                    Err(_) => return Ok(()),
+                },
             };
-            match orders.next(limit)? {
-                Next::End => return Ok(()),
-                Next::Order(Order::RoundTrips { trips, floor }) => {
-                    if round_trips.is_none() {
-                        round_trips = Some(RoundTrips::open(
-                            End::Asking,
-                            domain,
-                            self.stream.device(),
-                            floor,
-                        )?);
-                    }
-                    round_trips
-                        .as_mut()
-                        .map_or(Ok(()), |ends| ends.ask(trips))?;
-                }
-                Next::Order(Order::Publish {
-                    milliseconds,
-                    items,
-                }) => {
-                    round_trips = None;
-                    stretch = Some(Stretch {
-                        first_ns: clock::now_ns(),
-                        deadline: milliseconds
-                            .map(|limit| Instant::now() + Duration::from_millis(limit)),
-                        last: items.map(|items| self.number + items),
-                    });
-                }
-                Next::Order(Order::Watch { pid, numbers }) => self.watch(pid, &numbers)?,
-                Next::Order(Order::Pause) => self.end_stretch(stretch.take())?,
-                Next::Order(Order::StopInWrite { busy }) => {
-                    stretch = None;
-                    self.stop_in_write(busy)?;
-                }
-                Next::Order(order) => anyhow::bail!("no order for a publisher: {order:?}"),
-                Next::Nothing => {}
-            }
-            if let Some(now) = &stretch {
-                let is_over = now
-                    .deadline
-                    .is_some_and(|deadline| Instant::now() >= deadline)
-                    || now.last.is_some_and(|last| self.number >= last);
-                if is_over {
-                    self.end_stretch(stretch.take())?
-                } else {
-                    self.publish()?
-                }
+            is_publishing = order == "publish" || (is_publishing && order.starts_with("watch"));
+            match order.split_once(' ') {
+                Some(("watch", pid)) => self.watch(pid.parse()?)?,
+                _ if order == "pause" => tell(json!({ "event": "paused", "items": self.number }))?,
+                _ if order.starts_with("stop") => self.stop(order == "stop in a write")?,
+                _ => {}
             }
         }
     }
 
-    fn end_stretch(&mut self, stretch: Option<Stretch>) -> anyhow::Result<()> {
-        self.send_filled()?;
-        let first_ns = stretch.map_or(0, |stretch| stretch.first_ns);
-        Ok(send_event(&Event::Published {
-            items: self.number,
-            first_ns,
-        })?)
-    }
-
-    /// Fills an item, or tries again to send one that is filled.
+    /// Fills and sends an item. The pattern depends on its number, which goes along as metadata.
     fn publish(&mut self) -> anyhow::Result<()> {
-        let filled = match self.filled.take() {
-            Some(filled) => filled,
-            None => self.fill()?,
-        };
-        let Filled {
-            sample,
-            ptr,
-            returned,
-            since,
-        } = filled;
-        match sample.send_timeout(&self.stream, SEND_SLICE) {
-            Ok(_) => self.sent(ptr, returned),
-            Err(failed) => match (failed.error, failed.sample) {
-                (Error::Timeout { .. }, Some(sample)) if since.elapsed() < ITEM_PATIENCE => {
-                    self.filled = Some(Filled {
-                        sample,
-                        ptr,
-                        returned,
-                        since,
-                    });
-                }
-                (error, _) => return Err(error.into()),
-            },
-        }
-        Ok(())
-    }
-
-    fn send_filled(&mut self) -> anyhow::Result<()> {
-        while self.filled.is_some() {
-            self.publish()?;
-        }
-        Ok(())
-    }
-
-    /// The pattern depends on the item's number, which goes along as metadata.
-    fn fill(&mut self) -> anyhow::Result<Filled> {
-        let sample = self.loan()?;
+        let sample = self.loan(false)?;
         let number = self.number + 1;
-        let seed = if self.plant == Some(Plant::WrongWord) && number == 3 {
-            !number
-        } else {
-            number
-        };
+        let is_wrong = self.plant == Some(Plant::WrongWord) && number == 3;
+        let seed = if is_wrong { !number } else { number };
         // SAFETY: the slot is this sample's until it is sent, and what is sent is ordered behind
         // the stream's work.
         unsafe {
             warpipe_kernels::fill(&self.stream, sample.ptr(), self.layout.bytes() / 8, seed)
         }?;
-        let (ptr, returned) = (sample.ptr(), sample.returned());
-        Ok(Filled {
-            sample: Box::new(sample),
-            ptr,
-            returned,
-            since: Instant::now(),
-        })
+        self.send(sample)
     }
 
-    /// A loan that knows its number.
-    fn loan(&mut self) -> anyhow::Result<SampleMut> {
-        if self.plant == Some(Plant::Gap) && self.watch.is_some() {
-            self.plant = None;
-            self.number += 1;
-        }
+    fn loan(&mut self, is_last: bool) -> anyhow::Result<SampleMut> {
         let mut sample = self.publisher.loan(&self.layout)?;
-        if let Some(watch) = &self.watch {
-            watch.lent(sample.ptr());
-        }
-        sample.set_metadata(&(self.number + 1).to_le_bytes())?;
+        let mut metadata = (self.number + 1).to_le_bytes().to_vec();
+        metadata.push(u8::from(is_last));
+        sample.set_metadata(&metadata)?;
         Ok(sample)
     }
 
-    fn sent(&mut self, ptr: DevicePtr, returned: SlotReturn) {
+    fn send(&mut self, sample: SampleMut) -> anyhow::Result<()> {
+        let returned = sample.returned();
+        sample.send(&self.stream).map_err(Error::from)?;
         self.number += 1;
-        if self.recent.len() == RECENT_MAX {
-            self.recent.pop_front();
+        let mut recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
+        recent.push_back(returned);
+        if recent.len() as u64 > SLOTS {
+            recent.pop_front();
         }
-        self.recent.push_back(Recent {
-            number: self.number,
-            ptr,
-            returned,
-        });
+        Ok(())
     }
 
-    fn watch(&mut self, pid: i32, numbers: &[u64]) -> anyhow::Result<()> {
-        let held: Vec<_> = self
-            .recent
-            .iter()
-            .filter(|recent| numbers.contains(&recent.number))
-            .collect();
-        anyhow::ensure!(
-            held.len() == numbers.len(),
-            "items {numbers:?} are not among those sent last"
-        );
-        let watch = Watch::start(&self.publisher, pid, &held, self.layout)?;
-        self.watch = Some(watch);
-        Ok(send_event(&Event::Watching)?)
+    /// Reports, from another thread, when this subscriber is seen to be gone, and when the slots of
+    /// all items that were sent until then are back.
+    fn watch(&mut self, pid: i32) -> anyhow::Result<()> {
+        let (publisher, recent) = (self.publisher.clone(), self.recent.clone());
+        let is_well = |state| {
+            matches!(
+                state,
+                PeerState::Alive | PeerState::Stalled | PeerState::Leaving
+            )
+        };
+        let is_there = move || {
+            let all = publisher.subscribers();
+            all.iter()
+                .any(|other| other.pid == pid && is_well(other.state))
+        };
+        let watch = move || -> anyhow::Result<()> {
+            while is_there() {
+                std::thread::sleep(ASK_EVERY);
+            }
+            tell(json!({ "event": "gone", "at_ns": clock::now_ns() }))?;
+            let sent = recent
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .clone();
+            while !sent
+                .iter()
+                .try_fold(true, |all, slot| Ok::<_, Error>(all && slot.is_back()?))?
+            {
+                std::thread::sleep(ASK_EVERY);
+            }
+            tell(json!({ "event": "released", "at_ns": clock::now_ns() }))
+        };
+        tell(json!({ "event": "watching" }))?;
+        std::thread::spawn(move || watch().unwrap_or_else(|error| eprintln!("error: {error:#}")));
+        self.number += u64::from(self.plant.take_if(|plant| *plant == Plant::Gap).is_some());
+        Ok(())
     }
 
     /// Everything before is complete; then half of an item is written, and the rest does not come.
-    fn stop_in_write(&mut self, busy: bool) -> anyhow::Result<()> {
-        self.send_filled()?;
-        self.stream.synchronize(ITEM_PATIENCE)?;
-        let complete = self.number + u64::from(self.plant == Some(Plant::Lost));
-        let mut writing = None;
-        if busy {
-            let sample = self.loan()?;
+    fn stop(&mut self, in_a_write: bool) -> anyhow::Result<()> {
+        self.stream.synchronize(PATIENCE)?;
+        let complete = self.number;
+        if in_a_write {
+            let sample = self.loan(true)?;
             let (words, number) = (self.layout.bytes() / 8, self.number + 1);
             let (first, rest) = (words / 2, words - words / 2);
-            // SAFETY: as in `fill`; both halves lie in the slot.
+            // SAFETY: as in `publish`; both halves lie in the slot.
             unsafe { warpipe_kernels::fill(&self.stream, sample.ptr(), first, number) }?;
-            self.stream.synchronize(ITEM_PATIENCE)?;
+            self.stream.synchronize(PATIENCE)?;
             let second = sample.ptr() + first * 8;
             // SAFETY: as above.
-            unsafe { warpipe_kernels::slow_fill(&self.stream, second, rest, number, WRITE) }?;
-            sample.send(&self.stream).map_err(Error::from)?;
-            writing = Some(number);
+            unsafe { warpipe_kernels::slow_fill(&self.stream, second, rest, number, WORK) }?;
+            self.send(sample)?;
         }
-        Ok(send_event(&Event::Stopped { complete, writing })?)
+        tell(json!({
+            "event": "stopped",
+            "complete": complete + u64::from(self.plant == Some(Plant::Lost)),
+            "writing": in_a_write.then_some(self.number),
+        }))
     }
 }

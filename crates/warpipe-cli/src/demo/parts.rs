@@ -1,0 +1,422 @@
+//! The parts of the demo, in their order.
+
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use warpipe::clock;
+
+use super::stage::{Id, Stage, Timeline, number};
+use super::{Plant, latency};
+use crate::output::{Style, bytes, count, counted, duration, styled};
+
+/// How long the second publisher publishes.
+const STRETCH: Duration = Duration::from_millis(300);
+/// Lines for as many subscribers; of more, the first and the last.
+const LINES_MAX: usize = 4;
+
+/// The publisher and the subscribers that are now.
+struct Processes {
+    publisher: Id,
+    subscribers: Vec<Id>,
+}
+
+/// Runs every part, ends the processes, and looks at what is left over.
+pub fn perform(stage: &mut Stage) -> anyhow::Result<()> {
+    announce(stage)?;
+    heading(stage, "1  latency: one item in flight")?;
+    let figures = latency::measure(stage)?;
+    stage.figures(figures)?;
+    let publisher = stage.start_publisher()?;
+    let subscribers = (1..=stage.args.subscribers).map(|number| stage.start_subscriber(number));
+    let mut processes = Processes {
+        publisher,
+        subscribers: subscribers.collect::<Result<_, _>>()?,
+    };
+    for id in processes.subscribers.iter().copied().chain([publisher]) {
+        stage.wait(id, "ready")?;
+    }
+    for part in [throughput, subscriber_death, publisher_death] {
+        let figures = part(stage, &mut processes)?;
+        stage.figures(figures)?;
+    }
+    end(stage)
+}
+
+fn announce(stage: &mut Stage) -> anyhow::Result<()> {
+    // `first GPU: NAME, UUID` names it already.
+    let device = match stage.why.starts_with("first GPU") {
+        true => format!("the {}", stage.why),
+        false => format!("{} ({})", stage.device, stage.why),
+    };
+    stage.line(styled(Style::Bold, &format!("warpipe demo on {device}")))?;
+    let subscribers = counted(stage.args.subscribers as usize, "subscriber", "subscribers");
+    let text = format!(
+        "   1 publisher and {subscribers}, each a process; tensors of {}",
+        bytes(stage.item_bytes())
+    );
+    stage.line(styled(Style::Dim, &text))?;
+    if stage.is_mps {
+        stage.line(
+            "   an MPS daemon answers: a kill in the middle of a kernel would end all its clients,",
+        )?;
+        stage.line("   so processes are killed while they have no work on the device")?;
+    }
+    Ok(())
+}
+
+fn heading(stage: &Stage, text: &str) -> anyhow::Result<()> {
+    stage.line(format_args!("\n{}", styled(Style::Bold, text)))
+}
+
+/// Large tensors to all subscribers, as fast as they are taken.
+fn throughput(stage: &mut Stage, processes: &mut Processes) -> anyhow::Result<Value> {
+    let subscribers = counted(processes.subscribers.len(), "subscriber", "subscribers");
+    heading(
+        stage,
+        &format!(
+            "2  throughput: tensors of {} to {subscribers}",
+            bytes(stage.item_bytes())
+        ),
+    )?;
+    let begun_ns = clock::now_ns();
+    stage.order(processes.publisher, "publish");
+    let end_ns = begun_ns + stage.args.seconds.as_nanos() as u64;
+    let (mut verified, mut last_ns, mut wrong) = (0, 0, 0);
+    for &id in &processes.subscribers {
+        let counts = stage.wait_for(id, "counts", |counts| number(counts, "last_ns") >= end_ns)?;
+        verified += number(&counts, "verified");
+        wrong += number(&counts, "wrong") + number(&counts, "gaps");
+        last_ns = last_ns.max(number(&counts, "last_ns"));
+    }
+    let claim = "every subscriber verified every tensor";
+    stage.claim(claim, wrong == 0, || {
+        format!("{wrong} items held wrong words, or came out of order")
+    });
+    let seconds = last_ns.saturating_sub(begun_ns) as f64 / 1e9;
+    let rate = (verified * stage.item_bytes()) as f64 / seconds / 1e9;
+    stage.line(format_args!(
+        "   {rate:.2} GB/s made visible (bytes x subscribers / time), no byte copied"
+    ))?;
+    stage.line(format_args!(
+        "   {} tensors verified in {seconds:.2} s, every word, on the device",
+        count(verified)
+    ))?;
+    Ok(
+        json!({ "event": "throughput", "verified": verified, "seconds": seconds, "visible_gb_per_s": rate }),
+    )
+}
+
+/// A subscriber is killed while it holds samples, and another takes its place.
+fn subscriber_death(stage: &mut Stage, processes: &mut Processes) -> anyhow::Result<Value> {
+    let is_busy = stage.is_busy();
+    let when = if is_busy {
+        "in the middle of its work"
+    } else {
+        "while it holds samples"
+    };
+    heading(stage, &format!("3  death of a subscriber: SIGKILL {when}"))?;
+    let number_of_victim = processes.subscribers.len();
+    let (publisher, victim) = (
+        processes.publisher,
+        processes.subscribers[number_of_victim - 1],
+    );
+    let (role, pid) = (stage.role(victim), stage.pid(victim));
+    stage.order(publisher, &format!("watch {pid}"));
+    stage.wait(publisher, "watching")?;
+    stage.order(victim, if is_busy { "hold and work" } else { "hold" });
+    let held = stage.wait(victim, "held")?["numbers"].take();
+    let held: Vec<u64> = serde_json::from_value(held)?;
+    let killed_ns = stage.kill(victim)?;
+    let mut timeline = Timeline::new(killed_ns);
+    let items = held
+        .iter()
+        .map(u64::to_string)
+        .collect::<Vec<_>>()
+        .join(" and ");
+    stage.line(format_args!(
+        "   {role} (process {pid}) holds items {items}, and is killed; from then on:"
+    ))?;
+
+    let notified_ns = number(&stage.wait(publisher, "gone")?, "at_ns");
+    timeline.add(notified_ns, "the publisher is notified");
+    let started_ns = clock::now_ns();
+    let next = stage.start_subscriber(number_of_victim as u32)?;
+    processes.subscribers[number_of_victim - 1] = next;
+    timeline.add(
+        started_ns,
+        format_args!("a new {role} is started (process {})", stage.pid(next)),
+    );
+    let released_ns = number(&stage.wait(publisher, "released")?, "at_ns");
+    timeline.add(released_ns, "the slots that it held are released");
+    let first = stage.wait(next, "first")?;
+    let (first, first_ns) = (number(&first, "number"), number(&first, "at_ns"));
+    timeline.add(
+        first_ns,
+        format_args!("the new {role} has verified its first item, {first}"),
+    );
+    timeline.print(stage)?;
+    stage.claim(
+        "the publisher was notified, and released the dead subscriber's slots",
+        killed_ns < notified_ns && notified_ns <= released_ns,
+        || {
+            format!(
+                "notified after {} ms, released after {} ms",
+                timeline.ms(notified_ns),
+                timeline.ms(released_ns)
+            )
+        },
+    );
+    let claim = "a new subscriber continued with an item that was sent after the kill";
+    stage.claim(claim, held.iter().all(|&held| first > held), || {
+        format!("its first item is {first}")
+    });
+    let others = others(
+        stage,
+        &processes.subscribers[..number_of_victim - 1],
+        killed_ns,
+        first_ns,
+    )?;
+    Ok(json!({
+        "event": "subscriber_death", "pid": pid, "busy": is_busy, "held": held, "others": others,
+        "notified_ms": timeline.ms(notified_ns), "released_ms": timeline.ms(released_ns),
+        "started_ms": timeline.ms(started_ns), "first_verified_ms": timeline.ms(first_ns), "first_item": first,
+    }))
+}
+
+/// What the other subscribers did between two times.
+fn others(
+    stage: &mut Stage,
+    ids: &[Id],
+    from_ns: u64,
+    until_ns: u64,
+) -> anyhow::Result<Vec<Value>> {
+    let mut all = Vec::new();
+    for (index, &id) in ids.iter().enumerate() {
+        let (mut before, mut apart_ns) = (0, 0);
+        let last = stage.wait_for(id, "counts", |counts| {
+            match number(counts, "last_ns") < from_ns {
+                true => before = number(counts, "verified"),
+                false => apart_ns = apart_ns.max(number(counts, "apart_ns")),
+            }
+            number(counts, "last_ns") >= until_ns
+        })?;
+        let (verified, gaps) = (number(&last, "verified") - before, number(&last, "gaps"));
+        let role = stage.role(id);
+        if index < LINES_MAX {
+            let (items, apart) = (
+                counted(verified as usize, "item", "items"),
+                duration(Duration::from_nanos(apart_ns)),
+            );
+            let how = if gaps == 0 {
+                "went on without a gap"
+            } else {
+                "went on WITH A GAP"
+            };
+            stage.line(format_args!(
+                "   {role} {how}: {items} verified meanwhile, at most {apart} apart"
+            ))?;
+        }
+        let claim = "the other subscribers went on without a gap";
+        stage.claim(claim, verified > 0 && gaps == 0, || {
+            format!("{role}: {verified} items meanwhile, {gaps} out of order")
+        });
+        all.push(json!({ "role": role, "verified": verified, "apart_ms": apart_ns as f64 / 1e6 }));
+    }
+    if ids.len() > LINES_MAX {
+        stage.line(format_args!("   and so did {} more", ids.len() - LINES_MAX))?;
+    }
+    Ok(all)
+}
+
+/// The publisher is killed in the middle of a write, and another takes its place.
+fn publisher_death(stage: &mut Stage, processes: &mut Processes) -> anyhow::Result<Value> {
+    let is_busy = stage.is_busy();
+    let when = if is_busy {
+        "in the middle of a write"
+    } else {
+        "between two writes"
+    };
+    heading(stage, &format!("4  death of the publisher: SIGKILL {when}"))?;
+    let victim = processes.publisher;
+    let pid = stage.pid(victim);
+    stage.order(victim, if is_busy { "stop in a write" } else { "stop" });
+    let stopped = stage.wait(victim, "stopped")?;
+    let (complete, writing) = (number(&stopped, "complete"), stopped["writing"].as_u64());
+    if is_busy {
+        for &id in &processes.subscribers {
+            stage.wait(id, "waiting")?;
+        }
+    }
+    let killed_ns = stage.kill(victim)?;
+    let mut timeline = Timeline::new(killed_ns);
+    let what = match writing {
+        Some(writing) => format!("has written half of item {writing}"),
+        None => format!("has completed item {complete}"),
+    };
+    stage.line(format_args!(
+        "   the publisher (process {pid}) {what}, and is killed; from then on:"
+    ))?;
+    let notified = all(stage, &processes.subscribers, "gone")?;
+    say(&mut timeline, stage, &notified, "is notified");
+    let lost = if is_busy {
+        all(stage, &processes.subscribers, "lost")?
+    } else {
+        Vec::new()
+    };
+    if let Some(writing) = writing {
+        say(
+            &mut timeline,
+            stage,
+            &lost,
+            &format!("has discarded item {writing} as lost; its stream goes on"),
+        );
+    }
+    stage.reap(victim)?;
+    let started_ns = clock::now_ns();
+    processes.publisher = stage.start_publisher()?;
+    timeline.add(
+        started_ns,
+        format_args!(
+            "a new publisher is started (process {})",
+            stage.pid(processes.publisher)
+        ),
+    );
+    timeline.print(stage)?;
+    stage.wait(processes.publisher, "ready")?;
+    stage.order(processes.publisher, "publish");
+    let mut first = Vec::new();
+    for &id in &processes.subscribers {
+        // Not the first item of the publisher before.
+        first.push((
+            id,
+            stage.wait_for(id, "first", |first| !first["before"].is_null())?,
+        ));
+    }
+    say(
+        &mut timeline,
+        stage,
+        &first,
+        "has verified the new publisher's first item",
+    );
+    timeline.print(stage)?;
+    publish_for(stage, processes)?;
+
+    let mut survivors = Vec::new();
+    for (index, (id, first)) in first.iter().enumerate() {
+        let role = stage.role(*id);
+        let (last, discarded) = (
+            number(first, "last"),
+            lost.get(index).map(|lost| number(&lost.1, "number")),
+        );
+        let claim = "nothing was lost that was complete";
+        stage.claim(claim, last == complete, || {
+            format!("{role} verified up to item {last}, and item {complete} was complete")
+        });
+        let claim = "what was not complete was discarded, and nothing else";
+        stage.claim(claim, discarded == writing, || {
+            format!("{role} discarded {discarded:?}, and {writing:?} was being written")
+        });
+        let follows = first["before"] == json!([pid, false]) && first["number"] == 1;
+        stage.claim(
+            "every survivor followed the next publisher",
+            follows,
+            || format!("{role} followed with {first}"),
+        );
+        survivors.push(json!({
+            "role": role, "notified_ms": timeline.ms(number(&notified[index].1, "at_ns")), "lost": discarded,
+            "lost_ms": lost.get(index).map(|lost| timeline.ms(number(&lost.1, "at_ns"))),
+            "continued_ms": timeline.ms(number(first, "at_ns")), "last_before": last, "first_after": first["number"],
+        }));
+    }
+    Ok(json!({
+        "event": "publisher_death", "pid": pid, "busy": is_busy, "complete": complete, "writing": writing,
+        "started_ms": timeline.ms(started_ns), "survivors": survivors,
+    }))
+}
+
+/// Lets the publisher go on, and waits until all that it has sent is verified.
+fn publish_for(stage: &mut Stage, processes: &Processes) -> anyhow::Result<()> {
+    let until = Instant::now() + STRETCH;
+    let first = processes.subscribers[0];
+    stage.wait_for(first, "counts", |_| Instant::now() >= until)?;
+    stage.order(processes.publisher, "pause");
+    stage.wait(processes.publisher, "paused")?;
+    Ok(())
+}
+
+/// The next event of this name of each.
+fn all(stage: &mut Stage, ids: &[Id], event: &str) -> anyhow::Result<Vec<(Id, Value)>> {
+    ids.iter()
+        .map(|&id| Ok((id, stage.wait(id, event)?)))
+        .collect()
+}
+
+/// A line for each survivor, or of many for the first and the last.
+fn say(timeline: &mut Timeline, stage: &Stage, events: &[(Id, Value)], text: &str) {
+    let mut reports: Vec<_> = events
+        .iter()
+        .map(|(id, event)| (number(event, "at_ns"), stage.role(*id)))
+        .collect();
+    reports.sort();
+    match reports.as_slice() {
+        [first, .., last] if reports.len() > LINES_MAX => {
+            timeline.add(
+                first.0,
+                format_args!("the first of {} subscribers {text}", reports.len()),
+            );
+            timeline.add(last.0, format_args!("the last of them {text}"));
+        }
+        all => all
+            .iter()
+            .for_each(|(at_ns, role)| timeline.add(*at_ns, format_args!("{role} {text}"))),
+    }
+}
+
+/// Ends all processes, and checks the claims that hold then.
+fn end(stage: &mut Stage) -> anyhow::Result<()> {
+    stage.end_all()?;
+    let (wrong, gaps) = (stage.total("wrong"), stage.total("gaps"));
+    stage.claim("every word was right", wrong == 0, || {
+        format!("{wrong} items held wrong words")
+    });
+    stage.claim("every item came in its turn", gaps == 0, || {
+        format!("{gaps} items came out of order")
+    });
+    let killed = stage.killed();
+    stage.claim("two processes were killed", killed == 2, || {
+        format!("{killed} were")
+    });
+    if stage.is_planted(Plant::Leftover) {
+        std::fs::write(stage.domain.join("planted"), "")?;
+    }
+    let mut left = Vec::new();
+    for (role, extra) in stage.leftovers() {
+        let Some(extra) = extra else {
+            left.push(format!("{role} did not look"));
+            continue;
+        };
+        let kinds = ["descriptors", "mappings", "bytes of device memory"];
+        let more = kinds.iter().filter(|kind| number(&extra, kind) > 0);
+        left.extend(more.map(|kind| format!("{} {kind} of the {role}", number(&extra, kind))));
+    }
+    left.extend(
+        files(&stage.domain)?
+            .into_iter()
+            .map(|file| format!("the file {file}")),
+    );
+    stage.claim("nothing is left over", left.is_empty(), || left.join(", "));
+    Ok(())
+}
+
+/// The names of what lies in a folder, and in the folders in it.
+fn files(folder: &std::path::Path) -> std::io::Result<Vec<String>> {
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(folder)? {
+        let entry = entry?;
+        names.push(entry.file_name().to_string_lossy().into_owned());
+        if entry.file_type()?.is_dir() {
+            names.extend(files(&entry.path())?);
+        }
+    }
+    Ok(names)
+}
