@@ -58,11 +58,6 @@ const ON_GPU: &[Pick] = &[
         "CPU of a send, 64 subscribers",
     ),
     pick(
-        "CPU share of a process that waits",
-        "idle",
-        "CPU of a process whose subscriber waits",
-    ),
-    pick(
         "a job to a worker and its result back",
         "queue",
         "one job to a worker and back",
