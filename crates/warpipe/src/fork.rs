@@ -89,7 +89,7 @@ impl CloseOnForkFd {
 
     /// Has forked children close their copies. Called within a section.
     pub(crate) fn close_in_child(&self) {
-        OPEN.set(self.as_fd().as_raw_fd());
+        OPEN.insert(self.as_fd().as_raw_fd());
     }
 
     /// Whether this still is the process that made it.
@@ -102,7 +102,7 @@ impl CloseOnForkFd {
     pub(crate) fn release(mut self) -> OwnedFd {
         let _section = NoForkSection::enter();
         let fd = self.fd.take().expect("present until dropped");
-        OPEN.clear(fd.as_raw_fd());
+        OPEN.remove(fd.as_raw_fd());
         fd
     }
 }
@@ -125,7 +125,7 @@ impl Drop for CloseOnForkFd {
         // file that is being closed. Code with a `close` that may take long releases the descriptor
         // before.
         let _section = NoForkSection::enter();
-        OPEN.clear(fd.as_raw_fd());
+        OPEN.remove(fd.as_raw_fd());
         drop(fd);
     }
 }

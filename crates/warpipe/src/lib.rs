@@ -119,6 +119,7 @@ mod kernel;
 mod kind;
 mod members;
 mod memory;
+mod mutex;
 pub mod nvtx;
 mod options;
 mod origin;

@@ -288,6 +288,26 @@ fn last_error() -> Errno {
         .map_or(Errno::IO, Errno::from_raw_os_error)
 }
 
+/// Whether a system call failed because this process lacks descriptors or memory, or its user has
+/// too many descriptors in flight.
+pub(crate) fn is_shortage(error: Errno) -> bool {
+    matches!(
+        error,
+        Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS | Errno::TOOMANYREFS
+    )
+}
+
+/// The descriptors of received control data.
+pub(crate) fn received_fds(
+    control: &mut rustix::net::RecvAncillaryBuffer<'_>,
+) -> impl Iterator<Item = OwnedFd> {
+    let rights = |message| match message {
+        rustix::net::RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+        _ => None,
+    };
+    control.drain().filter_map(rights).flatten()
+}
+
 /// The duration as the kernel takes it.
 pub(crate) fn timespec(duration: Duration) -> rustix::event::Timespec {
     let tv_sec = i64::try_from(duration.as_secs()).unwrap_or(i64::MAX);

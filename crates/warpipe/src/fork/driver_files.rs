@@ -12,12 +12,12 @@
 use std::ffi::CStr;
 use std::os::fd::RawFd;
 
-use super::fd_table::OpenTable;
+use super::fd_table::FdSet;
 
 /// Descriptors of memory that users of this library got. A number stays here when it is closed, so
 /// a later file of the driver under that number is left alone, too: then the child keeps the
 /// lifeline ([`release`]).
-pub(crate) static EXPORTED: OpenTable = OpenTable::new();
+pub(crate) static EXPORTED: FdSet = FdSet::new();
 
 /// Where the driver's files lie; the second is the fake driver's.
 const FILES: [&[u8]; 2] = [b"/dev/nvidia", b"/memfd:/dev/nvidia"];
@@ -80,7 +80,7 @@ fn open_list() -> Option<RawFd> {
 fn replace(fd: RawFd, null: RawFd) -> bool {
     // SAFETY: asks for the flags of a number, whatever it is.
     let flags = unsafe { libc::fcntl(fd, libc::F_GETFD) };
-    if flags < 0 || flags & libc::FD_CLOEXEC == 0 || EXPORTED.has(fd) {
+    if flags < 0 || flags & libc::FD_CLOEXEC == 0 || EXPORTED.may_have(fd) {
         return false;
     }
     // SAFETY: the child's copy of the driver's file, which no call of the driver works with after a

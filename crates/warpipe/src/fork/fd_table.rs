@@ -1,101 +1,70 @@
-//! The numbers that a forked child closes. **This module is marked for unsafe**: it closes by
-//! number.
+//! Sets of descriptor numbers, one of them those that a forked child closes. **This module is marked
+//! for unsafe**: it closes by number.
 //!
-//! Lock-free and without allocation where the child reads them. The tables are written within a
-//! [`NoForkSection`](super::NoForkSection) alone, so no child sees one half written.
+//! A set changes within a [`NoForkSection`](super::NoForkSection) alone, so a child finds its lock
+//! free; the child of a signal handler that interrupted a section may not, and closes nothing. To
+//! read a set allocates nothing.
 
 use std::os::fd::RawFd;
-use std::ptr;
-use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
-use std::sync::atomic::{AtomicPtr, AtomicU64};
-
-/// Numbers of one leaf.
-const LEAF: usize = 1 << 15;
-
-/// Leaves: the kernel's highest `RLIMIT_NOFILE` is 2^30. A leaf that is never used costs no
-/// memory.
-const LEAVES: usize = 1 << 15;
-
-struct Leaf([AtomicU64; LEAF / 64]);
+use std::sync::Mutex;
 
 /// A bit for each descriptor.
-pub(crate) struct OpenTable([AtomicPtr<Leaf>; LEAVES]);
+pub(crate) struct FdSet(Mutex<Vec<u64>>);
 
-pub(super) static OPEN: OpenTable = OpenTable::new();
+pub(super) static OPEN: FdSet = FdSet::new();
 
-impl OpenTable {
-    pub(super) const fn new() -> OpenTable {
-        OpenTable([const { AtomicPtr::new(ptr::null_mut()) }; LEAVES])
+impl FdSet {
+    pub(super) const fn new() -> FdSet {
+        FdSet(Mutex::new(Vec::new()))
     }
 
-    pub(crate) fn set(&self, fd: RawFd) {
-        let (leaf, word, bit) = place(fd);
-        let leaf = self.leaf(leaf);
-        leaf.0[word].fetch_or(bit, Relaxed);
-    }
-
-    pub(super) fn clear(&self, fd: RawFd) {
-        let (leaf, word, bit) = place(fd);
-        // SAFETY: a leaf is never freed.
-        if let Some(leaf) = unsafe { self.0[leaf].load(Acquire).as_ref() } {
-            leaf.0[word].fetch_and(!bit, Relaxed);
+    pub(crate) fn insert(&self, fd: RawFd) {
+        let (word, bit) = place(fd);
+        let mut words = self.0.locked();
+        if words.len() <= word {
+            words.resize(word + 1, 0);
         }
+        words[word] |= bit;
     }
 
-    pub(super) fn has(&self, fd: RawFd) -> bool {
-        let (leaf, word, bit) = place(fd);
-        // SAFETY: a leaf is never freed.
-        unsafe { self.0[leaf].load(Acquire).as_ref() }
-            .is_some_and(|leaf| leaf.0[word].load(Relaxed) & bit != 0)
+    pub(super) fn remove(&self, fd: RawFd) {
+        let (word, bit) = place(fd);
+        let mut words = self.0.locked();
+        words
+            .get_mut(word)
+            .into_iter()
+            .for_each(|word| *word &= !bit);
     }
 
-    fn leaf(&self, index: usize) -> &Leaf {
-        let known = self.0[index].load(Acquire);
-        // SAFETY: a leaf is never freed.
-        if let Some(leaf) = unsafe { known.as_ref() } {
-            return leaf;
-        }
-        let made = Box::into_raw(Box::new(Leaf([const { AtomicU64::new(0) }; LEAF / 64])));
-        match self.0[index].compare_exchange(ptr::null_mut(), made, AcqRel, Acquire) {
-            // SAFETY: published just now, and never freed.
-            Ok(_) => unsafe { &*made },
-            Err(other) => {
-                // SAFETY: made above, and nobody else knows of it.
-                drop(unsafe { Box::from_raw(made) });
-                // SAFETY: a leaf is never freed.
-                unsafe { &*other }
-            }
-        }
+    /// In a forked child: whether the set has, or may have, the number.
+    pub(super) fn may_have(&self, fd: RawFd) -> bool {
+        let (word, bit) = place(fd);
+        let words = self.0.try_lock();
+        words.map_or(true, |words| {
+            words.get(word).is_some_and(|word| word & bit != 0)
+        })
     }
 
-    /// In a forked child: closes every number that is set.
+    /// In a forked child: closes every number of the set.
     pub(super) fn close_all(&self) {
-        for (index, leaf) in self.0.iter().enumerate() {
-            // SAFETY: a leaf is never freed.
-            let Some(leaf) = (unsafe { leaf.load(Relaxed).as_ref() }) else {
-                continue;
-            };
-            for (word, bits) in leaf.0.iter().enumerate() {
-                let mut bits = bits.swap(0, Relaxed);
-                while bits != 0 {
-                    let number = index * LEAF + word * 64 + bits.trailing_zeros() as usize;
-                    bits &= bits - 1;
-                    // SAFETY: the child's copy of a descriptor of ours, which nothing in the child
-                    // uses from now on (`OwnerProcess::check`).
-                    unsafe { libc::close(number as RawFd) };
-                }
+        let Ok(mut words) = self.0.try_lock() else {
+            return;
+        };
+        for (index, word) in words.iter_mut().enumerate() {
+            let mut bits = std::mem::take(word);
+            while bits != 0 {
+                let number = index * 64 + bits.trailing_zeros() as usize;
+                bits &= bits - 1;
+                // SAFETY: the child's copy of a descriptor of ours, which nothing in the child uses
+                // from now on (`OwnerProcess::check`).
+                unsafe { libc::close(number as RawFd) };
             }
         }
     }
 }
 
-fn place(fd: RawFd) -> (usize, usize, u64) {
-    let number = fd as usize;
-    (
-        number / LEAF % LEAVES,
-        number % LEAF / 64,
-        1 << (number % 64),
-    )
+fn place(fd: RawFd) -> (usize, u64) {
+    (fd as usize / 64, 1 << (fd % 64))
 }
 
 /// The identity of a file: no other open file has the same.
@@ -130,16 +99,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_of_every_size_have_their_own_bit() {
-        let mut places: Vec<_> = [0, 3, 63, 64, 1023, 32_767, 32_768, 1 << 20, (1 << 30) - 1]
-            .map(place)
-            .to_vec();
-        places.dedup();
-        assert_eq!(places.len(), 9);
-        assert!(
-            places
-                .iter()
-                .all(|&(leaf, word, _)| leaf < LEAVES && word < LEAF / 64)
-        );
+    fn numbers_of_every_size_are_members_of_their_own() {
+        let numbers = [0, 3, 63, 64, 1023, 32_767, 32_768, 1 << 20];
+        let set = FdSet::new();
+        for (index, &fd) in numbers.iter().enumerate() {
+            assert!(!set.may_have(fd));
+            set.insert(fd);
+            assert!(numbers[..=index].iter().all(|&known| set.may_have(known)));
+        }
+        set.remove(64);
+        assert!(!set.may_have(64) && set.may_have(63) && !set.may_have(1 << 21));
     }
 }
+use crate::mutex::LockUnpoisoned;

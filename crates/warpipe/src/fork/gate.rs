@@ -14,6 +14,7 @@
 //! forks, and children of a bare `clone`, are not supervised.
 
 use std::cell::Cell;
+use std::marker::PhantomData;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
@@ -24,9 +25,8 @@ use crate::os::above_standard;
 /// While a section exists, no thread forks. A section covers a few system calls that make or close
 /// descriptors, and their registration.
 pub(crate) struct NoForkSection {
-    /// `None` within another section or a fork of this thread. A section that a forked child goes
-    /// on with is not counted there.
-    counted_in: Option<OwnerProcess>,
+    /// A section is its thread's.
+    _thread: PhantomData<*const ()>,
 }
 
 thread_local! {
@@ -43,17 +43,15 @@ impl NoForkSection {
     pub(crate) fn enter() -> NoForkSection {
         install();
         // Before the gate: a signal handler that forks in between must not wait for itself.
-        let depth = DEPTH.replace(DEPTH.get() + 1);
-        if depth > 0 {
-            return NoForkSection { counted_in: None };
-        }
-        let mut pause = Pause::default();
-        let one_more = |seen| (seen & FORKING == 0).then_some(seen + 1);
-        while GATE.fetch_update(Acquire, Relaxed, one_more).is_err() {
-            pause.step();
+        if DEPTH.replace(DEPTH.get() + 1) == 0 {
+            let mut pause = Pause::default();
+            let one_more = |seen| (seen & FORKING == 0).then_some(seen + 1);
+            while GATE.fetch_update(Acquire, Relaxed, one_more).is_err() {
+                pause.step();
+            }
         }
         NoForkSection {
-            counted_in: Some(OwnerProcess::current()),
+            _thread: PhantomData,
         }
     }
 
@@ -79,10 +77,13 @@ impl NoForkSection {
 
 impl Drop for NoForkSection {
     fn drop(&mut self) {
-        if self.counted_in.is_some_and(OwnerProcess::is_current) {
-            GATE.fetch_sub(1, Release);
+        let depth = DEPTH.get() - 1;
+        if depth == 0 {
+            // A section that a forked child goes on with is not counted there.
+            let one_less = |seen| (seen & !FORKING != 0).then(|| seen - 1);
+            let _ = GATE.fetch_update(Release, Relaxed, one_less);
         }
-        DEPTH.set(DEPTH.get() - 1);
+        DEPTH.set(depth);
     }
 }
 

@@ -11,9 +11,10 @@ use std::ops::{Deref, DerefMut};
 use std::ptr;
 use std::sync::atomic::AtomicPtr;
 use std::sync::atomic::Ordering::{AcqRel, Acquire};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use super::{NoForkSection, OwnerProcess};
+use crate::mutex::LockUnpoisoned;
 
 /// A value of each process: a forked child begins with a fresh one, and never touches or drops its
 /// parent's. A value, once made, is never freed.
@@ -59,7 +60,7 @@ impl<T: Default + Send + Sync> PerProcess<T> {
 
 impl<T: Default + Send> PerProcess<Mutex<T>> {
     pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
-        self.get().lock().unwrap_or_else(PoisonError::into_inner)
+        self.get().locked()
     }
 }
 
@@ -88,7 +89,7 @@ impl<T> InheritedOnFork<T> {
     pub(crate) fn lock(&self) -> InheritedGuard<'_, T> {
         let section = NoForkSection::enter();
         InheritedGuard {
-            guard: self.0.lock().unwrap_or_else(PoisonError::into_inner),
+            guard: self.0.locked(),
             _section: section,
         }
     }

@@ -12,7 +12,7 @@
 use std::collections::HashMap;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use rustix::io::Errno;
@@ -28,6 +28,7 @@ use crate::backend::DeviceId;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
 use crate::fork::lifeline::Lifeline;
+use crate::mutex::LockUnpoisoned;
 use crate::os;
 use crate::runtime::closer::PeerSocket;
 use crate::runtime::heartbeat::Uptime;
@@ -160,7 +161,7 @@ impl Acceptor {
 
     /// Starts to accept connections. The owner calls [`tick`](Self::tick) from then on.
     pub(crate) fn listen(&self) -> Result<()> {
-        let mut state = self.lock();
+        let mut state = self.state.locked();
         if state.is_closed {
             return Ok(());
         }
@@ -200,7 +201,7 @@ impl Acceptor {
                 name: self.name().to_string(),
             }),
             FilesSeen::PutBack => {
-                let watch = self.lock().listener.take();
+                let watch = self.state.locked().listener.take();
                 drop(watch);
                 // If this process is out of descriptors, the next tick tries again.
                 let _ = self.listen();
@@ -215,7 +216,7 @@ impl Acceptor {
     /// Withdraws the name and closes the pending connections.
     pub(crate) fn close(&self) {
         self.claim.withdraw();
-        let mut state = self.lock();
+        let mut state = self.state.locked();
         if !std::mem::replace(&mut state.is_closed, true) {
             trace::emit(|| TraceEvent::EndpointClosed {
                 name: self.name().to_string(),
@@ -241,7 +242,7 @@ impl Acceptor {
         // If this process is still out of descriptors, the next tick tries again.
         let _ = self.listen();
         let limit = self.options.handshake_timeout;
-        let mut state = self.lock();
+        let mut state = self.state.locked();
         state
             .pending
             .retain(|_, pending| pending.clock.ran() <= limit);
@@ -249,10 +250,6 @@ impl Acceptor {
 
     fn say(&self, socket: &PeerSocket, message: &Message) {
         say(self.name(), socket, message);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, AcceptorState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn event_source(&self) -> Weak<dyn EventSource> {
@@ -271,7 +268,7 @@ impl Acceptor {
                 Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return Next::Keep,
                 Err(_) if reserve::give(1) => {}
                 Err(_) => {
-                    self.lock().listener = None;
+                    self.state.locked().listener = None;
                     return Next::Stop;
                 }
             }
@@ -314,7 +311,7 @@ impl Acceptor {
             Ok(registration) => registration,
             Err(error) => return self.say(&socket, &refusal_for(&error)),
         };
-        let mut state = self.lock();
+        let mut state = self.state.locked();
         if state.is_closed {
             return;
         }
@@ -342,7 +339,7 @@ impl Acceptor {
     /// A pending connection's socket is readable.
     fn on_pending(&self, id: u64) -> Next {
         // Taken out while it is read: a tick may not end it meanwhile.
-        let Some(pending) = self.lock().pending.remove(&id) else {
+        let Some(pending) = self.state.locked().pending.remove(&id) else {
             return Next::Stop;
         };
         let PendingConnection {
@@ -354,7 +351,7 @@ impl Acceptor {
         // The registration ends before the socket is closed, and before the owner gets it.
         match self.read_hello(peer, &socket) {
             Ok(HelloRead::Pending(peer)) => {
-                let mut state = self.lock();
+                let mut state = self.state.locked();
                 if !state.is_closed {
                     let pending = PendingConnection {
                         registration,
@@ -465,7 +462,7 @@ impl EventSource for Acceptor {
     }
 
     fn on_ready(&self, tag: u64) -> Next {
-        if self.lock().is_closed {
+        if self.state.locked().is_closed {
             return Next::Stop;
         }
         match tag {
@@ -491,7 +488,7 @@ pub(crate) fn refusal(denied: bool, reason: impl ToString) -> Message {
 /// The message that refuses a peer because of an error.
 pub(crate) fn refusal_for(error: &Error) -> Message {
     match error {
-        error if message::is_short(error) => Message::NoRoom {
+        error if message::shortage(error).is_some() => Message::NoRoom {
             text: message::text(error),
         },
         Error::Handshake { fault, .. } => refusal(false, fault),

@@ -230,7 +230,9 @@ mod tests {
         while !limit.left().is_zero() {
             std::thread::yield_now();
         }
-        let socket = domain.connect(&name, &limit).unwrap();
+        let socket = domain
+            .connect(&name, Kind::Publisher, Some(&limit))
+            .unwrap();
         let handshake = ClientHandshake::new(&at, socket, limit).unwrap();
         handshake.hello([7; 16], None, &[]).unwrap();
         let asked = std::cell::Cell::new(0);

@@ -363,7 +363,7 @@ impl Domain {
             Ok(lock) => is_owned(&lock).then(|| now.holder_by(&lock, name)),
             Err(Errno::ACCESS | Errno::PERM) => now.listener_of(name),
             // Nothing is proven dead by a process that cannot look.
-            Err(error) if lock::is_own_want(error) => Some(Holder { pid: None }),
+            Err(error) if os::is_shortage(error) => Some(Holder { pid: None }),
             Err(_) => None,
         }
     }
@@ -451,92 +451,47 @@ impl Domain {
         Ok((socket, stat))
     }
 
-    /// Connects to the endpoint `name`; retries while its backlog is full.
-    #[cfg(test)]
+    /// Connects to the endpoint `name`, which is to be of that kind. Tries again within the limit
+    /// while its backlog is full.
     pub(crate) fn connect(
         &self,
         name: &EndpointName,
-        limit: &HandshakeLimit,
-    ) -> Result<PeerSocket> {
-        self.connect_or(name, Some(limit), |was_there| Error::NotFound {
-            kind: Kind::Publisher,
-            name: name.to_string(),
-            domain: self.inner.path.clone(),
-            was_there,
-        })
-    }
-
-    /// As [`connect`](Self::connect), with the caller's error for a name without an owner. `absent`
-    /// receives whether a dead process left its socket behind. Without a limit, does not wait for
-    /// the backlog.
-    pub(crate) fn connect_or(
-        &self,
-        name: &EndpointName,
+        kind: Kind,
         limit: Option<&HandshakeLimit>,
-        absent: impl FnOnce(bool) -> Error,
     ) -> Result<PeerSocket> {
         let file = name.file("", ".sock");
         let now = self.current();
         let mut backoff = crate::backoff::Backoff::default();
-        loop {
+        let error = loop {
             match now.dial(&file) {
                 Ok(socket) => return Ok(socket),
                 Err(Errno::AGAIN) if limit.is_some_and(|limit| !limit.left().is_zero()) => {
                     backoff.pause()
                 }
-                Err(Errno::AGAIN) => {
-                    // The listener accepts no connection: it is stopped, or hung.
-                    let waited = limit.map_or(Duration::ZERO, HandshakeLimit::timeout);
-                    let fault = HandshakeFault::Silent(waited);
-                    return Err(Error::Handshake {
-                        name: name.to_string(),
-                        fault,
-                    });
-                }
-                Err(error) => return Err(self.not_connected(name, &file, error, absent)),
+                Err(error) => break error,
             }
-        }
-    }
-
-    /// Connects to the endpoint `name` at once; `None` while its backlog is full.
-    pub(crate) fn connect_now(
-        &self,
-        name: &EndpointName,
-        kind: Kind,
-    ) -> Result<Option<PeerSocket>> {
-        let file = name.file("", ".sock");
-        let absent = |was_there| Error::NotFound {
-            kind,
-            name: name.to_string(),
-            domain: self.inner.path.clone(),
-            was_there,
         };
-        match self.current().dial(&file) {
-            Ok(socket) => Ok(Some(socket)),
-            Err(Errno::AGAIN) => Ok(None),
-            Err(error) => Err(self.not_connected(name, &file, error, absent)),
-        }
-    }
-
-    fn not_connected(
-        &self,
-        name: &EndpointName,
-        file: &str,
-        error: Errno,
-        absent: impl FnOnce(bool) -> Error,
-    ) -> Error {
-        match error {
-            Errno::NOENT | Errno::CONNREFUSED => absent(error == Errno::CONNREFUSED),
-            Errno::ACCESS | Errno::PERM => {
-                let detail = "the socket's permissions".to_string();
-                Error::AccessDenied {
-                    name: name.to_string(),
-                    detail,
-                }
-            }
-            Errno::PROTOTYPE | Errno::NOTSOCK => self.foreign(file, "no endpoint's socket"),
+        Err(match error {
+            Errno::NOENT | Errno::CONNREFUSED => Error::NotFound {
+                kind,
+                name: name.to_string(),
+                domain: self.inner.path.clone(),
+                was_there: error == Errno::CONNREFUSED,
+            },
+            // The listener accepts no connection: it is stopped, or hung.
+            Errno::AGAIN => Error::Handshake {
+                name: name.to_string(),
+                fault: HandshakeFault::Silent(
+                    limit.map_or(Duration::ZERO, HandshakeLimit::timeout),
+                ),
+            },
+            Errno::ACCESS | Errno::PERM => Error::AccessDenied {
+                name: name.to_string(),
+                detail: "the socket's permissions".to_string(),
+            },
+            Errno::PROTOTYPE | Errno::NOTSOCK => self.foreign(&file, "no endpoint's socket"),
             error => Error::os("connect", format!("endpoint {name}"), error),
-        }
+        })
     }
 
     fn dial(&self, file: &str) -> std::result::Result<PeerSocket, Errno> {
@@ -611,7 +566,7 @@ fn open_domain(path: &Path, is_own: bool) -> Result<OwnedFd> {
         Ok(fd) => Ok(fd),
         Err(Errno::LOOP | Errno::NOTDIR) => Err(fail("it is a symlink or no directory".into())),
         // The directory may be as it should be.
-        Err(error) if lock::is_own_want(error) => {
+        Err(error) if os::is_shortage(error) => {
             Err(Error::os("open", path.display().to_string(), error))
         }
         Err(Errno::ACCESS) if !is_own => Err(no_way_through(path)),

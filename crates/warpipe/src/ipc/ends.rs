@@ -2,7 +2,7 @@
 //! the clients of the end of each. A stopped client reads nothing; it is told when it goes on.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
 /// Never held during a driver call, or while a client is told.
 #[derive(Debug, Default)]
@@ -18,23 +18,24 @@ struct Given {
 }
 
 impl Ends {
-    fn lock(&self) -> MutexGuard<'_, HashMap<u64, Given>> {
-        self.clients.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// A connected client may have this from now on.
     pub(crate) fn give(&self, client: u64, number: u32) {
-        self.lock().entry(client).or_default().held.insert(number);
+        self.clients
+            .locked()
+            .entry(client)
+            .or_default()
+            .held
+            .insert(number);
     }
 
     /// The client is told of nothing any more.
     pub(crate) fn forget(&self, client: u64) {
-        self.lock().remove(&client);
+        self.clients.locked().remove(&client);
     }
 
     /// The server has this no longer.
     pub(crate) fn end(&self, number: u32) {
-        for given in self.lock().values_mut() {
+        for given in self.clients.locked().values_mut() {
             if given.held.remove(&number) {
                 given.ended.push(number);
             }
@@ -45,7 +46,7 @@ impl Ends {
     /// told now.
     pub(crate) fn tell(&self, tell: impl Fn(u64, u32) -> bool) {
         let mut due = vec![];
-        for (&client, given) in self.lock().iter_mut() {
+        for (&client, given) in self.clients.locked().iter_mut() {
             if !given.ended.is_empty() {
                 due.push((client, std::mem::take(&mut given.ended)));
             }
@@ -53,7 +54,7 @@ impl Ends {
         for (client, mut ended) in due {
             let told = ended.iter().take_while(|&&number| tell(client, number));
             let untold = ended.split_off(told.count());
-            if let Some(given) = self.lock().get_mut(&client) {
+            if let Some(given) = self.clients.locked().get_mut(&client) {
                 given.ended.extend(untold);
             }
         }
@@ -94,3 +95,4 @@ mod tests {
         assert_eq!(told, [(1, 10), (1, 11), (2, 11)]);
     }
 }
+use crate::mutex::LockUnpoisoned;

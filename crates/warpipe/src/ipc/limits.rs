@@ -4,10 +4,11 @@
 
 use std::collections::HashMap;
 use std::os::fd::AsFd;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use crate::error::PeerLimit;
 use crate::ipc::peer::{Peer, ProcessId};
+use crate::mutex::LockUnpoisoned;
 use crate::os::unread_by_peer;
 use crate::runtime::closer::PeerSocket;
 
@@ -38,23 +39,17 @@ pub(crate) struct ConnectionQuota {
 
 #[derive(Debug, Default)]
 struct QuotaTable {
-    taken: Mutex<QuotaUse>,
+    /// One for each link.
+    taken: Mutex<Vec<QuotaKey>>,
     /// Links that ended before their peers had read what was sent to them.
     unread: Mutex<Vec<(Arc<PeerSocket>, QuotaKey)>>,
-}
-
-#[derive(Debug, Default)]
-struct QuotaUse {
-    all: u32,
-    users: HashMap<u32, u32>,
-    processes: HashMap<ProcessKey, u32>,
 }
 
 /// A process: whether it is known by its number alone, and that number or its pidfd's inode.
 type ProcessKey = (bool, u64);
 
 /// The user and process that a link counts for.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 struct QuotaKey {
     uid: u32,
     process: ProcessKey,
@@ -93,47 +88,34 @@ impl ConnectionQuota {
         };
         let uid = peer.uid;
         let is_foreign = uid != rustix::process::geteuid().as_raw();
-        let is_other = !peer.is_own();
-        let mut taken = self
-            .books
-            .taken
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        let of_user = taken.users.get(&uid).copied().unwrap_or(0);
-        let of_process = taken.processes.get(&process).copied().unwrap_or(0);
-        let checks = [
-            (true, taken.all, PeerLimit::All, self.limits.all),
-            (is_foreign, of_user, PeerLimit::User, self.limits.user),
-            (
-                is_other,
-                of_process,
-                PeerLimit::Process,
-                self.limits.process,
-            ),
-        ];
-        if let Some(&(_, _, limit, max)) = checks
-            .iter()
-            .find(|(applies, count, _, max)| *applies && count >= max)
-        {
-            return Err((limit, max));
+        let limits = &self.limits;
+        let mut taken = self.books.taken.locked();
+        let count = |is_meant: &dyn Fn(&QuotaKey) -> bool| {
+            taken.iter().filter(|key| is_meant(key)).count() as u64
+        };
+        let full = |applies, count, max| applies && count >= u64::from(max);
+        if full(true, taken.len() as u64, limits.all) {
+            return Err((PeerLimit::All, limits.all));
         }
-        taken.all += 1;
-        *taken.users.entry(uid).or_default() += 1;
-        *taken.processes.entry(process).or_default() += 1;
+        if full(is_foreign, count(&|key| key.uid == uid), limits.user) {
+            return Err((PeerLimit::User, limits.user));
+        }
+        let of_process = count(&|key| key.process == process);
+        if full(!peer.is_own(), of_process, limits.process) {
+            return Err((PeerLimit::Process, limits.process));
+        }
+        let place = QuotaKey { uid, process };
+        taken.push(place);
         Ok(QuotaPermit {
             books: self.books.clone(),
-            place: QuotaKey { uid, process },
+            place,
             socket: socket.clone(),
         })
     }
 
     /// Releases the permits of links with peers that have read their queues or closed by now.
     pub(crate) fn release_closed(&self) {
-        let mut unread = self
-            .books
-            .unread
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut unread = self.books.unread.locked();
         let read: Vec<_> = unread
             .extract_if(.., |(socket, _)| unread_by_peer(socket.as_fd()) == 0)
             .collect();
@@ -150,24 +132,17 @@ impl Drop for QuotaPermit {
         if unread_by_peer(self.socket.as_fd()) == 0 {
             return self.books.release(self.place);
         }
-        let mut unread = self
-            .books
-            .unread
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut unread = self.books.unread.locked();
         unread.push((self.socket.clone(), self.place));
     }
 }
 
 impl QuotaTable {
     fn release(&self, place: QuotaKey) {
-        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
-        taken.all -= 1;
-        let QuotaUse {
-            users, processes, ..
-        } = &mut *taken;
-        one_less(users, place.uid);
-        one_less(processes, place.process);
+        let mut taken = self.taken.locked();
+        if let Some(index) = taken.iter().position(|&key| key == place) {
+            taken.swap_remove(index);
+        }
     }
 }
 
@@ -183,13 +158,4 @@ pub(crate) fn eviction_candidate(connections: impl Iterator<Item = (u64, u32)>) 
         .into_values()
         .max_by_key(|&(count, oldest)| (count, u64::MAX - oldest))
         .map(|(_, oldest)| oldest)
-}
-
-fn one_less<K: Eq + std::hash::Hash>(counts: &mut HashMap<K, u32>, key: K) {
-    if let Some(count) = counts.get_mut(&key) {
-        *count -= 1;
-        if *count == 0 {
-            counts.remove(&key);
-        }
-    }
 }

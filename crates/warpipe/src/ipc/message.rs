@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags,
+    RecvAncillaryBuffer, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags,
 };
 use serde::{Deserialize, Serialize};
 
@@ -22,7 +22,7 @@ use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::lifeline::Lifeline;
 use crate::fork::{CloseOnForkFd, NoForkSection};
 use crate::ipc::{FDS_MAX, Kind};
-use crate::os::take_standard;
+use crate::os::{received_fds, take_standard};
 use crate::runtime::closer::{PeerFd, PeerSocket, peek, peer_of};
 use crate::runtime::reserve;
 use crate::shm::segment::VERSION;
@@ -132,28 +132,11 @@ pub(crate) enum CloseReason {
 }
 
 impl Message {
-    fn name(&self) -> &'static str {
-        match self {
-            Message::Hello { .. } => "Hello",
-            Message::Welcome { .. } => "Welcome",
-            Message::Region { .. } => "Region",
-            Message::CloseRegion { .. } => "CloseRegion",
-            Message::RegionClosed { .. } => "RegionClosed",
-            Message::Attached => "Attached",
-            Message::Close(_) => "Close",
-            Message::CloseReplies(_) => "CloseReplies",
-            Message::Refused { .. } => "Refused",
-            Message::SessionOpened { .. } => "SessionOpened",
-            Message::OtherKind { .. } => "OtherKind",
-            Message::Request { .. } => "Request",
-            Message::Reply { .. } => "Reply",
-            Message::RequestFailed { .. } => "RequestFailed",
-            Message::Completions { .. } => "Completions",
-            Message::Full { .. } => "Full",
-            Message::MemoryRequest { .. } => "MemoryRequest",
-            Message::Returned { .. } => "Returned",
-            Message::NoRoom { .. } => "NoRoom",
-        }
+    /// The name of the variant.
+    fn name(&self) -> String {
+        let text = format!("{self:?}");
+        let end = text.find(|c: char| !c.is_alphanumeric());
+        text[..end.unwrap_or(text.len())].to_string()
     }
 
     /// How many descriptors go with the message.
@@ -177,7 +160,7 @@ impl Message {
 
     pub(crate) fn unexpected(&self, wanted: &'static str) -> HandshakeFault {
         HandshakeFault::Unexpected {
-            found: self.name().to_string(),
+            found: self.name(),
             wanted,
         }
     }
@@ -229,15 +212,6 @@ pub(crate) fn send_owned(
     send(socket.as_fd(), message, &borrowed)
 }
 
-/// Whether a failed send is this process's own fault (no memory, or too many descriptors in flight)
-/// and not the peer's.
-pub(crate) fn is_own(error: Errno) -> bool {
-    matches!(
-        error,
-        Errno::TOOMANYREFS | Errno::NOBUFS | Errno::NOMEM | Errno::MFILE | Errno::NFILE
-    )
-}
-
 /// The eight bytes before a message.
 fn frame(version: u16) -> [u8; FRAME_BYTES] {
     let [low, high] = version.to_le_bytes();
@@ -279,7 +253,7 @@ pub(crate) enum Received {
 /// # Errors
 /// [`Error::Handshake`] for anything that is not a whole message of this version with its exact
 /// descriptors; [`Error::DescriptorLimit`] when this process had no room for the descriptors, not
-/// even in its [`reserve`]. That is not the peer's fault ([`is_short`]).
+/// even in its [`reserve`]. That is not the peer's fault ([`shortage`]).
 pub(crate) fn receive(socket: BorrowedFd<'_>, name: &str) -> Result<Received> {
     let mut packet = [0u8; PACKET_BYTES_MAX];
     let looked = past_reset(|| peek(socket, &mut packet));
@@ -318,13 +292,8 @@ pub(crate) fn receive(socket: BorrowedFd<'_>, name: &str) -> Result<Received> {
     Ok(Received::Message(message, fds))
 }
 
-/// Whether an error of [`receive`] is this process's own: it lacks a descriptor or memory for the
-/// packet. That is no fault of the peer's; the connection is closed all the same.
-pub(crate) fn is_short(error: &Error) -> bool {
-    shortage(error).is_some()
-}
-
-/// As [`is_short`], with the system's error.
+/// The system's error, if one of [`receive`] is this process's own: it lacks a descriptor or memory
+/// for the packet. That is no fault of the peer's; the connection is closed all the same.
 pub(crate) fn shortage(error: &Error) -> Option<Errno> {
     match error {
         Error::DescriptorLimit { .. } => Some(Errno::MFILE),
@@ -418,16 +387,7 @@ fn copy_descriptors(
             flags,
         )
     })?;
-    let fds: Vec<PeerFd> = ancillary
-        .drain()
-        .filter_map(|message| {
-            if let RecvAncillaryMessage::ScmRights(fds) = message {
-                Some(fds)
-            } else {
-                None
-            }
-        })
-        .flatten()
+    let fds = received_fds(&mut ancillary)
         .map(|fd| PeerFd::received(&section, fd, uid))
         .collect();
     drop(taken);

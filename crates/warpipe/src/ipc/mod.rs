@@ -26,7 +26,6 @@ mod tests;
 
 use std::time::Duration;
 
-use rustix::io::Errno;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -43,6 +42,7 @@ use crate::ipc::limits::PeerLimits;
 use crate::ipc::message::Message;
 use crate::ipc::peer::is_admitted;
 pub(crate) use crate::kind::Kind;
+use crate::os::is_shortage;
 use crate::runtime::closer::PeerFd;
 
 /// Decodes bytes as each message of an endpoint type, for `fuzzing`. A decoded message must survive
@@ -159,9 +159,7 @@ impl Rejection {
             is_short: false,
         }
     }
-}
 
-impl Rejection {
     /// The message that refuses a client.
     fn refusal(&self) -> Message {
         match self.is_short {
@@ -178,22 +176,13 @@ impl<E: std::error::Error + 'static> From<E> for Rejection {
         let error: &(dyn std::error::Error + 'static) = &error;
         let is_short = match error.downcast_ref() {
             Some(&error) => is_shortage(error),
-            None => error.downcast_ref().is_some_and(message::is_short),
+            None => error.downcast_ref().and_then(message::shortage).is_some(),
         };
         Rejection {
             text: error.to_string(),
             is_short,
         }
     }
-}
-
-/// Whether a system call failed because this process lacks descriptors or memory, or its user has
-/// too many descriptors in flight.
-pub(crate) fn is_shortage(error: Errno) -> bool {
-    matches!(
-        error,
-        Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS | Errno::TOOMANYREFS
-    )
 }
 
 /// A reply that a client has received.

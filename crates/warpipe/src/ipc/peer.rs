@@ -11,7 +11,7 @@
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::atomic::{AtomicU8, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -23,6 +23,7 @@ use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::lifeline::Lifeline;
 use crate::fork::per_process::PerProcess;
 use crate::fork::{self, CloseOnForkFd};
+use crate::mutex::LockUnpoisoned;
 use crate::os;
 use crate::runtime::closer::PeerFd;
 use crate::runtime::heartbeat::Uptime;
@@ -149,11 +150,7 @@ impl Peer {
     /// Takes the lifeline that came with the peer's first message. From here on the peer's death is
     /// watched for.
     pub(crate) fn adopt(&self, lifeline: [PeerFd; 2]) -> Result<(), HandshakeFault> {
-        let pidfd = self
-            .pidfd
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
+        let pidfd = self.pidfd.locked().take();
         let Some(pidfd) = pidfd else {
             return Err(HandshakeFault::Lifeline("a second one".into()));
         };
@@ -381,11 +378,7 @@ impl Process {
                 .register(process.pidfd.as_fd(), &me, 0)
                 .map_err(failed)?,
         ];
-        process
-            .registrations
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .extend(registrations);
+        process.registrations.locked().extend(registrations);
         Ok(process)
     }
 
@@ -397,7 +390,7 @@ impl Process {
         tag: u64,
     ) -> Result<Registration> {
         let watch = self.reactor.register_trigger(target, tag);
-        let mut state = self.lock();
+        let mut state = self.state.locked();
         state.listeners.retain(|&(_, id)| self.reactor.has(id));
         state.listeners.push((evidence, watch.id()));
         drop(state);
@@ -408,7 +401,7 @@ impl Process {
     /// Whether there is such evidence, as the kernel reports now.
     pub(crate) fn shows(&self, evidence: DeathEvidence) -> bool {
         self.update();
-        self.has(evidence, &self.lock())
+        self.has(evidence, &self.state.locked())
     }
 
     fn has(&self, evidence: DeathEvidence, state: &ProcessState) -> bool {
@@ -424,10 +417,6 @@ impl Process {
             }
             DeathEvidence::Proven => level >= PROVEN,
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, ProcessState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn seen(&self) -> KernelView {
@@ -471,11 +460,11 @@ impl Process {
             }
             if level == SUSPECT {
                 // Measured at each tick, whether anything waits for it or not.
-                self.lock().orphaned.get_or_insert_default().ran();
+                self.state.locked().orphaned.get_or_insert_default().ran();
             }
         }
         if self.level.load(SeqCst) >= SUSPECT {
-            let mut state = self.lock();
+            let mut state = self.state.locked();
             let all = std::mem::take(&mut state.listeners);
             let (due, waiting): (Vec<_>, Vec<_>) = all
                 .into_iter()
@@ -573,7 +562,8 @@ mod tests {
                 && process.shows(DeathEvidence::Orphaned(Duration::ZERO))
         );
         process
-            .lock()
+            .state
+            .locked()
             .orphaned
             .as_ref()
             .expect("it is suspect")

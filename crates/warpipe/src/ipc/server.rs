@@ -8,13 +8,13 @@
 use std::collections::HashMap;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use super::acceptor::{self, Acceptor, AcceptorOptions, ConnectionOwner, Hello, refusal};
 use super::connection::{self, Connection, ConnectionUser, watch_peer, watch_socket};
 use super::{
     AccessPolicy, Address, ClientInfo, Disconnected, FDS_MAX, NOTIFICATION, OutgoingReply,
-    Rejection, RequestHandler, is_shortage,
+    Rejection, RequestHandler,
 };
 use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
@@ -22,7 +22,8 @@ use crate::ipc::HANDSHAKE_TIMEOUT;
 use crate::ipc::limits::QuotaPermit;
 use crate::ipc::message::{self, CloseReason, Message, Received};
 use crate::ipc::peer::{ORPHAN_TIMEOUT, Process};
-use crate::os::let_descriptors_in;
+use crate::mutex::LockUnpoisoned;
+use crate::os::{is_shortage, let_descriptors_in};
 use crate::runtime::closer::{PeerFd, PeerSocket};
 use crate::runtime::reactor::{EventSource, Next, Reactor, Registration, new_generation};
 use crate::statistics::EndpointRow;
@@ -164,12 +165,18 @@ impl ServerCore {
 
     /// A client's process, for other modules to watch.
     pub(crate) fn process_of(&self, id: u64) -> Option<Arc<Process>> {
-        self.lock().get(&id)?.connection.peer.process().cloned()
+        self.sessions
+            .locked()
+            .get(&id)?
+            .connection
+            .peer
+            .process()
+            .cloned()
     }
 
     /// Whether two clients are known to be of one process.
     pub(crate) fn are_of_one_process(&self, one: u64, other: u64) -> bool {
-        let sessions = self.lock();
+        let sessions = self.sessions.locked();
         let [one, other] = [one, other].map(|id| sessions.get(&id));
         one.zip(other)
             .is_some_and(|(one, other)| one.connection.peer.id == other.connection.peer.id)
@@ -178,13 +185,20 @@ impl ServerCore {
     /// The place of a client in the limits. A handler that keeps anything for a client beyond the
     /// end of its session holds this as long, so that such sessions are limited, too.
     pub(crate) fn permit_of(&self, id: u64) -> Option<Arc<QuotaPermit>> {
-        Some(self.lock().get(&id)?.connection.quota_permit.clone())
+        Some(
+            self.sessions
+                .locked()
+                .get(&id)?
+                .connection
+                .quota_permit
+                .clone(),
+        )
     }
 
     /// Sends a notification to a client, without waiting. False if the client is not connected, or
     /// does not read its socket.
     pub(crate) fn tell(&self, id: u64, reply: OutgoingReply) -> bool {
-        let socket = match self.lock().get(&id) {
+        let socket = match self.sessions.locked().get(&id) {
             Some(session) if session.phase == SessionPhase::Open => {
                 session.connection.socket.clone()
             }
@@ -206,7 +220,7 @@ impl ServerCore {
     /// Sends a notification without descriptors to every client, without waiting. A client that
     /// does not read its socket gets none.
     pub(crate) fn tell_all(&self, reply: &OutgoingReply) {
-        let clients: Vec<u64> = self.lock().keys().copied().collect();
+        let clients: Vec<u64> = self.sessions.locked().keys().copied().collect();
         for id in clients {
             let reply = OutgoingReply {
                 body: reply.body.clone(),
@@ -214,10 +228,6 @@ impl ServerCore {
             };
             self.tell(id, reply);
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, HashMap<u64, ServedSession>> {
-        self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Ends a connection with a reason.
@@ -234,7 +244,7 @@ impl ServerCore {
     }
 
     fn socket_of(&self, id: u64) -> Option<Arc<PeerSocket>> {
-        let sessions = self.lock();
+        let sessions = self.sessions.locked();
         Some(sessions.get(&id)?.connection.socket.clone())
     }
 
@@ -243,7 +253,7 @@ impl ServerCore {
     }
 
     fn close(&self) {
-        let mut open = self.lock();
+        let mut open = self.sessions.locked();
         // Under the lock: no connection is added from here on.
         self.is_closed.store(true, Ordering::SeqCst);
         let sessions = std::mem::take(&mut *open);
@@ -276,7 +286,7 @@ impl ServerCore {
             client: client.clone(),
             phase: SessionPhase::Admitting,
         };
-        let mut sessions = self.lock();
+        let mut sessions = self.sessions.locked();
         if self.is_closed.load(Ordering::SeqCst) {
             // Closed since the connection came, and `close` has not seen it.
             drop(sessions);
@@ -290,7 +300,7 @@ impl ServerCore {
             Err(rejection) => {
                 // Held until the client is told: without it the socket is shut down. `close` may
                 // have taken it out, and tells the client so.
-                let rejected = self.lock().remove(&id);
+                let rejected = self.sessions.locked().remove(&id);
                 if rejected.is_some() {
                     self.say(&socket, &rejection.refusal());
                 }
@@ -310,7 +320,7 @@ impl ServerCore {
         };
         // The session is open before the client gets the reply, and under the lock the reply is
         // sent before any notification. Whatever happens from here, `on_disconnect` is due.
-        let mut sessions = self.lock();
+        let mut sessions = self.sessions.locked();
         if let Some(session) = sessions.get_mut(&client.id) {
             session.phase = SessionPhase::Open;
         }
@@ -346,7 +356,7 @@ impl ServerCore {
             Ok(watch) => {
                 // If the session has been removed, the registration ends here, before the socket
                 // does.
-                if let Some(session) = self.lock().get_mut(&id) {
+                if let Some(session) = self.sessions.locked().get_mut(&id) {
                     session.registrations.push(watch);
                 }
             }
@@ -388,7 +398,7 @@ impl ServerCore {
                 self.reply(&client, socket, serial, replied)
             }
             Message::Close(_) => {
-                if let Some(session) = self.lock().get_mut(&id) {
+                if let Some(session) = self.sessions.locked().get_mut(&id) {
                     session.phase = SessionPhase::Leaving;
                 }
                 Ok(())
@@ -437,7 +447,7 @@ impl ServerCore {
 
     /// The client of an open session.
     fn open_client(&self, id: u64) -> Option<ClientInfo> {
-        let sessions = self.lock();
+        let sessions = self.sessions.locked();
         let session = sessions.get(&id)?;
         (session.phase == SessionPhase::Open).then(|| session.client.clone())
     }
@@ -452,7 +462,7 @@ impl ConnectionUser for ServerCore {
             let end = match received {
                 Ok(Received::Message(message, fds)) => {
                     match self.on_request(id, &socket, message, fds) {
-                        Ok(()) if self.lock().contains_key(&id) => return Next::Keep,
+                        Ok(()) if self.sessions.locked().contains_key(&id) => return Next::Keep,
                         Ok(()) => return Next::Stop,
                         Err(Rejection { text, .. }) => Some(text),
                     }
@@ -473,7 +483,7 @@ impl ConnectionUser for ServerCore {
         let holds = self
             .open_client(id)
             .is_some_and(|client| self.handler.holds_anything(&client));
-        let mut sessions = self.lock();
+        let mut sessions = self.sessions.locked();
         let Some(session) = sessions.get_mut(&id) else {
             return;
         };
@@ -508,14 +518,18 @@ impl ConnectionUser for ServerCore {
     }
 
     fn on_orphaned(&self, id: u64) {
-        let client = self.lock().get(&id).map(|session| session.client.clone());
+        let client = self
+            .sessions
+            .locked()
+            .get(&id)
+            .map(|session| session.client.clone());
         if let Some(client) = client {
             self.handler.on_orphaned(self, &client);
         }
     }
 
     fn on_proven(&self, id: u64) {
-        let dead = self.lock().remove(&id);
+        let dead = self.sessions.locked().remove(&id);
         if let Some(dead) = dead {
             self.trace(&dead.client, |name, client, uid| TraceEvent::ClientDied {
                 name,
@@ -556,7 +570,7 @@ impl EventSource for ServerCore {
         self.acceptor.tick();
         self.handler.on_server_tick(self, now_ns);
         self.row.set_domain(self.acceptor.domain_identity());
-        self.row.set_clients(self.lock().len(), now_ns);
+        self.row.set_clients(self.sessions.locked().len(), now_ns);
     }
 }
 

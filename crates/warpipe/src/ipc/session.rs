@@ -22,6 +22,7 @@ use crate::ipc::connection::{watch_peer, watch_socket};
 use crate::ipc::domain::{Arrivals, Domain};
 use crate::ipc::message::{self, Message};
 use crate::ipc::peer::{DeathEvidence, ORPHAN_TIMEOUT};
+use crate::mutex::LockUnpoisoned;
 use crate::runtime::reactor::{EventSource, Reactor};
 use crate::wait::Wait;
 
@@ -78,19 +79,14 @@ impl ClientSession {
     /// Starts to receive the server's notifications and its end. If the server has ended already,
     /// `observer` is called at once.
     pub(crate) fn observe(&self, observer: Arc<dyn SessionObserver>) -> Result<()> {
-        *self
-            .inner
-            .observer
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner) = Some(observer);
+        *self.inner.observer.locked() = Some(observer);
         let me = Arc::downgrade(&self.inner) as Weak<dyn EventSource>;
         let reactor = &self.inner.reactor;
         let socket = watch_socket(reactor, self.inner.socket.as_fd(), &me, 0)?;
         let peer = watch_peer(&self.inner.peer, ORPHAN_TIMEOUT, &me, 0)?;
         self.inner
             .registrations
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+            .locked()
             .extend([socket].into_iter().chain(peer));
         Ok(())
     }
@@ -155,7 +151,7 @@ impl ClientSession {
                 let _ = rustix::net::shutdown(&inner.socket, rustix::net::Shutdown::Both);
             }
             Err(error) => {
-                inner.lock().open.remove(&serial);
+                inner.requests.locked().open.remove(&serial);
                 inner.replied.notify_all();
                 return Err(inner.unsent(error));
             }
@@ -169,7 +165,7 @@ impl ClientSession {
     /// [`Error::PeerGone`], [`Error::Timeout`] when the server does not read its socket.
     pub(crate) fn post(&self, body: &[u8]) -> Result<()> {
         let inner = self.inner.get()?;
-        if inner.lock().is_over {
+        if inner.requests.locked().is_over {
             return Err(inner.owner_gone());
         }
         let request = Message::Request {
@@ -204,7 +200,7 @@ impl ClientSession {
 
     /// Whether the session is over. The server may not be proven dead yet.
     pub(crate) fn is_over(&self) -> bool {
-        self.inner.lock().is_over
+        self.inner.requests.locked().is_over
     }
 
     /// Whether waiting for the server is pointless: it is proven dead, or has been orphaned for
@@ -222,7 +218,7 @@ impl ClientSession {
         let inner = &self.inner;
         let waited = inner
             .replied
-            .wait_timeout_while(inner.lock(), limit, |requests| !requests.is_over);
+            .wait_timeout_while(inner.requests.locked(), limit, |requests| !requests.is_over);
         waited.unwrap_or_else(PoisonError::into_inner).0.is_over
     }
 

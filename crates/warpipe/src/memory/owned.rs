@@ -117,7 +117,7 @@ impl Memory {
         // The caller owns the descriptor: a forked child may keep it, as with any descriptor.
         let copy = rustix::io::fcntl_dupfd_cloexec(&fd, 3)
             .map_err(|e| Error::os("fcntl(F_DUPFD_CLOEXEC)", "a memory's descriptor", e))?;
-        EXPORTED.set(copy.as_raw_fd());
+        EXPORTED.insert(copy.as_raw_fd());
         Ok(copy)
     }
 

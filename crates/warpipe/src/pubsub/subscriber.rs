@@ -4,7 +4,6 @@
 mod attached;
 mod builder;
 mod raw_sample;
-mod reconnect;
 #[cfg(test)]
 mod tests;
 mod wait;
@@ -20,7 +19,6 @@ pub use builder::SubscriberBuilder;
 pub(crate) use raw_sample::{CompletionWait, RawSample, Replies};
 
 use self::attached::{Attached, EndedLink};
-use self::reconnect::ReconnectAttempt;
 use self::wait::{ARRIVALS, DOORBELL, WAKE, listen_to};
 use super::publisher_link::{ConnectOptions, PublisherLink, SubscriberIdentity};
 use super::sample::{PreviousPublisher, Sample};
@@ -29,12 +27,14 @@ use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::ipc::Kind;
+use crate::ipc::client_handshake::HandshakeLimit;
 use crate::ipc::domain::{Arrivals, Domain, EndpointName};
 use crate::ipc::peer::ORPHAN_TIMEOUT;
 use crate::ipc::{self, PeerState, until_found};
 use crate::nvtx;
 use crate::options::EndpointOptions;
 use crate::pubsub::ring::ReceiverRing;
+use crate::runtime::attempt::Attempt;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::spin::Polls;
 use crate::statistics::{self, EndpointRow, EndpointWords, Role};
@@ -103,7 +103,7 @@ pub struct Subscriber {
     rung: u8,
     attached: Option<LeakOnFork<Attached>>,
     /// The handshake with the next publisher, while it has not answered.
-    attempt: Option<ReconnectAttempt>,
+    attempt: Option<Attempt<Arc<PublisherLink>>>,
     /// The link of the samples received last, once it has ended, until the next sample.
     ended: Option<EndedLink>,
     dropped_before: u64,
@@ -404,9 +404,7 @@ impl Subscriber {
     /// attached.
     fn follow(&mut self) -> Result<bool> {
         let Some(attempt) = &self.attempt else {
-            if let Some(socket) = self.domain.connect_now(&self.name, self.options.kind)? {
-                self.attempt = Some(ReconnectAttempt::start(self.connect_options(), socket)?);
-            }
+            self.attempt = Some(self.reconnect()?);
             return Ok(false);
         };
         let Some(result) = attempt.result() else {
@@ -415,6 +413,18 @@ impl Subscriber {
         self.attempt = None;
         let link = result.inspect_err(|_| statistics::write_slow_paths())?;
         self.attached_by(link).map(|()| true)
+    }
+
+    /// Begins the handshake with the next publisher.
+    fn reconnect(&self) -> Result<Attempt<Arc<PublisherLink>>> {
+        let options = self.connect_options();
+        let socket = self.domain.connect(&self.name, self.options.kind, None)?;
+        let reach = move |is_cancelled: &AtomicBool| {
+            let limit = HandshakeLimit::new(options.timeout);
+            options.shake_hands(socket, limit, is_cancelled)
+        };
+        let leave = |link: Arc<PublisherLink>| link.leave();
+        Attempt::start(self.name.as_str(), self.doorbell.clone(), reach, leave)
     }
 
     /// Polls the attached publisher once; `None` when that publisher is at its end and another one

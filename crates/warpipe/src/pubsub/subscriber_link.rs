@@ -347,7 +347,7 @@ impl SubscriberLink {
     /// link leaves or is closed, sends the descriptors of those that are new.
     ///
     /// # Errors
-    /// Either [`message::is_own`], and the rest is repeated later; or the subscriber does not read
+    /// Either [`os::is_shortage`], and the rest is repeated later; or the subscriber does not read
     /// its socket.
     pub(super) fn announce(&mut self, chunks: &[Chunk]) -> Result<(), Errno> {
         let socket = self.socket.clone();

@@ -3,7 +3,7 @@
 
 mod waiters;
 
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use rustix::event::epoll;
@@ -16,6 +16,7 @@ use super::worker_session::{Completed, Jobs, WorkerSession};
 use crate::error::{Error, Result};
 use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::ipc::domain::Domain;
+use crate::mutex::LockUnpoisoned;
 use crate::pubsub::{Publisher, SubscriberChanges};
 use crate::runtime::heartbeat::Uptime;
 use crate::runtime::releasable::ReleasableGuard;
@@ -146,7 +147,7 @@ impl Dispatcher {
     }
 
     pub(super) fn lock(&self) -> StateGuard<'_> {
-        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = self.state.locked();
         ReleasableGuard::new(&self.state, state)
     }
 

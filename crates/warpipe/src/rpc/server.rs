@@ -2,11 +2,10 @@
 
 mod polled;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::ops::Deref;
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
@@ -14,14 +13,14 @@ use rustix::event::epoll;
 use self::polled::ScanTimer;
 use super::{client_prefix, service_name};
 use crate::device::Device;
-use crate::error::{Error, HandshakeFault, Result};
+use crate::error::{Error, Result};
 use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::ipc::domain::{Arrivals, Domain, EndpointName};
 use crate::memory::arena::check_limit;
 use crate::options::{EndpointOptions, option_setters};
 use crate::queue::{Lease, Loan, Worker, WorkerBuilder};
+use crate::runtime::attempt::Attempt;
 use crate::runtime::doorbell::LocalDoorbell;
-use crate::runtime::reactor::{Reactor, catch_panic};
 use crate::runtime::spin::Polls;
 use crate::stream::Stream;
 
@@ -85,13 +84,10 @@ impl ServerBuilder {
         let readable = CloseOnForkFd::open(|| epoll::create(epoll::CreateFlags::CLOEXEC));
         let readable = readable.map_err(|e| Error::os("epoll_create1", "a server", e))?;
         let arrivals = domain.arrivals()?;
-        let attach_results = Arc::new(AttachResults {
-            attached: Mutex::default(),
-            doorbell: LocalDoorbell::new()?,
-        });
+        let doorbell = Arc::new(LocalDoorbell::new()?);
         watch_descriptor(&readable, arrivals.as_fd(), ARRIVALS)?;
         let scan_timer = ScanTimer::new()?;
-        watch_descriptor(&readable, attach_results.doorbell.as_fd(), DOORBELL)?;
+        watch_descriptor(&readable, doorbell.as_fd(), DOORBELL)?;
         watch_descriptor(&readable, scan_timer.as_fd(), SCAN_TIMER)?;
         Ok(Server {
             owner_process: OwnerProcess::current(),
@@ -100,27 +96,17 @@ impl ServerBuilder {
             domain,
             device,
             clients: Vec::new(),
-            attaching: HashSet::new(),
-            gone: HashSet::new(),
-            failed: HashMap::new(),
-            is_clearing: Arc::default(),
-            attach_results,
+            unattached: HashMap::new(),
+            doorbell,
             arrivals,
             scan_timer,
             readable,
             last_scan: None,
-            unattached: None,
+            attach_error: None,
             next_client: 0,
             next_id: SCAN_TIMER + 1,
         })
     }
-}
-
-/// The results of attaching on other threads.
-#[derive(Debug)]
-struct AttachResults {
-    attached: Mutex<Vec<(EndpointName, Result<Worker>)>>,
-    doorbell: LocalDoorbell,
 }
 
 #[derive(Debug)]
@@ -128,6 +114,14 @@ struct ClientLink {
     id: u64,
     name: EndpointName,
     worker: Worker,
+}
+
+/// A client that the server is not attached to.
+#[derive(Debug)]
+enum Unattached {
+    Attaching(Attempt<Worker>),
+    /// The link or the attempt has failed then: it is tried again, but not at once.
+    Failed(Instant),
 }
 
 /// Answers the requests of all clients of a service, together with the service's other servers.
@@ -144,21 +138,15 @@ pub struct Server {
     domain: Domain,
     device: Device,
     clients: Vec<ClientLink>,
-    /// Clients that are being attached to.
-    attaching: HashSet<EndpointName>,
-    /// Names without a holder.
-    gone: HashSet<EndpointName>,
-    /// Names with failed links, and when they failed: they are tried again, but not at once.
-    failed: HashMap<EndpointName, Instant>,
-    /// The control thread has been asked to remove stale names, and has not begun.
-    is_clearing: Arc<AtomicBool>,
-    attach_results: Arc<AttachResults>,
+    unattached: HashMap<EndpointName, Unattached>,
+    /// Rung when an attempt to attach has a result.
+    doorbell: Arc<LocalDoorbell>,
     arrivals: Arrivals,
     scan_timer: ScanTimer,
     readable: CloseOnForkFd,
     last_scan: Option<Instant>,
     /// Why the last scan could not begin to attach to a client: this process is short of threads.
-    unattached: Option<Error>,
+    attach_error: Option<Error>,
     /// The client that is polled first next time.
     next_client: usize,
     next_id: u64,
@@ -206,8 +194,8 @@ impl Server {
             }
             let waited = start.elapsed();
             if waited >= timeout {
-                let unattached = self.unattached.take();
-                return Err(unattached.unwrap_or_else(|| Error::Timeout {
+                let attach_error = self.attach_error.take();
+                return Err(attach_error.unwrap_or_else(|| Error::Timeout {
                     what: format!(
                         "a request to {:?} ({} clients attached)",
                         self.service(),
@@ -258,7 +246,12 @@ impl Server {
     fn drop_client(&mut self, index: usize) {
         let ClientLink { name, worker, .. } = self.clients.swap_remove(index);
         let _ = epoll::delete(&self.readable, worker.descriptor());
-        self.failed.insert(name, Instant::now());
+        self.set_failed(name);
+    }
+
+    fn set_failed(&mut self, name: EndpointName) {
+        let failed = Unattached::Failed(Instant::now());
+        self.unattached.insert(name, failed);
     }
 
     /// Scans for new clients when the directory has changed or the interval has passed.
@@ -272,18 +265,17 @@ impl Server {
         }
         self.last_scan = Some(Instant::now());
         let names = self.domain.names_after(&client_prefix(self.service()))?;
-        self.gone.retain(|name| names.contains(name));
-        self.failed
-            .retain(|name, since| since.elapsed() < SCAN_INTERVAL && names.contains(name));
-        self.remove_stale_names();
-        self.unattached = None;
+        self.unattached.retain(|name, state| match state {
+            Unattached::Attaching(_) => true,
+            Unattached::Failed(since) => since.elapsed() < SCAN_INTERVAL && names.contains(name),
+        });
+        self.attach_error = None;
         for name in names {
-            let is_known = self.clients.iter().any(|link| link.name == name)
-                || self.attaching.contains(&name)
-                || self.gone.contains(&name)
-                || self.failed.contains_key(&name);
-            let has_room = self.attaching.len() < ATTACHING_MAX
-                && self.clients.len() + self.attaching.len() < self.options.clients_max;
+            let is_known = self.unattached.contains_key(&name)
+                || self.clients.iter().any(|link| link.name == name);
+            let attaching = self.attaching();
+            let has_room = attaching < ATTACHING_MAX
+                && self.clients.len() + attaching < self.options.clients_max;
             if !is_known && has_room {
                 self.attach(name);
             }
@@ -291,28 +283,12 @@ impl Server {
         Ok(())
     }
 
-    /// Removes the names that dead clients left: each name is used once, so no other process takes
-    /// it again. A name that is held stays.
-    fn remove_stale_names(&self) {
-        let names: Vec<_> = self
-            .gone
-            .iter()
-            .chain(self.failed.keys())
-            .cloned()
-            .collect();
-        let Ok(reactor) = Reactor::of_process() else {
-            return;
-        };
-        // One removal at a time, however late the control thread is. A name that is still held is
-        // tried again with the next.
-        if names.is_empty() || self.is_clearing.swap(true, Ordering::AcqRel) {
-            return;
-        }
-        let (domain, is_clearing) = (self.domain.clone(), self.is_clearing.clone());
-        reactor.run_on_control_thread(Box::new(move || {
-            is_clearing.store(false, Ordering::Release);
-            names.iter().for_each(|name| _ = domain.clear_name(name));
-        }));
+    /// How many clients are being attached to.
+    fn attaching(&self) -> usize {
+        let states = self.unattached.values();
+        states
+            .filter(|state| matches!(state, Unattached::Attaching(_)))
+            .count()
     }
 
     /// Attaches to a client, on a thread of its own: the client may be stopped, and other clients
@@ -323,74 +299,44 @@ impl Server {
             .domain(&self.domain)
             .device(&self.device)
             .timeout(self.options.answer_timeout);
-        let (attach_results, client_name) = (Arc::downgrade(&self.attach_results), name.clone());
-        let attach = move || {
-            let name = client_name.to_string();
-            let fault = HandshakeFault::Closed;
-            // A panic has ended this attempt: another one is due.
-            let built =
-                catch_panic(|| builder.build()).unwrap_or(Err(Error::Handshake { name, fault }));
-            if let Some(attach_results) = attach_results.upgrade() {
-                attach_results
-                    .attached
-                    .lock()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .push((client_name, built));
-                attach_results.doorbell.ring();
+        let (domain, client) = (self.domain.clone(), name.clone());
+        let reach = move |_: &_| {
+            let built = builder.build();
+            if matches!(built, Err(Error::NotFound { .. })) {
+                // Each name is used once, so no other process takes it again. One that is held
+                // stays.
+                domain.clear_name(&client);
             }
+            built
         };
-        let spawned = std::thread::Builder::new()
-            .name("warpipe-clients".into())
-            .spawn(attach);
-        match spawned {
-            Ok(_) => drop(self.attaching.insert(name)),
-            Err(source) => {
-                self.unattached = Some(Error::Os {
-                    call: "clone",
-                    context: format!("a thread that attaches to the client {name:?}"),
-                    source,
-                });
-            }
+        match Attempt::start(name.as_str(), self.doorbell.clone(), reach, drop) {
+            Ok(attempt) => _ = self.unattached.insert(name, Unattached::Attaching(attempt)),
+            Err(error) => self.attach_error = Some(error),
         }
     }
 
-    /// Adds the clients that were attached to. A failed attempt is repeated after a while, unless
-    /// no process holds the name. An attempt itself changes the directory, and that change is no
-    /// reason for the next one.
+    /// Adds the clients that were attached to. An attempt itself changes the directory, and that
+    /// change is no reason for the next one.
     fn take_attached(&mut self) {
-        if self.attaching.is_empty() {
-            return;
+        let mut results = Vec::new();
+        for (name, state) in &self.unattached {
+            if let Unattached::Attaching(attempt) = state
+                && let Some(result) = attempt.result()
+            {
+                results.push((name.clone(), result));
+            }
         }
-        let attached = std::mem::take(
-            &mut *self
-                .attach_results
-                .attached
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner),
-        );
-        for (name, built) in attached {
-            self.attaching.remove(&name);
-            match built {
-                Ok(worker)
-                    if watch_descriptor(&self.readable, worker.descriptor(), self.next_id)
-                        .is_ok() =>
-                {
-                    self.clients.push(ClientLink {
-                        id: self.next_id,
-                        name,
-                        worker,
-                    });
+        for (name, result) in results {
+            let id = self.next_id;
+            match result {
+                Ok(worker) if watch_descriptor(&self.readable, worker.descriptor(), id).is_ok() => {
+                    self.unattached.remove(&name);
+                    self.clients.push(ClientLink { id, name, worker });
                     self.next_id += 1;
                 }
-                Err(Error::NotFound { .. }) => drop(self.gone.insert(name)),
-                _ => drop(self.failed.insert(name, Instant::now())),
+                _ => self.set_failed(name),
             }
         }
-    }
-
-    #[cfg(test)]
-    pub(super) fn failed_count(&self) -> usize {
-        self.failed.len()
     }
 
     #[cfg(test)]
@@ -398,9 +344,11 @@ impl Server {
         &self.scan_timer
     }
 
+    /// How many clients are being attached to, and how many attempts have failed.
     #[cfg(test)]
-    pub(super) fn attaching_count(&self) -> usize {
-        self.attaching.len()
+    pub(super) fn unattached_counts(&self) -> (usize, usize) {
+        let attaching = self.attaching();
+        (attaching, self.unattached.len() - attaching)
     }
 
     /// Sleeps until a client rings or the directory changes.
@@ -419,7 +367,7 @@ impl Server {
                 self.arrivals.drain();
                 self.last_scan = None;
             }
-            DOORBELL => self.attach_results.doorbell.drain(),
+            DOORBELL => self.doorbell.drain(),
             SCAN_TIMER => self.scan_timer.quiet(),
             id => self
                 .clients

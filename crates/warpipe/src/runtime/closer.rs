@@ -13,7 +13,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{FileType, OFlags};
@@ -22,6 +22,7 @@ use rustix::net::{AddressFamily, RecvFlags, ReturnFlags, Shutdown, sockopt};
 
 use crate::fork::per_process::PerProcess;
 use crate::fork::{CloseOnForkFd, NoForkSection};
+use crate::mutex::LockUnpoisoned;
 use crate::os;
 
 /// The most descriptors of peers of this user that may wait to be closed before new connections are
@@ -384,7 +385,7 @@ impl Closer {
     }
 
     fn lock(&self) -> MutexGuard<'_, CloserState> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.locked()
     }
 
     /// Starts threads for what waits, within the limits. If one cannot be started, the reactor's next

@@ -12,8 +12,8 @@ use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags,
-    SocketFlags, SocketType, sockopt,
+    AddressFamily, RecvAncillaryBuffer, RecvFlags, ReturnFlags, SendFlags, SocketFlags, SocketType,
+    sockopt,
 };
 
 use crate::error::{Error, HandshakeFault, Result};
@@ -148,17 +148,7 @@ impl PeerDoorbell {
             &mut ancillary,
             flags,
         );
-        let rights = |message| {
-            if let RecvAncillaryMessage::ScmRights(fds) = message {
-                Some(fds)
-            } else {
-                None
-            }
-        };
-        let fds = ancillary
-            .drain()
-            .filter_map(rights)
-            .flatten()
+        let fds = os::received_fds(&mut ancillary)
             .map(|fd| PeerFd::received(&section, fd, peer_of(self.socket.as_fd())));
         let unwanted: Vec<PeerFd> = fds.collect();
         drop(taken);

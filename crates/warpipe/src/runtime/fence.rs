@@ -12,11 +12,12 @@
 use std::ptr;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicPtr, AtomicU64};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::backend::RawEvent;
 use crate::error::{Error, Result};
 use crate::fork::per_process::PerProcess;
+use crate::mutex::LockUnpoisoned;
 use crate::stream::Stream;
 
 /// From this many streams on, the list is searched for streams that no other owner holds.
@@ -113,7 +114,7 @@ impl StreamSet {
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<Stream>> {
-        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+        self.list.locked()
     }
 
     /// Calls `call` while a thread has the set locked.

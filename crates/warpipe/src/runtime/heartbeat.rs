@@ -7,11 +7,12 @@
 //! For the same reason other waits for a peer are measured in time in which this process ran
 //! ([`Uptime`]).
 
+use std::sync::Mutex;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicU32, AtomicU64};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::mutex::LockUnpoisoned;
 use crate::runtime::reactor::{STALLED_AFTER, TICK};
 
 /// One peer's heartbeat. One thread ticks; any thread may query.
@@ -72,7 +73,7 @@ impl Uptime {
     }
 
     fn look(&self, now: Instant) -> Duration {
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.0.locked();
         let (last, ran) = *state;
         *state = (
             now.max(last),
@@ -84,14 +85,14 @@ impl Uptime {
     /// Simulates that this process ran for `time`.
     #[cfg(test)]
     pub(crate) fn advance(&self, time: Duration) {
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.0.locked();
         state.1 += time;
     }
 
     /// Simulates that this process stood still for `time` since the last reading.
     #[cfg(test)]
     pub(crate) fn freeze(&self, time: Duration) {
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.0.locked();
         state.0 = state
             .0
             .checked_sub(time)

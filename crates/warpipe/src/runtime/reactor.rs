@@ -14,7 +14,7 @@ use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Sender};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
@@ -26,6 +26,7 @@ use crate::clock::now_ns;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
 use crate::fork::per_process::PerProcess;
+use crate::mutex::LockUnpoisoned;
 use crate::os::timespec;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::{closer, reserve};
@@ -263,7 +264,7 @@ impl Reactor {
             tag,
             fd: Some(fd.as_raw_fd()),
         };
-        let mut state = self.lock();
+        let mut state = self.state.locked();
         state.registrations.insert(id, entry);
         if let Err(error) = self.add(fd, id, events) {
             state.registrations.remove(&id);
@@ -288,7 +289,7 @@ impl Reactor {
             tag,
             fd: None,
         };
-        self.lock().registrations.insert(id, entry);
+        self.state.locked().registrations.insert(id, entry);
         Registration {
             reactor: self.clone(),
             id,
@@ -297,18 +298,18 @@ impl Reactor {
 
     /// Calls the registration's target on the reactor's own thread soon, without waiting.
     pub(crate) fn trigger(&self, id: u64) {
-        self.lock().triggered.push(id);
+        self.state.locked().triggered.push(id);
         self.doorbell.ring();
     }
 
     /// Whether the registration still exists.
     pub(crate) fn has(&self, id: u64) -> bool {
-        self.lock().registrations.contains_key(&id)
+        self.state.locked().registrations.contains_key(&id)
     }
 
     /// Ticks `target` as long as it lives.
     pub(crate) fn register_ticks(&self, target: Weak<dyn EventSource>) {
-        self.lock().ticked.push(target);
+        self.state.locked().ticked.push(target);
         self.doorbell.ring();
     }
 
@@ -328,10 +329,10 @@ impl Reactor {
             for event in &events {
                 self.dispatch(event.data.u64());
             }
-            let triggered = std::mem::take(&mut self.lock().triggered);
+            let triggered = std::mem::take(&mut self.state.locked().triggered);
             triggered.into_iter().for_each(|id| self.dispatch(id));
             if last_fence_poll.elapsed() >= FENCE_POLL_INTERVAL
-                && !self.lock().fenced_drops.is_empty()
+                && !self.state.locked().fenced_drops.is_empty()
             {
                 last_fence_poll = Instant::now();
                 self.request_fence_poll();
@@ -345,7 +346,7 @@ impl Reactor {
 
     /// The longest sleep until the next poll or tick; `None` if neither is due.
     fn sleep_limit(&self, last_tick: Instant, last_fence_poll: Instant) -> Option<Duration> {
-        let state = self.lock();
+        let state = self.state.locked();
         // A fence thread that is late rings the doorbell when it is done.
         if !state.fenced_drops.is_empty() && !self.is_fence_poll_requested.load(Ordering::Acquire) {
             return Some(FENCE_POLL_INTERVAL.saturating_sub(last_fence_poll.elapsed()));
@@ -360,7 +361,8 @@ impl Reactor {
             return self.doorbell.drain();
         }
         let found = self
-            .lock()
+            .state
+            .locked()
             .registrations
             .get(&id)
             .map(|entry| (entry.target.upgrade(), entry.tag));
@@ -400,7 +402,7 @@ impl Reactor {
 
     /// Re-arms a descriptor after its [`ONCE`] event; does nothing if the registration has ended.
     fn listen_again(&self, id: u64) {
-        let state = self.lock();
+        let state = self.state.locked();
         if let Some(fd) = state.registrations.get(&id).and_then(|entry| entry.fd) {
             let _ = epoll::modify(
                 &self.epoll,
@@ -412,7 +414,7 @@ impl Reactor {
     }
 
     fn deregister(&self, id: u64) {
-        let mut state = self.lock();
+        let mut state = self.state.locked();
         if let Some(fd) = state.registrations.remove(&id).and_then(|entry| entry.fd) {
             // A descriptor must be open here: if it was closed before, another one may have its
             // number, and that one would be watched no longer. Tests count such ends.
@@ -426,7 +428,7 @@ impl Reactor {
 
     fn tick_all(self: &Arc<Self>) {
         let targets = {
-            let mut state = self.lock();
+            let mut state = self.state.locked();
             let slow = std::mem::take(&mut state.slow);
             state.fenced_drops.extend(slow);
             state.ticked.retain(|target| target.strong_count() > 0);
@@ -441,10 +443,6 @@ impl Reactor {
             let _panicked = catch_panic(|| target.on_tick(now));
             self.drop_on_reaper(target);
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, ReactorState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

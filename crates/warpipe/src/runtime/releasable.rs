@@ -39,7 +39,7 @@ impl<'a, S> ReleasableGuard<'a, S> {
     #[inline]
     pub(crate) fn relock(&mut self) {
         if self.state.is_none() {
-            self.state = Some(self.lock.lock().unwrap_or_else(PoisonError::into_inner));
+            self.state = Some(self.lock.locked());
         }
     }
 
@@ -67,3 +67,4 @@ impl<S> DerefMut for ReleasableGuard<'_, S> {
         self.state.as_mut().expect("locked but for `unlocked`")
     }
 }
+use crate::mutex::LockUnpoisoned;

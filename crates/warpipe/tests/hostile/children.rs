@@ -255,7 +255,7 @@ fn a_forked_child_that_keeps_exported_memory_keeps_its_parents_lifeline() {
             driver_file(MemfdFlags::CLOEXEC),
             driver_file(MemfdFlags::empty()),
         ];
-        EXPORTED.set(files[1].as_raw_fd());
+        EXPORTED.insert(files[1].as_raw_fd());
         fork_and_die(&files);
     }
     let mut parent = Parent::start(test);

@@ -255,7 +255,10 @@ fn of_two_that_race_for_a_name_one_wins_and_the_other_gets_an_error() {
         ours.domain
             .connect(
                 &name(),
-                &crate::ipc::client_handshake::HandshakeLimit::new(super::stage::LONG),
+                crate::Kind::Publisher,
+                Some(&crate::ipc::client_handshake::HandshakeLimit::new(
+                    super::stage::LONG,
+                )),
             )
             .unwrap();
         drop(winner);
@@ -351,7 +354,10 @@ fn a_cleaner_never_costs_a_publisher_its_name() {
                 .domain
                 .connect(
                     &name(),
-                    &crate::ipc::client_handshake::HandshakeLimit::new(super::stage::LONG),
+                    crate::Kind::Publisher,
+                    Some(&crate::ipc::client_handshake::HandshakeLimit::new(
+                        super::stage::LONG,
+                    )),
                 )
                 .map(drop)
         };

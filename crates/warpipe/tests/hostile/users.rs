@@ -34,7 +34,8 @@ fn other_user() {
     if std::env::var_os("WARPIPE_HOSTILE_SILENT").is_some() {
         let socket = match domain.connect(
             &name(),
-            &crate::ipc::client_handshake::HandshakeLimit::new(LONG),
+            crate::Kind::Publisher,
+            Some(&crate::ipc::client_handshake::HandshakeLimit::new(LONG)),
         ) {
             Ok(socket) => socket,
             Err(error) => return println!("outcome: {error}"),

@@ -26,7 +26,7 @@ impl EventSource for Owner {
 
 impl ConnectionOwner for Owner {
     fn on_connection(&self, connection: Connection, _: Hello) {
-        self.acceptor.lock().pending.clear();
+        self.acceptor.state.locked().pending.clear();
         self.connections.lock().unwrap().send(connection).unwrap();
     }
 }
@@ -83,10 +83,13 @@ impl Scene {
             kind: Kind::Timeline,
         };
         let limit = HandshakeLimit::new(LONG);
-        let before = self.owner.acceptor.lock().pending.len();
-        let socket = self.domain.connect(&self.name, &limit).unwrap();
+        let before = self.owner.acceptor.state.locked().pending.len();
+        let socket = self
+            .domain
+            .connect(&self.name, Kind::Publisher, Some(&limit))
+            .unwrap();
         let mut backoff = Backoff::default();
-        while self.owner.acceptor.lock().pending.len() == before {
+        while self.owner.acceptor.state.locked().pending.len() == before {
             backoff.pause();
         }
         ClientHandshake::new(&at, socket, limit).unwrap()
@@ -104,12 +107,12 @@ impl Drop for Scene {
 fn a_handshake_does_not_time_out_because_this_process_stood_still() {
     let scene = Scene::new("frozen");
     let client = scene.pending();
-    for pending in scene.owner.acceptor.lock().pending.values() {
+    for pending in scene.owner.acceptor.state.locked().pending.values() {
         pending.clock.freeze(100 * HANDSHAKE_TIMEOUT);
     }
     // The client stood still, too, and sends its `Hello` when both go on.
     scene.owner.acceptor.tick();
-    assert_eq!(scene.owner.acceptor.lock().pending.len(), 1);
+    assert_eq!(scene.owner.acceptor.state.locked().pending.len(), 1);
     client.hello([7; 16], None, &[]).unwrap();
     scene.connections.recv_timeout(LONG).unwrap();
 }
@@ -151,7 +154,12 @@ fn an_acceptor_that_is_closed_takes_no_connection_that_comes_meanwhile() {
     let client = scene.pending();
     scene.owner.acceptor.close();
     let limit = HandshakeLimit::new(Duration::ZERO);
-    assert!(scene.domain.connect(&scene.name, &limit).is_err());
+    assert!(
+        scene
+            .domain
+            .connect(&scene.name, Kind::Publisher, Some(&limit))
+            .is_err()
+    );
     assert!(client.wait(|| false).is_err());
     assert!(scene.connections.try_recv().is_err());
 }
@@ -160,7 +168,10 @@ fn an_acceptor_that_is_closed_takes_no_connection_that_comes_meanwhile() {
 /// has to make it.
 fn connect(scene: &Scene) -> (PeerSocket, impl Drop) {
     let limit = HandshakeLimit::new(LONG);
-    let client = scene.domain.connect(&scene.name, &limit).unwrap();
+    let client = scene
+        .domain
+        .connect(&scene.name, Kind::Publisher, Some(&limit))
+        .unwrap();
     let hello = Message::Hello {
         generation: [7; 16],
         device: None,

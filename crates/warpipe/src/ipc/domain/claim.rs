@@ -4,7 +4,7 @@
 //! looks for them now and then, and puts them back. Until then its [`Place`] keeps the name.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use rustix::fs::Stat;
 
@@ -12,6 +12,7 @@ use super::place::Place;
 use super::{Domain, EndpointName};
 use crate::error::Result;
 use crate::fork::{CloseOnForkFd, OwnerProcess};
+use crate::mutex::LockUnpoisoned;
 use crate::runtime::closer::Listener;
 
 /// A name held by this process. Dropping the claim releases the name.
@@ -91,7 +92,7 @@ impl NameClaim {
     }
 
     fn files(&self) -> MutexGuard<'_, Files> {
-        self.files.lock().unwrap_or_else(PoisonError::into_inner)
+        self.files.locked()
     }
 
     /// Looks whether the files are there, and puts them back if not. May wait for a cleaner.

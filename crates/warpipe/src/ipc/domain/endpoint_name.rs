@@ -131,9 +131,15 @@ mod tests {
         assert!(name.files().iter().all(|file| file.len() <= 255));
         let claim = domain.claim(&name, false).unwrap();
         let limit = crate::ipc::client_handshake::HandshakeLimit::new(std::time::Duration::ZERO);
-        domain.connect(&name, &limit).unwrap();
+        domain
+            .connect(&name, crate::Kind::Publisher, Some(&limit))
+            .unwrap();
         drop(claim);
-        assert!(domain.connect(&name, &limit).is_err());
+        assert!(
+            domain
+                .connect(&name, crate::Kind::Publisher, Some(&limit))
+                .is_err()
+        );
         assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
         // Killed before its socket had its name, and afterwards.
         let [lock, socket, new] = name.files();

@@ -22,7 +22,7 @@ use crate::backoff::Backoff;
 use crate::error::{Error, Holder, Result};
 use crate::fork::CloseOnForkFd;
 use crate::origin::is_exiting;
-use crate::os::{ofd_is_locked, ofd_write_lock, without_size_signal};
+use crate::os::{is_shortage, ofd_is_locked, ofd_write_lock, without_size_signal};
 use crate::runtime::heartbeat::Uptime;
 
 /// The bytes that are locked; see the [module](self).
@@ -279,7 +279,7 @@ impl Domain {
         loop {
             match self.dial(file) {
                 Err(Errno::CONNREFUSED) => return Ok(true),
-                Err(error) if is_own_want(error) => {
+                Err(error) if is_shortage(error) => {
                     return Err(Error::os("connect", self.shown(file), error));
                 }
                 // The socket answers, or is of another type, or its backlog is full.
@@ -301,14 +301,6 @@ fn described(kind: FileType) -> &'static str {
         FileType::Directory => "a directory",
         _ => "a regular file",
     }
-}
-
-/// Whether a call failed because this process lacks a descriptor or memory.
-pub(super) fn is_own_want(error: Errno) -> bool {
-    matches!(
-        error,
-        Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS
-    )
 }
 
 /// Whether a process holds the name. Queried, not tried: a lock taken for a query could cost a new
@@ -394,7 +386,10 @@ mod tests {
         domain
             .connect(
                 &name,
-                &crate::ipc::client_handshake::HandshakeLimit::new(Duration::ZERO),
+                crate::Kind::Publisher,
+                Some(&crate::ipc::client_handshake::HandshakeLimit::new(
+                    Duration::ZERO,
+                )),
             )
             .unwrap();
         assert!(matches!(

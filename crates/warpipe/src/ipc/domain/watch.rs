@@ -10,22 +10,18 @@
 //! proof of this process's death comes later by that time.
 
 use std::collections::HashMap;
-use std::io::IoSlice;
-use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use rustix::fs::inotify::{self, WatchFlags};
 use rustix::io::Errno;
-use rustix::net::{
-    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
-};
 
 use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::fork::per_process::PerProcess;
-use crate::fork::{self, CloseOnForkFd, OwnerProcess};
+use crate::fork::{CloseOnForkFd, OwnerProcess, lifeline};
+use crate::mutex::LockUnpoisoned;
 use crate::runtime::closer::close_later;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::reactor::{EventSource, Next, Reactor, Registration};
@@ -131,23 +127,7 @@ impl Drop for Inotify {
 
 /// A socket with a copy of the descriptor in its queue.
 fn put_in_flight(fd: &CloseOnForkFd) -> std::result::Result<CloseOnForkFd, Errno> {
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let section = fork::NoForkSection::enter();
-    let (socket, sender) =
-        rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    let (socket, sender) = (section.adopt(socket)?, section.adopt(sender)?);
-    drop(section);
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut rights = SendAncillaryBuffer::new(&mut space);
-    let fds = [fd.as_fd()];
-    rights.push(SendAncillaryMessage::ScmRights(&fds));
-    rustix::net::sendmsg(
-        &sender,
-        &[IoSlice::new(&[0])],
-        &mut rights,
-        SendFlags::NOSIGNAL,
-    )?;
-    Ok(socket)
+    CloseOnForkFd::open(|| lifeline::in_flight(fd.as_fd()))
 }
 
 /// A directory, and the doorbells that wait for it.
@@ -227,10 +207,7 @@ impl EventSource for DirectoryWatch {
 
 impl DirectoryWatch {
     fn ring(&self) {
-        let mut listeners = self
-            .listeners
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut listeners = self.listeners.locked();
         listeners.retain(|doorbell| {
             doorbell
                 .upgrade()
@@ -244,10 +221,7 @@ impl DirectoryWatch {
 pub(super) fn arrivals(identity: Identity, path: &Path) -> Result<Arrivals> {
     let doorbell = Arc::new(LocalDoorbell::new()?);
     let watch = DirectoryWatch::of_process(identity, path)?;
-    let mut listeners = watch
-        .listeners
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner);
+    let mut listeners = watch.listeners.locked();
     listeners.retain(|doorbell| doorbell.strong_count() > 0);
     listeners.push(Arc::downgrade(&doorbell));
     drop(listeners);

@@ -5,6 +5,7 @@ use crate::fork::CloseOnForkFd;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::limits::ConnectionQuota;
 use crate::ipc::peer::Peer;
+use crate::mutex::LockUnpoisoned;
 
 struct Willing;
 
@@ -88,7 +89,10 @@ fn a_client_that_is_admitted_while_the_server_closes_is_told_of_the_close() {
         ),
         "{told:?}"
     );
-    assert!(server_core.lock().is_empty(), "its socket is closed");
+    assert!(
+        server_core.sessions.locked().is_empty(),
+        "its socket is closed"
+    );
     let _ = std::fs::remove_dir_all(folder);
 }
 
@@ -137,7 +141,7 @@ impl RequestHandler for Overtaken {
         client: &ClientInfo,
         _: &[u8],
     ) -> Result<OutgoingReply, Rejection> {
-        let taken = std::mem::take(&mut *server_core.lock());
+        let taken = std::mem::take(&mut *server_core.sessions.locked());
         *self.taken.lock().unwrap() = taken;
         assert!(server_core.process_of(client.id).is_none());
         Err(Rejection::new("it is there no more"))

@@ -41,15 +41,8 @@ impl PendingSession {
     ) -> Result<PendingSession> {
         let limit = HandshakeLimit::new(REPLY_TIMEOUT);
         let reactor = Reactor::of_process()?;
-        let absent = |was_there| Error::NotFound {
-            kind: at.kind,
-            name: at.name.to_string(),
-            domain: at.domain.path().to_owned(),
-            was_there,
-        };
-        let socket = at
-            .domain
-            .connect_or(at.name, waits.then_some(&limit), absent)?;
+        let room = waits.then_some(&limit);
+        let socket = at.domain.connect(at.name, at.kind, room)?;
         let handshake = ClientHandshake::new(at, socket, limit)?;
         handshake.hello(new_generation(), device, body)?;
         Ok(PendingSession { handshake, reactor })

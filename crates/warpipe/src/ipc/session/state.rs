@@ -14,6 +14,7 @@ use crate::ipc::connection::{self, ConnectionUser};
 use crate::ipc::message::{self, CloseReason, Message, Received};
 use crate::ipc::peer::Peer;
 use crate::ipc::{IncomingReply, Kind, NOTIFICATION, SessionObserver};
+use crate::mutex::LockUnpoisoned;
 use crate::runtime::closer::PeerSocket;
 use crate::runtime::reactor::{EventSource, Next, Reactor, Registration};
 use crate::trace::{self, TraceEvent};
@@ -82,10 +83,6 @@ pub(super) enum PendingRequest {
 }
 
 impl SessionState {
-    pub(super) fn lock(&self) -> MutexGuard<'_, PendingRequests> {
-        self.requests.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The error that says why this session is over.
     pub(super) fn owner_gone(&self) -> Error {
         match self.cause.get() {
@@ -123,7 +120,7 @@ impl SessionState {
 
     /// Adds a waiting request. While [`REQUESTS_MAX`] requests are open, waits for one to end.
     pub(super) fn add_request(&self, serial: u64, wait: &Wait<'_>) -> Result<()> {
-        let (mut requests, mut is_over) = (self.lock(), false);
+        let (mut requests, mut is_over) = (self.requests.locked(), false);
         loop {
             if requests.is_over {
                 return Err(self.owner_gone());
@@ -166,7 +163,7 @@ impl SessionState {
         }
         drop(requests);
         let is_over = wait.is_over();
-        (self.lock(), is_over)
+        (self.requests.locked(), is_over)
     }
 
     pub(super) fn wait_for(
@@ -174,7 +171,7 @@ impl SessionState {
         (serial, body): (u64, &[u8]),
         wait: &Wait<'_>,
     ) -> Result<IncomingReply> {
-        let (mut requests, mut is_over) = (self.lock(), false);
+        let (mut requests, mut is_over) = (self.requests.locked(), false);
         loop {
             if let Some(PendingRequest::Replied(_)) = requests.open.get(&serial)
                 && let Some(PendingRequest::Replied(answer)) = requests.open.remove(&serial)
@@ -208,7 +205,7 @@ impl SessionState {
                 .zip(self.observer())
                 .for_each(|(incoming, observer)| observer.on_notification(incoming));
         }
-        let mut requests = self.lock();
+        let mut requests = self.requests.locked();
         let request = match requests.open.get_mut(&serial) {
             Some(pending @ PendingRequest::Waiting) => {
                 *pending = PendingRequest::Replied(answer);
@@ -225,7 +222,10 @@ impl SessionState {
             observer.on_stale_reply(&request, incoming);
         }
         // After the observer: what it has given back, the server sees before the close.
-        let last = self.lock().take_dropped_if(|open| open.is_empty());
+        let last = self
+            .requests
+            .locked()
+            .take_dropped_if(|open| open.is_empty());
         if let Some(me) = last {
             me.close();
             self.reactor.drop_on_reaper(me);
@@ -236,12 +236,8 @@ impl SessionState {
     /// came after the close would lend something that nobody gives back. False if no request is
     /// open, or no reply would be read.
     pub(super) fn closes_later(self: &Arc<SessionState>) -> bool {
-        let is_observed = !self
-            .registrations
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .is_empty();
-        let mut requests = self.lock();
+        let is_observed = !self.registrations.locked().is_empty();
+        let mut requests = self.requests.locked();
         let closes_later = is_observed && !requests.is_over && !requests.open.is_empty();
         requests.dropped = closes_later.then(|| self.clone());
         closes_later
@@ -250,10 +246,7 @@ impl SessionState {
     /// Closes the session gracefully.
     pub(super) fn close(&self) {
         let _ = self.send(&Message::Close(CloseReason::Closed));
-        self.registrations
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clear();
+        self.registrations.locked().clear();
         // The reactor's thread may hold the last reference for a moment. The server sees the end
         // now all the same.
         let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
@@ -272,10 +265,7 @@ impl SessionState {
     }
 
     fn observer(&self) -> Option<Arc<dyn SessionObserver>> {
-        self.observer
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        self.observer.locked().clone()
     }
 }
 
@@ -317,7 +307,7 @@ impl ConnectionUser for SessionState {
     }
 
     fn on_close(&self, _: u64) {
-        if std::mem::replace(&mut self.lock().is_over, true) {
+        if std::mem::replace(&mut self.requests.locked().is_over, true) {
             return;
         }
         self.replied.notify_all();
@@ -332,7 +322,7 @@ impl ConnectionUser for SessionState {
         self.observer()
             .into_iter()
             .for_each(|observer| observer.on_closed(graceful));
-        if let Some(me) = self.lock().take_dropped_if(|_| true) {
+        if let Some(me) = self.requests.locked().take_dropped_if(|_| true) {
             self.reactor.drop_on_reaper(me);
         }
     }

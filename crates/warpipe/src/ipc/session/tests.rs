@@ -12,6 +12,7 @@ use crate::ipc::{
     AccessPolicy, Address, ClientInfo, ClientSession, Disconnected, IncomingReply, IpcServer, Kind,
     OutgoingReply, Rejection, RequestHandler, ServerCore, SessionObserver,
 };
+use crate::mutex::LockUnpoisoned;
 use crate::runtime::reactor::{EventSource, Next};
 use crate::wait::Wait;
 
@@ -81,7 +82,7 @@ fn a_request_to_a_server_that_has_just_closed_reports_a_graceful_close() {
     drop(server);
     let result = std::thread::scope(|scope| {
         let request = scope.spawn(|| session.request(b"anybody?", Duration::from_secs(10)));
-        while session.inner.lock().open.is_empty() && !request.is_finished() {
+        while session.inner.requests.locked().open.is_empty() && !request.is_finished() {
             std::thread::yield_now();
         }
         while session.inner.on_message(0) == Next::Keep {
@@ -144,7 +145,8 @@ fn a_request_beyond_the_limit_waits_until_another_one_is_answered() {
     let others = (0..REQUESTS_MAX as u64).map(|other| u64::MAX - other);
     session
         .inner
-        .lock()
+        .requests
+        .locked()
         .open
         .extend(others.map(|other| (other, PendingRequest::Waiting)));
     let (timeout, start) = (Duration::from_millis(100), Instant::now());
@@ -183,7 +185,7 @@ fn a_cancelled_request_ends_with_a_timeout_wherever_it_waits() {
     // The session has no observer, so no reply is read.
     let (folder, server, session) = connect("off");
     // The callback may use the session, since nothing is locked.
-    let is_cancelled = || !session.inner.lock().is_over;
+    let is_cancelled = || !session.inner.requests.locked().is_over;
     let result = session
         .request(
             b"anybody?",
@@ -194,7 +196,8 @@ fn a_cancelled_request_ends_with_a_timeout_wherever_it_waits() {
     let others = (0..REQUESTS_MAX as u64).map(|other| u64::MAX - other);
     session
         .inner
-        .lock()
+        .requests
+        .locked()
         .open
         .extend(others.map(|other| (other, PendingRequest::Waiting)));
     let result = session
@@ -225,7 +228,7 @@ fn a_stale_reply_comes_with_its_request_which_counts_until_then() {
     *session.inner.observer.lock().unwrap() = Some(Arc::new(RecordsStaleReplies(Mutex::new(tx))));
     let asked = session.request(b"in time?", Duration::ZERO).map(drop);
     assert!(matches!(asked, Err(Error::Timeout { .. })), "{asked:?}");
-    assert_eq!(session.inner.lock().open.len(), 1);
+    assert_eq!(session.inner.requests.locked().open.len(), 1);
     let answer = loop {
         assert_eq!(session.inner.on_message(0), Next::Keep);
         match rx.try_recv() {
@@ -234,7 +237,7 @@ fn a_stale_reply_comes_with_its_request_which_counts_until_then() {
         }
     };
     assert_eq!(
-        (answer, session.inner.lock().open.len()),
+        (answer, session.inner.requests.locked().open.len()),
         (b"in time?".to_vec(), 0)
     );
     drop((session, server));
@@ -276,7 +279,12 @@ fn a_session_that_is_dropped_before_a_reply_ends_with_a_server_that_closes_witho
     let (folder, server, session) = connect("unanswered");
     session.observe(Arc::new(IgnoresAll)).unwrap();
     let unanswered = PendingRequest::Abandoned(Vec::new());
-    session.inner.lock().open.insert(u64::MAX, unanswered);
+    session
+        .inner
+        .requests
+        .locked()
+        .open
+        .insert(u64::MAX, unanswered);
     let inner = Arc::downgrade(&session.inner);
     drop(session);
     assert!(inner.strong_count() > 0);

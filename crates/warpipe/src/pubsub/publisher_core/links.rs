@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::recipients::Recipients;
 use crate::error::{Error, Result};
-use crate::ipc::message::{self, CloseReason};
+use crate::ipc::message::CloseReason;
 use crate::kind::Kind;
 use crate::memory::arena::{Arena, Chunk, SlotId};
 use crate::pubsub::publisher_link::PublisherLink;
@@ -131,7 +131,7 @@ impl Links {
                 Ok(()) => {}
                 // What it has mapped counts until it has released its samples.
                 Err(_) if !link.is_staying() => {}
-                Err(error) if message::is_own(error) => {
+                Err(error) if is_shortage(error) => {
                     let context = format!("memory of {name:?}, to process {}", link.peer.pid);
                     own = Err(Error::os("sendmsg", context, error));
                 }
@@ -219,3 +219,4 @@ impl Links {
         self.list.iter_mut().for_each(SubscriberLink::wake_sleeper);
     }
 }
+use crate::os::is_shortage;

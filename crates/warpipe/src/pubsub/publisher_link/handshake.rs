@@ -64,13 +64,8 @@ impl ConnectOptions {
     /// Connects, shakes hands and maps everything. An error leaves nothing behind on either side.
     pub(in crate::pubsub) fn attach(&self) -> Result<Arc<PublisherLink>> {
         let limit = HandshakeLimit::new(self.timeout);
-        let absent = |was_there| Error::NotFound {
-            kind: self.identity.kind,
-            name: self.name.to_string(),
-            domain: self.domain.path().to_owned(),
-            was_there,
-        };
-        let socket = self.domain.connect_or(&self.name, Some(&limit), absent)?;
+        let kind = self.identity.kind;
+        let socket = self.domain.connect(&self.name, kind, Some(&limit))?;
         self.shake_hands(socket, limit, &AtomicBool::new(false))
     }
 

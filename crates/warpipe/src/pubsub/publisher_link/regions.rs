@@ -19,6 +19,7 @@ use super::handshake::{OPEN_MAX, OpenRegion, check_id, import, take_out, wrong};
 use super::{LinkState, PublisherLink};
 use crate::error::Result;
 use crate::ipc::message::{self, Message};
+use crate::os::is_shortage;
 use crate::runtime::closer::PeerFd;
 use crate::runtime::fence::LazyFence;
 use crate::runtime::reactor::DropReadiness;
@@ -119,9 +120,7 @@ impl PublisherLink {
             }
             match message::send(socket.as_fd().as_fd(), &Message::RegionClosed { id }, &[]) {
                 // Said again later: until then the publisher counts the region.
-                Err(error) if error == Errno::AGAIN || message::is_own(error) => {
-                    DropReadiness::Held
-                }
+                Err(error) if error == Errno::AGAIN || is_shortage(error) => DropReadiness::Held,
                 _ => {
                     closing.fetch_sub(1, SeqCst);
                     DropReadiness::Ready

@@ -14,6 +14,7 @@ use rustix::io::Errno;
 
 use super::PublisherLink;
 use crate::ipc::message::{self, Message};
+use crate::os::is_shortage;
 use crate::pubsub::ring;
 use crate::runtime::fence::Fence;
 use crate::runtime::reactor::DropReadiness;
@@ -102,7 +103,7 @@ impl PublisherLink {
             let message = Message::Returned { positions };
             match message::send(self.socket.as_fd().as_fd(), &message, &[]) {
                 Err(Errno::AGAIN) => return false,
-                Err(error) if message::is_own(error) => return false,
+                Err(error) if is_shortage(error) => return false,
                 // The publisher that has gone needs no slot.
                 Ok(()) | Err(_) => returns.due.drain(..next),
             };

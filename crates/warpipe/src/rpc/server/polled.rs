@@ -119,7 +119,7 @@ impl Server {
         if let Some(request) = self.poll(stream)? {
             return Ok(Some(request));
         }
-        if let Some(error) = self.unattached.take() {
+        if let Some(error) = self.attach_error.take() {
             return Err(error);
         }
         if !is_polled {
@@ -154,7 +154,7 @@ impl Server {
     /// Makes the descriptor of [`AsFd`] readable once: for a caller that keeps a request aside for
     /// an event loop.
     pub fn ring(&self) {
-        self.attach_results.doorbell.ring();
+        self.doorbell.ring();
     }
 }
 
@@ -167,7 +167,7 @@ impl AsFd for Server {
         self.scan_timer.start();
         self.set_asleep(true);
         if self.last_scan.is_none() || self.clients.iter().any(|link| link.worker.may_have_news()) {
-            self.attach_results.doorbell.ring();
+            self.doorbell.ring();
         }
         self.readable.as_fd()
     }

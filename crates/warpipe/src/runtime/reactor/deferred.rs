@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::{EventSource, Reactor, catch_panic};
 use crate::backend::unreclaimed;
+use crate::mutex::LockUnpoisoned;
 
 /// The result of polling a deferred drop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -127,7 +128,7 @@ impl Reactor {
             is_overdue: false,
             has_panicked: false,
         };
-        self.lock().fenced_drops.push(fenced_drops);
+        self.state.locked().fenced_drops.push(fenced_drops);
         self.doorbell.ring();
     }
 
@@ -140,7 +141,7 @@ impl Reactor {
     }
 
     pub(super) fn poll_fences(&self) {
-        let mut waiting = std::mem::take(&mut self.lock().fenced_drops);
+        let mut waiting = std::mem::take(&mut self.state.locked().fenced_drops);
         let (mut slow, mut index) = (Vec::new(), 0);
         while index < waiting.len() {
             let (one, now) = (&mut waiting[index], Instant::now());
@@ -160,7 +161,7 @@ impl Reactor {
             }
         }
         if !(waiting.is_empty() && slow.is_empty()) {
-            let mut state = self.lock();
+            let mut state = self.state.locked();
             state.fenced_drops.append(&mut waiting);
             state.slow.append(&mut slow);
             drop(state);

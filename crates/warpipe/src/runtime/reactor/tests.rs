@@ -95,7 +95,7 @@ fn a_drop_that_waits_for_a_late_device_is_counted_and_dropped_when_it_is_done() 
     });
     // It has waited for longer than the limit, and no device is at fault.
     eventually("it is looked at with the ticks", || {
-        !reactor.lock().slow.is_empty()
+        !reactor.state.locked().slow.is_empty()
     });
     assert_eq!(reactor.counts(), (1, 0));
     *readiness.lock().unwrap() = DropReadiness::Busy;
@@ -180,3 +180,4 @@ fn a_deferral_that_panicked_is_kept_and_not_called_again() {
     assert_eq!(calls.load(Ordering::Relaxed), 1);
     assert_eq!(rx.try_recv(), Err(mpsc::TryRecvError::Empty), "it is kept");
 }
+use crate::mutex::LockUnpoisoned;

@@ -1,0 +1,119 @@
+//! A call that may wait for a peer, on a thread of its own: a stopped peer does not answer, and
+//! the caller's thread has others to serve.
+
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
+
+use super::doorbell::LocalDoorbell;
+use crate::error::{Error, HandshakeFault, Result};
+use crate::fork::leak_on_fork::LeakOnFork;
+use crate::mutex::LockUnpoisoned;
+use crate::runtime::reactor::catch_panic;
+
+/// An attempt to reach the peer of a name. Dropped, it is cancelled.
+#[derive(Debug)]
+pub(crate) struct Attempt<T: Send + 'static> {
+    /// The thread holds the other reference until it ends. Its join handle is not kept: dropped in
+    /// a forked child, it would detach a thread of the child that has taken its place by then.
+    shared: LeakOnFork<Arc<AttemptState<T>>>,
+}
+
+#[derive(Debug)]
+struct AttemptState<T> {
+    is_cancelled: AtomicBool,
+    result: Mutex<Option<Result<T>>>,
+    /// Ends what a cancelled attempt has made.
+    discard: fn(T),
+}
+
+impl<T: Send + 'static> Attempt<T> {
+    /// Calls `reach`, which ends early once its argument is set. Rings the doorbell when there is a
+    /// result.
+    pub(crate) fn start(
+        name: &str,
+        doorbell: Arc<LocalDoorbell>,
+        reach: impl FnOnce(&AtomicBool) -> Result<T> + Send + 'static,
+        discard: fn(T),
+    ) -> Result<Attempt<T>> {
+        let shared = Arc::new(AttemptState {
+            is_cancelled: AtomicBool::new(false),
+            result: Mutex::new(None),
+            discard,
+        });
+        let (state, name) = (shared.clone(), name.to_string());
+        let run = move || {
+            // A panic has ended the attempt: another one is due.
+            let fault = HandshakeFault::Closed;
+            let reached = catch_panic(|| reach(&state.is_cancelled));
+            state.end(reached.unwrap_or(Err(Error::Handshake { name, fault })));
+            doorbell.ring();
+        };
+        let spawned = std::thread::Builder::new()
+            .name("warpipe-attach".into())
+            .spawn(run);
+        spawned.map_err(|e| Error::os("clone", "the thread warpipe-attach", e))?;
+        let shared = LeakOnFork::new(shared);
+        Ok(Attempt { shared })
+    }
+
+    /// The result of the attempt; returned once.
+    pub(crate) fn result(&self) -> Option<Result<T>> {
+        self.shared.result.locked().take()
+    }
+}
+
+impl<T> AttemptState<T> {
+    fn end(&self, result: Result<T>) {
+        let mut place = self.result.locked();
+        match result {
+            Ok(made) if self.is_cancelled.load(SeqCst) => {
+                drop(place);
+                (self.discard)(made);
+            }
+            result => *place = Some(result),
+        }
+    }
+}
+
+impl<T: Send + 'static> Drop for Attempt<T> {
+    fn drop(&mut self) {
+        let Ok(state) = self.shared.get() else {
+            return;
+        };
+        state.is_cancelled.store(true, SeqCst);
+        if let Some(Ok(made)) = self.result() {
+            (state.discard)(made);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hostile::{alone, in_a_forked_child};
+    use std::sync::Barrier;
+
+    #[test]
+    fn a_forked_child_that_drops_an_attempt_of_its_parents_leaves_its_own_threads_alone() {
+        let test =
+            "a_forked_child_that_drops_an_attempt_of_its_parents_leaves_its_own_threads_alone";
+        alone(module_path!(), test, || {
+            let doorbell = Arc::new(LocalDoorbell::new().unwrap());
+            let (go, wait) = std::sync::mpsc::channel::<()>();
+            let reach = move |_: &AtomicBool| Ok(wait.recv().is_err());
+            let attempt = Attempt::start("a", doorbell, reach, drop).unwrap();
+            let mut attempt = Some(attempt);
+            in_a_forked_child(|| {
+                // The C library gives these the stacks of the parent's threads, which do not exist
+                // in the child.
+                let all = Arc::new(Barrier::new(17));
+                let wait = |all: Arc<Barrier>| std::thread::spawn(move || all.wait().is_leader());
+                let threads: Vec<_> = (0..16).map(|_| wait(all.clone())).collect();
+                drop(attempt.take());
+                all.wait();
+                threads.into_iter().all(|thread| thread.join().is_ok())
+            });
+            drop((attempt, go));
+        });
+    }
+}
