@@ -108,7 +108,6 @@ pub(crate) fn messages(number: u64) -> Vec<Message> {
     let (small, body, text) = (number as u32, vec![number as u8; 16], "full".to_string());
     vec![
         Message::Hello {
-            generation,
             device: Some(device),
             kind: Kind::Publisher,
             body: Vec::new(),
@@ -140,7 +139,6 @@ pub(crate) fn messages(number: u64) -> Vec<Message> {
             text: text.clone(),
         },
         Message::Hello {
-            generation,
             device: Some(device),
             kind: Kind::Pool,
             body: body.clone(),

@@ -549,7 +549,7 @@ impl RequestHandler for Shares {
         ended.iter().for_each(|run| self.runs.end(run.number));
         self.runs.tell(|client, run| {
             let notice = OutgoingReply::new(&AllocationNotice::RunEnded(run), vec![]);
-            notice.is_ok_and(|notice| server_core.tell(client, notice))
+            notice.is_ok_and(|notice| server_core.tell(client, &notice))
         });
         for run in ended {
             server_core.reactor().defer_drop(Box::new(run));

@@ -8,6 +8,8 @@
 use std::os::fd::RawFd;
 use std::sync::Mutex;
 
+use crate::mutex::LockUnpoisoned;
+
 /// A bit for each descriptor.
 pub(crate) struct FdSet(Mutex<Vec<u64>>);
 
@@ -111,4 +113,3 @@ mod tests {
         assert!(!set.may_have(64) && set.may_have(63) && !set.may_have(1 << 21));
     }
 }
-use crate::mutex::LockUnpoisoned;

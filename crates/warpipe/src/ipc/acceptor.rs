@@ -105,13 +105,6 @@ struct PendingConnection {
     socket: Arc<PeerSocket>,
 }
 
-/// The result of reading a screened connection.
-enum HelloRead {
-    /// The `Hello` is not there yet.
-    Pending(Peer),
-    Complete(Peer, Hello, Arc<QuotaPermit>),
-}
-
 impl std::fmt::Debug for Acceptor {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Acceptor")
@@ -299,18 +292,56 @@ impl Acceptor {
             Ok(peer) => peer,
             Err(error) => return self.say(&socket, &refusal_for(&error)),
         };
-        let read = self.read_hello(peer, &socket);
-        self.end_pending(id, socket, read);
+        let me = self.event_source();
+        match self.reactor.register(socket.as_fd(), &me, id) {
+            Ok(registration) => {
+                _ = self.advance(
+                    id,
+                    PendingConnection {
+                        registration,
+                        clock: Uptime::default(),
+                        peer,
+                        socket,
+                    },
+                )
+            }
+            Err(error) => self.say(&socket, &refusal_for(&error)),
+        }
     }
 
-    fn wait_for_hello(&self, id: u64, peer: Peer, socket: Arc<PeerSocket>) {
-        let registered = self
-            .reactor
-            .register(socket.as_fd(), &self.event_source(), id);
-        let registration = match registered {
-            Ok(registration) => registration,
-            Err(error) => return self.say(&socket, &refusal_for(&error)),
-        };
+    /// Reads a connection's `Hello` if it is there, and hands the connection to the owner, or
+    /// refuses it.
+    fn advance(&self, id: u64, pending: PendingConnection) -> Next {
+        let read = self.read_hello(&pending);
+        if let Ok(None) = read {
+            self.keep_pending(id, pending);
+            return Next::Keep;
+        }
+        let PendingConnection {
+            registration,
+            peer,
+            socket,
+            ..
+        } = pending;
+        // It ends before the socket is closed, and before the owner gets the socket.
+        drop(registration);
+        match read {
+            Ok(Some((hello, quota_permit))) => {
+                let connection = Connection {
+                    id,
+                    peer,
+                    socket,
+                    quota_permit,
+                };
+                self.offer(hello, connection);
+            }
+            Ok(None) | Err(None) => {}
+            Err(Some(refusal)) => self.say(&socket, &refusal),
+        }
+        Next::Stop
+    }
+
+    fn keep_pending(&self, id: u64, connection: PendingConnection) {
         let mut state = self.state.locked();
         if state.is_closed {
             return;
@@ -322,13 +353,7 @@ impl Acceptor {
         } else {
             None
         };
-        let pending = PendingConnection {
-            registration,
-            clock: Uptime::default(),
-            peer,
-            socket,
-        };
-        state.pending.insert(id, pending);
+        state.pending.insert(id, connection);
         drop(state);
         if let Some(evicted) = evicted {
             let reason = "too many connect and say nothing; try again";
@@ -336,98 +361,35 @@ impl Acceptor {
         }
     }
 
-    /// A pending connection's socket is readable.
-    fn on_pending(&self, id: u64) -> Next {
-        // Taken out while it is read: a tick may not end it meanwhile.
-        let Some(pending) = self.state.locked().pending.remove(&id) else {
-            return Next::Stop;
-        };
-        let PendingConnection {
-            registration,
-            clock,
-            peer,
-            socket,
-        } = pending;
-        // The registration ends before the socket is closed, and before the owner gets it.
-        match self.read_hello(peer, &socket) {
-            Ok(HelloRead::Pending(peer)) => {
-                let mut state = self.state.locked();
-                if !state.is_closed {
-                    let pending = PendingConnection {
-                        registration,
-                        clock,
-                        peer,
-                        socket,
-                    };
-                    state.pending.insert(id, pending);
-                }
-                return Next::Keep;
-            }
-            read => {
-                drop(registration);
-                self.end_pending(id, socket, read);
-            }
-        }
-        Next::Stop
-    }
-
-    /// Goes on with a connection that is not pending any more: hands it to the owner, or refuses it.
-    fn end_pending(
-        &self,
-        id: u64,
-        socket: Arc<PeerSocket>,
-        read: Result<HelloRead, Option<Message>>,
-    ) {
-        match read {
-            Ok(HelloRead::Pending(peer)) => self.wait_for_hello(id, peer, socket),
-            Ok(HelloRead::Complete(peer, hello, quota_permit)) => {
-                let connection = Connection {
-                    id,
-                    peer,
-                    socket,
-                    quota_permit,
-                };
-                self.offer(hello, connection);
-            }
-            Err(refusal) => refusal
-                .iter()
-                .for_each(|refusal| self.say(&socket, refusal)),
-        }
-    }
-
-    /// Reads the peer's `Hello`. An error is the answer to a peer that is refused, and nothing for
-    /// one that has closed.
+    /// Reads the peer's `Hello`, if it is there. An error is the answer to a peer that is refused,
+    /// and nothing for one that has closed.
     fn read_hello(
         &self,
-        peer: Peer,
-        socket: &Arc<PeerSocket>,
-    ) -> Result<HelloRead, Option<Message>> {
+        pending: &PendingConnection,
+    ) -> Result<Option<(Hello, Arc<QuotaPermit>)>, Option<Message>> {
+        let (peer, socket) = (&pending.peer, &pending.socket);
         let refused = |reason: String| Some(refusal(false, reason));
         let (message, mut fds) = match message::receive(socket.as_fd(), self.name()) {
-            Ok(Received::Nothing) => return Ok(HelloRead::Pending(peer)),
+            Ok(Received::Nothing) => return Ok(None),
             Ok(Received::End) => return Err(None),
             Ok(Received::Message(message, fds)) => (message, fds),
             Err(error) => return Err(Some(refusal_for(&error))),
         };
-        let Message::Hello {
-            device, kind, body, ..
-        } = message
-        else {
+        let Message::Hello { device, kind, body } = message else {
             return Err(refused(message.unexpected("Hello").to_string()));
         };
         if kind != self.kind() {
             return Err(Some(Message::OtherKind { found: self.kind() }));
         }
-        crate::os::let_descriptors_in(socket.as_fd(), false);
+        os::let_descriptors_in(socket.as_fd(), false);
         message::take_lifeline(&mut fds)
             .and_then(|lifeline| peer.adopt(lifeline))
             .map_err(|fault| refused(fault.to_string()))?;
         let quota_permit = self
             .quota
-            .take(&peer, socket)
+            .take(peer, socket)
             .map_err(|(limit, max)| Some(Message::Full { limit, max }))?;
-        let hello = Hello { device, body };
-        Ok(HelloRead::Complete(peer, hello, Arc::new(quota_permit)))
+        Ok(Some((Hello { device, body }, Arc::new(quota_permit))))
     }
 
     /// Opens all that an admission needs beside the descriptors of the `Hello`: the peer's pidfd,
@@ -472,7 +434,11 @@ impl EventSource for Acceptor {
                 let _ = reserve::fill();
                 next
             }
-            id => self.on_pending(id),
+            id => {
+                // Taken out while it is read: a tick may not end it meanwhile.
+                let pending = self.state.locked().pending.remove(&id);
+                pending.map_or(Next::Stop, |pending| self.advance(id, pending))
+            }
         }
     }
 }

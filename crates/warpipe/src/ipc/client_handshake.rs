@@ -80,14 +80,8 @@ impl ClientHandshake {
     }
 
     /// Sends this end's first message.
-    pub(crate) fn hello(
-        &self,
-        generation: [u8; 16],
-        device: Option<DeviceId>,
-        body: &[u8],
-    ) -> Result<()> {
+    pub(crate) fn hello(&self, device: Option<DeviceId>, body: &[u8]) -> Result<()> {
         let hello = Message::Hello {
-            generation,
             device,
             kind: self.kind,
             body: body.to_vec(),
@@ -234,7 +228,7 @@ mod tests {
             .connect(&name, Kind::Publisher, Some(&limit))
             .unwrap();
         let handshake = ClientHandshake::new(&at, socket, limit).unwrap();
-        handshake.hello([7; 16], None, &[]).unwrap();
+        handshake.hello(None, &[]).unwrap();
         let asked = std::cell::Cell::new(0);
         let late = handshake
             .wait(|| {

@@ -5,11 +5,10 @@
 
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Weak};
-use std::time::Duration;
 
 use super::limits::QuotaPermit;
 use super::message::{self, Received};
-use super::peer::{DeathEvidence, Peer};
+use super::peer::{DeathEvidence, ORPHAN_TIMEOUT, Peer};
 use crate::error::Result;
 use crate::runtime::closer::PeerSocket;
 use crate::runtime::reactor::{EventSource, Next, Reactor, Registration};
@@ -52,6 +51,15 @@ impl Sign {
     }
 }
 
+/// Registers for the suspicion that a peer has ended.
+pub(crate) fn watch_suspicion(
+    peer: &Peer,
+    user: &Weak<dyn EventSource>,
+    id: u64,
+) -> Result<Registration> {
+    peer.watch(DeathEvidence::Suspect, user, Sign::Suspect.tag(id))
+}
+
 /// Registers for a connection's messages.
 pub(crate) fn watch_socket(
     reactor: &Arc<Reactor>,
@@ -62,24 +70,16 @@ pub(crate) fn watch_socket(
     reactor.register(socket, user, Sign::Message.tag(id))
 }
 
-/// Registers for the suspicion that a peer has ended.
-pub(crate) fn watch_suspicion(
-    peer: &Peer,
+/// Registers for a connection's messages, and for the evidence of the peer's death.
+pub(crate) fn watch(
+    reactor: &Arc<Reactor>,
+    (socket, peer): (BorrowedFd<'_>, &Peer),
     user: &Weak<dyn EventSource>,
     id: u64,
-) -> Result<Registration> {
-    peer.watch(DeathEvidence::Suspect, user, Sign::Suspect.tag(id))
-}
-
-/// Registers for the evidence of a peer's death.
-pub(crate) fn watch_peer(
-    peer: &Peer,
-    orphan_timeout: Duration,
-    user: &Weak<dyn EventSource>,
-    id: u64,
-) -> Result<[Registration; 3]> {
-    let orphaned = DeathEvidence::Orphaned(orphan_timeout);
+) -> Result<[Registration; 4]> {
+    let orphaned = DeathEvidence::Orphaned(ORPHAN_TIMEOUT);
     Ok([
+        watch_socket(reactor, socket, user, id)?,
         watch_suspicion(peer, user, id)?,
         peer.watch(orphaned, user, Sign::Orphaned.tag(id))?,
         peer.watch(DeathEvidence::Proven, user, Sign::Proven.tag(id))?,

@@ -4,6 +4,8 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Mutex;
 
+use crate::mutex::LockUnpoisoned;
+
 /// Never held during a driver call, or while a client is told.
 #[derive(Debug, Default)]
 pub(crate) struct Ends {
@@ -95,4 +97,3 @@ mod tests {
         assert_eq!(told, [(1, 10), (1, 11), (2, 11)]);
     }
 }
-use crate::mutex::LockUnpoisoned;

@@ -52,7 +52,6 @@ pub(crate) enum Message {
     /// Client or subscriber, first: the kind of endpoint that it expects, its device, and what the
     /// endpoint's kind asks for. Descriptors: the lifeline.
     Hello {
-        generation: [u8; 16],
         device: Option<DeviceId>,
         kind: Kind,
         body: Vec<u8>,

@@ -11,17 +11,19 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
 use super::acceptor::{self, Acceptor, AcceptorOptions, ConnectionOwner, Hello, refusal};
-use super::connection::{self, Connection, ConnectionUser, watch_peer, watch_socket};
+use super::connection::{self, Connection, ConnectionUser};
 use super::{
     AccessPolicy, Address, ClientInfo, Disconnected, FDS_MAX, NOTIFICATION, OutgoingReply,
     Rejection, RequestHandler,
 };
+use rustix::io::Errno;
+
 use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::HANDSHAKE_TIMEOUT;
 use crate::ipc::limits::QuotaPermit;
 use crate::ipc::message::{self, CloseReason, Message, Received};
-use crate::ipc::peer::{ORPHAN_TIMEOUT, Process};
+use crate::ipc::peer::Process;
 use crate::mutex::LockUnpoisoned;
 use crate::os::{is_shortage, let_descriptors_in};
 use crate::runtime::closer::{PeerFd, PeerSocket};
@@ -98,7 +100,7 @@ impl Drop for IpcServer {
 /// The session of one client.
 struct ServedSession {
     /// Declared first: the registrations end before their descriptors are closed.
-    registrations: Vec<Registration>,
+    _registrations: [Registration; 4],
     /// Holds the place in the limits until the session ends. A handler may hold it for longer.
     connection: Connection,
     client: ClientInfo,
@@ -117,8 +119,6 @@ enum SessionPhase {
     /// The handler decides about the client.
     Admitting,
     Open,
-    /// The client has closed gracefully.
-    Leaving,
     /// The client's socket has closed without a graceful close.
     Suspect,
 }
@@ -197,24 +197,14 @@ impl ServerCore {
 
     /// Sends a notification to a client, without waiting. False if the client is not connected, or
     /// does not read its socket.
-    pub(crate) fn tell(&self, id: u64, reply: OutgoingReply) -> bool {
+    pub(crate) fn tell(&self, id: u64, reply: &OutgoingReply) -> bool {
         let socket = match self.sessions.locked().get(&id) {
             Some(session) if session.phase == SessionPhase::Open => {
                 session.connection.socket.clone()
             }
             _ => return false,
         };
-        let OutgoingReply { body, fds } = reply;
-        message::send_owned(
-            &socket,
-            &Message::Reply {
-                serial: NOTIFICATION,
-                body,
-                fds: fds.len().min(FDS_MAX) as u8,
-            },
-            &fds,
-        )
-        .is_ok()
+        send_reply(&socket, NOTIFICATION, reply).is_ok()
     }
 
     /// Sends a notification without descriptors to every client, without waiting. A client that
@@ -222,10 +212,6 @@ impl ServerCore {
     pub(crate) fn tell_all(&self, reply: &OutgoingReply) {
         let clients: Vec<u64> = self.sessions.locked().keys().copied().collect();
         for id in clients {
-            let reply = OutgoingReply {
-                body: reply.body.clone(),
-                fds: vec![],
-            };
             self.tell(id, reply);
         }
     }
@@ -275,13 +261,14 @@ impl ServerCore {
             uid: connection.peer.uid,
             device: hello.device,
         };
-        let registrations = match watch_peer(&connection.peer, ORPHAN_TIMEOUT, &self.watched(), id)
-        {
-            Ok(registrations) => registrations.into(),
+        // Its events come on this thread, so none before the handler has decided.
+        let ends = (socket.as_fd(), &connection.peer);
+        let _registrations = match connection::watch(&self.reactor, ends, &self.watched(), id) {
+            Ok(registrations) => registrations,
             Err(error) => return self.refuse(&socket, error),
         };
         let session = ServedSession {
-            registrations,
+            _registrations,
             connection,
             client: client.clone(),
             phase: SessionPhase::Admitting,
@@ -325,45 +312,17 @@ impl ServerCore {
             session.phase = SessionPhase::Open;
         }
         let sent = message::send_owned(socket, &message, &reply.fds);
-        let unsent = sent.err().map(|error| (error, sessions.remove(&client.id)));
         drop(sessions);
-        match unsent {
-            None => {
-                self.trace(client, |name, client, uid| TraceEvent::ClientConnected {
-                    name,
-                    client,
-                    uid,
-                });
-                self.register_socket(client.id);
-            }
+        self.trace(client, |name, client, uid| TraceEvent::ClientConnected {
+            name,
+            client,
+            uid,
+        });
+        if let Err(error) = sent {
             // The client has got nothing.
-            Some((error, session)) => {
-                let rejection = Rejection::from(Error::os("sendmsg", "the admission", error));
-                self.say(socket, &rejection.refusal());
-                if session.is_some() {
-                    self.handler
-                        .on_disconnect(self, client, Disconnected::Closed);
-                }
-            }
-        }
-    }
-
-    fn register_socket(&self, id: u64) {
-        let Some(socket) = self.socket_of(id) else {
-            return;
-        };
-        match watch_socket(&self.reactor, socket.as_fd(), &self.watched(), id) {
-            Ok(watch) => {
-                // If the session has been removed, the registration ends here, before the socket
-                // does.
-                if let Some(session) = self.sessions.locked().get_mut(&id) {
-                    session.registrations.push(watch);
-                }
-            }
-            Err(error) => {
-                self.refuse(&socket, error);
-                self.on_close(id);
-            }
+            let rejection = Rejection::from(Error::os("sendmsg", "the admission", error));
+            self.say(socket, &rejection.refusal());
+            self.end_session(client.id, Disconnected::Closed);
         }
     }
 
@@ -398,9 +357,7 @@ impl ServerCore {
                 self.reply(&client, socket, serial, replied)
             }
             Message::Close(_) => {
-                if let Some(session) = self.sessions.locked().get_mut(&id) {
-                    session.phase = SessionPhase::Leaving;
-                }
+                self.end_session(id, Disconnected::Closed);
                 Ok(())
             }
             other => Err(Rejection::new(
@@ -422,27 +379,30 @@ impl ServerCore {
             message::send_owned(socket, &Message::RequestFailed { serial, text }, &[])
         };
         let sent = match replied {
-            Ok(OutgoingReply { body, fds }) => {
-                let count = fds.len().min(FDS_MAX) as u8;
-                let given = body.clone();
-                let reply = Message::Reply {
-                    serial,
-                    body,
-                    fds: count,
-                };
-                message::send_owned(socket, &reply, &fds).or_else(|error| {
-                    // Also where the session ends: the client never learns of the answer.
-                    let is_back = self.handler.take_back(client, &given);
-                    if is_back && is_shortage(error) {
-                        fail(Error::os("sendmsg", "an answer", error).to_string())
-                    } else {
-                        Err(error)
-                    }
-                })
-            }
+            Ok(reply) => send_reply(socket, serial, &reply).or_else(|error| {
+                // Also where the session ends: the client never learns of the answer.
+                let is_back = self.handler.take_back(client, &reply.body);
+                if is_back && is_shortage(error) {
+                    fail(Error::os("sendmsg", "an answer", error).to_string())
+                } else {
+                    Err(error)
+                }
+            }),
             Err(Rejection { text, .. }) => fail(text),
         };
         sent.map_err(|error| Rejection::new(format!("the answer could not be sent: {error}")))
+    }
+
+    fn end_session(&self, id: u64, ended: Disconnected) {
+        let Some(session) = self.sessions.locked().remove(&id) else {
+            return;
+        };
+        self.trace(&session.client, |name, client, uid| match ended {
+            Disconnected::Closed => TraceEvent::ClientClosed { name, client, uid },
+            Disconnected::ProcessDied => TraceEvent::ClientDied { name, client, uid },
+        });
+        self.handler.on_disconnect(self, &session.client, ended);
+        session.end();
     }
 
     /// The client of an open session.
@@ -502,17 +462,9 @@ impl ConnectionUser for ServerCore {
                 });
                 self.handler.on_suspect(self, &client);
             }
-            SessionPhase::Open | SessionPhase::Leaving => {
-                let ended = sessions.remove(&id);
+            SessionPhase::Open => {
                 drop(sessions);
-                if let Some(ended) = ended {
-                    self.trace(&ended.client, |name, client, uid| {
-                        TraceEvent::ClientClosed { name, client, uid }
-                    });
-                    self.handler
-                        .on_disconnect(self, &ended.client, Disconnected::Closed);
-                    ended.end();
-                }
+                self.end_session(id, Disconnected::Closed);
             }
         }
     }
@@ -529,18 +481,18 @@ impl ConnectionUser for ServerCore {
     }
 
     fn on_proven(&self, id: u64) {
-        let dead = self.sessions.locked().remove(&id);
-        if let Some(dead) = dead {
-            self.trace(&dead.client, |name, client, uid| TraceEvent::ClientDied {
-                name,
-                client,
-                uid,
-            });
-            self.handler
-                .on_disconnect(self, &dead.client, Disconnected::ProcessDied);
-            dead.end();
-        }
+        self.end_session(id, Disconnected::ProcessDied);
     }
+}
+
+/// Sends a reply with its descriptors, without waiting.
+fn send_reply(socket: &PeerSocket, serial: u64, reply: &OutgoingReply) -> Result<(), Errno> {
+    let message = Message::Reply {
+        serial,
+        body: reply.body.clone(),
+        fds: reply.fds.len().min(FDS_MAX) as u8,
+    };
+    message::send_owned(socket, &message, &reply.fds)
 }
 
 impl ConnectionOwner for ServerCore {

@@ -18,7 +18,7 @@ use crate::backend::DeviceId;
 use crate::clock::Stopwatch;
 use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
-use crate::ipc::connection::{watch_peer, watch_socket};
+use crate::ipc::connection;
 use crate::ipc::domain::{Arrivals, Domain};
 use crate::ipc::message::{self, Message};
 use crate::ipc::peer::{DeathEvidence, ORPHAN_TIMEOUT};
@@ -82,12 +82,9 @@ impl ClientSession {
         *self.inner.observer.locked() = Some(observer);
         let me = Arc::downgrade(&self.inner) as Weak<dyn EventSource>;
         let reactor = &self.inner.reactor;
-        let socket = watch_socket(reactor, self.inner.socket.as_fd(), &me, 0)?;
-        let peer = watch_peer(&self.inner.peer, ORPHAN_TIMEOUT, &me, 0)?;
-        self.inner
-            .registrations
-            .locked()
-            .extend([socket].into_iter().chain(peer));
+        let ends = (self.inner.socket.as_fd(), &self.inner.peer);
+        let all = connection::watch(reactor, ends, &me, 0)?;
+        self.inner.registrations.locked().extend(all);
         Ok(())
     }
 

@@ -281,7 +281,7 @@ impl PoolAllocator {
     pub(super) fn tell_removed(&self, server_core: &ServerCore) {
         self.regions.tell(|client, region| {
             let notice = OutgoingReply::new(&PoolNotice::RegionRemoved(region), vec![]);
-            notice.is_ok_and(|notice| server_core.tell(client, notice))
+            notice.is_ok_and(|notice| server_core.tell(client, &notice))
         });
     }
 

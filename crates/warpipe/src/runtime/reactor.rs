@@ -12,7 +12,7 @@ mod deferred;
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use rustix::event::epoll;
 
 pub(crate) use self::deferred::{Deferred, DropReadiness, IntoDeferred};
-use self::deferred::{DropCounts, FencedDrop};
+use self::deferred::{DropCounts, FenceThread, FencedDrop, reap};
 use crate::backend::unreclaimed;
 use crate::clock::now_ns;
 use crate::error::{Error, Result};
@@ -81,9 +81,6 @@ struct ReactorState {
     ticked: Vec<Weak<dyn EventSource>>,
     /// Triggered, and not dispatched yet.
     triggered: Vec<u64>,
-    fenced_drops: Vec<FencedDrop>,
-    /// Drops that have waited for long: polled at each tick.
-    slow: Vec<FencedDrop>,
 }
 
 /// A task of the control thread, which runs them in order. The number of waiting tasks is bounded
@@ -98,15 +95,10 @@ pub(crate) struct Reactor {
     doorbell: LocalDoorbell,
     state: Mutex<ReactorState>,
     tasks: Sender<ControlTask>,
-    /// Sent for each round of polls of fenced drops.
-    fence_polls_tx: Sender<()>,
-    /// The fence thread has been asked for a round, and has not begun.
-    is_fence_poll_requested: AtomicBool,
-    /// The reaper has been asked to retry reclaiming memory that a device did not take back, and is
-    /// not done.
-    is_reclaim_requested: AtomicBool,
-    overdue_after: Duration,
-    counts: DropCounts,
+    /// To the fence thread.
+    fenced_drops: Sender<FencedDrop>,
+    counts: Arc<DropCounts>,
+    /// To the reaper.
     deferred: Sender<Deferred>,
     next_id: AtomicU64,
 }
@@ -150,12 +142,11 @@ impl Reactor {
         let reactor = reserve::fill()
             .and_then(|()| Reactor::start(OVERDUE_AFTER))
             .inspect_err(|_| reserve::give_up())?;
-        let waker = Arc::downgrade(&reactor);
+        let reaper = Arc::downgrade(&reactor);
         unreclaimed::on_retry_due(move || {
-            waker
-                .upgrade()
-                .into_iter()
-                .for_each(|reactor| reactor.doorbell.ring())
+            // To wake it.
+            let reactor = reaper.upgrade().into_iter();
+            reactor.for_each(|reactor| reactor.defer_drop(Box::new(())));
         });
         Ok(current.insert(reactor).clone())
     }
@@ -169,18 +160,15 @@ impl Reactor {
         let epoll = CloseOnForkFd::open(|| epoll::create(epoll::CreateFlags::CLOEXEC))
             .map_err(|e| Error::os("epoll_create1", "the reactor", e))?;
         let (tasks, queue) = mpsc::channel::<ControlTask>();
-        let (fence_polls_tx, fence_polls) = mpsc::channel::<()>();
+        let (fenced_drops, new) = mpsc::channel::<FencedDrop>();
         let (deferred, drop_queue) = mpsc::channel::<Deferred>();
         let reactor = Arc::new(Reactor {
             epoll,
             doorbell: LocalDoorbell::new()?,
             state: Mutex::default(),
             tasks,
-            fence_polls_tx,
-            is_fence_poll_requested: AtomicBool::new(false),
-            is_reclaim_requested: AtomicBool::new(false),
-            overdue_after,
-            counts: DropCounts::default(),
+            fenced_drops,
+            counts: Arc::default(),
             deferred,
             next_id: AtomicU64::new(DOORBELL + 1),
         });
@@ -191,20 +179,15 @@ impl Reactor {
                 let _panicked = catch_panic(task);
             }
         })?;
-        // If a later step of the start fails, these threads end with the reactor.
-        let this = Arc::downgrade(&reactor);
-        start_thread("warpipe-fences", move || {
-            for () in fence_polls {
-                let Some(this) = this.upgrade() else { return };
-                this.is_fence_poll_requested.store(false, Ordering::Release);
-                let _panicked = catch_panic(|| this.poll_fences());
-            }
-        })?;
-        start_thread("warpipe-reaper", move || {
-            for deferred in drop_queue {
-                let _panicked = catch_panic(|| drop(deferred));
-            }
-        })?;
+        let fences = FenceThread {
+            new,
+            waiting: Vec::new(),
+            overdue_after,
+            counts: reactor.counts.clone(),
+            reaper: reactor.deferred.clone(),
+        };
+        start_thread("warpipe-fences", move || fences.run())?;
+        start_thread("warpipe-reaper", move || reap(drop_queue))?;
         start_thread("warpipe-reactor", move || runner.run())?;
         Ok(reactor)
     }
@@ -316,10 +299,12 @@ impl Reactor {
     fn run(self: &Arc<Self>) {
         let mut events = Vec::with_capacity(64);
         let mut last_tick = Instant::now();
-        let mut last_fence_poll = last_tick;
         loop {
             events.clear();
-            let timeout = self.sleep_limit(last_tick, last_fence_poll).map(timespec);
+            let timeout = self
+                .ticks()
+                .then(|| TICK.saturating_sub(last_tick.elapsed()));
+            let timeout = timeout.map(timespec);
             // epoll_wait fails only when it is interrupted: the descriptor is ours and open.
             let _ = epoll::wait(
                 &self.epoll,
@@ -331,12 +316,6 @@ impl Reactor {
             }
             let triggered = std::mem::take(&mut self.state.locked().triggered);
             triggered.into_iter().for_each(|id| self.dispatch(id));
-            if last_fence_poll.elapsed() >= FENCE_POLL_INTERVAL
-                && !self.state.locked().fenced_drops.is_empty()
-            {
-                last_fence_poll = Instant::now();
-                self.request_fence_poll();
-            }
             if last_tick.elapsed() >= TICK {
                 last_tick = Instant::now();
                 self.tick_all();
@@ -344,16 +323,9 @@ impl Reactor {
         }
     }
 
-    /// The longest sleep until the next poll or tick; `None` if neither is due.
-    fn sleep_limit(&self, last_tick: Instant, last_fence_poll: Instant) -> Option<Duration> {
-        let state = self.state.locked();
-        // A fence thread that is late rings the doorbell when it is done.
-        if !state.fenced_drops.is_empty() && !self.is_fence_poll_requested.load(Ordering::Acquire) {
-            return Some(FENCE_POLL_INTERVAL.saturating_sub(last_fence_poll.elapsed()));
-        }
-        let is_idle = state.ticked.is_empty() && state.slow.is_empty();
-        let ticks = !is_idle || unreclaimed::is_retry_due() || closer::is_retry_due();
-        ticks.then(|| TICK.saturating_sub(last_tick.elapsed()))
+    /// Whether anything is due with the next tick.
+    fn ticks(&self) -> bool {
+        !self.state.locked().ticked.is_empty() || closer::is_retry_due()
     }
 
     fn dispatch(self: &Arc<Self>, id: u64) {
@@ -429,15 +401,12 @@ impl Reactor {
     fn tick_all(self: &Arc<Self>) {
         let targets = {
             let mut state = self.state.locked();
-            let slow = std::mem::take(&mut state.slow);
-            state.fenced_drops.extend(slow);
             state.ticked.retain(|target| target.strong_count() > 0);
             state.ticked.clone()
         };
         // Without room, the next tick tries again.
         let _ = reserve::fill();
         closer::retry();
-        self.request_reclaim();
         let now = now_ns();
         for target in targets.iter().filter_map(Weak::upgrade) {
             let _panicked = catch_panic(|| target.on_tick(now));

@@ -5,6 +5,8 @@ use std::ops::{Deref, DerefMut};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use crate::mutex::LockUnpoisoned;
+
 /// The state of a lock, locked except during [`unlocked`](Self::unlocked).
 #[derive(Debug)]
 pub(crate) struct ReleasableGuard<'a, S> {
@@ -67,4 +69,3 @@ impl<S> DerefMut for ReleasableGuard<'_, S> {
         self.state.as_mut().expect("locked but for `unlocked`")
     }
 }
-use crate::mutex::LockUnpoisoned;

@@ -405,7 +405,7 @@ impl OfferSlot {
             },
         };
         if let Ok(notice) = OutgoingReply::new(&notice, vec![]) {
-            server.tell(client, notice);
+            server.tell(client, &notice);
         }
         if is_taken {
             self.0.note_offered(&server);

@@ -97,7 +97,6 @@ fn assert_answers(session: &ClientSession) {
 
 pub(super) fn visit() -> Message {
     Message::Hello {
-        generation: [7; 16],
         device: None,
         kind: Kind::Pool,
         body: vec![],

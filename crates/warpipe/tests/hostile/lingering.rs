@@ -355,7 +355,6 @@ fn lingering_descriptors_block_no_server() {
             let publisher = elsewhere.publisher(|it| it);
             let (mut good, mut thrown) = (elsewhere.subscriber(), Vec::new());
             let visit = Message::Hello {
-                generation: [7; 16],
                 device: None,
                 kind: Kind::Pool,
                 body: vec![],

@@ -21,7 +21,6 @@ pub(super) fn hello() -> Message {
         uuid: [0; 16],
     };
     Message::Hello {
-        generation: [7; 16],
         device: Some(device),
         kind: Kind::Publisher,
         body: Vec::new(),

@@ -75,7 +75,6 @@ fn a_subscriber_that_comes_while_the_publisher_lacks_descriptors_is_told_and_may
 /// Of a client that expects no certain incarnation.
 fn pool_hello() -> Message {
     Message::Hello {
-        generation: [7; 16],
         device: None,
         kind: Kind::Pool,
         body: vec![0],

@@ -148,7 +148,6 @@ fn files_that_do_not_answer_block_no_server() {
             let publisher = elsewhere.publisher(|it| it);
             let mut good = elsewhere.subscriber();
             let visit = Message::Hello {
-                generation: [7; 16],
                 device: None,
                 kind: Kind::Pool,
                 body: vec![],

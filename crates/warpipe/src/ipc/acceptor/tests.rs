@@ -113,7 +113,7 @@ fn a_handshake_does_not_time_out_because_this_process_stood_still() {
     // The client stood still, too, and sends its `Hello` when both go on.
     scene.owner.acceptor.tick();
     assert_eq!(scene.owner.acceptor.state.locked().pending.len(), 1);
-    client.hello([7; 16], None, &[]).unwrap();
+    client.hello(None, &[]).unwrap();
     scene.connections.recv_timeout(LONG).unwrap();
 }
 
@@ -125,7 +125,7 @@ fn the_registration_of_a_refused_connection_ends_before_its_socket_is_closed() {
     for _ in 0..10 {
         let mut client = scene.pending();
         client.kind = Kind::Pool;
-        client.hello([7; 16], None, &[]).unwrap();
+        client.hello(None, &[]).unwrap();
         let refused = client.wait(|| false).unwrap_err();
         assert!(matches!(refused, Error::OtherKind { .. }), "{refused}");
         // The thread that accepts this one is through with the one before.
@@ -139,7 +139,7 @@ fn a_connection_with_its_owner_is_ended_neither_by_a_tick_nor_by_an_eviction() {
     let scene = Scene::new("owned");
     let client = scene.pending();
     let silent = scene.pending();
-    client.hello([7; 16], None, b"body").unwrap();
+    client.hello(None, b"body").unwrap();
     let connection = scene.connections.recv_timeout(LONG).unwrap();
     let socket = connection.socket.as_fd();
     message::send(socket, &Message::Attached, &[]).unwrap();
@@ -173,7 +173,6 @@ fn connect(scene: &Scene) -> (PeerSocket, impl Drop) {
         .connect(&scene.name, Kind::Publisher, Some(&limit))
         .unwrap();
     let hello = Message::Hello {
-        generation: [7; 16],
         device: None,
         kind: Kind::Timeline,
         body: Vec::new(),

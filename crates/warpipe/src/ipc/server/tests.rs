@@ -56,7 +56,6 @@ fn a_client_that_is_admitted_while_the_server_closes_is_told_of_the_close() {
     let socket = Arc::new(PeerSocket::from(CloseOnForkFd::new(theirs).unwrap()));
     let peer = Peer::of(socket.as_fd(), "a").unwrap();
     let first = Message::Hello {
-        generation: [7; 16],
         device: None,
         kind: crate::ipc::Kind::Timeline,
         body: vec![],

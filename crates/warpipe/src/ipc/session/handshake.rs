@@ -14,7 +14,7 @@ use crate::ipc::message::Message;
 use crate::ipc::peer::Peer;
 use crate::ipc::{Address, IncomingReply, NOTIFICATION, REPLY_TIMEOUT};
 use crate::runtime::closer::PeerFd;
-use crate::runtime::reactor::{Reactor, new_generation};
+use crate::runtime::reactor::Reactor;
 
 /// A session that the server has not opened yet.
 #[derive(Debug)]
@@ -44,7 +44,7 @@ impl PendingSession {
         let room = waits.then_some(&limit);
         let socket = at.domain.connect(at.name, at.kind, room)?;
         let handshake = ClientHandshake::new(at, socket, limit)?;
-        handshake.hello(new_generation(), device, body)?;
+        handshake.hello(device, body)?;
         Ok(PendingSession { handshake, reactor })
     }
 

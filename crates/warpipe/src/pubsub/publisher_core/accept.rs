@@ -11,7 +11,7 @@ use super::state::PublisherState;
 use crate::backend::{Access, DeviceId};
 use crate::error::{Error, HandshakeFault, Result};
 use crate::ipc::acceptor::{ConnectionOwner, Hello, refusal, refusal_for, say};
-use crate::ipc::connection::{self, Connection, ConnectionUser, watch_peer, watch_socket};
+use crate::ipc::connection::{self, Connection, ConnectionUser};
 use crate::ipc::message::{self, CloseReason, Message, Received};
 use crate::ipc::peer::ORPHAN_TIMEOUT;
 use crate::kind::Kind;
@@ -75,10 +75,9 @@ impl PublisherCore {
 
     /// Begins to read a link's socket, and to watch for its peer's death.
     fn watch(&self, link: &mut SubscriberLink) -> Result<()> {
-        let socket = watch_socket(&self.reactor, link.socket(), &self.me, link.id)?;
-        let peer = watch_peer(&link.peer, ORPHAN_TIMEOUT, &self.me, link.id)?;
-        link.registrations.push(socket);
-        link.registrations.extend(peer);
+        let ends = (link.socket(), &*link.peer);
+        let all = connection::watch(&self.reactor, ends, &self.me, link.id)?;
+        link.registrations.extend(all);
         Ok(())
     }
 

@@ -846,7 +846,6 @@ fn a_link_with_replies_that_is_refused_keeps_no_place() {
     let address = SocketAddrUnix::new(stage.folder.join("a.sock")).unwrap();
     rustix::net::connect(&socket, &address).unwrap();
     let hello = Message::Hello {
-        generation: [7; 16],
         device: Some(Device::host().info().id),
         kind: Kind::Publisher,
         body: Vec::new(),

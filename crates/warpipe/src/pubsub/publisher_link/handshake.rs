@@ -19,7 +19,7 @@ use crate::memory::arena::REGIONS_MAX;
 use crate::memory::region::Region;
 use crate::runtime::closer::{PeerFd, PeerSocket};
 use crate::runtime::doorbell::{LocalDoorbell, PeerDoorbell};
-use crate::runtime::reactor::{Reactor, new_generation};
+use crate::runtime::reactor::Reactor;
 use crate::shm::fence_words::FenceWords;
 use crate::shm::segment::{OpenError, Segment};
 
@@ -90,7 +90,7 @@ impl ConnectOptions {
             is_cancelled,
         };
         let device = Some(self.device.info().id);
-        handshake.client.hello(new_generation(), device, &[])?;
+        handshake.client.hello(device, &[])?;
         let mut welcome = handshake.welcome()?;
         match handshake.settle(&mut welcome) {
             Ok(regions) => {

@@ -47,7 +47,6 @@ impl Puppet {
         let [(end, end_held), (alarm, alarm_held)] =
             [(); 2].map(|()| pipe_with(PipeFlags::CLOEXEC).unwrap());
         let hello = Message::Hello {
-            generation: [7; 16],
             device: Some(device),
             kind: Kind::KernelRing,
             body: vec![],

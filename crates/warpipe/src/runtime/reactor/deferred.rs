@@ -2,12 +2,11 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SendError, Sender};
 use std::time::{Duration, Instant};
 
-use super::{EventSource, Reactor, catch_panic};
+use super::{EventSource, FENCE_POLL_INTERVAL, Reactor, TICK, catch_panic};
 use crate::backend::unreclaimed;
-use crate::mutex::LockUnpoisoned;
 
 /// The result of polling a deferred drop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,6 +35,7 @@ pub(super) struct FencedDrop {
     /// The last poll's result.
     readiness: DropReadiness,
     since: Instant,
+    next_poll: Instant,
     /// Counted in [`DropCounts::overdue`].
     is_overdue: bool,
     has_panicked: bool,
@@ -57,14 +57,96 @@ impl FencedDrop {
         }
         readiness
     }
+}
 
-    fn is_slow(&self, now: Instant, after: Duration) -> bool {
-        now.saturating_duration_since(self.since) > after
+/// The fence thread: polls the drops that wait, and gives those that are ready to the reaper.
+pub(super) struct FenceThread {
+    pub(super) new: Receiver<FencedDrop>,
+    pub(super) waiting: Vec<FencedDrop>,
+    pub(super) overdue_after: Duration,
+    pub(super) counts: Arc<DropCounts>,
+    pub(super) reaper: Sender<Deferred>,
+}
+
+impl FenceThread {
+    /// Ends if the start of its reactor fails.
+    pub(super) fn run(mut self) {
+        while let Ok(first) = self.new.recv() {
+            self.waiting.push(first);
+            while !self.waiting.is_empty() {
+                self.poll();
+                self.sleep();
+            }
+        }
+    }
+
+    fn poll(&mut self) {
+        let (round, mut index) = (Instant::now(), 0);
+        while index < self.waiting.len() {
+            let (one, now) = (&mut self.waiting[index], Instant::now());
+            if one.next_poll > round {
+                index += 1;
+                continue;
+            }
+            let readiness = one.look(now);
+            let is_slow = now.saturating_duration_since(one.since) > self.overdue_after;
+            let is_busy = readiness == DropReadiness::Busy;
+            self.counts
+                .set_overdue(&mut one.is_overdue, is_slow && is_busy);
+            one.next_poll = round + if is_slow { TICK } else { FENCE_POLL_INTERVAL };
+            if readiness == DropReadiness::Ready {
+                self.counts.waiting.fetch_sub(1, Ordering::Relaxed);
+                defer(&self.reaper, Box::new(self.waiting.swap_remove(index)));
+            } else {
+                index += 1;
+            }
+        }
+    }
+
+    /// Takes in new drops until the next poll.
+    fn sleep(&mut self) {
+        let polls = self.waiting.iter().map(|one| one.next_poll);
+        let Some(mut due) = polls.min() else { return };
+        while let Ok(new) = self
+            .new
+            .recv_timeout(due.saturating_duration_since(Instant::now()))
+        {
+            self.waiting.push(new);
+            due = due.min(Instant::now() + FENCE_POLL_INTERVAL);
+        }
     }
 }
 
-/// The number of deferred drops. Counted beside the state, since the fence thread takes drops out
-/// of the state while it polls them.
+/// The body of the reaper. It drops what others leave to it, and retries at each [`TICK`] to
+/// reclaim memory that a device did not take back.
+pub(super) fn reap(queue: Receiver<Deferred>) {
+    let mut last_retry = Instant::now();
+    loop {
+        let next = match unreclaimed::is_retry_due() {
+            true => queue.recv_timeout(TICK.saturating_sub(last_retry.elapsed())),
+            false => queue.recv().map_err(RecvTimeoutError::from),
+        };
+        match next {
+            Ok(deferred) => _ = catch_panic(|| drop(deferred)),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => return,
+        }
+        if unreclaimed::is_retry_due() && last_retry.elapsed() >= TICK {
+            unreclaimed::retry_all();
+            last_retry = Instant::now();
+        }
+    }
+}
+
+/// Leaves an object to the reaper.
+fn defer(reaper: &Sender<Deferred>, deferred: Deferred) {
+    if let Err(SendError(deferred)) = reaper.send(deferred) {
+        // The reaper has ended. A leak is better than a driver call here.
+        std::mem::forget(deferred);
+    }
+}
+
+/// The number of deferred drops.
 #[derive(Debug, Default)]
 pub(super) struct DropCounts {
     waiting: AtomicUsize,
@@ -119,61 +201,19 @@ impl Reactor {
         &self,
         mut look: impl FnMut() -> U + Send + 'static,
     ) {
-        let (look, since) = (Box::new(move || look().into()), Instant::now());
+        let now = Instant::now();
         self.counts.waiting.fetch_add(1, Ordering::Relaxed);
-        let fenced_drops = FencedDrop {
-            look,
+        let deferred = FencedDrop {
+            look: Box::new(move || look().into()),
             readiness: DropReadiness::Held,
-            since,
+            since: now,
+            next_poll: now,
             is_overdue: false,
             has_panicked: false,
         };
-        self.state.locked().fenced_drops.push(fenced_drops);
-        self.doorbell.ring();
-    }
-
-    /// Has the fence thread poll the deferred drops, since the poll calls the driver. One request
-    /// at a time is enough, however late the fence thread is. Returns whether a request was sent.
-    pub(super) fn request_fence_poll(&self) -> bool {
-        // The fence thread ends only with the process.
-        !self.is_fence_poll_requested.swap(true, Ordering::AcqRel)
-            && self.fence_polls_tx.send(()).is_ok()
-    }
-
-    pub(super) fn poll_fences(&self) {
-        let mut waiting = std::mem::take(&mut self.state.locked().fenced_drops);
-        let (mut slow, mut index) = (Vec::new(), 0);
-        while index < waiting.len() {
-            let (one, now) = (&mut waiting[index], Instant::now());
-            let readiness = one.look(now);
-            let is_slow = one.is_slow(now, self.overdue_after);
-            self.counts.set_overdue(
-                &mut one.is_overdue,
-                is_slow && readiness == DropReadiness::Busy,
-            );
-            if readiness == DropReadiness::Ready {
-                self.counts.waiting.fetch_sub(1, Ordering::Relaxed);
-                self.defer_drop(Box::new(waiting.swap_remove(index)));
-            } else if is_slow {
-                slow.push(waiting.swap_remove(index));
-            } else {
-                index += 1;
-            }
-        }
-        if !(waiting.is_empty() && slow.is_empty()) {
-            let mut state = self.state.locked();
-            state.fenced_drops.append(&mut waiting);
-            state.slow.append(&mut slow);
-            drop(state);
-            self.doorbell.ring();
-        }
-    }
-
-    /// Has the reaper retry reclaiming memory that a device did not take back. One request at a
-    /// time is enough, however late the reaper is.
-    pub(super) fn request_reclaim(self: &Arc<Self>) {
-        if unreclaimed::is_retry_due() && !self.is_reclaim_requested.swap(true, Ordering::AcqRel) {
-            self.defer_drop(Box::new(ReclaimTask(self.clone())));
+        if let Err(SendError(deferred)) = self.fenced_drops.send(deferred) {
+            // The fence thread has ended: nothing proves that the memory is touched no more.
+            std::mem::forget(deferred);
         }
     }
 
@@ -187,19 +227,6 @@ impl Reactor {
 
     /// Has the reaper drop an object, however much waits there; never on this thread.
     pub(crate) fn defer_drop(&self, deferred: Deferred) {
-        if let Err(mpsc::SendError(deferred)) = self.deferred.send(deferred) {
-            // The reaper has ended. A leak is better than a driver call here.
-            std::mem::forget(deferred);
-        }
-    }
-}
-
-/// Dropped by the reaper, it retries reclaiming memory that a device did not take back.
-struct ReclaimTask(Arc<Reactor>);
-
-impl Drop for ReclaimTask {
-    fn drop(&mut self) {
-        unreclaimed::retry_all();
-        self.0.is_reclaim_requested.store(false, Ordering::Release);
+        defer(&self.deferred, deferred);
     }
 }

@@ -217,7 +217,7 @@ impl RequestHandler for LastHolder {
                 let notice = OutgoingReply::new(&notice, vec![])?;
                 match self.end {
                     MemberEnd::OutlivesTheCreator => {}
-                    MemberEnd::Leaves => assert!(server_core.tell(client.id, notice)),
+                    MemberEnd::Leaves => assert!(server_core.tell(client.id, &notice)),
                     MemberEnd::DiesUntold | MemberEnd::DiesTold => {
                         drop(self.lifeline.lock().unwrap().take());
                     }

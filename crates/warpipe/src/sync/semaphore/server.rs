@@ -138,7 +138,7 @@ impl SemaphoreServer {
         }
         let is_told = server_core.tell(
             member.into(),
-            OutgoingReply::new(&SemaphoreNotice::Serve { member: asker }, vec![page])?,
+            &OutgoingReply::new(&SemaphoreNotice::Serve { member: asker }, vec![page])?,
         );
         if is_told {
             Ok(())
@@ -247,7 +247,7 @@ impl RequestHandler for SemaphoreServer {
         for other in others {
             // A member that does not read its messages keeps a page that has no use any more.
             let _ = OutgoingReply::new(&SemaphoreNotice::Gone { member }, vec![])
-                .map(|notice| server_core.tell(other.into(), notice));
+                .map(|notice| server_core.tell(other.into(), &notice));
         }
     }
 

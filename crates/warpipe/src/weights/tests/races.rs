@@ -103,7 +103,7 @@ fn a_keeper_that_ends_before_a_publishers_holder_is_there_has_not_taken_the_vers
         let number = 5;
         server
             .server_core()
-            .tell(client, notice(KeeperNotice::Taken { number }));
+            .tell(client, &notice(KeeperNotice::Taken { number }));
         drop(server);
         let told = publisher.join().unwrap();
         // Its next keeper may have searched before the holder was there, and not know the version.
@@ -165,7 +165,7 @@ fn a_number_that_no_version_has_is_no_answer_to_a_publisher() {
         let stage = Stage::new("number");
         let _server = stage.scripted(move |core, client, request| {
             if let KeeperRequest::Take { .. } = request {
-                core.tell(client, notice(KeeperNotice::Taken { number }));
+                core.tell(client, &notice(KeeperNotice::Taken { number }));
             }
             noted()
         });
@@ -183,7 +183,7 @@ fn a_check_waits_for_a_keeper_that_still_asks_its_holders() {
     let _server = stage.scripted(move |core, client, request| match request {
         KeeperRequest::Candidate if asked.fetch_add(1, SeqCst) == 0 => {
             // The candidate is there before the reply that says there is none arrives.
-            core.tell(client, notice(KeeperNotice::Offered));
+            core.tell(client, &notice(KeeperNotice::Offered));
             OutgoingReply::new(&KeeperReply::Nothing { candidate: None }, vec![])
         }
         KeeperRequest::Candidate => version(&held),
