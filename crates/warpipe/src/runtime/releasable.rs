@@ -5,8 +5,6 @@ use std::ops::{Deref, DerefMut};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crate::mutex::LockUnpoisoned;
-
 /// The state of a lock, locked except during [`unlocked`](Self::unlocked).
 #[derive(Debug)]
 pub(crate) struct ReleasableGuard<'a, S> {
@@ -41,7 +39,7 @@ impl<'a, S> ReleasableGuard<'a, S> {
     #[inline]
     pub(crate) fn relock(&mut self) {
         if self.state.is_none() {
-            self.state = Some(self.lock.locked());
+            self.state = Some(self.lock.lock().unwrap_or_else(PoisonError::into_inner));
         }
     }
 
