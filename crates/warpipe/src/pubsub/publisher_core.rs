@@ -1,7 +1,7 @@
 //! The part that all handles of one publisher share: its slots, from the loan to the return.
 //!
-//! The lock guards [`state`], made of parts with invariants of their own: [`links`],
-//! [`history`], [`placement`] (of the sample that is being sent). [`slot_fences`] needs no lock.
+//! The lock guards [`state`], made of parts with invariants of their own: [`links`], [`history`].
+//! [`slot_fences`] needs no lock.
 //! The operations over them: [`backpressure`] (a send waits for room, and begins),
 //! [`send`], [`unicast`], and [`accept`] (the control thread's work).
 
@@ -9,8 +9,6 @@ mod accept;
 mod backpressure;
 mod history;
 mod links;
-mod placement;
-mod recipients;
 mod send;
 mod send_turn;
 mod slot_fences;
@@ -21,7 +19,7 @@ mod tests;
 mod unicast;
 
 pub(crate) use accept::REPLIES;
-pub(super) use recipients::Recipients;
+pub(super) use send::Recipients;
 pub use slot_handles::{SlotHold, SlotReturn};
 pub(crate) use unicast::{Forwarded, RetainedSlot};
 
@@ -190,7 +188,7 @@ impl PublisherCore {
     }
 
     pub(super) fn count_copy(&self, reason: SlowPath, bytes: u64) {
-        self.lock().count_copy(reason, bytes);
+        self.lock().row.copied(reason, bytes);
     }
 
     pub(super) fn record_use(&self, stream: &Stream) {

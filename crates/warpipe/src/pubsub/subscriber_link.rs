@@ -57,8 +57,11 @@ pub(super) struct SubscriberLink {
     pub(super) policy: Policy,
     pub(super) ring: SenderRing,
     /// The position that was found free last, until a sample is published: a free position stays
-    /// free.
-    free: Cell<Option<u64>>,
+    /// free. 0 for none, as below.
+    free: Cell<u64>,
+    /// The position of the sample that is being sent, or was sent last; 0 if the subscriber does not
+    /// get it.
+    placed: u64,
     /// The samples that the subscriber was given and has not yet released, oldest first.
     in_flight: VecDeque<(u64, SlotId)>,
     pub(super) phase: LinkPhase,
@@ -210,7 +213,8 @@ impl SubscriberLink {
             peer,
             ring,
             set_aside: may_set_aside.then(HashMap::new),
-            free: Cell::new(None),
+            free: Cell::new(0),
+            placed: 0,
             clock: Uptime::default(),
             peer_heartbeat: PeerHeartbeat::default(),
             registrations: Vec::new(),
@@ -307,21 +311,19 @@ impl SubscriberLink {
 
     /// Whether the link has no room and its subscriber may not miss a sample.
     pub(super) fn must_be_awaited(&self) -> bool {
-        self.is_live() && self.policy.is_lossless() && self.room() == RingSpace::Full
+        self.is_live() && self.policy.is_lossless() && self.room().is_none()
     }
 
     /// Where the next sample can go. Computed once for each sample: the words that decide it are in
     /// the reader's cache.
     #[inline]
-    fn room(&self) -> RingSpace {
-        if let Some(position) = self.free.get() {
-            return RingSpace::At(position);
+    pub(super) fn room(&self) -> Option<u64> {
+        if self.free.get() == 0
+            && let RingSpace::At(position) = self.ring.space()
+        {
+            self.free.set(position);
         }
-        let room = self.ring.space();
-        if let RingSpace::At(position) = room {
-            self.free.set(Some(position));
-        }
-        room
+        Some(self.free.get()).filter(|&position| position != 0)
     }
 
     /// The segment and its file, which the subscriber claims to have sealed.
@@ -408,33 +410,51 @@ impl SubscriberLink {
         }
     }
 
+    /// The position of the sample that is being sent, or was sent last, if the subscriber gets it.
+    #[inline]
+    pub(super) fn placed(&self) -> Option<u64> {
+        Some(self.placed).filter(|&position| position != 0)
+    }
+
+    /// [`place`](Self::place)s the sample that is being sent, if the subscriber `is_recipient`.
+    #[inline]
+    pub(super) fn place_next(
+        &mut self,
+        is_recipient: bool,
+        free: impl FnMut(SlotId),
+    ) -> Option<u64> {
+        let place = match is_recipient && self.is_live() {
+            true => self.place(free),
+            false => None,
+        };
+        self.placed = place.unwrap_or_default();
+        place
+    }
+
     /// Where the next sample can go once the policy is applied: `None` drops it for this
     /// subscriber.
     #[inline]
     pub(super) fn place(&mut self, mut free: impl FnMut(SlotId)) -> Option<u64> {
-        if let RingSpace::At(position) = self.room() {
-            return Some(position);
-        }
-        if self.policy == Policy::DropOldest
-            && let Some(revoked) = self.ring.revoke_oldest_complete()
-        {
-            self.count_drop();
-            if let Some(index) = self
-                .in_flight
-                .iter()
-                .position(|&(position, _)| position == revoked)
-            {
-                self.in_flight
-                    .remove(index)
-                    .into_iter()
-                    .for_each(|(_, slot)| free(slot));
-            }
-            if let RingSpace::At(position) = self.room() {
-                return Some(position);
-            }
+        let room = self.room();
+        if room.is_some() {
+            return room;
         }
         self.count_drop();
-        None
+        let revoked = match self.policy {
+            Policy::DropOldest => self.ring.revoke_oldest_complete()?,
+            _ => return None,
+        };
+        let is_revoked = |&(position, _): &(u64, SlotId)| position == revoked;
+        if let Some(index) = self.in_flight.iter().position(is_revoked)
+            && let Some((_, slot)) = self.in_flight.remove(index)
+        {
+            free(slot);
+        }
+        let room = self.room();
+        if room.is_none() {
+            self.count_drop();
+        }
+        room
     }
 
     fn count_drop(&mut self) {
@@ -447,9 +467,39 @@ impl SubscriberLink {
             .store(self.dropped, Relaxed);
     }
 
+    /// Publishes the sample at its [place](Self::placed), or gives the place up if the link has left
+    /// since. Returns the position if it is published. For one of several subscribers,
+    /// [`fence_published`](crate::pubsub::ring::fence_published) and
+    /// [`look_whether_it_sleeps`](Self::look_whether_it_sleeps) follow.
+    #[inline]
+    pub(super) fn publish_placed(
+        &mut self,
+        slot: SlotId,
+        packed: &PackedEntry,
+        is_complete: bool,
+        is_for_many: bool,
+    ) -> Option<u64> {
+        let position = self.placed()?;
+        if !self.is_live() {
+            self.ring.forgo(position);
+            if is_complete {
+                self.ring.segment().entry(position).ready.store(position);
+            }
+            return None;
+        }
+        if is_for_many {
+            self.record(position, slot);
+            self.ring
+                .publish_to_one_of_many(position, packed, is_complete);
+            self.fetch_next(position, is_complete);
+        } else {
+            self.publish(position, slot, packed, is_complete);
+        }
+        Some(position)
+    }
+
     /// Publishes the sample to the subscriber. If the subscriber sleeps, the next
-    /// [`wake_sleeper`](Self::wake_sleeper) wakes it. Returns whether it sleeps. `is_complete`: see
-    /// [`SenderRing::publish`].
+    /// [`wake_sleeper`](Self::wake_sleeper) wakes it. `is_complete`: see [`SenderRing::publish`].
     #[inline]
     pub(super) fn publish(
         &mut self,
@@ -457,39 +507,20 @@ impl SubscriberLink {
         slot: SlotId,
         packed: &PackedEntry,
         is_complete: bool,
-    ) -> bool {
+    ) {
         self.record(position, slot);
         self.sleeps |= self.ring.publish(position, packed, is_complete);
         self.fetch_next(position, is_complete);
-        self.sleeps
     }
 
-    /// [`publish`](Self::publish) for one of several subscribers. [`fence_published`](crate::pubsub::ring::fence_published) and
-    /// [`look_whether_it_sleeps`](Self::look_whether_it_sleeps) follow.
     #[inline]
-    pub(super) fn publish_to_one_of_many(
-        &mut self,
-        position: u64,
-        slot: SlotId,
-        packed: &PackedEntry,
-        is_complete: bool,
-    ) {
-        self.record(position, slot);
-        self.ring
-            .publish_to_one_of_many(position, packed, is_complete);
-        self.fetch_next(position, is_complete);
-    }
-
-    /// As [`publish`](Self::publish) returns it.
-    #[inline]
-    pub(super) fn look_whether_it_sleeps(&mut self) -> bool {
+    pub(super) fn look_whether_it_sleeps(&mut self) {
         self.sleeps |= self.ring.is_receiver_asleep();
-        self.sleeps
     }
 
     #[inline]
     fn record(&mut self, position: u64, slot: SlotId) {
-        self.free.set(None);
+        self.free.set(0);
         if self.set_aside.is_some() {
             self.keep_what_is_set_aside(position);
         }

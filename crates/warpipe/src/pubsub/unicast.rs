@@ -77,6 +77,7 @@ impl SampleMut {
             .take()
             .expect("a loan has its slot until it is consumed");
         let sent = gathered.and_then(|()| {
+            let to = Recipients::One(to);
             self.core
                 .send_to(slot, &self.layout, metadata, stream, to, limit)
         });

@@ -308,7 +308,13 @@ impl PublisherCore {
 
     /// Gives the history to the links that wait for it, and has the fence thread complete it.
     pub(super) fn replay(&self, state: &mut PublisherState) {
-        if state.replay(&self.fences) {
+        let PublisherState {
+            history,
+            links,
+            arena,
+            ..
+        } = state;
+        if history.replay(links, arena, &self.fences) {
             let core = self.this.clone();
             self.reactor.drop_after(move || {
                 core.upgrade()
@@ -503,7 +509,7 @@ impl EventSource for PublisherCore {
         }
         state.write_statistics();
         if let Some(observer) = &self.options.observer {
-            state.write_waiting(observer.jobs_waiting());
+            state.row.set_waiting(observer.jobs_waiting());
         }
         drop(state);
         statistics::beat(now_ns);

@@ -6,13 +6,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::recipients::Recipients;
+use super::send::Recipients;
 use crate::error::{Error, Result};
 use crate::ipc::message::CloseReason;
 use crate::kind::Kind;
 use crate::memory::arena::{Arena, Chunk, SlotId};
 use crate::pubsub::publisher_link::PublisherLink;
-use crate::pubsub::ring::RingSpace;
 use crate::pubsub::subscriber_link::{LinkPhase, SubscriberLink};
 
 pub(super) struct Links {
@@ -61,24 +60,24 @@ impl Links {
         self.list.iter_mut().find(|link| link.id == id)
     }
 
-    /// [`find`](Self::find) for a link that was at `index` a moment ago.
-    #[inline]
-    pub(super) fn find_near(&mut self, index: usize, id: u64) -> Option<&mut SubscriberLink> {
-        let index = match self.list.get(index) {
-            Some(link) if link.id == id => index,
-            _ => self.list.iter().position(|link| link.id == id)?,
-        };
-        self.list.get_mut(index)
+    /// The link with this id, if it gets samples.
+    pub(super) fn find_live(&mut self, id: u64) -> Option<&mut SubscriberLink> {
+        self.find(id).filter(|link| link.is_live())
     }
 
     pub(super) fn is_live(&self, id: u64) -> bool {
         self.live().any(|link| link.id == id)
     }
 
-    /// Whether this subscriber would get a sample now.
-    pub(super) fn has_room(&self, id: u64) -> bool {
-        self.live()
-            .any(|link| link.id == id && link.ring.space() != RingSpace::Full)
+    /// The links with a position for the sample that is being sent, or was sent last.
+    #[inline]
+    pub(super) fn placed(&self) -> impl Iterator<Item = &SubscriberLink> {
+        self.list.iter().filter(|link| link.placed().is_some())
+    }
+
+    #[inline]
+    pub(super) fn placed_mut(&mut self) -> impl Iterator<Item = &mut SubscriberLink> {
+        self.list.iter_mut().filter(|link| link.placed().is_some())
     }
 
     /// Whether a chosen recipient is still attached.
@@ -214,9 +213,10 @@ impl Links {
         self.dropped_before + self.list.iter().map(SubscriberLink::dropped).sum::<u64>()
     }
 
-    /// Wakes every sleeping subscriber that has been given a sample.
+    /// Wakes the sleeping subscribers that have been given the last sample.
+    #[inline]
     pub(super) fn wake_sleepers(&mut self) {
-        self.list.iter_mut().for_each(SubscriberLink::wake_sleeper);
+        self.placed_mut().for_each(SubscriberLink::wake_sleeper);
     }
 }
 use crate::os::is_shortage;

@@ -1,9 +1,14 @@
-//! How a sample is sent: a place on each link, the entries, the signals that complete it, and the
+//! How a sample is sent: a position on each link, the entries, the signals that complete it, and the
 //! undoing when they fail.
+//!
+//! [`place`](PublisherCore::place) begins a sample, and [`publish`](PublisherCore::publish) must
+//! follow even if the signals fail: a word that is reached must not meet another sample. Between the
+//! two the publisher's lock may be released, and links may leave; the lock for sending keeps other
+//! samples out.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use super::recipients::Recipients;
 use super::send_turn::SendTurn;
 use super::state::PublisherState;
 use super::{PublisherCore, SendFailure};
@@ -13,11 +18,48 @@ use crate::memory::arena::SlotId;
 use crate::nvtx;
 use crate::pubsub::entry::Metadata;
 use crate::pubsub::ring;
+use crate::pubsub::subscriber_link::SubscriberLink;
+use crate::shm::segment::Segment;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
 /// The highest number that may be skipped to.
 const SEQUENCE_MAX: u64 = 1 << 62;
+
+/// The recipients of a sample.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::pubsub) enum Recipients {
+    /// Every subscriber.
+    All,
+    /// The subscriber with this id.
+    One(u64),
+    /// No subscriber yet.
+    Nobody,
+}
+
+impl Recipients {
+    #[inline]
+    fn include(self, link: &SubscriberLink) -> bool {
+        match self {
+            Recipients::All => true,
+            Recipients::One(id) => link.id == id,
+            Recipients::Nobody => false,
+        }
+    }
+
+    /// Whether a send must wait for room on this link.
+    #[inline]
+    pub(super) fn await_it(self, link: &SubscriberLink) -> bool {
+        self.include(link) && link.must_be_awaited()
+    }
+}
+
+/// A sample that was announced.
+pub(super) struct Delivery {
+    sequence: u64,
+    /// Where the first recipient got it; `None` if all have left meanwhile.
+    pub(super) position: Option<u64>,
+}
 
 impl PublisherCore {
     /// Sends the contents of `slot` to every subscriber, behind the work enqueued on `stream`.
@@ -31,13 +73,27 @@ impl PublisherCore {
         limit: Option<Duration>,
     ) -> Result<u64, SendFailure> {
         let _range = nvtx::range(nvtx::SEND);
+        self.send_to(slot, layout, metadata, stream, Recipients::All, limit)
+    }
+
+    /// Sends to these recipients, as [`send`](Self::send) does to all.
+    #[inline]
+    pub(in crate::pubsub) fn send_to(
+        &self,
+        slot: SlotId,
+        layout: &Layout,
+        metadata: &Metadata,
+        stream: &Stream,
+        to: Recipients,
+        limit: Option<Duration>,
+    ) -> Result<u64, SendFailure> {
         self.admit(stream)?;
         let mut turn = self
-            .make_room_within(Recipients::All, limit)
+            .make_room_within(to, limit)
             .map_err(SendFailure::BeforePublish)?;
-        let sequence = self.deliver(&mut turn, slot, layout, metadata, stream, Recipients::All)?;
+        let delivery = self.deliver(&mut turn, slot, layout, metadata, stream, to)?;
         turn.arena.release(slot);
-        Ok(sequence)
+        Ok(delivery.sequence)
     }
 
     /// See [`Publisher::skip_to`](crate::Publisher::skip_to).
@@ -85,28 +141,28 @@ impl PublisherCore {
         metadata: &Metadata,
         stream: &Stream,
         to: Recipients,
-    ) -> Result<u64, SendFailure> {
-        let fence = self.prepare(turn, slot, to);
+    ) -> Result<Delivery, SendFailure> {
+        let fence = self.place(turn, slot, to);
         if stream.may_signal_from_cpu() {
             if let Some(value) = fence {
                 self.fences.store(slot, value);
             }
-            let sequence = self.tell(turn, slot, layout, metadata, true);
-            turn.wake_sleepers();
-            return Ok(sequence);
+            let delivery = self.publish(turn, slot, layout, metadata, true);
+            turn.links.wake_sleepers();
+            return Ok(delivery);
         }
-        let ops = turn.placement.take_signals();
+        let signals = std::mem::take(&mut turn.signals);
         // SAFETY: the words lie in link segments and the fence words, which are dropped only when
         // this turn is over and this stream, recorded by the caller, is proven to be past them
         // (`close`, `drop_link`).
         let enqueue =
-            |turn: &mut SendTurn<'_>| turn.unlocked(|| unsafe { stream.batch_at_once(&ops) });
+            |turn: &mut SendTurn<'_>| turn.unlocked(|| unsafe { stream.batch_at_once(&signals) });
         // `ready` orders the devices, so the entries may be published before the driver call: a
         // subscriber on another core enqueues its wait and its kernels meanwhile.
         let early = self.signals_first(turn).then(|| enqueue(turn));
-        let sequence = self.tell(turn, slot, layout, metadata, false);
+        let delivery = self.publish(turn, slot, layout, metadata, false);
         let enqueued = early.unwrap_or_else(|| enqueue(turn));
-        turn.placement.return_signals(ops);
+        turn.signals = signals;
         if enqueued.is_err() {
             self.mark_lost(turn, slot, stream);
         } else if turn.arena.is_sole(slot) {
@@ -119,9 +175,9 @@ impl PublisherCore {
         }
         // Only now: a wake-up costs as much as many signals, and a woken subscriber finds the words
         // of host streams stored.
-        turn.wake_sleepers();
+        turn.links.wake_sleepers();
         enqueued
-            .map(|()| sequence)
+            .map(|()| delivery)
             .map_err(SendFailure::AfterPublish)
     }
 
@@ -132,47 +188,80 @@ impl PublisherCore {
     /// host, where there is no driver to wait for: an entry that is ready from the start moves to
     /// the reader's cache once, without a second transfer.
     fn signals_first(&self, state: &PublisherState) -> bool {
-        state.placement.has_local() || self.device.info().id.kind == DeviceKind::Host
+        self.device.info().id.kind == DeviceKind::Host
+            || state.links.placed().any(|link| link.is_local)
     }
 
-    /// Finds the places of one sample, and the signals that complete it. A call of
-    /// [`tell`](Self::tell) must follow: see [`placement`](super::placement). Returns the value of
-    /// the slot's own word that is signalled, too, if it is.
-    fn prepare(&self, state: &mut PublisherState, slot: SlotId, to: Recipients) -> Option<u64> {
-        state.place(to);
-        // Then the slot's own word says when the slot is done; beside a foreign reader's that costs
-        // a second device operation. Sent again later, a sample is ordered behind that word, too.
-        if !self.sends_again() && !state.placement.is_without_trusted_word() {
+    /// Finds a position on every live recipient's link, and the signals that complete the sample
+    /// there. A recipient without a position misses this sample. [`publish`](Self::publish) must
+    /// follow. Returns the value of the slot's own word that is signalled, too, if it is.
+    fn place(&self, state: &mut PublisherState, slot: SlotId, to: Recipients) -> Option<u64> {
+        let PublisherState {
+            arena,
+            links,
+            signals,
+            ..
+        } = state;
+        let mut is_any_foreign = false;
+        signals.clear();
+        for link in links.iter_mut() {
+            if let Some(position) = link.place_next(to.include(link), |slot| arena.release(slot)) {
+                signals.push(link.ready_op(position));
+                is_any_foreign |= link.is_foreign;
+            }
+        }
+        // Without a reader, or with one of another user, which can write `ready` and `released` as if
+        // sender and receiver had, the slot's own word says when the slot is done; beside a foreign
+        // reader's that costs a second device operation. (A reader of this user could write this
+        // process's memory anyway.) Sent again later, a sample is ordered behind that word, too.
+        if !(signals.is_empty() || is_any_foreign || self.sends_again()) {
             return None;
         }
         let (value, signal) = self.fences.next(slot);
-        state.arena.fence(slot, value);
-        state.placement.add_signal(signal);
+        arena.fence(slot, value);
+        signals.push(signal);
         Some(value)
     }
 
-    /// Writes the entries of one sample at the places that [`prepare`](Self::prepare) found, and
+    /// Writes the entries of one sample at the positions that [`place`](Self::place) found, and
     /// their signals if its data `is_complete`.
-    fn tell(
+    fn publish(
         &self,
         state: &mut PublisherState,
         slot: SlotId,
         layout: &Layout,
         metadata: &Metadata,
         is_complete: bool,
-    ) -> u64 {
+    ) -> Delivery {
         let description = state.describe(slot, layout, metadata, self.options.timestamps);
-        let sequence = description.sequence;
+        let mut delivery = Delivery {
+            sequence: description.sequence,
+            position: None,
+        };
         let PublisherState {
             arena,
             links,
             history,
-            placement,
+            packed,
             ..
         } = state;
-        placement.publish(links, arena, slot, description, is_complete);
+        packed.pack(description);
+        let is_for_many = links.placed().nth(1).is_some();
+        for link in links.placed_mut() {
+            if link.is_live() {
+                arena.hold(slot);
+            }
+            let position = link.publish_placed(slot, packed, is_complete, is_for_many);
+            delivery.position = delivery.position.or(position);
+        }
+        if is_for_many {
+            ring::fence_published();
+            links
+                .placed_mut()
+                .for_each(SubscriberLink::look_whether_it_sleeps);
+        }
         history.add(slot, description, arena);
-        sequence
+        delivery
     }
 
     /// Whether sent samples may be given to other subscribers later, so that each slot has its own
@@ -185,7 +274,11 @@ impl PublisherCore {
     /// once that it is lost. Their streams continue, and its slot is free, only when `stream` is
     /// past the work that fills the slot, which was enqueued before and still runs.
     fn mark_lost(&self, state: &mut PublisherState, slot: SlotId, stream: &Stream) {
-        let entries = state.placement.entries(&mut state.links);
+        let entries: Vec<(Arc<Segment>, u64)> = state
+            .links
+            .placed()
+            .filter_map(|link| Some((link.ring.segment().clone(), link.placed()?)))
+            .collect();
         entries
             .iter()
             .for_each(|(segment, position)| ring::give_up(segment, *position));

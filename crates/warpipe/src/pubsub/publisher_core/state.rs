@@ -4,19 +4,17 @@ use std::sync::{Arc, Weak};
 
 use super::history::History;
 use super::links::Links;
-use super::placement::Placement;
-use super::recipients::Recipients;
 use super::slot_fences::SlotFences;
+use crate::backend::StreamOp;
 use crate::clock::now_ns;
 use crate::device::Device;
 use crate::error::Result;
 use crate::memory::arena::{Arena, Chunk, Growth, REGIONS_MAX, SlotId};
 use crate::memory::region::Region;
 use crate::pubsub::builder::PublisherBuilder;
-use crate::pubsub::entry::{BorrowedDescription, Metadata};
+use crate::pubsub::entry::{BorrowedDescription, Metadata, PackedEntry};
 use crate::pubsub::subscriber_link::SubscriberLink;
 use crate::runtime::drop_after_fence::DropAfterFence;
-use crate::slow_path::SlowPath;
 use crate::statistics::EndpointRow;
 use crate::tensor::Layout;
 
@@ -48,8 +46,10 @@ pub(super) struct PublisherState {
     pub(super) regions: Vec<Arc<HeldRegion>>,
     pub(super) links: Links,
     pub(super) history: History,
-    /// Of the sample that is being sent, or was sent last. Only the holder of the turn changes it.
-    pub(super) placement: Placement,
+    /// Of the sample that is being sent. Only the holder of the turn uses these; their memory stays
+    /// for the next send.
+    pub(super) signals: Vec<StreamOp>,
+    pub(super) packed: PackedEntry,
     pub(super) next_sequence: u64,
     pub(super) closed: bool,
     /// Its row of this process's statistics page.
@@ -77,7 +77,8 @@ impl PublisherState {
             regions: Vec::new(),
             links: Links::new(options.observer.is_some()),
             history: History::new(options.history),
-            placement: Placement::default(),
+            signals: Vec::new(),
+            packed: PackedEntry::default(),
             next_sequence: 1,
             closed: false,
             row,
@@ -102,11 +103,6 @@ impl PublisherState {
     /// The region in which a slot lies.
     pub(super) fn held_region(&self, slot: SlotId) -> Arc<HeldRegion> {
         self.regions[self.arena.slot(slot).region as usize].clone()
-    }
-
-    /// Finds the places of a sample.
-    pub(super) fn place(&mut self, to: Recipients) {
-        self.placement.find(&mut self.links, &mut self.arena, to);
     }
 
     /// Reclaims every slot that is no longer in use. `thorough` also looks behind samples that are
@@ -241,11 +237,6 @@ impl PublisherState {
         }
     }
 
-    /// Counts an item that was copied although it was to be sent in place.
-    pub(super) fn count_copy(&self, reason: SlowPath, bytes: u64) {
-        self.row.copied(reason, bytes);
-    }
-
     /// Writes what is not counted with each sample: called with each tick.
     pub(super) fn write_statistics(&mut self) {
         self.links.iter().for_each(SubscriberLink::write_statistics);
@@ -257,28 +248,10 @@ impl PublisherState {
             .set_use(dropped, in_flight, peers, self.region_bytes());
     }
 
-    /// Writes how many jobs of the queue above wait.
-    pub(super) fn write_waiting(&self, jobs: u64) {
-        self.row.set_waiting(jobs);
-    }
-
     /// A counter that changes whenever a slot was freed, or only an entry: that of a sample that its
     /// subscriber has set aside.
     pub(super) fn freed_count(&self) -> u64 {
         let seen: u64 = self.links.iter().map(SubscriberLink::releases_seen).sum();
         self.arena.changes() + seen
-    }
-
-    /// Gives the history to the links that wait for it: see [`History::replay`].
-    #[must_use]
-    pub(super) fn replay(&mut self, fences: &SlotFences) -> bool {
-        self.history
-            .replay(&mut self.links, &mut self.arena, fences)
-    }
-
-    /// Wakes every sleeping subscriber that has been given a sample.
-    #[inline]
-    pub(super) fn wake_sleepers(&mut self) {
-        self.placement.wake_sleepers(&mut self.links);
     }
 }

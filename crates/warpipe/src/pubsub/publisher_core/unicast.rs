@@ -5,9 +5,8 @@
 //! `ready` of a later receiver of the same slot is ordered behind that.
 
 use std::sync::Arc;
-use std::time::Duration;
 
-use super::recipients::Recipients;
+use super::send::Recipients;
 use super::send_turn::SendTurn;
 use super::state::PublisherState;
 use super::{PublisherCore, SendFailure};
@@ -90,26 +89,6 @@ impl PublisherCore {
         self.lock().links.is_live(id)
     }
 
-    /// Sends to one subscriber, as [`send`](Self::send) does to all.
-    pub(in crate::pubsub) fn send_to(
-        &self,
-        slot: SlotId,
-        layout: &Layout,
-        metadata: &Metadata,
-        stream: &Stream,
-        to: u64,
-        limit: Option<Duration>,
-    ) -> Result<u64, SendFailure> {
-        self.admit(stream)?;
-        let to = Recipients::One(to);
-        let mut turn = self
-            .make_room_within(to, limit)
-            .map_err(SendFailure::BeforePublish)?;
-        let sequence = self.deliver(&mut turn, slot, layout, metadata, stream, to)?;
-        turn.arena.release(slot);
-        Ok(sequence)
-    }
-
     /// Keeps the contents of `slot` behind the work on `stream`, and gives them to one subscriber
     /// at once if it has room. Returns the position there.
     pub(in crate::pubsub) fn post(
@@ -125,11 +104,13 @@ impl PublisherCore {
             .make_room(Recipients::Nobody)
             .map_err(SendFailure::BeforePublish)?;
         let to = to
-            .filter(|&id| turn.links.has_room(id))
+            .filter(|&id| {
+                turn.links
+                    .find_live(id)
+                    .is_some_and(|link| link.room().is_some())
+            })
             .map_or(Recipients::Nobody, Recipients::One);
-        self.deliver(&mut turn, slot, layout, metadata, stream, to)?;
-        // A subscriber that has left meanwhile has not seen the sample.
-        let position = turn.placement.published_position();
+        let delivery = self.deliver(&mut turn, slot, layout, metadata, stream, to)?;
         let core = self
             .this
             .upgrade()
@@ -140,7 +121,7 @@ impl PublisherCore {
                 slot,
                 layout: *layout,
             },
-            position,
+            delivery.position,
         ))
     }
 
@@ -157,15 +138,15 @@ impl PublisherCore {
         };
         let mut turn = SendTurn::begin(self, sending, self.lock());
         turn.reclaim(&self.fences, false);
-        if turn.closed || !turn.links.has_room(to) {
+        if turn.closed {
             return Ok(Forwarded::NoRoom);
         }
+        let Some(position) = turn.links.find_live(to).and_then(|link| link.room()) else {
+            return Ok(Forwarded::NoRoom);
+        };
         if !self.fences.is_reached(slot, turn.arena.fence_of(slot)) {
             return Ok(Forwarded::NotYet);
         }
-        let Some(position) = turn.links.find(to).and_then(|link| link.place(|_| {})) else {
-            return Ok(Forwarded::NoRoom);
-        };
         let description = turn.describe(slot, layout, metadata, self.options.timestamps);
         let PublisherState { arena, links, .. } = &mut *turn;
         if let Some(link) = links.find(to) {
@@ -178,11 +159,9 @@ impl PublisherCore {
 
     /// Ends one subscriber's link.
     pub(in crate::pubsub) fn expel(&self, id: u64, reason: &str) {
-        let mut state = self.lock();
-        if let Some(link) = state.links.find(id).filter(|link| link.is_live()) {
+        if let Some(link) = self.lock().links.find_live(id) {
             link.leave(Some(CloseReason::Failed(message::text(reason))));
         }
-        drop(state);
         self.ring();
     }
 
