@@ -1,26 +1,26 @@
 //! The part that all handles of one publisher share: its slots, from the loan to the return.
 //!
 //! The lock guards [`state`], made of parts with invariants of their own: [`links`], [`history`].
-//! [`slot_fences`] needs no lock.
-//! The operations over them: [`backpressure`] (a send waits for room, and begins),
-//! [`send`], [`unicast`], and [`accept`] (the control thread's work).
+//! [`slot_fences`] needs no lock. The operations over them: [`memory`] (a loan gets a slot, and
+//! gives it back), [`backpressure`] (a send waits for room, and begins), [`send`], [`unicast`], and
+//! [`accept`] (the control thread's work).
 
 mod accept;
 mod backpressure;
 mod history;
 mod links;
+mod memory;
 mod send;
 mod send_turn;
 mod slot_fences;
-mod slot_handles;
 mod state;
 #[cfg(test)]
 mod tests;
 mod unicast;
 
 pub(crate) use accept::REPLIES;
+pub use memory::{SlotHold, SlotReturn};
 pub(super) use send::Recipients;
-pub use slot_handles::{SlotHold, SlotReturn};
 pub(crate) use unicast::{Forwarded, RetainedSlot};
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
@@ -31,16 +31,13 @@ use self::state::PublisherState;
 use super::builder::{PublisherBuilder, SubscriberInfo};
 use super::subscriber_link::{LinkPhase, SubscriberLink};
 use crate::backoff::Backoff;
-use crate::clock::Stopwatch;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
 use crate::ipc::acceptor::{Acceptor, AcceptorOptions};
 use crate::ipc::domain::{Domain, NameClaim};
-use crate::memory::arena::{Chunk, Growth, SlotId};
 use crate::pubsub::publisher_link::PublisherLink;
 use crate::runtime::doorbell::LocalDoorbell;
-use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::{LazyFence, StreamSet};
 use crate::runtime::reactor::{DropReadiness, EventSource, Reactor, new_generation};
 use crate::runtime::timed_lock::TimedLock;
@@ -60,9 +57,6 @@ const WAIT_SLICE: Duration = if cfg!(test) {
 } else {
     Duration::from_millis(50)
 };
-
-/// How often a loan looks whether this process has unmapped a region that was given back.
-const UNMAP_POLL: Duration = Duration::from_millis(1);
 
 /// The shared part of a publisher.
 pub(super) struct PublisherCore {
@@ -193,184 +187,6 @@ impl PublisherCore {
 
     pub(super) fn record_use(&self, stream: &Stream) {
         self.streams.record_use(stream);
-    }
-
-    /// Takes a slot for `bytes`: a free one, a new region, or a slot that is released within the
-    /// loan's timeout.
-    pub(super) fn take_slot(&self, bytes: u64) -> Result<(SlotId, u64)> {
-        self.owner_process.check()?;
-        let mut clock = Stopwatch::default();
-        let mut backoff = Backoff::spinning(POLLS);
-        let mut state = self.lock();
-        // A sample in a region that cannot be announced to a subscriber would end that link.
-        state.announce(&self.name)?;
-        if let Some(slot) = state.take_unlooked(bytes) {
-            return Ok((slot, state.address(slot)));
-        }
-        loop {
-            // This thread or another one may have made a region meanwhile.
-            state.announce(&self.name)?;
-            if let Some(slot) = self.take_released(&mut state, bytes) {
-                return Ok((slot, state.address(slot)));
-            }
-            if state.arena.is_out_of_slots() {
-                // Without the lock, as below.
-                drop(state);
-                let slots = self.fences.extend()?;
-                state = self.lock();
-                state.arena.allow_slots(slots);
-                if !state.arena.is_out_of_slots() {
-                    continue;
-                }
-            }
-            if let Some(growth) = state.plan(bytes) {
-                state = self.grow(state, growth)?;
-                continue;
-            }
-            let limit = state.arena.limit();
-            let least = state.arena.region_for(bytes);
-            let can_fit = least.is_some_and(|least| least <= limit);
-            if can_fit {
-                let removed = state.give_back_regions(bytes);
-                if !removed.is_empty() {
-                    drop(state);
-                    drop(removed);
-                    state = self.lock();
-                    continue;
-                }
-            }
-            let used = state.arena.bytes_in_use() + state.closing_bytes();
-            let left = self.options.loan_timeout.saturating_sub(clock.elapsed());
-            if left.is_zero() || !can_fit {
-                return Err(Error::MemoryLimit {
-                    name: self.name.clone(),
-                    bytes,
-                    used,
-                    limit,
-                });
-            }
-            let left = match state.is_unmapping() {
-                true => left.min(UNMAP_POLL),
-                false => left,
-            };
-            state = self.wait_for_release(state, left, &mut backoff, |_| true);
-        }
-    }
-
-    /// Takes a slot that is free or released. A new region is made only when no slot can be
-    /// reclaimed, not even one behind a sample that is held long.
-    fn take_released(&self, state: &mut PublisherState, bytes: u64) -> Option<SlotId> {
-        [false, true].into_iter().find_map(|is_thorough| {
-            state.reclaim(&self.fences, is_thorough);
-            state.arena.take(bytes)
-        })
-    }
-
-    /// Makes a planned region without the lock: the driver may take long, and the reactor must not
-    /// wait for it.
-    fn grow<'a>(
-        &'a self,
-        state: MutexGuard<'a, PublisherState>,
-        growth: Growth,
-    ) -> Result<MutexGuard<'a, PublisherState>> {
-        drop(state);
-        let mut held = None;
-        let made = growth.make(&self.device).and_then(|chunk| {
-            let region = chunk.region.clone();
-            held = Some(DropAfterFence::new(self.streams.clone(), region)?);
-            Ok(chunk)
-        });
-        let mut state = self.lock();
-        let number = state.arena.adopt(growth, made)?;
-        let Chunk { id, region, .. } = &state.arena.chunks()[number as usize];
-        region.identify(self.generation, (*id).into());
-        state.regions.extend(held.map(Arc::new));
-        state.links.regions_have_changed();
-        Ok(state)
-    }
-
-    /// Keeps the region of a slot mapped.
-    pub(super) fn hold(&self, slot: SlotId) -> SlotHold {
-        // A child unmaps nothing of its parent's, and another thread of the parent may have held
-        // the lock at the fork.
-        let is_own = self.owner_process.is_current();
-        SlotHold {
-            _region: is_own.then(|| self.lock().held_region(slot)),
-        }
-    }
-
-    /// A handle that reports when the slot is free again.
-    pub(super) fn watch_slot(&self, slot: SlotId) -> SlotReturn {
-        SlotReturn {
-            core: self.this.clone(),
-            owner_process: self.owner_process,
-            slot,
-            // A forked child gets no answer.
-            serial: match self.owner_process.is_current() {
-                true => self.lock().arena.serial(slot),
-                false => 0,
-            },
-        }
-    }
-
-    /// Whether the slot that was taken with this serial is free again.
-    pub(super) fn is_back(&self, slot: SlotId, serial: u64) -> bool {
-        let mut state = self.lock();
-        state.reclaim(&self.fences, true);
-        state.arena.serial(slot) != serial
-    }
-
-    /// Returns a slot that was loaned and not sent. Work enqueued on the streams in `behind` may
-    /// still write it. The slot is free when they are past that work.
-    ///
-    /// # Errors
-    /// No fence could be enqueued. The slot is free when the streams are proven to be past their
-    /// current work.
-    pub(super) fn return_slot(&self, slot: SlotId, behind: &[Stream]) -> Result<()> {
-        let Some((last, others)) = behind.split_last() else {
-            self.lock().arena.release(slot);
-            return Ok(());
-        };
-        let fenced = others
-            .iter()
-            .try_for_each(|other| last.wait_for(other))
-            .and_then(|()| self.fence(slot, last));
-        match fenced {
-            Ok(value) => {
-                let mut state = self.lock();
-                state.arena.fence(slot, value);
-                state.arena.release(slot);
-            }
-            Err(_) => self.once_past(behind, move |core| core.lock().arena.release(slot)),
-        }
-        fenced.map(drop)
-    }
-
-    /// Makes `stream` signal the fence word of the slot behind the stream's work so far. Returns
-    /// the value.
-    fn fence(&self, slot: SlotId, stream: &Stream) -> Result<u64> {
-        self.record_use(stream);
-        let (value, op) = self.fences.next(slot);
-        // SAFETY: the fence words outlive their signals. The caller holds the core; `close` waits
-        // until the caller drops it, and then for the stream, recorded above.
-        unsafe { stream.batch(&[op]) }?;
-        Ok(value)
-    }
-
-    /// Calls `then` on the fence thread when the streams are proven to be past their work so far.
-    /// This is the only way to know where the driver has refused a fence.
-    fn once_past(&self, streams: &[Stream], then: impl Fn(&PublisherCore) + Send + 'static) {
-        let Some(core) = self.this.upgrade() else {
-            return;
-        };
-        let past = StreamSet::default();
-        streams.iter().for_each(|stream| past.record_use(stream));
-        // A waiter for the slot, or for the end of the sample, depends on this alone.
-        let fence = LazyFence::new(Arc::new(past));
-        self.reactor.call_after(fence, move || {
-            then(&core);
-            core.ring();
-        });
     }
 
     pub(super) fn subscribers(&self) -> Vec<SubscriberInfo> {

@@ -11,11 +11,10 @@ use rustix::io::Errno;
 
 use super::builder::{Policy, SubscriberInfo};
 use crate::backend::{DeviceId, StreamOp};
-use crate::device::Device;
-use crate::error::Result;
+use crate::clock::now_ns;
 use crate::fork::CloseOnForkFd;
 use crate::ipc::PeerState;
-use crate::ipc::connection::Connection;
+use crate::ipc::acceptor::refusal;
 use crate::ipc::limits::QuotaPermit;
 use crate::ipc::message::{self, CloseReason, Message};
 use crate::ipc::peer::Peer;
@@ -27,7 +26,7 @@ use crate::runtime::closer::PeerSocket;
 use crate::runtime::doorbell::PeerDoorbell;
 use crate::runtime::heartbeat::{PeerHeartbeat, Uptime};
 use crate::runtime::reactor::Registration;
-use crate::shm::segment::Segment;
+use crate::shm::segment::{Header, Segment};
 use crate::statistics::{LinkRow, LinkState, LinkWords};
 
 /// The phase of a link.
@@ -87,15 +86,16 @@ pub(super) struct SubscriberLink {
     regions: Vec<AnnouncedRegion>,
     /// It was told of all regions with lower ids.
     next_region: u32,
-    /// Releases seen completed. The subscriber counts the releases that it has enqueued.
-    releases_seen: u64,
-    dropped: u64,
+    /// Entries that were seen free again. The subscriber counts the releases that it has enqueued.
+    pub(super) releases_seen: u64,
+    /// Samples that it did not get because of its policy.
+    pub(super) dropped: u64,
     /// Its share of the publisher's connection limits: held, not used.
-    quota_permit: Option<Arc<QuotaPermit>>,
+    pub(super) quota_permit: Option<Arc<QuotaPermit>>,
     /// This end has closed it: what was sent before stays, whatever becomes of the socket.
     has_closed: bool,
     /// Its ring is that of the replies, and the subscriber is the publisher of the other one.
-    sends_replies: bool,
+    pub(super) sends_replies: bool,
     /// The receiver of the link's other ring.
     pub(super) partner: Option<Arc<PublisherLink>>,
     /// The ring of the replies, and the device of their sender, until the link is live.
@@ -104,9 +104,7 @@ pub(super) struct SubscriberLink {
     pub(super) untaken: Vec<u64>,
     pub(super) socket: Arc<PeerSocket>,
     /// The segment's file, until the link is live.
-    segment_fd: Option<CloseOnForkFd>,
-    /// The subscriber's end of the wake channel, until it has been sent.
-    their_wake: Option<CloseOnForkFd>,
+    pub(super) segment_fd: Option<CloseOnForkFd>,
     /// Its row of this process's statistics page, once it is in the list.
     pub(super) row: Option<LinkRow>,
 }
@@ -121,86 +119,14 @@ struct AnnouncedRegion {
     is_closing: bool,
 }
 
-/// The parts of a new link, before the publisher's state contains it.
-pub(super) struct LinkParts {
-    ring: SenderRing,
-    replies: Option<(Segment, DeviceId)>,
-    peer_doorbell: PeerDoorbell,
-    segment_fd: CloseOnForkFd,
-    their_wake: CloseOnForkFd,
-}
-
-impl LinkParts {
-    /// Makes the segment and the wake channel. `replies` is the depth of the replies' ring, 0 for none;
-    /// they come from the device `from`.
-    pub(super) fn new(
-        device: &Device,
-        depth: u32,
-        (replies, from): (u32, DeviceId),
-        generation: [u8; 16],
-    ) -> Result<LinkParts> {
-        let ((segment, replies), segment_fd) =
-            Segment::create_rings(device, depth, replies, generation)?;
-        let (peer_doorbell, their_wake) = PeerDoorbell::pair()?;
-        let ring = SenderRing::new(Arc::new(segment));
-        Ok(LinkParts {
-            ring,
-            replies: replies.map(|replies| (replies, from)),
-            peer_doorbell,
-            segment_fd,
-            their_wake,
-        })
-    }
-}
-
 impl SubscriberLink {
     /// A link that has not sent anything. Drop it on the reaper: it holds registered memory.
     pub(super) fn new(
-        parts: LinkParts,
-        connection: Connection,
-        policy: Policy,
-        may_set_aside: bool,
-    ) -> SubscriberLink {
-        SubscriberLink {
-            quota_permit: Some(connection.quota_permit),
-            replies: parts.replies,
-            segment_fd: Some(parts.segment_fd),
-            their_wake: Some(parts.their_wake),
-            ..SubscriberLink::over(
-                (connection.id, Arc::new(connection.peer), connection.socket),
-                (parts.ring, Arc::new(parts.peer_doorbell)),
-                policy,
-                may_set_aside,
-            )
-        }
-    }
-
-    /// The sender's end of the replies, over the link of which `partner` receives the samples.
-    pub(super) fn of_replies(
         id: u64,
+        peer: Arc<Peer>,
+        socket: Arc<PeerSocket>,
         segment: Segment,
-        partner: Arc<PublisherLink>,
-        policy: Policy,
-    ) -> SubscriberLink {
-        SubscriberLink {
-            phase: LinkPhase::Live,
-            sends_replies: true,
-            partner: Some(partner.clone()),
-            ..SubscriberLink::over(
-                (id, partner.peer.clone(), partner.socket().clone()),
-                (
-                    SenderRing::new(Arc::new(segment)),
-                    partner.peer_doorbell.clone(),
-                ),
-                policy,
-                true,
-            )
-        }
-    }
-
-    fn over(
-        (id, peer, socket): (u64, Arc<Peer>, Arc<PeerSocket>),
-        (ring, peer_doorbell): (SenderRing, Arc<PeerDoorbell>),
+        peer_doorbell: Arc<PeerDoorbell>,
         policy: Policy,
         may_set_aside: bool,
     ) -> SubscriberLink {
@@ -211,7 +137,7 @@ impl SubscriberLink {
             is_local: peer.is_own(),
             is_foreign: peer.uid != rustix::process::geteuid().as_raw(),
             peer,
-            ring,
+            ring: SenderRing::new(Arc::new(segment)),
             set_aside: may_set_aside.then(HashMap::new),
             free: Cell::new(0),
             placed: 0,
@@ -233,13 +159,8 @@ impl SubscriberLink {
             peer_doorbell,
             socket,
             segment_fd: None,
-            their_wake: None,
             row: None,
         }
-    }
-
-    pub(super) fn sends_replies(&self) -> bool {
-        self.sends_replies
     }
 
     /// Whether the peer closes this ring.
@@ -278,18 +199,19 @@ impl SubscriberLink {
         let _ = message::send(self.socket(), &close, &[]);
     }
 
-    /// Sends `welcome` with the link's descriptors and every region so far, and closes this
-    /// process's copy of the peer's end of the wake channel.
+    /// Sends `welcome` with the link's descriptors, `their_wake` is the peer's end of the wake channel,
+    /// and every region so far.
     pub(super) fn welcome(
         &mut self,
         welcome: &Message,
+        their_wake: CloseOnForkFd,
         completions: Option<(u64, BorrowedFd<'_>)>,
         chunks: &[Chunk],
     ) -> Result<(), Errno> {
-        let their_wake = self.their_wake.take();
-        let fds = self.segment_fd.iter().chain(&their_wake).map(AsFd::as_fd);
+        let fds = self.segment_fd.iter().chain([&their_wake]).map(AsFd::as_fd);
         message::send(self.socket(), welcome, &fds.collect::<Vec<_>>())?;
-        self.write_heartbeat(crate::clock::now_ns());
+        let heartbeat = &self.header().sender.heartbeat_ns;
+        heartbeat.store(now_ns(), Relaxed);
         if let Some((bytes, fd)) = completions {
             message::send(self.socket(), &Message::Completions { bytes }, &[fd])?;
         }
@@ -334,14 +256,7 @@ impl SubscriberLink {
 
     /// Ends a link that has not been live, with the reason.
     pub(super) fn refuse(&mut self, reason: impl ToString) {
-        let _ = message::send(
-            self.socket(),
-            &Message::Refused {
-                denied: false,
-                text: message::text(reason),
-            },
-            &[],
-        );
+        let _ = message::send(self.socket(), &refusal(false, reason), &[]);
         self.leave(None);
     }
 
@@ -459,12 +374,11 @@ impl SubscriberLink {
 
     fn count_drop(&mut self) {
         self.dropped += 1;
-        self.ring
-            .segment()
-            .header()
-            .sender
-            .dropped
-            .store(self.dropped, Relaxed);
+        self.header().sender.dropped.store(self.dropped, Relaxed);
+    }
+
+    fn header(&self) -> &Header {
+        self.ring.segment().header()
     }
 
     /// Publishes the sample at its [place](Self::placed), or gives the place up if the link has left
@@ -562,36 +476,35 @@ impl SubscriberLink {
     /// that is held long.
     #[inline]
     pub(super) fn reclaim(&mut self, thorough: bool, mut free: impl FnMut(SlotId)) {
-        let (ring, set_aside) = (&self.ring, &mut self.set_aside);
-        if ring.is_receiver_dead()
-            && let Some(set_aside) = set_aside
-        {
-            set_aside.drain().for_each(|(_, slot)| free(slot));
+        let SubscriberLink {
+            ring,
+            set_aside,
+            releases_seen,
+            in_flight,
+            ..
+        } = self;
+        if ring.is_receiver_dead() {
+            let kept = set_aside.iter_mut().flat_map(HashMap::drain);
+            kept.for_each(|(_, slot)| free(slot));
         }
-        let mut free = |position: u64, slot: SlotId| match set_aside {
-            Some(set_aside) if ring.is_set_aside(position) => {
-                set_aside.insert(position, slot);
+        let mut take_over = |&(position, slot): &(u64, SlotId)| {
+            if !ring.is_over(position) {
+                return false;
             }
-            _ => free(slot),
+            *releases_seen += u64::from(!ring.is_revoked(position));
+            match set_aside {
+                Some(set_aside) if ring.is_set_aside(position) => {
+                    set_aside.insert(position, slot);
+                }
+                _ => free(slot),
+            }
+            true
         };
-        while let Some(&(position, slot)) = self.in_flight.front() {
-            if !self.ring.is_over(position) {
-                break;
-            }
-            self.in_flight.pop_front();
-            self.releases_seen += u64::from(!self.ring.is_revoked(position));
-            free(position, slot);
+        while in_flight.front().is_some_and(&mut take_over) {
+            in_flight.pop_front();
         }
         if thorough {
-            let (ring, seen) = (&self.ring, &mut self.releases_seen);
-            self.in_flight.retain(|&(position, slot)| {
-                let over = ring.is_over(position);
-                if over {
-                    *seen += u64::from(!ring.is_revoked(position));
-                    free(position, slot);
-                }
-                !over
-            });
+            in_flight.retain(|sample| !take_over(sample));
         }
     }
 
@@ -617,17 +530,11 @@ impl SubscriberLink {
     /// Whether the device still has to complete something that would free a slot: a release, or a
     /// revoked sample's own work. No interrupt reports it, so a sender that waits for it must poll.
     pub(super) fn device_owes(&self) -> bool {
-        let announced = self.ring.segment().header().receiver.released.load(Acquire);
-        announced > self.releases_seen
+        self.header().receiver.released.load(Acquire) > self.releases_seen
             || self
                 .in_flight
                 .iter()
                 .any(|&(position, _)| self.ring.is_revoked(position))
-    }
-
-    /// Entries that were seen free again.
-    pub(super) fn releases_seen(&self) -> u64 {
-        self.releases_seen
     }
 
     /// Asks the subscriber to wake this end with its releases, or to stop that.
@@ -635,26 +542,12 @@ impl SubscriberLink {
         self.ring.set_asleep(asleep);
     }
 
-    /// Writes this end's heartbeat.
-    pub(super) fn write_heartbeat(&self, now_ns: u64) {
-        self.ring
-            .segment()
-            .header()
-            .sender
-            .heartbeat_ns
-            .store(now_ns, Relaxed);
-    }
-
-    /// Called with each tick: checks the subscriber's heartbeat.
-    pub(super) fn check_heartbeat(&self) {
-        self.peer_heartbeat.tick(
-            self.ring
-                .segment()
-                .header()
-                .receiver
-                .heartbeat_ns
-                .load(Relaxed),
-        );
+    /// Called with each tick: writes this end's heartbeat, and checks the subscriber's.
+    pub(super) fn beat(&self, now_ns: u64) {
+        let header = self.header();
+        header.sender.heartbeat_ns.store(now_ns, Relaxed);
+        self.peer_heartbeat
+            .tick(header.receiver.heartbeat_ns.load(Relaxed));
     }
 
     /// How long the subscriber has given no sign of life.
@@ -668,15 +561,10 @@ impl SubscriberLink {
         (self.in_flight.len() + set_aside) as u64
     }
 
-    /// Samples that it did not get because of its policy.
-    pub(super) fn dropped(&self) -> u64 {
-        self.dropped
-    }
-
     /// Writes its row of the statistics page: called with each tick.
     pub(super) fn write_statistics(&self) {
         let Some(row) = &self.row else { return };
-        let is_asleep = || self.ring.segment().header().receiver.asleep.load(Relaxed) != 0;
+        let is_asleep = || self.header().receiver.asleep.load(Relaxed) != 0;
         let state = match self.info().state {
             PeerState::Dead => LinkState::Dead,
             PeerState::Suspect => LinkState::Suspect,

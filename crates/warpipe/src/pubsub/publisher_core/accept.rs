@@ -2,10 +2,10 @@
 //! sockets, detects their ends and frees the slots they held.
 
 use std::os::fd::AsFd;
-use std::sync::{Arc, MutexGuard, Weak};
+use std::sync::Arc;
 
 use super::super::publisher_link::{OtherEnd, PublisherLink, ReceiverEnd};
-use super::super::subscriber_link::{LinkParts, LinkPhase, SubscriberLink, share_memory};
+use super::super::subscriber_link::{LinkPhase, SubscriberLink, share_memory};
 use super::PublisherCore;
 use super::state::PublisherState;
 use crate::backend::{Access, DeviceId};
@@ -17,9 +17,10 @@ use crate::ipc::peer::ORPHAN_TIMEOUT;
 use crate::kind::Kind;
 use crate::os;
 use crate::runtime::closer::PeerFd;
+use crate::runtime::doorbell::PeerDoorbell;
 use crate::runtime::fence::LazyFence;
 use crate::runtime::reactor::{DropReadiness, EventSource, Next};
-use crate::shm::segment::OpenError;
+use crate::shm::segment::{OpenError, Segment};
 use crate::slow_path::{self, SlowPath};
 use crate::statistics;
 use crate::trace::{self, TraceEvent};
@@ -31,23 +32,32 @@ pub(crate) const REPLIES: u64 = 1;
 const MESSAGES_AT_ONCE: usize = 16;
 
 impl PublisherCore {
-    /// Makes the link of a new subscriber and sends it.
-    fn attach(&self, connection: Connection, hello: Hello) {
-        // Held until the subscriber is told: without the connection the socket is shut down.
-        let socket = connection.socket.clone();
-        let refuse = |message: Message| say(&self.name, &socket, &message);
-        let device = match self.check_hello(&hello) {
-            Ok(device) => device,
-            Err(fault) => return refuse(refusal(false, fault)),
-        };
-        let (depth, replies) = (self.options.depth, self.options.replies);
-        let parts = LinkParts::new(&self.device, depth, (replies, device), self.generation);
-        let parts = match parts {
-            Ok(parts) => parts,
-            Err(error) => return refuse(refusal_for(&error)),
-        };
+    /// Makes the link of a new subscriber and sends it. The error is the answer to one that is
+    /// refused.
+    fn attach(&self, connection: Connection, hello: &Hello) -> Result<(), Message> {
+        let device = self
+            .check_hello(hello)
+            .map_err(|fault| refusal(false, fault))?;
         let policy = self.options.policy_for(&connection.peer);
+        let (depth, replies) = (self.options.depth, self.options.replies);
+        let (rings, segment_fd) =
+            Segment::create_rings(&self.device, depth, replies, self.generation)
+                .map_err(|error| refusal_for(&error))?;
+        let (wake, their_wake) = PeerDoorbell::pair().map_err(|error| refusal_for(&error))?;
+        let mut link = SubscriberLink::new(
+            connection.id,
+            Arc::new(connection.peer),
+            connection.socket,
+            rings.0,
+            Arc::new(wake),
+            policy,
+            self.options.kind == Kind::Results,
+        );
+        link.quota_permit = Some(connection.quota_permit);
+        link.replies = rings.1.map(|ring| (ring, device));
+        link.segment_fd = Some(segment_fd);
         let mut state = self.lock();
+        let chunks = state.arena.chunks();
         let welcome = Message::Welcome {
             generation: self.generation,
             device: self.device.info().id,
@@ -55,22 +65,19 @@ impl PublisherCore {
             access: Access::Read,
             lossless: policy.is_lossless() && self.options.forwards.is_none(),
             source: self.options.forwards.unwrap_or(self.generation),
-            regions: state.arena.chunks().len() as u32,
+            regions: chunks.len() as u32,
             replies,
         };
-        let is_results = self.options.kind == Kind::Results;
-        let mut link = SubscriberLink::new(parts, connection, policy, is_results);
-        let (completions, chunks) = (self.fences.published(), state.arena.chunks());
-        if let Err(error) = link.welcome(&welcome, completions, chunks) {
-            drop(state);
-            let reason = format!("the link to process {}", link.peer.pid);
-            refuse(refusal_for(&Error::os("sendmsg", reason, error)));
-            return self.reactor.defer_drop(Box::new(link));
+        let welcomed = link.welcome(&welcome, their_wake, self.fences.published(), chunks);
+        let pid = link.peer.pid;
+        match welcomed.is_ok() && !state.closed && self.watch(&mut link).is_ok() {
+            true => state.add(link),
+            false => self.reactor.defer_drop(Box::new(link)),
         }
-        match self.watch(&mut link) {
-            Ok(()) if !state.closed => state.add(link),
-            _ => self.reactor.defer_drop(Box::new(link)),
-        }
+        welcomed.map_err(|error| {
+            let reason = format!("the link to process {pid}");
+            refusal_for(&Error::os("sendmsg", reason, error))
+        })
     }
 
     /// Begins to read a link's socket, and to watch for its peer's death.
@@ -83,16 +90,27 @@ impl PublisherCore {
 
     /// Sends replies over the link of `partner` from here on, and reads its socket.
     pub(super) fn reply_over(&self, partner: Arc<PublisherLink>) -> Result<()> {
-        let this: Weak<dyn OtherEnd> = self.this.clone();
-        let segment = partner.take_replies((this, REPLIES)).ok_or_else(|| {
-            let fault = HandshakeFault::Segment("no ring for replies".into());
-            Error::Handshake {
-                name: self.name.clone(),
-                fault,
-            }
-        })?;
-        let policy = self.options.policy_for(&partner.peer);
-        let mut link = SubscriberLink::of_replies(REPLIES, segment, partner, policy);
+        let segment = partner
+            .take_replies((self.this.clone(), REPLIES))
+            .ok_or_else(|| {
+                let fault = HandshakeFault::Segment("no ring for replies".into());
+                Error::Handshake {
+                    name: self.name.clone(),
+                    fault,
+                }
+            })?;
+        let mut link = SubscriberLink::new(
+            REPLIES,
+            partner.peer.clone(),
+            partner.socket().clone(),
+            segment,
+            partner.peer_doorbell.clone(),
+            self.options.policy_for(&partner.peer),
+            true,
+        );
+        link.phase = LinkPhase::Live;
+        link.sends_replies = true;
+        link.partner = Some(partner);
         // Its socket may be readable at once.
         let mut state = self.lock();
         self.watch(&mut link)?;
@@ -115,9 +133,7 @@ impl PublisherCore {
             peer: link.peer.clone(),
             orphan_timeout: ORPHAN_TIMEOUT,
         };
-        let this: Weak<dyn OtherEnd> = self.this.clone();
-        let other = (this, link.id);
-        let wake = &link.peer_doorbell;
+        let (wake, other) = (&link.peer_doorbell, (self.this.clone() as _, link.id));
         link.partner = Some(PublisherLink::of_replies(
             segment, wake, device, end, other,
         )?);
@@ -140,48 +156,6 @@ impl PublisherCore {
             }
             (_, body) => Err(HandshakeFault::Garbled { bytes: body.len() }),
         }
-    }
-
-    /// A link's socket is readable.
-    fn on_socket<'a>(&'a self, mut state: MutexGuard<'a, PublisherState>, id: u64) -> Next {
-        for _ in 0..MESSAGES_AT_ONCE {
-            let Some(link) = state.links.find(id).filter(|link| link.is_read()) else {
-                return Next::Stop;
-            };
-            match message::receive(link.socket(), &self.name) {
-                Ok(Received::Nothing) => return Next::Keep,
-                Ok(Received::Message(Message::Attached, _))
-                    if link.phase == LinkPhase::Attaching =>
-                {
-                    let Some((segment, fd)) = link.take_segment() else {
-                        return Next::Stop;
-                    };
-                    // Without the lock, which every sender takes: the driver may need a moment.
-                    drop(state);
-                    let registered = segment.register(fd.as_fd());
-                    drop(segment);
-                    state = self.go_live(self.lock(), id, registered);
-                }
-                Ok(Received::Message(Message::Returned { positions }, _)) => {
-                    if self.take_back(&mut state, id, &positions) == Next::Stop {
-                        return Next::Stop;
-                    }
-                }
-                Ok(Received::Message(message, fds)) => {
-                    if let Err(other) = self.hear(link, message, fds) {
-                        let fault = other.unexpected("Attached or Bye");
-                        let name = self.name.clone();
-                        return self.drop_out(link, Error::Handshake { name, fault });
-                    }
-                }
-                Ok(Received::End) => {
-                    self.on_end(&mut state, id);
-                    return Next::Stop;
-                }
-                Err(error) => return self.drop_out(link, error),
-            }
-        }
-        Next::Keep
     }
 
     /// Takes a message of a link's subscriber, over either of its rings; returns one that is due on
@@ -245,18 +219,13 @@ impl PublisherCore {
 
     /// Sends samples to a link from here on, those of the history first, if its segment could be
     /// registered.
-    fn go_live<'a>(
-        &'a self,
-        mut state: MutexGuard<'a, PublisherState>,
-        id: u64,
-        registered: Result<(), OpenError>,
-    ) -> MutexGuard<'a, PublisherState> {
+    fn go_live(&self, state: &mut PublisherState, id: u64, registered: Result<(), OpenError>) {
         let Some(link) = state
             .links
             .find(id)
             .filter(|link| link.phase == LinkPhase::Attaching)
         else {
-            return state;
+            return;
         };
         // Not for a link that is refused: it would be kept for its other ring.
         let received =
@@ -268,33 +237,24 @@ impl PublisherCore {
                     partner.on_close(id);
                 }
             }
-            Ok(()) if self.options.history == 0 => {
-                self.trace_attached(link);
-                link.phase = LinkPhase::Live;
-            }
             Ok(()) => {
-                self.trace_attached(link);
+                trace::emit(|| TraceEvent::SubscriberAttached {
+                    name: self.name.to_string(),
+                    subscriber: link.id,
+                    pid: link.peer.pid,
+                    uid: link.peer.uid,
+                });
                 link.phase = LinkPhase::Joining;
                 state.history.join(id);
-                // The thread that is sending now makes the link live when it has finished.
-                if !state.is_sending {
-                    self.replay(&mut state);
+                // The thread that is sending now gives it the history when it has finished.
+                if !(state.is_sending && state.history.is_kept()) {
+                    self.replay(state);
                 }
             }
             Err(OpenError::Fault(fault)) => link.refuse(fault),
             Err(OpenError::Local(error)) => link.refuse(error),
         }
         self.ring();
-        state
-    }
-
-    fn trace_attached(&self, link: &SubscriberLink) {
-        trace::emit(|| TraceEvent::SubscriberAttached {
-            name: self.name.to_string(),
-            subscriber: link.id,
-            pid: link.peer.pid,
-            uid: link.peer.uid,
-        });
     }
 
     fn trace_left(&self, link: &SubscriberLink, reason: &dyn ToString) {
@@ -320,47 +280,6 @@ impl PublisherCore {
                 core.upgrade()
                     .is_none_or(|core| core.lock().history.complete_due(&core.fences))
             });
-        }
-    }
-
-    /// The socket has closed: a leaving subscriber is finished, any other is suspect from now on.
-    fn on_end(&self, state: &mut PublisherState, id: u64) {
-        let link = state.links.find(id);
-        if let Some(partner) = link.and_then(|link| link.partner.as_ref()) {
-            partner.on_close(id);
-        }
-        if let Some(link) = state.links.find(id)
-            && matches!(
-                link.phase,
-                LinkPhase::Attaching | LinkPhase::Joining | LinkPhase::Live
-            )
-        {
-            trace::emit(|| TraceEvent::SubscriberSuspect {
-                name: self.name.to_string(),
-                subscriber: id,
-                pid: link.peer.pid,
-            });
-            link.leave(None);
-            link.phase = LinkPhase::Suspect;
-        }
-        self.reap_links(state);
-        self.ring();
-    }
-
-    /// The peer is proven dead: no part of that process can access memory any more, so all slots
-    /// that it held are free once this process's own streams are past them.
-    fn on_death(&self, state: &mut PublisherState, id: u64) {
-        if let Some(link) = state.links.find(id) {
-            trace::emit(|| TraceEvent::SubscriberDied {
-                name: self.name.to_string(),
-                subscriber: id,
-                pid: link.peer.pid,
-            });
-            link.ring.receiver_is_dead();
-            link.leave(None);
-            self.free_soon(id);
-            self.reap_links(state);
-            self.ring();
         }
     }
 
@@ -449,7 +368,11 @@ impl PublisherCore {
 
 impl ConnectionOwner for PublisherCore {
     fn on_connection(&self, connection: Connection, hello: Hello) {
-        self.attach(connection, hello);
+        // Held until the subscriber is told: with its last holder the socket is shut down.
+        let socket = connection.socket.clone();
+        if let Err(refusal) = self.attach(connection, &hello) {
+            say(&self.name, &socket, &refusal);
+        }
     }
 }
 
@@ -466,16 +389,91 @@ impl OtherEnd for PublisherCore {
 }
 
 impl ConnectionUser for PublisherCore {
+    /// The messages are read under the lock: threads that read at the same time take them in order.
     fn on_message(&self, id: u64) -> Next {
-        self.on_socket(self.lock(), id)
+        let mut state = self.lock();
+        for _ in 0..MESSAGES_AT_ONCE {
+            let Some(link) = state.links.find(id).filter(|link| link.is_read()) else {
+                return Next::Stop;
+            };
+            let next = match message::receive(link.socket(), &self.name) {
+                Ok(Received::Nothing) => return Next::Keep,
+                Ok(Received::Message(Message::Attached, _))
+                    if link.phase == LinkPhase::Attaching =>
+                {
+                    let Some((segment, fd)) = link.take_segment() else {
+                        return Next::Stop;
+                    };
+                    // Without the lock, which every sender takes: the driver may need a moment.
+                    drop(state);
+                    let registered = segment.register(fd.as_fd());
+                    drop(segment);
+                    state = self.lock();
+                    self.go_live(&mut state, id, registered);
+                    Next::Keep
+                }
+                Ok(Received::Message(Message::Returned { positions }, _)) => {
+                    self.take_back(&mut state, id, &positions)
+                }
+                Ok(Received::Message(message, fds)) => match self.hear(link, message, fds) {
+                    Ok(()) => Next::Keep,
+                    Err(other) => {
+                        let fault = other.unexpected("Attached or Bye");
+                        let name = self.name.clone();
+                        self.drop_out(link, Error::Handshake { name, fault })
+                    }
+                },
+                Ok(Received::End) => {
+                    drop(state);
+                    self.on_close(id);
+                    return Next::Stop;
+                }
+                Err(error) => self.drop_out(link, error),
+            };
+            if next == Next::Stop {
+                return next;
+            }
+        }
+        Next::Keep
     }
 
+    /// A leaving subscriber is finished, any other is suspect from now on.
     fn on_close(&self, id: u64) {
-        self.on_end(&mut self.lock(), id);
+        let mut state = self.lock();
+        if let Some(link) = state.links.find(id) {
+            if let Some(partner) = &link.partner {
+                partner.on_close(id);
+            }
+            if link.is_staying() {
+                trace::emit(|| TraceEvent::SubscriberSuspect {
+                    name: self.name.to_string(),
+                    subscriber: id,
+                    pid: link.peer.pid,
+                });
+                link.leave(None);
+                link.phase = LinkPhase::Suspect;
+            }
+        }
+        self.reap_links(&mut state);
+        self.ring();
     }
 
+    /// No part of the peer's process can access memory any more, so all slots that it held are free
+    /// once this process's own streams are past them.
     fn on_proven(&self, id: u64) {
-        self.on_death(&mut self.lock(), id);
+        let mut state = self.lock();
+        if let Some(link) = state.links.find(id) {
+            trace::emit(|| TraceEvent::SubscriberDied {
+                name: self.name.to_string(),
+                subscriber: id,
+                pid: link.peer.pid,
+            });
+            link.ring.receiver_is_dead();
+            link.leave(None);
+            self.free_soon(id);
+            self.reap_links(&mut state);
+            self.ring();
+        }
     }
 }
 
@@ -495,10 +493,7 @@ impl EventSource for PublisherCore {
         for link in state.links.take_late(self.options.shared.handshake_timeout) {
             self.drop_link(&mut state, link);
         }
-        for link in state.links.iter() {
-            link.write_heartbeat(now_ns);
-            link.check_heartbeat();
-        }
+        state.links.iter().for_each(|link| link.beat(now_ns));
         state.history.complete_due(&self.fences);
         // Repeats announcements for which this process lacked resources when the memory grew.
         let _ = state.announce(&self.name);

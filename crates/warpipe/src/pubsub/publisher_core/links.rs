@@ -157,7 +157,7 @@ impl Links {
         let mut partners = Vec::new();
         for link in &mut self.list {
             link.close();
-            if link.has_partner_ended() || !link.sends_replies() {
+            if link.has_partner_ended() || !link.sends_replies {
                 link.registrations.clear();
                 partners.extend(link.partner.take());
             }
@@ -179,7 +179,7 @@ impl Links {
                 && link.has_partner_ended()
         };
         let done: Vec<SubscriberLink> = self.list.extract_if(.., is_done).collect();
-        self.dropped_before += done.iter().map(SubscriberLink::dropped).sum::<u64>();
+        self.dropped_before += done.iter().map(|link| link.dropped).sum::<u64>();
         if self.is_observed {
             for link in &done {
                 let untaken = link.untaken.iter().map(|&position| (link.id, position));
@@ -210,7 +210,7 @@ impl Links {
 
     /// The samples that subscribers, those that have gone too, did not get because of a policy.
     pub(super) fn dropped(&self) -> u64 {
-        self.dropped_before + self.list.iter().map(SubscriberLink::dropped).sum::<u64>()
+        self.dropped_before + self.list.iter().map(|link| link.dropped).sum::<u64>()
     }
 
     /// Wakes the sleeping subscribers that have been given the last sample.

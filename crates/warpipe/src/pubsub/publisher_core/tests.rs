@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::Recipients;
-use super::state::{LOOK_EVERY, UNLOOKED_BYTES_MAX};
+use super::memory::{LOOK_EVERY, UNLOOKED_BYTES_MAX};
 use crate::backend::testing::{Counting, Holding, Wrapped};
 use crate::device::Device;
 use crate::error::Error;
