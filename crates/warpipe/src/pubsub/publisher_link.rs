@@ -8,16 +8,17 @@ mod set_aside;
 
 use crate::ipc::Kind;
 use std::os::fd::AsFd;
+use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
-pub(super) use self::handshake::OpenRegion;
 use self::handshake::Welcome;
 pub(super) use self::handshake::{ConnectOptions, SubscriberIdentity};
 pub(super) use self::monitor::LinkState;
 use self::monitor::PublisherMonitor;
-use self::regions::{AnnouncedRegions, RegionChange};
+pub(super) use self::regions::OpenRegion;
+use self::regions::PublisherRegions;
 use self::set_aside::SetAside;
 use crate::backend::{Access, DeviceId, StreamOp};
 use crate::clock::now_ns;
@@ -74,8 +75,7 @@ struct LinkMemory {
     peer: Arc<Peer>,
     monitor: Arc<PublisherMonitor>,
     segment: Arc<Segment>,
-    /// By their ids.
-    regions: Mutex<Vec<OpenRegion>>,
+    regions: PublisherRegions,
     /// Held until the memory is dropped, so that the publisher sees the end of the socket only
     /// after the last release.
     #[expect(dead_code, reason = "held, not used")]
@@ -91,7 +91,8 @@ pub(crate) struct PublisherLink {
     /// Declared first: the registrations end before their descriptors are closed.
     words: OnceLock<[Registration; 2]>,
     me: Weak<PublisherLink>,
-    announced: AnnouncedRegions,
+    /// Changes of the publisher's regions that it has announced and that have not been made here yet.
+    changes: AtomicUsize,
     pub(super) owner_process: OwnerProcess,
     pub(super) name: String,
     pub(super) peer: Arc<Peer>,
@@ -100,16 +101,14 @@ pub(crate) struct PublisherLink {
     pub(super) generation: [u8; 16],
     /// That of the publisher that gave the samples their numbers.
     pub(super) source: [u8; 16],
-    owner: DeviceId,
-    access: Access,
     device: Device,
     pub(super) peer_doorbell: Arc<PeerDoorbell>,
     doorbell: Arc<LocalDoorbell>,
     /// The ring of the replies, until its sender takes it.
     replies: Mutex<Option<Segment>>,
     ring: RingKind,
-    /// Of a link with replies.
-    reader: SocketReader,
+    /// Of a link with replies, once there is one; and the number of the link there.
+    other_end: OnceLock<(Weak<dyn OtherEnd>, u64)>,
     peer_heartbeat: PeerHeartbeat,
     fault: Mutex<LinkFault>,
     set_aside: SetAside,
@@ -128,27 +127,8 @@ pub(in crate::pubsub) trait OtherEnd: Send + Sync {
     fn pass_on_wake(&self);
 }
 
-/// See [`OtherEnd`]; empty until there is one.
-#[derive(Default)]
-struct SocketReader(OnceLock<(Weak<dyn OtherEnd>, u64)>);
-
-impl std::fmt::Debug for SocketReader {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("SocketReader")
-    }
-}
-
-impl SocketReader {
-    fn other(&self) -> Option<(Arc<dyn OtherEnd>, u64)> {
-        let (other, link) = self.0.get()?;
-        other.upgrade().map(|other| (other, *link))
-    }
-}
-
 /// The parts of a receiver's end beside its memory.
 pub(in crate::pubsub) struct ReceiverEnd<'a> {
-    pub(in crate::pubsub) name: &'a str,
-    pub(in crate::pubsub) device: &'a Device,
     pub(in crate::pubsub) doorbell: &'a Arc<LocalDoorbell>,
     pub(in crate::pubsub) socket: Arc<PeerSocket>,
     pub(in crate::pubsub) peer: Arc<Peer>,
@@ -168,67 +148,60 @@ enum RingKind {
 impl PublisherLink {
     fn assemble(
         welcome: Welcome,
-        regions: Vec<OpenRegion>,
         end: ReceiverEnd<'_>,
         ring: RingKind,
         reactor: Arc<Reactor>,
     ) -> Result<Arc<PublisherLink>> {
-        let (socket, peer, segment) = (end.socket, end.peer, Arc::new(welcome.segment));
-        segment
-            .header()
-            .receiver
-            .heartbeat_ns
-            .store(now_ns(), Relaxed);
-        for OpenRegion { id, region } in &regions {
-            region.identify(welcome.generation, (*id).into());
-        }
+        let segment = Arc::new(welcome.segment);
+        let heartbeat = &segment.header().receiver.heartbeat_ns;
+        heartbeat.store(now_ns(), Relaxed);
+        let monitor = PublisherMonitor::new(&segment, end.doorbell, welcome.completions);
+        let regions = welcome.regions;
+        let (name, device) = (regions.name.clone(), regions.device.clone());
+        let generation = regions.generation;
         let memory = LinkMemory {
             death: OnceLock::new(),
-            peer: peer.clone(),
-            monitor: Arc::new(PublisherMonitor::new(
-                &segment,
-                end.doorbell,
-                welcome.completions,
-            )),
+            peer: end.peer.clone(),
+            monitor: Arc::new(monitor),
             segment,
-            regions: Mutex::new(regions),
-            socket: socket.clone(),
+            regions,
+            socket: end.socket.clone(),
             copies: OnceLock::new(),
         };
         let memory = DropAfterFence::new(Arc::default(), memory)?;
         let link = Arc::new_cyclic(|me: &Weak<PublisherLink>| PublisherLink {
             words: OnceLock::new(),
             me: me.clone(),
-            announced: AnnouncedRegions::default(),
+            changes: AtomicUsize::new(0),
             owner_process: OwnerProcess::current(),
-            name: end.name.to_string(),
-            peer,
+            name,
+            peer: end.peer,
             lossless: welcome.lossless,
-            generation: welcome.generation,
+            generation,
             source: welcome.source,
-            owner: welcome.owner,
-            access: welcome.access,
-            device: end.device.clone(),
+            device,
             peer_doorbell: welcome.peer_doorbell,
             doorbell: end.doorbell.clone(),
             replies: Mutex::new(welcome.replies),
             ring,
-            reader: SocketReader::default(),
+            other_end: OnceLock::new(),
             peer_heartbeat: PeerHeartbeat::default(),
             fault: Mutex::default(),
             set_aside: SetAside::default(),
-            socket,
-            reactor: reactor.clone(),
+            socket: end.socket,
+            reactor,
             memory,
         });
         link.watch(end.orphan_timeout)?;
         Ok(link)
     }
 
-    /// The receiver of replies from the device `owner`. `other` reads the socket.
+    /// The receiver on `device` of replies from the device `owner`. `other` reads the socket.
     pub(in crate::pubsub) fn of_replies(
         segment: Segment,
         peer_doorbell: &Arc<PeerDoorbell>,
+        name: &str,
+        device: &Device,
         owner: DeviceId,
         end: ReceiverEnd<'_>,
         other: (Weak<dyn OtherEnd>, u64),
@@ -238,17 +211,15 @@ impl PublisherLink {
             segment,
             replies: None,
             peer_doorbell: peer_doorbell.clone(),
-            owner,
-            access: Access::Read,
             lossless: true,
-            regions: 0,
+            regions: PublisherRegions::new(name, device, generation, owner, Access::Read),
+            region_count: 0,
             completions: None,
-            generation,
             source: generation,
         };
         let reactor = Reactor::of_process()?;
-        let link = PublisherLink::assemble(welcome, Vec::new(), end, RingKind::Replies, reactor)?;
-        let _ = link.reader.0.set(other);
+        let link = PublisherLink::assemble(welcome, end, RingKind::Replies, reactor)?;
+        let _ = link.other_end.set(other);
         Ok(link)
     }
 
@@ -262,7 +233,7 @@ impl PublisherLink {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .take()?;
-        let _ = self.reader.0.set(other);
+        let _ = self.other_end.set(other);
         Some(replies)
     }
 
@@ -290,9 +261,14 @@ impl PublisherLink {
     /// Drains the wake channel. A ring may have been meant for the sender of the other ring.
     pub(super) fn drain_wake(&self) {
         self.peer_doorbell.drain();
-        if let Some((other, _)) = self.reader.other() {
+        if let Some((other, _)) = self.other_end() {
             other.pass_on_wake();
         }
+    }
+
+    fn other_end(&self) -> Option<(Arc<dyn OtherEnd>, u64)> {
+        let (other, link) = self.other_end.get()?;
+        Some((other.upgrade()?, *link))
     }
 
     /// The sender of the other ring has drained the wake channel. Returns whether this end sleeps.
@@ -318,10 +294,7 @@ impl PublisherLink {
     }
 
     pub(super) fn regions(&self) -> MutexGuard<'_, Vec<OpenRegion>> {
-        self.memory
-            .regions
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.memory.regions.open()
     }
 
     #[inline]
@@ -452,40 +425,36 @@ impl PublisherLink {
         Ok(())
     }
 
-    /// Releases a sample that was given to no stream, once its data is complete.
+    /// Releases a sample that was given to no stream, once its data is complete. There is no time
+    /// limit: the sender waits for the slot, and this end keeps the link for it.
     pub(super) fn give_back(self: &Arc<Self>, position: u64) {
-        let entry = self.segment().entry(position);
-        if entry.ready.reached(position) {
-            entry.released.store(position);
-            return self.notify_release();
+        if !self.has_released(position) {
+            let me = self.clone();
+            self.reactor
+                .drop_after(move || match me.has_released(position) {
+                    false => DropReadiness::Held,
+                    true => DropReadiness::Ready,
+                });
         }
-        let me = self.clone();
-        // There is no time limit: the sender waits for the slot, and this end keeps the link for
-        // it.
-        self.reactor.drop_after(move || {
-            let entry = me.segment().entry(position);
-            if !entry.ready.reached(position) {
-                return DropReadiness::Held;
-            }
-            entry.released.store(position);
-            me.notify_release();
-            DropReadiness::Ready
-        });
     }
 
     /// Releases a sample behind the work that `stream`, which is being captured, was given before:
     /// once the capture has ended and the stream is past that work.
     pub(super) fn release_later(self: &Arc<Self>, position: u64, stream: &Stream) {
         let (me, mut fence) = (self.clone(), Fence::behind(stream));
-        self.reactor.drop_after(move || {
-            let entry = me.segment().entry(position);
-            let is_past = fence.is_reached() && entry.ready.reached(position);
-            if is_past {
-                entry.released.store(position);
-                me.notify_release();
-            }
-            is_past
-        });
+        self.reactor
+            .drop_after(move || fence.is_reached() && me.has_released(position));
+    }
+
+    /// Releases a sample with the CPU if its data is complete. Returns whether it is.
+    fn has_released(&self, position: u64) -> bool {
+        let entry = self.segment().entry(position);
+        let is_complete = entry.ready.reached(position);
+        if is_complete {
+            entry.released.store(position);
+            self.notify_release();
+        }
+        is_complete
     }
 
     /// Counts a release and wakes the publisher if it waits for one.
@@ -608,7 +577,7 @@ impl PublisherLink {
         match self.ring {
             RingKind::Single => connection::read_out(self, 0),
             RingKind::Samples | RingKind::Replies => {
-                if let Some((other, link)) = self.reader.other() {
+                if let Some((other, link)) = self.other_end() {
                     other.read_out(link);
                 }
             }
@@ -652,9 +621,9 @@ impl PublisherLink {
             // Not needed.
             (Message::CloseRegion { .. }, _) if self.link_state() == LinkState::Failed => {}
             (Message::Region { id, bytes }, _) => {
-                self.change_soon(RegionChange::Open { id, bytes, fds })
+                self.change_soon(move |link| link.memory.regions.map(id, bytes, &fds))
             }
-            (Message::CloseRegion { id }, _) => self.change_soon(RegionChange::Close { id }),
+            (Message::CloseRegion { id }, _) => self.change_soon(move |link| link.close_region(id)),
             (Message::Close(reason), RingKind::Single | RingKind::Samples)
             | (Message::CloseReplies(reason), RingKind::Replies) => self.has_closed(reason),
             (other, _) => return Err(other),

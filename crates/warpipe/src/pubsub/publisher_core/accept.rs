@@ -126,16 +126,19 @@ impl PublisherCore {
             return Ok(());
         };
         let end = ReceiverEnd {
-            name: &self.name,
-            device: &self.device,
             doorbell: &observer.doorbell,
             socket: link.socket.clone(),
             peer: link.peer.clone(),
             orphan_timeout: ORPHAN_TIMEOUT,
         };
-        let (wake, other) = (&link.peer_doorbell, (self.this.clone() as _, link.id));
         link.partner = Some(PublisherLink::of_replies(
-            segment, wake, device, end, other,
+            segment,
+            &link.peer_doorbell,
+            &self.name,
+            &self.device,
+            device,
+            end,
+            (self.this.clone(), link.id),
         )?);
         // Of the memory in which the replies lie.
         os::let_descriptors_in(link.socket(), true);
@@ -368,8 +371,8 @@ impl PublisherCore {
 
 impl ConnectionOwner for PublisherCore {
     fn on_connection(&self, connection: Connection, hello: Hello) {
-        // Held until the subscriber is told: with its last holder the socket is shut down.
-        let socket = connection.socket.clone();
+        // Held until the subscriber is told: without its permit the socket is shut down.
+        let (socket, _permit) = (connection.socket.clone(), connection.quota_permit.clone());
         if let Err(refusal) = self.attach(connection, &hello) {
             say(&self.name, &socket, &refusal);
         }

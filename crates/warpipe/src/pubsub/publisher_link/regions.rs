@@ -1,5 +1,5 @@
-//! Regions that a publisher announces, or closes, while its link is in use. The control thread maps
-//! and unmaps them in order.
+//! The regions of a publisher. Those that it announces, or closes, while its link is in use are
+//! mapped and unmapped by the control thread, in order.
 //!
 //! A region that this process cannot take or map, for want of descriptors or memory, closes the
 //! link with that error.
@@ -7,7 +7,6 @@
 //! A region is unmapped only when no sample in it is held, whatever the publisher says, and when
 //! the streams that read samples of this link are past their work.
 
-use std::collections::VecDeque;
 use std::os::fd::AsFd;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::SeqCst;
@@ -15,102 +14,152 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::io::Errno;
 
-use super::handshake::{OPEN_MAX, OpenRegion, check_id, import, take_out, wrong};
 use super::{LinkState, PublisherLink};
-use crate::error::Result;
+use crate::backend::{Access, DeviceId};
+use crate::device::Device;
+use crate::error::{Error, Result};
 use crate::ipc::message::{self, Message};
+use crate::memory::arena::REGIONS_MAX;
+use crate::memory::region::Region;
 use crate::os::is_shortage;
 use crate::runtime::closer::PeerFd;
 use crate::runtime::fence::LazyFence;
 use crate::runtime::reactor::DropReadiness;
 
-/// The changes of a publisher's regions that it has announced and that have not been made here yet.
-#[derive(Debug, Default)]
-pub(super) struct AnnouncedRegions {
-    count: AtomicUsize,
-    waiting: Mutex<VecDeque<RegionChange>>,
+/// The most regions of a link that are mapped. Threads that grow at the same time may pass the
+/// publisher's own limit, and it may see that a region is closed before this end counts it so.
+const OPEN_MAX: usize = 2 * REGIONS_MAX;
+
+/// A region of the publisher's that is mapped here.
+#[derive(Debug)]
+pub(in crate::pubsub) struct OpenRegion {
+    pub(in crate::pubsub) id: u32,
+    pub(in crate::pubsub) region: Arc<Region>,
+}
+
+/// The regions of one publisher.
+#[derive(Debug)]
+pub(super) struct PublisherRegions {
+    pub(super) name: String,
+    pub(super) device: Device,
+    pub(super) generation: [u8; 16],
+    pub(super) owner: DeviceId,
+    pub(super) access: Access,
+    /// By their ids.
+    open: Mutex<Vec<OpenRegion>>,
     /// Regions that the publisher has closed and that are still mapped.
     closing: Arc<AtomicUsize>,
 }
 
-/// A change of a publisher's regions.
-#[derive(Debug)]
-pub(super) enum RegionChange {
-    Open {
-        id: u32,
-        bytes: u64,
-        fds: Vec<PeerFd>,
-    },
-    Close {
-        id: u32,
-    },
-}
+impl PublisherRegions {
+    pub(super) fn new(
+        name: &str,
+        device: &Device,
+        generation: [u8; 16],
+        owner: DeviceId,
+        access: Access,
+    ) -> PublisherRegions {
+        PublisherRegions {
+            name: name.to_string(),
+            device: device.clone(),
+            generation,
+            owner,
+            access,
+            open: Mutex::default(),
+            closing: Arc::default(),
+        }
+    }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn open(&self) -> MutexGuard<'_, Vec<OpenRegion>> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wrong(&self, field: &'static str, found: impl ToString, allowed: String) -> Error {
+        Error::Protocol {
+            name: self.name.clone(),
+            field,
+            found: found.to_string(),
+            allowed,
+        }
+    }
+
+    /// Maps an announced region.
+    pub(super) fn map(&self, id: u32, bytes: u64, fds: &[PeerFd]) -> Result<()> {
+        let mut open = self.open();
+        let last = open.last().map(|last| last.id);
+        let count = open.len() + self.closing.load(SeqCst);
+        if last >= Some(id) || count >= OPEN_MAX {
+            let found = format!("{id} behind {last:?}, beside {count} others");
+            let allowed = format!("a larger one, beside fewer than {OPEN_MAX}");
+            return Err(self.wrong("region number", found, allowed));
+        }
+        let unit = self.device.backend().granularity();
+        if bytes == 0 || !bytes.is_multiple_of(unit) || bytes > i64::MAX as u64 {
+            let allowed = format!("a multiple of {unit}");
+            return Err(self.wrong("region length", format!("{bytes} bytes"), allowed));
+        }
+        let [fd] = fds else {
+            return Err(self.wrong("descriptors", fds.len(), "1".into()));
+        };
+        let region = Region::import(&self.device, fd.as_fd(), bytes, self.access, self.owner)?;
+        fd.approve();
+        region.identify(self.generation, id.into());
+        open.push(OpenRegion {
+            id,
+            region: Arc::new(region),
+        });
+        Ok(())
+    }
+
+    /// Takes out a region that its publisher closes.
+    pub(super) fn take_out(&self, id: u32) -> Result<Arc<Region>> {
+        let mut open = self.open();
+        match open.binary_search_by_key(&id, |region| region.id) {
+            Ok(index) => Ok(open.remove(index).region),
+            Err(_) => Err(self.wrong("region number", id, "one that is open".into())),
+        }
+    }
 }
 
 impl PublisherLink {
-    /// Leaves a change to the control thread, which makes them in order.
-    pub(super) fn change_soon(&self, change: RegionChange) {
-        if self.announced.count.fetch_add(1, SeqCst) >= OPEN_MAX {
-            let (found, allowed) = ("more".to_string(), format!("{OPEN_MAX} at a time"));
-            return self.fail(wrong(&self.name, "region changes", found, allowed));
+    /// Leaves a change of the regions to the control thread: one for each task, so that a publisher
+    /// that announces without end does not keep it from others' tasks.
+    pub(super) fn change_soon(
+        &self,
+        change: impl FnOnce(&PublisherLink) -> Result<()> + Send + 'static,
+    ) {
+        if self.changes.fetch_add(1, SeqCst) >= OPEN_MAX {
+            let allowed = format!("{OPEN_MAX} at a time");
+            return self.fail(self.memory.regions.wrong("region changes", "more", allowed));
         }
-        lock(&self.announced.waiting).push_back(change);
         let link = self.me.clone();
         self.reactor.run_on_control_thread(Box::new(move || {
-            link.upgrade()
-                .into_iter()
-                .for_each(|link| link.make_change())
+            let Some(link) = link.upgrade() else { return };
+            let is_needed = || link.link_state() != LinkState::Failed;
+            if is_needed()
+                && let Err(error) = change(&link)
+                && is_needed()
+            {
+                link.fail(error);
+            }
+            link.changes.fetch_sub(1, SeqCst);
+            link.doorbell.ring();
         }));
-    }
-
-    /// Makes the first change that waits: one for each task, so that a publisher that announces
-    /// without end does not keep the control thread from others' tasks.
-    fn make_change(&self) {
-        let Some(next) = lock(&self.announced.waiting).pop_front() else {
-            return;
-        };
-        let made = match &next {
-            RegionChange::Open { id, bytes, fds } => self.map_region(*id, *bytes, fds),
-            RegionChange::Close { id } => self.close_region(*id),
-        };
-        if let Err(error) = made
-            && self.link_state() != LinkState::Failed
-        {
-            self.fail(error);
-        }
-        self.announced.count.fetch_sub(1, SeqCst);
-        self.doorbell.ring();
     }
 
     /// Whether regions have been announced that are not mapped yet.
     pub(in crate::pubsub) fn is_mapping(&self) -> bool {
-        self.announced.count.load(SeqCst) > 0
-    }
-
-    fn map_region(&self, id: u32, bytes: u64, fds: &[PeerFd]) -> Result<()> {
-        let mut regions = self.regions();
-        let closing = self.announced.closing.load(SeqCst);
-        check_id(id, &regions, closing, &self.name)?;
-        let (device, access, owner) = (&self.device, self.access, self.owner);
-        let region = import(device, bytes, fds, access, owner, &self.name)?;
-        region.identify(self.generation, id.into());
-        regions.push(OpenRegion { id, region });
-        Ok(())
+        self.changes.load(SeqCst) > 0
     }
 
     /// Unmaps a region once no sample in it is held and the streams are past their work, and tells
     /// the publisher.
-    fn close_region(&self, id: u32) -> Result<()> {
-        let region = take_out(id, &mut self.regions(), &self.name)?;
-        let closing = self.announced.closing.clone();
+    pub(super) fn close_region(&self, id: u32) -> Result<()> {
+        let region = self.memory.regions.take_out(id)?;
+        let closing = self.memory.regions.closing.clone();
         closing.fetch_add(1, SeqCst);
-        let (socket, mut fence) = (
-            self.socket.clone(),
-            LazyFence::new(self.memory.streams().clone()),
-        );
+        let socket = self.socket.clone();
+        let mut fence = LazyFence::new(self.memory.streams().clone());
         self.reactor.drop_after(move || {
             if Arc::strong_count(&region) > 1 {
                 return DropReadiness::Held;

@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::os::fd::AsFd;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::io::Errno;
 
@@ -28,15 +28,8 @@ const POSITIONS_MAX: usize = 64;
 pub(super) struct SetAside {
     /// How many samples are set aside and not on their way back.
     kept: AtomicUsize,
-    returns: Mutex<Returns>,
-}
-
-/// Positions that the publisher is to be told of.
-#[derive(Debug, Default)]
-struct Returns {
-    due: VecDeque<u64>,
-    /// The fence thread tries again.
-    is_retried: bool,
+    /// Positions that the publisher is to be told of. Until there is none, the fence thread tries.
+    due: Mutex<VecDeque<u64>>,
 }
 
 impl PublisherLink {
@@ -75,40 +68,38 @@ impl PublisherLink {
     /// Returns the slot of a sample that was set aside.
     pub(in crate::pubsub) fn return_slot(self: &Arc<Self>, position: u64) {
         self.set_aside.kept.fetch_sub(1, Relaxed);
-        self.returns().due.push_back(position);
-        if self.send_returns() {
+        let mut due = self.due();
+        due.push_back(position);
+        if due.len() > 1 || self.send_returns(&mut due) {
             return;
         }
         // The publisher does not read now: another try, for all that are due by then.
-        if !std::mem::replace(&mut self.returns().is_retried, true) {
-            let me = self.clone();
-            self.reactor.drop_after(move || match me.send_returns() {
+        let me = self.clone();
+        self.reactor
+            .drop_after(move || match me.send_returns(&mut me.due()) {
                 false => DropReadiness::Held,
                 true => DropReadiness::Ready,
             });
-        }
     }
 
-    fn returns(&self) -> std::sync::MutexGuard<'_, Returns> {
-        let returns = &self.set_aside.returns;
-        returns.lock().unwrap_or_else(PoisonError::into_inner)
+    fn due(&self) -> MutexGuard<'_, VecDeque<u64>> {
+        let due = self.set_aside.due.lock();
+        due.unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Tells the publisher of all slots that are due. False if it has to be tried again.
-    fn send_returns(&self) -> bool {
-        let mut returns = self.returns();
-        while !returns.due.is_empty() {
-            let next = returns.due.len().min(POSITIONS_MAX);
-            let positions = returns.due.range(..next).copied().collect();
+    fn send_returns(&self, due: &mut VecDeque<u64>) -> bool {
+        while !due.is_empty() {
+            let next = due.len().min(POSITIONS_MAX);
+            let positions = due.range(..next).copied().collect();
             let message = Message::Returned { positions };
             match message::send(self.socket.as_fd().as_fd(), &message, &[]) {
                 Err(Errno::AGAIN) => return false,
                 Err(error) if is_shortage(error) => return false,
                 // The publisher that has gone needs no slot.
-                Ok(()) | Err(_) => returns.due.drain(..next),
+                Ok(()) | Err(_) => due.drain(..next),
             };
         }
-        returns.is_retried = false;
         true
     }
 }
