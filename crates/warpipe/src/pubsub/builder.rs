@@ -214,30 +214,20 @@ impl PublisherBuilder {
 
     pub(super) fn check(&self) -> Result<()> {
         if self.depth == 0 || self.depth > DEPTH_MAX {
-            return Err(Error::argument(
-                "depth",
-                self.depth,
-                format!("1 to {DEPTH_MAX}"),
-            ));
+            let allowed = format!("1 to {DEPTH_MAX}");
+            return Err(Error::argument("depth", self.depth, allowed));
         }
         if self.history > self.depth {
-            return Err(Error::argument(
-                "history",
-                self.history,
-                format!("0 to the depth, {}", self.depth),
-            ));
+            let allowed = format!("0 to the depth, {}", self.depth);
+            return Err(Error::argument("history", self.history, allowed));
         }
-        if let Some(silence) = self
-            .evict_after
-            .filter(|&silence| silence < Duration::from_millis(500))
-        {
-            return Err(Error::argument(
-                "evict_after",
-                format!("{silence:?}"),
-                "at least 500 ms, or none",
-            ));
+        match self.evict_after {
+            Some(silence) if silence < Duration::from_millis(500) => {
+                let (found, allowed) = (format!("{silence:?}"), "at least 500 ms, or none");
+                Err(Error::argument("evict_after", found, allowed))
+            }
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     pub(super) fn policy_for(&self, peer: &Peer) -> Policy {

@@ -133,10 +133,9 @@ impl Publisher {
         // As a loan would, but without `SampleMut`: a loan carries its layout along, and this one
         // is never returned to the caller.
         let (slot, address) = self.core.take_slot(layout.bytes())?;
-        let sent = self
-            .fill(stream, address, bytes)
-            .map_err(SendFailure::BeforePublish);
-        let sent = sent.and_then(|()| self.core.send(slot, layout, &Metadata::EMPTY, stream, None));
+        let filled = self.fill(stream, address, bytes).map_err(SendFailure::from);
+        let sent =
+            filled.and_then(|()| self.core.send(slot, layout, &Metadata::EMPTY, stream, None));
         sent.map_err(|unsent| match unsent {
             SendFailure::BeforePublish(error) => {
                 // Behind the copy, which may be enqueued even if a later step failed.

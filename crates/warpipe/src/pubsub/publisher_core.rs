@@ -32,14 +32,14 @@ use super::builder::{PublisherBuilder, SubscriberInfo};
 use super::subscriber_link::{LinkPhase, SubscriberLink};
 use crate::backoff::Backoff;
 use crate::device::Device;
-use crate::error::{Error, Result};
+use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::OwnerProcess;
 use crate::ipc::acceptor::{Acceptor, AcceptorOptions};
 use crate::ipc::domain::{Domain, NameClaim};
 use crate::pubsub::publisher_link::PublisherLink;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::fence::{LazyFence, StreamSet};
-use crate::runtime::reactor::{DropReadiness, EventSource, Reactor, new_generation};
+use crate::runtime::reactor::{DropReadiness, Reactor, new_generation};
 use crate::runtime::timed_lock::TimedLock;
 use crate::slow_path::SlowPath;
 use crate::statistics::{EndpointRow, EndpointWords, Role};
@@ -66,7 +66,6 @@ pub(super) struct PublisherCore {
     pub(super) device: Device,
     generation: [u8; 16],
     this: Weak<PublisherCore>,
-    me: Weak<dyn EventSource>,
     reactor: Arc<Reactor>,
     /// Never held across a call of the driver that gives a stream work or asks one: see
     /// [`send_turn`].
@@ -90,6 +89,12 @@ pub(super) enum SendFailure {
     AfterPublish(Error),
 }
 
+impl From<Error> for SendFailure {
+    fn from(error: Error) -> SendFailure {
+        SendFailure::BeforePublish(error)
+    }
+}
+
 impl std::fmt::Debug for PublisherCore {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Publisher")
@@ -110,7 +115,7 @@ impl PublisherCore {
         let domain = claim.domain().clone();
         let core = PublisherCore::assemble(options, name, device, Some(claim), &domain)?;
         core.acceptor.iter().try_for_each(|it| it.listen())?;
-        core.reactor.register_ticks(core.me.clone());
+        core.reactor.register_ticks(core.this.clone());
         Ok(core)
     }
 
@@ -124,7 +129,7 @@ impl PublisherCore {
         let name = options.name.clone();
         let core = PublisherCore::assemble(options, name, device, None, domain)?;
         core.reply_over(partner)?;
-        core.reactor.register_ticks(core.me.clone());
+        core.reactor.register_ticks(core.this.clone());
         Ok(core)
     }
 
@@ -153,7 +158,6 @@ impl PublisherCore {
             owner_process: OwnerProcess::current(),
             generation,
             this: me.clone(),
-            me: me.clone(),
             reactor: reactor.clone(),
             state: Mutex::new(PublisherState::new(&options, &device, row)),
             changed: Condvar::new(),
@@ -175,6 +179,13 @@ impl PublisherCore {
             name,
             device,
         }))
+    }
+
+    fn fault(&self, fault: HandshakeFault) -> Error {
+        Error::Handshake {
+            name: self.name.clone(),
+            fault,
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, PublisherState> {
@@ -218,10 +229,9 @@ impl PublisherCore {
             }
             let left = timeout.saturating_sub(start.elapsed());
             if left.is_zero() {
-                let noun = if count == 1 {
-                    "subscriber"
-                } else {
-                    "subscribers"
+                let noun = match count {
+                    1 => "subscriber",
+                    _ => "subscribers",
                 };
                 let what = format!("{count} {noun} of {:?} ({attached} attached)", self.name);
                 return Err(Error::Timeout {

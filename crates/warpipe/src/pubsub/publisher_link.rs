@@ -322,9 +322,13 @@ impl PublisherLink {
         }
     }
 
+    fn fault(&self) -> MutexGuard<'_, LinkFault> {
+        self.fault.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Why no more samples will come.
     pub(super) fn why_over(&self) -> Error {
-        let mut fault = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut fault = self.fault();
         let (name, reason) = (self.name.clone(), fault.reason.clone());
         match (fault.error.take(), self.link_state()) {
             (Some(error), _) => error,
@@ -381,14 +385,10 @@ impl PublisherLink {
         if self.monitor().note_completion(index, position, completion) {
             return Ok(());
         }
-        let (found, allowed) = (
-            format!("word {}", completion.word),
-            "one that the publisher has sent".into(),
-        );
         Err(Violation {
             field: "completion",
-            found,
-            allowed,
+            found: format!("word {}", completion.word),
+            allowed: "one that the publisher has sent".into(),
         })
     }
 
@@ -531,7 +531,7 @@ impl PublisherLink {
     pub(super) fn fail(&self, error: Error) {
         let close_reason = CloseReason::Failed(message::text(&error));
         // Before the message: its answer may end the link at once, for a later reason.
-        let mut fault = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut fault = self.fault();
         // Also of a publisher that has closed: why its last samples are not received.
         if matches!(self.link_state(), LinkState::Open | LinkState::Closed) {
             fault.keep(error);
@@ -542,16 +542,11 @@ impl PublisherLink {
     }
 
     pub(super) fn violation(&self, violation: Violation) -> Error {
-        let Violation {
-            field,
-            found,
-            allowed,
-        } = violation;
         Error::Protocol {
             name: self.name.clone(),
-            field,
-            found,
-            allowed,
+            field: violation.field,
+            found: violation.found,
+            allowed: violation.allowed,
         }
     }
 
@@ -598,10 +593,7 @@ impl PublisherLink {
                     name: self.name.clone(),
                     reason,
                 };
-                self.fault
-                    .lock()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .keep(error);
+                self.fault().keep(error);
                 self.monitor().set_link_state(LinkState::Evicted);
             }
         }

@@ -82,8 +82,10 @@ pub(super) struct SubscriberLink {
     peer_heartbeat: PeerHeartbeat,
     /// Shared, so that a sender can sleep on it without the publisher's lock.
     pub(super) peer_doorbell: Arc<PeerDoorbell>,
-    /// The regions that it was told of and has not closed.
-    regions: Vec<AnnouncedRegion>,
+    /// The regions that it was told of and is to keep open.
+    regions: Vec<u32>,
+    /// Those that it was asked to close and has not closed.
+    closing_regions: Vec<u32>,
     /// It was told of all regions with lower ids.
     next_region: u32,
     /// Entries that were seen free again. The subscriber counts the releases that it has enqueued.
@@ -110,14 +112,6 @@ pub(super) struct SubscriberLink {
 }
 
 const _: () = assert!(std::mem::offset_of!(SubscriberLink, registrations) <= 128);
-
-/// A region that a subscriber was told of.
-#[derive(Debug)]
-struct AnnouncedRegion {
-    id: u32,
-    /// It was asked to close it.
-    is_closing: bool,
-}
 
 impl SubscriberLink {
     /// A link that has not sent anything. Drop it on the reaper: it holds registered memory.
@@ -146,6 +140,7 @@ impl SubscriberLink {
             registrations: Vec::new(),
             in_flight: VecDeque::new(),
             regions: Vec::new(),
+            closing_regions: Vec::new(),
             next_region: 0,
             releases_seen: 0,
             dropped: 0,
@@ -269,12 +264,10 @@ impl SubscriberLink {
     pub(super) fn announce(&mut self, chunks: &[Chunk]) -> Result<(), Errno> {
         let socket = self.socket.clone();
         let is_gone = |id: u32| chunks.binary_search_by_key(&id, |chunk| chunk.id).is_err();
-        for region in self.regions.iter_mut().filter(|region| !region.is_closing) {
-            if is_gone(region.id) {
-                let id = region.id;
-                message::send(socket.as_fd(), &Message::CloseRegion { id }, &[])?;
-                region.is_closing = true;
-            }
+        while let Some(index) = self.regions.iter().position(|&id| is_gone(id)) {
+            let id = self.regions[index];
+            message::send(socket.as_fd(), &Message::CloseRegion { id }, &[])?;
+            self.closing_regions.push(self.regions.remove(index));
         }
         if !self.is_staying() || self.has_closed {
             return Ok(());
@@ -284,10 +277,7 @@ impl SubscriberLink {
             let (id, bytes) = (chunk.id, chunk.region.bytes());
             let region = Message::Region { id, bytes };
             message::send(socket.as_fd(), &region, &[chunk.export.as_fd()])?;
-            self.regions.push(AnnouncedRegion {
-                id,
-                is_closing: false,
-            });
+            self.regions.push(id);
             self.next_region = id + 1;
         }
         Ok(())
@@ -295,15 +285,14 @@ impl SubscriberLink {
 
     /// Whether the subscriber may have the region mapped.
     pub(super) fn has_region(&self, id: u32) -> bool {
-        self.regions.iter().any(|region| region.id == id)
+        self.regions.contains(&id) || self.closing_regions.contains(&id)
     }
 
     /// The subscriber has closed a region. False if it was not asked to.
     pub(super) fn has_closed_region(&mut self, id: u32) -> bool {
-        let before = self.regions.len();
-        self.regions
-            .retain(|region| region.id != id || !region.is_closing);
-        self.regions.len() < before
+        let before = self.closing_regions.len();
+        self.closing_regions.retain(|&closing| closing != id);
+        self.closing_regions.len() < before
     }
 
     /// Ends the subscription: takes back the samples that were not taken, and waits for the rest.

@@ -148,18 +148,12 @@ impl SampleMut {
     /// Makes `stream` wait for the other streams that got work on the loan.
     #[inline]
     pub(in crate::pubsub) fn gather(&self, stream: &Stream) -> Result<(), SendFailure> {
-        stream
-            .check_of(&self.core.device)
-            .map_err(SendFailure::BeforePublish)?;
-        let others = self
-            .behind
-            .iter()
-            .chain(&self.earlier)
-            .filter(|other| !other.is_same(stream));
-        others
-            .into_iter()
-            .try_for_each(|other| stream.wait_for(other))
-            .map_err(SendFailure::BeforePublish)
+        stream.check_of(&self.core.device)?;
+        let earlier = self.behind.iter().chain(&self.earlier);
+        for other in earlier.filter(|other| !other.is_same(stream)) {
+            stream.wait_for(other)?;
+        }
+        Ok(())
     }
 
     /// Notes that the work on `stream` may be writing the slot, so that a dropped loan returns

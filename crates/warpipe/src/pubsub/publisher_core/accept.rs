@@ -2,7 +2,7 @@
 //! sockets, detects their ends and frees the slots they held.
 
 use std::os::fd::AsFd;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use super::super::publisher_link::{OtherEnd, PublisherLink, ReceiverEnd};
 use super::super::subscriber_link::{LinkPhase, SubscriberLink, share_memory};
@@ -82,8 +82,9 @@ impl PublisherCore {
 
     /// Begins to read a link's socket, and to watch for its peer's death.
     fn watch(&self, link: &mut SubscriberLink) -> Result<()> {
+        let this: Weak<dyn EventSource> = self.this.clone();
         let ends = (link.socket(), &*link.peer);
-        let all = connection::watch(&self.reactor, ends, &self.me, link.id)?;
+        let all = connection::watch(&self.reactor, ends, &this, link.id)?;
         link.registrations.extend(all);
         Ok(())
     }
@@ -92,13 +93,7 @@ impl PublisherCore {
     pub(super) fn reply_over(&self, partner: Arc<PublisherLink>) -> Result<()> {
         let segment = partner
             .take_replies((self.this.clone(), REPLIES))
-            .ok_or_else(|| {
-                let fault = HandshakeFault::Segment("no ring for replies".into());
-                Error::Handshake {
-                    name: self.name.clone(),
-                    fault,
-                }
-            })?;
+            .ok_or_else(|| self.fault(HandshakeFault::Segment("no ring for replies".into())))?;
         let mut link = SubscriberLink::new(
             REPLIES,
             partner.peer.clone(),
@@ -248,7 +243,7 @@ impl PublisherCore {
                     uid: link.peer.uid,
                 });
                 link.phase = LinkPhase::Joining;
-                state.history.join(id);
+                state.history.has_joiners = true;
                 // The thread that is sending now gives it the history when it has finished.
                 if !(state.is_sending && state.history.is_kept()) {
                     self.replay(state);
@@ -421,9 +416,7 @@ impl ConnectionUser for PublisherCore {
                 Ok(Received::Message(message, fds)) => match self.hear(link, message, fds) {
                     Ok(()) => Next::Keep,
                     Err(other) => {
-                        let fault = other.unexpected("Attached or Bye");
-                        let name = self.name.clone();
-                        self.drop_out(link, Error::Handshake { name, fault })
+                        self.drop_out(link, self.fault(other.unexpected("Attached or Bye")))
                     }
                 },
                 Ok(Received::End) => {

@@ -23,8 +23,8 @@ pub(super) struct History {
     /// How many samples are kept.
     limit: usize,
     entries: VecDeque<HistoryEntry>,
-    /// Links that wait for the history until the send turn ends.
-    joiners: VecDeque<u64>,
+    /// Links wait for the history until the send turn ends.
+    pub(super) has_joiners: bool,
     /// Samples that late subscribers have been given and that are not complete.
     due: Vec<PendingReplay>,
     /// The fence thread polls `due`.
@@ -53,7 +53,7 @@ impl History {
         History {
             limit: limit as usize,
             entries: VecDeque::new(),
-            joiners: VecDeque::new(),
+            has_joiners: false,
             due: Vec::new(),
             is_polled: false,
         }
@@ -98,16 +98,6 @@ impl History {
             .for_each(|entry| entry.is_lost = true);
     }
 
-    /// A link waits for the history: it gets it with the next [`replay`](Self::replay).
-    pub(super) fn join(&mut self, id: u64) {
-        self.joiners.push_back(id);
-    }
-
-    #[inline]
-    pub(super) fn has_joiners(&self) -> bool {
-        !self.joiners.is_empty()
-    }
-
     /// Gives the history to the links that wait for it; from then on they get new samples. Never
     /// called in the middle of a send. Returns whether the caller has to start
     /// [polling](Self::complete_due).
@@ -117,15 +107,14 @@ impl History {
         arena: &mut Arena,
         fences: &SlotFences,
     ) -> bool {
-        while let Some(id) = self.joiners.pop_front() {
-            if let Some(link) = links
-                .find(id)
-                .filter(|link| link.phase == LinkPhase::Joining)
-            {
-                link.phase = LinkPhase::Live;
-                self.replay_to(link, arena, fences);
-                link.wake_sleeper();
-            }
+        self.has_joiners = false;
+        for link in links
+            .iter_mut()
+            .filter(|link| link.phase == LinkPhase::Joining)
+        {
+            link.phase = LinkPhase::Live;
+            self.replay_to(link, arena, fences);
+            link.wake_sleeper();
         }
         !self.due.is_empty() && !std::mem::replace(&mut self.is_polled, true)
     }

@@ -11,6 +11,7 @@ use crate::error::{Error, Result};
 use crate::ipc::message::CloseReason;
 use crate::kind::Kind;
 use crate::memory::arena::{Arena, Chunk, SlotId};
+use crate::os::is_shortage;
 use crate::pubsub::publisher_link::PublisherLink;
 use crate::pubsub::subscriber_link::{LinkPhase, SubscriberLink};
 
@@ -219,4 +220,3 @@ impl Links {
         self.placed_mut().for_each(SubscriberLink::wake_sleeper);
     }
 }
-use crate::os::is_shortage;

@@ -88,9 +88,7 @@ impl PublisherCore {
         limit: Option<Duration>,
     ) -> Result<u64, SendFailure> {
         self.admit(stream)?;
-        let mut turn = self
-            .make_room_within(to, limit)
-            .map_err(SendFailure::BeforePublish)?;
+        let mut turn = self.make_room_within(to, limit)?;
         let delivery = self.deliver(&mut turn, slot, layout, metadata, stream, to)?;
         turn.arena.release(slot);
         Ok(delivery.sequence)
@@ -117,15 +115,11 @@ impl PublisherCore {
     /// Records the stream, and refuses one that must not be given work. Recording comes first,
     /// because it may query other streams.
     #[inline]
-    pub(super) fn admit(&self, stream: &Stream) -> Result<(), SendFailure> {
-        self.owner_process
-            .check()
-            .and_then(|()| stream.check_of(&self.device))
-            .map_err(SendFailure::BeforePublish)?;
+    pub(super) fn admit(&self, stream: &Stream) -> Result<()> {
+        self.owner_process.check()?;
+        stream.check_of(&self.device)?;
         self.record_use(stream);
-        stream
-            .check_not_capturing()
-            .map_err(SendFailure::BeforePublish)
+        stream.check_not_capturing()
     }
 
     /// Announces the contents of `slot` to the recipients, and enqueues on `stream` the signals

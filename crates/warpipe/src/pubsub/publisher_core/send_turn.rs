@@ -65,7 +65,7 @@ impl Drop for SendTurn<'_> {
     fn drop(&mut self) {
         self.state.relock();
         self.state.is_sending = false;
-        if self.state.history.has_joiners() {
+        if self.state.history.has_joiners {
             self.core.replay(&mut self.state);
         }
     }

@@ -100,9 +100,7 @@ impl PublisherCore {
         to: Option<u64>,
     ) -> Result<(RetainedSlot, Option<u64>), SendFailure> {
         self.admit(stream)?;
-        let mut turn = self
-            .make_room(Recipients::Nobody)
-            .map_err(SendFailure::BeforePublish)?;
+        let mut turn = self.make_room(Recipients::Nobody)?;
         let to = to
             .filter(|&id| {
                 turn.links
@@ -111,18 +109,12 @@ impl PublisherCore {
             })
             .map_or(Recipients::Nobody, Recipients::One);
         let delivery = self.deliver(&mut turn, slot, layout, metadata, stream, to)?;
-        let core = self
-            .this
-            .upgrade()
-            .ok_or(SendFailure::BeforePublish(Error::Forked))?;
-        Ok((
-            RetainedSlot {
-                core: LeakOnFork::new(core),
-                slot,
-                layout: *layout,
-            },
-            delivery.position,
-        ))
+        let retained = RetainedSlot {
+            core: LeakOnFork::new(self.this.upgrade().ok_or(Error::Forked)?),
+            slot,
+            layout: *layout,
+        };
+        Ok((retained, delivery.position))
     }
 
     fn forward(
