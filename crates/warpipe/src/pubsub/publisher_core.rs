@@ -19,8 +19,8 @@ mod tests;
 mod unicast;
 
 pub(crate) use accept::REPLIES;
+pub(super) use links::Recipients;
 pub use memory::{SlotHold, SlotReturn};
-pub(super) use send::Recipients;
 pub(crate) use unicast::{Forwarded, RetainedSlot};
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};

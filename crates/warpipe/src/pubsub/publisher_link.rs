@@ -13,8 +13,8 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
+pub(super) use self::handshake::ConnectOptions;
 use self::handshake::Welcome;
-pub(super) use self::handshake::{ConnectOptions, SubscriberIdentity};
 pub(super) use self::monitor::LinkState;
 use self::monitor::PublisherMonitor;
 pub(super) use self::regions::OpenRegion;

@@ -20,7 +20,7 @@ pub(crate) use raw_sample::{CompletionWait, RawSample, Replies};
 
 use self::attached::{Attached, EndedLink};
 use self::wait::{ARRIVALS, DOORBELL, WAKE, listen_to};
-use super::publisher_link::{ConnectOptions, PublisherLink, SubscriberIdentity};
+use super::publisher_link::{ConnectOptions, PublisherLink};
 use super::sample::{PreviousPublisher, Sample};
 use crate::device::Device;
 use crate::error::{Error, HandshakeFault, Result};
@@ -202,10 +202,8 @@ impl Subscriber {
             doorbell: self.doorbell.clone(),
             timeout: self.options.shared.handshake_timeout,
             orphan_timeout: self.options.orphan_timeout,
-            identity: SubscriberIdentity {
-                kind: self.options.kind,
-                has_replies: self.options.has_replies,
-            },
+            kind: self.options.kind,
+            has_replies: self.options.has_replies,
         }
     }
 

@@ -7,7 +7,7 @@ use rustix::event::{PollFd, PollFlags};
 
 use super::super::builder::Policy;
 use super::super::subscriber_link::SubscriberLink;
-use super::send::Recipients;
+use super::links::Recipients;
 use super::send_turn::SendTurn;
 use super::state::PublisherState;
 use super::{POLLS, PublisherCore, WAIT_SLICE, own_pid};

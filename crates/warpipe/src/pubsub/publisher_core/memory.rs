@@ -3,7 +3,7 @@
 use std::sync::{Arc, MutexGuard, Weak};
 use std::time::Duration;
 
-use super::state::PublisherState;
+use super::state::{ClosingRegion, HeldRegion, PublisherState};
 use super::{POLLS, PublisherCore};
 use crate::backoff::Backoff;
 use crate::clock::Stopwatch;
@@ -11,7 +11,6 @@ use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
 use crate::ipc::Kind;
 use crate::memory::arena::{Chunk, Growth, REGIONS_MAX, SlotId};
-use crate::memory::region::Region;
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::{LazyFence, StreamSet};
 use crate::stream::Stream;
@@ -26,17 +25,6 @@ pub(super) const UNLOOKED_BYTES_MAX: u64 = 64 << 10;
 /// Looking costs a cache line that the subscriber's CPU has just written; several at once cost
 /// hardly more.
 pub(super) const LOOK_EVERY: u32 = 8;
-
-/// A region that the streams of its publisher work on.
-pub(super) type HeldRegion = DropAfterFence<Arc<Region>>;
-
-/// A region that was given back and may still be mapped, here or by subscribers.
-pub(super) struct ClosingRegion {
-    id: u32,
-    bytes: u64,
-    /// Without owners once no stream and no handle of this process needs the mapping.
-    own: Weak<Region>,
-}
 
 /// Reports when a slot is free again. See [`SampleMut::returned`](crate::SampleMut::returned).
 #[derive(Debug, Clone)]

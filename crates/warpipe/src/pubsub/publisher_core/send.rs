@@ -9,6 +9,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::links::Recipients;
 use super::send_turn::SendTurn;
 use super::state::PublisherState;
 use super::{PublisherCore, SendFailure};
@@ -25,34 +26,6 @@ use crate::tensor::Layout;
 
 /// The highest number that may be skipped to.
 const SEQUENCE_MAX: u64 = 1 << 62;
-
-/// The recipients of a sample.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::pubsub) enum Recipients {
-    /// Every subscriber.
-    All,
-    /// The subscriber with this id.
-    One(u64),
-    /// No subscriber yet.
-    Nobody,
-}
-
-impl Recipients {
-    #[inline]
-    fn include(self, link: &SubscriberLink) -> bool {
-        match self {
-            Recipients::All => true,
-            Recipients::One(id) => link.id == id,
-            Recipients::Nobody => false,
-        }
-    }
-
-    /// Whether a send must wait for room on this link.
-    #[inline]
-    pub(super) fn await_it(self, link: &SubscriberLink) -> bool {
-        self.include(link) && link.must_be_awaited()
-    }
-}
 
 /// A sample that was announced.
 pub(super) struct Delivery {

@@ -1,21 +1,33 @@
 //! The state of a publisher under its lock, made of parts that keep their own invariants.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use super::history::History;
 use super::links::Links;
-use super::memory::{ClosingRegion, HeldRegion};
 use super::slot_fences::SlotFences;
 use crate::backend::StreamOp;
 use crate::clock::now_ns;
 use crate::device::Device;
 use crate::error::Result;
 use crate::memory::arena::{Arena, SlotId};
+use crate::memory::region::Region;
 use crate::pubsub::builder::PublisherBuilder;
 use crate::pubsub::entry::{BorrowedDescription, Metadata, PackedEntry};
 use crate::pubsub::subscriber_link::SubscriberLink;
+use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::statistics::EndpointRow;
 use crate::tensor::Layout;
+
+/// A region that the streams of its publisher work on.
+pub(super) type HeldRegion = DropAfterFence<Arc<Region>>;
+
+/// A region that was given back and may still be mapped, here or by subscribers.
+pub(super) struct ClosingRegion {
+    pub(super) id: u32,
+    pub(super) bytes: u64,
+    /// Without owners once no stream and no handle of this process needs the mapping.
+    pub(super) own: Weak<Region>,
+}
 
 pub(super) struct PublisherState {
     pub(super) arena: Arena,

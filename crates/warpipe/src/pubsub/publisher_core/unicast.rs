@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use super::send::Recipients;
+use super::links::Recipients;
 use super::send_turn::SendTurn;
 use super::state::PublisherState;
 use super::{PublisherCore, SendFailure};

@@ -36,15 +36,6 @@ pub(super) struct Welcome {
     pub(super) source: [u8; 16],
 }
 
-/// How a subscriber describes itself.
-#[derive(Debug, Clone, Copy)]
-pub(in crate::pubsub) struct SubscriberIdentity {
-    /// The kind of endpoint that it expects under the name.
-    pub(in crate::pubsub) kind: Kind,
-    /// It sends replies, and its publisher expects them.
-    pub(in crate::pubsub) has_replies: bool,
-}
-
 /// Everything needed to attach to the publisher of a name.
 #[derive(Debug, Clone)]
 pub(in crate::pubsub) struct ConnectOptions {
@@ -54,15 +45,17 @@ pub(in crate::pubsub) struct ConnectOptions {
     pub(in crate::pubsub) doorbell: Arc<LocalDoorbell>,
     pub(in crate::pubsub) timeout: Duration,
     pub(in crate::pubsub) orphan_timeout: Duration,
-    pub(in crate::pubsub) identity: SubscriberIdentity,
+    /// The kind of endpoint that it expects under the name.
+    pub(in crate::pubsub) kind: Kind,
+    /// It sends replies, and its publisher expects them.
+    pub(in crate::pubsub) has_replies: bool,
 }
 
 impl ConnectOptions {
     /// Connects, shakes hands and maps everything. An error leaves nothing behind on either side.
     pub(in crate::pubsub) fn attach(&self) -> Result<Arc<PublisherLink>> {
         let limit = HandshakeLimit::new(self.timeout);
-        let kind = self.identity.kind;
-        let socket = self.domain.connect(&self.name, kind, Some(&limit))?;
+        let socket = self.domain.connect(&self.name, self.kind, Some(&limit))?;
         self.shake_hands(socket, limit, &AtomicBool::new(false))
     }
 
@@ -74,20 +67,18 @@ impl ConnectOptions {
         is_cancelled: &AtomicBool,
     ) -> Result<Arc<PublisherLink>> {
         let reactor = Reactor::of_process()?;
-        let SubscriberIdentity { kind, has_replies } = self.identity;
         let at = Address {
             domain: &self.domain,
             name: &self.name,
-            kind,
+            kind: self.kind,
         };
         let handshake = LinkHandshake {
             client: ClientHandshake::new(&at, socket, limit)?,
-            device: &self.device,
-            has_replies,
+            options: self,
             is_cancelled,
         };
-        let device = Some(self.device.info().id);
-        handshake.client.hello(device, &[])?;
+        let device = self.device.info().id;
+        handshake.client.hello(Some(device), &[])?;
         let mut welcome = handshake.welcome()?;
         if let Err(error) = handshake.settle(&mut welcome) {
             // Not on this thread: unregistering memory may make the driver wait for a stream that
@@ -102,7 +93,7 @@ impl ConnectOptions {
             peer: Arc::new(peer),
             orphan_timeout: self.orphan_timeout,
         };
-        let ring = match has_replies {
+        let ring = match self.has_replies {
             true => RingKind::Samples,
             false => RingKind::Single,
         };
@@ -113,8 +104,7 @@ impl ConnectOptions {
 /// The handshake with a publisher: receives the parts of the link and maps them.
 struct LinkHandshake<'a> {
     client: ClientHandshake,
-    device: &'a Device,
-    has_replies: bool,
+    options: &'a ConnectOptions,
     is_cancelled: &'a AtomicBool,
 }
 
@@ -173,7 +163,8 @@ impl LinkHandshake<'_> {
         else {
             return Err(self.fault(message.unexpected("Welcome")));
         };
-        let reader = self.device.info().id;
+        let device = &self.options.device;
+        let reader = device.info().id;
         if owner.kind != reader.kind {
             let fault = HandshakeFault::Device {
                 publisher: owner.to_string(),
@@ -183,22 +174,18 @@ impl LinkHandshake<'_> {
         }
         self.client.adopt_lifeline(&mut fds)?;
         let Ok([memory, peer_doorbell]) = <[PeerFd; 2]>::try_from(fds) else {
-            return Err(self.fault(HandshakeFault::Descriptors {
-                found: 0,
-                wanted: 2,
-            }));
+            let (found, wanted) = (0, 2);
+            return Err(self.fault(HandshakeFault::Descriptors { found, wanted }));
         };
-        if (replies > 0) != self.has_replies {
+        if (replies > 0) != self.options.has_replies {
             let fault = HandshakeFault::Segment(format!("replies of a depth of {replies}"));
             return Err(self.fault(fault));
         }
-        let (device, file) = (self.device, memory.as_fd());
-        let (segment, replies) = Segment::open(device, file, depth, replies, generation).map_err(
-            |error| match error {
-                OpenError::Fault(fault) => self.fault(fault),
-                OpenError::Local(error) => error,
-            },
-        )?;
+        let opened = Segment::open(device, memory.as_fd(), depth, replies, generation);
+        let (segment, replies) = opened.map_err(|error| match error {
+            OpenError::Fault(fault) => self.fault(fault),
+            OpenError::Local(error) => error,
+        })?;
         memory.approve();
         let peer_doorbell =
             PeerDoorbell::adopt(peer_doorbell).map_err(|fault| self.fault(fault))?;
@@ -207,13 +194,7 @@ impl LinkHandshake<'_> {
             replies,
             peer_doorbell: Arc::new(peer_doorbell),
             lossless,
-            regions: PublisherRegions::new(
-                &self.client.name,
-                self.device,
-                generation,
-                owner,
-                access,
-            ),
+            regions: PublisherRegions::new(&self.client.name, device, generation, owner, access),
             region_count: regions as usize,
             completions: None,
             source,
