@@ -13,8 +13,8 @@ use serde::{Deserialize, Serialize};
 use warpipe::{Device, Domain, Publisher, Stream, Subscriber};
 use warpipe_bench::PATIENCE;
 use warpipe_bench::peer_process::Control;
-use warpipe_bench::rings::{DEPTH, LINES, Patience, Payload, Ring, doorbell};
 use warpipe_bench::raw::{LINE_BYTES, SharedMemory};
+use warpipe_bench::rings::{DEPTH, LINES, Patience, Payload, Ring, doorbell};
 
 /// What carries the items.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -7,8 +7,8 @@ use anyhow::ensure;
 use serde::{Deserialize, Serialize};
 use warpipe::Domain;
 use warpipe_bench::peer_process::{Control, PeerProcess};
-use warpipe_bench::rings::Payload;
 use warpipe_bench::raw::LINE_BYTES;
+use warpipe_bench::rings::Payload;
 use warpipe_testkit::figure::{Figure, Wanted};
 use warpipe_testkit::temporary_folder;
 
