@@ -269,44 +269,38 @@ impl Acceptor {
         Next::Keep
     }
 
-    /// Checks the peer's credentials before a byte is read. Most peers have sent their `Hello` by
-    /// then: to read it at once saves two thread switches.
+    /// Most peers have sent their `Hello` by now: to read it at once saves two thread switches.
     fn begin(&self, socket: Arc<PeerSocket>) {
-        let credentials = match os::peer_credentials(socket.as_fd()) {
-            Ok(credentials) => credentials,
-            Err(error) => {
-                let context = format!("a connection to {:?}", self.name());
-                let error = Error::os("getsockopt(SO_PEERCRED)", context, error);
-                return self.say(&socket, &refusal(false, error));
-            }
-        };
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        match self.screen(id, &socket) {
+            Ok(pending) => _ = self.advance(id, pending),
+            Err(refusal) => self.say(&socket, &refusal),
+        }
+    }
+
+    /// Checks the peer's credentials before a byte is read.
+    fn screen(&self, id: u64, socket: &Arc<PeerSocket>) -> Result<PendingConnection, Message> {
+        let credentials = os::peer_credentials(socket.as_fd()).map_err(|error| {
+            let context = format!("a connection to {:?}", self.name());
+            let error = Error::os("getsockopt(SO_PEERCRED)", context, error);
+            refusal(false, error)
+        })?;
         let (uid, gid) = (credentials.uid, credentials.gid);
         let is_admitted = || self.options.access_policy.admits(uid, gid);
         let listener = self.claim.listener();
-        let screened = listener.screen(socket.as_fd(), uid, is_admitted);
-        if let Err((denied, reason)) = screened {
-            return self.say(&socket, &refusal(denied, reason));
-        }
-        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let peer = match self.open_peer(credentials, &socket) {
-            Ok(peer) => peer,
-            Err(error) => return self.say(&socket, &refusal_for(&error)),
-        };
-        let me = self.event_source();
-        match self.reactor.register(socket.as_fd(), &me, id) {
-            Ok(registration) => {
-                _ = self.advance(
-                    id,
-                    PendingConnection {
-                        registration,
-                        clock: Uptime::default(),
-                        peer,
-                        socket,
-                    },
-                )
-            }
-            Err(error) => self.say(&socket, &refusal_for(&error)),
-        }
+        listener
+            .screen(socket.as_fd(), uid, is_admitted)
+            .map_err(|(denied, reason)| refusal(denied, reason))?;
+        let failed = |error| refusal_for(&error);
+        let peer = self.open_peer(credentials, socket).map_err(failed)?;
+        let (fd, me) = (socket.as_fd(), self.event_source());
+        let registration = self.reactor.register(fd, &me, id).map_err(failed)?;
+        Ok(PendingConnection {
+            registration,
+            clock: Uptime::default(),
+            peer,
+            socket: socket.clone(),
+        })
     }
 
     /// Reads a connection's `Hello` if it is there, and hands the connection to the owner, or

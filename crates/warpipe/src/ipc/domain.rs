@@ -33,7 +33,7 @@ pub(crate) use self::author::Author;
 pub(crate) use self::claim::{FilesSeen, NameClaim};
 pub(crate) use self::endpoint_name::DERIVED_NAME_BYTES_MAX;
 pub use self::endpoint_name::{EndpointName, NAME_BYTES_MAX};
-use self::lock::{is_owned, read_author};
+use self::lock::LockState;
 #[cfg(test)]
 pub(crate) use self::place::name_byte;
 pub(crate) use self::watch::Arrivals;
@@ -43,6 +43,7 @@ use crate::ipc::Kind;
 use crate::ipc::client_handshake::HandshakeLimit;
 use crate::os;
 use crate::runtime::closer::{Listener, PeerSocket};
+use crate::runtime::doorbell::LocalDoorbell;
 
 /// Connections that may wait to be accepted.
 const BACKLOG: i32 = 128;
@@ -238,14 +239,14 @@ impl Domain {
     pub fn clean(&self) -> Result<Vec<EndpointName>> {
         let now = self.current();
         let mut names = now.names()?;
-        names.retain(|name| now.clear_name(name));
+        names.retain(|name| now.clean_name(name));
         Ok(names)
     }
 
     /// Removes the files of one dead endpoint, as [`clean`](Self::clean) does. Returns whether this
     /// call removed them: not if a process holds the name, or if they are no files of this library.
     pub fn clean_name(&self, name: &EndpointName) -> bool {
-        self.clear_name(name)
+        self.current().clear_up(name)
     }
 
     /// What dead processes have left, by the author in the lock files: the endpoints that name one
@@ -259,11 +260,9 @@ impl Domain {
         let now = self.current();
         let mut left: HashMap<Author, Vec<EndpointName>> = HashMap::new();
         for name in now.names()? {
-            let Ok(lock) = now.open_lock(&name, OFlags::RDONLY) else {
-                continue;
-            };
-            let author = read_author(&lock).filter(|author| dead.contains(author));
-            if let Some(author) = author.filter(|_| !is_owned(&lock)) {
+            if let LockState::Free(Some(author)) = now.lock_state(&name)
+                && dead.contains(&author)
+            {
                 left.entry(author).or_default().push(name);
             }
         }
@@ -280,12 +279,6 @@ impl Domain {
         names.sort();
         names.dedup();
         Ok(names)
-    }
-
-    /// Removes the files that a dead owner of `name` left, and returns whether this call did. Keeps
-    /// files that are held, or not this library's.
-    pub(crate) fn clear_name(&self, name: &EndpointName) -> bool {
-        self.current().clear_up(name)
     }
 
     /// The names, of living or dead processes, that are `prefix` and one further part or piece of a
@@ -359,19 +352,19 @@ impl Domain {
     /// socket shows the holder.
     pub(crate) fn holder(&self, name: &EndpointName) -> Option<Holder> {
         let now = self.current();
-        match now.open_lock(name, OFlags::RDONLY) {
-            Ok(lock) => is_owned(&lock).then(|| now.holder_by(&lock, name)),
-            Err(Errno::ACCESS | Errno::PERM) => now.listener_of(name),
+        match now.lock_state(name) {
+            LockState::Owned(author) => Some(now.holder_by(author, name)),
+            LockState::Free(_) | LockState::Absent => None,
+            LockState::Forbidden => now.listener_of(name),
             // Nothing is proven dead by a process that cannot look.
-            Err(error) if os::is_shortage(error) => Some(Holder { pid: None }),
-            Err(_) => None,
+            LockState::Unknown => Some(Holder { pid: None }),
         }
     }
 
-    /// The holder of a name, by its lock. The author's number counts in its own PID namespace; for
-    /// another namespace the kernel reports the number here.
-    fn holder_by(&self, lock: &CloseOnForkFd, name: &EndpointName) -> Holder {
-        match read_author(lock).map(Author::pid_here) {
+    /// The holder of a name, by the author of its lock. The author's number counts in its own PID
+    /// namespace; for another namespace the kernel reports the number here.
+    fn holder_by(&self, author: Option<Author>, name: &EndpointName) -> Holder {
+        match author.map(Author::pid_here) {
             Some(None) => self.listener_of(name).unwrap_or(Holder { pid: None }),
             pid => Holder { pid: pid.flatten() },
         }
@@ -381,10 +374,10 @@ impl Domain {
     /// listens.
     pub(crate) fn held(&self) -> Result<Vec<(EndpointName, Author)>> {
         let now = self.current();
-        let author = |name: &EndpointName| match now.open_lock(name, OFlags::RDONLY) {
-            Ok(lock) => read_author(&lock).filter(|_| is_owned(&lock)),
-            Err(Errno::ACCESS | Errno::PERM) => now.listener_of(name)?.pid.map(Author::seen),
-            Err(_) => None,
+        let author = |name: &EndpointName| match now.lock_state(name) {
+            LockState::Owned(author) => author,
+            LockState::Forbidden => now.listener_of(name)?.pid.map(Author::seen),
+            LockState::Free(_) | LockState::Absent | LockState::Unknown => None,
         };
         Ok(now
             .names()?
@@ -412,7 +405,10 @@ impl Domain {
 
     /// The last author of the lock file of `name`, whether it lives or not.
     pub(crate) fn last_holder(&self, name: &EndpointName) -> Option<Author> {
-        read_author(&self.current().open_lock(name, OFlags::RDONLY).ok()?)
+        match self.current().lock_state(name) {
+            LockState::Owned(author) | LockState::Free(author) => author,
+            LockState::Absent | LockState::Forbidden | LockState::Unknown => None,
+        }
     }
 
     /// Claims `name` for this process: its lock, and a listening socket under it. Makes the
@@ -517,12 +513,17 @@ impl Domain {
 
     /// Becomes readable when a new file appears in the directory.
     pub(crate) fn arrivals(&self) -> Result<Arrivals> {
+        self.ring_at_arrivals(Arc::new(LocalDoorbell::new()?))
+    }
+
+    /// As [`arrivals`](Self::arrivals), with a doorbell that others ring, too.
+    pub(crate) fn ring_at_arrivals(&self, doorbell: Arc<LocalDoorbell>) -> Result<Arrivals> {
         let now = self.current();
         let directory = &now.inner.directory;
         let stat = rustix::fs::fstat(directory)
             .map_err(|e| Error::os("fstat", "the domain's directory", e))?;
         let path = format!("/proc/self/fd/{}/.", directory.as_raw_fd());
-        watch::arrivals((stat.st_dev, stat.st_ino), path.as_ref())
+        watch::arrivals((stat.st_dev, stat.st_ino), path.as_ref(), doorbell)
     }
 
     fn address(&self, file: &str) -> Result<SocketAddrUnix> {

@@ -48,28 +48,25 @@ pub(crate) enum HandleKind {
 impl HandleKind {
     const ALL: [HandleKind; 3] = [HandleKind::Ticket, HandleKind::Event, HandleKind::Legacy];
 
-    fn code(self) -> u8 {
+    /// The code in the bytes, the prefix of the text, and the name in errors.
+    fn form(self) -> (u8, &'static str, &'static str) {
         match self {
-            HandleKind::Ticket => b'T',
-            HandleKind::Event => b'E',
-            HandleKind::Legacy => b'L',
+            HandleKind::Ticket => (b'T', "warpipe-ticket:", "a ticket"),
+            HandleKind::Event => (b'E', "warpipe-event:", "an event handle"),
+            HandleKind::Legacy => (b'L', "warpipe-legacy:", "a legacy handle"),
         }
+    }
+
+    fn code(self) -> u8 {
+        self.form().0
     }
 
     fn prefix(self) -> &'static str {
-        match self {
-            HandleKind::Ticket => "warpipe-ticket:",
-            HandleKind::Event => "warpipe-event:",
-            HandleKind::Legacy => "warpipe-legacy:",
-        }
+        self.form().1
     }
 
     fn name(self) -> &'static str {
-        match self {
-            HandleKind::Ticket => "a ticket",
-            HandleKind::Event => "an event handle",
-            HandleKind::Legacy => "a legacy handle",
-        }
+        self.form().2
     }
 
     /// The fault of a form that is not of this kind, but of the one with that property.

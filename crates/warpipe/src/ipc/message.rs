@@ -324,42 +324,25 @@ fn past_reset<T>(mut read: impl FnMut() -> Result<T, Errno>) -> Result<T, Errno>
 
 /// Copies of the descriptors that come with the next packet.
 fn descriptors(socket: BorrowedFd<'_>, wanted: usize, name: &str) -> Result<Vec<PeerFd>> {
+    let fault = |found| Error::Handshake {
+        name: name.to_string(),
+        fault: HandshakeFault::Descriptors { found, wanted },
+    };
+    let failed = |error| Error::os("recvmsg", format!("the descriptors of {name:?}"), error);
     if wanted > DESCRIPTORS_MAX {
         // No message carries so many: this process does not lack room.
-        let fault = HandshakeFault::Descriptors {
-            found: DESCRIPTORS_MAX,
-            wanted,
-        };
-        return Err(Error::Handshake {
-            name: name.to_string(),
-            fault,
-        });
+        return Err(fault(DESCRIPTORS_MAX));
     }
-    let mut copied = copy_descriptors(socket, wanted);
-    let is_short = |(fds, is_cut): &(Vec<PeerFd>, bool)| *is_cut && fds.len() < wanted;
-    if copied.as_ref().is_ok_and(is_short) && reserve::give(wanted) {
-        copied = copy_descriptors(socket, wanted);
+    let copy = || copy_descriptors(socket, wanted).map_err(failed);
+    let (mut fds, mut is_cut) = copy()?;
+    if is_cut && fds.len() < wanted && reserve::give(wanted) {
+        (fds, is_cut) = copy()?;
     }
-    let (fds, is_cut) = copied
-        .map_err(|error| Error::os("recvmsg", format!("the descriptors of {name:?}"), error))?;
-    if is_cut && fds.len() < wanted {
-        return Err(Error::os(
-            "recvmsg",
-            format!("the descriptors of {name:?}"),
-            Errno::MFILE,
-        ));
+    match fds.len() {
+        found if found == wanted && !is_cut => Ok(fds),
+        found if found < wanted && is_cut => Err(failed(Errno::MFILE)),
+        found => Err(fault(found)),
     }
-    if fds.len() != wanted || is_cut {
-        let fault = HandshakeFault::Descriptors {
-            found: fds.len(),
-            wanted,
-        };
-        return Err(Error::Handshake {
-            name: name.to_string(),
-            fault,
-        });
-    }
-    Ok(fds)
 }
 
 /// Copies of up to `wanted` descriptors of the next packet, and whether there are more.

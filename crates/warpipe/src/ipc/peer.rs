@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU8, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{FileType, OFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags};
@@ -218,26 +218,6 @@ pub(crate) enum DeathEvidence {
     Proven,
 }
 
-/// The state of the process's descriptors, as the kernel reports it now.
-#[derive(Debug, Clone, Copy)]
-struct KernelView {
-    exited: bool,
-    end: bool,
-    alarm: bool,
-}
-
-impl KernelView {
-    /// The rule: memory follows the lifeline. A process that calls `exec` never shows a readable
-    /// pidfd, and that of a process with a forked child is readable too early.
-    fn is_proof(self) -> bool {
-        self.end
-    }
-
-    fn is_suspicion(self) -> bool {
-        self.exited || self.end || self.alarm
-    }
-}
-
 /// A process that something in this process depends on.
 pub(crate) struct Process {
     /// Declared first: the registrations end before their descriptors are closed.
@@ -368,17 +348,14 @@ impl Process {
         });
         let me: Weak<dyn EventSource> = process.me.clone();
         let registrations = [
-            reactor
-                .register_hangup(process.end.as_fd(), &me, 0)
-                .map_err(failed)?,
-            reactor
-                .register_hangup(process.alarm.as_fd(), &me, 0)
-                .map_err(failed)?,
-            reactor
-                .register(process.pidfd.as_fd(), &me, 0)
-                .map_err(failed)?,
+            reactor.register_hangup(process.end.as_fd(), &me, 0),
+            reactor.register_hangup(process.alarm.as_fd(), &me, 0),
+            reactor.register(process.pidfd.as_fd(), &me, 0),
         ];
-        process.registrations.locked().extend(registrations);
+        for registration in registrations {
+            let registration = registration.map_err(failed)?;
+            process.registrations.locked().push(registration);
+        }
         Ok(process)
     }
 
@@ -419,40 +396,33 @@ impl Process {
         }
     }
 
-    fn seen(&self) -> KernelView {
+    /// The evidence that the kernel reports now.
+    ///
+    /// Memory follows the lifeline: a process that calls `exec` never shows a readable pidfd, and
+    /// that of a process with a forked child is readable too early.
+    fn seen(&self) -> u8 {
         let mut fds = [
-            PollFd::new(&self.pidfd, PollFlags::IN),
             PollFd::new(&self.end, PollFlags::empty()),
             PollFd::new(&self.alarm, PollFlags::empty()),
+            PollFd::new(&self.pidfd, PollFlags::IN),
         ];
-        let now = Timespec {
-            tv_sec: 0,
-            tv_nsec: 0,
-        };
-        if poll(&mut fds, Some(&now)).is_err() {
-            return KernelView {
-                exited: false,
-                end: false,
-                alarm: false,
-            };
-        }
-        let has = |index: usize, flag| fds[index].revents().intersects(flag);
-        KernelView {
-            exited: has(0, PollFlags::IN),
-            end: has(1, PollFlags::HUP),
-            alarm: has(2, PollFlags::HUP),
+        let now = os::timespec(Duration::ZERO);
+        // A poll that fails shows nothing.
+        let _ = poll(&mut fds, Some(&now));
+        let [end, alarm, exited] = fds.map(|fd| fd.revents());
+        if end.contains(PollFlags::HUP) {
+            PROVEN
+        } else if alarm.contains(PollFlags::HUP) || exited.contains(PollFlags::IN) {
+            SUSPECT
+        } else {
+            0
         }
     }
 
     /// Records what the kernel reports, and triggers the registrations that wait for it.
     fn update(&self) {
         if self.level.load(SeqCst) < PROVEN {
-            let seen = self.seen();
-            let level = if seen.is_proof() {
-                PROVEN
-            } else {
-                u8::from(seen.is_suspicion()) * SUSPECT
-            };
+            let level = self.seen();
             let before = self.level.fetch_max(level, SeqCst);
             if before < SUSPECT && level == SUSPECT {
                 // Only time shows that it has been orphaned.

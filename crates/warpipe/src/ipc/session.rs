@@ -126,21 +126,18 @@ impl ClientSession {
         }
         let serial = inner.next_serial.fetch_add(1, SeqCst);
         inner.add_request(serial, wait)?;
-        let request = body.to_vec();
-        let sent = match memory {
-            None => inner.send(&Message::Request {
+        let (request, fds) = (body.to_vec(), Vec::from_iter(memory));
+        let message = match memory {
+            None => Message::Request {
                 serial,
                 body: request,
-            }),
-            Some(memory) => message::send(
-                inner.socket.as_fd(),
-                &Message::MemoryRequest {
-                    serial,
-                    body: request,
-                },
-                &[memory],
-            ),
+            },
+            Some(_) => Message::MemoryRequest {
+                serial,
+                body: request,
+            },
         };
+        let sent = message::send(inner.socket.as_fd(), &message, &fds);
         match sent {
             // The server has closed. The reactor reads the messages that it sent before, its
             // graceful close for one, and then ends this wait.

@@ -276,7 +276,7 @@ impl DirectoryMonitor {
     /// `Domain::clean` removes the files that cannot be removed now, in a domain of another user.
     fn remove(&self, left: HashMap<Author, Vec<EndpointName>>) {
         let names = left.values().flatten();
-        names.for_each(|name| _ = self.shared.domain.clear_name(name));
+        names.for_each(|name| _ = self.shared.domain.clean_name(name));
     }
 
     /// Connects to every unknown name in the directory.

@@ -11,9 +11,8 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-use super::wire::{AnswerKind, DeliveryTag};
+use super::wire::{AnswerKind, DeliveryTag, cut};
 use super::worker_leases::WorkerLeases;
-use crate::ipc::message::text;
 
 /// A job without an outcome, or with one that was not taken yet.
 #[derive(Debug)]
@@ -458,7 +457,7 @@ impl<I, R> JobTable<I, R> {
         let Some(job) = self.unfinished_job(id) else {
             return;
         };
-        job.reasons.push(text(reason));
+        job.reasons.push(cut(&reason).to_string());
         if job.reasons.len() < limit {
             self.enqueue(id);
         } else {

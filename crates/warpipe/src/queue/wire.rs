@@ -110,9 +110,9 @@ impl Answer {
     pub(crate) fn encode(&self, user: &[u8]) -> Result<Metadata> {
         let (kind, rest) = match &self.kind {
             AnswerKind::Completed => (1, check_user(user)?),
-            AnswerKind::Failed(reason) => (2, cut(reason)),
+            AnswerKind::Failed(reason) => (2, cut(reason).as_bytes()),
             AnswerKind::Returned => (3, &[][..]),
-            AnswerKind::Rejected(reason) => (4, cut(reason)),
+            AnswerKind::Rejected(reason) => (4, cut(reason).as_bytes()),
             AnswerKind::Expired => (5, &[][..]),
         };
         let mut bytes = vec![kind];
@@ -167,11 +167,12 @@ pub(crate) fn check_user(user: &[u8]) -> Result<&[u8]> {
     ))
 }
 
-fn cut(reason: &str) -> &[u8] {
+/// The beginning of a reason, as long as one may be.
+pub(crate) fn cut(reason: &str) -> &str {
     let end = (0..=JOB_META_BYTES_MAX.min(reason.len()))
         .rev()
         .find(|&end| reason.is_char_boundary(end));
-    &reason.as_bytes()[..end.unwrap_or(0)]
+    &reason[..end.unwrap_or(0)]
 }
 
 pub(crate) fn violation(

@@ -6,6 +6,7 @@ use std::collections::HashMap;
 use std::ops::Deref;
 use std::os::fd::AsFd;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
@@ -31,9 +32,8 @@ const ATTACHING_MAX: usize = 32;
 /// tried again.
 const SCAN_INTERVAL: Duration = Duration::from_secs(1);
 
-const ARRIVALS: u64 = 0;
-const DOORBELL: u64 = 1;
-const SCAN_TIMER: u64 = 2;
+/// The tag of the server's own doorbell. Clients have the tags from 1.
+const DOORBELL: u64 = 0;
 
 /// The options of a server. See [`Server::builder`].
 #[derive(Debug, Clone)]
@@ -83,12 +83,10 @@ impl ServerBuilder {
         check_limit(&device, self.shared.memory_limit)?;
         let readable = CloseOnForkFd::open(|| epoll::create(epoll::CreateFlags::CLOEXEC));
         let readable = readable.map_err(|e| Error::os("epoll_create1", "a server", e))?;
-        let arrivals = domain.arrivals()?;
         let doorbell = Arc::new(LocalDoorbell::new()?);
-        watch_descriptor(&readable, arrivals.as_fd(), ARRIVALS)?;
-        let scan_timer = ScanTimer::new()?;
+        let arrivals = domain.ring_at_arrivals(doorbell.clone())?;
+        let scan_timer = ScanTimer::start(&doorbell)?;
         watch_descriptor(&readable, doorbell.as_fd(), DOORBELL)?;
-        watch_descriptor(&readable, scan_timer.as_fd(), SCAN_TIMER)?;
         Ok(Server {
             owner_process: OwnerProcess::current(),
             spin: self.shared.spin,
@@ -98,13 +96,14 @@ impl ServerBuilder {
             clients: Vec::new(),
             unattached: HashMap::new(),
             doorbell,
-            arrivals,
+            _arrivals: arrivals,
+            is_polled: AtomicBool::new(false),
             scan_timer,
             readable,
             last_scan: None,
             attach_error: None,
             next_client: 0,
-            next_id: SCAN_TIMER + 1,
+            next_id: DOORBELL + 1,
         })
     }
 }
@@ -139,10 +138,14 @@ pub struct Server {
     device: Device,
     clients: Vec<ClientLink>,
     unattached: HashMap<EndpointName, Unattached>,
-    /// Rung when an attempt to attach has a result.
+    /// Rung when an attempt to attach has a result, when the directory has changed, and by the
+    /// timer.
     doorbell: Arc<LocalDoorbell>,
-    arrivals: Arrivals,
-    scan_timer: ScanTimer,
+    _arrivals: Arrivals,
+    /// An event loop polls the descriptor: then clients are asked to ring for as long as the server
+    /// lives.
+    is_polled: AtomicBool,
+    scan_timer: Arc<ScanTimer>,
     readable: CloseOnForkFd,
     last_scan: Option<Instant>,
     /// Why the last scan could not begin to attach to a client: this process is short of threads.
@@ -305,7 +308,7 @@ impl Server {
             if matches!(built, Err(Error::NotFound { .. })) {
                 // Each name is used once, so no other process takes it again. One that is held
                 // stays.
-                domain.clear_name(&client);
+                domain.clean_name(&client);
             }
             built
         };
@@ -363,12 +366,10 @@ impl Server {
 
     fn handle_event(&mut self, id: u64) {
         match id {
-            ARRIVALS => {
-                self.arrivals.drain();
+            DOORBELL => {
+                self.doorbell.drain();
                 self.last_scan = None;
             }
-            DOORBELL => self.doorbell.drain(),
-            SCAN_TIMER => self.scan_timer.quiet(),
             id => self
                 .clients
                 .iter()

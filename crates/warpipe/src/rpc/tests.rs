@@ -2,6 +2,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::{Client, Pending, Request, Server, client_prefix};
@@ -99,7 +100,7 @@ fn the_descriptor_of_a_polled_server_tells_of_new_clients_and_of_each_request() 
     let fixture = RpcFixture::new("polled");
     let mut server = fixture.server();
     let descriptor = descriptor_of(&server);
-    server.scan_timer().stop();
+    server.scan_timer().is_on.store(false, Ordering::Relaxed);
     assert!(
         server.try_accept(&fixture.stream).unwrap().is_none(),
         "nobody has asked"

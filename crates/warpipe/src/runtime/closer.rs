@@ -12,8 +12,8 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{FileType, OFlags};
@@ -22,7 +22,6 @@ use rustix::net::{AddressFamily, RecvFlags, ReturnFlags, Shutdown, sockopt};
 
 use crate::fork::per_process::PerProcess;
 use crate::fork::{CloseOnForkFd, NoForkSection};
-use crate::mutex::LockUnpoisoned;
 use crate::os;
 
 /// The most descriptors of peers of this user that may wait to be closed before new connections are
@@ -271,23 +270,55 @@ pub(crate) fn peer_of(socket: BorrowedFd<'_>) -> Option<u32> {
 /// Has a thread close a descriptor. `uid` is the user of the peer that sent it; `None` for this
 /// library's own descriptors.
 fn enqueue(uid: Option<u32>, fd: CloseOnForkFd) {
-    let closer = Closer::of_process();
-    let mut state = closer.lock();
+    let mut state = CLOSER.lock();
     let pending = state.pending.entry(uid).or_default();
     pending.waiting.push_back(fd);
     pending.set_count(pending.count + 1, uid, Instant::now());
-    closer.start_threads(state);
+    drop(state);
+    retry();
 }
 
-/// Called at each tick: starts the threads that could not be started before (no memory, for one).
+/// Starts a thread for each descriptor that may have one. Called at each tick, too: a thread could
+/// not be started before (no memory, for one).
 pub(crate) fn retry() {
-    let closer = Closer::of_process();
-    closer.start_threads(closer.lock());
+    let mut state = CLOSER.lock();
+    while let Some(uid) = state.next_user() {
+        let spawned = std::thread::Builder::new()
+            .name("warpipe-closer".into())
+            .stack_size(STACK_BYTES)
+            .spawn(move || run(uid));
+        if spawned.is_err() {
+            return;
+        }
+        state.pending.entry(uid).or_default().threads += 1;
+    }
 }
 
 /// Whether [`retry`] has something to do.
 pub(crate) fn is_retry_due() -> bool {
-    Closer::of_process().lock().next_user().is_some()
+    CLOSER.lock().next_user().is_some()
+}
+
+/// The body of a thread that is counted for a user: closes a descriptor of that user's, and then
+/// others that wait without a thread.
+fn run(uid: Option<u32>) {
+    let mut next = Some(uid);
+    let mut state = CLOSER.lock();
+    while let Some(uid) = next {
+        let waiting = state.pending.get_mut(&uid);
+        let fd = waiting.and_then(|pending| pending.waiting.pop_front());
+        drop(state);
+        drop(fd.map(CloseOnForkFd::release));
+        state = CLOSER.lock();
+        let pending = state.pending.entry(uid).or_default();
+        pending.threads -= 1;
+        pending.set_count(pending.count - 1, uid, Instant::now());
+        state.pending.retain(|_, pending| pending.count > 0);
+        next = state.next_user();
+        if let Some(uid) = next {
+            state.pending.entry(uid).or_default().threads += 1;
+        }
+    }
 }
 
 /// Queues one of this library's own descriptors with a slow `close`.
@@ -310,13 +341,13 @@ fn pending_max(uid: Option<u32>) -> usize {
 /// How many of that user's descriptors cannot be closed, if they are too many for a new connection
 /// of that user.
 pub(crate) fn over_limit(uid: u32) -> Option<usize> {
-    let state = Closer::of_process().lock();
+    let state = CLOSER.lock();
     state.pending.get(&Some(uid))?.over_limit(Instant::now())
 }
 
 /// Whether any user is over its limit.
 pub(crate) fn is_anybody_over_limit() -> bool {
-    let state = Closer::of_process().lock();
+    let state = CLOSER.lock();
     let now = Instant::now();
     let mut users = state.pending.iter();
     users.any(|(uid, pending)| uid.is_some() && pending.over_limit(now).is_some())
@@ -328,9 +359,12 @@ pub(crate) fn is_anybody_over_limit() -> bool {
 /// another user on (256 of this one), new connections of that user are refused, and further
 /// descriptors wait without a thread.
 pub fn pending_closes() -> usize {
-    let state = Closer::of_process().lock();
+    let state = CLOSER.lock();
     state.pending.values().map(|pending| pending.count).sum()
 }
+
+/// The closer of this process; a forked child has its own.
+static CLOSER: PerProcess<Mutex<CloserState>> = PerProcess::new();
 
 #[derive(Default)]
 struct CloserState {
@@ -371,59 +405,6 @@ impl Pending {
     fn over_limit(&self, now: Instant) -> Option<usize> {
         let full_for = now.saturating_duration_since(self.full_since?);
         (full_for > STUCK_AFTER).then_some(self.count)
-    }
-}
-
-#[derive(Default)]
-struct Closer(Mutex<CloserState>);
-
-impl Closer {
-    /// The closer of this process; a forked child has its own.
-    fn of_process() -> &'static Arc<Closer> {
-        static CURRENT: PerProcess<Arc<Closer>> = PerProcess::new();
-        CURRENT.get()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, CloserState> {
-        self.0.locked()
-    }
-
-    /// Starts threads for what waits, within the limits. If one cannot be started, the reactor's next
-    /// tick [tries again](retry).
-    fn start_threads(self: &Arc<Self>, mut state: MutexGuard<'_, CloserState>) {
-        while let Some(uid) = state.next_user() {
-            let runner = self.clone();
-            let started = std::thread::Builder::new()
-                .name("warpipe-closer".into())
-                .stack_size(STACK_BYTES)
-                .spawn(move || runner.run(uid));
-            if started.is_err() {
-                return;
-            }
-            state.pending.entry(uid).or_default().threads += 1;
-        }
-    }
-
-    /// Closes what waits for a user, and then what waits for others without a thread.
-    fn run(&self, mut uid: Option<u32>) {
-        let mut state = self.lock();
-        loop {
-            let next = |state: &mut CloserState| state.pending.get_mut(&uid)?.waiting.pop_front();
-            while let Some(fd) = next(&mut state) {
-                drop(state);
-                drop(fd.release());
-                state = self.lock();
-                let pending = state.pending.entry(uid).or_default();
-                pending.set_count(pending.count - 1, uid, Instant::now());
-            }
-            state.pending.entry(uid).or_default().threads -= 1;
-            state.pending.retain(|_, it| it.count + it.threads > 0);
-            let Some(next) = state.next_user() else {
-                return;
-            };
-            state.pending.entry(next).or_default().threads += 1;
-            uid = next;
-        }
     }
 }
 
@@ -502,7 +483,7 @@ mod tests {
         let test = "a_descriptor_that_got_no_thread_is_closed_when_that_is_tried_again";
         alone(module_path!(), test, || {
             let (ours, _theirs) = pair();
-            let mut state = Closer::of_process().lock();
+            let mut state = CLOSER.lock();
             let pending = state.pending.entry(None).or_default();
             let fd = CloseOnForkFd::open(|| Ok(ours)).unwrap();
             pending.waiting.push_back(fd);

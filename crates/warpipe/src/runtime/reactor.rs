@@ -241,22 +241,15 @@ impl Reactor {
         target: &Weak<dyn EventSource>,
         tag: u64,
     ) -> Result<Registration> {
-        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let entry = RegistrationEntry {
-            target: target.clone(),
-            tag,
-            fd: Some(fd.as_raw_fd()),
-        };
+        // Under the lock of the registrations: no event finds none.
         let mut state = self.state.locked();
-        state.registrations.insert(id, entry);
-        if let Err(error) = self.add(fd, id, events) {
-            state.registrations.remove(&id);
-            return Err(error);
+        let registration = self.add_entry(&mut state, target, tag, Some(fd.as_raw_fd()));
+        let added = self.add(fd, registration.id, events);
+        if added.is_err() {
+            state.registrations.remove(&registration.id);
         }
-        Ok(Registration {
-            reactor: self.clone(),
-            id,
-        })
+        drop(state);
+        added.map(|()| registration)
     }
 
     /// A registration without a descriptor: `target` is called with `tag` when
@@ -266,17 +259,22 @@ impl Reactor {
         target: &Weak<dyn EventSource>,
         tag: u64,
     ) -> Registration {
+        self.add_entry(&mut self.state.locked(), target, tag, None)
+    }
+
+    fn add_entry(
+        self: &Arc<Self>,
+        state: &mut ReactorState,
+        target: &Weak<dyn EventSource>,
+        tag: u64,
+        fd: Option<RawFd>,
+    ) -> Registration {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let entry = RegistrationEntry {
-            target: target.clone(),
-            tag,
-            fd: None,
-        };
-        self.state.locked().registrations.insert(id, entry);
-        Registration {
-            reactor: self.clone(),
-            id,
-        }
+        let target = target.clone();
+        let entry = RegistrationEntry { target, tag, fd };
+        state.registrations.insert(id, entry);
+        let reactor = self.clone();
+        Registration { reactor, id }
     }
 
     /// Calls the registration's target on the reactor's own thread soon, without waiting.

@@ -72,7 +72,7 @@ pub(super) fn holders(domain: &Domain, weights: &str) -> Result<Vec<EndpointName
 pub(super) fn clear_dead(domain: &Domain, weights: &str) {
     // The directory may be unreadable: the files stay until the next call.
     for name in holders(domain, weights).unwrap_or_default() {
-        domain.clear_name(&name);
+        domain.clean_name(&name);
     }
 }
 

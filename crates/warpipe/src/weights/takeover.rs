@@ -60,7 +60,7 @@ pub(super) fn find(domain: &Domain, weights: &EndpointName) -> Result<Found> {
     for name in holders(domain, weights.as_str())? {
         let number = number_of(weights.as_str(), &name);
         found.last_number = found.last_number.max(number.unwrap_or(0));
-        if !domain.clear_name(&name)
+        if !domain.clean_name(&name)
             && let Some(number) = number
         {
             living.push_back((number, name));

@@ -341,7 +341,7 @@ fn a_cleaner_never_costs_a_publisher_its_name() {
                 let domain = crate::Domain::at(&scratch.path).unwrap();
                 while !done.load(std::sync::atomic::Ordering::Relaxed) {
                     domain.clean().unwrap();
-                    domain.clear_name(&name());
+                    domain.clean_name(&name());
                 }
             });
         }
@@ -400,7 +400,7 @@ fn of_several_cleaners_one_reports_the_removed_files() {
 #[test]
 fn listing_an_absent_domain_creates_nothing() {
     let scratch = Scratch::new();
-    assert!(!scratch.domain.clear_name(&name()));
+    assert!(!scratch.domain.clean_name(&name()));
     assert_eq!(fs::read_dir(&scratch.path).unwrap().count(), 0);
     // Without a lock it is unknown whether the next owner is about to come.
     drop(UnixListener::bind(scratch.path.join("a.sock")).unwrap());

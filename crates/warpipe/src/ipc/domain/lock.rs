@@ -39,6 +39,17 @@ const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
 /// The mode of a lock file: any process that may read it could lock it.
 const LOCK_MODE: u32 = 0o600;
 
+/// What a lock file says, with its last author.
+pub(super) enum LockState {
+    Owned(Option<Author>),
+    Free(Option<Author>),
+    Absent,
+    /// Another user's, which may not be read.
+    Forbidden,
+    /// This process lacks what it takes to look.
+    Unknown,
+}
+
 /// The lock of a name. Dropping it removes its file unless it is disarmed.
 pub(super) struct Locked {
     fd: Option<CloseOnForkFd>,
@@ -143,7 +154,7 @@ impl Domain {
             }
             return Err(Error::NameTaken {
                 name: name.to_string(),
-                holder: self.holder_by(&lock, name),
+                holder: self.holder_by(read_author(&lock), name),
             });
         }
         let (clock, mut backoff) = (Uptime::default(), Backoff::default());
@@ -231,6 +242,17 @@ impl Domain {
         })
     }
 
+    /// What the lock file of a name says.
+    pub(super) fn lock_state(&self, name: &EndpointName) -> LockState {
+        match self.open_lock(name, OFlags::RDONLY) {
+            Ok(lock) if is_owned(&lock) => LockState::Owned(read_author(&lock)),
+            Ok(lock) => LockState::Free(read_author(&lock)),
+            Err(Errno::ACCESS | Errno::PERM) => LockState::Forbidden,
+            Err(error) if is_shortage(error) => LockState::Unknown,
+            Err(_) => LockState::Absent,
+        }
+    }
+
     /// Removes a dead owner's sockets. This process holds [`CLEARING`], and no other one holds
     /// [`OWNER`]: no living owner can exist.
     pub(super) fn clear(&self, name: &EndpointName) -> Result<()> {
@@ -305,7 +327,7 @@ fn described(kind: FileType) -> &'static str {
 
 /// Whether a process holds the name. Queried, not tried: a lock taken for a query could cost a new
 /// owner its name.
-pub(super) fn is_owned(lock: &CloseOnForkFd) -> bool {
+fn is_owned(lock: &CloseOnForkFd) -> bool {
     // If the query fails, nothing is proven.
     ofd_is_locked(lock.as_fd(), OWNER.into()).unwrap_or(true)
 }
@@ -315,7 +337,7 @@ fn write_author(fd: &CloseOnForkFd) -> std::result::Result<(), Errno> {
     without_size_signal(|| rustix::io::pwrite(fd, line.as_bytes(), 0)).map(drop)
 }
 
-pub(super) fn read_author(fd: &CloseOnForkFd) -> Option<Author> {
+fn read_author(fd: &CloseOnForkFd) -> Option<Author> {
     let mut text = [0u8; LOCK_BYTES_MAX + 1];
     let length = rustix::io::pread(fd, &mut text, 0).ok()?;
     Author::parse(&text[..length])
@@ -489,13 +511,13 @@ mod tests {
                 ..limit
             };
             rustix::process::setrlimit(rustix::process::Resource::Nofile, last).unwrap();
-            let is_cleared = domain.clear_name(&name);
+            let is_cleared = domain.clean_name(&name);
             let none = rustix::process::Rlimit {
                 current: Some(0),
                 ..limit
             };
             rustix::process::setrlimit(rustix::process::Resource::Nofile, none).unwrap();
-            let is_cleared_at_once = domain.clear_name(&name);
+            let is_cleared_at_once = domain.clean_name(&name);
             rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).unwrap();
             assert!(
                 !is_cleared && !is_cleared_at_once,

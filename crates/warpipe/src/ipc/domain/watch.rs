@@ -217,9 +217,12 @@ impl DirectoryWatch {
     }
 }
 
-/// Reports files that appear from now on in the directory at `path`.
-pub(super) fn arrivals(identity: Identity, path: &Path) -> Result<Arrivals> {
-    let doorbell = Arc::new(LocalDoorbell::new()?);
+/// Rings the doorbell for files that appear from now on in the directory at `path`.
+pub(super) fn arrivals(
+    identity: Identity,
+    path: &Path,
+    doorbell: Arc<LocalDoorbell>,
+) -> Result<Arrivals> {
     let watch = DirectoryWatch::of_process(identity, path)?;
     let mut listeners = watch.listeners.locked();
     listeners.retain(|doorbell| doorbell.strong_count() > 0);

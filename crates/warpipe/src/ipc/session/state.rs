@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use rustix::io::Errno;
@@ -120,50 +120,51 @@ impl SessionState {
 
     /// Adds a waiting request. While [`REQUESTS_MAX`] requests are open, waits for one to end.
     pub(super) fn add_request(&self, serial: u64, wait: &Wait<'_>) -> Result<()> {
-        let (mut requests, mut is_over) = (self.requests.locked(), false);
-        loop {
+        self.until(wait, |requests, is_late| {
             if requests.is_over {
-                return Err(self.owner_gone());
+                return Some(Err(self.owner_gone()));
             }
             if requests.open.len() < REQUESTS_MAX {
                 requests.open.insert(serial, PendingRequest::Waiting);
-                return Ok(());
+                return Some(Ok(()));
             }
-            if is_over {
-                let what = format!(
-                    "an answer of {:?} to one of {REQUESTS_MAX} earlier questions",
-                    self.name
-                );
-                return Err(Error::Timeout {
-                    what,
-                    waited: wait.limit(),
-                });
-            }
-            (requests, is_over) = self.sleep(requests, wait);
-        }
+            let what = format!(
+                "an answer of {:?} to one of {REQUESTS_MAX} earlier questions",
+                self.name
+            );
+            let waited = wait.limit();
+            is_late.then_some(Err(Error::Timeout { what, waited }))
+        })
     }
 
-    /// Sleeps until a request changes state or [`RETRY_INTERVAL`] has passed. The result's second
-    /// part says whether the caller stops waiting.
-    fn sleep<'a>(
-        &'a self,
-        requests: MutexGuard<'a, PendingRequests>,
+    /// Sleeps until `look` finds a value, as it does when it is told that the wait is over. It looks
+    /// after each change of a request, and every [`RETRY_INTERVAL`].
+    fn until<T>(
+        &self,
         wait: &Wait<'_>,
-    ) -> (MutexGuard<'a, PendingRequests>, bool) {
-        let left = wait.time_left();
-        if left.is_zero() {
-            return (requests, true);
+        mut look: impl FnMut(&mut PendingRequests, bool) -> Option<T>,
+    ) -> T {
+        let (mut requests, mut is_late) = (self.requests.locked(), false);
+        loop {
+            if let Some(found) = look(&mut requests, is_late) {
+                return found;
+            }
+            let left = wait.time_left();
+            if left.is_zero() {
+                is_late = true;
+                continue;
+            }
+            let slept = self
+                .replied
+                .wait_timeout(requests, left.min(RETRY_INTERVAL))
+                .unwrap_or_else(PoisonError::into_inner);
+            requests = slept.0;
+            if slept.1.timed_out() {
+                drop(requests);
+                is_late = wait.is_over();
+                requests = self.requests.locked();
+            }
         }
-        let (requests, waited) = self
-            .replied
-            .wait_timeout(requests, left.min(RETRY_INTERVAL))
-            .unwrap_or_else(PoisonError::into_inner);
-        if !waited.timed_out() {
-            return (requests, false);
-        }
-        drop(requests);
-        let is_over = wait.is_over();
-        (self.requests.locked(), is_over)
     }
 
     pub(super) fn wait_for(
@@ -171,30 +172,26 @@ impl SessionState {
         (serial, body): (u64, &[u8]),
         wait: &Wait<'_>,
     ) -> Result<IncomingReply> {
-        let (mut requests, mut is_over) = (self.requests.locked(), false);
-        loop {
+        self.until(wait, |requests, is_late| {
             if let Some(PendingRequest::Replied(_)) = requests.open.get(&serial)
                 && let Some(PendingRequest::Replied(answer)) = requests.open.remove(&serial)
             {
                 self.replied.notify_all();
-                return answer;
+                return Some(answer);
             }
             if requests.is_over {
                 requests.open.remove(&serial);
-                return Err(self.owner_gone());
+                return Some(Err(self.owner_gone()));
             }
-            if is_over {
-                requests
-                    .open
-                    .insert(serial, PendingRequest::Abandoned(body.to_vec()));
-                let what = format!("an answer of {:?} (process {})", self.name, self.peer.pid);
-                return Err(Error::Timeout {
-                    what,
-                    waited: wait.limit(),
-                });
+            if !is_late {
+                return None;
             }
-            (requests, is_over) = self.sleep(requests, wait);
-        }
+            let abandoned = PendingRequest::Abandoned(body.to_vec());
+            requests.open.insert(serial, abandoned);
+            let what = format!("an answer of {:?} (process {})", self.name, self.peer.pid);
+            let waited = wait.limit();
+            Some(Err(Error::Timeout { what, waited }))
+        })
     }
 
     /// Takes a reply. Goes to the observer if the caller has given up.

@@ -2,73 +2,54 @@
 
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::Duration;
 
 use rustix::event::epoll;
-use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags};
 
 use super::{Request, SCAN_INTERVAL, Server};
-use crate::error::{Error, Result};
-use crate::fork::CloseOnForkFd;
+use crate::error::Result;
 use crate::os::timespec;
+use crate::runtime::doorbell::LocalDoorbell;
+use crate::runtime::reactor::{EventSource, Next, Reactor, TICK};
 use crate::stream::Stream;
 
-/// The timer for the directory scan of a server that is polled and so sleeps in no call of its own.
+/// How many ticks of the reactor pass between two scans.
+const TICKS_PER_SCAN: u64 = (SCAN_INTERVAL.as_millis() / TICK.as_millis()) as u64;
+
+/// Rings for the directory scan of a server that is polled and so sleeps in no call of its own.
 #[derive(Debug)]
 pub(in crate::rpc) struct ScanTimer {
-    timer: CloseOnForkFd,
-    /// Whether an event loop polls the descriptor: then clients are asked to ring for as long as
-    /// the server lives.
-    is_on: AtomicBool,
+    doorbell: Arc<LocalDoorbell>,
+    pub(in crate::rpc) is_on: AtomicBool,
+    ticks: AtomicU64,
 }
 
 impl ScanTimer {
-    pub(super) fn new() -> Result<ScanTimer> {
-        let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
-        let timer =
-            CloseOnForkFd::open(|| rustix::time::timerfd_create(TimerfdClockId::Monotonic, flags));
-        let timer = timer.map_err(|e| Error::os("timerfd_create", "a server", e))?;
-        Ok(ScanTimer {
-            timer,
+    pub(super) fn start(doorbell: &Arc<LocalDoorbell>) -> Result<Arc<ScanTimer>> {
+        let timer = Arc::new(ScanTimer {
+            doorbell: doorbell.clone(),
             is_on: AtomicBool::new(false),
-        })
-    }
-
-    pub(super) fn is_on(&self) -> bool {
-        self.is_on.load(Ordering::Relaxed)
-    }
-
-    fn start(&self) {
-        if !self.is_on.swap(true, Ordering::Relaxed) {
-            let every = timespec(SCAN_INTERVAL);
-            let each = Itimerspec {
-                it_interval: every,
-                it_value: every,
-            };
-            // It cannot fail: the descriptor and the times are valid.
-            let _ = rustix::time::timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &each);
-        }
-    }
-
-    #[cfg(test)]
-    pub(in crate::rpc) fn stop(&self) {
-        let never = timespec(Duration::ZERO);
-        let each = Itimerspec {
-            it_interval: never,
-            it_value: never,
-        };
-        rustix::time::timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &each).unwrap();
-    }
-
-    pub(super) fn quiet(&self) {
-        let _ = rustix::io::read(&self.timer, &mut [0u8; 8]);
+            ticks: AtomicU64::new(0),
+        });
+        let me = Arc::downgrade(&timer);
+        Reactor::of_process()?.register_ticks(me);
+        Ok(timer)
     }
 }
 
-impl AsFd for ScanTimer {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.timer.as_fd()
+impl EventSource for ScanTimer {
+    fn on_ready(&self, _: u64) -> Next {
+        Next::Stop
+    }
+
+    fn on_tick(&self, _: u64) {
+        let ticks = self.ticks.fetch_add(1, Relaxed);
+        if self.is_on.load(Relaxed) && ticks.is_multiple_of(TICKS_PER_SCAN) {
+            self.doorbell.ring();
+        }
     }
 }
 
@@ -110,7 +91,7 @@ impl Server {
     /// As [`accept`](Self::accept), without the timeout.
     pub fn try_accept(&mut self, stream: &Stream) -> Result<Option<Request>> {
         self.owner_process.check()?;
-        let is_polled = self.scan_timer.is_on();
+        let is_polled = self.is_polled.load(Relaxed);
         if is_polled {
             // Drained before the poll: a later ring is about later events.
             self.wait_events(Duration::ZERO);
@@ -132,7 +113,7 @@ impl Server {
 
     /// Sets whether the clients are asked to ring. The clients of a polled server always are.
     pub(super) fn set_asleep(&self, asleep: bool) {
-        if asleep || !self.scan_timer.is_on() {
+        if asleep || !self.is_polled.load(Relaxed) {
             self.clients
                 .iter()
                 .for_each(|link| link.worker.set_asleep(asleep));
@@ -164,7 +145,9 @@ impl AsFd for Server {
     /// second it is readable for a scan of the directory, which reconnects to clients after their
     /// links have failed.
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.scan_timer.start();
+        if !self.is_polled.swap(true, Relaxed) {
+            self.scan_timer.is_on.store(true, Relaxed);
+        }
         self.set_asleep(true);
         if self.last_scan.is_none() || self.clients.iter().any(|link| link.worker.may_have_news()) {
             self.doorbell.ring();
