@@ -5,8 +5,10 @@
 //! free; the child of a signal handler that interrupted a section may not, and closes nothing. To
 //! read a set allocates nothing.
 
-use std::os::fd::RawFd;
+use std::os::fd::{BorrowedFd, RawFd};
 use std::sync::Mutex;
+
+use rustix::fs::{AtFlags, StatxFlags};
 
 use crate::mutex::LockUnpoisoned;
 
@@ -79,19 +81,13 @@ pub(crate) struct FileId {
 /// The file's identity, without a call to a file system (a peer's FUSE server could answer as late
 /// as it likes); `None` for an anonymous inode, which all files of its kind share.
 pub(super) fn identity(fd: RawFd) -> Option<FileId> {
-    // SAFETY: `statx` is plain data, for which zeros are valid.
-    let mut stat: libc::statx = unsafe { std::mem::zeroed() };
-    let (flags, wanted) = (
-        libc::AT_EMPTY_PATH | libc::AT_STATX_DONT_SYNC,
-        libc::STATX_TYPE | libc::STATX_INO,
-    );
-    // SAFETY: the kernel writes one `statx`, which lives across the call; a number that is not open
-    // is an error.
-    let code = unsafe { libc::statx(fd, c"".as_ptr(), flags, wanted, &mut stat) };
-    let has_type = libc::mode_t::from(stat.stx_mode) & libc::S_IFMT != 0;
-    let device = u64::from(stat.stx_dev_major) << 32 | u64::from(stat.stx_dev_minor);
-    (code == 0 && has_type).then_some(FileId {
-        device,
+    // SAFETY: a number that is not open is an error.
+    let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+    let stat = rustix::fs::statx(fd, c"", flags, StatxFlags::TYPE | StatxFlags::INO).ok()?;
+    let has_type = u32::from(stat.stx_mode) & libc::S_IFMT != 0;
+    has_type.then_some(FileId {
+        device: u64::from(stat.stx_dev_major) << 32 | u64::from(stat.stx_dev_minor),
         inode: stat.stx_ino,
     })
 }

@@ -18,6 +18,7 @@ use std::marker::PhantomData;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::time::Duration;
 
 use super::{CloseOnForkFd, FdResult, OwnerProcess, install};
 use crate::os::above_standard;
@@ -141,12 +142,8 @@ impl Pause {
             ..100 => std::hint::spin_loop(),
             100..200 => rustix::thread::sched_yield(),
             _ => {
-                let short = libc::timespec {
-                    tv_sec: 0,
-                    tv_nsec: 50_000,
-                };
-                // SAFETY: reads one `timespec`, which lives across the call.
-                unsafe { libc::nanosleep(&short, std::ptr::null_mut()) };
+                let short = Duration::from_micros(50);
+                let _ = rustix::thread::nanosleep(&crate::os::timespec(short));
             }
         }
     }

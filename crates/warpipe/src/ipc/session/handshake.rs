@@ -89,7 +89,6 @@ impl PendingSession {
             generation: admitted.generation,
             socket,
             observer: Mutex::new(None),
-            is_graceful: AtomicBool::new(false),
             cause: OnceLock::new(),
             is_dead: AtomicBool::new(false),
             next_serial: AtomicU64::new(NOTIFICATION + 1),

@@ -36,8 +36,7 @@ pub(super) struct SessionState {
     pub(super) generation: [u8; 16],
     pub(super) socket: PeerSocket,
     pub(super) observer: Mutex<Option<Arc<dyn SessionObserver>>>,
-    pub(super) is_graceful: AtomicBool,
-    /// Why the session is over, unless the server has closed it.
+    /// Why the session is over, unless the server has ended without a word.
     pub(super) cause: OnceLock<EndCause>,
     pub(super) is_dead: AtomicBool,
     pub(super) next_serial: AtomicU64,
@@ -48,6 +47,8 @@ pub(super) struct SessionState {
 
 /// Why a session is over.
 pub(super) enum EndCause {
+    /// The server has closed it gracefully.
+    Closed,
     /// The server has ended it, and says why.
     Rejected(String),
     /// This process had no descriptor, or no memory, for what the server sent.
@@ -96,10 +97,14 @@ impl SessionState {
                 let context = format!("a message of {:?}, which ended the session", self.name);
                 return Error::os("recvmsg", context, *code);
             }
-            None => {}
+            Some(EndCause::Closed) | None => {}
         }
-        let graceful = self.is_graceful.load(SeqCst);
+        let graceful = self.is_graceful();
         Error::peer_gone(self.kind, self.name.clone(), self.peer.pid, graceful)
+    }
+
+    fn is_graceful(&self) -> bool {
+        matches!(self.cause.get(), Some(EndCause::Closed))
     }
 
     pub(super) fn send(&self, message: &Message) -> std::result::Result<(), Errno> {
@@ -280,7 +285,9 @@ impl ConnectionUser for SessionState {
                 Ok(Received::Message(Message::RequestFailed { serial, text }, _)) => {
                     self.on_reply(serial, Err(refused(text)));
                 }
-                Ok(Received::Message(Message::Close(_), _)) => self.is_graceful.store(true, SeqCst),
+                Ok(Received::Message(Message::Close(_), _)) => {
+                    let _ = self.cause.set(EndCause::Closed);
+                }
                 // Any other message or error ends the session.
                 Ok(Received::Message(Message::Refused { text, .. }, _)) => {
                     let _ = self.cause.set(EndCause::Rejected(text));
@@ -309,7 +316,7 @@ impl ConnectionUser for SessionState {
         }
         self.replied.notify_all();
         let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
-        let graceful = self.is_graceful.load(SeqCst);
+        let graceful = self.is_graceful();
         if graceful {
             trace::emit(|| TraceEvent::OwnerClosed {
                 name: self.name.clone(),
