@@ -10,7 +10,7 @@ use iceoryx2::port::publisher::Publisher as IceoryxPublisher;
 use iceoryx2::port::subscriber::Subscriber as IceoryxSubscriber;
 use iceoryx2::prelude::{BackpressureStrategy, Node, NodeBuilder, ipc};
 use serde::{Deserialize, Serialize};
-use warpipe::{Device, Domain, Publisher, Stream, Subscriber};
+use warpipe::{Device, Domain, OptionalExtension, Publisher, Stream, Subscriber};
 use warpipe_bench::PATIENCE;
 use warpipe_bench::peer_process::Control;
 use warpipe_bench::raw::{LINE_BYTES, SharedMemory};
@@ -180,7 +180,6 @@ impl OurConsumer {
         let subscriber = Subscriber::builder(name)
             .domain(domain)
             .device(&device)
-            .timeout(PATIENCE)
             .spin(Duration::ZERO)
             .wait_for_publisher(Some(PATIENCE))
             .build()?;
@@ -201,8 +200,8 @@ impl Consumer for OurConsumer {
             wait,
         } = self;
         let sample = match wait {
-            Wait::Sleep => subscriber.receive(stream)?,
-            wait => wait.poll(|| Ok(subscriber.try_receive(stream)?))?,
+            Wait::Sleep => subscriber.receive(stream, PATIENCE)?,
+            wait => wait.poll(|| Ok(subscriber.receive(stream, Duration::ZERO).optional()?))?,
         };
         let mut payload = [0; LINE_BYTES];
         sample.copy_to(&mut payload, PATIENCE)?;

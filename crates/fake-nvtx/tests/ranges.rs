@@ -124,8 +124,8 @@ fn child() {
         .unwrap()
         .send(&sending)
         .unwrap();
-    let first = subscriber.receive(&receiving).unwrap();
-    let second = subscriber.receive(&receiving).unwrap();
+    let first = subscriber.receive(&receiving, LIMIT).unwrap();
+    let second = subscriber.receive(&receiving, LIMIT).unwrap();
     assert_eq!(first.to_vec(LIMIT).unwrap(), b"one");
     second.finish(LIMIT).unwrap();
     let queue = Queue::builder("jobs")
@@ -140,7 +140,7 @@ fn child() {
         .unwrap();
     let job = queue.submit_bytes(b"three", &sending).unwrap();
     worker
-        .lease_timeout(&receiving, LIMIT)
+        .lease(&receiving, LIMIT)
         .unwrap()
         .complete(&receiving)
         .unwrap();

@@ -94,7 +94,7 @@ impl Rust {
         }
         let mut sum = 0u64;
         for _ in 0..BURST {
-            let sample = self.subscriber.receive_timeout(&self.stream, PATIENCE)?;
+            let sample = self.subscriber.receive(&self.stream, PATIENCE)?;
             sum = sum.wrapping_add(sample.ptr() ^ sample.sequence());
             drop(sample.release()?);
         }

@@ -268,15 +268,15 @@ fn kill_publisher(setup: &Setup, way: Way, busy: bool) -> anyhow::Result<AfterPu
     let mut subscriber = subscriber(&setup.place())?;
     let stream = setup.device.stream()?;
     peer.control.send(&())?;
-    let whole = subscriber.receive(&stream)?;
+    let whole = subscriber.receive(&stream, PATIENCE)?;
     whole.finish(PATIENCE)?;
     let late = if busy {
-        Some(subscriber.receive(&stream)?)
+        Some(subscriber.receive(&stream, PATIENCE)?)
     } else {
         None
     };
     peer.control.hear::<()>()?;
-    let reported = || match subscriber.receive(&stream) {
+    let reported = || match subscriber.receive(&stream, PATIENCE) {
         Err(Error::PeerGone { .. }) => Ok(now_ns()),
         Err(error) => Err(error).context("instead of PeerGone"),
         Ok(_) => bail!("a sample came from the dead"),
@@ -376,10 +376,7 @@ fn build(builder: impl Fn() -> PublisherBuilder) -> anyhow::Result<Publisher> {
 fn subscriber(place: &BenchDomain) -> anyhow::Result<Subscriber> {
     let (device, domain) = place.open()?;
     let builder = Subscriber::builder(NAME).domain(&domain).device(&device);
-    Ok(builder
-        .wait_for_publisher(Some(PATIENCE))
-        .timeout(PATIENCE)
-        .build()?)
+    Ok(builder.wait_for_publisher(Some(PATIENCE)).build()?)
 }
 
 /// The victim's part, up to its death.
@@ -443,7 +440,7 @@ fn hold(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let mut subscriber = subscriber(&terms.place)?;
     let stream = device.stream()?;
     let held = (0..SLOTS)
-        .map(|_| subscriber.receive(&stream))
+        .map(|_| subscriber.receive(&stream, PATIENCE))
         .collect::<warpipe::Result<Vec<_>>>()?;
     held.iter().try_for_each(|sample| sample.wait(PATIENCE))?;
     if terms.busy {

@@ -238,7 +238,6 @@ pub fn consume(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let subscriber = Subscriber::builder(NAME)
         .domain(&domain)
         .device(&device)
-        .timeout(PATIENCE)
         .build()?;
     let errors = Words::create(&device, 1)?;
     let stream = device.stream()?;
@@ -305,7 +304,7 @@ impl Sink {
 
     fn ours(&mut self, items: usize) -> anyhow::Result<()> {
         for item in 0..items {
-            let sample = self.subscriber.receive(&self.stream)?;
+            let sample = self.subscriber.receive(&self.stream, PATIENCE)?;
             self.check(sample.slot_ptr(), item as u64)?;
         }
         Ok(())

@@ -175,7 +175,6 @@ fn read(terms: &Terms, mut ring: Ring<'_>, device: &Device, domain: &Domain) -> 
     let mut subscriber = Subscriber::builder(NAME)
         .domain(domain)
         .device(device)
-        .timeout(PATIENCE)
         .spin(SPIN)
         .build()?;
     let stream = device.stream()?;

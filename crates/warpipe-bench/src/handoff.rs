@@ -207,7 +207,6 @@ pub fn subscriber(name: &str, domain: &Domain, device: &Device) -> anyhow::Resul
     let builder = Subscriber::builder(name).domain(domain).device(device);
     Ok(builder
         .wait_for_publisher(Some(PATIENCE))
-        .timeout(PATIENCE)
         .spin(std::time::Duration::from_micros(spin))
         .build()?)
 }
@@ -289,7 +288,7 @@ impl End {
             self.work(terms.answer, loan.slot_ptr(), input, trip as u64)?;
             loan.send(&self.stream)?;
             drop(last.take());
-            let pong = self.subscriber.receive(&self.stream)?;
+            let pong = self.subscriber.receive(&self.stream, PATIENCE)?;
             if let Some(singles) = &mut singles {
                 pong.wait(PATIENCE)?;
                 singles.push(begun.elapsed().as_nanos() as u64);
@@ -411,7 +410,7 @@ impl End {
 
     fn our_answers(&mut self, terms: &Terms, trips: usize, host: &Words) -> anyhow::Result<()> {
         for trip in 0..trips {
-            let ping = self.subscriber.receive(&self.stream)?;
+            let ping = self.subscriber.receive(&self.stream, PATIENCE)?;
             let loan = self.publisher.loan(&self.layout)?;
             self.answer_with(terms.answer, loan.slot_ptr(), ping.slot_ptr(), host)?;
             loan.send(&self.stream)?;

@@ -127,7 +127,7 @@ fn channel_trip(
     // kernel.
     unsafe { warpipe_kernels::fill(stream, loan.slot_ptr(), FLOATS / 2, trip as u64) }?;
     loan.send(stream)?;
-    let sample = pong.receive(stream)?;
+    let sample = pong.receive(stream, PATIENCE)?;
     sample.wait(PATIENCE)?;
     let took = begun.elapsed().as_nanos() as u64;
     anyhow::ensure!(
@@ -183,7 +183,7 @@ fn answer(
     control.hear::<()>()?;
     for _ in 0..=rounds {
         for _ in 0..trips {
-            let sample = ping.receive(&stream)?;
+            let sample = ping.receive(&stream, PATIENCE)?;
             let loan = pong.loan(&layout()?)?;
             // SAFETY: both are FLOATS floats; the input is lent until it is released behind the
             // kernel, the output is this loan's alone.
@@ -193,7 +193,7 @@ fn answer(
             loan.send(&stream)?;
         }
         for _ in 0..trips {
-            let lease = worker.lease(&stream)?;
+            let lease = worker.lease(&stream, PATIENCE)?;
             let output = lease.output(lease.layout())?;
             // SAFETY: as above.
             unsafe {
@@ -210,7 +210,10 @@ fn worker(queue: &str, domain: &Domain, device: &Device) -> anyhow::Result<Worke
         .domain(domain)
         .device(device)
         .wait_for_queue(Some(PATIENCE));
-    Ok(builder.timeout(PATIENCE).spin(spin(device)).build()?)
+    Ok(builder
+        .answer_timeout(PATIENCE)
+        .spin(spin(device))
+        .build()?)
 }
 
 /// Jobs of one millisecond: four workers beside one.
@@ -275,7 +278,7 @@ fn work(place: &BenchDomain) -> anyhow::Result<()> {
     let stream = device.stream()?;
     let mut worker = worker(WORKERS, &domain, &device)?;
     loop {
-        match worker.lease(&stream) {
+        match worker.lease(&stream, PATIENCE) {
             Ok(lease) => {
                 warpipe_kernels::spin(&stream, JOB)?;
                 lease.complete(&stream)?;

@@ -7,6 +7,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
+use warpipe::OptionalExtension;
 use warpipe::{Device, Domain, Publisher, Stream, Subscriber};
 use warpipe_bench::raw::{LINE_BYTES, SharedMemory};
 use warpipe_cli::device_arg::DeviceArg;
@@ -159,7 +160,11 @@ impl End<'_> {
         let start = Instant::now();
         loop {
             for _ in 0..100_000 {
-                if let Some(sample) = self.subscriber.try_receive(&self.stream)? {
+                if let Some(sample) = self
+                    .subscriber
+                    .receive(&self.stream, Duration::ZERO)
+                    .optional()?
+                {
                     return copy_out(&sample);
                 }
                 std::hint::spin_loop();
@@ -171,7 +176,7 @@ impl End<'_> {
 
 /// Receives a sample of 128 bytes and copies it out.
 pub fn receive(subscriber: &mut Subscriber, stream: &Stream) -> anyhow::Result<Payload> {
-    copy_out(&subscriber.receive(stream)?)
+    copy_out(&subscriber.receive(stream, PATIENCE)?)
 }
 
 fn copy_out(sample: &warpipe::Sample) -> anyhow::Result<Payload> {
@@ -202,7 +207,6 @@ fn subscriber(
     let builder = Subscriber::builder(name)
         .domain(domain)
         .device(device)
-        .timeout(PATIENCE)
         .spin(spin);
     Ok(builder.wait_for_publisher(Some(PATIENCE)).build()?)
 }

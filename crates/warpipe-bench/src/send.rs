@@ -140,7 +140,7 @@ impl SendBench {
         }
         for subscriber in &mut self.subscribers {
             for _ in 0..BURST {
-                drop(subscriber.receive_timeout(&self.stream, PATIENCE)?);
+                drop(subscriber.receive(&self.stream, PATIENCE)?);
             }
         }
         Ok(self.stream.synchronize(PATIENCE)?)

@@ -164,7 +164,7 @@ impl Pair {
             self.publisher.loan(&self.layout)?.send(&self.stream)?;
         }
         for _ in 0..BURST {
-            let sample = self.subscriber.receive_timeout(&self.stream, PATIENCE)?;
+            let sample = self.subscriber.receive(&self.stream, PATIENCE)?;
             drop(sample.release()?);
         }
         let took = start.elapsed().as_nanos() as f64 / BURST as f64;

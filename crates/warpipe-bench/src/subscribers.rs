@@ -9,6 +9,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
+use warpipe::OptionalExtension;
 use warpipe::{DType, Layout, Publisher, Stream, Subscriber};
 use warpipe_testkit::figure::{Figure, Quantiles, median};
 
@@ -221,7 +222,6 @@ pub fn live(terms: &Terms, control: &Control) -> anyhow::Result<()> {
         let subscriber = Subscriber::builder(NAME)
             .domain(&domain)
             .device(&device)
-            .timeout(PATIENCE)
             .build()?;
         ns.push(start.elapsed().as_nanos() as u64);
         subscribers.push(subscriber);
@@ -237,7 +237,7 @@ pub fn live(terms: &Terms, control: &Control) -> anyhow::Result<()> {
             Step::Receive(count) => {
                 for subscriber in &mut subscribers {
                     for _ in 0..count {
-                        drop(subscriber.receive(&stream)?);
+                        drop(subscriber.receive(&stream, PATIENCE)?);
                     }
                 }
                 control.send(&())?;
@@ -274,7 +274,10 @@ pub fn live(terms: &Terms, control: &Control) -> anyhow::Result<()> {
 fn receive_nothing(subscribers: &mut [Subscriber], stream: &Stream) -> anyhow::Result<()> {
     for subscriber in subscribers {
         anyhow::ensure!(
-            subscriber.try_receive(stream)?.is_none(),
+            subscriber
+                .receive(stream, Duration::ZERO)
+                .optional()?
+                .is_none(),
             "nothing was sent"
         );
     }

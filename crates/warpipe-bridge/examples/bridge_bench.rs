@@ -400,7 +400,6 @@ fn receive_all(terms: &Terms, control: &Control) -> anyhow::Result<()> {
         Subscriber::builder(name)
             .domain(&Domain::at(domain)?)
             .device(&device)
-            .timeout(PATIENCE)
             .wait_for_publisher(Some(PATIENCE))
             .build()
     };
@@ -429,7 +428,7 @@ fn receive_all(terms: &Terms, control: &Control) -> anyhow::Result<()> {
                                 Way::Channel => &mut beside,
                                 _ => &mut subscriber,
                             };
-                            let sample = from.receive(&stream)?;
+                            let sample = from.receive(&stream, PATIENCE)?;
                             ensure!(sample.layout().bytes() == case.bytes as u64, "another item");
                             if case.one_at_a_time {
                                 sample.copy_to(&mut bytes, PATIENCE)?;

@@ -167,7 +167,7 @@ impl Export {
             if self.options.policy == Policy::Block && !self.wait_for_room(shelf) {
                 continue;
             }
-            let sample = match subscriber.receive_timeout(stream, SLICE) {
+            let sample = match subscriber.receive(stream, SLICE) {
                 Ok(sample) => sample,
                 Err(Local::Timeout { .. }) => continue,
                 Err(Local::PeerGone { graceful, .. }) => {

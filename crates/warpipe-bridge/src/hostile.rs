@@ -368,7 +368,7 @@ fn samples_that_come_in_one_part_are_published_one_by_one_for_one_credit() {
         let payload = samples.iter().flat_map(bytes).collect();
         peer.several(lane, number, &samples, payload);
         for sample in &samples {
-            let got = subscriber.receive_timeout(&stream, LONG).unwrap();
+            let got = subscriber.receive(&stream, LONG).unwrap();
             assert_eq!((got.sequence(), got.layout().bytes()), *sample);
             assert_eq!(got.metadata(), [got.sequence() as u8]);
             assert_eq!(got.to_vec(LONG).unwrap(), bytes(sample));
@@ -776,7 +776,7 @@ fn a_peer_that_floods_keeps_no_other_one_waiting_and_the_bridge_can_end() {
             .unwrap();
         let stream = Device::host().stream().unwrap();
         honest.sample(lane, 1, 1, 8, 8);
-        let sample = subscriber.receive_timeout(&stream, LONG).unwrap();
+        let sample = subscriber.receive(&stream, LONG).unwrap();
         assert_eq!(sample.sequence(), 1);
     }
     drop(world);
@@ -828,7 +828,7 @@ fn a_lane_begins_again_once_what_came_on_the_one_before_is_published() {
     assert!(peer.stopped(early).contains("is not published yet"));
     let stream = device.stream().unwrap();
     for sequence in 1..=6 {
-        let sample = subscriber.receive_timeout(&stream, LONG).unwrap();
+        let sample = subscriber.receive(&stream, LONG).unwrap();
         assert_eq!(sample.sequence(), sequence);
     }
     world.wait_for(|it| matches!(it, Notice::ImportEnded { .. }));
@@ -849,7 +849,7 @@ fn a_name_that_waits_long_for_device_memory_says_so_once_and_goes_on_when_there_
     let stream = device.stream().unwrap();
     let mut received = |sequence| {
         peer.sample(lane, sequence, sequence, length, length as usize);
-        subscriber.receive_timeout(&stream, LONG).unwrap()
+        subscriber.receive(&stream, LONG).unwrap()
     };
     let held = [received(1), received(2)];
     peer.sample(lane, 3, 3, length, length as usize);
@@ -868,7 +868,7 @@ fn a_name_that_waits_long_for_device_memory_says_so_once_and_goes_on_when_there_
     };
     assert_eq!(waits, Some(wanted));
     drop(held);
-    let third = subscriber.receive_timeout(&stream, LONG).unwrap();
+    let third = subscriber.receive(&stream, LONG).unwrap();
     assert_eq!(third.sequence(), 3);
     let end = End::Closed;
     peer.send(Message::End { lane, end });
@@ -971,7 +971,7 @@ fn an_exporter_that_gives_no_credit_holds_up_no_outcome_for_another_of_its_machi
             let worker = Worker::builder("work").domain(&world.domain);
             worker.device(&device).build().unwrap()
         });
-        let lease = worker.lease_timeout(&stream, LONG).unwrap();
+        let lease = worker.lease(&stream, LONG).unwrap();
         lease.complete(&stream).unwrap();
     }
     honest.wait(|message| match message {

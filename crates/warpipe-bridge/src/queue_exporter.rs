@@ -221,7 +221,7 @@ impl QueueExport {
                     continue;
                 }
             };
-            match current.lease_timeout(&stream, SLICE) {
+            match current.lease(&stream, SLICE) {
                 Ok(lease) => self.carry(carrier, lease, &stream),
                 Err(Local::Timeout { .. }) => {}
                 Err(_) => worker = None,
@@ -234,7 +234,7 @@ impl QueueExport {
             .domain(&self.options.domain)
             .device(&self.options.device)
             .memory_limit(self.options.memory_limit)
-            .timeout(SLICE)
+            .answer_timeout(SLICE)
             .build()?;
         Ok(worker)
     }
@@ -724,7 +724,7 @@ mod tests {
         let export = QueueExport::new("work", [2; 16], &options);
         let mut worker = export.worker().unwrap();
         let long = Duration::from_secs(300);
-        let (_input, answer) = worker.lease_timeout(&stream, long).unwrap().split();
+        let (_input, answer) = worker.lease(&stream, long).unwrap().split();
         let _full = answer
             .output(&Layout::bytes_only(2 << 20).unwrap())
             .unwrap();
@@ -835,7 +835,7 @@ mod tests {
         let given = options.device.stream().unwrap();
         let _job = queue.submit(queue.loan(&layout).unwrap(), &given).unwrap();
         let long = Duration::from_secs(300);
-        let (_input, answer) = worker.lease_timeout(&given, long).unwrap().split();
+        let (_input, answer) = worker.lease(&given, long).unwrap().split();
         lock(&export.jobs).insert(1, Arc::new(Job::new(answer)));
         let part = Part {
             lane: [1; 16],

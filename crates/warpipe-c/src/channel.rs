@@ -499,13 +499,7 @@ pub unsafe extern "C" fn warpipe_subscriber_receive(
             let stream = unsafe { object.streams.get(stream) }?;
             let subscriber = &mut object.subscriber;
             let receive = || {
-                let received = if timeout_ns == 0 {
-                    // Asks the publisher to ring, as a caller that polls the descriptor needs.
-                    let received = subscriber.try_receive(&stream)?;
-                    received.ok_or_else(|| Failure::nothing("a sample"))?
-                } else {
-                    subscriber.receive_timeout(&stream, timeout(timeout_ns))?
-                };
+                let received = subscriber.receive(&stream, timeout(timeout_ns))?;
                 Ok(SampleKind::Sample(received))
             };
             place.put(insert_sample(&object.streams, receive)?);

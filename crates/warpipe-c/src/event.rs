@@ -2,6 +2,7 @@
 
 use std::ffi::{c_char, c_void};
 use std::sync::Arc;
+use std::time::Duration;
 
 use warpipe::{Event, EventHandle, Recording};
 
@@ -174,7 +175,7 @@ pub unsafe extern "C" fn warpipe_event_record(
         // SAFETY: the caller's promises.
         unsafe {
             let stream = object.streams.get(stream)?;
-            let recorded = object.event.record(&stream)?;
+            let recorded = object.event.record(&stream, Duration::from_secs(10))?;
             put_unless_null(recording, recorded.to_bits());
         }
         Ok(())

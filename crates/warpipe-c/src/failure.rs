@@ -4,7 +4,6 @@ use std::any::Any;
 use std::cell::RefCell;
 use std::ffi::{CString, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::time::Duration;
 
 use warpipe::{Error, ErrorKind};
 
@@ -111,14 +110,6 @@ impl Failure {
             found: found.to_string(),
             allowed: allowed.to_string(),
         }
-    }
-
-    /// A call with a timeout of 0 found nothing.
-    pub(crate) fn nothing(wanted: &str) -> Failure {
-        Failure::from(Error::Timeout {
-            what: wanted.into(),
-            waited: Duration::ZERO,
-        })
     }
 
     pub(crate) fn status(&self) -> warpipe_status {

@@ -228,7 +228,7 @@ pub unsafe extern "C" fn warpipe_pool_allocate(
         // SAFETY: the caller's promise.
         let place = unsafe { out_object("memory", memory) }?;
         let object: Found<PoolObject> = handle::get(pool)?;
-        let block = object.pool.allocate_within(bytes, timeout(timeout_ns))?;
+        let block = object.pool.allocate(bytes, timeout(timeout_ns))?;
         place.put(insert_block(block, &object)?);
         Ok(())
     })
@@ -398,7 +398,7 @@ pub unsafe extern "C" fn warpipe_pool_client_allocate(
         // SAFETY: the caller's promise.
         let place = unsafe { out_object("memory", memory) }?;
         let object: Found<PoolClientObject> = handle::get(client)?;
-        let block = object.client.allocate_within(bytes, timeout(timeout_ns))?;
+        let block = object.client.allocate(bytes, timeout(timeout_ns))?;
         place.put(insert_memory(MemoryKind::Lent(block), &object.streams)?);
         Ok(())
     })

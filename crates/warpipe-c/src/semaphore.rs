@@ -162,10 +162,6 @@ pub unsafe extern "C" fn warpipe_semaphore_open(
 }
 
 /// The permit that was taken, or the failure of a call that did not wait.
-fn taken(permit: Option<Permit>) -> Result<Permit, Failure> {
-    permit.ok_or_else(|| Failure::nothing("a permit"))
-}
-
 /// Waits up to `timeout_ns` nanoseconds for a permit, and makes the stream wait, on the device, for
 /// the device work of its last holder (`cuStreamWaitValue64`). No CPU waits for that work. With 0
 /// it takes a permit that is free and that no thread waits for.
@@ -192,10 +188,7 @@ pub unsafe extern "C" fn warpipe_semaphore_acquire(
         let object: Found<SemaphoreObject> = handle::get(semaphore)?;
         // SAFETY: the caller's promise.
         let stream = unsafe { object.streams.get(stream) }?;
-        let acquire = || match timeout_ns {
-            0 => taken(object.semaphore.try_acquire(&stream)?),
-            _ => Ok(object.semaphore.acquire(&stream, timeout(timeout_ns))?),
-        };
+        let acquire = || Ok(object.semaphore.acquire(&stream, timeout(timeout_ns))?);
         place.put(insert_permit(&object.streams, acquire)?);
         Ok(())
     })
@@ -216,10 +209,7 @@ pub unsafe extern "C" fn warpipe_semaphore_acquire_host(
         // SAFETY: the caller's promise.
         let place = unsafe { out_object("permit", permit) }?;
         let object: Found<SemaphoreObject> = handle::get(semaphore)?;
-        let acquire = || match timeout_ns {
-            0 => taken(object.semaphore.try_acquire_host()?),
-            _ => Ok(object.semaphore.acquire_host(timeout(timeout_ns))?),
-        };
+        let acquire = || Ok(object.semaphore.acquire_host(timeout(timeout_ns))?);
         place.put(insert_permit(&object.streams, acquire)?);
         Ok(())
     })

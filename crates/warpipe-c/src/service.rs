@@ -460,13 +460,7 @@ pub unsafe extern "C" fn warpipe_server_accept(
             let stream = unsafe { object.streams.get(stream) }?;
             let server = &mut object.server;
             let accept = || {
-                let request = if timeout_ns == 0 {
-                    // Asks the clients to ring, as a caller that polls the descriptor needs.
-                    let request = server.try_accept(&stream)?;
-                    request.ok_or_else(|| Failure::nothing("a request"))?
-                } else {
-                    server.accept(&stream, timeout(timeout_ns))?
-                };
+                let request = server.accept(&stream, timeout(timeout_ns))?;
                 let pid = request.client_pid();
                 Ok((request.into_lease(), pid))
             };

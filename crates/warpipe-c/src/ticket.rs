@@ -213,7 +213,7 @@ pub unsafe extern "C" fn warpipe_ticket_open(
         let (ticket, streams): (_, Arc<Streams>) = (parse(ticket)?, streams_of(device)?);
         let opened = match ticket.kind() {
             Kind::Pool => MemoryKind::Lent(LentBuffer::open(&ticket, streams.device())?),
-            _ => MemoryKind::Shared(ticket.open_timeout(streams.device(), timeout(timeout_ns))?),
+            _ => MemoryKind::Shared(ticket.open(streams.device(), timeout(timeout_ns))?),
         };
         place.put(insert_memory(opened, &streams)?);
         Ok(())
@@ -259,7 +259,9 @@ pub unsafe extern "C" fn warpipe_ticket_read_file(
     run(|| {
         // SAFETY: the caller's promise.
         let path = unsafe { text("path", path) }?;
-        let ticket = Ticket::read_file_timeout(path, timeout(timeout_ns))?.to_string();
+        // Also without a wait, an absent file is a timeout.
+        let waited = timeout(timeout_ns.max(1));
+        let ticket = Ticket::read_file(path, waited)?.to_string();
         // SAFETY: the caller's promises.
         unsafe { put_text(&ticket, buffer, capacity, length) }
     })

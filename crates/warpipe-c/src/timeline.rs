@@ -2,6 +2,7 @@
 
 use std::ffi::{c_char, c_void};
 use std::sync::Arc;
+use std::time::Duration;
 
 use warpipe::Timeline;
 
@@ -155,7 +156,9 @@ pub unsafe extern "C" fn warpipe_timeline_signal(
         let object: Found<TimelineObject> = handle::get(timeline)?;
         // SAFETY: the caller's promise.
         let stream = unsafe { object.streams.get(stream) }?;
-        Ok(object.timeline.signal(&stream, value)?)
+        Ok(object
+            .timeline
+            .signal(&stream, value, Duration::from_secs(10))?)
     })
 }
 
@@ -170,7 +173,7 @@ pub extern "C" fn warpipe_timeline_signal_now(
 ) -> warpipe_status {
     run(|| {
         let object: Found<TimelineObject> = handle::get(timeline)?;
-        Ok(object.timeline.signal_now(value)?)
+        Ok(object.timeline.signal_now(value, Duration::from_secs(10))?)
     })
 }
 

@@ -95,7 +95,7 @@ pub unsafe extern "C" fn warpipe_worker_open(
             builder,
             domain(domain_of(options.domain)?.as_ref()),
             handshake_timeout(time_option(options.handshake_timeout_ns)),
-            timeout(time_option(options.answer_timeout_ns)),
+            answer_timeout(time_option(options.answer_timeout_ns)),
             memory_limit(number(options.memory_limit)),
             spin(time_option(options.spin_ns)),
         );
@@ -141,13 +141,7 @@ pub unsafe extern "C" fn warpipe_worker_lease(
             let stream = unsafe { object.streams.get(stream) }?;
             let worker = &mut object.worker;
             let take = || {
-                let lease = if timeout_ns == 0 {
-                    // Asks the queue to ring, as a caller that polls the descriptor needs.
-                    let lease = worker.try_lease(&stream)?;
-                    lease.ok_or_else(|| Failure::nothing("a job"))?
-                } else {
-                    worker.lease_timeout(&stream, timeout(timeout_ns))?
-                };
+                let lease = worker.lease(&stream, timeout(timeout_ns))?;
                 Ok((lease, worker.queue_pid()))
             };
             place.put(insert_lease(&object.streams, take)?);

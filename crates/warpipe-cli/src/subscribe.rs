@@ -131,7 +131,7 @@ impl Run<'_> {
             if self.interrupt.came() {
                 return Ok(Next::Interrupted);
             }
-            match self.subscriber.receive_timeout(&self.stream, LOOK) {
+            match self.subscriber.receive(&self.stream, LOOK) {
                 Ok(sample) => return Ok(Next::Sample(Box::new(sample))),
                 Err(Error::PeerGone { graceful: true, .. }) if !self.args.reconnect => {
                     return Ok(Next::Closed);

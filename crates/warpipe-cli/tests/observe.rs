@@ -5,6 +5,7 @@ mod support;
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 use serde_json::Value;
@@ -167,7 +168,7 @@ fn a_pool_is_shown_with_the_memory_that_it_shares_and_without_rates() {
         .domain(&domain)
         .device(&Device::host());
     let pool = pool.build().unwrap();
-    let block = pool.allocate(BLOCK).unwrap();
+    let block = pool.allocate(BLOCK, Duration::ZERO).unwrap();
     let seen = endpoint_when(&world, "scratch", |it| it["kind"] == "pool");
     assert!(seen["memory"].as_u64() >= Some(BLOCK), "{seen:#}");
     let text = world.run(&["top", "--once", "--interval", "0.1"]).out;

@@ -145,7 +145,8 @@ impl Context {
         let mut subscriber = self.subscriber("warm-up").domain(&domain).build()?;
         let stream = self.stream()?;
         Payload::of(64, 1).send(&publisher, &stream)?;
-        let wrong = ErrorCounters::new(&self.device)?.finish(subscriber.receive(&stream)?)?;
+        let wrong =
+            ErrorCounters::new(&self.device)?.finish(subscriber.receive(&stream, PATIENCE)?)?;
         anyhow::ensure!(wrong == 0, "{wrong} wrong words in the warm-up");
         // The driver opens a file for the first interprocess event, and keeps it.
         drop(
@@ -176,7 +177,6 @@ impl Context {
         Subscriber::builder(name)
             .domain(&self.domain)
             .device(&self.device)
-            .timeout(PATIENCE)
     }
 
     /// A queue of this case's domain and device.
@@ -192,7 +192,7 @@ impl Context {
         Worker::builder(queue)
             .domain(&self.domain)
             .device(&self.device)
-            .timeout(PATIENCE)
+            .answer_timeout(PATIENCE)
     }
 
     /// A client of this case's domain and device.

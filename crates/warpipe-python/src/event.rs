@@ -222,7 +222,7 @@ impl Event {
         );
         let goes_on = || self.handle.get().map(drop);
         let inner = waiting(py, Some(HELD_UP), goes_on, |wait| {
-            Ok(event.record_within(consumer.followed()?, wait)?)
+            Ok(event.record(consumer.followed()?, wait)?)
         })?;
         Ok(Recording { inner })
     }

@@ -527,7 +527,7 @@ impl Openings {
     }
 
     fn open_published(&self, name: &str, device: &warpipe::Device) -> Outcome<SharedMemory> {
-        let open = || Ok(Ticket::to(&self.domain, name)?.open(device)?);
+        let open = || Ok(Ticket::to(&self.domain, name)?.open(device, Duration::ZERO)?);
         keep(
             &self.published,
             name.to_owned(),

@@ -147,8 +147,13 @@ impl<T: Send + 'static, R: Send + 'static> Inbox<T, R> {
     ) -> PyResult<Py<R>> {
         let found = in_slices(py, timeout, |slice| {
             let start = Instant::now();
-            let look =
-                |inner: &mut T| none_if_late(take(inner, slice.saturating_sub(start.elapsed())));
+            let look = |inner: &mut T| {
+                // Not zero: the error of a mere poll does not say the cause.
+                let left = slice
+                    .saturating_sub(start.elapsed())
+                    .max(Duration::from_nanos(1));
+                none_if_late(take(inner, left))
+            };
             Ok(self
                 .within(slice, |inner| self.unused_or(inner, look))?
                 .transpose()?

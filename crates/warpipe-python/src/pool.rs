@@ -126,7 +126,7 @@ impl Pool {
         let block = waiting(py, timeout, goes_on, |wait| {
             Ok(match uid {
                 Some(uid) => pool.allocate_for(uid, nbytes, wait)?,
-                None => pool.allocate_within(nbytes, wait)?,
+                None => pool.allocate(nbytes, wait)?,
             })
         })?;
         Bound::new(
@@ -272,7 +272,7 @@ impl PoolClient {
         let client = self.handle.get()?;
         let goes_on = || self.handle.get().map(drop);
         let block = waiting(py, timeout, goes_on, |wait| {
-            Ok(client.allocate_within(nbytes, wait)?)
+            Ok(client.allocate(nbytes, wait)?)
         })?;
         LentBuffer::make(py, block)
     }

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
+use warpipe::{Error, OptionalExtension, Wait};
 
 use crate::closeable::Closeable;
 use crate::detached::{DropDetached, detached};
@@ -16,9 +17,6 @@ use crate::interpreter_exit::{Endpoint, close_at_exit};
 use crate::process::Home;
 use crate::stream::Consumer;
 use crate::wait::{attach, optional, waiting};
-
-/// A practically endless wait that a clock can still represent.
-const VERY_LONG: Duration = Duration::from_secs(1 << 32);
 
 /// A limit of concurrent holders, across processes, on streams and on the CPU.
 ///
@@ -127,34 +125,15 @@ impl Semaphore {
     }
 }
 
-fn take_now(
-    py: Python<'_>,
+fn take(
     semaphore: &warpipe::Semaphore,
     consumer: Option<&Consumer>,
-) -> PyResult<Option<warpipe::Permit>> {
-    let taken = py.detach(|| match consumer {
-        Some(consumer) => semaphore.try_acquire(consumer.linked()),
-        None => semaphore.try_acquire_host(),
-    });
-    Ok(taken.map_err(Fault::from)?)
-}
-
-/// Keeps its place in the queue while it checks for signals and for the semaphore's close. At the
-/// end it leaves the queue; a permit that has come by then is passed on.
-fn line_up(
-    py: Python<'_>,
-    handle: &CloseableHandle<warpipe::Semaphore>,
-    consumer: Option<&Consumer>,
-    timeout: Duration,
-) -> PyResult<warpipe::Permit> {
-    let semaphore = handle.get()?;
-    let goes_on = || handle.get().map(drop);
-    waiting(py, Some(timeout), goes_on, |wait| {
-        Ok(match consumer {
-            Some(consumer) => semaphore.acquire(consumer.linked(), wait)?,
-            None => semaphore.acquire_host(wait)?,
-        })
-    })
+    wait: Wait<'_>,
+) -> Result<warpipe::Permit, Error> {
+    match consumer {
+        Some(consumer) => semaphore.acquire(consumer.linked(), wait),
+        None => semaphore.acquire_host(wait),
+    }
 }
 
 #[pymethods]
@@ -272,12 +251,11 @@ impl Semaphore {
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Permit> {
         let (semaphore, consumer) = (self.handle.get()?, self.consumer(py, stream)?);
-        let timeout = optional(timeout, "timeout")?.unwrap_or(VERY_LONG);
-        if let Some(permit) = take_now(py, &semaphore, consumer.as_ref())? {
-            return self.permit(py, permit, consumer);
-        }
-        drop(semaphore);
-        let permit = line_up(py, &self.handle, consumer.as_ref(), timeout)?;
+        let timeout = optional(timeout, "timeout")?;
+        let goes_on = || self.handle.get().map(drop);
+        let permit = waiting(py, timeout, goes_on, |wait| {
+            Ok(take(&semaphore, consumer.as_ref(), wait)?)
+        })?;
         self.permit(py, permit, consumer)
     }
 
@@ -291,7 +269,10 @@ impl Semaphore {
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Option<Permit>> {
         let (semaphore, consumer) = (self.handle.get()?, self.consumer(py, stream)?);
-        take_now(py, &semaphore, consumer.as_ref())?
+        let taken = py.detach(|| take(&semaphore, consumer.as_ref(), Duration::ZERO.into()));
+        taken
+            .optional()
+            .map_err(Fault::from)?
             .map(|permit| self.permit(py, permit, consumer))
             .transpose()
     }

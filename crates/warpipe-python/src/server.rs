@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pyo3::prelude::*;
+use warpipe::OptionalExtension;
 
 use crate::closeable::Closeable;
 use crate::copies::Copies;
@@ -169,7 +170,11 @@ impl Server {
     ///
     /// Raises as ``accept``, without the timeout.
     fn try_accept(&self, py: Python<'_>) -> PyResult<Option<Py<Request>>> {
-        let take = |server: &mut warpipe::Server| server.try_accept(&self.context.stream);
+        let take = |server: &mut warpipe::Server| {
+            server
+                .accept(&self.context.stream, Duration::ZERO)
+                .optional()
+        };
         self.inbox
             .try_next(py, take, |request| self.request(py, request))
     }

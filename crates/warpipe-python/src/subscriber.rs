@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use pyo3::exceptions::PyStopIteration;
 use pyo3::prelude::*;
+use warpipe::OptionalExtension;
 
 use crate::closeable::Closeable;
 use crate::detached::OwnStream;
@@ -55,8 +56,7 @@ impl Subscriber {
         timeout: Option<Duration>,
         waited: Option<Duration>,
     ) -> PyResult<Py<Frame>> {
-        let take =
-            |inner: &mut warpipe::Subscriber, limit| inner.receive_timeout(&self.stream, limit);
+        let take = |inner: &mut warpipe::Subscriber, limit| inner.receive(&self.stream, limit);
         self.inbox
             .next(py, timeout, waited, "a sample of", take, |sample| {
                 self.frame(py, sample)
@@ -206,7 +206,9 @@ impl Subscriber {
     ///
     /// Raises as ``receive``, without the timeout.
     fn try_receive(&self, py: Python<'_>) -> PyResult<Option<Py<Frame>>> {
-        let take = |subscriber: &mut warpipe::Subscriber| subscriber.try_receive(&self.stream);
+        let take = |subscriber: &mut warpipe::Subscriber| {
+            subscriber.receive(&self.stream, Duration::ZERO).optional()
+        };
         self.inbox
             .try_next(py, take, |sample| self.frame(py, sample))
     }

@@ -11,7 +11,7 @@ use crate::device::Device;
 use crate::domain::Domain;
 use crate::errors::Fault;
 use crate::shared_memory::SharedMemory;
-use crate::wait::{attach, in_slices, late, none_if_late, optional};
+use crate::wait::{attach, optional, waiting};
 
 /// Names memory of a process on this machine: a text that can be sent through a file, a pipe, an
 /// environment variable, or pickled. It is no secret and grants no access: the owner checks each
@@ -74,18 +74,13 @@ impl Ticket {
     #[pyo3(signature = (path, *, wait = Some(0.0)), text_signature = "(path, *, wait=0.0)")]
     fn read_file(py: Python<'_>, path: PathBuf, wait: Option<f64>) -> PyResult<Ticket> {
         let wait = optional(wait, "wait")?;
-        if wait.is_some_and(|wait| wait.is_zero()) {
-            return Ok(Ticket {
-                inner: warpipe::Ticket::read_file(&path).map_err(Fault::from)?,
-            });
-        }
-        let found = in_slices(py, wait, |slice| {
-            none_if_late(warpipe::Ticket::read_file_timeout(&path, slice))
-        })?;
-        Ok(Ticket {
-            inner: found
-                .ok_or_else(|| late(format!("the ticket file {}", path.display()), wait))?,
-        })
+        let inner = waiting(
+            py,
+            wait,
+            || Ok(()),
+            |wait| Ok(warpipe::Ticket::read_file(&path, wait)?),
+        )?;
+        Ok(Ticket { inner })
     }
 
     /// Writes it to a file, whole or not at all (``rename(2)``).
@@ -142,7 +137,7 @@ impl Ticket {
             optional(wait, "wait")?,
         );
         let ticket = self.inner.clone();
-        let memory = attach(py, wait, move |slice| ticket.open_timeout(&device, slice))?;
+        let memory = attach(py, wait, move |slice| ticket.open(&device, slice))?;
         SharedMemory::make(py, memory)
     }
 

@@ -151,8 +151,10 @@ impl Timeline {
             .transpose()?;
         let goes_on = || self.handle.get().map(drop);
         waiting(py, Some(HELD_UP), goes_on, |wait| {
-            let stream = consumer.as_ref().map(Consumer::followed).transpose()?;
-            Ok(timeline.signal_within(stream, value, wait)?)
+            Ok(match &consumer {
+                Some(consumer) => timeline.signal(consumer.followed()?, value, wait)?,
+                None => timeline.signal_now(value, wait)?,
+            })
         })
     }
 

@@ -94,7 +94,6 @@ pub fn waiting<T: Send>(
     goes_on: impl Fn() -> Outcome<()> + Send + Sync,
     call: impl FnOnce(Wait<'_>) -> Outcome<T> + Send,
 ) -> PyResult<T> {
-    py.check_signals()?;
     let (done, end) = py.detach(|| {
         let end = RefCell::new(None);
         let cancelled = || {
@@ -256,7 +255,7 @@ pub fn none_if_late<T>(result: Result<T, Error>) -> Outcome<Option<T>> {
     match result {
         Ok(found) => Ok(Some(found)),
         Err(Error::Timeout { what, .. }) => {
-            WANTED.set(Some(what));
+            WANTED.set((!what.is_empty()).then_some(what));
             Ok(None)
         }
         Err(error) => Err(error.into()),

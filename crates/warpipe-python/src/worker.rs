@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pyo3::prelude::*;
+use warpipe::OptionalExtension;
 
 use crate::closeable::Closeable;
 use crate::copies::Copies;
@@ -47,8 +48,7 @@ impl Worker {
         timeout: Option<Duration>,
         waited: Option<Duration>,
     ) -> PyResult<Py<Lease>> {
-        let take =
-            |inner: &mut warpipe::Worker, limit| inner.lease_timeout(&self.context.stream, limit);
+        let take = |inner: &mut warpipe::Worker, limit| inner.lease(&self.context.stream, limit);
         self.inbox
             .next(py, timeout, waited, "a job of", take, |lease| {
                 Py::new(py, Lease::parts(lease, &self.context))
@@ -90,7 +90,7 @@ impl Worker {
             .domain(&domain)
             .device(&device)
             // In slices, with a look at the signals in between.
-            .timeout(patience.unwrap_or(SLICE).min(SLICE))
+            .answer_timeout(patience.unwrap_or(SLICE).min(SLICE))
             .memory_limit(memory_limit)
             .handshake_timeout(seconds(handshake_timeout, "handshake_timeout")?);
         let spin = optional(spin, "spin")?.map(|spin| spin.min(SLICE));
@@ -167,7 +167,11 @@ impl Worker {
     ///
     /// Raises as ``lease``, without the timeout.
     fn try_lease(&self, py: Python<'_>) -> PyResult<Option<Py<Lease>>> {
-        let take = |worker: &mut warpipe::Worker| worker.try_lease(&self.context.stream);
+        let take = |worker: &mut warpipe::Worker| {
+            worker
+                .lease(&self.context.stream, Duration::ZERO)
+                .optional()
+        };
         self.inbox.try_next(py, take, |lease| {
             Py::new(py, Lease::parts(lease, &self.context))
         })

@@ -24,6 +24,7 @@
 mod stage;
 
 use std::process::ExitCode;
+use std::time::Duration;
 use std::time::Instant;
 
 use rustix::mm::{MapFlags, ProtFlags};
@@ -189,7 +190,10 @@ impl Bench {
     /// Maps the exporter's memory, and verifies that each side reads what the other writes.
     fn open(&self, stage: &Stage, talk: &mut Talk) -> Outcome<SharedMemory> {
         talk.tell(self.bytes)?;
-        let theirs = talk.hear()?.parse::<Ticket>()?.open(&stage.device)?;
+        let theirs = talk
+            .hear()?
+            .parse::<Ticket>()?
+            .open(&stage.device, Duration::ZERO)?;
         theirs.used_on(&self.stream);
         self.pinned.write_pattern();
         self.copies([theirs.ptr(), self.pinned.address], 1)?;

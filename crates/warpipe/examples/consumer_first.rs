@@ -54,7 +54,7 @@ fn consume(
         .wait_for_publisher(Some(PATIENCE))
         .build()?;
     let greeting = subscriber
-        .receive(&stage.device.stream()?)?
+        .receive(&stage.device.stream()?, PATIENCE)?
         .to_vec(PATIENCE)?;
     ensure(greeting == GREETING, || {
         format!("received {:?}", String::from_utf8_lossy(&greeting))

@@ -169,7 +169,7 @@ fn kill_and_clean_up(
     errors.recv_timeout(PATIENCE)??;
     let (mut whole, mut lost) = (0, 0);
     loop {
-        match frames.receive(stream) {
+        match frames.receive(stream, PATIENCE) {
             Ok(frame) => match frame.finish(PATIENCE) {
                 Ok(()) => whole += 1,
                 Err(Error::SampleLost { .. }) => lost += 1,
@@ -205,7 +205,7 @@ impl Worker {
         let builder = Subscriber::builder(frames_of(name).as_str())
             .domain(&stage.domain)
             .device(&stage.device);
-        let frames = builder.timeout(PATIENCE).build()?;
+        let frames = builder.build()?;
         Ok(Worker {
             name: name.to_owned(),
             actor,
@@ -217,7 +217,7 @@ impl Worker {
     /// Receives `count` frames, and checks the number of each and every word.
     fn verify(&mut self, stream: &Stream, count: u64) -> Outcome<u64> {
         for _ in 0..count {
-            let frame = self.frames.receive(stream)?;
+            let frame = self.frames.receive(stream, PATIENCE)?;
             self.received += 1;
             let number = self.received;
             ensure(frame.sequence() == number, || {

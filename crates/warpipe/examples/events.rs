@@ -69,7 +69,7 @@ fn record(stage: &Stage, event: &Event) -> Outcome {
     // SAFETY: the memory has WORDS words, and is read by the child only behind the event that is
     // recorded next.
     unsafe { warpipe_kernels::slow_fill(&stream, memory.ptr(), WORDS, SEED, SLOW)? };
-    event.record(&stream)?;
+    event.record(&stream, PATIENCE)?;
     talk.tell("recorded")?; // record first: an earlier wait fails with `EventNotRecorded`
     child.finish()
 }
@@ -77,7 +77,10 @@ fn record(stage: &Stage, event: &Event) -> Outcome {
 fn wait(stage: &Stage, mut talk: Talk) -> Outcome<String> {
     warpipe_kernels::preload(&stage.device)?;
     let event = Event::open(&talk.hear()?.parse::<EventHandle>()?, &stage.device)?;
-    let memory = talk.hear()?.parse::<Ticket>()?.open(&stage.device)?;
+    let memory = talk
+        .hear()?
+        .parse::<Ticket>()?
+        .open(&stage.device, Duration::ZERO)?;
     let wrong = Memory::allocate(&stage.device, 8)?; // a counter, zero so far
     let stream = stage.device.stream()?;
     never_recorded(&event)?;
@@ -153,7 +156,7 @@ fn die(stage: &Stage, mut talk: Talk) -> Outcome<String> {
     let event = Event::open(&talk.hear()?.parse::<EventHandle>()?, &stage.device)?;
     let stream = stage.device.stream()?;
     warpipe_kernels::spin(&stream, ENDLESS)?;
-    event.record(&stream)?;
+    event.record(&stream, PATIENCE)?;
     talk.tell("recorded")?;
     talk.hear()?; // which the parent never says
     Err("this process should have been killed".into())

@@ -65,7 +65,7 @@ fn consume(stage: &Stage) -> Outcome<String> {
         .wait_for_publisher(Some(PATIENCE))
         .build()?;
     let stream = stage.device.stream()?;
-    let tensor = subscriber.receive(&stream)?;
+    let tensor = subscriber.receive(&stream, PATIENCE)?;
 
     // A kernel would read the tensor at `tensor.ptr()`; this check runs on the CPU and copies it.
     ensure(tensor.layout().shape() == [COUNT], || {

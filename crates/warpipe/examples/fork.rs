@@ -20,6 +20,7 @@ mod stage;
 
 use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{
@@ -99,7 +100,7 @@ fn parent(stage: &Stage, child: Forked, mut talk: Talk) -> Outcome<String> {
 
 fn child(stage: &Stage, mut talk: Talk) -> Outcome<String> {
     let ticket: Ticket = talk.hear()?.parse()?;
-    let memory = ticket.open(&stage.device)?;
+    let memory = ticket.open(&stage.device, Duration::ZERO)?;
     let stream = stage.device.stream()?;
     memory.used_on(&stream);
     // SAFETY: the memory has COUNT floats, which the parent does not touch until it hears that they

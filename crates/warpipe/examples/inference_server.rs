@@ -100,7 +100,7 @@ struct Model {
 impl Model {
     fn open(stage: &Stage) -> Outcome<Model> {
         // By name; a ticket that was sent as a text would do as well.
-        let weights = Ticket::to(&stage.domain, WEIGHTS)?.open_timeout(&stage.device, PATIENCE)?;
+        let weights = Ticket::to(&stage.domain, WEIGHTS)?.open(&stage.device, PATIENCE)?;
         let floats = layers()
             .map(|(_, bias, _, outputs)| bias + outputs)
             .last()

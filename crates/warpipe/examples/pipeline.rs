@@ -67,7 +67,6 @@ fn subscriber(stage: &Stage, name: &str, reconnect: bool) -> Result<Subscriber> 
         .device(&stage.device);
     builder
         .wait_for_publisher(Some(PATIENCE))
-        .timeout(PATIENCE)
         .reconnect(reconnect)
         .build()
 }
@@ -97,7 +96,7 @@ fn filter(stage: &Stage) -> Outcome<String> {
     doubled.wait_for_subscribers(1, PATIENCE)?;
     let stream = stage.device.stream()?;
     let mut frames = 0;
-    for input in numbers.samples(&stream) {
+    for input in numbers.samples(&stream, PATIENCE) {
         let input = input?;
         let mut output = doubled.loan(input.layout())?;
         output.set_metadata(input.metadata())?;
@@ -132,7 +131,7 @@ fn sink(stage: &Stage, filters: &mut Vec<Actor>) -> Outcome<String> {
     let stream = stage.device.stream()?;
     let (mut next, mut verified, mut lost, mut restarts) = (0, 0, 0, 0);
     while next < FRAMES {
-        let frame = doubled.receive(&stream)?;
+        let frame = doubled.receive(&stream, PATIENCE)?;
         if let Some(previous) = frame.discontinuity().and_then(|gap| gap.previous) {
             println!(
                 "the filter is another one now; the one before was process {}",

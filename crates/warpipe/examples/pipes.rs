@@ -28,6 +28,7 @@ mod stage;
 
 use std::os::fd::AsFd;
 use std::process::{ExitCode, Stdio};
+use std::time::Duration;
 
 use stage::talk::Talk;
 use stage::{Actor, Outcome, PATIENCE, Stage, ensure, play};
@@ -156,7 +157,11 @@ fn by_handle(stage: &Stage, stream: &Stream, handle: &LegacyHandle) -> Outcome<[
 }
 
 fn by_ticket(stage: &Stage, ticket: &Ticket) -> Outcome<[i64; 2]> {
-    values(&ticket.open(&stage.device)?.to_vec(PATIENCE)?)
+    values(
+        &ticket
+            .open(&stage.device, Duration::ZERO)?
+            .to_vec(PATIENCE)?,
+    )
 }
 
 fn values(bytes: &[u8]) -> Outcome<[i64; 2]> {

@@ -52,7 +52,7 @@ fn borrow(stage: &Stage) -> Outcome<String> {
     let stream = stage.device.stream()?;
     for number in 0..BLOCKS {
         let block = LentBuffer::open(
-            &Ticket::read_file(ticket_file(stage, number))?,
+            &Ticket::read_file(ticket_file(stage, number), Duration::ZERO)?,
             &stage.device,
         )?;
         ensure(holds(&block.to_vec(PATIENCE)?, number, 0), || {
@@ -73,7 +73,10 @@ fn borrow(stage: &Stage) -> Outcome<String> {
 /// Takes the first block, begins to write into it, and is killed.
 fn hold(stage: &Stage) -> Outcome<String> {
     let stream = stage.device.stream()?;
-    let block = LentBuffer::open(&Ticket::read_file(ticket_file(stage, 0))?, &stage.device)?;
+    let block = LentBuffer::open(
+        &Ticket::read_file(ticket_file(stage, 0), Duration::ZERO)?,
+        &stage.device,
+    )?;
     block.used_on(&stream);
     // SAFETY: as in `borrow`.
     unsafe {
@@ -118,7 +121,7 @@ fn lend_and_get_back(stage: &Stage, pool: &Pool) -> Outcome {
     let stream = stage.device.stream()?;
     let mut blocks = Vec::new();
     for number in 0..BLOCKS {
-        let block = pool.allocate(BLOCK)?;
+        let block = pool.allocate(BLOCK, Duration::ZERO)?;
         fill(&block, &stream, number)?;
         blocks.push(block);
     }
@@ -129,7 +132,7 @@ fn lend_and_get_back(stage: &Stage, pool: &Pool) -> Outcome {
             .lend(Access::ReadWrite)?
             .write_file(ticket_file(stage, number))?;
     }
-    let refused = pool.allocate(BLOCK).err();
+    let refused = pool.allocate(BLOCK, Duration::ZERO).err();
     ensure(matches!(refused, Some(Error::MemoryLimit { .. })), || {
         format!("a full pool said {refused:?}")
     })?;
@@ -147,7 +150,7 @@ fn lend_and_get_back(stage: &Stage, pool: &Pool) -> Outcome {
 
 fn take_back_from_the_dead(stage: &Stage, pool: &Pool) -> Outcome {
     let members = Members::builder().domain(&stage.domain).build()?;
-    let block = pool.allocate(BLOCK)?;
+    let block = pool.allocate(BLOCK, Duration::ZERO)?;
     block
         .lend(Access::ReadWrite)?
         .write_file(ticket_file(stage, 0))?;
@@ -159,14 +162,14 @@ fn take_back_from_the_dead(stage: &Stage, pool: &Pool) -> Outcome {
     // The owner drops its handle: now the block is the borrower's alone, and stays so.
     drop(block);
     show("held by the doomed", &pool.stats(), [0, BLOCK])?;
-    let refused = pool.allocate(LIMIT).err();
+    let refused = pool.allocate(LIMIT, Duration::ZERO).err();
     ensure(matches!(refused, Some(Error::MemoryLimit { .. })), || {
         format!("with a block lent, all: {refused:?}")
     })?;
     println!("killing the doomed, process {}", doomed.pid());
     doomed.kill()?;
     // All of the pool: this needs the dead borrower's block, and waits for it.
-    let all = pool.allocate_within(LIMIT, PATIENCE)?;
+    let all = pool.allocate(LIMIT, PATIENCE)?;
     show("taken back", &pool.stats(), [LIMIT, 0])?;
     let stream = stage.device.stream()?;
     fill(&all, &stream, LAST)?;

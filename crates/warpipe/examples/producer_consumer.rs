@@ -21,6 +21,7 @@ mod stage;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use stage::{Outcome, PATIENCE, Stage, ensure, play};
 use warpipe::{Memory, Ticket};
@@ -70,7 +71,7 @@ fn produce(stage: &Stage) -> Outcome<String> {
 
     // Dropping `published` admits no further process. The consumer returns the ticket to confirm
     // that it has the memory.
-    let returned = Ticket::read_file_timeout(&received, PATIENCE)?;
+    let returned = Ticket::read_file(&received, PATIENCE)?;
     std::fs::remove_file(file)?;
     std::fs::remove_file(received)?;
     ensure(returned == ticket, || {
@@ -85,10 +86,10 @@ fn produce(stage: &Stage) -> Outcome<String> {
 fn consume(stage: &Stage) -> Outcome<String> {
     let (file, received) = files(stage);
     println!("looking for {}", file.display());
-    let ticket = Ticket::read_file_timeout(&file, PATIENCE)?;
+    let ticket = Ticket::read_file(&file, PATIENCE)?;
     // From here on the memory stays, even if the producer ends. A ticket that an earlier producer
     // has left behind gives an error that says so.
-    let memory = ticket.open(&stage.device)?;
+    let memory = ticket.open(&stage.device, Duration::ZERO)?;
     ticket.write_file(received)?;
 
     // A kernel would read it at `memory.ptr()`; this check runs on the CPU and copies it.

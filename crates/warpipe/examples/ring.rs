@@ -82,7 +82,7 @@ fn read(stage: &Stage) -> Outcome<String> {
     let stream = stage.device.stream()?;
     let (mut frames, mut waits) = (0, 0);
     // The iterator ends when the sender has closed gracefully and every frame has been received.
-    for frame in subscriber.samples(&stream) {
+    for frame in subscriber.samples(&stream, PATIENCE) {
         let frame = frame?;
         frames += 1;
         ensure(frame.sequence() == frames, || {

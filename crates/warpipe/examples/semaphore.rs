@@ -100,7 +100,7 @@ fn keep(stage: &Stage) -> Outcome<String> {
 }
 
 fn take_part(stage: &Stage) -> Outcome<String> {
-    let open = |name, device| Ticket::to(&stage.domain, name)?.open(device);
+    let open = |name, device| Ticket::to(&stage.domain, name)?.open(device, Duration::ZERO);
     let numbers: SharedMemory = open("numbers", &stage.device)?;
     let counts = Counts(open("counts", &Device::host())?);
     let region = Semaphore::opener("region")
@@ -118,7 +118,7 @@ fn take_part(stage: &Stage) -> Outcome<String> {
         .domain(&stage.domain)
         .device(&stage.device)
         .build()?;
-    start.receive_timeout(&stream, PATIENCE)?.finish(PATIENCE)?;
+    start.receive(&stream, PATIENCE)?.finish(PATIENCE)?;
 
     let is_with = stage.option("--without").is_none();
     numbers.used_on(&stream);

@@ -108,7 +108,7 @@ fn steady(stage: &Stage) -> Outcome<String> {
     });
     let stream = stage.device.stream()?;
     for round in 1_u64.. {
-        let block = open_pool(stage)?.allocate_within(BYTES, PATIENCE)?;
+        let block = open_pool(stage)?.allocate(BYTES, PATIENCE)?;
         block.used_on(&stream);
         // SAFETY: the block is this process's, and has WORDS words.
         unsafe { warpipe_kernels::fill(&stream, block.ptr(), WORDS, round)? };
@@ -135,9 +135,9 @@ fn steady(stage: &Stage) -> Outcome<String> {
 /// Asks for more than its quota.
 fn greedy(stage: &Stage) -> Outcome<String> {
     let pool = open_pool(stage)?;
-    let _all = pool.allocate_within(BYTES, PATIENCE)?;
+    let _all = pool.allocate(BYTES, PATIENCE)?;
     for timeout in [Duration::ZERO, Duration::from_millis(50)] {
-        let more = pool.allocate_within(8, timeout).map(drop);
+        let more = pool.allocate(8, timeout).map(drop);
         let is_refused = matches!(
             more,
             Err(Error::QuotaExceeded {
@@ -156,7 +156,7 @@ fn greedy(stage: &Stage) -> Outcome<String> {
 /// a GPU its context alone (`CUDA_ERROR_ILLEGAL_ADDRESS`).
 fn trespass(stage: &Stage) -> Outcome<String> {
     let stream = stage.device.stream()?;
-    let block = open_pool(stage)?.allocate_within(BYTES, PATIENCE)?;
+    let block = open_pool(stage)?.allocate(BYTES, PATIENCE)?;
     block.used_on(&stream);
     let behind = first_unmapped(block.ptr() + BYTES)?;
     // SAFETY: none. The word is not this process's, nor any other's: the MMU stops the write. That
@@ -193,7 +193,7 @@ fn first_unmapped(start: u64) -> Outcome<u64> {
 /// Begins to write its block, and is killed.
 fn be_killed(stage: &Stage) -> Outcome<String> {
     let stream = stage.device.stream()?;
-    let block: LentBuffer = open_pool(stage)?.allocate_within(BYTES, PATIENCE)?;
+    let block: LentBuffer = open_pool(stage)?.allocate(BYTES, PATIENCE)?;
     block.used_on(&stream);
     // SAFETY: the block is this process's, and has WORDS words.
     unsafe {
@@ -343,7 +343,7 @@ fn broker(stage: &Stage) -> Outcome<String> {
     })?;
     doomed.kill()?;
     // The other user has its quota in use. So there is room when the death is proven, not before.
-    let block = pool.allocate_within(BYTES, PATIENCE)?;
+    let block = pool.allocate(BYTES, PATIENCE)?;
     let bytes = block.to_vec(PATIENCE)?;
     ensure(bytes.iter().all(|&byte| byte == 0), || {
         "memory of the dead was not cleared".into()

@@ -106,7 +106,7 @@ fn read(stage: &Stage) -> Result<Seen> {
     let stream = stage.device.stream()?;
     let mut seen = Seen::new();
     for number in 1..=FRAMES {
-        let frame = subscriber.receive(&stream)?;
+        let frame = subscriber.receive(&stream, PATIENCE)?;
         let bytes = frame.to_vec(PATIENCE)?;
         seen.push((frame.ptr(), bytes == [number as u8; BYTES]));
     }

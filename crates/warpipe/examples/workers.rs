@@ -51,12 +51,12 @@ fn work(stage: &Stage) -> Outcome<String> {
         .device(&stage.device);
     let mut worker = builder
         .wait_for_queue(Some(PATIENCE))
-        .timeout(PATIENCE)
+        .answer_timeout(PATIENCE)
         .build()?;
     let stream = stage.device.stream()?;
     let mut tasks = 0;
     loop {
-        let task = match worker.lease(&stream) {
+        let task = match worker.lease(&stream, PATIENCE) {
             Ok(task) => task,
             Err(Error::PeerGone { .. }) => {
                 return Ok(format!("process {} took {tasks} tasks", std::process::id()));

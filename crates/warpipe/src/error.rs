@@ -376,9 +376,9 @@ pub enum Error {
         reason: String,
     },
     /// A wait ran out.
-    #[error("{what} did not come within {waited:?}")]
+    #[error("{} did not come within {waited:?}", if what.is_empty() { "the awaited event" } else { what })]
     Timeout {
-        /// The awaited event.
+        /// The awaited event. Empty for a call that was not to wait.
         what: String,
         /// The timeout.
         waited: Duration,

@@ -183,7 +183,7 @@ pub use sync::event::{Event, EventBuilder, EventHandle, Recording};
 pub use sync::semaphore::{Permit, Semaphore, SemaphoreBuilder};
 pub use sync::timeline::{Timeline, TimelineBuilder};
 pub use tensor::{DType, Layout, RANK_MAX};
-pub use wait::Wait;
+pub use wait::{OptionalExtension, Wait};
 
 /// Tests the examples of the README.
 #[cfg(doctest)]

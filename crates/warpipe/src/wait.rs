@@ -1,45 +1,68 @@
 //! How long a call may wait, and what else ends the wait.
 
+use std::cell::Cell;
 use std::fmt;
 use std::time::{Duration, Instant};
+
+use crate::error::{Error, Result};
 
 /// How often a wait looks whether it is cancelled.
 const SLICE: Duration = Duration::from_millis(50);
 
-/// How long a call may wait, and what else ends the wait. A `Duration` is one, from the call on.
+/// How long a call may wait, and what else ends the wait. A `Duration` is one, from the call on;
+/// `Duration::ZERO` asks for what is there.
+///
+/// A call that its wait ended returns [`Error::Timeout`] and has had no effect: it has taken
+/// nothing, and memory that was handed to it is in the error. After a wait of zero that error costs
+/// next to nothing, so it can be polled with.
 ///
 /// ```
-/// use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+/// use std::cell::Cell;
 /// use std::time::Duration;
-/// use warpipe::Wait;
+/// use warpipe::{Device, Domain, Error, OptionalExtension, Publisher, Subscriber, Wait};
+/// # let folder = std::env::temp_dir().join(format!("warpipe-wait-{}", std::process::id()));
+/// # let (domain, device) = (Domain::at(&folder)?, Device::host());
+/// # let stream = device.stream()?;
 ///
-/// let is_cancelled = AtomicBool::new(false);
-/// let cancelled = || is_cancelled.load(Relaxed);
+/// let publisher = Publisher::builder("a").domain(&domain).device(&device).build()?;
+/// let mut subscriber = Subscriber::builder("a").domain(&domain).device(&device).build()?;
+/// assert!(subscriber.receive(&stream, Duration::ZERO).optional()?.is_none());
+///
+/// let looks = Cell::new(0);
+/// let cancelled = || looks.replace(looks.get() + 1) == 1; // a flag of yours
 /// let wait = Wait::at_most(Duration::MAX).unless(&cancelled);
-/// assert!(!wait.is_over());
-/// is_cancelled.store(true, Relaxed);
-/// assert!(wait.is_over() && Wait::from(Duration::ZERO).is_over());
+/// assert!(matches!(subscriber.receive(&stream, wait), Err(Error::Timeout { .. })));
+/// # drop((subscriber, publisher)); std::fs::remove_dir_all(folder).ok();
+/// # Ok::<(), Error>(())
 /// ```
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub struct Wait<'a> {
     limit: Duration,
-    /// `None` beyond the range of the clock.
+    /// `None` beyond the range of the clock, and where the limit is zero.
     deadline: Option<Instant>,
     cancelled: Option<&'a dyn Fn() -> bool>,
+    /// When `cancelled` is due to be called. `None`: at once.
+    next_look: Cell<Option<Instant>>,
 }
 
 impl<'a> Wait<'a> {
     /// A wait of at most this long from now on; [`Duration::MAX`] has no end.
     pub fn at_most(limit: Duration) -> Wait<'a> {
+        let deadline = match limit.is_zero() {
+            true => None,
+            false => Instant::now().checked_add(limit),
+        };
         Wait {
             limit,
-            deadline: Instant::now().checked_add(limit),
+            deadline,
             cancelled: None,
+            next_look: Cell::new(None),
         }
     }
 
     /// This wait, which also ends when `cancelled` returns true, with the same result as the end of
-    /// the time. It is called about every 50 ms, or more often, while no lock is held.
+    /// the time. It is called before the first sleep, then every 50 ms, while no lock is held.
+    /// Once it has returned true, nothing is taken from a ring or a queue.
     pub fn unless(self, cancelled: &'a dyn Fn() -> bool) -> Wait<'a> {
         Wait {
             cancelled: Some(cancelled),
@@ -48,57 +71,92 @@ impl<'a> Wait<'a> {
     }
 
     /// This wait, from now on for at most this long.
-    pub(crate) fn no_longer_than(self, limit: Duration) -> Wait<'a> {
-        let capped = Wait::at_most(self.time_left().min(limit));
-        Wait {
-            cancelled: self.cancelled,
-            ..capped
-        }
+    pub(crate) fn no_longer_than(&self, limit: Duration) -> Wait<'a> {
+        self.cancellable_within(self.time_left().min(limit))
     }
 
     /// A wait of this long that this one's cancellation ends, too: for an answer that comes soon.
-    pub(crate) fn cancellable_within(self, limit: Duration) -> Wait<'a> {
+    pub(crate) fn cancellable_within(&self, limit: Duration) -> Wait<'a> {
         Wait {
             cancelled: self.cancelled,
+            next_look: self.next_look.clone(),
             ..Wait::at_most(limit)
         }
     }
 
     /// The limit that the wait began with.
-    pub fn limit(&self) -> Duration {
+    pub(crate) fn limit(&self) -> Duration {
         self.limit
     }
 
-    /// Whether the time is over, or the wait is cancelled.
-    pub fn is_over(&self) -> bool {
-        self.left().is_zero()
-    }
-
-    /// The time that is left; zero once the wait is cancelled.
-    pub(crate) fn left(&self) -> Duration {
-        match self.is_cancelled() {
-            true => Duration::ZERO,
-            false => self.time_left(),
-        }
-    }
-
-    pub(crate) fn is_cancelled(&self) -> bool {
-        self.cancelled.is_some_and(|cancelled| cancelled())
-    }
-
-    /// As [`left`](Self::left), without a look whether the wait is cancelled.
+    /// The time that is left, without a look whether the wait is cancelled.
     pub(crate) fn time_left(&self) -> Duration {
-        self.deadline.map_or(Duration::MAX, |deadline| {
-            deadline.saturating_duration_since(Instant::now())
-        })
+        match self.deadline {
+            Some(deadline) => deadline.saturating_duration_since(Instant::now()),
+            None => self.limit,
+        }
     }
 
-    /// How long a sleep may last before the next look; zero once the wait is over.
+    /// How long a sleep may last before the next call of this; zero once the wait is over. Calls
+    /// `cancelled` if that is due, so a caller that polls may call it at each poll.
     pub(crate) fn slice(&self) -> Duration {
-        match self.cancelled {
-            Some(_) => self.left().min(SLICE),
-            None => self.time_left(),
+        let left = self.time_left();
+        let Some(cancelled) = self.cancelled.filter(|_| !left.is_zero()) else {
+            return left;
+        };
+        let now = Instant::now();
+        if let Some(next_look) = self.next_look.get().filter(|next_look| *next_look > now) {
+            return left.min(next_look - now);
         }
+        if cancelled() {
+            self.next_look.set(None);
+            return Duration::ZERO;
+        }
+        // From now on: the call may have run a signal's handler, which takes its time.
+        self.next_look.set(Instant::now().checked_add(SLICE));
+        self.time_left().min(SLICE)
+    }
+
+    /// Whether [`slice`](Self::slice) is zero.
+    pub(crate) fn is_over(&self) -> bool {
+        self.slice().is_zero()
+    }
+
+    /// The error of a call that this wait has ended. A poller throws it away: after a wait of zero
+    /// it does not say `what`, and allocates nothing.
+    pub(crate) fn timed_out(&self, what: impl FnOnce() -> String) -> Error {
+        Error::Timeout {
+            what: match self.limit.is_zero() {
+                true => String::new(),
+                false => what(),
+            },
+            waited: self.limit,
+        }
+    }
+}
+
+/// For callers to whom the end of a wait is no error.
+pub trait OptionalExtension<T> {
+    /// Converts [`Error::Timeout`] to `None`.
+    ///
+    /// # Errors
+    /// Every other error.
+    fn optional(self) -> Result<Option<T>>;
+}
+
+impl<T> OptionalExtension<T> for Result<T> {
+    fn optional(self) -> Result<Option<T>> {
+        match self {
+            Ok(found) => Ok(Some(found)),
+            Err(Error::Timeout { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+impl<'a> From<&Wait<'a>> for Wait<'a> {
+    fn from(wait: &Wait<'a>) -> Self {
+        wait.clone()
     }
 }
 
@@ -115,5 +173,49 @@ impl fmt::Debug for Wait<'_> {
             .field("deadline", &self.deadline)
             .field("can_be_cancelled", &self.cancelled.is_some())
             .finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cancellation_is_asked_before_the_first_sleep_and_not_at_each_poll() {
+        let asked = Cell::new(0);
+        let cancelled = || {
+            asked.set(asked.get() + 1);
+            false
+        };
+        let wait = Wait::at_most(Duration::MAX).unless(&cancelled);
+        assert_eq!(asked.get(), 0);
+        for _ in 0..1000 {
+            assert!((1..=SLICE.as_nanos()).contains(&wait.slice().as_nanos()));
+            assert!(!wait.is_over() && !wait.no_longer_than(SLICE).is_over());
+        }
+        // A second only on a machine that took 50 ms for the loop.
+        assert!(asked.get() < 100, "{}", asked.get());
+        wait.next_look.set(Some(Instant::now()));
+        wait.slice();
+        assert!(asked.get() >= 2);
+    }
+
+    #[test]
+    fn a_wait_that_is_cancelled_stays_over() {
+        let cancelled = || true;
+        let wait = Wait::at_most(Duration::MAX).unless(&cancelled);
+        assert!(wait.is_over() && wait.is_over() && Wait::from(&wait).is_over());
+    }
+
+    #[test]
+    fn a_wait_of_zero_is_over_at_once_and_its_error_allocates_nothing() {
+        let wait = Wait::from(Duration::ZERO);
+        assert!(wait.is_over() && wait.time_left().is_zero());
+        let late = wait.timed_out(|| unreachable!("nothing is formatted"));
+        assert_eq!(
+            late.to_string(),
+            "the awaited event did not come within 0ns"
+        );
+        assert!(matches!(Err::<(), _>(late).optional(), Ok(None)));
     }
 }

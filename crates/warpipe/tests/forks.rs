@@ -165,7 +165,11 @@ fn open_and_close(domain: &Domain, number: usize) {
     let stream = device.stream().unwrap();
     publisher.wait_for_subscribers(1, WAIT).unwrap();
     publisher.send_bytes(&stream, b"x").unwrap();
-    subscriber.receive(&stream).unwrap().finish(WAIT).unwrap();
+    subscriber
+        .receive(&stream, WAIT)
+        .unwrap()
+        .finish(WAIT)
+        .unwrap();
     let timeline = Timeline::builder(&name("timeline"))
         .domain(domain)
         .device(&device)

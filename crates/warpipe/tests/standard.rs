@@ -92,7 +92,7 @@ fn open_everything(folder: &Path) {
     let mut subscriber = none_taken("a subscriber", subscriber);
     publisher.wait_for_subscribers(1, WAIT).unwrap();
     publisher.send_bytes(&stream, b"x").unwrap();
-    let sample = none_taken("a sample", subscriber.receive(&stream).unwrap());
+    let sample = none_taken("a sample", subscriber.receive(&stream, WAIT).unwrap());
     let timeline = Timeline::builder("timeline")
         .domain(domain)
         .device(device)
@@ -156,7 +156,10 @@ fn open_everything(folder: &Path) {
         .device(device)
         .build()
         .unwrap();
-    let _pool = none_taken("a pool", (pool.allocate(4096).unwrap(), pool));
+    let _pool = none_taken(
+        "a pool",
+        (pool.allocate(4096, Duration::ZERO).unwrap(), pool),
+    );
     let ticket = Ticket::to(domain, "nobody").unwrap();
     ticket.write_file(folder.join("ticket")).unwrap();
     none_taken("a ticket's file", ());

@@ -114,7 +114,11 @@ fn open_endpoints(device: &Device) {
     let stream = device.stream().unwrap();
     repeat(move || {
         publisher.send_bytes(&stream, b"a sample").unwrap();
-        drop(subscriber.receive(&stream).unwrap());
+        drop(
+            subscriber
+                .receive(&stream, Duration::from_secs(10))
+                .unwrap(),
+        );
     });
 }
 

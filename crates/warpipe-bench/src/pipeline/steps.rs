@@ -243,12 +243,7 @@ pub fn consume(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let words = Words::open(&device, control.receive_fd()?, LINES)?;
     let (bytes, owner): (u64, DeviceId) = control.hear()?;
     let memory = Memory::import(&device, control.receive_fd()?, bytes, owner)?;
-    let subscriber = |name| {
-        Subscriber::builder(name)
-            .domain(&domain)
-            .device(&device)
-            .timeout(PATIENCE)
-    };
+    let subscriber = |name| Subscriber::builder(name).domain(&domain).device(&device);
     let subscribers = vec![
         subscriber(NAMES[0]).build()?,
         subscriber(NAMES[1]).spin(PATIENCE).build()?,
@@ -348,7 +343,7 @@ impl Consumer {
 
     fn receive(&mut self, which: usize, items: usize) -> anyhow::Result<()> {
         for item in 0..items {
-            let sample = self.subscribers[which].receive(&self.shared.stream)?;
+            let sample = self.subscribers[which].receive(&self.shared.stream, PATIENCE)?;
             self.check(sample.slot_ptr(), item as u64)?;
         }
         Ok(())

@@ -216,7 +216,7 @@ impl SendBench {
             if let [subscriber] = &mut self.subscribers[..] {
                 let mut held = Vec::with_capacity(BURST);
                 for _ in 0..BURST {
-                    let receive = || subscriber.receive_timeout(reader, PATIENCE);
+                    let receive = || subscriber.receive(reader, PATIENCE);
                     held.push(times.time(ReceiveEarly, receive)?);
                 }
                 for sample in held {
@@ -245,7 +245,7 @@ impl SendBench {
         let mut held = Vec::with_capacity(BURST);
         for subscriber in &mut self.subscribers {
             for _ in 0..BURST {
-                let receive = || subscriber.receive_timeout(&self.stream, PATIENCE);
+                let receive = || subscriber.receive(&self.stream, PATIENCE);
                 held.push(times.time(Receive, receive)?);
             }
             held.clear();

@@ -75,7 +75,7 @@ fn a_sample_with_a_copy_that_failed_or_was_given_up_is_released_behind_that_copy
         let loan = publisher.loan(&layout).unwrap();
         let returned = loan.returned();
         loan.send(&receiving).unwrap();
-        let sample = subscriber.receive(&receiving).unwrap();
+        let sample = subscriber.receive(&receiving, LONG).unwrap();
         sample.wait(LONG).unwrap();
         let (tensor, address) = (
             Tensor::new(Tag::Job { number: 1 }, &layout, b""),

@@ -11,7 +11,7 @@ use anyhow::{Context, ensure};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde_json::{Value, json};
 use warpipe::backend::StreamOp;
-use warpipe::{Device, Error, Receipt, Sample, Stream, Subscriber, clock};
+use warpipe::{Device, Error, OptionalExtension, Receipt, Sample, Stream, Subscriber, clock};
 
 use super::child::{Child, ChildArgs, tell};
 use super::{DEPTH, ENDPOINT, HELD, PATIENCE, WORK};
@@ -81,7 +81,7 @@ impl Receiving {
                 Err(TryRecvError::Disconnected) => return Ok(()),
                 Err(TryRecvError::Empty) => {}
             }
-            match self.subscriber.try_receive(&self.stream)? {
+            match self.subscriber.receive(&self.stream, Duration::ZERO).optional()? {
                 Some(sample) => self.enqueue_check(sample)?,
                 None => self.wait()?,
             }

@@ -93,7 +93,7 @@ fn both_ways(context: &Context) -> Result<()> {
     peer.ask(&Order::Send(Batch::of(10, WORDS, 100)))?;
     let mut error_counters = context.error_counters()?;
     for sequence in 1..=10 {
-        let sample = subscriber.receive(&stream)?;
+        let sample = subscriber.receive(&stream, PATIENCE)?;
         ensure!(
             sample.sequence() == sequence,
             "sample {} where {sequence} is due",
@@ -119,7 +119,7 @@ fn late_data_is_waited_for(context: &Context) -> Result<()> {
         Batch::of(3, WORDS, 7).slow(Duration::from_millis(40)),
     ))?;
     for _ in 0..3 {
-        let wrong = error_counters.finish(subscriber.receive(&stream)?)?;
+        let wrong = error_counters.finish(subscriber.receive(&stream, PATIENCE)?)?;
         ensure!(
             wrong == 0,
             "{wrong} of {WORDS} words were read before they were written"
@@ -156,7 +156,7 @@ fn without_waits_words_are_wrong(context: &Context) -> Result<()> {
         Payload::of(WORDS, seed)
             .slow(Duration::from_millis(100))
             .send(&publisher, &sending)?;
-        let sample = subscriber.receive(&receiving)?;
+        let sample = subscriber.receive(&receiving, PATIENCE)?;
         let check = error_counters.check_sample(&sample)?.context("a mark")?;
         receiving.synchronize(PATIENCE)?;
         wrong += error_counters.wrong_words(check);
@@ -177,7 +177,7 @@ fn late_signals_are_waited_for(context: &Context) -> Result<()> {
     let mut error_counters = context.error_counters()?;
     for seed in 1..=5 {
         Payload::of(WORDS, seed).send(&publisher, &sending)?;
-        let sample = subscriber.receive(&receiving)?;
+        let sample = subscriber.receive(&receiving, PATIENCE)?;
         let wrong = error_counters.finish(sample)?;
         ensure!(wrong == 0, "{wrong} wrong words");
     }
@@ -193,7 +193,9 @@ fn importers_cannot_write(context: &Context) -> Result<()> {
     Payload::of(WORDS, 5).send(&publisher, &stream)?;
     vandal.send(&Order::Overwrite { subscriber: 0 })?;
     faulted(vandal)?;
-    let wrong = context.error_counters()?.finish(reader.receive(&stream)?)?;
+    let wrong = context
+        .error_counters()?
+        .finish(reader.receive(&stream, PATIENCE)?)?;
     ensure!(wrong == 0, "the vandal changed {wrong} words");
     Ok(())
 }
@@ -236,7 +238,7 @@ fn steady_state_is_free(context: &Context) -> Result<()> {
     let mut hand_over = |count: u64| -> Result<()> {
         for seed in 0..count {
             Payload::of(64, seed).send(&publisher, &sending)?;
-            drop(subscriber.receive(&receiving)?);
+            drop(subscriber.receive(&receiving, PATIENCE)?);
         }
         Ok(receiving.synchronize(PATIENCE)?)
     };

@@ -24,6 +24,7 @@ use crate::PATIENCE;
 use crate::context::{Backend, Context};
 use crate::payload::Payload;
 use crate::peer::{Batch, Order, Peer, PublisherPlan};
+use warpipe::OptionalExtension;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
@@ -74,10 +75,10 @@ impl HeldUp {
         let other = context.publisher("aside").device(&device).build()?;
         let mut aside = context.subscriber("aside").device(&device).build()?;
         other.send_bytes(&stream, b"before")?;
-        aside.receive(&stream)?.finish(PATIENCE)?;
+        aside.receive(&stream, PATIENCE)?.finish(PATIENCE)?;
         drop(other);
         upstream.ask(&Order::SendBehindGate(Batch::of(1, WORDS, 1)))?;
-        let waiting = subscriber.receive(&stream)?;
+        let waiting = subscriber.receive(&stream, PATIENCE)?;
         let builder = context
             .publisher("downstream")
             .device(&device)
@@ -264,7 +265,9 @@ fn joiner(context: &Context) -> Result<()> {
             );
             let mut late = context.subscriber("joined").build()?;
             ensure!(
-                late.try_receive(&receiving)?.is_none(),
+                late.receive(&receiving, Duration::ZERO)
+                    .optional()?
+                    .is_none(),
                 "it is not let in while a sample is on its way"
             );
             Ok(late)
@@ -274,7 +277,7 @@ fn joiner(context: &Context) -> Result<()> {
         sender.join().map_err(|_| anyhow::anyhow!("a panic"))??;
         late
     })?;
-    let sample = late.receive(&receiving)?;
+    let sample = late.receive(&receiving, PATIENCE)?;
     ensure!(
         hook.lock().1 == ["signals begin", "signals end"],
         "{:?}",
@@ -286,7 +289,7 @@ fn joiner(context: &Context) -> Result<()> {
     ensure!(
         context
             .error_counters()?
-            .finish(late.receive(&receiving)?)?
+            .finish(late.receive(&receiving, PATIENCE)?)?
             == 0,
         "what is sent afterwards comes, too"
     );

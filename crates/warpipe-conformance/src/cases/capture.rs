@@ -19,6 +19,7 @@ use crate::context::Context;
 use crate::device_words::{check, fill, wrong_words};
 use crate::graph::{Graphs, Mode};
 use crate::payload::{ErrorCounters, Payload};
+use warpipe::OptionalExtension;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
@@ -85,7 +86,7 @@ fn bystanders(context: &Context) -> Result<()> {
         let stream = context.stream()?;
         for seed in 1..=20 {
             Payload::of(WORDS, seed).send(&publisher, &stream)?;
-            let sample = subscriber.receive(&stream)?;
+            let sample = subscriber.receive(&stream, PATIENCE)?;
             ensure!(
                 sample.to_vec(PATIENCE)?.len() as u64 == 8 * WORDS,
                 "a sample of another length"
@@ -181,7 +182,7 @@ fn refusals(context: &Context) -> Result<()> {
             .build()?,
         Event::builder().domain(domain).device(device).build()?,
     );
-    event.record(&free)?;
+    event.record(&free, PATIENCE)?;
     let semaphore = Semaphore::builder("permits")
         .permits(1)
         .domain(domain)
@@ -192,7 +193,7 @@ fn refusals(context: &Context) -> Result<()> {
         Pool::builder("pool").domain(domain).device(device),
     );
     let pool = pool.build()?;
-    let block = pool.allocate(4096)?;
+    let block = pool.allocate(4096, Duration::ZERO)?;
     let lent = LentBuffer::open(&block.lend(Access::ReadWrite)?, device)?;
 
     graphs.begin(&stream, Mode::Global)?;
@@ -206,14 +207,20 @@ fn refusals(context: &Context) -> Result<()> {
     let failed = loan.send(&stream).err().context("send took the stream")?;
     let loan = failed.sample.context("send kept the loan")?;
     refused("send", Err::<(), _>(failed.error))?;
-    refused("receive", subscriber.receive(&stream))?;
-    refused("try_receive", subscriber.try_receive(&stream))?;
-    refused("signal", timeline.signal(&stream, 1))?;
+    refused("receive", subscriber.receive(&stream, PATIENCE))?;
+    refused(
+        "try_receive",
+        subscriber.receive(&stream, Duration::ZERO).optional(),
+    )?;
+    refused("signal", timeline.signal(&stream, 1, PATIENCE))?;
     refused("a timeline's wait", timeline.wait(&stream, 0))?;
-    refused("record", event.record(&stream))?;
+    refused("record", event.record(&stream, PATIENCE))?;
     refused("an event's wait", event.wait(&stream))?;
     refused("acquire", semaphore.acquire(&stream, PATIENCE))?;
-    refused("try_acquire", semaphore.try_acquire(&stream))?;
+    refused(
+        "try_acquire",
+        semaphore.acquire(&stream, Duration::ZERO).optional(),
+    )?;
     refused(
         "release",
         semaphore.acquire(&free, PATIENCE)?.release(&stream),
@@ -228,7 +235,7 @@ fn refusals(context: &Context) -> Result<()> {
     refused("synchronize", stream.synchronize(PATIENCE))?;
     refused("wait_for", stream.wait_for(&free))?;
     refused("wait_for it", free.wait_for(&stream))?;
-    let sample = subscriber.receive(&free)?;
+    let sample = subscriber.receive(&free, PATIENCE)?;
     refused("wait_on", sample.wait_on(&stream))?;
     ensure!(
         sample.to_vec(PATIENCE)? == b"early",
@@ -236,19 +243,22 @@ fn refusals(context: &Context) -> Result<()> {
     );
     drop(sample);
     ensure!(
-        subscriber.try_receive(&free)?.is_none(),
+        subscriber
+            .receive(&free, Duration::ZERO)
+            .optional()?
+            .is_none(),
         "something was sent all the same"
     );
     let graph = graphs.end(&stream)?;
 
     ensure!(loan.send(&stream)? == 2, "a refused send used a number up");
-    let sample = subscriber.receive(&stream)?;
+    let sample = subscriber.receive(&stream, PATIENCE)?;
     ensure!(
         sample.to_vec(PATIENCE)? == b"late",
         "the sample has changed"
     );
     sample.finish(PATIENCE)?;
-    timeline.signal(&stream, 3)?;
+    timeline.signal(&stream, 3, PATIENCE)?;
     timeline.wait_host(3, PATIENCE)?;
     graph.launch(&stream)?;
     graph.launch(&stream)?;
@@ -262,7 +272,8 @@ fn refusals(context: &Context) -> Result<()> {
     ensure!(event.query()?, "a launch recorded the event");
     let is_free = || {
         semaphore
-            .try_acquire_host()
+            .acquire_host(Duration::ZERO)
+            .optional()
             .is_ok_and(|permit| permit.is_some())
     };
     ensure!(
@@ -285,7 +296,7 @@ fn jobs(context: &Context) -> Result<()> {
     let mut worker = context.worker("jobs").build()?;
     let mut server = context.server("answers").build()?;
     let first = queue.submit_bytes(b"first", &free)?;
-    let (input, answer_handle) = worker.lease(&free)?.split();
+    let (input, answer_handle) = worker.lease(&free, PATIENCE)?.split();
     let mut loan = queue.loan(&Layout::bytes_only(6)?)?;
     loan.write(&free, b"second")?;
     graphs.begin(&stream, Mode::Global)?;
@@ -303,7 +314,7 @@ fn jobs(context: &Context) -> Result<()> {
         .context("submit took the stream")?;
     let loan = failed.loan.context("submit kept the loan")?;
     refused("submit", Err::<(), _>(failed.error))?;
-    refused("lease", worker.lease(&stream))?;
+    refused("lease", worker.lease(&stream, PATIENCE))?;
     refused("accept", server.accept(&stream, Duration::ZERO))?;
     let graph = graphs.end(&stream)?;
 
@@ -313,10 +324,10 @@ fn jobs(context: &Context) -> Result<()> {
     let second = queue.submit(*loan, &stream)?;
     // The worker's stream captures when it drops its lease: that is an answer, too, and the job
     // goes round once more.
-    let lease = worker.lease(&stream)?;
+    let lease = worker.lease(&stream, PATIENCE)?;
     graphs.begin(&stream, Mode::Global)?;
     drop(lease);
-    let again = worker.lease(&free)?;
+    let again = worker.lease(&free, PATIENCE)?;
     ensure!(again.attempt() == 2, "attempt {}", again.attempt());
     drop(graphs.end(&stream)?);
     again.complete(&free)?;
@@ -339,13 +350,13 @@ fn drops(context: &Context) -> Result<()> {
         .domain(domain)
         .device(device)
         .build()?;
-    let block = pool.allocate(4096)?;
+    let block = pool.allocate(4096, Duration::ZERO)?;
     let (stream, go) = held_up(context)?;
     let loan = publisher.loan(&Layout::bytes_only(4)?)?;
     let sent = loan.returned();
     loan.send(&context.stream()?)?;
     let (sample, permit) = (
-        subscriber.receive(&stream)?,
+        subscriber.receive(&stream, PATIENCE)?,
         semaphore.acquire(&stream, PATIENCE)?,
     );
     block.used_on(&stream);
@@ -356,7 +367,7 @@ fn drops(context: &Context) -> Result<()> {
     graphs.begin(&stream, Mode::Global)?;
     drop((sample, permit, block, unsent));
     let is_back = || -> Result<[bool; 4]> {
-        let permit = semaphore.try_acquire_host()?;
+        let permit = semaphore.acquire_host(Duration::ZERO).optional()?;
         Ok([
             sent.is_back()?,
             loaned.is_back()?,
@@ -383,7 +394,7 @@ fn drops(context: &Context) -> Result<()> {
     );
     // The link has not been closed because of it.
     publisher.send_bytes(&stream, b"next")?;
-    subscriber.receive(&stream)?.finish(PATIENCE)?;
+    subscriber.receive(&stream, PATIENCE)?.finish(PATIENCE)?;
     Ok(())
 }
 
@@ -426,11 +437,11 @@ fn default_stream(context: &Context) -> Result<()> {
     let mut subscriber = context.subscriber("frames").build()?;
     graphs.begin(&blocking, Mode::Global)?;
     refused("send_bytes", publisher.send_bytes(&default, b"lost"))?;
-    refused("receive", subscriber.receive(&default))?;
+    refused("receive", subscriber.receive(&default, PATIENCE))?;
     drop(graphs.end(&blocking)?);
     publisher.send_bytes(&default, b"kept")?;
     ensure!(
-        subscriber.receive(&default)?.to_vec(PATIENCE)? == b"kept",
+        subscriber.receive(&default, PATIENCE)?.to_vec(PATIENCE)? == b"kept",
         "the sample has changed"
     );
     default.synchronize(PATIENCE)?;

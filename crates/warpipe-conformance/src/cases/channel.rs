@@ -15,6 +15,7 @@ use crate::PATIENCE;
 use crate::context::Context;
 use crate::payload::Payload;
 use crate::peer::{Answer, Batch, Order, PublisherPlan};
+use warpipe::OptionalExtension;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
@@ -153,7 +154,7 @@ fn skipped_numbers(context: &Context) -> Result<()> {
     let mut late = context.subscriber("skips").build()?;
     let mut error_counters = context.error_counters()?;
     for (sequence, missing) in [(6, None), (9, Some(2))] {
-        let sample = late.receive(&stream)?;
+        let sample = late.receive(&stream, PATIENCE)?;
         let found = sample.discontinuity().map(|gap| gap.missing);
         ensure!(
             sample.sequence() == sequence && found == missing,
@@ -185,7 +186,7 @@ fn next_forwarder(context: &Context) -> Result<()> {
     all_whole(&peer.receive(2)?, [3, 4])?;
     let mut error_counters = context.error_counters()?;
     for number in [3, 4] {
-        let sample = here.receive(&stream)?;
+        let sample = here.receive(&stream, PATIENCE)?;
         ensure!(sample.sequence() == number, "{sample:?}");
         ensure!(error_counters.finish(sample)? == 0, "it is whole");
     }
@@ -193,7 +194,7 @@ fn next_forwarder(context: &Context) -> Result<()> {
     let second = forwarder()?;
     send(&second, &[2, 4, 7, 8])?;
     for (number, missing) in [(7, Some(2)), (8, None)] {
-        let sample = here.receive(&stream)?;
+        let sample = here.receive(&stream, PATIENCE)?;
         let gap = sample.discontinuity();
         let is_another = gap.is_some_and(|gap| gap.previous.is_some());
         ensure!(
@@ -268,7 +269,7 @@ fn one_thread(context: &Context) -> Result<()> {
             Payload::of(WORDS, sequence).send(&publisher, &stream)? == sequence,
             "the sequence number"
         );
-        let sample = subscriber.receive(&stream)?;
+        let sample = subscriber.receive(&stream, PATIENCE)?;
         ensure!(
             sample.sent_at_ns().is_some() && sample.sent_at_ns() <= sample.received_at_ns(),
             "sent before it is received"
@@ -310,7 +311,7 @@ fn several_threads(context: &Context) -> Result<()> {
                         crate::payload::ErrorCounters::new(device)?,
                     );
                     for sequence in 1..=2 * EACH {
-                        let sample = subscriber.receive(&stream)?;
+                        let sample = subscriber.receive(&stream, PATIENCE)?;
                         ensure!(
                             sample.sequence() == sequence,
                             "sample {} where {sequence} is due",
@@ -341,7 +342,7 @@ fn iterator_ends(context: &Context) -> Result<()> {
     peer.ask(&Order::SendAndWait(Batch::of(5, WORDS, 1)))?;
     peer.dismiss()?;
     let mut received = 0;
-    for sample in subscriber.samples(&stream) {
+    for sample in subscriber.samples(&stream, PATIENCE) {
         ensure!(
             error_counters.finish(sample?)? == 0,
             "a sample sent before the close is whole"
@@ -349,7 +350,7 @@ fn iterator_ends(context: &Context) -> Result<()> {
         received += 1;
     }
     ensure!(received == 5, "{received} samples of 5 before the end");
-    match subscriber.receive(&stream) {
+    match subscriber.receive(&stream, PATIENCE) {
         Err(Error::PeerGone { graceful: true, .. }) => Ok(()),
         other => bail!("after the close came {other:?}"),
     }
@@ -372,7 +373,10 @@ fn pollable(context: &Context) -> Result<()> {
         // The peer has answered, so it has rung for all samples so far. It rings behind their
         // publication: one ring may have come after its sample had been received.
         ensure!(
-            subscriber.try_receive(&stream)?.is_none(),
+            subscriber
+                .receive(&stream, Duration::ZERO)
+                .optional()?
+                .is_none(),
             "a sample that was not sent, in round {round}"
         );
         ensure!(
@@ -388,7 +392,7 @@ fn pollable(context: &Context) -> Result<()> {
                 wait_readable(&set, PATIENCE)?
             };
             ensure!(woken, "no wake-up for a sample in round {round}");
-            while let Some(sample) = subscriber.try_receive(&stream)? {
+            while let Some(sample) = subscriber.receive(&stream, Duration::ZERO).optional()? {
                 ensure!(
                     error_counters.finish(sample)? == 0,
                     "a polled sample is whole"
@@ -403,7 +407,7 @@ fn pollable(context: &Context) -> Result<()> {
     ensure!(wait_readable(&set, PATIENCE)?, "no wake-up for the end");
     let gone = || {
         matches!(
-            subscriber.try_receive(&stream),
+            subscriber.receive(&stream, Duration::ZERO).optional(),
             Err(Error::PeerGone {
                 graceful: false,
                 ..
@@ -422,7 +426,7 @@ fn receipts(context: &Context) -> Result<()> {
     peer.ask(&Order::Send(
         Batch::of(1, WORDS, 1).slow(Duration::from_millis(300)),
     ))?;
-    let receipt = subscriber.receive(&stream)?.release()?;
+    let receipt = subscriber.receive(&stream, PATIENCE)?.release()?;
     ensure!(
         !receipt.check()?,
         "nothing is complete at once that is written in 300 ms"
@@ -457,7 +461,7 @@ fn refused_signal(context: &Context) -> Result<()> {
             }) => {}
             other => bail!("a refused signal gave {other:?}"),
         }
-        match subscriber.receive(&receiving)?.finish(PATIENCE) {
+        match subscriber.receive(&receiving, PATIENCE)?.finish(PATIENCE) {
             Err(Error::SampleLost { sequence, .. }) => {
                 ensure!(sequence == 2 * round + 1, "sample {sequence} is lost")
             }
@@ -465,7 +469,7 @@ fn refused_signal(context: &Context) -> Result<()> {
         }
         Payload::of(WORDS, round).send(&publisher, &sending)?;
         ensure!(
-            error_counters.finish(subscriber.receive(&receiving)?)? == 0,
+            error_counters.finish(subscriber.receive(&receiving, PATIENCE)?)? == 0,
             "the next one is whole"
         );
     }
@@ -491,15 +495,15 @@ fn lost_history(context: &Context) -> Result<()> {
     let mut late = context.subscriber("lost-history").build()?;
     let mut error_counters = context.error_counters()?;
     ensure!(
-        error_counters.finish(late.receive(&stream)?)? == 0,
+        error_counters.finish(late.receive(&stream, PATIENCE)?)? == 0,
         "the first is whole"
     );
-    match late.receive(&stream)?.finish(PATIENCE) {
+    match late.receive(&stream, PATIENCE)?.finish(PATIENCE) {
         Err(Error::SampleLost { sequence: 2, .. }) => {}
         other => bail!("the one that was given up gave {other:?}"),
     }
     ensure!(
-        error_counters.finish(late.receive(&stream)?)? == 0,
+        error_counters.finish(late.receive(&stream, PATIENCE)?)? == 0,
         "the third is whole"
     );
     Ok(())
@@ -512,7 +516,10 @@ fn handles_outlive_each_other(context: &Context) -> Result<()> {
     let mut error_counters = context.error_counters()?;
     Payload::of(WORDS, 1).send(&publisher, &stream)?;
     Payload::of(WORDS, 2).send(&publisher, &stream)?;
-    let (first, second) = (subscriber.receive(&stream)?, subscriber.receive(&stream)?);
+    let (first, second) = (
+        subscriber.receive(&stream, PATIENCE)?,
+        subscriber.receive(&stream, PATIENCE)?,
+    );
     drop(subscriber);
     ensure!(
         error_counters.finish(first)? == 0,
@@ -536,10 +543,13 @@ fn timeouts(context: &Context) -> Result<()> {
     let mut subscriber = context.subscriber("silent").build()?;
     let stream = context.stream()?;
     ensure!(
-        subscriber.try_receive(&stream)?.is_none(),
+        subscriber
+            .receive(&stream, Duration::ZERO)
+            .optional()?
+            .is_none(),
         "nothing was sent"
     );
-    match subscriber.receive_timeout(&stream, Duration::from_millis(20)) {
+    match subscriber.receive(&stream, Duration::from_millis(20)) {
         Err(Error::Timeout { waited, .. }) => {
             ensure!(waited == Duration::from_millis(20), "waited {waited:?}")
         }
@@ -553,7 +563,10 @@ fn timeouts(context: &Context) -> Result<()> {
     // The first sample's region is new, and may arrive a moment behind it.
     let mut received = None;
     let came = || {
-        received = subscriber.try_receive(&stream).transpose();
+        received = subscriber
+            .receive(&stream, Duration::ZERO)
+            .optional()
+            .transpose();
         received.is_some()
     };
     ensure!(eventually(PATIENCE, came), "what was sent comes");

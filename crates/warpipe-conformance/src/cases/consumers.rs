@@ -50,7 +50,7 @@ fn second_stream(context: &Context) -> Result<()> {
     let admitted = context.stream()?;
     let mut error_counters = context.error_counters()?;
     peer.ask(&Order::SendBehindGate(Batch::of(1, WORDS, 1)))?;
-    let sample = subscriber.receive(&careless)?;
+    let sample = subscriber.receive(&careless, PATIENCE)?;
     ensure!(
         !sample.is_complete()?,
         "the data is there before it is written"
@@ -86,7 +86,7 @@ fn released_behind(context: &Context) -> Result<()> {
     let mut subscriber = context.subscriber("behind").build()?;
     let (stream, busy) = (context.stream()?, context.stream()?);
     Payload::of(WORDS, 1).send(&publisher, &stream)?;
-    let sample = subscriber.receive(&stream)?;
+    let sample = subscriber.receive(&stream, PATIENCE)?;
     sample.wait_on(&busy)?;
     warpipe_kernels::spin(&busy, SLOW)?;
     sample.release_on(&busy)?.wait(PATIENCE)?;
@@ -130,7 +130,7 @@ fn lost_sample(context: &Context) -> Result<()> {
         Payload::of(WORDS, 1).send(&publisher, &sending).is_err(),
         "the driver refused its signal"
     );
-    let sample = subscriber.receive(&stream)?;
+    let sample = subscriber.receive(&stream, PATIENCE)?;
     match sample.is_complete() {
         Err(Error::SampleLost { sequence: 1, .. }) => {}
         other => bail!("its signal was refused, and there came {other:?}"),

@@ -106,7 +106,7 @@ fn ready_samples_survive(context: &Context) -> Result<()> {
     peer.ask(&Order::SendAndWait(Batch::of(10, WORDS, 1)))?;
     peer.kill()?;
     for sequence in 1..=10 {
-        let sample = subscriber.receive(&stream)?;
+        let sample = subscriber.receive(&stream, PATIENCE)?;
         ensure!(
             sample.sequence() == sequence,
             "sample {} where {sequence} is due",
@@ -117,8 +117,8 @@ fn ready_samples_survive(context: &Context) -> Result<()> {
             "sample {sequence} is whole"
         );
     }
-    expect_death(subscriber.receive(&stream), peer.id())?;
-    expect_death(subscriber.receive(&stream), peer.id())
+    expect_death(subscriber.receive(&stream, PATIENCE), peer.id())?;
+    expect_death(subscriber.receive(&stream, PATIENCE), peer.id())
 }
 
 fn held_samples_survive(context: &Context) -> Result<()> {
@@ -129,10 +129,10 @@ fn held_samples_survive(context: &Context) -> Result<()> {
     let mut error_counters = context.error_counters()?;
     peer.ask(&Order::SendAndWait(Batch::of(4, WORDS, 1)))?;
     let held = (0..4)
-        .map(|_| subscriber.receive(&stream))
+        .map(|_| subscriber.receive(&stream, PATIENCE))
         .collect::<warpipe::Result<Vec<_>>>()?;
     peer.kill()?;
-    expect_death(subscriber.receive(&stream), peer.id())?;
+    expect_death(subscriber.receive(&stream, PATIENCE), peer.id())?;
     drop(subscriber);
     for sample in held {
         let copy = sample.to_vec(PATIENCE)?;
@@ -159,11 +159,11 @@ fn unfinished_samples_are_lost(context: &Context) -> Result<()> {
     // then.
     for sequence in 1..=2 {
         ensure!(
-            error_counters.finish(subscriber.receive(&stream)?)? == 0,
+            error_counters.finish(subscriber.receive(&stream, PATIENCE)?)? == 0,
             "sample {sequence} is whole"
         );
     }
-    let unfinished = subscriber.receive(&stream)?;
+    let unfinished = subscriber.receive(&stream, PATIENCE)?;
     error_counters.check_sample(&unfinished)?;
     peer.kill()?;
     match unfinished.finish(PATIENCE) {
@@ -173,7 +173,7 @@ fn unfinished_samples_are_lost(context: &Context) -> Result<()> {
         other => bail!("an unfinished sample gave {other:?}"),
     }
     loop {
-        match subscriber.receive(&stream) {
+        match subscriber.receive(&stream, PATIENCE) {
             Ok(sample) => match sample.finish(PATIENCE) {
                 Err(Error::SampleLost { .. }) => {}
                 other => bail!("a further unfinished sample gave {other:?}"),
@@ -214,7 +214,7 @@ fn behind_a_lost_one(context: &Context) -> Result<()> {
         for due in [1, 4, 5] {
             let sample = loop {
                 let sample = subscriber
-                    .receive(&stream)
+                    .receive(&stream, PATIENCE)
                     .with_context(|| format!("sample {due} with {policy:?}"))?;
                 let missing = sample.discontinuity().map_or(0, |gap| gap.missing);
                 ensure!(
@@ -240,7 +240,7 @@ fn behind_a_lost_one(context: &Context) -> Result<()> {
             );
             ensure!(error_counters.finish(sample)? == 0, "sample {due} is whole");
         }
-        expect_death(subscriber.receive(&stream), peer.id())?;
+        expect_death(subscriber.receive(&stream, PATIENCE), peer.id())?;
     }
     Ok(())
 }
@@ -258,7 +258,7 @@ fn history_survives(context: &Context) -> Result<()> {
     );
     let stream = context.stream()?;
     let mut error_counters = context.error_counters()?;
-    let held = early.receive(&stream)?;
+    let held = early.receive(&stream, PATIENCE)?;
     peer.ask(&Order::OpenGate)?;
     peer.ask(&Order::SendAndWait(Batch::of(1, WORDS, 2)))?;
     // Whether it has notified the late joiners by now or not.
@@ -270,7 +270,7 @@ fn history_survives(context: &Context) -> Result<()> {
         "what was complete is whole"
     );
     for sequence in 1..=2 {
-        let sample = late.receive(&stream)?;
+        let sample = late.receive(&stream, PATIENCE)?;
         ensure!(
             sample.sequence() == sequence,
             "sample {} where {sequence} is due",
@@ -281,7 +281,7 @@ fn history_survives(context: &Context) -> Result<()> {
             "sample {sequence} is whole"
         );
     }
-    expect_death(late.receive(&stream), peer.id())
+    expect_death(late.receive(&stream, PATIENCE), peer.id())
 }
 
 fn left_before_the_death(context: &Context) -> Result<()> {
@@ -294,7 +294,7 @@ fn left_before_the_death(context: &Context) -> Result<()> {
     peer.ask(&Order::Send(
         Batch::of(1, WORDS, 1).slow(Duration::from_secs(5)),
     ))?;
-    drop(subscriber.receive(&stream)?);
+    drop(subscriber.receive(&stream, PATIENCE)?);
     drop(subscriber);
     peer.kill()?;
     stream
@@ -311,7 +311,7 @@ fn killed_between_loan_and_send(context: &Context) -> Result<()> {
     let mut subscriber = context.subscriber("mortal").build()?;
     peer.ask(&Order::Loan(Batch::of(3, WORDS, 1)))?;
     peer.kill()?;
-    expect_death(subscriber.receive(&context.stream()?), peer.id())
+    expect_death(subscriber.receive(&context.stream()?, PATIENCE), peer.id())
 }
 
 fn killed_holder_returns_its_slots(context: &Context) -> Result<()> {
@@ -326,7 +326,7 @@ fn killed_holder_returns_its_slots(context: &Context) -> Result<()> {
     let mut error_counters = context.error_counters()?;
     let mut send = |witness: &mut Subscriber, seed| -> Result<()> {
         let sequence = Payload::of(slot / 8, seed).send(&publisher, &stream)?;
-        let sample = witness.receive(&stream)?;
+        let sample = witness.receive(&stream, PATIENCE)?;
         ensure!(
             sample.sequence() == sequence && error_counters.finish(sample)? == 0,
             "the witness's sample {sequence}"
@@ -428,7 +428,10 @@ fn publisher_killed_in_the_handshake(context: &Context) -> Result<()> {
         match built {
             Err(Error::Handshake { .. } | Error::NotFound { .. }) => {}
             Ok(mut subscriber) if round % 2 == 1 => {
-                expect_death(subscriber.receive(&context.stream()?), publisher.id())?;
+                expect_death(
+                    subscriber.receive(&context.stream()?, PATIENCE),
+                    publisher.id(),
+                )?;
             }
             other => bail!("a publisher that died in the handshake gave {other:?}"),
         }
@@ -444,7 +447,7 @@ fn time_to_error(context: &Context) -> Result<()> {
         peer.publish(PublisherPlan::of("mortal"))?;
         let mut subscriber = context.subscriber("mortal").build()?;
         let (at, eof, killed) = std::thread::scope(|scope| -> Result<_> {
-            let receiver = scope.spawn(|| (subscriber.receive(&stream), Instant::now()));
+            let receiver = scope.spawn(|| (subscriber.receive(&stream, PATIENCE), Instant::now()));
             let killed = Instant::now();
             peer.strike()?;
             // The pipe that its answers come up closes when its sockets do.

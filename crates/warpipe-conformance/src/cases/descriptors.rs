@@ -181,7 +181,7 @@ impl Scene {
         let mut subscriber = context.subscriber("mortal").build()?;
         victim.ask(&Order::Send(Batch::of(1, WORDS, 1).slow(LONG)))?;
         let stream = context.stream()?;
-        let unfinished = Some(subscriber.receive(&stream)?);
+        let unfinished = Some(subscriber.receive(&stream, PATIENCE)?);
         Ok(Scene {
             victim,
             newcomer,
@@ -203,7 +203,7 @@ impl Scene {
         super::all_whole(&items, [sequence])?;
         self.newcomer
             .signals(SignalOrder::OpenTimeline(timeline.name().into()))?;
-        timeline.signal_now(1)?;
+        timeline.signal_now(1, PATIENCE)?;
         self.newcomer.signals(SignalOrder::WaitHost(1))?;
         let beat = || {
             publisher

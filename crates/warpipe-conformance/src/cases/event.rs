@@ -120,7 +120,7 @@ fn either_side_records(context: &Context) -> Result<()> {
         );
 
         memory.write(&stream, 100 + seed, Duration::from_millis(40))?;
-        event.record(&stream)?;
+        event.record(&stream, PATIENCE)?;
         peer.signals(SignalOrder::WaitEvent)?;
         let wrong = peer.number(&Order::Signals(SignalOrder::Read { seed: 100 + seed }))?;
         ensure!(
@@ -196,7 +196,7 @@ fn untouched_raw(context: &Context) -> Result<()> {
     };
     let (peer, event) = exporter(context, &device)?;
     let stream = device.stream()?;
-    event.record(&stream)?;
+    event.record(&stream, PATIENCE)?;
     ensure!(recorded() == 0, "an importer recorded CUDA's own event");
     event.synchronize(PATIENCE)?;
     // It lives until the count is taken: dropping values records events, too.
@@ -204,7 +204,7 @@ fn untouched_raw(context: &Context) -> Result<()> {
         .domain(&context.domain)
         .device(&device)
         .build()?;
-    own.record(&stream)?;
+    own.record(&stream, PATIENCE)?;
     ensure!(
         recorded() == 1,
         "an exporter records CUDA's own event along"
@@ -231,7 +231,7 @@ fn dropped_event(context: &Context) -> Result<()> {
     );
     let is_over = || {
         matches!(
-            event.record(&stream),
+            event.record(&stream, PATIENCE),
             Err(Error::PeerGone { graceful: true, .. })
         )
     };
@@ -283,7 +283,7 @@ fn limit_of_events(context: &Context) -> Result<()> {
     }
     let mut peer = context.peer()?;
     for index in [0, 255, 256, 4095] {
-        events[index].record(&stream)?;
+        events[index].record(&stream, PATIENCE)?;
         peer.signals(SignalOrder::OpenEvent(events[index].handle()?.to_string()))?;
         peer.signals(SignalOrder::WaitEvent)?;
         peer.signals(SignalOrder::Synchronize)?;

@@ -168,7 +168,7 @@ impl<'a> Flow<'a> {
                     self.subscriber
                         .as_mut()
                         .context("subscribed")?
-                        .receive(&back.stream)?,
+                        .receive(&back.stream, PATIENCE)?,
                 )
             }
             Step::Release => self.sample.take().context("received")?.finish(PATIENCE)?,
@@ -228,7 +228,7 @@ impl Flow<'_> {
             .subscriber
             .as_mut()
             .context("subscribed")?
-            .receive(&self.sides[1].stream)?;
+            .receive(&self.sides[1].stream, PATIENCE)?;
         match lost.finish(PATIENCE) {
             Err(Error::SampleLost { .. }) => {}
             other => bail!("a sample that was refused gave {other:?}"),

@@ -15,6 +15,7 @@ use crate::context::Context;
 use crate::payload::Payload;
 use crate::peer::{Batch, Order, PublisherPlan, SemaphoreOrder, SignalOrder};
 use crate::process::pid;
+use warpipe::OptionalExtension;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
@@ -90,7 +91,7 @@ fn handles_refuse(context: &Context) -> Result<()> {
         Ok(subscriber
             .as_mut()
             .context("the parent's")?
-            .receive(&stream)?)
+            .receive(&stream, PATIENCE)?)
     };
     (1..=4).try_for_each(|seed| send(&publisher, seed))?;
     let mut samples = (0..4)
@@ -159,8 +160,13 @@ fn first_accepted(
         is_forked(layout.and_then(|layout| publisher.loan(&layout)).map(drop)),
         is_forked(publisher.send_bytes(stream, b"x").map(drop)),
         is_forked(publisher.wait_for_subscribers(1, short)),
-        is_forked(subscriber.receive_timeout(stream, short).map(drop)),
-        is_forked(subscriber.try_receive(stream).map(drop)),
+        is_forked(subscriber.receive(stream, short).map(drop)),
+        is_forked(
+            subscriber
+                .receive(stream, Duration::ZERO)
+                .optional()
+                .map(drop),
+        ),
         is_forked(sample.wait(short)),
         is_forked(sample.to_vec(short).map(drop)),
         is_forked(released.release().map(drop)),
@@ -203,14 +209,14 @@ fn signals_refuse(context: &Context) -> Result<()> {
         let (timelines, events) = (std::mem::take(&mut timelines), std::mem::take(&mut events));
         let is_forked = |result: Result<(), Error>| matches!(result, Err(Error::Forked));
         let of_timeline = |timeline: &Timeline| {
-            is_forked(timeline.signal(&stream, 1))
-                && is_forked(timeline.signal_now(1))
+            is_forked(timeline.signal(&stream, 1, PATIENCE))
+                && is_forked(timeline.signal_now(1, PATIENCE))
                 && is_forked(timeline.wait(&stream, 1))
                 && is_forked(timeline.check(1).map(drop))
                 && is_forked(timeline.wait_host(1, PATIENCE))
         };
         let of_event = |event: &Event| {
-            is_forked(event.record(&stream).map(drop))
+            is_forked(event.record(&stream, PATIENCE).map(drop))
                 && is_forked(event.wait(&stream).map(drop))
                 && is_forked(event.query().map(drop))
                 && is_forked(event.handle().map(drop))
@@ -220,13 +226,13 @@ fn signals_refuse(context: &Context) -> Result<()> {
         u8::from(!all)
     })?;
     ensure!(code == 0, "a forked child was not refused ({code})");
-    timelines[0].signal(&stream, 1)?;
+    timelines[0].signal(&stream, 1, PATIENCE)?;
     peer.signals(SignalOrder::SignalNow(1))?;
     peer.signals(SignalOrder::Record)?;
     timelines
         .iter()
         .try_for_each(|timeline| timeline.wait_host(1, PATIENCE))?;
-    events[0].record(&stream)?;
+    events[0].record(&stream, PATIENCE)?;
     events
         .iter()
         .try_for_each(|event| event.synchronize(PATIENCE))?;
@@ -246,11 +252,11 @@ fn death_is_seen_despite_a_child(context: &Context) -> Result<()> {
     peer.kill()?;
     for sequence in 1..=3 {
         ensure!(
-            error_counters.finish(subscriber.receive(&stream)?)? == 0,
+            error_counters.finish(subscriber.receive(&stream, PATIENCE)?)? == 0,
             "sample {sequence} is whole"
         );
     }
-    match subscriber.receive(&stream) {
+    match subscriber.receive(&stream, PATIENCE) {
         Err(Error::PeerGone {
             graceful: false, ..
         }) => {}
@@ -315,7 +321,10 @@ fn semaphore_refuses(context: &Context) -> Result<()> {
         let refusals = [
             matches!(released.release(&stream), Err(Error::Forked)),
             matches!(member.acquire(&stream, Duration::ZERO), Err(Error::Forked)),
-            matches!(member.try_acquire_host(), Err(Error::Forked)),
+            matches!(
+                member.acquire_host(Duration::ZERO).optional(),
+                Err(Error::Forked)
+            ),
             matches!(creator.acquire_host(Duration::ZERO), Err(Error::Forked)),
         ];
         drop((dropped, member.clone(), creator.clone()));

@@ -53,7 +53,7 @@ fn queues(context: &Context) -> Result<()> {
         let mut worker = context.worker("brief").build()?;
         peer.dismiss()?;
         worker
-            .lease(stream)
+            .lease(stream, PATIENCE)
             .map(|_| ())
             .err()
             .context("there is no job")
@@ -84,7 +84,7 @@ fn publishers(context: &Context) -> Result<()> {
         let mut subscriber = context.subscriber("brief").build()?;
         peer.dismiss()?;
         subscriber
-            .receive(stream)
+            .receive(stream, PATIENCE)
             .map(|_| ())
             .err()
             .context("there is no sample")

@@ -129,7 +129,7 @@ fn through_a_ticket(context: &Context) -> Result<()> {
         (ticket.bytes(), ticket.device()) == (Some(8 * WORDS), Some(context.device.info().id)),
         "{ticket:?}"
     );
-    let memory = ticket.open(&context.device)?;
+    let memory = ticket.open(&context.device, Duration::ZERO)?;
     is_whole(context, &memory, 1)?;
     let stream = context.stream()?;
     fill(&memory, &stream, 2, Duration::ZERO, true)?;
@@ -156,8 +156,8 @@ fn opened_twice(context: &Context) -> Result<()> {
     let (device, calls) = counting(context);
     for keeps_first in [true, false] {
         let before = (calls("import"), calls("release"));
-        let first = ticket.open(&device)?;
-        let second = Ticket::to(&context.domain, "weights")?.open(&device)?;
+        let first = ticket.open(&device, Duration::ZERO)?;
+        let second = Ticket::to(&context.domain, "weights")?.open(&device, Duration::ZERO)?;
         ensure!(calls("import") == before.0 + 1, "the driver is asked once");
         ensure!(
             first.ptr() == second.ptr(),
@@ -183,12 +183,12 @@ fn opened_twice(context: &Context) -> Result<()> {
 fn through_a_file(context: &Context) -> Result<()> {
     let file = context.domain.path().join("weights.ticket");
     let (mut peer, reader) = (context.peer()?, file.clone());
-    let waiting = std::thread::spawn(move || Ticket::read_file_timeout(reader, PATIENCE));
+    let waiting = std::thread::spawn(move || Ticket::read_file(reader, PATIENCE));
     publish(&mut peer, "weights", 3, false)?.write_file(&file)?;
     let ticket = waiting
         .join()
         .map_err(|_| anyhow::anyhow!("the reader panicked"))??;
-    is_whole(context, &ticket.open(&context.device)?, 3)?;
+    is_whole(context, &ticket.open(&context.device, Duration::ZERO)?, 3)?;
     std::fs::remove_file(file)?;
     peer.dismiss()
 }
@@ -232,7 +232,7 @@ fn receive(socket: &std::os::unix::net::UnixStream) -> Result<(OwnedFd, MemoryIn
 
 fn later_producer(context: &Context) -> Result<()> {
     let ticket = Ticket::to(&context.domain, "late")?;
-    match ticket.open(&context.device) {
+    match ticket.open(&context.device, Duration::ZERO) {
         Err(Error::NotFound {
             kind: Kind::Memory,
             was_there: false,
@@ -252,17 +252,17 @@ fn later_producer(context: &Context) -> Result<()> {
         waiting.number(&Order::Hold(HolderOrder::Check { number: 0, seed: 5 }))? == 0,
         "the bytes are right"
     );
-    is_whole(context, &ticket.open(&context.device)?, 5)?;
+    is_whole(context, &ticket.open(&context.device, Duration::ZERO)?, 5)?;
     waiting.dismiss()?;
     producer.dismiss()
 }
 
 fn closed_owner(context: &Context) -> Result<()> {
     let (mut peer, ticket) = publisher(context, "weights", 6, false)?;
-    let memory = ticket.open(&context.device)?;
+    let memory = ticket.open(&context.device, Duration::ZERO)?;
     peer.ask(&Order::Hold(HolderOrder::Withdraw { seed: 6 }))?;
     // Also while the memory is open here, which stays as it was.
-    match ticket.open(&context.device) {
+    match ticket.open(&context.device, Duration::ZERO) {
         Err(Error::TicketExpired {
             expiry: Expiry::Gone { died: false },
             ..
@@ -272,34 +272,34 @@ fn closed_owner(context: &Context) -> Result<()> {
     is_whole(context, &memory, 6)?;
     drop(memory);
     let later = publish(&mut peer, "weights", 7, false)?;
-    match ticket.open_timeout(&context.device, PATIENCE) {
+    match ticket.open(&context.device, PATIENCE) {
         Err(Error::TicketExpired {
             expiry: Expiry::Replaced,
             ..
         }) => {}
         other => bail!("under a later owner, {other:?}"),
     }
-    is_whole(context, &later.open(&context.device)?, 7)?;
+    is_whole(context, &later.open(&context.device, Duration::ZERO)?, 7)?;
     peer.dismiss()
 }
 
 fn killed_owner(context: &Context) -> Result<()> {
     let (mut peer, ticket) = publisher(context, "weights", 8, true)?;
-    let memory = ticket.open(&context.device)?;
+    let memory = ticket.open(&context.device, Duration::ZERO)?;
     peer.kill()?;
     is_whole(context, &memory, 8)?;
     let stream = context.stream()?;
     fill(&memory, &stream, 9, Duration::ZERO, true)?;
     stream.synchronize(PATIENCE)?;
     is_whole(context, &memory, 9)?;
-    match ticket.open(&context.device) {
+    match ticket.open(&context.device, Duration::ZERO) {
         Err(Error::TicketExpired {
             expiry: Expiry::Gone { died: true },
             ..
         }) => {}
         other => bail!("after its owner's death, {other:?}"),
     }
-    match Ticket::to(&context.domain, "weights")?.open(&context.device) {
+    match Ticket::to(&context.domain, "weights")?.open(&context.device, Duration::ZERO) {
         Err(Error::NotFound {
             was_there: true, ..
         }) => Ok(()),
@@ -311,7 +311,7 @@ fn kept_for_streams(context: &Context) -> Result<()> {
     let (mut peer, ticket) = publisher(context, "weights", 1, true)?;
     let (device, calls) = counting(context);
     let stream = device.stream()?;
-    let memory = ticket.open(&device)?;
+    let memory = ticket.open(&device, Duration::ZERO)?;
     fill(&memory, &stream, 2, Duration::from_millis(300), true)?;
     drop(memory);
     while !stream.is_idle()? {
@@ -414,7 +414,7 @@ fn other_device(context: &Context) -> Result<()> {
     }
     let mut peer = context.peer_on(1)?;
     let ticket = publish(&mut peer, "far", 1, false)?;
-    match ticket.open(&context.device) {
+    match ticket.open(&context.device, Duration::ZERO) {
         Ok(memory) => {
             ensure!(
                 memory.owner() != context.device.info().id,

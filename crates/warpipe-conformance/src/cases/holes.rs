@@ -50,7 +50,7 @@ fn link(context: &Context) -> Result<()> {
     peer.ask(&Order::Send(
         Batch::of(1, 64, 1).slow(Duration::from_micros(SLOW_US)),
     ))?;
-    let sample = subscriber.receive(&stream)?;
+    let sample = subscriber.receive(&stream, PATIENCE)?;
     error_counters.check_sample(&sample)?;
     ensure!(
         remove_pages(&mut peer)? == 0,

@@ -165,7 +165,7 @@ fn metadata(context: &Context) -> Result<()> {
         let mut sample = publisher.loan(&Layout::contiguous(DType::U64, &[64])?)?;
         sample.set_metadata(metadata)?;
         sample.send(&stream)?;
-        let received = subscriber.receive(&stream)?;
+        let received = subscriber.receive(&stream, PATIENCE)?;
         ensure!(
             received.metadata() == metadata,
             "{length} bytes became {:?}",
@@ -188,7 +188,7 @@ fn metadata(context: &Context) -> Result<()> {
     }
     sample.send(&stream)?;
     ensure!(
-        subscriber.receive(&stream)?.metadata().is_empty(),
+        subscriber.receive(&stream, PATIENCE)?.metadata().is_empty(),
         "refused metadata leaves none behind"
     );
     Ok(())
@@ -208,7 +208,7 @@ fn copies_in(context: &Context) -> Result<()> {
     // received below.
     unsafe { publisher.send_device(&stream, &layout, source.slot_ptr())? };
     for _ in 0..3 {
-        let sample = subscriber.receive(&stream)?;
+        let sample = subscriber.receive(&stream, PATIENCE)?;
         ensure!(
             sample.to_vec(PATIENCE)? == bytes,
             "sample {} is not what was copied in",

@@ -1,6 +1,7 @@
 //! Random channels against a simple model.
 
 use anyhow::{Context as _, Result, ensure};
+use std::time::Duration;
 use warpipe::{Error, Policy};
 use warpipe_testkit::{Rng, pick};
 
@@ -8,6 +9,7 @@ use super::Case;
 use crate::PATIENCE;
 use crate::context::Context;
 use crate::payload::Payload;
+use warpipe::OptionalExtension;
 
 pub(super) const CASES: &[Case] = &[Case::new(
     "random policies, depths, sizes and release orders keep the channel's promises",
@@ -155,7 +157,7 @@ fn step(
         }
         return Ok(());
     }
-    if let Some(sample) = view.subscriber.try_receive(stream)? {
+    if let Some(sample) = view.subscriber.receive(stream, Duration::ZERO).optional()? {
         note(view, &sample)?;
         view.held.push(sample);
     }
@@ -191,7 +193,7 @@ fn drain(
         );
     }
     while view.received + view.subscriber.dropped() < sent {
-        let sample = view.subscriber.receive(stream)?;
+        let sample = view.subscriber.receive(stream, PATIENCE)?;
         note(view, &sample)?;
         ensure!(
             error_counters.finish(sample)? == 0,
@@ -200,7 +202,10 @@ fn drain(
         );
     }
     ensure!(
-        view.subscriber.try_receive(stream)?.is_none(),
+        view.subscriber
+            .receive(stream, Duration::ZERO)
+            .optional()?
+            .is_none(),
         "no more comes than was sent"
     );
     let (received, dropped) = (view.received, view.subscriber.dropped());

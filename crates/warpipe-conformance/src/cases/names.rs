@@ -1,6 +1,7 @@
 //! Owners of names, and their successors.
 
 use anyhow::{Result, bail, ensure};
+use std::time::Duration;
 use warpipe::{Error, PeerState, Sample, Stream, Subscriber};
 use warpipe_testkit::eventually;
 
@@ -8,6 +9,7 @@ use super::Case;
 use crate::PATIENCE;
 use crate::context::Context;
 use crate::peer::{Batch, Order, Peer, PolicyPlan, PublisherPlan, SubscriberPlan};
+use warpipe::OptionalExtension;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
@@ -71,7 +73,7 @@ fn taken_names_tell_their_holder(context: &Context) -> Result<()> {
     ensure!(
         context
             .error_counters()?
-            .finish(subscriber.receive(&stream)?)?
+            .finish(subscriber.receive(&stream, PATIENCE)?)?
             == 0,
         "the first publisher is undisturbed"
     );
@@ -88,7 +90,7 @@ fn dead_names_are_free(context: &Context) -> Result<()> {
         let stream = context.stream()?;
         publisher.send_bytes(&stream, b"mine")?;
         ensure!(
-            subscriber.receive(&stream)?.to_vec(PATIENCE)? == b"mine",
+            subscriber.receive(&stream, PATIENCE)?.to_vec(PATIENCE)? == b"mine",
             "the heir's data"
         );
         let files = std::fs::read_dir(context.domain.path())?.count();
@@ -159,7 +161,7 @@ fn reconnect(context: &Context, graceful: bool) -> Result<()> {
             unreachable!("made above")
         };
         for sequence in 1..=3 {
-            let sample = subscriber.receive(&stream)?;
+            let sample = subscriber.receive(&stream, PATIENCE)?;
             ensure!(
                 sample.sequence() == sequence,
                 "sample {} where {sequence} is due",
@@ -204,7 +206,7 @@ impl Succession {
         first.publish(PublisherPlan::of("phoenix"))?;
         let mut subscriber = context.subscriber("phoenix").reconnect(true).build()?;
         first.ask(&Order::SendAndWait(Batch::of(1, 64, 1)))?;
-        let sample = subscriber.receive(&stream)?;
+        let sample = subscriber.receive(&stream, PATIENCE)?;
         ensure!(
             sample.discontinuity().is_none(),
             "nothing before {sample:?}"
@@ -215,7 +217,7 @@ impl Succession {
         next.publish(next_plan)?;
         let due = Some(next.id() as i32);
         let mut follow = || {
-            let looked = subscriber.try_receive(&stream);
+            let looked = subscriber.receive(&stream, Duration::ZERO).optional();
             matches!(looked, Ok(None)) && subscriber.publisher_pid() == due
         };
         ensure!(eventually(PATIENCE, &mut follow), "it follows the next one");
@@ -251,7 +253,7 @@ fn gaps_of_the_next(context: &Context) -> Result<()> {
             .ask(&Order::SendAndWait(Batch::of(count, 64, sent)))?;
         sent += count;
         while received + all.subscriber.dropped() < sent {
-            let sample = all.subscriber.receive(&all.stream)?;
+            let sample = all.subscriber.receive(&all.stream, PATIENCE)?;
             let due = match (last, sample.sequence() - last - 1) {
                 (0, _) => Some((0, Some(all.before))),
                 (_, 0) => None,
@@ -282,7 +284,7 @@ fn lost_first_sample(context: &Context) -> Result<()> {
     let is_proven = || all.subscriber.publisher_state() == Some(PeerState::Dead);
     ensure!(eventually(PATIENCE, is_proven), "its death is proven");
     let mut dues = vec![Some((0, Some(all.before))), None];
-    let mut sample = all.subscriber.receive(&all.stream)?;
+    let mut sample = all.subscriber.receive(&all.stream, PATIENCE)?;
     // Else the rescue comes by after this one was taken.
     if sample.sequence() == 1 {
         dues.insert(1, None);
@@ -290,7 +292,7 @@ fn lost_first_sample(context: &Context) -> Result<()> {
     let first = sample.sequence();
     for (due, sequence) in dues.into_iter().zip(first..) {
         if sequence > first {
-            sample = all.subscriber.receive(&all.stream)?;
+            sample = all.subscriber.receive(&all.stream, PATIENCE)?;
         }
         let found = gap(&sample);
         ensure!(

@@ -86,10 +86,10 @@ fn exec(context: &Context) -> Result<()> {
     peer.ask(&Order::SendAndWait(Batch::of(1, WORDS, 1)))?;
     peer.ask(&Order::Send(Batch::of(1, WORDS, 2).slow(LONG)))?;
     ensure!(
-        error_counters.finish(subscriber.receive(&stream)?)? == 0,
+        error_counters.finish(subscriber.receive(&stream, PATIENCE)?)? == 0,
         "the first sample is whole"
     );
-    let unfinished = subscriber.receive(&stream)?;
+    let unfinished = subscriber.receive(&stream, PATIENCE)?;
     peer.send(&Order::Exec)?;
     match unfinished.finish(LONG / 2) {
         Err(Error::SampleLost { sequence: 2, .. }) => {}
@@ -98,7 +98,7 @@ fn exec(context: &Context) -> Result<()> {
     stream
         .synchronize(PATIENCE)
         .context("the reader's stream goes on")?;
-    match subscriber.receive(&stream) {
+    match subscriber.receive(&stream, PATIENCE) {
         Err(Error::PeerGone {
             graceful: false, ..
         }) => {}
@@ -146,7 +146,7 @@ fn rescued(context: &Context) -> Result<()> {
         .build()?;
     let stream = context.stream()?;
     peer.ask(&Order::Send(Batch::of(1, WORDS, 1).slow(LONG)))?;
-    let unfinished = subscriber.receive(&stream)?;
+    let unfinished = subscriber.receive(&stream, PATIENCE)?;
     let orphan = peer.orphan(&Order::ForkUnseen)?;
     peer.kill()?;
     match unfinished.finish(LONG / 2) {
@@ -221,7 +221,7 @@ fn killed_while_it_writes(context: &Context, end: &End) -> Result<()> {
     let pool = builder.memory_limit(BYTES).build()?;
     let (stream, mut error_counters) = (context.stream()?, context.error_counters()?);
     let mut peer = context.peer()?;
-    let block = pool.allocate(BYTES)?;
+    let block = pool.allocate(BYTES, Duration::ZERO)?;
     let ticket = block.lend(warpipe::Access::ReadWrite)?;
     let number = peer.number(&Order::Hold(HolderOrder::Borrow(ticket)))? as usize;
     drop(block);
@@ -244,14 +244,14 @@ fn killed_while_it_writes(context: &Context, end: &End) -> Result<()> {
         End::Orphaned(lives) => {
             let orphan = peer.orphan(&Order::ForkUnseen)?;
             peer.kill()?;
-            match pool.allocate_within(BYTES, lives) {
+            match pool.allocate(BYTES, lives) {
                 Err(Error::MemoryLimit { .. }) => orphan.end(),
                 other => bail!("the block of a dead writer with a living orphan gave {other:?}"),
             }
         }
     }
     let next = pool
-        .allocate_within(BYTES, PATIENCE)
+        .allocate(BYTES, PATIENCE)
         .context("the block comes back")?;
     ensure!(
         start.elapsed() < LONG,

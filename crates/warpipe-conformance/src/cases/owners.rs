@@ -131,7 +131,10 @@ fn queues(context: &Context) -> Result<()> {
     let mut leased = 0;
     storm(context, |mut victim, rng, _| {
         victim.task(Task::Own("jobs".into()))?;
-        let mut worker = context.worker("jobs").timeout(context.wait(rng)).build()?;
+        let mut worker = context
+            .worker("jobs")
+            .answer_timeout(context.wait(rng))
+            .build()?;
         let batch =
             Batch::of(JOBS, WORDS, rng.u64(..) >> 16).slow(Duration::from_micros(rng.u64(..300)));
         victim.send(&Order::Task(Task::Submit {
@@ -140,7 +143,7 @@ fn queues(context: &Context) -> Result<()> {
         }))?;
         let (mut last, mut again) = (0, 0);
         let outcome = kill_under(&mut victim, rng, 20_000, || {
-            let lease = worker.lease(&stream)?;
+            let lease = worker.lease(&stream, PATIENCE)?;
             leased += 1;
             again += u64::from(lease.job() != last + 1 || lease.attempt() != 1);
             last = lease.job();
@@ -290,7 +293,7 @@ fn pools(context: &Context) -> Result<()> {
         }))?;
         let wait = context.wait(rng);
         let outcome = kill_under(&mut victim, rng, 5_000, || {
-            client.allocate_within(BYTES, wait)?.free(&stream)?;
+            client.allocate(BYTES, wait)?.free(&stream)?;
             blocks += 1;
             Ok(())
         })?;
@@ -335,7 +338,7 @@ fn memory(context: &Context) -> Result<()> {
             .text(&publish(format!("weights{seed}"), seed))?
             .parse::<Ticket>()?;
         victim.send(&publish(format!("more{seed}"), seed + 1))?;
-        let opened = ticket.open(&context.device)?;
+        let opened = ticket.open(&context.device, Duration::ZERO)?;
         pause(rng, 5_000);
         victim.kill()?;
         ensure!(
@@ -344,7 +347,7 @@ fn memory(context: &Context) -> Result<()> {
         );
         if let Some(ticket) = last_ticket(&mut victim)? {
             ensure!(
-                ticket.open(&context.device).is_err(),
+                ticket.open(&context.device, Duration::ZERO).is_err(),
                 "a dead owner's ticket opens"
             );
         }
@@ -419,7 +422,7 @@ fn waiters(context: &Context) -> Result<()> {
         }
         pause(rng, 10_000);
         for ahead in 1..=4 {
-            timeline.signal(&stream, value + ahead)?;
+            timeline.signal(&stream, value + ahead, PATIENCE)?;
             if ahead == 2 {
                 victim.strike()?;
             }

@@ -119,7 +119,7 @@ fn lent(context: &Context) -> Result<()> {
     let pool = one(context)?;
     let mut peer = context.peer()?;
     for owner_is_first in [true, false] {
-        let block = pool.allocate(BYTES)?;
+        let block = pool.allocate(BYTES, Duration::ZERO)?;
         fill_now(context, &block, 1)?;
         let ticket = block.lend(Access::ReadWrite)?;
         let it = number(&mut peer, HolderOrder::Borrow(ticket.clone()))? as usize;
@@ -140,7 +140,7 @@ fn lent(context: &Context) -> Result<()> {
         );
         if owner_is_first {
             drop(block);
-            is_full(pool.allocate(8))?;
+            is_full(pool.allocate(8, Duration::ZERO))?;
             peer.ask(&Order::Hold(HolderOrder::FreeBlock { number: it }))?;
         } else {
             let order = HolderOrder::FillAndFree {
@@ -158,10 +158,10 @@ fn lent(context: &Context) -> Result<()> {
                 wrong(context, &block, 2)? == 0,
                 "what the peer wrote is read here"
             );
-            is_full(pool.allocate(8))?;
+            is_full(pool.allocate(8, Duration::ZERO))?;
             drop(block);
         }
-        drop(pool.allocate_within(BYTES, PATIENCE)?);
+        drop(pool.allocate(BYTES, PATIENCE)?);
         match peer.try_ask(&Order::Hold(HolderOrder::Borrow(ticket)))? {
             Err(Fault { kind, text }) => {
                 ensure!(kind == "TicketExpired" && text.contains("back"), "{text}")
@@ -185,7 +185,7 @@ fn owner_busy(context: &Context) -> Result<()> {
     let pool = one(context)?;
     let (busy, idle) = (context.stream()?, context.stream()?);
     for is_behind in [true, false] {
-        let block = pool.allocate(BYTES)?;
+        let block = pool.allocate(BYTES, Duration::ZERO)?;
         let slow = if is_behind {
             Duration::from_millis(300)
         } else {
@@ -194,10 +194,10 @@ fn owner_busy(context: &Context) -> Result<()> {
         fill(&block, &busy, 1, slow, is_behind)?;
         block.free(if is_behind { &busy } else { &idle })?;
         let next = if is_behind {
-            is_full(pool.allocate(8))?;
-            pool.allocate_within(BYTES, PATIENCE)?
+            is_full(pool.allocate(8, Duration::ZERO))?;
+            pool.allocate(BYTES, PATIENCE)?
         } else {
-            pool.allocate_within(BYTES, LONG / 2)
+            pool.allocate(BYTES, LONG / 2)
                 .context("the control gets the block while it is written")?
         };
         fill_now(context, &next, 2)?;
@@ -215,7 +215,7 @@ fn peer_busy(context: &Context) -> Result<()> {
     let pool = one(context)?;
     let mut peer = context.peer()?;
     for is_behind in [true, false] {
-        let block = pool.allocate(BYTES)?;
+        let block = pool.allocate(BYTES, Duration::ZERO)?;
         let it = number(
             &mut peer,
             HolderOrder::Borrow(block.lend(Access::ReadWrite)?),
@@ -234,10 +234,10 @@ fn peer_busy(context: &Context) -> Result<()> {
             is_behind,
         }))?;
         let next = if is_behind {
-            is_full(pool.allocate(8))?;
-            pool.allocate_within(BYTES, PATIENCE)?
+            is_full(pool.allocate(8, Duration::ZERO))?;
+            pool.allocate(BYTES, PATIENCE)?
         } else {
-            pool.allocate_within(BYTES, LONG / 2)
+            pool.allocate(BYTES, LONG / 2)
                 .context("the control gets the block while it is written")?
         };
         fill_now(context, &next, 2)?;
@@ -254,16 +254,15 @@ fn peer_busy(context: &Context) -> Result<()> {
 fn killed_borrower(context: &Context) -> Result<()> {
     let pool = one(context)?;
     for _ in 0..3 {
-        let block = pool.allocate(BYTES)?;
+        let block = pool.allocate(BYTES, Duration::ZERO)?;
         let mut peer = context.peer()?;
         number(&mut peer, HolderOrder::Borrow(block.lend(Access::Read)?))?;
         drop(block);
-        is_full(pool.allocate_within(8, Duration::from_millis(100)))?;
+        is_full(pool.allocate(8, Duration::from_millis(100)))?;
         peer.stop()?;
-        is_full(pool.allocate_within(8, Duration::from_millis(100)))
-            .context("stopped is not dead")?;
+        is_full(pool.allocate(8, Duration::from_millis(100))).context("stopped is not dead")?;
         peer.kill()?;
-        drop(pool.allocate_within(BYTES, PATIENCE)?);
+        drop(pool.allocate(BYTES, PATIENCE)?);
         let stats = pool.stats();
         ensure!((stats.lent_bytes, stats.peers) == (0, 0), "{stats:?}");
     }
@@ -273,7 +272,7 @@ fn killed_borrower(context: &Context) -> Result<()> {
 fn killed_writer(context: &Context) -> Result<()> {
     let pool = one(context)?;
     for slow_ms in [100, 500] {
-        let block = pool.allocate(BYTES)?;
+        let block = pool.allocate(BYTES, Duration::ZERO)?;
         let mut peer = context.peer()?;
         let it = number(
             &mut peer,
@@ -288,7 +287,7 @@ fn killed_writer(context: &Context) -> Result<()> {
             is_behind: true,
         }))?;
         peer.strike()?;
-        let next = pool.allocate_within(BYTES, PATIENCE)?;
+        let next = pool.allocate(BYTES, PATIENCE)?;
         fill_now(context, &next, 2)?;
         peer.ended()?;
         // Longer than what it had enqueued.
@@ -316,7 +315,7 @@ fn remote_allocation(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     let mut error_counters = context.error_counters()?;
     let blocks: Vec<LentBuffer> = (0..2)
-        .map(|_| client.allocate(BYTES))
+        .map(|_| client.allocate(BYTES, Duration::ZERO))
         .collect::<warpipe::Result<_>>()?;
     for (seed, block) in blocks.iter().enumerate() {
         fill(block, &stream, seed as u64, Duration::ZERO, true)?;
@@ -327,7 +326,7 @@ fn remote_allocation(context: &Context) -> Result<()> {
             "blocks do not overlap"
         );
     }
-    match client.allocate(8) {
+    match client.allocate(8, Duration::ZERO) {
         Err(Error::MemoryLimit { used, limit, .. }) => {
             ensure!((used, limit) == (2 * BYTES, 2 * BYTES))
         }
@@ -357,19 +356,19 @@ fn remote_allocation(context: &Context) -> Result<()> {
     other.ask(&Order::Hold(order))?;
     other.dismiss()?;
     drop(blocks);
-    drop(client.allocate_within(BYTES, PATIENCE)?);
+    drop(client.allocate(BYTES, PATIENCE)?);
     drop(client);
     owner.dismiss()
 }
 
 fn ended_borrower(context: &Context) -> Result<()> {
     let pool = one(context)?;
-    let block = pool.allocate(BYTES)?;
+    let block = pool.allocate(BYTES, Duration::ZERO)?;
     let mut peer = context.peer()?;
     number(&mut peer, HolderOrder::Borrow(block.lend(Access::Read)?))?;
     drop(block);
     peer.dismiss()?;
-    drop(pool.allocate_within(BYTES, PATIENCE)?);
+    drop(pool.allocate(BYTES, PATIENCE)?);
     Ok(())
 }
 
@@ -401,7 +400,7 @@ fn killed_owner(context: &Context) -> Result<()> {
         eventually(PATIENCE, || client.is_owner_gone()),
         "its end is reported"
     );
-    match client.allocate(8) {
+    match client.allocate(8, Duration::ZERO) {
         Err(Error::PeerGone {
             kind: Kind::Pool,
             graceful: false,
@@ -453,7 +452,7 @@ fn other_user(context: &Context) -> Result<()> {
         if let Some(uid) = uid {
             peer.ask(&Order::Hold(HolderOrder::Become(uid)))?;
         }
-        let block = pool.allocate(BYTES)?;
+        let block = pool.allocate(BYTES, Duration::ZERO)?;
         fill_now(context, &block, 4)?;
         drop(block);
         let it = number(&mut peer, allocate())? as usize;
@@ -476,7 +475,7 @@ fn other_user(context: &Context) -> Result<()> {
         };
         peer.ask(&Order::Hold(order))?;
         peer.ask(&Order::Hold(HolderOrder::Settle))?;
-        let block = pool.allocate_within(BYTES, PATIENCE)?;
+        let block = pool.allocate(BYTES, PATIENCE)?;
         ensure!(
             zeros(&block)? != sees_it,
             "what {uid:?} wrote is seen here: {sees_it}"
@@ -579,7 +578,7 @@ fn storm(context: &Context) -> Result<()> {
     let guard = context.guard();
     let rounds = context.kills(12, 300, 90).div_ceil(PEERS as u32);
     for round in 0..rounds {
-        let lent = pool.allocate_within(BYTES, PATIENCE)?;
+        let lent = pool.allocate(BYTES, PATIENCE)?;
         let ticket = lent.lend(Access::ReadWrite)?;
         let mut peers = (0..PEERS)
             .map(|_| context.mortal(&mut rng))
@@ -620,7 +619,7 @@ fn storm(context: &Context) -> Result<()> {
             pool.stats()
         );
         drop(
-            pool.allocate_within(8 * BYTES, PATIENCE)
+            pool.allocate(8 * BYTES, PATIENCE)
                 .with_context(|| format!("all of it after round {round}"))?,
         );
         drop(peers);

@@ -70,7 +70,7 @@ fn come_and_go(
         let mut subscriber = context.subscriber("frames").build().context("a newcomer")?;
         publisher.wait_for_subscribers(1, PATIENCE)?;
         publisher.send_bytes(stream, &[round as u8])?;
-        let sample = subscriber.receive(stream)?;
+        let sample = subscriber.receive(stream, PATIENCE)?;
         sample.finish(PATIENCE)?;
         allocated.push(allocate(&context.device)?);
         drop(subscriber);

@@ -480,10 +480,10 @@ fn result_after_owner_death(context: &Context) -> Result<()> {
     })?;
     let stream = context.stream()?;
     let mut worker = context.worker("jobs").build()?;
-    let held = worker.lease(&stream)?;
+    let held = worker.lease(&stream, PATIENCE)?;
     held.to_vec(PATIENCE)?;
     owner.kill()?;
-    let end = worker.lease(&stream).map(drop);
+    let end = worker.lease(&stream, PATIENCE).map(drop);
     ensure!(
         matches!(end, Err(Error::PeerGone { .. })),
         "a worker of a dead queue got {end:?}"

@@ -34,7 +34,7 @@ fn reset(context: &Context) -> Result<()> {
     let publisher = context.publisher("before").build()?;
     let mut subscriber = context.subscriber("before").build()?;
     Payload::of(WORDS, 1).send(&publisher, &stream)?;
-    let sample = subscriber.receive(&stream)?;
+    let sample = subscriber.receive(&stream, PATIENCE)?;
     let timeline = Timeline::builder("steps")
         .domain(&context.domain)
         .device(&context.device)
@@ -49,8 +49,8 @@ fn reset(context: &Context) -> Result<()> {
     is_reset("stream", context.stream())?;
     is_reset("is_idle", stream.is_idle())?;
     is_reset("send_bytes", publisher.send_bytes(&stream, b"lost"))?;
-    is_reset("receive", subscriber.receive(&stream))?;
-    is_reset("signal", timeline.signal(&stream, 1))?;
+    is_reset("receive", subscriber.receive(&stream, PATIENCE))?;
+    is_reset("signal", timeline.signal(&stream, 1, PATIENCE))?;
     is_reset("a write", memory.write(&stream, 0, b"lost"))?;
 
     let stream_after = device.stream()?;
@@ -75,11 +75,10 @@ fn reset(context: &Context) -> Result<()> {
         .build()?;
     let subscriber = Subscriber::builder("after")
         .domain(&context.domain)
-        .device(&device)
-        .timeout(PATIENCE);
+        .device(&device);
     let mut subscriber = subscriber.build()?;
     Payload::of(WORDS, 4).send(&publisher, &stream_after)?;
-    let wrong = error_counters.finish(subscriber.receive(&stream_after)?)?;
+    let wrong = error_counters.finish(subscriber.receive(&stream_after, PATIENCE)?)?;
     ensure!(
         wrong == 0,
         "{wrong} wrong words in a sample after the reset"

@@ -126,7 +126,7 @@ impl Tight {
         for loan in loans {
             loan.send(&others)?;
             ensure!(
-                error_counters.finish(subscriber.receive(&stream)?)? == 0,
+                error_counters.finish(subscriber.receive(&stream, PATIENCE)?)? == 0,
                 "the next samples are whole"
             );
             ensure!(
@@ -159,7 +159,7 @@ fn failed_copy(context: &Context) -> Result<()> {
         Err(Error::Full { .. }) => {}
         other => bail!("a full subscriber gave {other:?}"),
     }
-    full.receive(&stream)?.finish(PATIENCE)?;
+    full.receive(&stream, PATIENCE)?.finish(PATIENCE)?;
     stream.synchronize(PATIENCE)?;
     ensure!(
         eventually(PATIENCE, || tight.publisher.subscribers()[0].in_flight == 0),
@@ -183,7 +183,7 @@ fn refused_send(context: &Context) -> Result<()> {
         ),
         Ok(sequence) => bail!("a refused signal sent {sequence}"),
     }
-    let sample = subscriber.receive(&stream)?;
+    let sample = subscriber.receive(&stream, PATIENCE)?;
     match sample.is_complete() {
         Err(Error::SampleLost { sequence: 1, .. }) => {}
         other => bail!("a sample without a signal gave {other:?}"),

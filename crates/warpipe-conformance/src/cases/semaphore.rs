@@ -12,6 +12,7 @@ use super::Case;
 use crate::PATIENCE;
 use crate::context::Context;
 use crate::peer::{Answer, Board, Order, Peer, SemaphoreOrder};
+use warpipe::OptionalExtension;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
@@ -194,10 +195,15 @@ fn timeouts(context: &Context) -> Result<()> {
     };
     ask(&mut peer, acquire(1_000, true))?;
     let ours = semaphore
-        .try_acquire(&stream)?
+        .acquire(&stream, Duration::ZERO)
+        .optional()?
         .context("the second of two permits")?;
     ensure!(
-        semaphore.try_acquire(&stream)?.is_none() && semaphore.try_acquire_host()?.is_none(),
+        semaphore
+            .acquire(&stream, Duration::ZERO)
+            .optional()?
+            .is_none()
+            && semaphore.acquire_host(Duration::ZERO).optional()?.is_none(),
         "there is no third"
     );
     let late = semaphore
@@ -218,7 +224,10 @@ fn timeouts(context: &Context) -> Result<()> {
         eventually(PATIENCE, || semaphore.waiting() == 1),
         "the peer waits"
     );
-    ensure!(semaphore.try_acquire_host()?.is_none(), "nobody overtakes");
+    ensure!(
+        semaphore.acquire_host(Duration::ZERO).optional()?.is_none(),
+        "nobody overtakes"
+    );
     ours.release(&stream)?;
     ensure!(peer.answer()?? == Answer::Done, "the peer is handed it");
     ask(&mut peer, SemaphoreOrder::Release)?;
@@ -476,7 +485,7 @@ fn killed_creator(context: &Context) -> Result<()> {
     stream.synchronize(PATIENCE)?;
     let is_refused = || {
         matches!(
-            semaphore.try_acquire_host(),
+            semaphore.acquire_host(Duration::ZERO).optional(),
             Err(Error::PeerGone {
                 kind: Kind::Semaphore,
                 graceful: false,

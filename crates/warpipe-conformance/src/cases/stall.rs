@@ -11,6 +11,7 @@ use crate::PATIENCE;
 use crate::context::Context;
 use crate::payload::Payload;
 use crate::peer::{Batch, Item, Order, PublisherPlan};
+use warpipe::OptionalExtension;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
@@ -92,11 +93,14 @@ fn stalled_publisher(context: &Context) -> Result<()> {
         subscriber.publisher_state()
     );
     ensure!(
-        error_counters.finish(subscriber.receive(&stream)?)? == 0,
+        error_counters.finish(subscriber.receive(&stream, PATIENCE)?)? == 0,
         "what it sent before is whole"
     );
     ensure!(
-        subscriber.try_receive(&stream)?.is_none(),
+        subscriber
+            .receive(&stream, Duration::ZERO)
+            .optional()?
+            .is_none(),
         "there is no more, and no end"
     );
     peer.go_on()?;
@@ -107,7 +111,7 @@ fn stalled_publisher(context: &Context) -> Result<()> {
     );
     peer.ask(&Order::Send(Batch::of(1, WORDS, 2)))?;
     ensure!(
-        error_counters.finish(subscriber.receive(&stream)?)? == 0,
+        error_counters.finish(subscriber.receive(&stream, PATIENCE)?)? == 0,
         "what it sends afterwards is whole"
     );
     peer.dismiss()

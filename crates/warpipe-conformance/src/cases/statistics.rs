@@ -94,7 +94,7 @@ fn slow_paths(context: &Context) -> Result<()> {
     stream.synchronize(PATIENCE)?;
     blocks.wait(&stream, 1)?;
     memory.write(&stream, 0, &bytes)?;
-    timeline.signal_now(1)?;
+    timeline.signal_now(1, PATIENCE)?;
     stream.synchronize(PATIENCE)?;
     memory.copy_to(0, &mut bytes, PATIENCE)?;
     let is_cuda = context.settings.backend == Backend::Cuda;

@@ -13,6 +13,7 @@ use crate::context::Context;
 use crate::guard::PublisherGuard;
 use crate::payload::{ErrorCounters, Payload};
 use crate::peer::{Batch, Order, Peer, PolicyPlan, PublisherPlan};
+use warpipe::OptionalExtension;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
@@ -109,7 +110,7 @@ fn drain(
 ) -> Result<Seen> {
     let mut seen = Seen::default();
     loop {
-        match subscriber.receive_timeout(stream, SHORT) {
+        match subscriber.receive(stream, SHORT) {
             Ok(sample) => seen.add(sample, error_counters, &mut rng)?,
             Err(Error::PeerGone {
                 graceful: false, ..
@@ -137,7 +138,7 @@ fn follow(
     let mut seen = Seen::default();
     let mut reported = 0;
     while reported < last {
-        let sample = subscriber.receive_timeout(stream, LONG)?;
+        let sample = subscriber.receive(stream, LONG)?;
         let previous = sample.discontinuity().and_then(|gap| gap.previous);
         if previous.is_some() {
             seen_sender.send(Ok(std::mem::take(&mut seen)))?;
@@ -273,7 +274,11 @@ fn reconnecting(context: &Context) -> Result<()> {
             peer = streamer(context, &mut rng, true)?;
             // Attached before the first sample, so that nothing is missed.
             let follows = || {
-                subscriber.try_receive(&stream).is_ok() && subscriber.publisher_state().is_some()
+                subscriber
+                    .receive(&stream, Duration::ZERO)
+                    .optional()
+                    .is_ok()
+                    && subscriber.publisher_state().is_some()
             };
             ensure!(
                 eventually(PATIENCE, follows),
@@ -361,7 +366,7 @@ fn subscribers(context: &Context) -> Result<()> {
     let mut send = |count: u64| -> Result<()> {
         for _ in 0..count {
             let sequence = Payload::of((256 << 10) / 8, count).send(&publisher, &stream)?;
-            let sample = witness.receive(&stream)?;
+            let sample = witness.receive(&stream, PATIENCE)?;
             ensure!(
                 sample.sequence() == sequence,
                 "sample {} where {sequence} is due",

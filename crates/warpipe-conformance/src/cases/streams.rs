@@ -14,6 +14,7 @@ use warpipe::{
 use super::Case;
 use crate::PATIENCE;
 use crate::context::Context;
+use warpipe::OptionalExtension;
 
 pub(super) const CASES: &[Case] = &[
     Case::new(
@@ -74,13 +75,16 @@ fn channels(context: &Context) -> Result<()> {
     let loan = loan.ok_or_else(|| anyhow::anyhow!("send kept the loan"))?;
     refused("discard", publisher.loan(&layout)?.discard(&foreign))?;
     ensure!(
-        subscriber.try_receive(&stream)?.is_none(),
+        subscriber
+            .receive(&stream, Duration::ZERO)
+            .optional()?
+            .is_none(),
         "something was sent all the same"
     );
 
     ensure!(loan.send(&stream)? == 1, "a refused send used a number up");
-    refused("receive", subscriber.receive(&foreign))?;
-    let sample = subscriber.receive(&stream)?;
+    refused("receive", subscriber.receive(&foreign, PATIENCE))?;
+    let sample = subscriber.receive(&stream, PATIENCE)?;
     refused("wait_on", sample.wait_on(&foreign))?;
     ensure!(
         sample.to_vec(PATIENCE)? == b"kept",
@@ -88,7 +92,7 @@ fn channels(context: &Context) -> Result<()> {
     );
     refused("release_on", sample.release_on(&foreign))?;
     publisher.loan(&layout)?.send(&stream)?;
-    subscriber.receive(&stream)?.finish(PATIENCE)?;
+    subscriber.receive(&stream, PATIENCE)?.finish(PATIENCE)?;
     stream.synchronize(PATIENCE)?;
     Ok(())
 }
@@ -110,8 +114,8 @@ fn queues(context: &Context) -> Result<()> {
         *loan.ok_or_else(|| anyhow::anyhow!("submit kept the loan"))?,
         &stream,
     )?;
-    refused("lease", worker.lease(&foreign))?;
-    let (input, answer_handle) = worker.lease(&stream)?.split();
+    refused("lease", worker.lease(&foreign, PATIENCE))?;
+    let (input, answer_handle) = worker.lease(&stream, PATIENCE)?.split();
     let failed = answer_handle
         .complete(None, &foreign)
         .err()
@@ -142,13 +146,13 @@ fn words_and_memory(context: &Context) -> Result<()> {
         .domain(domain)
         .device(device)
         .build()?;
-    refused("signal", timeline.signal(&foreign, 1))?;
-    timeline.signal(&stream, 1)?;
+    refused("signal", timeline.signal(&foreign, 1, PATIENCE))?;
+    timeline.signal(&stream, 1, PATIENCE)?;
     refused("wait", timeline.wait(&foreign, 1))?;
 
     let event = Event::builder().domain(domain).device(device).build()?;
-    refused("record", event.record(&foreign))?;
-    event.record(&stream)?;
+    refused("record", event.record(&foreign, PATIENCE))?;
+    event.record(&stream, PATIENCE)?;
     refused("wait", event.wait(&foreign))?;
     event.synchronize(PATIENCE)?;
 
@@ -169,7 +173,7 @@ fn words_and_memory(context: &Context) -> Result<()> {
         .domain(domain)
         .device(device)
         .build()?;
-    let block = pool.allocate(4)?;
+    let block = pool.allocate(4, Duration::ZERO)?;
     refused("a block's write", block.write(&foreign, 0, b"lost"))?;
     let lent = LentBuffer::open(&block.lend(Access::ReadWrite)?, device)?;
     refused("a lent block's write", lent.write(&foreign, 0, b"lost"))?;
@@ -201,7 +205,7 @@ fn written_behind(context: &Context) -> Result<()> {
     let mut subscriber = context.subscriber("frames").build()?;
     // Everything made on a first use is made before the stream blocks.
     publisher.send_bytes(&stream, &bytes[..8])?;
-    subscriber.receive(&stream)?.finish(PATIENCE)?;
+    subscriber.receive(&stream, PATIENCE)?.finish(PATIENCE)?;
 
     waiting.wait(&stream, 1)?;
     for (memory, bytes) in memory.iter().zip(&written) {
@@ -209,7 +213,7 @@ fn written_behind(context: &Context) -> Result<()> {
     }
     publisher.send_bytes(&stream, &bytes[..100_000])?;
     ensure!(!stream.is_idle()?, "nobody has let the stream go");
-    steps.signal_now(1)?;
+    steps.signal_now(1, PATIENCE)?;
     for (memory, bytes) in memory.iter().zip(&written) {
         ensure!(
             memory.to_vec(PATIENCE)? == *bytes,
@@ -217,7 +221,7 @@ fn written_behind(context: &Context) -> Result<()> {
             bytes.len()
         );
     }
-    let sample = subscriber.receive(&context.stream()?)?;
+    let sample = subscriber.receive(&context.stream()?, PATIENCE)?;
     ensure!(
         sample.to_vec(PATIENCE)? == bytes[..100_000],
         "the sample has other bytes"

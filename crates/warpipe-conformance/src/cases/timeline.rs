@@ -157,7 +157,7 @@ fn late_signals(context: &Context) -> Result<()> {
     for value in 1..=6 {
         let stream = &streams[value as usize % 2];
         memory.write(stream, value, Duration::ZERO)?;
-        timeline.signal(stream, value)?;
+        timeline.signal(stream, value, PATIENCE)?;
         peer.signals(SignalOrder::Wait(value))?;
         let wrong = peer.number(&Order::Signals(SignalOrder::Read { seed: value }))?;
         ensure!(wrong == 0, "{wrong} wrong words at {value}");
@@ -184,7 +184,7 @@ fn ping_pong(context: &Context) -> Result<()> {
     let mut other = context.peer()?;
     other.signals(SignalOrder::OpenTimeline("ping".into()))?;
     for value in 1..=ROUNDS {
-        ping.signal(&stream, value)?;
+        ping.signal(&stream, value, PATIENCE)?;
         other.signals(SignalOrder::Wait(value))?;
         peer.signals(SignalOrder::Signal(value))?;
         pong.wait(&stream, value)?;
@@ -378,7 +378,7 @@ fn killed_waiter(context: &Context) -> Result<()> {
         peer.signals(SignalOrder::Wait(1))?;
     }
     victim.kill()?;
-    timeline.signal(&stream, 1)?;
+    timeline.signal(&stream, 1, PATIENCE)?;
     witness.signals(SignalOrder::Synchronize)?;
     let reached = witness.signals(SignalOrder::Check(1))?;
     ensure!(

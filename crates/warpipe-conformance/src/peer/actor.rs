@@ -303,7 +303,7 @@ impl Actor {
 
     fn receive(&mut self, subscriber: usize, hold: bool) -> Result<Item> {
         let stream = self.streams()?.receiving.clone();
-        let sample = self.subscriber(subscriber)?.receive(&stream)?;
+        let sample = self.subscriber(subscriber)?.receive(&stream, PATIENCE)?;
         let error_counters = &mut self.streams()?.error_counters;
         let mut item = describe(&sample);
         let check = error_counters.check_sample(&sample)?;
@@ -356,7 +356,7 @@ impl Actor {
 
     fn overwrite(&mut self, subscriber: usize) -> Result<()> {
         let stream = self.streams()?.receiving.clone();
-        let sample = self.subscriber(subscriber)?.receive(&stream)?;
+        let sample = self.subscriber(subscriber)?.receive(&stream, PATIENCE)?;
         let words = sample.layout().bytes() / 8;
         ensure!(words > 0, "a sample of at least a word");
         overwrite(&stream, sample.slot_ptr(), words)

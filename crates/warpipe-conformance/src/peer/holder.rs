@@ -175,9 +175,8 @@ impl Holder {
                 send(published.memory(), &path)?;
             }
             HolderOrder::Open { ticket, wait_ms } => {
-                self.shared.push(Some(
-                    ticket.open_timeout(device, Duration::from_millis(wait_ms))?,
-                ));
+                self.shared
+                    .push(Some(ticket.open(device, Duration::from_millis(wait_ms))?));
                 return Ok(Answer::Number(self.shared.len() as u64 - 1));
             }
             HolderOrder::Check { number, seed } => {
@@ -197,7 +196,7 @@ impl Holder {
                 drop(self.shared.get_mut(number).context("open memory")?.take())
             }
             HolderOrder::OpenWithoutDescriptors(ticket) => {
-                return without_descriptors(|| ticket.open(device).map(drop));
+                return without_descriptors(|| ticket.open(device, Duration::ZERO).map(drop));
             }
             HolderOrder::Pool { name, limit } => {
                 let pool = Pool::builder(&name)
@@ -208,7 +207,11 @@ impl Holder {
                 self.pool = Some(pool);
             }
             HolderOrder::Lend { bytes, seed } => {
-                let buffer = self.pool.as_ref().context("a pool")?.allocate(bytes)?;
+                let buffer = self
+                    .pool
+                    .as_ref()
+                    .context("a pool")?
+                    .allocate(bytes, Duration::ZERO)?;
                 fill(&buffer, stream, seed, Duration::ZERO, true)?;
                 stream.synchronize(PATIENCE)?;
                 let ticket = buffer.lend(Access::ReadWrite)?;
@@ -256,7 +259,7 @@ impl Holder {
                     }
                 };
                 self.lent.push(Some(
-                    client.allocate_within(bytes, Duration::from_millis(wait_ms))?,
+                    client.allocate(bytes, Duration::from_millis(wait_ms))?,
                 ));
                 return Ok(Answer::Number(self.lent.len() as u64 - 1));
             }

@@ -248,7 +248,7 @@ fn wait(context: &Context, name: &str, event: &str) -> Result<Waiting> {
         .map(|_| context.stream())
         .collect::<warpipe::Result<Vec<_>>>()?;
     let mut subscriber = context.subscriber(name).build()?;
-    let sample = subscriber.receive(&streams[0])?;
+    let sample = subscriber.receive(&streams[0], PATIENCE)?;
     let timeline = Timeline::opener(&format!("{name}/timeline"))
         .domain(domain)
         .device(device)

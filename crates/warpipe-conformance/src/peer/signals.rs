@@ -127,8 +127,8 @@ impl Signals {
                         .open()?,
                 );
             }
-            SignalOrder::Signal(value) => self.timeline()?.signal(&self.stream, value)?,
-            SignalOrder::SignalNow(value) => self.timeline()?.signal_now(value)?,
+            SignalOrder::Signal(value) => self.timeline()?.signal(&self.stream, value, PATIENCE)?,
+            SignalOrder::SignalNow(value) => self.timeline()?.signal_now(value, PATIENCE)?,
             SignalOrder::Wait(value) => self.timeline()?.wait(&self.stream, value)?,
             SignalOrder::WaitHost(value) => self.timeline()?.wait_host(value, PATIENCE)?,
             SignalOrder::Check(value) => {
@@ -145,7 +145,7 @@ impl Signals {
             SignalOrder::OpenEvent(text) => self
                 .events
                 .push(Event::open(&text.parse::<EventHandle>()?, device)?),
-            SignalOrder::Record => drop(self.event()?.record(&self.stream)?),
+            SignalOrder::Record => drop(self.event()?.record(&self.stream, PATIENCE)?),
             SignalOrder::WaitEvent => self.awaited = Some(self.event()?.wait(&self.stream)?),
             SignalOrder::CheckEvent => {
                 let awaited = self.awaited.context("it has waited for nothing")?;

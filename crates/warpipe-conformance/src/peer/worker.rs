@@ -79,7 +79,7 @@ impl WorkerActor {
                     .worker
                     .as_mut()
                     .context("it is no worker")?
-                    .lease(&stream)?;
+                    .lease(&stream, PATIENCE)?;
                 return Ok(self.hold(HeldJob::Job(lease)));
             }
             Task::Accept => {
@@ -120,7 +120,7 @@ impl WorkerActor {
         let worker = self.worker.as_mut().context("it is no worker")?;
         let mut done = 0;
         loop {
-            match worker.lease(stream) {
+            match worker.lease(stream, PATIENCE) {
                 Ok(lease) => {
                     say(&format!("leased {} {}", lease.job(), lease.attempt()));
                     HeldJob::Job(lease).complete(Duration::from_micros(slow_us))?;

@@ -1,6 +1,7 @@
 //! A channel with one subscriber that stays and one that joins late in every turn.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use warpipe::{DType, Error, Layout, Publisher, Sample, Stream, Subscriber};
@@ -52,11 +53,7 @@ pub(super) fn open(site: Site) -> Result<Box<dyn Workload>> {
 }
 
 fn join(site: &Site) -> Result<Subscriber> {
-    Ok(site
-        .context
-        .subscriber(&site.name_of("channel"))
-        .timeout(site.patience)
-        .build()?)
+    Ok(site.context.subscriber(&site.name_of("channel")).build()?)
 }
 
 impl Channel {
@@ -75,7 +72,7 @@ impl Channel {
         let Some(subscriber) = &mut self.subscriber else {
             bail!("it is subscribed")
         };
-        let received = subscriber.receive(&self.receiving);
+        let received = subscriber.receive(&self.receiving, self.site.patience);
         if matches!(
             received,
             Err(Error::LinkClosed { .. } | Error::Evicted { .. })
@@ -145,9 +142,8 @@ impl Channel {
             .site
             .context
             .subscriber(&self.site.name_of("channel"))
-            .timeout(self.site.patience)
             .build()?;
-        let sample = late.receive(&self.receiving)?;
+        let sample = late.receive(&self.receiving, self.site.patience)?;
         let found = PayloadMark::of(sample.metadata()).map(|mark| mark.seed);
         ensure!(
             found == Some(seed),

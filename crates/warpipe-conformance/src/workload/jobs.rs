@@ -8,6 +8,7 @@ use warpipe::{Client, Error, JobResult, Lease, Loan, Pending, Queue, Server, Str
 
 use super::{Site, Workload};
 use crate::payload::{fill_input, input_layout, result_of, work};
+use warpipe::OptionalExtension;
 
 const WORDS: u64 = 256;
 /// A job is tried again as often as a call is refused.
@@ -49,7 +50,7 @@ fn attach(site: &Site) -> Result<Worker> {
     Ok(site
         .context
         .worker(&site.name_of("queue"))
-        .timeout(site.patience)
+        .answer_timeout(site.patience)
         .build()?)
 }
 
@@ -83,7 +84,8 @@ impl Jobs {
             .worker
             .as_mut()
             .context("a worker")?
-            .try_lease(&self.working);
+            .lease(&self.working, Duration::ZERO)
+            .optional();
         if matches!(
             leased,
             Err(Error::PeerGone { .. } | Error::LinkClosed { .. })

@@ -51,7 +51,7 @@ pub(super) fn pool(site: Site) -> Result<Box<dyn Workload>> {
         .device(&context.device)
         .memory_limit(LIMIT)
         .reserve(LIMIT);
-    let pool = pool.wait(site.patience).build()?;
+    let pool = pool.build()?;
     let client = PoolClient::opener(&site.name_of("pool"))
         .domain(&context.domain)
         .device(&context.device)
@@ -74,12 +74,12 @@ impl Workload for Blocks {
             error_counters,
             site,
         } = self;
-        let block = pool.allocate_within(BLOCK, site.patience)?;
+        let block = pool.allocate(BLOCK, site.patience)?;
         let lent = LentBuffer::open(&block.lend(Access::ReadWrite)?, &site.context.device)?;
         cross(site, error_counters, stream, &lent, &block, seed)?;
         lent.free(stream)?;
         block.free(stream)?;
-        let granted = client.allocate_within(BLOCK, site.patience)?;
+        let granted = client.allocate(BLOCK, site.patience)?;
         cross(
             site,
             error_counters,
@@ -92,7 +92,7 @@ impl Workload for Blocks {
     }
 
     fn audit(&mut self) -> Result<()> {
-        drop(self.pool.allocate_within(LIMIT, self.site.patience)?);
+        drop(self.pool.allocate(LIMIT, self.site.patience)?);
         let stats = self.pool.stats();
         ensure!(stats.lent_bytes == 0, "blocks are lent still: {stats:?}");
         Ok(())
@@ -131,7 +131,7 @@ impl Workload for Published {
             .domain(&context.domain)
             .access(Access::ReadWrite);
         let published = publication.build()?;
-        let opened = published.ticket()?.open(&context.device)?;
+        let opened = published.ticket()?.open(&context.device, Duration::ZERO)?;
         cross(site, error_counters, stream, &opened, &memory, seed)?;
         let export = memory.export()?;
         let imported =

@@ -1,6 +1,8 @@
 //! A timeline, an event and a semaphore, each with its creator and one that has opened it.
 
 use anyhow::{Result, ensure};
+use std::time::Duration;
+use warpipe::OptionalExtension;
 use warpipe::{Event, Semaphore, Stream, Timeline};
 
 use super::{Site, Workload};
@@ -56,7 +58,8 @@ pub(super) fn timeline(site: Site) -> Result<Box<dyn Workload>> {
 
 impl Workload for Steps {
     fn turn(&mut self, seed: u64) -> Result<()> {
-        self.owner.signal(&self.streams.near, seed)?;
+        self.owner
+            .signal(&self.streams.near, seed, Duration::from_secs(10))?;
         self.opened.wait(&self.streams.far, seed)?;
         self.opened.wait_host(seed, self.site.patience)?;
         self.streams.settle(&self.site)?;
@@ -98,7 +101,7 @@ impl Workload for Recorded {
         } else {
             (&self.opened, &self.created)
         };
-        recorder.record(&self.streams.near)?;
+        recorder.record(&self.streams.near, Duration::from_secs(10))?;
         let recording = waiter.wait(&self.streams.far)?;
         waiter.synchronize(self.site.patience)?;
         self.streams.settle(&self.site)?;
@@ -148,7 +151,10 @@ impl Workload for Permits {
             self.member.acquire(far, patience)?,
         );
         ensure!(
-            self.member.try_acquire_host()?.is_none(),
+            self.member
+                .acquire_host(Duration::ZERO)
+                .optional()?
+                .is_none(),
             "a third permit of two"
         );
         first.release(near)?;
@@ -171,7 +177,7 @@ impl Workload for Permits {
             .map(|_| creator.acquire_host(self.site.patience))
             .collect::<warpipe::Result<Vec<_>>>()?;
         ensure!(
-            creator.try_acquire_host()?.is_none(),
+            creator.acquire_host(Duration::ZERO).optional()?.is_none(),
             "more permits than there are"
         );
         held.into_iter().for_each(warpipe::Permit::release_now);

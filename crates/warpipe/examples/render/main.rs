@@ -87,7 +87,6 @@ fn subscriber(stage: &Stage, name: &str, reconnect: bool) -> Result<Subscriber> 
         .device(&stage.device);
     builder
         .wait_for_publisher(Some(PATIENCE))
-        .timeout(PATIENCE)
         .reconnect(reconnect)
         .build()
 }

@@ -21,7 +21,7 @@ pub fn run(stage: &Stage) -> Outcome<String> {
     // A loan that is never sent is memory of the device like any other.
     let mut workspace: Option<SampleMut> = None;
     let mut drawn = 0;
-    for sample in meshes.samples(&stream) {
+    for sample in meshes.samples(&stream, PATIENCE) {
         let sample = sample?;
         let (number, mesh) = geometry::received(&sample)?;
         let bytes = workspace_bytes(mesh.vertices, SIZE.0, SIZE.1);

@@ -393,7 +393,7 @@ impl AllocationSession {
     }
 
     fn ask(&self, request: AllocationRequest, wait: &Wait<'_>) -> Result<IncomingReply> {
-        self.ipc.request(&encode(&request)?, *wait)
+        self.ipc.request(&encode(&request)?, wait)
     }
 
     fn open_grant(self: &Arc<Self>, grant: Grant, wait: &Wait<'_>) -> Result<OpenAllocation> {

@@ -47,11 +47,11 @@ impl ClientSession {
     ///
     /// [`Error::NotFound`] when no server has the name, [`Error::OtherKind`],
     /// [`Error::AccessDenied`], [`Error::Refused`], [`Error::Handshake`].
-    pub(crate) fn attach(
+    pub(crate) fn attach<'w>(
         at: &Address<'_>,
         device: Option<DeviceId>,
         body: &[u8],
-        wait: Duration,
+        wait: impl Into<Wait<'w>>,
     ) -> Result<(ClientSession, IncomingReply)> {
         until_found(at.domain, wait, &mut None, is_passing, || {
             match ClientSession::attach_now(at, device, body) {
@@ -232,20 +232,20 @@ const FIND_INTERVAL: Duration = Duration::from_millis(100);
 /// Waits until a name has an owner that admits this process, at most `timeout`: tries again after
 /// the errors that are passing. Watches the domain with `arrivals` meanwhile, or with an instance of
 /// its own.
-pub(crate) fn until_found<T>(
+pub(crate) fn until_found<'w, T>(
     domain: &Domain,
-    timeout: Duration,
+    wait: impl Into<Wait<'w>>,
     arrivals: &mut Option<Arrivals>,
     is_passing: fn(&Error) -> bool,
     mut attempt: impl FnMut() -> Result<T>,
 ) -> Result<T> {
-    let mut clock = Stopwatch::default();
+    let wait = wait.into();
     loop {
         let absent = match attempt() {
             Err(error) if is_passing(&error) => error,
             other => return other,
         };
-        let left = timeout.saturating_sub(clock.elapsed());
+        let left = wait.slice();
         if left.is_zero() {
             return Err(absent);
         }

@@ -6,7 +6,7 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::fs::inotify;
 
@@ -17,6 +17,7 @@ use crate::ipc::handle::TEXT_BYTES_MAX;
 use crate::ipc::message;
 use crate::os::above_standard;
 use crate::os::without_size_signal;
+use crate::wait::Wait;
 
 /// The longest sleep between two reads while a reader waits. A notification of the directory wakes
 /// it earlier.
@@ -66,12 +67,39 @@ impl Ticket {
         Ok(())
     }
 
-    /// Reads a ticket from a file.
+    /// Reads a ticket from a file, and waits for the file to appear (`inotify(7)`). Its directory
+    /// must exist.
     ///
     /// # Errors
-    /// [`Error::Os`] when the file cannot be read; [`Error::Ticket`] when it holds no ticket.
-    pub fn read_file(path: impl AsRef<Path>) -> Result<Ticket> {
-        let path = path.as_ref();
+    /// [`Error::Os`] when the file cannot be read, also when there is none after a wait of zero;
+    /// [`Error::Timeout`]; [`Error::Ticket`] when it holds no ticket.
+    pub fn read_file<'w>(path: impl AsRef<Path>, wait: impl Into<Wait<'w>>) -> Result<Ticket> {
+        let (path, wait) = (path.as_ref(), wait.into());
+        if wait.limit().is_zero() {
+            return Ticket::read_present_file(path);
+        }
+        // Before the first read, so that an arrival in between is not missed.
+        let arrivals = arrivals(path)?;
+        loop {
+            match Ticket::read_present_file(path) {
+                Err(Error::Os { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {}
+                found => return found,
+            }
+            let left = wait.slice();
+            if left.is_zero() {
+                return Err(wait.timed_out(|| format!("the ticket file {}", path.display())));
+            }
+            match &arrivals {
+                Some(arrivals) => {
+                    message::wait_readable(arrivals.as_fd(), left.min(LOOK));
+                    arrivals.drain();
+                }
+                None => std::thread::sleep(left.min(LOOK)),
+            }
+        }
+    }
+
+    fn read_present_file(path: &Path) -> Result<Ticket> {
         let failed =
             |call| move |e| Error::os(call, format!("the ticket file {}", path.display()), e);
         // Without blocking on the writer, should the file be a FIFO.
@@ -88,38 +116,6 @@ impl Ticket {
             .read_to_end(&mut bytes)
             .map_err(failed("read"))?;
         String::from_utf8(bytes).map_err(|_| no_text())?.parse()
-    }
-
-    /// As [`read_file`](Self::read_file), and waits up to `timeout` for the file to appear
-    /// (`inotify(7)`). Its directory must exist.
-    ///
-    /// # Errors
-    /// [`Error::Timeout`]; as [`read_file`](Self::read_file).
-    pub fn read_file_timeout(path: impl AsRef<Path>, timeout: Duration) -> Result<Ticket> {
-        let (path, start) = (path.as_ref(), Instant::now());
-        // Before the first read, so that an arrival in between is not missed.
-        let arrivals = arrivals(path)?;
-        loop {
-            match Ticket::read_file(path) {
-                Err(Error::Os { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {}
-                found => return found,
-            }
-            let left = timeout.saturating_sub(start.elapsed());
-            if left.is_zero() {
-                let what = format!("the ticket file {}", path.display());
-                return Err(Error::Timeout {
-                    what,
-                    waited: timeout,
-                });
-            }
-            match &arrivals {
-                Some(arrivals) => {
-                    message::wait_readable(arrivals.as_fd(), left.min(LOOK));
-                    arrivals.drain();
-                }
-                None => std::thread::sleep(left.min(LOOK)),
-            }
-        }
     }
 }
 
@@ -230,11 +226,11 @@ mod tests {
         let folder = Folder::new("wait");
         let file = folder.0.join("late");
         std::thread::scope(|scope| {
-            let waiting = scope.spawn(|| Ticket::read_file_timeout(&file, Duration::from_secs(20)));
+            let waiting = scope.spawn(|| Ticket::read_file(&file, Duration::from_secs(20)));
             folder.1.write_file(&file).unwrap();
             assert_eq!(waiting.join().unwrap().unwrap(), folder.1);
         });
-        let absent = Ticket::read_file_timeout(folder.0.join("never"), Duration::from_millis(10));
+        let absent = Ticket::read_file(folder.0.join("never"), Duration::from_millis(10));
         assert!(matches!(absent, Err(Error::Timeout { .. })), "{absent:?}");
     }
 
@@ -250,16 +246,19 @@ mod tests {
         ] {
             std::fs::write(&file, bytes).unwrap();
             assert!(
-                matches!(Ticket::read_file(&file), Err(Error::Ticket(_))),
+                matches!(
+                    Ticket::read_file(&file, Duration::ZERO),
+                    Err(Error::Ticket(_))
+                ),
                 "{bytes:?}"
             );
         }
         assert!(matches!(
-            Ticket::read_file(path),
+            Ticket::read_file(path, Duration::ZERO),
             Err(Error::Ticket(_) | Error::Os { .. })
         ));
         assert!(matches!(
-            Ticket::read_file(path.join("none")),
+            Ticket::read_file(path.join("none"), Duration::ZERO),
             Err(Error::Os { .. })
         ));
     }
@@ -277,6 +276,6 @@ mod tests {
         };
         (0..32).for_each(|number| std::fs::write(stale(number), "cut sho").unwrap());
         ticket.write_file(&file).unwrap();
-        assert_eq!(Ticket::read_file(&file).unwrap(), *ticket);
+        assert_eq!(Ticket::read_file(&file, Duration::ZERO).unwrap(), *ticket);
     }
 }

@@ -60,11 +60,15 @@ fn calls(counting: &Wrapped<Counting>, method: &str) -> u64 {
 fn in_its_own_process_a_ticket_leads_to_the_same_memory() {
     let stage = Stage::new("alias");
     let published = stage.publish("a", b"abc");
-    let shared = published.ticket().unwrap().open(&stage.device).unwrap();
+    let shared = published
+        .ticket()
+        .unwrap()
+        .open(&stage.device, Duration::ZERO)
+        .unwrap();
     assert_eq!(shared.ptr(), published.memory().ptr());
     let named = Ticket::to(&stage.domain, "a")
         .unwrap()
-        .open(&stage.device)
+        .open(&stage.device, Duration::ZERO)
         .unwrap();
     assert_eq!((named.ptr(), named.bytes()), (shared.ptr(), 3));
     drop(published);
@@ -80,11 +84,19 @@ fn opened_twice_it_is_mapped_once_and_closed_in_any_order() {
     let stage = Stage::new("twice");
     let published = stage.publish("a", b"abcdef");
     let (device, counting) = other(Counting::default());
-    let first = published.ticket().unwrap().open(&device).unwrap();
-    let second = published.ticket_of(2..4).unwrap().open(&device).unwrap();
+    let first = published
+        .ticket()
+        .unwrap()
+        .open(&device, Duration::ZERO)
+        .unwrap();
+    let second = published
+        .ticket_of(2..4)
+        .unwrap()
+        .open(&device, Duration::ZERO)
+        .unwrap();
     let third = Ticket::to(&stage.domain, "a")
         .unwrap()
-        .open(&device)
+        .open(&device, Duration::ZERO)
         .unwrap();
     assert_eq!(calls(&counting, "import"), 1);
     assert_eq!((second.ptr(), third.ptr()), (first.ptr() + 2, first.ptr()));
@@ -97,7 +109,11 @@ fn opened_twice_it_is_mapped_once_and_closed_in_any_order() {
         eventually(|| calls(&counting, "release") == 1),
         "the last one unmaps it"
     );
-    let again = published.ticket().unwrap().open(&device).unwrap();
+    let again = published
+        .ticket()
+        .unwrap()
+        .open(&device, Duration::ZERO)
+        .unwrap();
     assert_eq!(
         (
             again.to_vec(WAIT).unwrap().len(),
@@ -115,7 +131,11 @@ fn a_mapping_is_kept_until_the_stream_that_uses_it_is_past_it() {
         let (device, counting) = other(Counting::default());
         let stream = device.stream().unwrap();
         let (go, wait) = mpsc::channel::<()>();
-        let shared = published.ticket().unwrap().open(&device).unwrap();
+        let shared = published
+            .ticket()
+            .unwrap()
+            .open(&device, Duration::ZERO)
+            .unwrap();
         if is_noted {
             shared.used_on(&stream);
         }
@@ -136,7 +156,7 @@ fn a_mapping_is_kept_until_the_stream_that_uses_it_is_past_it() {
 fn a_ticket_distinguishes_a_missing_owner_from_one_that_is_gone() {
     let stage = Stage::new("gone");
     let named = Ticket::to(&stage.domain, "a").unwrap();
-    let early = named.open(&stage.device).unwrap_err();
+    let early = named.open(&stage.device, Duration::ZERO).unwrap_err();
     assert!(
         matches!(
             early,
@@ -152,7 +172,7 @@ fn a_ticket_distinguishes_a_missing_owner_from_one_that_is_gone() {
     let ticket = published.ticket().unwrap();
     drop(published);
     let (device, _counting) = other(Counting::default());
-    let gone = ticket.open_timeout(&device, WAIT).unwrap_err();
+    let gone = ticket.open(&device, WAIT).unwrap_err();
     assert!(
         matches!(
             gone,
@@ -164,7 +184,7 @@ fn a_ticket_distinguishes_a_missing_owner_from_one_that_is_gone() {
         "{gone}"
     );
     let _later = stage.publish("a", b"def");
-    let replaced = ticket.open(&device).unwrap_err();
+    let replaced = ticket.open(&device, Duration::ZERO).unwrap_err();
     assert!(
         matches!(
             replaced,
@@ -176,7 +196,11 @@ fn a_ticket_distinguishes_a_missing_owner_from_one_that_is_gone() {
         "{replaced}"
     );
     assert_eq!(
-        named.open(&device).unwrap().to_vec(WAIT).unwrap(),
+        named
+            .open(&device, Duration::ZERO)
+            .unwrap()
+            .to_vec(WAIT)
+            .unwrap(),
         b"def",
         "a name may have a new owner"
     );
@@ -187,12 +211,7 @@ fn a_waiter_for_a_name_gets_memory_that_is_published_later() {
     let stage = Stage::new("later");
     let ticket = Ticket::to(&stage.domain, "a").unwrap();
     std::thread::scope(|scope| {
-        let waiting = scope.spawn(|| {
-            ticket
-                .open_timeout(&stage.device, WAIT)
-                .unwrap()
-                .to_vec(WAIT)
-        });
+        let waiting = scope.spawn(|| ticket.open(&stage.device, WAIT).unwrap().to_vec(WAIT));
         let _published = stage.publish("a", b"late");
         assert_eq!(waiting.join().unwrap().unwrap(), b"late");
     });
@@ -204,10 +223,13 @@ fn a_ticket_of_an_owner_that_is_gone_opens_nothing_even_where_the_memory_is_open
     let (device, _counting) = other(Counting::default());
     let published = stage.publish("a", b"abc");
     let ticket = published.ticket().unwrap();
-    let (open, own) = (ticket.open(&device).unwrap(), published.memory().clone());
+    let (open, own) = (
+        ticket.open(&device, Duration::ZERO).unwrap(),
+        published.memory().clone(),
+    );
     drop(published);
     for device in [&device, &stage.device] {
-        let gone = ticket.open(device).unwrap_err();
+        let gone = ticket.open(device, Duration::ZERO).unwrap_err();
         assert!(
             matches!(
                 gone,
@@ -220,7 +242,7 @@ fn a_ticket_of_an_owner_that_is_gone_opens_nothing_even_where_the_memory_is_open
         );
     }
     let next = stage.publish("a", b"def");
-    let gone = ticket.open(&device).unwrap_err();
+    let gone = ticket.open(&device, Duration::ZERO).unwrap_err();
     assert!(
         matches!(
             gone,
@@ -288,7 +310,7 @@ fn ranges_end_inside_or_are_an_error() {
     let published = stage.publish("a", b"abcdef");
     let middle = published.ticket_of(1..=2).unwrap();
     assert_eq!(middle.bytes(), Some(2));
-    let shared = middle.open(&stage.device).unwrap();
+    let shared = middle.open(&stage.device, Duration::ZERO).unwrap();
     assert_eq!(shared.to_vec(WAIT).unwrap(), b"bc");
     assert_eq!(shared.range(1, None).unwrap().to_vec(WAIT).unwrap(), b"c");
     assert!(matches!(
@@ -329,7 +351,11 @@ fn memory_for_reading_is_not_written() {
     let (device, _counting) = other(Counting::default());
     let stream = device.stream().unwrap();
     let published = stage.publish("a", b"abc");
-    let shared = published.ticket().unwrap().open(&device).unwrap();
+    let shared = published
+        .ticket()
+        .unwrap()
+        .open(&device, Duration::ZERO)
+        .unwrap();
     assert!(matches!(
         shared.write(&stream, 0, b"x"),
         Err(Error::Argument { .. })
@@ -341,7 +367,11 @@ fn memory_for_reading_is_not_written() {
         .access(Access::ReadWrite)
         .build()
         .unwrap();
-    let shared = writable.ticket().unwrap().open(&device).unwrap();
+    let shared = writable
+        .ticket()
+        .unwrap()
+        .open(&device, Duration::ZERO)
+        .unwrap();
     shared.write(&stream, 1, b"x").unwrap();
     assert!(matches!(
         shared.write(&stream, 3, b"x"),
@@ -418,7 +448,11 @@ fn a_device_out_of_reach_is_an_error_by_name_and_keeps_nothing() {
     let stage = Stage::new("reach");
     let published = stage.publish("a", b"abc");
     let (device, _wrapped) = other(OutOfReach);
-    let error = published.ticket().unwrap().open(&device).unwrap_err();
+    let error = published
+        .ticket()
+        .unwrap()
+        .open(&device, Duration::ZERO)
+        .unwrap_err();
     assert!(matches!(error, Error::PeerAccess { .. }), "{error}");
 }
 
@@ -429,8 +463,18 @@ fn an_import_that_fails_can_be_tried_again() {
     let (device, failing) = other(Failing::default());
     failing.hook().aim("import", 1);
     let ticket = published.ticket().unwrap();
-    assert!(matches!(ticket.open(&device), Err(Error::Injected { .. })));
-    assert_eq!(ticket.open(&device).unwrap().to_vec(WAIT).unwrap(), b"abc");
+    assert!(matches!(
+        ticket.open(&device, Duration::ZERO),
+        Err(Error::Injected { .. })
+    ));
+    assert_eq!(
+        ticket
+            .open(&device, Duration::ZERO)
+            .unwrap()
+            .to_vec(WAIT)
+            .unwrap(),
+        b"abc"
+    );
 }
 
 #[test]

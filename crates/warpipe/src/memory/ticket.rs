@@ -16,6 +16,7 @@ use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::handle::{self, HandleKind, text_form};
 use crate::ipc::{Address, ClientSession, Kind, encode};
 use crate::origin::ProcessOrigin;
+use crate::wait::Wait;
 
 /// Names memory of a process on this machine: domain, endpoint, its incarnation, the memory's
 /// number, a range of its bytes, and its device. A text ([`Display`](std::fmt::Display) and
@@ -140,7 +141,8 @@ impl Ticket {
 
     /// Fetches the memory from its owner and maps it on `device`, once in a process. Each call
     /// contacts the owner: a ticket of an owner that is gone opens nothing, even if this process
-    /// has the memory open.
+    /// has the memory open. It waits for an owner that has not published yet; an expired ticket is an
+    /// error at once: that owner does not come back.
     ///
     /// # Errors
     /// [`Error::NotFound`]: it has not been published yet, or its owner has died (`was_there`).
@@ -148,28 +150,19 @@ impl Ticket {
     /// [`Error::Ticket`] for one of another machine. [`Error::AccessDenied`], [`Error::Refused`],
     /// [`Error::OtherKind`]. [`Error::Range`], [`Error::PeerAccess`], [`Error::DescriptorLimit`],
     /// [`Error::DeviceMemory`], [`Error::Domain`].
-    pub fn open(&self, device: &Device) -> Result<SharedMemory> {
-        self.open_timeout(device, Duration::ZERO)
-    }
-
-    /// [`open`](Self::open), but waits up to `timeout` for an owner that has not published yet. An
-    /// expired ticket is an error at once: that owner does not come back.
-    ///
-    /// # Errors
-    /// As [`open`](Self::open).
-    pub fn open_timeout(&self, device: &Device, timeout: Duration) -> Result<SharedMemory> {
+    pub fn open<'w>(&self, device: &Device, wait: impl Into<Wait<'w>>) -> Result<SharedMemory> {
         self.check(Kind::Memory, device)?;
         let Wanted { offset, bytes, .. } = self.fields.wanted;
-        SharedMemory::whole(&self.fetch(device, timeout)?, self.name())?.range(offset, bytes)
+        SharedMemory::whole(&self.fetch(device, &wait.into())?, self.name())?.range(offset, bytes)
     }
 
-    fn fetch(&self, device: &Device, timeout: Duration) -> Result<Arc<MappedRegion>> {
+    fn fetch(&self, device: &Device, wait: &Wait<'_>) -> Result<Arc<MappedRegion>> {
         let Wanted { id, .. } = self.fields.wanted;
         let body = encode(&TicketRequest {
             incarnation: self.fields.incarnation,
             id,
         })?;
-        let (session, incoming) = self.attach(device, &body, timeout)?;
+        let (session, incoming) = self.attach(device, &body, wait)?;
         let key = ImportKey::new(session.uid(), session.generation(), id, device);
         IMPORTS.get_or(
             &key,
@@ -207,7 +200,7 @@ impl Ticket {
         &self,
         device: &Device,
         body: &[u8],
-        timeout: Duration,
+        wait: &Wait<'_>,
     ) -> Result<(ClientSession, crate::ipc::IncomingReply)> {
         let Fields {
             ref domain,
@@ -223,12 +216,11 @@ impl Ticket {
             name: &name,
             kind,
         };
-        let wait = if incarnation.is_some() {
-            Duration::ZERO
-        } else {
-            timeout
+        let wait = match incarnation {
+            Some(_) => Wait::from(Duration::ZERO),
+            None => wait.clone(),
         };
-        let attached = ClientSession::attach(&at, Some(device.info().id), body, wait);
+        let attached = ClientSession::attach(&at, Some(device.info().id), body, &wait);
         let (session, incoming) = attached.map_err(|error| match error {
             Error::NotFound { was_there, .. } if incarnation.is_some() => {
                 self.expired(Expiry::Gone { died: was_there })
@@ -404,7 +396,7 @@ mod tests {
         let mut ticket = ticket();
         ticket.fields.host ^= 1;
         assert!(matches!(
-            ticket.open(&Device::host()),
+            ticket.open(&Device::host(), Duration::ZERO),
             Err(Error::Ticket(TicketFault::ForeignHost))
         ));
     }
@@ -417,7 +409,7 @@ mod tests {
             uuid: [1; 16],
         });
         assert!(matches!(
-            ticket.open(&Device::host()),
+            ticket.open(&Device::host(), Duration::ZERO),
             Err(Error::PeerAccess { .. })
         ));
     }
@@ -432,9 +424,9 @@ mod tests {
             .publish(&domain, "weights")
             .unwrap();
         let mut ticket = published.ticket().unwrap();
-        assert!(ticket.open(&device).is_ok());
+        assert!(ticket.open(&device, Duration::ZERO).is_ok());
         ticket.fields.owner += 1;
-        let refused = ticket.open(&device).unwrap_err();
+        let refused = ticket.open(&device, Duration::ZERO).unwrap_err();
         assert!(matches!(refused, Error::Domain { .. }), "{refused}");
         drop(published);
         let _ = std::fs::remove_dir_all(folder);

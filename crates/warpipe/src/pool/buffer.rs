@@ -2,7 +2,6 @@
 
 use std::ops::Deref;
 use std::sync::Arc;
-use std::time::Duration;
 
 use super::allocator::PoolAllocator;
 use super::allocator::users::{PoolUsage, Quota, Quotas};
@@ -25,7 +24,6 @@ pub struct PoolBuilder {
     name: String,
     shared: EndpointOptions,
     reserve: u64,
-    wait: Duration,
     quotas: Quotas,
 }
 
@@ -48,12 +46,6 @@ impl PoolBuilder {
     /// Allocates this many bytes at once; nothing by default.
     pub fn reserve(mut self, bytes: u64) -> Self {
         self.reserve = bytes;
-        self
-    }
-
-    /// The time that [`Pool::allocate`] waits for memory that is in use: 0 by default.
-    pub fn wait(mut self, timeout: Duration) -> Self {
-        self.wait = timeout;
         self
     }
 
@@ -119,7 +111,6 @@ impl PoolBuilder {
             inner: LeakOnFork::new(Arc::new(PoolInner {
                 _server: server,
                 allocator,
-                wait: self.wait,
             })),
         })
     }
@@ -160,7 +151,6 @@ struct PoolInner {
     /// Dropped first, so that no peer connects any more.
     _server: IpcServer,
     allocator: Arc<PoolAllocator>,
-    wait: Duration,
 }
 
 impl Drop for PoolInner {
@@ -203,7 +193,6 @@ impl Pool {
             name: name.to_string(),
             shared: EndpointOptions::default(),
             reserve: 0,
-            wait: Duration::ZERO,
             quotas: Quotas::default(),
         }
     }
@@ -219,25 +208,17 @@ impl Pool {
     }
 
     /// Allocates `bytes` bytes, aligned to 512: from free blocks, else from a new region
-    /// (`cuMemCreate`). Its contents are what this user left there, or zeros.
+    /// (`cuMemCreate`), else it waits for other blocks to be released. Its contents are what this user left there, or zeros.
     ///
     /// # Errors
-    /// [`Error::MemoryLimit`] when the blocks in use leave no room ([`PoolBuilder::wait`]);
+    /// [`Error::MemoryLimit`] when the blocks in use leave no room;
     /// [`Error::QuotaExceeded`] where this user has a quota; [`Error::DeviceMemory`] when the device has none; [`Error::Argument`] for 0 bytes;
     /// [`Error::Driver`]; [`Error::Forked`].
-    pub fn allocate(&self, bytes: u64) -> Result<Buffer> {
-        self.allocate_within(bytes, self.inner.wait)
-    }
-
-    /// Like [`allocate`](Self::allocate), with another wait for other blocks to be released.
-    ///
-    /// # Errors
-    /// As [`allocate`](Self::allocate).
-    pub fn allocate_within<'w>(&self, bytes: u64, wait: impl Into<Wait<'w>>) -> Result<Buffer> {
+    pub fn allocate<'w>(&self, bytes: u64, wait: impl Into<Wait<'w>>) -> Result<Buffer> {
         self.allocate_for(self.inner.allocator.uid, bytes, wait)
     }
 
-    /// Like [`allocate_within`](Self::allocate_within), in a region of the user `uid`: its
+    /// Like [`allocate`](Self::allocate), in a region of the user `uid`: its
     /// processes, and no others, can open the block's ticket. It counts against that user's quota
     /// until the block is free. Whatever lies in a user's regions, that user can read and write.
     ///

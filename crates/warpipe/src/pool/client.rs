@@ -129,7 +129,8 @@ impl PoolClient {
     }
 
     /// Allocates `bytes` bytes of the owner's memory, for reading and writing, in a region of this
-    /// process's user. The block is cleared if another user had it. The block returns to the owner when it is released here, or when
+    /// process's user, and waits for other blocks to be released where there is no room. A block that
+    /// arrives after the wait is released. The block is cleared if another user had it. The block returns to the owner when it is released here, or when
     /// this process has died.
     ///
     /// # Errors
@@ -138,16 +139,7 @@ impl PoolClient {
     /// [`Error::Refused`]; [`Error::Argument`] for 0 bytes, or beyond 1024 blocks at once;
     /// [`Error::Timeout`], [`Error::DescriptorLimit`], [`Error::DeviceMemory`],
     /// [`Error::PeerAccess`], [`Error::Driver`].
-    pub fn allocate(&self, bytes: u64) -> Result<LentBuffer> {
-        self.allocate_within(bytes, Duration::ZERO)
-    }
-
-    /// Like [`allocate`](Self::allocate), but waits for other blocks to be released. A block that
-    /// arrives after the wait is released.
-    ///
-    /// # Errors
-    /// As [`allocate`](Self::allocate).
-    pub fn allocate_within<'w>(&self, bytes: u64, wait: impl Into<Wait<'w>>) -> Result<LentBuffer> {
+    pub fn allocate<'w>(&self, bytes: u64, wait: impl Into<Wait<'w>>) -> Result<LentBuffer> {
         let wait = wait.into();
         check_bytes(bytes)?;
         loop {
@@ -157,7 +149,7 @@ impl PoolClient {
             {
                 Ok(block) => return Ok(block),
                 Err(AllocReply::Full { used, limit }) => {
-                    let left = wait.left();
+                    let left = wait.slice();
                     if left.is_zero() || bytes > limit {
                         return Err(Error::MemoryLimit {
                             name: self.name().to_string(),
@@ -169,7 +161,7 @@ impl PoolClient {
                     pause(left);
                 }
                 Err(AllocReply::OverQuota(over)) => {
-                    let left = wait.left();
+                    let left = wait.slice();
                     if left.is_zero() || over.is_final(bytes) {
                         return Err(over.error(self.name(), bytes));
                     }
@@ -217,7 +209,7 @@ impl LentBuffer {
                 let hello = encode(&Hello {
                     incarnation: Some(incarnation),
                 })?;
-                let (session, incoming) = ticket.attach(device, &hello, Duration::ZERO)?;
+                let (session, incoming) = ticket.attach(device, &hello, &Duration::ZERO.into())?;
                 let pool_session = PoolSession::of(session, incoming, device)?;
                 pool_session
                     .map(Arc::new)

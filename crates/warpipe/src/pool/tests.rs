@@ -92,8 +92,10 @@ fn is_limit<T: std::fmt::Debug>(result: crate::Result<T>) -> bool {
 #[test]
 fn blocks_come_back_and_the_limit_is_an_error_that_says_what_is_used() {
     let stage = Stage::new("limit");
-    let blocks: Vec<_> = (0..2).map(|_| stage.pool.allocate(MIB).unwrap()).collect();
-    assert!(is_limit(stage.pool.allocate(1)));
+    let blocks: Vec<_> = (0..2)
+        .map(|_| stage.pool.allocate(MIB, Duration::ZERO).unwrap())
+        .collect();
+    assert!(is_limit(stage.pool.allocate(1, Duration::ZERO)));
     let stats = stage.pool.stats();
     assert_eq!(
         (stats.regions, stats.total_bytes, stats.in_use_bytes),
@@ -109,17 +111,17 @@ fn blocks_come_back_and_the_limit_is_an_error_that_says_what_is_used() {
         ),
         (0, 2 * MIB, 2)
     );
-    drop(stage.pool.allocate(2 * MIB).unwrap());
+    drop(stage.pool.allocate(2 * MIB, Duration::ZERO).unwrap());
     assert!(matches!(
-        stage.pool.allocate(0),
+        stage.pool.allocate(0, Duration::ZERO),
         Err(Error::Argument { .. })
     ));
     assert!(matches!(
-        stage.pool.allocate(3 * MIB),
+        stage.pool.allocate(3 * MIB, Duration::ZERO),
         Err(Error::MemoryLimit { .. })
     ));
     assert!(matches!(
-        stage.pool.allocate(u64::MAX),
+        stage.pool.allocate(u64::MAX, Duration::ZERO),
         Err(Error::MemoryLimit { .. })
     ));
 }
@@ -130,18 +132,21 @@ fn a_block_is_not_handed_out_before_the_stream_that_frees_it_is_past_it() {
     for is_freed_on_it in [true, false] {
         let (stream, go) = busy(&stage.device);
         let idle = stage.device.stream().unwrap();
-        let block = stage.pool.allocate(2 * MIB).unwrap();
+        let block = stage.pool.allocate(2 * MIB, Duration::ZERO).unwrap();
         block
             .free(if is_freed_on_it { &stream } else { &idle })
             .unwrap();
         // The control: freed on another stream, the block is free at once.
-        assert_eq!(is_limit(stage.pool.allocate(1)), is_freed_on_it);
+        assert_eq!(
+            is_limit(stage.pool.allocate(1, Duration::ZERO)),
+            is_freed_on_it
+        );
         assert_eq!(
             stage.pool.stats().waiting_bytes,
             if is_freed_on_it { 2 * MIB } else { 0 }
         );
         drop(go);
-        drop(stage.pool.allocate_within(2 * MIB, WAIT).unwrap());
+        drop(stage.pool.allocate(2 * MIB, WAIT).unwrap());
     }
 }
 
@@ -150,18 +155,16 @@ fn every_stream_that_was_named_is_waited_for() {
     let stage = Stage::new("named");
     for is_dropped in [true, false] {
         let (stream, go) = busy(&stage.device);
-        let block = stage.pool.allocate(2 * MIB).unwrap();
+        let block = stage.pool.allocate(2 * MIB, Duration::ZERO).unwrap();
         block.used_on(&stream);
         if is_dropped {
             drop(block);
         } else {
             block.free(&stage.device.stream().unwrap()).unwrap();
         }
-        assert!(is_limit(
-            stage.pool.allocate_within(1, Duration::from_millis(30))
-        ));
+        assert!(is_limit(stage.pool.allocate(1, Duration::from_millis(30))));
         drop(go);
-        drop(stage.pool.allocate_within(2 * MIB, WAIT).unwrap());
+        drop(stage.pool.allocate(2 * MIB, WAIT).unwrap());
     }
     // Two waits time out. Whether the two others wait depends on the machine.
     assert!((2..=4).contains(&stage.pool.stats().waits));
@@ -171,7 +174,7 @@ fn every_stream_that_was_named_is_waited_for() {
 fn a_lent_block_is_free_when_owner_and_borrower_have_let_it_go() {
     let stage = Stage::new("lent");
     for owner_is_first in [true, false] {
-        let block = stage.pool.allocate(2 * MIB).unwrap();
+        let block = stage.pool.allocate(2 * MIB, Duration::ZERO).unwrap();
         block
             .write(&stage.device.stream().unwrap(), 0, b"abc")
             .unwrap();
@@ -181,14 +184,14 @@ fn a_lent_block_is_free_when_owner_and_borrower_have_let_it_go() {
         assert_eq!(stage.pool.stats().lent_bytes, 2 * MIB);
         if owner_is_first {
             drop(block);
-            assert!(is_limit(stage.pool.allocate(1)));
+            assert!(is_limit(stage.pool.allocate(1, Duration::ZERO)));
             drop(lent);
         } else {
             drop(lent);
-            assert!(is_limit(stage.pool.allocate(1)));
+            assert!(is_limit(stage.pool.allocate(1, Duration::ZERO)));
             drop(block);
         }
-        drop(stage.pool.allocate(2 * MIB).unwrap());
+        drop(stage.pool.allocate(2 * MIB, Duration::ZERO).unwrap());
         assert_eq!(
             (
                 stage.pool.stats().lent_bytes,
@@ -205,7 +208,7 @@ fn a_borrowers_stream_is_waited_for_too() {
     let client = stage.client();
     for way in ["free", "drop", "unnamed"] {
         let (stream, go) = busy(&stage.device);
-        let lent = client.allocate(2 * MIB).unwrap();
+        let lent = client.allocate(2 * MIB, Duration::ZERO).unwrap();
         match way {
             "free" => lent.free(&stream).unwrap(),
             "drop" => {
@@ -215,17 +218,17 @@ fn a_borrowers_stream_is_waited_for_too() {
             // The control: a stream that was not recorded is not waited for.
             _ => drop(lent),
         }
-        let early = stage.pool.allocate_within(1, Duration::from_millis(30));
+        let early = stage.pool.allocate(1, Duration::from_millis(30));
         assert_eq!(is_limit(early), way != "unnamed", "{way}");
         drop(go);
-        drop(stage.pool.allocate_within(2 * MIB, WAIT).unwrap());
+        drop(stage.pool.allocate(2 * MIB, WAIT).unwrap());
     }
 }
 
 #[test]
 fn a_ticket_is_good_as_long_as_its_owner_has_the_block() {
     let stage = Stage::new("ticket");
-    let block = stage.pool.allocate(100).unwrap();
+    let block = stage.pool.allocate(100, Duration::ZERO).unwrap();
     let ticket = block.lend(Access::ReadWrite).unwrap();
     assert_eq!(
         ticket,
@@ -233,7 +236,7 @@ fn a_ticket_is_good_as_long_as_its_owner_has_the_block() {
         "lent again, it is the same"
     );
     assert!(matches!(
-        ticket.open(&stage.device),
+        ticket.open(&stage.device, Duration::ZERO),
         Err(Error::OtherKind {
             wanted: Kind::Memory,
             ..
@@ -282,9 +285,12 @@ fn a_ticket_is_good_as_long_as_its_owner_has_the_block() {
 #[test]
 fn a_pool_that_has_ended_lends_and_grants_nothing() {
     let mut stage = Stage::new("ended");
-    let (client, block) = (stage.client(), stage.pool.allocate(8).unwrap());
+    let (client, block) = (
+        stage.client(),
+        stage.pool.allocate(8, Duration::ZERO).unwrap(),
+    );
     let ticket = block.lend(Access::Read).unwrap();
-    let lent = client.allocate(8).unwrap();
+    let lent = client.allocate(8, Duration::ZERO).unwrap();
     let other = Pool::builder("other")
         .domain(&stage.domain)
         .device(&stage.device)
@@ -300,7 +306,7 @@ fn a_pool_that_has_ended_lends_and_grants_nothing() {
     ));
     assert!(eventually(|| client.is_owner_gone()));
     assert!(matches!(
-        client.allocate(8),
+        client.allocate(8, Duration::ZERO),
         Err(Error::PeerGone { graceful: true, .. })
     ));
     let gone = LentBuffer::open(&ticket, &stage.device).unwrap_err();
@@ -324,27 +330,30 @@ fn a_pool_that_has_ended_lends_and_grants_nothing() {
 fn a_client_waits_for_what_others_let_go_and_has_a_limit_of_blocks() {
     let stage = Stage::new("client");
     let client = stage.client();
-    let lent = client.allocate(2 * MIB).unwrap();
-    assert!(is_limit(client.allocate(1)));
+    let lent = client.allocate(2 * MIB, Duration::ZERO).unwrap();
+    assert!(is_limit(client.allocate(1, Duration::ZERO)));
     std::thread::scope(|scope| {
-        let waiting = scope.spawn(|| client.allocate_within(MIB, WAIT).map(drop));
-        assert!(is_limit(stage.pool.allocate(1)));
+        let waiting = scope.spawn(|| client.allocate(MIB, WAIT).map(drop));
+        assert!(is_limit(stage.pool.allocate(1, Duration::ZERO)));
         drop(lent);
         waiting.join().unwrap().unwrap();
     });
     let blocks: Vec<_> = (0..PAIRS_MAX)
-        .map(|_| client.allocate(1).unwrap())
+        .map(|_| client.allocate(1, Duration::ZERO).unwrap())
         .collect();
     assert!(matches!(
-        client.allocate(1),
+        client.allocate(1, Duration::ZERO),
         Err(Error::Argument {
             argument: "blocks",
             ..
         })
     ));
     drop(blocks);
-    drop(client.allocate(1).unwrap());
-    assert!(matches!(client.allocate(0), Err(Error::Argument { .. })));
+    drop(client.allocate(1, Duration::ZERO).unwrap());
+    assert!(matches!(
+        client.allocate(0, Duration::ZERO),
+        Err(Error::Argument { .. })
+    ));
     drop(client);
     assert!(
         eventually(|| stage.pool.stats().peers == 0),
@@ -358,7 +367,7 @@ fn a_block_that_passes_to_another_user_is_cleared_and_else_it_is_not() {
     let allocator = stage.pool.allocator();
     let stream = stage.device.stream().unwrap();
     for (uid, is_cleared) in [(allocator.uid, false), (allocator.uid + 1, true)] {
-        let block = stage.pool.allocate(2 * MIB).unwrap();
+        let block = stage.pool.allocate(2 * MIB, Duration::ZERO).unwrap();
         block.write(&stream, MIB, b"secret").unwrap();
         block.free(&stream).unwrap();
         let AllocOutcome::Block { slot, cleared_at } =
@@ -379,7 +388,7 @@ fn a_block_that_passes_to_another_user_is_cleared_and_else_it_is_not() {
         );
         allocator.release(slot);
     }
-    let again = stage.pool.allocate(8).unwrap();
+    let again = stage.pool.allocate(8, Duration::ZERO).unwrap();
     assert_eq!(
         again.to_vec(WAIT).unwrap(),
         [0; 8],
@@ -431,7 +440,7 @@ fn a_pools_lock_is_free_during_the_device_call_that_clears_a_block() {
         .open()
         .unwrap();
     wrapped.hook().allocator.set(allocator.me.clone()).unwrap();
-    let lent = client.allocate(2 * MIB).unwrap();
+    let lent = client.allocate(2 * MIB, Duration::ZERO).unwrap();
     assert_eq!(lent.to_vec(WAIT).unwrap()[..8], [0; 8]);
     let hook = wrapped.hook();
     // The zeros, their completion for the owner, and for the peer.
@@ -445,7 +454,7 @@ fn a_pools_lock_is_free_during_the_device_call_that_clears_a_block() {
 fn ranges_and_access_are_kept_to() {
     let stage = Stage::new("ranges");
     let stream = stage.device.stream().unwrap();
-    let block = stage.pool.allocate(8).unwrap();
+    let block = stage.pool.allocate(8, Duration::ZERO).unwrap();
     assert!(matches!(
         block.write(&stream, 1, &[0; 8]),
         Err(Error::Range {
@@ -478,8 +487,8 @@ fn ranges_and_access_are_kept_to() {
 fn garbage_in_a_peers_page_frees_nothing() {
     let stage = Stage::new("scribble");
     let client = stage.client();
-    let own = stage.pool.allocate(MIB).unwrap();
-    let lent = client.allocate(MIB).unwrap();
+    let own = stage.pool.allocate(MIB, Duration::ZERO).unwrap();
+    let lent = client.allocate(MIB, Duration::ZERO).unwrap();
     for value in [0, 2, 1 << 40, u64::MAX] {
         (0..PAIRS_MAX).for_each(|pair| {
             client
@@ -487,10 +496,10 @@ fn garbage_in_a_peers_page_frees_nothing() {
                 .at::<TimelineWord>(released_at(pair))
                 .store(value)
         });
-        assert!(is_limit(stage.pool.allocate(1)), "{value}");
+        assert!(is_limit(stage.pool.allocate(1, Duration::ZERO)), "{value}");
     }
     drop(lent);
-    drop(stage.pool.allocate(MIB).unwrap());
+    drop(stage.pool.allocate(MIB, Duration::ZERO).unwrap());
     drop(own);
 }
 
@@ -540,14 +549,14 @@ fn a_block_granted_after_its_client_gave_up_comes_back() {
         eventually(|| stage.pool.stats().lent_bytes == 0),
         "and given back"
     );
-    drop(client.allocate(2 * MIB).unwrap());
+    drop(client.allocate(2 * MIB, Duration::ZERO).unwrap());
 }
 
 #[test]
 fn a_block_of_a_peer_that_closed_gracefully_comes_back_at_its_death() {
     let stage = Stage::new("close");
     let client = stage.client();
-    let block = client.allocate(2 * MIB).unwrap();
+    let block = client.allocate(2 * MIB, Duration::ZERO).unwrap();
     let allocator = stage.pool.allocator();
     let close = |process| {
         let mut state = allocator.lock();
@@ -558,10 +567,8 @@ fn a_block_of_a_peer_that_closed_gracefully_comes_back_at_its_death() {
     let (alive, writer) = rustix::pipe::pipe().unwrap();
     close(Process::of_pipe(alive));
     // Ticks pass while the process is alive.
-    assert!(is_limit(
-        stage.pool.allocate_within(1, Duration::from_millis(500))
-    ));
+    assert!(is_limit(stage.pool.allocate(1, Duration::from_millis(500))));
     drop(writer);
-    drop(stage.pool.allocate_within(2 * MIB, WAIT).unwrap());
+    drop(stage.pool.allocate(2 * MIB, WAIT).unwrap());
     drop(block);
 }

@@ -87,7 +87,7 @@ fn each_user_has_its_quota_of_bytes_and_of_blocks_and_the_pools_own_user_none() 
     assert!(error.to_string().contains(&format!("user {a}")), "{error}");
     assert!(error.hint().unwrap().contains("quota"), "{error:?}");
     let own: Vec<_> = (0..4)
-        .map(|_| stage.pool.allocate(5 * MIB).unwrap())
+        .map(|_| stage.pool.allocate(5 * MIB, Duration::ZERO).unwrap())
         .collect();
     drop((two, three, four, own));
     assert_eq!(stage.pool.usage(a).bytes + stage.pool.usage(b).bytes, 0);
@@ -104,11 +104,14 @@ fn a_quota_for_one_user_replaces_that_of_all_and_may_be_the_own_users() {
             .quota_for(tenant(0), quota(6 * MIB))
             .quota_for(own_uid(), quota(3 * MIB))
     });
-    let (own, client) = (stage.pool.allocate(MIB).unwrap(), client(&stage));
-    let lent = client.allocate(MIB).unwrap();
+    let (own, client) = (
+        stage.pool.allocate(MIB, Duration::ZERO).unwrap(),
+        client(&stage),
+    );
+    let lent = client.allocate(MIB, Duration::ZERO).unwrap();
     for result in [
-        stage.pool.allocate(MIB + 1).map(drop),
-        client.allocate(MIB + 1).map(drop),
+        stage.pool.allocate(MIB + 1, Duration::ZERO).map(drop),
+        client.allocate(MIB + 1, Duration::ZERO).map(drop),
     ] {
         assert_eq!(
             quota_error(result),
@@ -130,18 +133,18 @@ fn a_client_over_its_quota_waits_for_blocks_of_its_user_and_not_for_ever() {
     };
     let stage = stage("wait", 64 * MIB, |it| it.quota_for(own_uid(), quota));
     let (one, other) = (client(&stage), client(&stage));
-    let held = one.allocate(MIB).unwrap();
+    let held = one.allocate(MIB, Duration::ZERO).unwrap();
     let brief = Duration::from_millis(20);
-    assert_eq!(quota_error(other.allocate_within(MIB, brief)).1, MIB);
+    assert_eq!(quota_error(other.allocate(MIB, brief)).1, MIB);
     std::thread::scope(|scope| {
-        let waiting = scope.spawn(|| other.allocate_within(MIB, WAIT).map(drop));
-        let owner = scope.spawn(|| stage.pool.allocate_within(MIB, WAIT).map(drop));
+        let waiting = scope.spawn(|| other.allocate(MIB, WAIT).map(drop));
+        let owner = scope.spawn(|| stage.pool.allocate(MIB, WAIT).map(drop));
         drop(held);
         waiting.join().unwrap().unwrap();
         owner.join().unwrap().unwrap();
     });
     // More than the quota is never there: no wait.
-    let too_much = other.allocate_within(2 * MIB + 1, Duration::MAX);
+    let too_much = other.allocate(2 * MIB + 1, Duration::MAX);
     assert_eq!(quota_error(too_much).2, 2 * MIB);
 }
 
@@ -165,7 +168,7 @@ fn nothing_is_allocated_with_a_quota_of_zero_and_no_length_overflows_one() {
                 let result = stage.pool.allocate_for(uid, bytes, Duration::MAX);
                 assert_eq!(quota_error(result).0, uid);
             }
-            quota_error(client(&stage).allocate_within(bytes, Duration::MAX));
+            quota_error(client(&stage).allocate(bytes, Duration::MAX));
         }
         assert_eq!(stage.pool.stats().regions, 0);
     }
@@ -238,7 +241,7 @@ fn requests_at_the_same_time_never_exceed_a_quota_together() {
                     // Two threads as clients of the own user, two for another one.
                     match number {
                         0 | 1 => {
-                            let block = clients[number].allocate(bytes);
+                            let block = clients[number].allocate(bytes, Duration::ZERO);
                             watch(own_uid());
                             drop(block);
                         }
@@ -297,7 +300,7 @@ fn a_region_without_blocks_makes_room_for_another_user_who_reads_zeros() {
     let stage = stage("pass", 4 * MIB, |it| it);
     let (client, stream) = (client(&stage), stage.device.stream().unwrap());
     // Two regions, both mapped by the client.
-    let blocks = [(); 2].map(|()| client.allocate(2 * MIB).unwrap());
+    let blocks = [(); 2].map(|()| client.allocate(2 * MIB, Duration::ZERO).unwrap());
     for block in &blocks {
         block.write(&stream, 0, &vec![0xA5; 2 << 20]).unwrap();
     }
@@ -320,7 +323,7 @@ fn a_region_without_blocks_makes_room_for_another_user_who_reads_zeros() {
         "a client unmaps what it cannot use any more"
     );
     // The way back. The user's region is free again, and now in this client's way.
-    let again = client.allocate_within(3 * MIB, WAIT).unwrap();
+    let again = client.allocate(3 * MIB, WAIT).unwrap();
     assert_eq!(again.to_vec(WAIT).unwrap(), vec![0; 3 << 20]);
     assert_eq!(stage.pool.usage(tenant(0)).region_bytes, 0);
 }
@@ -329,7 +332,7 @@ fn a_region_without_blocks_makes_room_for_another_user_who_reads_zeros() {
 fn a_mapping_that_a_client_keeps_reaches_nothing_of_the_next_user() {
     let stage = stage("kept", 2 * MIB, |it| it);
     let (client, stream) = (client(&stage), stage.device.stream().unwrap());
-    let block = client.allocate(2 * MIB).unwrap();
+    let block = client.allocate(2 * MIB, Duration::ZERO).unwrap();
     block.write(&stream, 0, &[7; 8]).unwrap();
     // Against the pool's notice, and with all that its mapping reaches.
     let [kept] = &client.mapped_regions()[..] else {
@@ -351,7 +354,7 @@ fn a_mapping_that_a_client_keeps_reaches_nothing_of_the_next_user() {
 fn a_client_that_says_released_and_goes_on_writing_damages_blocks_of_its_own_user_alone() {
     let stage = stage("lying", 4 * MIB, |it| it);
     let (client, stream) = (client(&stage), stage.device.stream().unwrap());
-    let block = client.allocate(MIB).unwrap();
+    let block = client.allocate(MIB, Duration::ZERO).unwrap();
     // The value that releases it: the first of the session's.
     client
         .words()
@@ -370,7 +373,7 @@ fn a_client_that_says_released_and_goes_on_writing_damages_blocks_of_its_own_use
 fn a_region_with_an_open_lend_stays_its_users() {
     let stage = stage("lend", 2 * MIB, |it| it);
     let stream = stage.device.stream().unwrap();
-    let block = stage.pool.allocate(MIB).unwrap();
+    let block = stage.pool.allocate(MIB, Duration::ZERO).unwrap();
     block.write(&stream, 0, b"lent").unwrap();
     stream.synchronize(WAIT).unwrap();
     let ticket = block.lend(crate::Access::Read).unwrap();
@@ -438,15 +441,15 @@ fn a_user_without_blocks_can_have_its_whole_quota_in_one_block_whatever_it_had_b
         });
         let client = client(&stage);
         for whole in [7 * MIB, 8 * MIB] {
-            let parts = [(); 4].map(|()| client.allocate(2 * MIB).unwrap());
-            let all_are_used = client.allocate(whole);
+            let parts = [(); 4].map(|()| client.allocate(2 * MIB, Duration::ZERO).unwrap());
+            let all_are_used = client.allocate(whole, Duration::ZERO);
             assert_eq!(quota_error(all_are_used).1, 8 * MIB);
             let [first, others @ ..] = parts;
             drop(others);
-            let one_is_used = client.allocate_within(whole, Duration::from_millis(20));
+            let one_is_used = client.allocate(whole, Duration::from_millis(20));
             assert_eq!(quota_error(one_is_used).1, 2 * MIB);
             drop(first);
-            let block = client.allocate_within(whole, WAIT).unwrap();
+            let block = client.allocate(whole, WAIT).unwrap();
             assert!(stage.pool.usage(own_uid()).region_bytes <= 8 * MIB);
             drop(block);
         }
@@ -529,7 +532,7 @@ fn a_block_that_is_granted_to_a_client_that_has_been_dropped_comes_back() {
     let held = stage.pool.allocator().lock();
     let asked = std::cell::Cell::new(false);
     // Called off when the request has been sent.
-    let gave_up = client.allocate_within(
+    let gave_up = client.allocate(
         MIB,
         crate::Wait::at_most(WAIT).unless(&|| asked.replace(true)),
     );

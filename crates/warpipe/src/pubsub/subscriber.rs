@@ -11,7 +11,7 @@ mod wait;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::event::epoll;
 
@@ -39,6 +39,7 @@ use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::spin::Polls;
 use crate::statistics::{self, EndpointRow, EndpointWords, Role};
 use crate::stream::Stream;
+use crate::wait::Wait;
 
 /// How often attaching is tried again without a sign of a new publisher, while a name cannot be
 /// attached to for the moment.
@@ -47,8 +48,8 @@ const RETRY: Duration = Duration::from_millis(100);
 /// Receives the tensors of one publisher.
 ///
 /// Not shared between threads (a cursor has one owner), but its samples may go anywhere. It can be
-/// polled: [`AsFd`] gives a descriptor that is readable when [`try_receive`](Self::try_receive) is
-/// worth a call. Receive until it gives `None` before waiting on it.
+/// polled: [`AsFd`] gives a descriptor that is readable when a [`receive`](Self::receive) without a
+/// wait is worth a call. Receive until it says [`Error::Timeout`] before waiting on it.
 ///
 /// ```
 /// # use std::time::Duration;
@@ -67,9 +68,9 @@ const RETRY: Duration = Duration::from_millis(100);
 /// let mut readable = AsyncFd::new(subscriber).unwrap();
 /// let sample = loop {
 ///     let mut guard = readable.readable_mut().await.unwrap();
-///     match guard.get_inner_mut().try_receive(&stream)? {
-///         Some(sample) => break sample,
-///         None => guard.clear_ready(),
+///     match guard.get_inner_mut().receive(&stream, Duration::ZERO) {
+///         Err(warpipe::Error::Timeout { .. }) => guard.clear_ready(),
+///         received => break received?,
 ///     }
 /// };
 /// assert_eq!(sample.to_vec(Duration::from_secs(1))?, b"hello");
@@ -119,7 +120,6 @@ impl Subscriber {
             shared: EndpointOptions::default(),
             wait: None,
             reconnect: false,
-            timeout: Duration::from_secs(10),
             kind: Kind::Publisher,
             orphan_timeout: ORPHAN_TIMEOUT,
             has_replies: false,
@@ -279,8 +279,8 @@ impl Subscriber {
         )
     }
 
-    /// Waits for the next sample, as long as the builder's timeout says. `stream` will wait, on the
-    /// device, until the sample's data is complete.
+    /// Takes the next sample, and waits for it if there is none. `stream` will wait, on the device,
+    /// until the sample's data is complete.
     ///
     /// # Errors
     /// [`Error::Timeout`]; [`Error::DescriptorLimit`] or [`Error::DeviceMemory`] when this process
@@ -288,39 +288,45 @@ impl Subscriber {
     /// received (not with `reconnect`); [`Error::Evicted`]; [`Error::Protocol`];
     /// [`Error::Capturing`] for a stream that is being captured, and nothing is taken;
     /// [`Error::Forked`]; errors of the device.
-    pub fn receive(&mut self, stream: &Stream) -> Result<Sample> {
-        self.receive_timeout(stream, self.options.timeout)
-    }
-
-    /// [`receive`](Self::receive) with another timeout.
-    ///
-    /// # Errors
-    /// As [`receive`](Self::receive).
-    pub fn receive_timeout(&mut self, stream: &Stream, timeout: Duration) -> Result<Sample> {
+    pub fn receive<'w>(&mut self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<Sample> {
         let _range = nvtx::range(nvtx::RECEIVE);
         self.check_stream(stream)?;
-        if let Some(sample) = self.poll(stream)? {
-            return Ok(sample);
+        // The clock is read only if there is something to wait for.
+        match self.poll(stream)? {
+            Some(sample) => Ok(sample),
+            None => self.wait_for_sample(stream, &wait.into()),
         }
-        let start = Instant::now();
+    }
+
+    fn wait_for_sample(&mut self, stream: &Stream, wait: &Wait<'_>) -> Result<Sample> {
+        let is_polled = self.is_polled.load(Ordering::Relaxed);
+        if wait.limit().is_zero() && !is_polled {
+            return Err(self.nothing_within(wait));
+        }
         loop {
-            let polls = Polls::for_at_most(self.options.shared.spin.min(timeout));
+            let polls = Polls::for_at_most(self.options.shared.spin.min(wait.time_left()));
             if let Some(sample) = self.poll_while(polls, stream)? {
                 return Ok(sample);
             }
-            self.drain_rung();
+            match is_polled {
+                true => self.drain(),
+                false => self.drain_rung(),
+            }
             self.fall_asleep();
             // A sample published before the flag was set did not ring.
             if let Some(sample) = self.poll(stream)? {
                 self.wake_up();
                 return Ok(sample);
             }
-            let left = timeout.saturating_sub(start.elapsed());
-            if left.is_zero() {
+            let pause = wait.slice();
+            if pause.is_zero() {
                 self.wake_up();
-                return Err(self.nothing_within(timeout));
+                if is_polled && self.must_look_again() {
+                    self.set_timer(RETRY)?;
+                }
+                return Err(self.nothing_within(wait));
             }
-            self.sleep(left.min(self.patience()));
+            self.sleep(pause.min(self.patience()));
             self.wake_up();
             if let Some(sample) = self.poll(stream)? {
                 return Ok(sample);
@@ -328,48 +334,27 @@ impl Subscriber {
         }
     }
 
-    /// The next sample if there is one.
-    ///
-    /// # Errors
-    /// As [`receive`](Self::receive), without the timeout.
-    pub fn try_receive(&mut self, stream: &Stream) -> Result<Option<Sample>> {
-        let _range = nvtx::range(nvtx::RECEIVE);
-        self.check_stream(stream)?;
-        if let Some(sample) = self.poll(stream)? {
-            return Ok(Some(sample));
-        }
-        if !self.is_polled.load(Ordering::Relaxed) {
-            return Ok(None);
-        }
-        self.drain();
-        self.fall_asleep();
-        let found = self.poll(stream)?;
-        if found.is_none() && self.must_look_again() {
-            self.set_timer(RETRY)?;
-        }
-        Ok(found)
-    }
-
-    /// All samples until the publisher has gone: the iterator ends when the publisher closed
-    /// gracefully, and returns the error once for any other end.
-    pub fn samples<'a>(&'a mut self, stream: &'a Stream) -> Samples<'a> {
+    /// All samples until the publisher has gone, each waited for as long as `limit`: the iterator
+    /// ends when the publisher closed gracefully, and returns the error once for any other end but a
+    /// timeout.
+    pub fn samples<'a>(&'a mut self, stream: &'a Stream, limit: Duration) -> Samples<'a> {
         Samples {
             subscriber: self,
             stream,
+            limit,
             is_over: false,
         }
     }
 
     /// The error of a wait that ended without a sample.
-    fn nothing_within(&self, waited: Duration) -> Error {
-        let cause = match self.publisher_pid() {
-            Some(pid) => format!("process {pid} publishes it, and has sent no other"),
-            None => "it has no publisher now".into(),
-        };
-        Error::Timeout {
-            what: format!("a sample of {:?} ({cause})", self.name),
-            waited,
-        }
+    fn nothing_within(&self, wait: &Wait<'_>) -> Error {
+        wait.timed_out(|| {
+            let cause = match self.publisher_pid() {
+                Some(pid) => format!("process {pid} publishes it, and has sent no other"),
+                None => "it has no publisher now".into(),
+            };
+            format!("a sample of {:?} ({cause})", self.name)
+        })
     }
 
     /// Checked once for each receive: a thread that waits in it begins no capture.
@@ -486,6 +471,7 @@ impl Drop for Subscriber {
 pub struct Samples<'a> {
     subscriber: &'a mut Subscriber,
     stream: &'a Stream,
+    limit: Duration,
     is_over: bool,
 }
 
@@ -496,7 +482,7 @@ impl Iterator for Samples<'_> {
         if self.is_over {
             return None;
         }
-        match self.subscriber.receive(self.stream) {
+        match self.subscriber.receive(self.stream, self.limit) {
             Err(Error::PeerGone { graceful: true, .. }) => {
                 self.is_over = true;
                 None

@@ -96,7 +96,7 @@ fn in_time<T: Send + 'static>(call: impl FnOnce() -> T + Send + 'static) -> T {
 fn work(mut worker: Worker, stream: &Stream) -> (Worker, u64, Vec<u8>) {
     let stream = stream.clone();
     in_time(move || {
-        let lease = worker.lease_timeout(&stream, PATIENCE).unwrap();
+        let lease = worker.lease(&stream, PATIENCE).unwrap();
         let (job, bytes) = (lease.job(), lease.to_vec(PATIENCE).unwrap());
         lease.complete(&stream).unwrap();
         (worker, job, bytes)
@@ -194,9 +194,7 @@ fn an_answer_that_comes_before_its_submit_returns_counts_once_though_its_worker_
         let submitted = scene.submit_held_up();
         let mut guard = scene.queue.dispatcher.lock();
         scene.hook.hook().unblock();
-        let lease = leaver
-            .lease_timeout(&scene.fixture.stream, PATIENCE)
-            .unwrap();
+        let lease = leaver.lease(&scene.fixture.stream, PATIENCE).unwrap();
         if is_given_back {
             lease.requeue().unwrap()
         } else {
@@ -225,7 +223,7 @@ fn an_answer_waits_for_another_one_as_long_as_it_is_told_to_and_can_be_given_aga
     let (mut worker, stream) = (scene.worker(), scene.fixture.stream.clone());
     let jobs = [1, 2].map(|byte| scene.queue.submit_bytes(&[byte], &stream).unwrap());
     let [(_first, first), (_second, mut second)] =
-        [0; 2].map(|_| worker.lease_timeout(&stream, PATIENCE).unwrap().split());
+        [0; 2].map(|_| worker.lease(&stream, PATIENCE).unwrap().split());
     let stuck = scene.fixture.device.stream().unwrap();
     scene.hook.hook().hold(&stuck);
     let (told, answered) = mpsc::channel();
@@ -273,7 +271,7 @@ fn a_submit_that_the_driver_refuses_in_the_end_leaves_no_job_behind() {
         let mut worker = worker.unwrap_or_else(|| scene.worker());
         // It may have been given the other job, and its data never comes.
         while !job.is_done().unwrap() {
-            match worker.lease_timeout(&stream, SHORT) {
+            match worker.lease(&stream, SHORT) {
                 Ok(lease) => lease.complete(&stream).unwrap(),
                 Err(Error::Timeout { .. }) => {}
                 Err(other) => panic!("{other}"),
@@ -289,7 +287,7 @@ fn a_job_that_waited_is_given_out_once_its_data_is_complete_and_not_before() {
     let scene = Scene::new("late", |it| it.prefetch(1));
     let (mut worker, stream) = (scene.worker(), scene.fixture.stream.clone());
     let early = scene.queue.submit_bytes(b"early", &stream).unwrap();
-    let lease = worker.lease_timeout(&stream, PATIENCE).unwrap();
+    let lease = worker.lease(&stream, PATIENCE).unwrap();
     let ([late, last], go) = scene.submit_late([b"late", b"last"]);
     lease.complete(&stream).unwrap();
     let (queue, on) = (scene.queue.clone(), stream.clone());
@@ -301,7 +299,7 @@ fn a_job_that_waited_is_given_out_once_its_data_is_complete_and_not_before() {
         assert!(last.cancel().unwrap() && last.is_done().unwrap());
         late
     });
-    let next = worker.lease_timeout(&stream, SHORT);
+    let next = worker.lease(&stream, SHORT);
     assert!(matches!(next, Err(Error::Timeout { .. })), "{next:?}");
     drop(go);
     let (_worker, done, bytes) = work(worker, &stream);
@@ -315,7 +313,7 @@ fn an_event_loop_is_notified_of_a_result_while_the_data_of_another_job_is_not_co
     let scene = Scene::new("watch", |it| it.prefetch(1));
     let (mut worker, stream) = (scene.worker(), scene.fixture.stream.clone());
     let early = scene.queue.submit_bytes(b"early", &stream).unwrap();
-    let lease = worker.lease_timeout(&stream, PATIENCE).unwrap();
+    let lease = worker.lease(&stream, PATIENCE).unwrap();
     let (_late, go) = scene.submit_late([b"late"]);
     let watch = scene.queue.watch().unwrap();
     lease.complete(&stream).unwrap();

@@ -161,7 +161,7 @@ mod tests {
     fn first_result(fixture: &QueueFixture, queue: &Queue) -> JobResult {
         let mut worker = fixture.worker();
         let job = queue.submit_bytes(&[7], &fixture.stream).unwrap();
-        let lease = worker.lease(&fixture.stream).unwrap();
+        let lease = worker.lease(&fixture.stream, SOON).unwrap();
         lease.complete(&fixture.stream).unwrap();
         job.wait(&fixture.stream, SOON).unwrap()
     }

@@ -60,7 +60,7 @@ impl QueueFixture {
         Worker::builder("jobs")
             .domain(&self.domain)
             .device(&self.device)
-            .timeout(SOON)
+            .answer_timeout(SOON)
             .build()
             .unwrap()
     }
@@ -86,7 +86,6 @@ impl<'a> FakeWorker<'a> {
             .device(&fixture.device)
             .kind(Kind::Queue)
             .with_replies()
-            .timeout(SOON)
             .build()
             .unwrap();
         let answers = Publisher::builder("jobs")
@@ -103,7 +102,7 @@ impl<'a> FakeWorker<'a> {
     }
 
     fn take(&mut self) -> (Sample, DeliveryTag) {
-        let sample = self.jobs.receive(&self.fixture.stream).unwrap();
+        let sample = self.jobs.receive(&self.fixture.stream, SOON).unwrap();
         let tag = DeliveryTag::decode(sample.metadata()).unwrap();
         (sample, tag)
     }
@@ -122,7 +121,7 @@ impl<'a> FakeWorker<'a> {
     fn is_thrown_out(&mut self) {
         let start = Instant::now();
         loop {
-            match self.jobs.receive_timeout(&self.fixture.stream, SOON) {
+            match self.jobs.receive(&self.fixture.stream, SOON) {
                 Ok(job) => drop(job),
                 Err(Error::Evicted { .. }) => break,
                 Err(other) => panic!("a liar was told {other}"),
@@ -148,7 +147,7 @@ fn survives(name: &str, lie: impl FnOnce(&FakeWorker<'_>, DeliveryTag)) {
     fake_worker.is_thrown_out();
     drop(sample);
     let mut honest = fixture.worker();
-    let lease = honest.lease(&fixture.stream).unwrap();
+    let lease = honest.lease(&fixture.stream, SOON).unwrap();
     assert_eq!((lease.job(), lease.attempt()), (job.id(), 2));
     lease.complete(&fixture.stream).unwrap();
     assert_eq!(job.wait(&fixture.stream, SOON).unwrap().attempt(), 2);
@@ -220,12 +219,12 @@ fn a_worker_that_gets_garbage_for_a_job_says_so_and_closes_its_link() {
         let mut sample = queue.loan(&Layout::bytes_only(8).unwrap()).unwrap();
         sample.set_metadata(bytes).unwrap();
         sample.send(&fixture.stream).unwrap();
-        let told: Result<_> = worker.lease(&fixture.stream);
+        let told: Result<_> = worker.lease(&fixture.stream, SOON);
         assert!(
             matches!(told, Err(Error::Protocol { .. })),
             "garbage for a job gave {told:?}"
         );
-        let after = worker.lease(&fixture.stream);
+        let after = worker.lease(&fixture.stream, SOON);
         assert!(
             matches!(after, Err(Error::LinkClosed { .. })),
             "after that came {after:?}"
@@ -259,7 +258,7 @@ fn an_output_of_another_lease_is_refused_and_given_back() {
     let (queue, mut worker) = (fixture.queue(), fixture.worker());
     let jobs = [0, 1].map(|_| queue.submit_bytes(b"work", &fixture.stream).unwrap());
     let [(_a, first), (_b, second)] =
-        [0, 1].map(|_| worker.lease(&fixture.stream).unwrap().split());
+        [0, 1].map(|_| worker.lease(&fixture.stream, SOON).unwrap().split());
     let mut output = first.output(&Layout::bytes_only(5).unwrap()).unwrap();
     output.write(&fixture.stream, b"first").unwrap();
     let refused = second.complete(Some(output), &fixture.stream).unwrap_err();
@@ -299,7 +298,7 @@ fn many_threads_submit_and_wait_at_once_and_each_gets_its_own() {
         let (mut worker, stream) = (fixture.worker(), fixture.device.stream().unwrap());
         let mut done = 0;
         loop {
-            match worker.lease(&stream) {
+            match worker.lease(&stream, SOON) {
                 Ok(lease) => {
                     let mut output = lease.output(lease.layout()).unwrap();
                     output.write(&stream, &lease.to_vec(SOON).unwrap()).unwrap();
@@ -353,7 +352,7 @@ fn results_that_are_kept_hold_up_no_job() {
         let (mut worker, stream) = (worker, fixture.stream.clone());
         move || {
             for _ in 0..KEPT {
-                let lease = worker.lease(&stream).unwrap();
+                let lease = worker.lease(&stream, SOON).unwrap();
                 let bytes = lease.to_vec(SOON).unwrap();
                 let mut output = lease.output(lease.layout()).unwrap();
                 output.write(&stream, &bytes).unwrap();
@@ -399,7 +398,7 @@ fn more_jobs_wait_for_a_worker_than_a_publisher_has_slots_at_first() {
     assert_eq!(queue.state().unwrap().waiting, COUNT);
     let mut worker = fixture.worker();
     for _ in 0..COUNT {
-        let lease = worker.lease(&fixture.stream).unwrap();
+        let lease = worker.lease(&fixture.stream, SOON).unwrap();
         lease.complete(&fixture.stream).unwrap();
     }
     queue.drain(SOON).unwrap();
@@ -416,7 +415,7 @@ fn a_job_that_waits_for_its_data_holds_up_none_behind_it() {
     let first = queue.submit_bytes(b"late", &late).unwrap();
     let second = queue.submit_bytes(b"early", &fixture.stream).unwrap();
     let mut worker = fixture.worker();
-    let mut next = || worker.lease(&fixture.stream).unwrap();
+    let mut next = || worker.lease(&fixture.stream, SOON).unwrap();
     let lease = next();
     assert_eq!(lease.job(), second.id());
     lease.complete(&fixture.stream).unwrap();
@@ -434,14 +433,17 @@ fn an_attempt_whose_worker_has_no_memory_left_fails_with_words() {
     let worker = Worker::builder("jobs").domain(&fixture.domain);
     // Memory for one region.
     let worker = worker.device(&fixture.device).memory_limit(2 << 20);
-    let mut worker = worker.timeout(Duration::from_millis(20)).build().unwrap();
+    let mut worker = worker
+        .answer_timeout(Duration::from_millis(20))
+        .build()
+        .unwrap();
     let [first, second] = [0, 1].map(|_| queue.submit_bytes(b"work", &fixture.stream).unwrap());
     let all = Layout::bytes_only(2 << 20).unwrap();
-    let mut lease = worker.lease_timeout(&fixture.stream, SOON).unwrap();
+    let mut lease = worker.lease(&fixture.stream, SOON).unwrap();
     let output = lease.output(&all).unwrap();
     lease.complete_with(output, &fixture.stream).unwrap();
     let kept = first.wait(&fixture.stream, SOON).unwrap();
-    lease = worker.lease_timeout(&fixture.stream, SOON).unwrap();
+    lease = worker.lease(&fixture.stream, SOON).unwrap();
     let short = lease.output(&all).unwrap_err();
     assert!(matches!(short, Error::MemoryLimit { .. }), "{short}");
     lease.fail(&short.to_string()).unwrap();
@@ -452,7 +454,7 @@ fn an_attempt_whose_worker_has_no_memory_left_fails_with_words() {
     );
     drop(kept);
     let third = queue.submit_bytes(b"work", &fixture.stream).unwrap();
-    lease = worker.lease_timeout(&fixture.stream, SOON).unwrap();
+    lease = worker.lease(&fixture.stream, SOON).unwrap();
     lease.complete(&fixture.stream).unwrap();
     assert_eq!(third.wait(&fixture.stream, SOON).unwrap().attempt(), 1);
 }
@@ -464,7 +466,7 @@ fn results_that_nobody_has_taken_yet_hold_up_no_job() {
     let mut worker = fixture.worker();
     (0..KEPT).for_each(|_| drop(queue.submit_bytes(b"work", &fixture.stream).unwrap()));
     for _ in 0..KEPT {
-        let lease = worker.lease(&fixture.stream).unwrap();
+        let lease = worker.lease(&fixture.stream, SOON).unwrap();
         lease.complete(&fixture.stream).unwrap();
     }
     queue.drain(SOON).unwrap();
@@ -485,12 +487,12 @@ fn a_worker_that_cannot_send_its_answer_loses_its_link_and_not_the_job() {
     let silent = Worker::builder("jobs").domain(&fixture.domain);
     let silent = silent
         .device(&fixture.device)
-        .timeout(Duration::from_millis(20));
+        .answer_timeout(Duration::from_millis(20));
     let mut silent = silent.build().unwrap();
     queue.wait_for_workers(1, SOON).unwrap();
     let submit = |_| queue.submit_bytes(b"work", &fixture.stream).unwrap();
     let jobs: Vec<_> = (0..ANSWERS).map(submit).collect();
-    let mut lease = |_| silent.lease_timeout(&fixture.stream, SOON).unwrap();
+    let mut lease = |_| silent.lease(&fixture.stream, SOON).unwrap();
     let mut leases: Vec<_> = (0..ANSWERS).map(&mut lease).collect();
     // No thread of the queue takes answers meanwhile.
     let guard = queue.dispatcher.lock();
@@ -504,7 +506,7 @@ fn a_worker_that_cannot_send_its_answer_loses_its_link_and_not_the_job() {
     ));
     drop(guard);
     let mut other = fixture.worker();
-    let lease = other.lease(&fixture.stream).unwrap();
+    let lease = other.lease(&fixture.stream, SOON).unwrap();
     assert_eq!(lease.attempt(), 2);
     assert!(jobs.iter().any(|job| job.id() == lease.job()));
     drop(silent);
@@ -524,7 +526,7 @@ fn jobs_and_results_that_grow_are_carried_in_what_the_limits_leave() {
         let layout = Layout::bytes_only(mebibytes << 20).unwrap();
         let job = queue.loan(&layout).unwrap();
         let job = queue.submit(job, &fixture.stream).unwrap();
-        let lease = worker.lease(&fixture.stream).unwrap();
+        let lease = worker.lease(&fixture.stream, SOON).unwrap();
         let result = lease.output(&layout).unwrap();
         lease.complete_with(result, &fixture.stream).unwrap();
         let result = job.wait(&fixture.stream, SOON).unwrap();
@@ -546,7 +548,7 @@ fn a_result_that_is_put_back_is_the_next_one_of_its_handle_and_of_the_queue() {
             .collect();
         (0..2).for_each(|_| {
             worker
-                .lease(&fixture.stream)
+                .lease(&fixture.stream, SOON)
                 .unwrap()
                 .complete(&fixture.stream)
                 .unwrap()
@@ -570,7 +572,7 @@ fn a_result_that_is_put_back_is_the_next_one_of_its_handle_and_of_the_queue() {
 fn works_until_the_end(mut worker: Worker, stream: Stream) -> std::thread::JoinHandle<usize> {
     std::thread::spawn(move || {
         for done in 0.. {
-            match worker.lease(&stream) {
+            match worker.lease(&stream, SOON) {
                 Ok(lease) => lease.complete(&stream).unwrap(),
                 Err(Error::PeerGone { graceful, .. }) => {
                     assert!(graceful, "a shutdown is no loss");
@@ -622,13 +624,13 @@ fn a_shutdown_waits_for_the_job_that_a_worker_holds() {
     let queue = fixture.queue();
     let job = queue.submit_bytes(b"held", &fixture.stream).unwrap();
     let mut worker = fixture.worker();
-    let lease = worker.lease(&fixture.stream).unwrap();
+    let lease = worker.lease(&fixture.stream, SOON).unwrap();
     let late = queue.shutdown(Duration::from_millis(1));
     assert!(matches!(late, Err(Error::Timeout { .. })), "{late:?}");
-    let idle = worker.lease_timeout(&fixture.stream, Duration::from_millis(1));
+    let idle = worker.lease(&fixture.stream, Duration::from_millis(1));
     assert!(matches!(idle, Err(Error::Timeout { .. })), "{idle:?}");
     lease.complete(&fixture.stream).unwrap();
-    let end = worker.lease(&fixture.stream);
+    let end = worker.lease(&fixture.stream, SOON);
     let is_graceful = matches!(end, Err(Error::PeerGone { graceful: true, .. }));
     assert!(is_graceful, "{end:?}");
     assert_eq!(job.wait(&fixture.stream, SOON).unwrap().attempt(), 1);
@@ -652,7 +654,7 @@ fn jobs_that_no_worker_holds_are_cancelled_and_let_a_shutdown_end() {
         .map(|n| queue.submit_bytes(&[n], &fixture.stream).unwrap())
         .collect();
     let mut worker = fixture.worker();
-    let lease = worker.lease(&fixture.stream).unwrap();
+    let lease = worker.lease(&fixture.stream, SOON).unwrap();
     assert_eq!(lease.job(), 1);
     assert!(queue.shutdown(Duration::ZERO).is_err());
     assert_eq!(queue.cancel_waiting().unwrap(), [2, 3]);

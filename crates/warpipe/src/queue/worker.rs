@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::lease::{Lease, ResultPublisher};
 use super::wire::DeliveryTag;
@@ -15,6 +15,7 @@ use crate::nvtx;
 use crate::options::{EndpointOptions, option_setters};
 use crate::pubsub::{Policy, Publisher, Sample, Subscriber};
 use crate::stream::Stream;
+use crate::wait::Wait;
 
 /// The options of a worker. See [`Worker::builder`].
 #[derive(Debug, Clone)]
@@ -22,7 +23,7 @@ pub struct WorkerBuilder {
     name: String,
     shared: EndpointOptions,
     wait: Option<Duration>,
-    timeout: Duration,
+    answer_timeout: Duration,
 }
 
 impl WorkerBuilder {
@@ -45,10 +46,10 @@ impl WorkerBuilder {
         self
     }
 
-    /// How long [`Worker::lease`] waits for a job, and [`Lease::complete`] for the owner to release
-    /// earlier results: 10 s by default.
-    pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = timeout;
+    /// How long an answer may wait for the owner to release earlier results, and for memory: 10 s by
+    /// default.
+    pub fn answer_timeout(mut self, timeout: Duration) -> Self {
+        self.answer_timeout = timeout;
         self
     }
 
@@ -64,7 +65,6 @@ impl WorkerBuilder {
         let jobs = Subscriber::builder(&self.name)
             .shared(&shared)
             .wait_for_publisher(self.wait)
-            .timeout(self.timeout)
             .kind(Kind::Queue)
             .with_replies()
             .build()?;
@@ -72,9 +72,9 @@ impl WorkerBuilder {
             .shared(&shared)
             .kind(Kind::Results)
             .policy(Policy::Block {
-                timeout: self.timeout,
+                timeout: self.answer_timeout,
             })
-            .loan_timeout(self.timeout)
+            .loan_timeout(self.answer_timeout)
             .build_over(&jobs)?;
         let answers = ResultPublisher::new(answers, self.name, &jobs);
         Ok(Worker {
@@ -104,7 +104,7 @@ impl Worker {
             name: name.to_string(),
             shared: EndpointOptions::default(),
             wait: None,
-            timeout: Duration::from_secs(10),
+            answer_timeout: Duration::from_secs(10),
         }
     }
 
@@ -118,57 +118,22 @@ impl Worker {
         self.results.queue_pid()
     }
 
-    /// Waits for the next job, as long as the builder's timeout says. `stream` will wait, on the
-    /// device, until the input is complete.
+    /// Takes the next job, and waits for it if there is none. `stream` will wait, on the device,
+    /// until the input is complete.
     ///
     /// # Errors
     /// [`Error::Timeout`]; [`Error::PeerGone`], which is `graceful` after the queue's
     /// [shutdown](super::Queue::shutdown) or close: then a worker's loop is done;
     /// [`Error::LinkClosed`] when the queue, which lives, has ended this worker's link;
     /// [`Error::Protocol`]; [`Error::Forked`]; errors of the device.
-    pub fn lease(&mut self, stream: &Stream) -> Result<Lease> {
-        let timeout = self.jobs.timeout();
-        self.lease_timeout(stream, timeout)
-    }
-
-    /// [`lease`](Self::lease) with another timeout.
-    ///
-    /// # Errors
-    /// As [`lease`](Self::lease).
-    pub fn lease_timeout(&mut self, stream: &Stream, timeout: Duration) -> Result<Lease> {
+    pub fn lease<'w>(&mut self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<Lease> {
         let _range = nvtx::range(nvtx::LEASE);
-        let start = Instant::now();
+        let wait = wait.into();
         loop {
-            let left = timeout.saturating_sub(start.elapsed());
-            let sample = self
-                .jobs
-                .receive_timeout(stream, left)
-                .map_err(|error| match error {
-                    Error::Timeout { .. } => Error::Timeout {
-                        what: format!("a job of {:?} (its queue has none to give)", self.queue()),
-                        waited: timeout,
-                    },
-                    other => self.told(other),
-                })?;
+            let received = self.jobs.receive(stream, &wait);
+            let sample = received.map_err(|error| self.told(error, &wait))?;
             if let Some(lease) = self.begin(sample, stream)? {
                 return Ok(lease);
-            }
-        }
-    }
-
-    /// The next job, if there is one.
-    ///
-    /// # Errors
-    /// As [`lease`](Self::lease), without the timeout.
-    pub fn try_lease(&mut self, stream: &Stream) -> Result<Option<Lease>> {
-        let _range = nvtx::range(nvtx::LEASE);
-        loop {
-            let received = self.jobs.try_receive(stream);
-            let Some(sample) = received.map_err(|error| self.told(error))? else {
-                return Ok(None);
-            };
-            if let Some(lease) = self.begin(sample, stream)? {
-                return Ok(Some(lease));
             }
         }
     }
@@ -183,8 +148,10 @@ impl Worker {
         Ok(Some(lease))
     }
 
-    fn told(&self, error: Error) -> Error {
+    fn told(&self, error: Error, wait: &Wait<'_>) -> Error {
         match error {
+            Error::Timeout { .. } => wait
+                .timed_out(|| format!("a job of {:?} (its queue has none to give)", self.queue())),
             Error::PeerGone { graceful, .. } => self.results.queue_gone("", graceful),
             // The queue lives, and goes on without this worker.
             Error::Evicted { reason, .. } | Error::LinkClosed { reason, .. } => Error::LinkClosed {
@@ -199,7 +166,7 @@ impl Worker {
 
 /// For callers that poll many queues at once.
 impl Worker {
-    /// Whether [`try_lease`](Self::try_lease) is worth a call; cheap.
+    /// Whether a [`lease`](Self::lease) without a wait is worth a call; cheap.
     pub(crate) fn may_have_news(&self) -> bool {
         self.jobs.may_have_news()
     }
@@ -229,8 +196,8 @@ impl Worker {
 }
 
 impl AsFd for Worker {
-    /// A descriptor that is readable when [`try_lease`](Worker::try_lease) is worth a call; lease
-    /// until it gives `None` before waiting on it.
+    /// A descriptor that is readable when a [`lease`](Worker::lease) without a wait is worth a call;
+    /// lease until it says [`Error::Timeout`] before waiting on it.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.jobs.as_fd()
     }

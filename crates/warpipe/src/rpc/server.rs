@@ -24,6 +24,7 @@ use crate::runtime::attempt::Attempt;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::spin::Polls;
 use crate::stream::Stream;
+use crate::wait::Wait;
 
 /// The most clients that are attached to at the same time.
 const ATTACHING_MAX: usize = 32;
@@ -124,8 +125,7 @@ enum Unattached {
 }
 
 /// Answers the requests of all clients of a service, together with the service's other servers.
-/// Belongs to one thread at a time; its requests may go anywhere. It can be polled: [`AsFd`],
-/// [`try_accept`](Self::try_accept). For an example see [`Client`](super::Client).
+/// Belongs to one thread at a time; its requests may go anywhere. It can be polled: [`AsFd`]. For an example see [`Client`](super::Client).
 ///
 /// Dropped, it takes no more requests: those that it was sent and has not accepted go to other
 /// servers.
@@ -176,7 +176,7 @@ impl Server {
         self.clients.len()
     }
 
-    /// Waits for the next request of any client; clients are served in turn. `stream` will wait, on
+    /// Takes the next request of any client, and waits if there is none; clients are served in turn. `stream` will wait, on
     /// the device, until the input is complete. A request past its deadline is not
     /// returned. A client that goes, or breaks its link's protocol, is detached, and no other
     /// client is affected.
@@ -185,32 +185,49 @@ impl Server {
     /// [`Error::Timeout`]; [`Error::Os`] when the directory cannot be read, and instead of the
     /// timeout when this process has no thread left to attach to a client; [`Error::Argument`] for a
     /// stream of another device; [`Error::Forked`]; [`Error::Driver`].
-    pub fn accept(&mut self, stream: &Stream, timeout: Duration) -> Result<Request> {
+    pub fn accept<'w>(&mut self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<Request> {
         self.owner_process.check()?;
         stream.check_usable(&self.device)?;
-        let start = Instant::now();
-        let mut polls = Polls::for_at_most(self.spin.min(timeout));
+        let (wait, is_polled) = (wait.into(), self.is_polled.load(Relaxed));
+        if is_polled {
+            // Drained before the poll: a later ring is about later events.
+            self.wait_events(Duration::ZERO);
+        }
+        let mut polls = Polls::for_at_most(self.spin.min(wait.time_left()));
         loop {
             self.scan_directory()?;
             if let Some(request) = self.poll(stream)? {
                 return Ok(request);
             }
-            let waited = start.elapsed();
-            if waited >= timeout {
-                let attach_error = self.attach_error.take();
-                return Err(attach_error.unwrap_or_else(|| Error::Timeout {
-                    what: format!(
-                        "a request to {:?} ({} clients attached)",
-                        self.service(),
-                        self.clients.len()
-                    ),
-                    waited: timeout,
-                }));
+            if polls.pass() {
+                continue;
             }
-            if !polls.pass() {
-                self.sleep((timeout - waited).min(SCAN_INTERVAL));
+            if is_polled {
+                self.set_asleep(true);
+                // Requests that came before the clients were asked to ring did not ring.
+                if let Some(request) = self.poll(stream)? {
+                    return Ok(request);
+                }
             }
+            let pause = wait.slice();
+            if pause.is_zero() {
+                return Err(self.nothing_within(&wait));
+            }
+            self.sleep(pause.min(SCAN_INTERVAL));
         }
+    }
+
+    /// The error of a wait that ended without a request.
+    fn nothing_within(&mut self, wait: &Wait<'_>) -> Error {
+        self.attach_error.take().unwrap_or_else(|| {
+            wait.timed_out(|| {
+                format!(
+                    "a request to {:?} ({} clients attached)",
+                    self.service(),
+                    self.clients.len()
+                )
+            })
+        })
     }
 
     /// Polls each client once, beginning with `next_client`.
@@ -223,9 +240,9 @@ impl Server {
             if !link.worker.may_have_news() {
                 continue;
             }
-            match link.worker.try_lease(stream) {
-                Ok(None) => {}
-                Ok(Some(lease)) => {
+            match link.worker.lease(stream, Duration::ZERO) {
+                Err(Error::Timeout { .. }) => {}
+                Ok(lease) => {
                     return Ok(Some(Request {
                         client_pid: link.worker.queue_pid(),
                         lease,
@@ -301,7 +318,7 @@ impl Server {
             .shared(&self.options.shared)
             .domain(&self.domain)
             .device(&self.device)
-            .timeout(self.options.answer_timeout);
+            .answer_timeout(self.options.answer_timeout);
         let (domain, client) = (self.domain.clone(), name.clone());
         let reach = move |_: &_| {
             let built = builder.build();

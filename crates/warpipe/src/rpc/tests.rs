@@ -12,6 +12,7 @@ use crate::error::Error;
 use crate::ipc::domain::Domain;
 use crate::pubsub::{Publisher, Subscriber};
 use crate::stream::Stream;
+use crate::wait::OptionalExtension;
 
 const SOON: Duration = Duration::from_secs(10);
 
@@ -60,7 +61,11 @@ impl RpcFixture {
     /// Accepts as an event loop does, and sleeps on the descriptor alone.
     fn accept_when_rung(&self, server: &mut Server, descriptor: &OwnedFd) -> Request {
         loop {
-            if let Some(request) = server.try_accept(&self.stream).unwrap() {
+            if let Some(request) = server
+                .accept(&self.stream, Duration::ZERO)
+                .optional()
+                .unwrap()
+            {
                 return request;
             }
             assert!(is_readable(descriptor, SOON), "nothing rang");
@@ -102,7 +107,11 @@ fn the_descriptor_of_a_polled_server_tells_of_new_clients_and_of_each_request() 
     let descriptor = descriptor_of(&server);
     server.scan_timer().is_on.store(false, Ordering::Relaxed);
     assert!(
-        server.try_accept(&fixture.stream).unwrap().is_none(),
+        server
+            .accept(&fixture.stream, Duration::ZERO)
+            .optional()
+            .unwrap()
+            .is_none(),
         "nobody has asked"
     );
     assert!(

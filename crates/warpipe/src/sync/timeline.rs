@@ -32,7 +32,6 @@ use crate::options::{Attachment, EndpointOptions, Opener, option_setters};
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::{LazyFence, StreamSet};
 use crate::runtime::reactor::Reactor;
-use crate::runtime::timed_lock::LOCK_TIMEOUT;
 use crate::shm::counter::{COUNTER_BYTES, SharedCounter, VALUE_MAX, WaitStatus};
 use crate::shm::page::{SharedPage, UnsealedPage};
 use crate::shm::signaler::Signaler;
@@ -259,11 +258,21 @@ impl Timeline {
     /// # Errors
     /// [`Error::NotOwner`]; [`Error::Backwards`] unless it is above the last value;
     /// [`Error::Argument`] above [`VALUE_MAX`](Self::VALUE_MAX), or for a stream of another device;
-    /// [`Error::Capturing`] for a stream that is being captured; [`Error::Timeout`] after 10 s in
-    /// which the driver blocks another thread's signal (its stream's launch queue is full);
+    /// [`Error::Capturing`] for a stream that is being captured; [`Error::Timeout`] while the driver
+    /// blocks another thread's signal (its stream's launch queue is full), and nothing was signaled;
     /// [`Error::Driver`].
-    pub fn signal(&self, stream: &Stream, value: u64) -> Result<()> {
-        self.signal_within(Some(stream), value, LOCK_TIMEOUT)
+    pub fn signal<'w>(&self, stream: &Stream, value: u64, wait: impl Into<Wait<'w>>) -> Result<()> {
+        let OwnerSignals {
+            signaler,
+            signalling,
+            ..
+        } = self.signals()?;
+        stream.check_usable(&self.device)?;
+        signaler
+            .raise_within(wait, stream, signalling, &[], |last| {
+                self.check_above(value, last)
+            })
+            .map(drop)
     }
 
     /// Signals `value` now, from the CPU.
@@ -271,37 +280,11 @@ impl Timeline {
     /// # Errors
     /// As for [`signal`](Self::signal), and [`Error::SignalPending`] while a stream has yet to
     /// signal an earlier value.
-    pub fn signal_now(&self, value: u64) -> Result<()> {
-        self.signal_within(None, value, LOCK_TIMEOUT)
-    }
-
-    /// Like [`signal`](Self::signal), or without a stream [`signal_now`](Self::signal_now), with
-    /// another wait for a thread with a signal in progress.
-    ///
-    /// # Errors
-    /// As for these two; after [`Error::Timeout`] nothing was signaled.
-    pub fn signal_within<'w>(
-        &self,
-        stream: Option<&Stream>,
-        value: u64,
-        wait: impl Into<Wait<'w>>,
-    ) -> Result<()> {
-        let OwnerSignals {
-            signaler,
-            signalling,
-            ..
-        } = self.signals()?;
-        let Some(stream) = stream else {
-            return signaler.raise_now(wait, |last, reached| {
-                self.above_reached(value, last, reached)
-            });
-        };
-        stream.check_usable(&self.device)?;
-        signaler
-            .raise_within(wait, stream, signalling, &[], |last| {
-                self.check_above(value, last)
-            })
-            .map(drop)
+    pub fn signal_now<'w>(&self, value: u64, wait: impl Into<Wait<'w>>) -> Result<()> {
+        let signaler = &self.signals()?.signaler;
+        signaler.raise_now(wait, |last, reached| {
+            self.above_reached(value, last, reached)
+        })
     }
 
     /// Has `stream` wait for `value` (`cuStreamWaitValue64`), and returns at once. The stream's

@@ -221,7 +221,7 @@ fn the_deaths_of_a_subscriber_and_of_an_owner_are_told() {
             "subscriber" => {
                 let mut subscriber = subscriber(&domain, "survivor");
                 let stream = Device::host().stream().unwrap();
-                let sample = subscriber.receive_timeout(&stream, WAIT).unwrap();
+                let sample = subscriber.receive(&stream, WAIT).unwrap();
                 wait_with((sample, subscriber))
             }
             _ => {

@@ -356,7 +356,7 @@ fn hold_and_exec(test: &str, scratch: &Domain) -> ! {
         .domain(scratch)
         .device(&Device::host());
     let mut subscriber = builder.build().unwrap();
-    std::mem::forget(subscriber.receive(&stream()).unwrap());
+    std::mem::forget(subscriber.receive(&stream(), LONG).unwrap());
     // SAFETY: a fork, without a stack of its own; the child makes two system calls.
     let child = unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) as i32 };
     if child == 0 {
@@ -379,7 +379,11 @@ fn a_program_that_called_exec_lives_on_when_a_child_from_before_ends() {
             let mut subscriber = builder.build().unwrap();
             say(&[1]);
             assert_eq!(
-                subscriber.receive(&stream()).unwrap().to_vec(LONG).unwrap(),
+                subscriber
+                    .receive(&stream(), LONG)
+                    .unwrap()
+                    .to_vec(LONG)
+                    .unwrap(),
                 b"after"
             );
             return say(&[2]);

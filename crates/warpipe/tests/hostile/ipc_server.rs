@@ -380,7 +380,7 @@ fn a_server_of_another_incarnation_than_the_tickets_is_refused() {
     std::thread::scope(|scope| {
         let visiting = scope.spawn(|| {
             ticket
-                .attach(&crate::Device::host(), &[], Duration::ZERO)
+                .attach(&crate::Device::host(), &[], &Duration::ZERO.into())
                 .map(drop)
         });
         let granted = packet(&Message::SessionOpened {

@@ -152,7 +152,7 @@ fn a_publisher_without_descriptors_refuses_new_subscribers_and_serves_the_others
         let result = subscribe(&scratch);
         host.say("send 100");
         assert_eq!(
-            good.receive(&stream).unwrap().to_vec(LONG).unwrap(),
+            good.receive(&stream, LONG).unwrap().to_vec(LONG).unwrap(),
             [100; 100],
             "{spare} spare"
         );
@@ -197,7 +197,10 @@ fn a_subscriber_that_finds_no_descriptor_leaves_nothing_and_can_be_built_later()
         assert!((3..20).contains(&failures), "{failures} failures");
         let (mut good, stream) = (subscribe(&scratch).unwrap(), stream());
         host.say("send 7");
-        assert_eq!(good.receive(&stream).unwrap().to_vec(LONG).unwrap(), [7; 7]);
+        assert_eq!(
+            good.receive(&stream, LONG).unwrap().to_vec(LONG).unwrap(),
+            [7; 7]
+        );
     });
 }
 
@@ -212,12 +215,12 @@ fn a_subscriber_without_descriptors_gets_samples_in_new_memory_by_its_reserve() 
         let mut host = Host::start(test, &scratch);
         let (mut subscriber, stream) = (subscribe(&scratch).unwrap(), stream());
         host.say("send 1");
-        drop(subscriber.receive(&stream).unwrap());
+        drop(subscriber.receive(&stream, LONG).unwrap());
         leave_the_reserve();
         // Each in memory of its own, announced after the previous one.
         for bytes in [4_000_000, 40_000_000] {
             host.say(&format!("send {bytes}"));
-            let sample = subscriber.receive_timeout(&stream, LONG).unwrap();
+            let sample = subscriber.receive(&stream, LONG).unwrap();
             assert_eq!(sample.to_vec(LONG).unwrap().len(), bytes);
         }
     });
@@ -234,12 +237,12 @@ fn a_subscriber_without_even_a_reserve_is_told_so_and_can_attach_again() {
         let mut host = Host::start(test, &scratch);
         let (mut subscriber, stream) = (subscribe(&scratch).unwrap(), stream());
         host.say("send 1");
-        drop(subscriber.receive(&stream).unwrap());
+        drop(subscriber.receive(&stream, LONG).unwrap());
         leave_no_descriptor();
         host.say("send 4000000");
-        let told = subscriber.receive_timeout(&stream, LONG).unwrap_err();
+        let told = subscriber.receive(&stream, LONG).unwrap_err();
         assert!(is_descriptor_limit(&told), "{told}");
-        let over = subscriber.receive_timeout(&stream, LONG).unwrap_err();
+        let over = subscriber.receive(&stream, LONG).unwrap_err();
         assert!(
             matches!(&over, Error::LinkClosed { reason, .. } if reason.contains("descriptor")),
             "{over}"
@@ -248,7 +251,7 @@ fn a_subscriber_without_even_a_reserve_is_told_so_and_can_attach_again() {
         let mut again = subscribe(&scratch).unwrap();
         host.say("send 100");
         assert_eq!(
-            again.receive(&stream).unwrap().to_vec(LONG).unwrap(),
+            again.receive(&stream, LONG).unwrap().to_vec(LONG).unwrap(),
             [100; 100]
         );
     });
@@ -264,7 +267,7 @@ fn ends_while_descriptors_lack(test: &str, is_graceful: bool) {
         let mut host = Host::start(test, &scratch);
         let (mut subscriber, stream) = (subscribe(&scratch).unwrap(), stream());
         host.say("send 1");
-        drop(subscriber.receive(&stream).unwrap());
+        drop(subscriber.receive(&stream, LONG).unwrap());
         leave_the_reserve();
         host.say("send 4000000");
         if is_graceful {
@@ -277,14 +280,14 @@ fn ends_while_descriptors_lack(test: &str, is_graceful: bool) {
         });
         assert_eq!(
             subscriber
-                .receive(&stream)
+                .receive(&stream, LONG)
                 .unwrap()
                 .to_vec(LONG)
                 .unwrap()
                 .len(),
             4_000_000
         );
-        let end = subscriber.receive(&stream).unwrap_err();
+        let end = subscriber.receive(&stream, LONG).unwrap_err();
         assert!(
             matches!(end, Error::PeerGone { graceful, .. } if graceful == is_graceful),
             "{end}"
@@ -314,18 +317,18 @@ fn a_region_that_finds_no_room_in_the_subscriber_closes_its_link_with_the_reason
         let mut host = Host::start(test, &scratch);
         let (mut subscriber, stream) = (subscribe(&scratch).unwrap(), stream());
         host.say("send 1");
-        drop(subscriber.receive(&stream).unwrap());
+        drop(subscriber.receive(&stream, LONG).unwrap());
         let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
         let used = pages.split(' ').next().unwrap().parse::<u64>().unwrap() * 4096;
         set_soft(Resource::As, Some(used + (48 << 20)));
         host.say("send 100000000");
-        let told = subscriber.receive_timeout(&stream, LONG).unwrap_err();
+        let told = subscriber.receive(&stream, LONG).unwrap_err();
         assert!(matches!(told, Error::Os { call: "mmap", .. }), "{told}");
         set_soft(Resource::As, None);
         let mut again = subscribe(&scratch).unwrap();
         host.say("send 100");
         assert_eq!(
-            again.receive(&stream).unwrap().to_vec(LONG).unwrap(),
+            again.receive(&stream, LONG).unwrap().to_vec(LONG).unwrap(),
             [100; 100]
         );
     });
@@ -344,7 +347,7 @@ fn an_owner_without_descriptors_loses_no_job_that_was_done() {
             .unwrap();
         let stream = stream();
         let complete = |worker: &mut crate::Worker, bytes| {
-            let lease = worker.lease(&stream).unwrap();
+            let lease = worker.lease(&stream, LONG).unwrap();
             println!("leased");
             next_order().unwrap();
             let output = lease.output(&Layout::bytes_only(bytes).unwrap()).unwrap();
@@ -562,18 +565,18 @@ fn a_reply_without_a_free_descriptor_ends_its_session_alone_and_its_block_is_ret
                 .unwrap()
         };
         let client = open();
-        let held = client.allocate(4096).unwrap();
+        let held = client.allocate(4096, Duration::ZERO).unwrap();
         leave_the_reserve();
-        drop(client.allocate(4096).unwrap());
+        drop(client.allocate(4096, Duration::ZERO).unwrap());
         raise_descriptor_limit();
         leave_no_descriptor();
-        let error = client.allocate(4096).map(drop).unwrap_err();
+        let error = client.allocate(4096, Duration::ZERO).map(drop).unwrap_err();
         raise_descriptor_limit();
         assert!(is_descriptor_limit(&error), "{error}");
-        let over = client.allocate(4096).map(drop).unwrap_err();
+        let over = client.allocate(4096, Duration::ZERO).map(drop).unwrap_err();
         assert!(is_descriptor_limit(&over), "{over}");
         let again = open();
-        drop(again.allocate(4096).unwrap());
+        drop(again.allocate(4096, Duration::ZERO).unwrap());
         drop((held, client));
         eventually("everything is given back", || {
             owner.order("count");

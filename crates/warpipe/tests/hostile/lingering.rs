@@ -148,7 +148,7 @@ pub(super) fn assert_all_goes_on(
     assert_eq!(good.publisher_state(), Some(PeerState::Alive));
     // The control thread's work; the rescue is the reactor's.
     assert_delivers(publisher, &mut scratch.subscriber(), b"to somebody new");
-    drop(good.receive_timeout(&stream(), LONG).unwrap());
+    drop(good.receive(&stream(), LONG).unwrap());
     victim.assert_rescue();
 }
 
@@ -179,7 +179,7 @@ impl Victim {
     fn assert_rescue(mut self) {
         let (mut subscriber, stream) = (self.scratch.subscriber(), stream());
         writeln!(self.process.0.stdin.as_mut().unwrap()).unwrap();
-        let sample = subscriber.receive_timeout(&stream, LONG).unwrap();
+        let sample = subscriber.receive(&stream, LONG).unwrap();
         self.process.0.kill().unwrap();
         assert!(
             matches!(sample.finish(LONG), Err(Error::SampleLost { .. })),
@@ -268,7 +268,7 @@ fn lingering_descriptors_block_no_publisher() {
         }
         // A connection that was not accepted goes with the listener.
         returns("the end of the publisher", move || drop(publisher));
-        while good.receive_timeout(&stream(), LONG).is_ok() {}
+        while good.receive(&stream(), LONG).is_ok() {}
         thrown.clear();
         eventually("what hung is closed", || pending_closes() == 0);
     });
@@ -468,7 +468,7 @@ fn lingering_descriptors_block_no_subscriber() {
                 assert!(throw(socket, &bytes, &mut thrown))
             });
             let end = returns("a link's end", move || {
-                (misled.receive_timeout(&stream(), LONG).map(drop), misled)
+                (misled.receive(&stream(), LONG).map(drop), misled)
             });
             assert!(end.0.is_err());
             returns("the end of a subscriber", move || drop(end));
@@ -482,7 +482,7 @@ fn lingering_descriptors_block_no_subscriber() {
         });
         let short = Duration::from_millis(100);
         let misled = returns("a sleep on the wake channel", move || {
-            let _ = misled.receive_timeout(&stream(), short);
+            let _ = misled.receive(&stream(), short);
             misled
         });
         returns("the end of a subscriber", move || drop(misled));

@@ -193,7 +193,6 @@ fn subscribe() {
             Subscriber::builder("a")
                 .domain(&domain())
                 .device(&Device::host())
-                .timeout(LONG)
                 .build()
                 .unwrap()
         });
@@ -201,7 +200,7 @@ fn subscribe() {
             println!("outcome: {:?}", subscriber.publisher_pid());
             continue;
         }
-        match subscriber.receive(&stream) {
+        match subscriber.receive(&stream, LONG) {
             Ok(sample) => println!("outcome: {} bytes", sample.to_vec(LONG).unwrap().len()),
             Err(Error::PeerGone { graceful, .. }) => {
                 println!("outcome: gone, graceful {graceful}")
@@ -252,7 +251,7 @@ fn work() {
             Worker::builder("q")
                 .domain(&domain())
                 .device(&Device::host())
-                .timeout(LONG)
+                .answer_timeout(LONG)
                 .build()
                 .unwrap()
         });
@@ -260,7 +259,7 @@ fn work() {
             println!("outcome: ready");
             continue;
         }
-        let lease = worker.lease(&stream).unwrap();
+        let lease = worker.lease(&stream, LONG).unwrap();
         println!("outcome: attempt {}", lease.attempt());
         if order == "keep" {
             std::mem::forget(lease);

@@ -107,7 +107,7 @@ fn a_scribbling_receiver_does_not_affect_the_other_ones_samples() {
                             }
                             Err(error) => panic!("{policy:?}: {error}"),
                         }
-                        let sample = good.receive(&stream).unwrap();
+                        let sample = good.receive(&stream, LONG).unwrap();
                         assert_eq!(sample.to_vec(LONG).unwrap(), payload, "{policy:?}");
                         sample.finish(LONG).unwrap();
                     }
@@ -248,12 +248,12 @@ fn one_sample_held_for_long_does_not_make_the_publisher_take_all_memory() {
     let publisher = scratch.publisher(|it| it.depth(16));
     let (mut subscriber, stream) = (scratch.subscriber(), stream());
     publisher.send_bytes(&stream, b"held").unwrap();
-    let held = subscriber.receive(&stream).unwrap();
+    let held = subscriber.receive(&stream, LONG).unwrap();
     for number in 0..20_000u32 {
         publisher
             .send_bytes(&stream, &number.to_le_bytes())
             .unwrap();
-        drop(subscriber.receive(&stream).unwrap());
+        drop(subscriber.receive(&stream, LONG).unwrap());
     }
     let (used, _) = publisher.memory_in_use();
     assert!(used <= 8 << 20, "{used} bytes for a few samples of 4");
@@ -283,10 +283,10 @@ fn a_failed_wait_or_release_neither_loses_nor_keeps_a_sample() {
         publisher.send_bytes(&ours, &[round; 100]).unwrap();
         backend.hook().aim("batch", 1);
         assert!(matches!(
-            subscriber.receive(&theirs),
+            subscriber.receive(&theirs, LONG),
             Err(Error::Injected { .. })
         ));
-        let sample = subscriber.receive(&theirs).unwrap();
+        let sample = subscriber.receive(&theirs, LONG).unwrap();
         assert_eq!(
             sample.sequence(),
             u64::from(round) + 1,
@@ -298,7 +298,7 @@ fn a_failed_wait_or_release_neither_loses_nor_keeps_a_sample() {
         if round % 2 == 0 {
             drop(sample);
             // A drop cannot report an error, so it ends the link rather than keep the slot.
-            let error = subscriber.receive(&theirs).unwrap_err();
+            let error = subscriber.receive(&theirs, LONG).unwrap_err();
             assert!(matches!(error, Error::Injected { .. }), "{error}");
             subscriber = crate::Subscriber::builder("a")
                 .domain(&scratch.domain)

@@ -17,6 +17,7 @@ use crate::ipc::message::{CloseReason, Message, Received};
 use crate::pubsub::entry::{Description, Metadata};
 use crate::pubsub::ring::{RingSpace, SenderRing};
 use crate::shm::segment::{Entry, Segment};
+use crate::wait::OptionalExtension;
 use crate::{Error, Layout, Subscriber};
 
 const REGION_BYTES: u64 = 2 << 20;
@@ -184,9 +185,9 @@ fn every_invalid_field_of_an_entry_ends_that_link_alone() {
                 let (mut fake, mut subscriber) = Fake::attach(&scratch, true);
                 let stream = stream();
                 fake.send(|_| ());
-                drop(subscriber.receive(&stream).unwrap());
+                drop(subscriber.receive(&stream, LONG).unwrap());
                 fake.send(spoil);
-                let error = subscriber.receive(&stream).unwrap_err();
+                let error = subscriber.receive(&stream, LONG).unwrap_err();
                 assert!(
                     matches!(&error, Error::Protocol { field, .. } if *field == lie),
                     "lie {number}, {lie}: {error}"
@@ -200,7 +201,10 @@ fn every_invalid_field_of_an_entry_ends_that_link_alone() {
                     "{last_message:?}"
                 );
                 fake.send(|_| ());
-                assert!(subscriber.receive(&stream).is_err(), "it stays closed");
+                assert!(
+                    subscriber.receive(&stream, LONG).is_err(),
+                    "it stays closed"
+                );
             }
             eventually("every descriptor is closed", || {
                 super::descriptors::descriptors() <= before
@@ -220,7 +224,7 @@ fn an_unannounced_region_times_out_with_an_error() {
     let scratch = Scratch::new();
     let (mut fake, mut subscriber) = Fake::attach(&scratch, true);
     fake.send(|it| word(it, PACKED, |packed| packed | 5));
-    let error = subscriber.receive(&stream()).unwrap_err();
+    let error = subscriber.receive(&stream(), LONG).unwrap_err();
     assert!(
         matches!(
             error,
@@ -238,7 +242,7 @@ fn a_region_that_is_closed_under_a_held_sample_stays_mapped_until_it_is_released
     let scratch = Scratch::new();
     let (mut fake, mut subscriber) = Fake::attach(&scratch, true);
     fake.send(|_| ());
-    let sample = subscriber.receive(&stream()).unwrap();
+    let sample = subscriber.receive(&stream(), LONG).unwrap();
     let close = packet(&Message::CloseRegion { id: 0 });
     send_raw(&fake.socket, &close, &[]).unwrap();
     let memory = memfd(REGION_BYTES, SIZE_SEALS);
@@ -246,7 +250,7 @@ fn a_region_that_is_closed_under_a_held_sample_stays_mapped_until_it_is_released
     let next = packet(&Message::Region { id, bytes });
     send_raw(&fake.socket, &next, &[memory.as_fd()]).unwrap();
     fake.send(|it| word(it, PACKED, |packed| packed | 1));
-    let second = subscriber.receive_timeout(&stream(), LONG).unwrap();
+    let second = subscriber.receive(&stream(), LONG).unwrap();
     assert_eq!(sample.to_vec(LONG).unwrap(), [0; 1000]);
     drop(second);
     drop(sample);
@@ -258,7 +262,7 @@ fn a_region_that_is_closed_under_a_held_sample_stays_mapped_until_it_is_released
         }
     }
     fake.send(|_| ());
-    let error = subscriber.receive(&stream()).unwrap_err();
+    let error = subscriber.receive(&stream(), LONG).unwrap_err();
     let is_named = matches!(
         &error,
         Error::Protocol {
@@ -276,14 +280,17 @@ fn a_sequence_may_jump_but_not_run_back_where_samples_may_be_dropped() {
     let stream = stream();
     fake.send(|it| it.sequence.store(u64::MAX - 1, Relaxed));
     assert_eq!(
-        subscriber.receive(&stream).unwrap().sequence(),
+        subscriber.receive(&stream, LONG).unwrap().sequence(),
         u64::MAX - 1
     );
     fake.send(|it| it.sequence.store(u64::MAX, Relaxed));
-    assert_eq!(subscriber.receive(&stream).unwrap().sequence(), u64::MAX);
+    assert_eq!(
+        subscriber.receive(&stream, LONG).unwrap().sequence(),
+        u64::MAX
+    );
     fake.send(|_| ());
     assert!(matches!(
-        subscriber.receive(&stream),
+        subscriber.receive(&stream, LONG),
         Err(Error::Protocol {
             field: "sequence",
             ..
@@ -297,10 +304,10 @@ fn a_lossless_sequence_at_its_end_is_an_error_and_not_an_overflow() {
     let (mut fake, mut subscriber) = Fake::attach(&scratch, true);
     let stream = stream();
     fake.send(|it| it.sequence.store(u64::MAX, Relaxed));
-    drop(subscriber.receive(&stream).unwrap());
+    drop(subscriber.receive(&stream, LONG).unwrap());
     fake.send(|_| ());
     assert!(matches!(
-        subscriber.receive(&stream),
+        subscriber.receive(&stream, LONG),
         Err(Error::Protocol {
             field: "sequence",
             ..
@@ -359,7 +366,7 @@ fn endless_invalid_messages_after_the_handshake_are_answered_once() {
                 (0..10_000)
                     .take_while(|_| send_raw(&fake.socket, &packet(&message), fds).is_ok())
                     .count();
-                let error = subscriber.receive_timeout(&stream(), LONG).unwrap_err();
+                let error = subscriber.receive(&stream(), LONG).unwrap_err();
                 assert!(
                     matches!(error, Error::Protocol { .. } | Error::Handshake { .. }),
                     "{error}"
@@ -388,16 +395,28 @@ fn a_wake_channel_that_is_closed_or_signals_endlessly_hangs_no_receiver() {
         }
         let timeout = Duration::from_millis(50);
         assert!(matches!(
-            subscriber.receive_timeout(&stream, timeout),
+            subscriber.receive(&stream, timeout),
             Err(Error::Timeout { .. })
         ));
         fake.send(|_| ());
-        drop(subscriber.receive(&stream).unwrap());
+        drop(subscriber.receive(&stream, LONG).unwrap());
         // Nothing is due: a poller must not be woken for ever.
-        assert!(subscriber.try_receive(&stream).unwrap().is_none());
+        assert!(
+            subscriber
+                .receive(&stream, Duration::ZERO)
+                .optional()
+                .unwrap()
+                .is_none()
+        );
         let fd = subscriber.as_fd().try_clone_to_owned().unwrap();
         eventually("it reads as idle", || {
-            assert!(subscriber.try_receive(&stream).unwrap().is_none());
+            assert!(
+                subscriber
+                    .receive(&stream, Duration::ZERO)
+                    .optional()
+                    .unwrap()
+                    .is_none()
+            );
             !crate::ipc::message::wait_readable(fd.as_fd(), Duration::ZERO)
         });
     }
@@ -409,7 +428,7 @@ fn a_closing_subscriber_keeps_memory_mapped_until_its_streams_are_done() {
     let (mut fake, mut subscriber) = Fake::attach(&scratch, true);
     let (stream, (go, wait)) = (stream(), std::sync::mpsc::channel::<()>());
     fake.send(|_| ());
-    let sample = subscriber.receive(&stream).unwrap();
+    let sample = subscriber.receive(&stream, LONG).unwrap();
     stream.call(move || assert!(wait.recv().is_err())).unwrap();
     drop(sample);
     // Its sender claims that it is released, but it is not: the release is enqueued behind work
@@ -466,7 +485,7 @@ fn concurrent_writes_to_a_segment_give_samples_inside_the_region_or_errors() {
                     }
                     calls += 1;
                     fake.send(|_| ());
-                    match subscriber.try_receive(&stream) {
+                    match subscriber.receive(&stream, Duration::ZERO).optional() {
                         Ok(Some(sample)) => {
                             samples += 1;
                             assert!(

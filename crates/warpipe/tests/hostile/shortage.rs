@@ -153,7 +153,7 @@ fn outlasts_unread_answers(scratch: &Scratch) -> bool {
     let pool = builder.build().unwrap();
     let opener = PoolClient::opener("a").domain(&domain);
     let client = opener.device(&Device::host()).open().unwrap();
-    drop(client.allocate(1).unwrap());
+    drop(client.allocate(1, Duration::ZERO).unwrap());
     let silent = [(); 4].map(|()| {
         let (socket, pipes) = (scratch.connection(), [(); 2].map(|()| rustix::pipe::pipe()));
         let pipes = pipes.map(Result::unwrap);
@@ -171,13 +171,15 @@ fn outlasts_unread_answers(scratch: &Scratch) -> bool {
         silent.iter().for_each(|(socket, _)| {
             let _ = send_raw(socket, &ask, &[]);
         });
-        let outcome = client.allocate(1).map(drop);
+        let outcome = client.allocate(1, Duration::ZERO).map(drop);
         let is_over = outcome.is_err();
         outcomes.extend(is_over.then_some(outcome));
         is_over
     });
     drop(silent);
-    eventually("it is served again", || client.allocate(1).is_ok());
+    eventually("it is served again", || {
+        client.allocate(1, Duration::ZERO).is_ok()
+    });
     let usage = pool.usage(TENANT);
     eprintln!("{outcomes:?} {usage:?}");
     !client.is_owner_gone()

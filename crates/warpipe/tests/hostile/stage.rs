@@ -108,7 +108,7 @@ pub(super) fn stream() -> Stream {
 pub(super) fn assert_delivers(publisher: &Publisher, subscriber: &mut Subscriber, payload: &[u8]) {
     let stream = stream();
     publisher.send_bytes(&stream, payload).unwrap();
-    let sample = subscriber.receive(&stream).unwrap();
+    let sample = subscriber.receive(&stream, LONG).unwrap();
     assert_eq!(sample.to_vec(LONG).unwrap(), payload);
     sample.finish(LONG).unwrap();
 }

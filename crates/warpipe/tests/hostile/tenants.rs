@@ -47,10 +47,10 @@ fn endpoints(domain: &Domain, uids: &[u32]) -> Endpoints {
     let (member, event) = (Member::builder("it"), Event::builder());
     let timeline = timeline.domain(domain).device(device).allow_uids(uids);
     let timeline = timeline.build().unwrap();
-    timeline.signal_now(7).unwrap();
+    timeline.signal_now(7, LONG).unwrap();
     let event = event.domain(domain).device(device).allow_uids(uids);
     let event = event.build().unwrap();
-    event.record(&device.stream().unwrap()).unwrap();
+    event.record(&device.stream().unwrap(), LONG).unwrap();
     let published = publication.allow_uids(uids).build().unwrap();
     let (publisher, pool) = (
         publisher.domain(domain).device(device).allow_uids(uids),
@@ -121,12 +121,14 @@ fn visit() {
         ("pool", {
             let pool = PoolClient::opener("pool").domain(domain).device(device);
             pool.open()
-                .and_then(|pool| pool.allocate(8))
+                .and_then(|pool| pool.allocate(8, Duration::ZERO))
                 .map(|block| block.bytes() == 8)
         }),
         (
             "memory",
-            memory.open(device).map(|memory| memory.bytes() == 8),
+            memory
+                .open(device, Duration::ZERO)
+                .map(|memory| memory.bytes() == 8),
         ),
         ("timeline", {
             let opener = Timeline::opener("timeline").domain(domain);
@@ -342,8 +344,8 @@ fn a_client_counts_for_the_user_that_connected_whatever_it_becomes_later() {
         let domain = Domain::at(std::env::var("WARPIPE_HOSTILE_PATH").unwrap()).unwrap();
         let client = super::users::as_user(TENANT, || open_pool(&domain)).unwrap();
         // Root again, the pool's own user, which has no quota.
-        let block = client.allocate(4096).unwrap();
-        let over = client.allocate(8).unwrap_err();
+        let block = client.allocate(4096, Duration::ZERO).unwrap();
+        let over = client.allocate(8, Duration::ZERO).unwrap_err();
         assert!(
             matches!(over, Error::QuotaExceeded { uid: TENANT, .. }),
             "{over}"
@@ -415,7 +417,7 @@ fn clients_of_one_user_that_race_and_are_killed_keep_to_one_quota_and_return_it(
     if role().is_some() {
         let client = open_pool(&as_tenant()).unwrap();
         for round in 0_u64.. {
-            match client.allocate_within(1 + round % 4096, Duration::from_millis(1)) {
+            match client.allocate(1 + round % 4096, Duration::from_millis(1)) {
                 Ok(block) => drop(block),
                 Err(Error::QuotaExceeded { uid: TENANT, .. }) => {}
                 Err(other) => panic!("{other}"),
@@ -482,7 +484,10 @@ fn root_is_a_user_like_others_to_an_endpoint_of_another_user() {
         matches!(closed, Err(Error::AccessDenied { .. })),
         "{closed:?}"
     );
-    let over = open_pool(&domain).unwrap().allocate(1).map(drop);
+    let over = open_pool(&domain)
+        .unwrap()
+        .allocate(1, Duration::ZERO)
+        .map(drop);
     assert!(
         matches!(
             over,

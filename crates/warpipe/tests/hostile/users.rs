@@ -50,7 +50,7 @@ fn other_user() {
         Ok(mut subscriber) => {
             println!("attached");
             let bytes = subscriber
-                .receive(&stream())
+                .receive(&stream(), LONG)
                 .and_then(|sample| sample.to_vec(LONG));
             println!("outcome: {:?}", bytes.map(String::from_utf8));
         }
@@ -352,7 +352,7 @@ fn a_folder_with_mode_711_lets_admitted_users_open_its_names_and_list_none() {
                 .wait_for_publisher(Some(LONG))
                 .build()
                 .unwrap();
-            let sample = subscriber.receive(&stream()).unwrap();
+            let sample = subscriber.receive(&stream(), LONG).unwrap();
             let text = String::from_utf8(sample.to_vec(LONG).unwrap());
             let opener = crate::PoolClient::opener("pool").domain(&domain);
             let pool = opener.device(&Device::host()).open().map(drop);

@@ -13,6 +13,7 @@ use super::stage::{
     LONG, Scratch, TestProcess, alone, assert_delivers, domain_of_test, eventually, role, stream,
 };
 use crate::statistics::{Observer, Role};
+use crate::wait::OptionalExtension;
 use crate::{Device, Domain, Error, Publisher, Subscriber};
 
 fn build(domain: &Domain) -> crate::Result<Publisher> {
@@ -97,7 +98,7 @@ fn an_owner_puts_back_the_files_that_others_removed() {
         assert!(scratch.domain.clean().unwrap().is_empty());
         publisher.send_bytes(&stream(), b"to both").unwrap();
         for subscriber in [&mut before, &mut after] {
-            let sample = subscriber.receive(&stream()).unwrap();
+            let sample = subscriber.receive(&stream(), LONG).unwrap();
             assert_eq!(sample.to_vec(LONG).unwrap(), b"to both");
         }
         drop(before);
@@ -132,7 +133,7 @@ fn an_owner_appears_in_a_domain_that_was_removed_and_made_again() {
         .build()
         .unwrap();
     publisher.send_bytes(&stream(), b"here").unwrap();
-    let sample = subscriber.receive(&stream()).unwrap();
+    let sample = subscriber.receive(&stream(), LONG).unwrap();
     assert_eq!(sample.to_vec(LONG).unwrap(), b"here");
     assert!(matches!(build(&domain), Err(Error::NameTaken { .. })));
     let pid = std::process::id() as i32;
@@ -171,7 +172,7 @@ fn a_handle_of_a_domain_that_was_removed_leads_to_the_one_that_is_made_in_its_pl
         let second = make_again();
         eventually("it has found the next one", || {
             second.wait_for_subscribers(1, Duration::ZERO).is_ok() || {
-                let _ = subscriber.try_receive(&stream());
+                let _ = subscriber.receive(&stream(), Duration::ZERO).optional();
                 false
             }
         });

@@ -51,7 +51,7 @@ pub(super) fn killed_exporter(context: &Context) -> Result<()> {
         lost(event.query(), victim.id())?;
         lost(event.wait(&stream).map(|_| true), victim.id())?;
         lost(event.synchronize(PATIENCE).map(|()| true), victim.id())?;
-        let recorded = event.record(&stream);
+        let recorded = event.record(&stream, PATIENCE);
         ensure!(
             matches!(
                 recorded,
@@ -98,7 +98,7 @@ pub(super) fn killed_importer(context: &Context) -> Result<()> {
         .signals(SignalOrder::Synchronize)
         .context("a third one's stream is released")?;
     witness.refuses(SignalOrder::CheckEvent, "EventLost")?;
-    event.record(&stream)?;
+    event.record(&stream, PATIENCE)?;
     witness.signals(SignalOrder::WaitEvent)?;
     witness.signals(SignalOrder::Synchronize)?;
     ensure!(
@@ -168,7 +168,7 @@ pub(super) fn blocked_control_thread(context: &Context) -> Result<()> {
     let recording = event.wait(&stream)?;
     gate.set(true);
     let outcome = std::thread::scope(|scope| {
-        scope.spawn(|| drop(client.allocate(4096)));
+        scope.spawn(|| drop(client.allocate(4096, Duration::ZERO)));
         let mut run = || -> Result<()> {
             ensure!(
                 eventually(PATIENCE, || gate.has_held.load(SeqCst)),
@@ -265,7 +265,7 @@ pub(super) fn complete_before_death(context: &Context) -> Result<()> {
     let own = context.stream()?;
     let recording = event.wait(&stream)?;
     victim.kill()?;
-    let is_over = || matches!(event.record(&own), Err(Error::PeerGone { .. }));
+    let is_over = || matches!(event.record(&own, PATIENCE), Err(Error::PeerGone { .. }));
     ensure!(
         eventually(PATIENCE, is_over),
         "the exporter's death is reported"

@@ -175,7 +175,7 @@ pub(super) fn killed_owner(context: &Context) -> Result<()> {
     let guard = context.guard();
     let stream = context.stream()?;
     let mut worker = context.worker("jobs").build()?;
-    let held = worker.lease(&stream)?;
+    let held = worker.lease(&stream, PATIENCE)?;
     ensure!(
         held.to_vec(PATIENCE)?.len() as u64 == 8 * WORDS,
         "its input is there"
@@ -183,7 +183,7 @@ pub(super) fn killed_owner(context: &Context) -> Result<()> {
     owner.kill()?;
     // Another job may have been on its way.
     let end = loop {
-        match worker.lease(&stream) {
+        match worker.lease(&stream, PATIENCE) {
             Ok(lease) => drop(lease),
             Err(error) => break error,
         }

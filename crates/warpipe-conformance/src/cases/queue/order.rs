@@ -32,7 +32,7 @@ fn late_fill(
     )?;
     let job = queue.submit(input, &out)?;
     let mut worker = before.map_or_else(attach, Ok)?;
-    let lease = worker.lease(&back)?;
+    let lease = worker.lease(&back, PATIENCE)?;
     let output = work(&lease, Duration::ZERO)?;
     lease.complete_with(output, &back)?;
     let result = job.wait(&out, PATIENCE)?;
@@ -96,7 +96,7 @@ pub(super) fn result_is_ordered(context: &Context) -> Result<()> {
         &out,
     )?;
     let job = queue.submit(input, &out)?;
-    let lease = worker.lease(&back)?;
+    let lease = worker.lease(&back, PATIENCE)?;
     let output = work(&lease, Duration::ZERO)?;
     lease.complete_with(output, &back)?;
     let result = job.wait(&out, PATIENCE)?;

@@ -132,7 +132,7 @@ fn a_send_waits_for_another_threads_as_long_as_it_is_told_to_and_gives_the_loan_
     });
     assert_eq!(other.send_timeout(&second, LONG).unwrap(), 2);
     for sequence in [1, 2] {
-        let sample = subscriber.receive(&receiving).unwrap();
+        let sample = subscriber.receive(&receiving, LONG).unwrap();
         assert_eq!(
             (sample.sequence(), sample.to_vec(LONG).unwrap()),
             (sequence, vec![sequence as u8; 8])
@@ -164,7 +164,7 @@ fn late_joiners_of_a_history_that_is_not_complete_are_let_in_and_get_it_without_
     });
     let samples = subscribers
         .each_mut()
-        .map(|late| [1, 2, 3, 4].map(|_| late.receive(&receiving).unwrap()));
+        .map(|late| [1, 2, 3, 4].map(|_| late.receive(&receiving, LONG).unwrap()));
     for [first, rest @ ..] in &samples {
         assert!(
             first.is_complete().unwrap()
@@ -191,7 +191,7 @@ fn late_joiners_of_a_history_that_is_not_complete_are_let_in_and_get_it_without_
     for subscriber in &mut subscribers {
         assert_eq!(
             subscriber
-                .receive(&receiving)
+                .receive(&receiving, LONG)
                 .unwrap()
                 .to_vec(LONG)
                 .unwrap(),
@@ -208,7 +208,7 @@ fn a_publisher_that_is_dropped_completes_what_late_joiners_have_of_its_history()
     let (go, gate) = channel::<()>();
     sending.call(move || assert!(gate.recv().is_err())).unwrap();
     publisher.send_bytes(&sending, &[7; 8]).unwrap();
-    let sample = stage.subscriber().receive(&receiving).unwrap();
+    let sample = stage.subscriber().receive(&receiving, LONG).unwrap();
     drop(publisher);
     assert!(!sample.is_complete().unwrap());
     drop(go);
@@ -259,7 +259,7 @@ fn a_slot_is_forwarded_once_its_data_is_complete_and_no_other_thread_sends() {
     drop(sends);
     assert_eq!(forward(), Forwarded::At(1));
     assert_eq!(forward(), Forwarded::NoRoom);
-    let sample = subscriber.receive(&receiving).unwrap();
+    let sample = subscriber.receive(&receiving, LONG).unwrap();
     assert_eq!(sample.to_vec(LONG).unwrap(), [3; 8]);
     sample.finish(LONG).unwrap();
 }
@@ -278,7 +278,7 @@ fn a_child_forked_while_a_thread_has_the_publishers_lock_drops_every_handle_and_
     for value in [1, 2] {
         publisher.send_bytes(&sending, &[value; 8]).unwrap();
     }
-    let sample = subscriber.receive(&receiving).unwrap();
+    let sample = subscriber.receive(&receiving, LONG).unwrap();
     let mut raw = None;
     eventually("the second sample is there", || {
         raw = subscriber.take_raw_sample().unwrap();
@@ -297,7 +297,7 @@ fn a_child_forked_while_a_thread_has_the_publishers_lock_drops_every_handle_and_
     let second = raw.into_sample(&receiving);
     assert_eq!(second.to_vec(LONG).unwrap(), [2; 8]);
     assert_eq!(retained.forward(id, &metadata).unwrap(), Forwarded::At(3));
-    let third = subscriber.receive(&receiving).unwrap();
+    let third = subscriber.receive(&receiving, LONG).unwrap();
     assert_eq!(third.to_vec(LONG).unwrap(), [3; 8]);
     assert_eq!(publisher.subscribers()[0].in_flight, 3);
     for sample in [sample, second, third] {
@@ -380,7 +380,7 @@ fn a_forwarder_gives_the_numbers_that_it_skips_to_and_no_number_twice() {
     assert_eq!(send(), 9);
     let mut late = stage.subscriber();
     let next = |subscriber: &mut Subscriber| {
-        let sample = subscriber.receive_timeout(&stream, LONG).unwrap();
+        let sample = subscriber.receive(&stream, LONG).unwrap();
         let missing = sample.discontinuity().map(|gap| gap.missing);
         (sample.sequence(), missing)
     };
@@ -404,7 +404,7 @@ fn a_publisher_that_forwards_nothing_refuses_to_skip_and_its_numbers_follow_each
     let mut subscriber = stage.subscriber();
     for number in 1..=2 {
         publisher.send_bytes(&stream, b"a sample").unwrap();
-        let sample = subscriber.receive_timeout(&stream, LONG).unwrap();
+        let sample = subscriber.receive(&stream, LONG).unwrap();
         assert_eq!(sample.sequence(), number);
     }
 }
@@ -432,7 +432,7 @@ fn slots_used(stage: &Stage, publisher: &Publisher, bytes: u64) -> usize {
         let slot = loan.slot_ptr();
         loan.send(&sending).unwrap();
         sending.synchronize(LONG).unwrap();
-        drop(subscriber.receive(&receiving).unwrap());
+        drop(subscriber.receive(&receiving, LONG).unwrap());
         receiving.synchronize(LONG).unwrap();
         slot
     });
@@ -481,7 +481,7 @@ fn of_two_threads_that_wait_for_room_the_one_that_is_woken_last_sleeps_no_longer
             eventually("both threads sleep", || core.lock().sleepers == 2);
             // What one of them takes, the other one waits for once more.
             for left in (0..=2_u32).rev() {
-                let sample = subscriber.receive_timeout(&receiving, LONG).unwrap();
+                let sample = subscriber.receive(&receiving, LONG).unwrap();
                 sample.finish(LONG).unwrap();
                 eventually("those that are left sleep", || {
                     core.lock().sleepers == left.saturating_sub(1)
@@ -521,10 +521,10 @@ fn samples_that_grow_are_sent_as_long_as_those_that_are_held_leave_room() {
     let mut subscriber = stage.subscriber();
     let (sending, receiving) = (stage.stream(), Device::host().stream().unwrap());
     publisher.send_bytes(&sending, &[7; 8]).unwrap();
-    let held = subscriber.receive(&receiving).unwrap();
+    let held = subscriber.receive(&receiving, LONG).unwrap();
     for mebibytes in 1..=40 {
         send(&publisher, &sending, mebibytes * MIB).unwrap();
-        let sample = subscriber.receive_timeout(&receiving, LONG).unwrap();
+        let sample = subscriber.receive(&receiving, LONG).unwrap();
         assert_eq!(sample.layout().bytes(), mebibytes * MIB);
         sample.finish(LONG).unwrap();
         let (used, limit) = publisher.memory_in_use();
@@ -551,7 +551,7 @@ fn a_sample_that_is_taken_back_while_its_region_is_closed_leaves_no_fault_behind
     for round in 0..20 {
         send(&publisher, &sending, (3 + round % 3) * MIB).unwrap();
     }
-    let sample = subscriber.receive_timeout(&receiving, LONG).unwrap();
+    let sample = subscriber.receive(&receiving, LONG).unwrap();
     assert_eq!(sample.sequence(), 20);
     sample.finish(LONG).unwrap();
     assert_eq!(subscriber.publisher_state(), Some(PeerState::Alive));
@@ -597,9 +597,9 @@ fn a_subscriber_that_has_left_and_holds_a_sample_closes_the_regions_of_others() 
     let mut subscriber = stage.subscriber();
     let (sending, receiving) = (stage.stream(), Device::host().stream().unwrap());
     publisher.send_bytes(&sending, &[7; 8]).unwrap();
-    let held = subscriber.receive(&receiving).unwrap();
+    let held = subscriber.receive(&receiving, LONG).unwrap();
     send(&publisher, &sending, 4 * MIB).unwrap();
-    let sample = subscriber.receive_timeout(&receiving, LONG).unwrap();
+    let sample = subscriber.receive(&receiving, LONG).unwrap();
     sample.finish(LONG).unwrap();
     drop(subscriber);
     eventually("it leaves", || {
@@ -656,7 +656,7 @@ fn regions_are_given_back_also_where_those_that_have_left_hold_all_that_is_exemp
     let loan = |mebibytes: u64| publisher.loan(&Layout::bytes_only(mebibytes * MIB).unwrap());
     drop(loan(2).unwrap());
     send(&publisher, &sending, 6 * MIB).unwrap();
-    let held = subscriber.receive_timeout(&receiving, LONG).unwrap();
+    let held = subscriber.receive(&receiving, LONG).unwrap();
     drop(subscriber);
     eventually("it leaves", || {
         publisher.subscribers()[0].state == PeerState::Leaving
@@ -693,7 +693,7 @@ fn a_ring_wakes_the_end_that_it_is_meant_for_whichever_end_of_the_process_takes_
     let observer = Arc::new(SubscriberChanges::new().unwrap());
     let (publisher, mut subscriber, sender, mut replies) = duplex(&stage, &observer);
     let (sending, receiving) = (stage.stream(), Device::host().stream().unwrap());
-    let early = subscriber.receive_timeout(&receiving, LONG).unwrap();
+    let early = subscriber.receive(&receiving, LONG).unwrap();
     assert_eq!(early.to_vec(LONG).unwrap(), b"early");
     let link = subscriber.link_of_replies().unwrap();
     let reply = |limit| {
@@ -706,9 +706,8 @@ fn a_ring_wakes_the_end_that_it_is_meant_for_whichever_end_of_the_process_takes_
     std::thread::scope(|scope| {
         // One thread waits for room in the ring of the replies, another one for samples.
         let waits_for_room = scope.spawn(|| reply(Some(LONG)));
-        let samples = scope.spawn(|| {
-            (0..20).for_each(|_| drop(subscriber.receive_timeout(&receiving, LONG).unwrap()))
-        });
+        let samples = scope
+            .spawn(|| (0..20).for_each(|_| drop(subscriber.receive(&receiving, LONG).unwrap())));
         for _ in 0..20 {
             eventually("both sleep", || {
                 let is_asleep = link.segment().header().receiver.asleep.load(Relaxed) != 0;
@@ -766,7 +765,7 @@ fn a_message_that_comes_while_a_publisher_closes_makes_the_end_no_fault() {
     let observer = Arc::new(SubscriberChanges::new().unwrap());
     let (publisher, mut subscriber, sender, _replies) = duplex(&stage, &observer);
     let stream = Device::host().stream().unwrap();
-    drop(subscriber.receive_timeout(&stream, LONG).unwrap());
+    drop(subscriber.receive(&stream, LONG).unwrap());
     let id = publisher.linked_subscribers()[0].id;
     let mut state = publisher.core.lock();
     // It announces memory, which nobody has read when the publisher closes.
@@ -774,7 +773,7 @@ fn a_message_that_comes_while_a_publisher_closes_makes_the_end_no_fault() {
     drop(state.links.close());
     drop(state);
     assert_eq!(publisher.core.on_message(id), Next::Stop);
-    let end = subscriber.receive_timeout(&stream, LONG);
+    let end = subscriber.receive(&stream, LONG);
     assert!(
         matches!(end, Err(Error::PeerGone { graceful: true, .. })),
         "{end:?}"

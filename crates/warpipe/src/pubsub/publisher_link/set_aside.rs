@@ -218,7 +218,7 @@ mod tests {
             let mut scene = Scene::new("false", kind);
             let arrival = scene.take();
             arrival.link().return_slot(1);
-            let end = scene.subscriber.receive_timeout(&scene.stream, SOON);
+            let end = scene.subscriber.receive(&scene.stream, SOON);
             let Err(Error::Evicted { reason, .. }) = end else {
                 panic!("{end:?}");
             };

@@ -16,7 +16,6 @@ pub struct SubscriberBuilder {
     pub(super) shared: EndpointOptions,
     pub(super) wait: Option<Duration>,
     pub(super) reconnect: bool,
-    pub(super) timeout: Duration,
     pub(super) kind: Kind,
     pub(super) orphan_timeout: Duration,
     pub(super) has_replies: bool,
@@ -46,15 +45,9 @@ impl SubscriberBuilder {
     /// [`Discontinuity`](crate::Discontinuity), which says whether that is another publisher's. A
     /// sample that the publisher has in its history and that was received before the link ended is
     /// not received again. The handshake runs on a thread of its own: a stopped publisher delays no
-    /// receive beyond its timeout.
+    /// receive beyond its wait.
     pub fn reconnect(mut self, reconnect: bool) -> Self {
         self.reconnect = reconnect;
-        self
-    }
-
-    /// How long [`Subscriber::receive`] waits: 10 s by default.
-    pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = timeout;
         self
     }
 

@@ -253,11 +253,6 @@ impl Subscriber {
         self.readable.as_fd()
     }
 
-    /// The builder's timeout.
-    pub(crate) fn timeout(&self) -> Duration {
-        self.options.timeout
-    }
-
     /// Drains the doorbells.
     pub(crate) fn quiet(&self) {
         self.drain();

@@ -2,6 +2,7 @@
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
+use std::time::Instant;
 
 use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with};
 
@@ -12,6 +13,7 @@ use crate::ipc::domain::watch::tests::MADE;
 use crate::ipc::message::wait_readable;
 use crate::pubsub::{Policy, Publisher};
 use crate::tensor::Layout;
+use crate::wait::OptionalExtension;
 
 const LONG: Duration = Duration::from_secs(20);
 
@@ -48,7 +50,7 @@ impl Place {
         let builder = Subscriber::builder("camera")
             .domain(&self.domain)
             .device(&self.device);
-        builder.reconnect(true).timeout(LONG).build().unwrap()
+        builder.reconnect(true).build().unwrap()
     }
 }
 
@@ -62,7 +64,11 @@ impl Drop for Place {
 fn receive_polled(subscriber: &mut Subscriber, stream: &Stream) -> Sample {
     let start = Instant::now();
     loop {
-        if let Some(sample) = subscriber.try_receive(stream).unwrap() {
+        if let Some(sample) = subscriber
+            .receive(stream, Duration::ZERO)
+            .optional()
+            .unwrap()
+        {
             return sample;
         }
         assert!(
@@ -87,7 +93,7 @@ fn a_subscriber_that_sleeps_is_woken_by_the_first_sample_of_its_next_publisher()
     std::thread::spawn(move || {
         for _ in 0..ROUNDS {
             let sample = subscriber
-                .receive_timeout(&receiving, Duration::from_secs(3600))
+                .receive(&receiving, Duration::from_secs(3600))
                 .unwrap();
             tell.send(sample.to_vec(LONG).unwrap()).unwrap();
         }
@@ -179,7 +185,6 @@ fn a_publisher_that_stands_still_holds_up_no_receive_beyond_its_timeout() {
         .device(&place.device)
         .reconnect(true);
     let mut subscriber = builder
-        .timeout(LONG)
         .handshake_timeout(Duration::from_secs(3600))
         .build()
         .unwrap();
@@ -188,8 +193,14 @@ fn a_publisher_that_stands_still_holds_up_no_receive_beyond_its_timeout() {
     let receiving = stream.clone();
     let mut subscriber = returns(move || {
         for _ in 0..20 {
-            assert!(subscriber.try_receive(&receiving).unwrap().is_none());
-            let waited = subscriber.receive_timeout(&receiving, Duration::from_millis(1));
+            assert!(
+                subscriber
+                    .receive(&receiving, Duration::ZERO)
+                    .optional()
+                    .unwrap()
+                    .is_none()
+            );
+            let waited = subscriber.receive(&receiving, Duration::from_millis(1));
             assert!(matches!(waited, Err(Error::Timeout { .. })), "{waited:?}");
         }
         subscriber
@@ -201,7 +212,7 @@ fn a_publisher_that_stands_still_holds_up_no_receive_beyond_its_timeout() {
     silent.leave();
     let next = place.publisher();
     std::thread::scope(|scope| {
-        let receiving = scope.spawn(|| subscriber.receive(&stream).unwrap());
+        let receiving = scope.spawn(|| subscriber.receive(&stream, LONG).unwrap());
         next.wait_for_subscribers(1, LONG).unwrap();
         next.send_bytes(&stream, b"hello").unwrap();
         assert_eq!(receiving.join().unwrap().to_vec(LONG).unwrap(), b"hello");
@@ -225,7 +236,13 @@ fn a_subscriber_that_is_dropped_hangs_up_on_a_publisher_that_has_not_answered() 
     let silent = Silent::at(&place, 8);
     let caller = returns(move || {
         loop {
-            assert!(subscriber.try_receive(&stream).unwrap().is_none());
+            assert!(
+                subscriber
+                    .receive(&stream, Duration::ZERO)
+                    .optional()
+                    .unwrap()
+                    .is_none()
+            );
             if let Some(caller) = silent.accept() {
                 break caller;
             }
@@ -251,9 +268,7 @@ fn a_full_backlog_is_no_error_of_who_follows_a_name() {
         let builder = Subscriber::builder("camera")
             .domain(&place.domain)
             .device(&place.device);
-        builder
-            .timeout(LONG)
-            .handshake_timeout(Duration::from_millis(1))
+        builder.handshake_timeout(Duration::from_millis(1))
     };
     let mut subscriber = brief()
         .handshake_timeout(LONG)
@@ -265,9 +280,15 @@ fn a_full_backlog_is_no_error_of_who_follows_a_name() {
     let silent = Silent::at(&place, 1);
     let connections = silent.connections();
     for _ in 0..3 {
-        let waited = subscriber.receive_timeout(&stream, Duration::from_millis(20));
+        let waited = subscriber.receive(&stream, Duration::from_millis(20));
         assert!(matches!(waited, Err(Error::Timeout { .. })), "{waited:?}");
-        assert!(subscriber.try_receive(&stream).unwrap().is_none());
+        assert!(
+            subscriber
+                .receive(&stream, Duration::ZERO)
+                .optional()
+                .unwrap()
+                .is_none()
+        );
     }
     let newcomer = brief().build();
     let fault = |error| {
@@ -285,7 +306,7 @@ fn a_full_backlog_is_no_error_of_who_follows_a_name() {
     subscriber.options.shared.handshake_timeout = LONG;
     let next = place.publisher();
     std::thread::scope(|scope| {
-        let receiving = scope.spawn(|| subscriber.receive(&stream).unwrap());
+        let receiving = scope.spawn(|| subscriber.receive(&stream, LONG).unwrap());
         next.wait_for_subscribers(1, LONG).unwrap();
         next.send_bytes(&stream, b"hello").unwrap();
         assert_eq!(receiving.join().unwrap().to_vec(LONG).unwrap(), b"hello");
@@ -300,13 +321,13 @@ fn a_subscriber_that_follows_a_name_attaches_again_after_it_has_closed_its_link(
     let mut subscriber = place.subscriber();
     let own = Error::os("recvmsg", "a link", rustix::io::Errno::MFILE);
     subscriber.attached.as_ref().unwrap().link.fail(own);
-    let told = subscriber.try_receive(&stream);
+    let told = subscriber.receive(&stream, Duration::ZERO).optional();
     assert!(
         matches!(told, Err(Error::DescriptorLimit { .. })),
         "{told:?}"
     );
     std::thread::scope(|scope| {
-        let receiving = scope.spawn(|| subscriber.receive(&stream).unwrap());
+        let receiving = scope.spawn(|| subscriber.receive(&stream, LONG).unwrap());
         let is_back = || {
             publisher
                 .subscribers()
@@ -344,10 +365,13 @@ fn a_subscriber_that_attaches_again_to_its_publisher_is_told_how_many_it_has_mis
     let mut attach_again = |before: u8| {
         let own = Error::os("recvmsg", "a link", rustix::io::Errno::MFILE);
         subscriber.attached.as_ref().unwrap().link.fail(own);
-        subscriber.try_receive(&stream).unwrap_err();
+        subscriber
+            .receive(&stream, Duration::ZERO)
+            .optional()
+            .unwrap_err();
         // Nothing attaches before the next receive.
         send(before);
-        let sample = subscriber.receive(&stream).unwrap();
+        let sample = subscriber.receive(&stream, LONG).unwrap();
         let gap = sample.discontinuity().expect("it has attached again");
         assert_eq!(gap.previous, None, "the same publisher");
         (sample.sequence(), gap.missing)
@@ -359,7 +383,7 @@ fn a_subscriber_that_attaches_again_to_its_publisher_is_told_how_many_it_has_mis
     // 4 and 5 come again: the history; 4 was received.
     assert_eq!(attach_again(0), (5, 0));
     assert_eq!(attach_again(3), (7, 1));
-    let sample = subscriber.receive(&stream).unwrap();
+    let sample = subscriber.receive(&stream, LONG).unwrap();
     assert_eq!((sample.sequence(), sample.discontinuity()), (8, None));
 }
 
@@ -381,7 +405,7 @@ fn the_next_forwarder_of_a_source_continues_its_numbers_and_no_number_comes_twic
         }
     };
     let receive = |subscriber: &mut Subscriber| {
-        let sample = subscriber.receive(&stream).unwrap();
+        let sample = subscriber.receive(&stream, LONG).unwrap();
         let gap = sample.discontinuity();
         let bytes = sample.to_vec(LONG).unwrap();
         assert_eq!(bytes, sample.sequence().to_le_bytes());
@@ -410,7 +434,7 @@ fn the_next_forwarder_of_a_source_continues_its_numbers_and_no_number_comes_twic
     };
     blocked.call(hold).unwrap();
     let has_released = || {
-        let nothing = subscriber.receive_timeout(&blocked, Duration::from_millis(50));
+        let nothing = subscriber.receive(&blocked, Duration::from_millis(50));
         assert!(matches!(nothing, Err(Error::Timeout { .. })), "{nothing:?}");
         silent.subscribers().iter().any(|one| one.in_flight == 0)
     };
@@ -445,7 +469,10 @@ fn numbers_that_stay_below_those_received_before_are_received_again_after_the_lo
     let mut subscriber = place.subscriber();
     first.skip_to(1 << 62).unwrap();
     first.send_bytes(&stream, b"hello").unwrap();
-    assert_eq!(subscriber.receive(&stream).unwrap().sequence(), 1 << 62);
+    assert_eq!(
+        subscriber.receive(&stream, LONG).unwrap().sequence(),
+        1 << 62
+    );
     drop(first);
     let second = forwarder();
     std::thread::scope(|scope| {
@@ -456,11 +483,11 @@ fn numbers_that_stay_below_those_received_before_are_received_again_after_the_lo
                 second.send_bytes(&stream, b"hello").unwrap();
             }
         });
-        let sample = subscriber.receive(&stream).unwrap();
+        let sample = subscriber.receive(&stream, LONG).unwrap();
         let gap = sample.discontinuity().expect("it is another publisher's");
         assert_eq!((sample.sequence(), gap.missing), (4097, 0));
         assert!(gap.previous.is_some());
-        let sample = subscriber.receive(&stream).unwrap();
+        let sample = subscriber.receive(&stream, LONG).unwrap();
         assert_eq!((sample.sequence(), sample.discontinuity()), (4098, None));
     });
 }
@@ -480,7 +507,7 @@ fn a_receipt_says_that_its_sample_was_lost_however_late_it_is_asked() {
     let builder = Subscriber::builder("camera")
         .domain(&place.domain)
         .device(&place.device);
-    let mut subscriber = builder.timeout(LONG).build().unwrap();
+    let mut subscriber = builder.build().unwrap();
     let (sending, receiving) = (refusing.stream().unwrap(), place.device.stream().unwrap());
     let mut send = |is_refused: bool| {
         if is_refused {
@@ -490,7 +517,11 @@ fn a_receipt_says_that_its_sample_was_lost_however_late_it_is_asked() {
             publisher.send_bytes(&sending, b"sample").is_err(),
             is_refused
         );
-        subscriber.receive(&receiving).unwrap().release().unwrap()
+        subscriber
+            .receive(&receiving, LONG)
+            .unwrap()
+            .release()
+            .unwrap()
     };
     let refused = [
         false, true, true, false, true, true, true, false, false, true,

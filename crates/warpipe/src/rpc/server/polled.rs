@@ -9,12 +9,11 @@ use std::time::Duration;
 
 use rustix::event::epoll;
 
-use super::{Request, SCAN_INTERVAL, Server};
+use super::{SCAN_INTERVAL, Server};
 use crate::error::Result;
 use crate::os::timespec;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::reactor::{EventSource, Next, Reactor, TICK};
-use crate::stream::Stream;
 
 /// How many ticks of the reactor pass between two scans.
 const TICKS_PER_SCAN: u64 = (SCAN_INTERVAL.as_millis() / TICK.as_millis()) as u64;
@@ -54,63 +53,6 @@ impl EventSource for ScanTimer {
 }
 
 impl Server {
-    /// The next request, if there is one: [`accept`](Self::accept) without waiting. It attaches to
-    /// new clients in the same way.
-    ///
-    /// ```
-    /// # use std::time::Duration;
-    /// # use warpipe::{Client, Device, Domain, Layout, Server};
-    /// # let folder = std::env::temp_dir().join(format!("warpipe-polled-{}", std::process::id()));
-    /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
-    /// # let (stream, soon) = (device.stream()?, Duration::from_secs(10));
-    /// # let client = Client::builder("embed").domain(&domain).device(&device).build()?;
-    /// # let mut input = client.loan(&Layout::bytes_only(8)?)?;
-    /// # input.write(&stream, b"question")?;
-    /// # let pending = client.request(input, &stream, soon)?;
-    /// # let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build().unwrap();
-    /// # runtime.block_on(async {
-    /// use tokio::io::unix::AsyncFd;
-    ///
-    /// let server = Server::builder("embed").domain(&domain).device(&device).build()?;
-    /// let mut readable = AsyncFd::new(server).unwrap();
-    /// let request = loop {
-    ///     let mut guard = readable.readable_mut().await.unwrap();
-    ///     match guard.get_inner_mut().try_accept(&stream)? {
-    ///         Some(request) => break request,
-    ///         None => guard.clear_ready(),
-    ///     }
-    /// };
-    /// request.reply(&stream)?;
-    /// # Ok::<(), warpipe::Error>(())
-    /// # })?;
-    /// # drop(pending.wait(&stream)?); drop(client); std::fs::remove_dir_all(folder).ok();
-    /// # Ok::<(), warpipe::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    /// As [`accept`](Self::accept), without the timeout.
-    pub fn try_accept(&mut self, stream: &Stream) -> Result<Option<Request>> {
-        self.owner_process.check()?;
-        let is_polled = self.is_polled.load(Relaxed);
-        if is_polled {
-            // Drained before the poll: a later ring is about later events.
-            self.wait_events(Duration::ZERO);
-        }
-        self.scan_directory()?;
-        if let Some(request) = self.poll(stream)? {
-            return Ok(Some(request));
-        }
-        if let Some(error) = self.attach_error.take() {
-            return Err(error);
-        }
-        if !is_polled {
-            return Ok(None);
-        }
-        self.set_asleep(true);
-        // Requests that came before the clients were asked to ring did not ring.
-        self.poll(stream)
-    }
-
     /// Sets whether the clients are asked to ring. The clients of a polled server always are.
     pub(super) fn set_asleep(&self, asleep: bool) {
         if asleep || !self.is_polled.load(Relaxed) {
@@ -140,10 +82,40 @@ impl Server {
 }
 
 impl AsFd for Server {
-    /// A descriptor that is readable when [`try_accept`](Server::try_accept) is worth a call (an
-    /// epoll descriptor; it nests). Accept until it gives `None` before waiting on it. Once a
-    /// second it is readable for a scan of the directory, which reconnects to clients after their
-    /// links have failed.
+    /// A descriptor that is readable when an [`accept`](Server::accept) without a wait is worth a
+    /// call (an epoll descriptor; it nests). Accept until it says `Error::Timeout` before waiting
+    /// on it. Once a second it is readable for a scan of the directory, which reconnects to clients
+    /// after their links have failed.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use warpipe::{Client, Device, Domain, Layout, Server};
+    /// # let folder = std::env::temp_dir().join(format!("warpipe-polled-{}", std::process::id()));
+    /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
+    /// # let (stream, soon) = (device.stream()?, Duration::from_secs(10));
+    /// # let client = Client::builder("embed").domain(&domain).device(&device).build()?;
+    /// # let mut input = client.loan(&Layout::bytes_only(8)?)?;
+    /// # input.write(&stream, b"question")?;
+    /// # let pending = client.request(input, &stream, soon)?;
+    /// # let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build().unwrap();
+    /// # runtime.block_on(async {
+    /// use tokio::io::unix::AsyncFd;
+    ///
+    /// let server = Server::builder("embed").domain(&domain).device(&device).build()?;
+    /// let mut readable = AsyncFd::new(server).unwrap();
+    /// let request = loop {
+    ///     let mut guard = readable.readable_mut().await.unwrap();
+    ///     match guard.get_inner_mut().accept(&stream, Duration::ZERO) {
+    ///         Err(warpipe::Error::Timeout { .. }) => guard.clear_ready(),
+    ///         accepted => break accepted?,
+    ///     }
+    /// };
+    /// request.reply(&stream)?;
+    /// # Ok::<(), warpipe::Error>(())
+    /// # })?;
+    /// # drop(pending.wait(&stream)?); drop(client); std::fs::remove_dir_all(folder).ok();
+    /// # Ok::<(), warpipe::Error>(())
+    /// ```
     fn as_fd(&self) -> BorrowedFd<'_> {
         if !self.is_polled.swap(true, Relaxed) {
             self.scan_timer.is_on.store(true, Relaxed);

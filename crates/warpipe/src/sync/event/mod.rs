@@ -38,7 +38,7 @@ use crate::ipc::domain::Domain;
 use crate::ipc::handle::{DriverHandle, path_of};
 use crate::options::{EndpointOptions, option_setters};
 use crate::runtime::fence::StreamSet;
-use crate::runtime::timed_lock::{LOCK_TIMEOUT, TimedGuard, TimedLock};
+use crate::runtime::timed_lock::{TimedGuard, TimedLock};
 use crate::shm::counter::{SharedCounter, WaitStatus};
 use crate::shm::signaler::Signaler;
 use crate::stream::Stream;
@@ -324,29 +324,16 @@ impl Event {
     /// # Errors
     /// [`Error::PeerGone`] when its exporter has died or dropped it; [`Error::Refused`] when seven
     /// others record it; [`Error::Argument`] for a stream of another device; [`Error::Capturing`]
-    /// for a stream that is being captured; [`Error::Timeout`] after 10 s in which another thread's
-    /// recording is blocked, by the driver (its stream's launch queue is full) or by the exporter;
-    /// [`Error::Driver`].
-    pub fn record(&self, stream: &Stream) -> Result<Recording> {
-        self.record_within(stream, LOCK_TIMEOUT)
-    }
-
-    /// Like [`record`](Self::record), with another wait for a thread with a recording in progress,
-    /// and for the lane.
-    ///
-    /// # Errors
-    /// As for [`record`](Self::record). After [`Error::Timeout`] nothing was recorded, unless a third
-    /// process has the event open and its exporter is stopped: the recording is then made, and its
-    /// forwarding, which takes up to 5 s whatever `wait` says, has failed.
-    pub fn record_within<'w>(
-        &self,
-        stream: &Stream,
-        wait: impl Into<Wait<'w>>,
-    ) -> Result<Recording> {
+    /// for a stream that is being captured; [`Error::Driver`]. [`Error::Timeout`] while another
+    /// thread's recording is blocked, by the driver (its stream's launch queue is full) or by the
+    /// exporter: nothing was recorded, unless a third process has the event open and its exporter is
+    /// stopped. The recording is then made, and its forwarding, which takes up to 5 s whatever `wait`
+    /// says, has failed.
+    pub fn record<'w>(&self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<Recording> {
         let inner = self.inner.get()?;
         stream.check_usable(&inner.device)?;
         let wait = wait.into();
-        let turn = inner.recording.lock(wait, || "recording".into())?;
+        let turn = inner.recording.lock(&wait, || "recording".into())?;
         self.record_in(&turn, stream, &wait)
     }
 

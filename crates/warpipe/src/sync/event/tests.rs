@@ -78,11 +78,11 @@ fn a_stream_waits_for_the_last_recording() {
     let stage = Stage::new("last");
     let (event, reading) = (stage.create(), stage.device.stream().unwrap());
     let writing = stage.device.stream().unwrap();
-    event.record(&writing).unwrap();
+    event.record(&writing, WAIT).unwrap();
     event.synchronize(WAIT).unwrap();
     let (go, held) = channel::<()>();
     writing.call(move || assert!(held.recv().is_err())).unwrap();
-    let recording = event.record(&writing).unwrap();
+    let recording = event.record(&writing, WAIT).unwrap();
     assert_eq!(event.wait(&reading).unwrap(), recording);
     assert!(!event.query().unwrap() && !reading.is_idle().unwrap());
     assert!(matches!(
@@ -100,7 +100,7 @@ fn an_event_opened_in_its_own_process_is_the_event_itself_until_it_is_dropped() 
     let (event, stream) = (stage.create(), stage.device.stream().unwrap());
     let handle = event.handle().unwrap();
     let other = Event::open(&handle, &stage.device).unwrap();
-    other.record(&stream).unwrap();
+    other.record(&stream, WAIT).unwrap();
     event.synchronize(WAIT).unwrap();
     let next = stage.create();
     drop((event, other));
@@ -135,14 +135,14 @@ fn a_reused_slot_holds_an_event_that_was_never_recorded() {
     let (go, held) = channel::<()>();
     stream.call(move || assert!(held.recv().is_err())).unwrap();
     let event = stage.create();
-    event.record(&stream).unwrap();
+    event.record(&stream, WAIT).unwrap();
     let index = event.inner.index;
     drop(event);
     let event = stage.create();
     assert_eq!((event.inner.index, event.inner.serial), (index, 2));
     assert!(matches!(event.query(), Err(Error::EventNotRecorded { .. })));
     let quick = stage.device.stream().unwrap();
-    let recording = event.record(&quick).unwrap();
+    let recording = event.record(&quick, WAIT).unwrap();
     assert!(
         !event.check(recording).unwrap(),
         "the count of the first is still to be reached"
@@ -203,7 +203,7 @@ fn a_recording_by_any_process_is_waited_for_by_all_others() {
     let users = [event.clone(), stage.opened(&event), stage.opened(&event)];
     for recorder in 0..users.len() {
         let (writing, go) = stage.held();
-        let recording = users[recorder].record(&writing).unwrap();
+        let recording = users[recorder].record(&writing, WAIT).unwrap();
         let streams: Vec<Stream> = users.iter().map(|_| stage.stream()).collect();
         for (user, stream) in users.iter().zip(&streams) {
             assert_eq!(
@@ -251,7 +251,7 @@ fn an_importer_that_scribbles_deceives_itself_alone() {
     let (wrong, honest) = (stage.opened(&event), stage.opened(&event));
     for value in [u64::MAX, 0, i64::MAX as u64, 1 << 56 | 7, 7 << 56 | 7] {
         let ((writing, go), reading) = (stage.held(), stage.stream());
-        let recording = event.record(&writing).unwrap();
+        let recording = event.record(&writing, WAIT).unwrap();
         let page = wrong.inner.event_words.page();
         (0..page.bytes() / 8).for_each(|word| page.at::<AtomicU64>(8 * word).store(value, SeqCst));
         assert_eq!(
@@ -274,14 +274,14 @@ fn an_importer_that_comes_late_waits_for_what_was_recorded_before() {
     let event = stage.create();
     let first = stage.opened(&event);
     let (makers, go) = stage.held();
-    event.record(&makers).unwrap();
+    event.record(&makers, WAIT).unwrap();
     let (late, reading) = (stage.opened(&event), stage.stream());
     late.wait(&reading).unwrap();
     let (opened_by_others, go_on) = stage.held();
     // No third process has the event open during this recording: the exporter reports it to the one
     // that opens it later.
     drop(late);
-    let recording = first.record(&opened_by_others).unwrap();
+    let recording = first.record(&opened_by_others, WAIT).unwrap();
     let (later, waiting) = (stage.opened(&event), stage.stream());
     assert_eq!(later.wait(&waiting).unwrap(), recording);
     assert!(!reading.is_idle().unwrap() && !waiting.is_idle().unwrap());
@@ -297,7 +297,7 @@ fn no_wait_lasts_for_ever_for_an_importer_that_lied_and_left() {
     let stage = Stage::new("liar");
     let event = stage.create();
     let (liar, honest) = (stage.opened(&event), stage.opened(&event));
-    let last = liar.record(&stage.stream()).unwrap();
+    let last = liar.record(&stage.stream(), WAIT).unwrap();
     let lie = Recording {
         count: last.count + 5,
         ..last
@@ -337,8 +337,8 @@ fn a_slot_that_importers_have_used_holds_a_new_event_for_them() {
             matches!(opened.query(), Err(Error::EventNotRecorded { .. })),
             "round {round}"
         );
-        event.record(&stage.stream()).unwrap();
-        opened.record(&stage.stream()).unwrap();
+        event.record(&stage.stream(), WAIT).unwrap();
+        opened.record(&stage.stream(), WAIT).unwrap();
         [&event, &opened, &other]
             .iter()
             .for_each(|user| user.synchronize(WAIT).unwrap());
@@ -389,17 +389,15 @@ fn a_recording_that_the_driver_blocks_delays_no_importer_and_times_another_threa
     stage.device = Device::from_backend(wrapped.clone());
     let (event, early) = (stage.create(), stage.create());
     let (writing, other, reading) = (stage.stream(), stage.stream(), opened_by_others.stream());
-    event.record(&writing).unwrap();
+    event.record(&writing, WAIT).unwrap();
     let leaver = opened_by_others.opened(&event);
     wrapped.hook().hold("batch");
     std::thread::scope(|scope| {
-        let held_up = scope.spawn(|| event.record(&writing));
+        let held_up = scope.spawn(|| event.record(&writing, WAIT));
         wrapped.hook().wait_for(1);
-        let late = event
-            .record_within(&other, Duration::from_millis(10))
-            .unwrap_err();
+        let late = event.record(&other, Duration::from_millis(10)).unwrap_err();
         assert!(matches!(late, Error::Timeout { .. }), "{late}");
-        let cancelled = event.record_within(&other, Wait::at_most(WAIT).unless(&|| true));
+        let cancelled = event.record(&other, Wait::at_most(WAIT).unless(&|| true));
         assert!(
             matches!(cancelled, Err(Error::Timeout { .. })),
             "{cancelled:?}"
@@ -443,7 +441,7 @@ fn lanes_and_openings_granted_too_late_are_returned() {
         importer.ask_and_give_up(&EventRequest::Lane { index, serial });
     }
     let start = std::time::Instant::now();
-    while let Err(error) = opened.record(&stream) {
+    while let Err(error) = opened.record(&stream, WAIT) {
         assert!(
             matches!(error, Error::Refused { .. }) && start.elapsed() < 3 * WAIT,
             "{error}"

@@ -13,6 +13,7 @@ use super::*;
 use crate::backend::testing::{Failing, FullQueue, Panicking, Wrapped};
 use crate::runtime::reactor::EventSource;
 use crate::shm::counter::VALUE_MAX;
+use crate::wait::OptionalExtension;
 
 /// The timeout of a call that is meant to time out.
 const SHORT: Duration = Duration::from_millis(50);
@@ -75,7 +76,13 @@ fn a_permit_whose_release_the_driver_refuses_is_handed_on_once_the_work_is_done(
             (0, 1),
             "the work is not done"
         );
-        assert!(member.try_acquire_host().unwrap().is_none());
+        assert!(
+            member
+                .acquire_host(Duration::ZERO)
+                .optional()
+                .unwrap()
+                .is_none()
+        );
         drop(go);
         let permit = waiter.join().unwrap();
         let into = seen.clone();
@@ -175,7 +182,10 @@ fn members_are_connected_to_in_the_background_after_an_attempt_that_panicked() {
     panicking.hook().aim("register", 1);
     let mut permit = None;
     eventually("another attempt is made", || {
-        permit = late_member.try_acquire(&second).unwrap();
+        permit = late_member
+            .acquire(&second, Duration::ZERO)
+            .optional()
+            .unwrap();
         permit.is_some()
     });
     assert!(panicking.hook().has_struck());

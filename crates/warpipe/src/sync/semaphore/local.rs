@@ -119,11 +119,8 @@ impl LocalSemaphore {
         stream.check_usable(&self.device)
     }
 
-    pub(super) fn timeout_error(&self, waited: Duration) -> Error {
-        Error::Timeout {
-            what: format!("a permit of {:?}", self.name),
-            waited,
-        }
+    pub(super) fn no_permit(&self, wait: &Wait<'_>) -> Error {
+        wait.timed_out(|| format!("a permit of {:?}", self.name))
     }
 
     /// Waits in a wait slot until a permit is granted, the timeout has passed, or the wait is
@@ -140,7 +137,7 @@ impl LocalSemaphore {
         loop {
             let left = match backoff.is_spinning() {
                 true => wait.time_left(),
-                false => wait.left(),
+                false => wait.slice(),
             };
             let give_up = left.is_zero() || self.is_over();
             let progress = if give_up {
@@ -153,7 +150,7 @@ impl LocalSemaphore {
                 WaitProgress::Lost => return Err(self.slot_lost()),
                 WaitProgress::Waiting if give_up => {
                     self.check_open()?;
-                    return Err(self.timeout_error(wait.limit()));
+                    return Err(self.no_permit(wait));
                 }
                 WaitProgress::Waiting if backoff.step().is_zero() => std::hint::spin_loop(),
                 WaitProgress::Waiting => {
@@ -206,7 +203,7 @@ impl LocalSemaphore {
                 let _one = self
                     .signals
                     .connecting
-                    .lock(*wait, String::new)
+                    .lock(wait, String::new)
                     .map_err(|_| self.no_answer(wait.limit()))?;
                 is_settled = self.is_connected_to(member) || self.connect(member, wait)?;
                 if !is_settled && wait.is_over() {
@@ -336,7 +333,7 @@ impl LocalSemaphore {
                 .forward(server.server_core(), CREATOR, member)
                 .is_ok()),
             Some(SemaphoreRole::Member { session }) => {
-                match session.request(&encode(&SemaphoreRequest::Mapped { member })?, *wait) {
+                match session.request(&encode(&SemaphoreRequest::Mapped { member })?, wait) {
                     Ok(_) => Ok(true),
                     Err(Error::Refused { .. }) => Ok(false),
                     Err(error) => Err(error),
@@ -362,7 +359,7 @@ impl LocalSemaphore {
             }
             Some(SemaphoreRole::Member { session }) => {
                 let request = encode(&SemaphoreRequest::Page { member })?;
-                let incoming = session.request(&request, *wait)?;
+                let incoming = session.request(&request, wait)?;
                 let MemberPresence(is_here) = decode(&incoming.body, &self.name)?;
                 let mut fds = incoming.fds.into_iter();
                 let page = fds.next();

@@ -283,7 +283,9 @@ impl Semaphore {
     /// At most 8 holders' work of one permit may be in progress on devices; beyond that the CPU
     /// waits for the oldest. The first time that a stream of this member waits for another
     /// member's, the two get a page to share: that takes a few messages, and the other process must
-    /// answer.
+    /// answer. A wait of zero takes a permit that is free and that no thread waits for, and waits for
+    /// no other process: until the two are connected, and while too much work is in progress, the
+    /// permit counts as taken.
     ///
     /// # Errors
     /// [`Error::Timeout`]; [`Error::PeerGone`]; [`Error::Driver`], and the permit is free again.
@@ -291,19 +293,15 @@ impl Semaphore {
     pub fn acquire<'w>(&self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<Permit> {
         self.local.check_stream(stream)?;
         let wait = wait.into();
+        if wait.limit().is_zero() {
+            let free = self.acquire_now(stream)?;
+            return free.ok_or_else(|| self.local.no_permit(&wait));
+        }
         let permit = self.take(&wait)?;
         self.join(permit, stream, &wait)
     }
 
-    /// Takes a permit if one is free and no thread waits for it. Waits for no other process: a
-    /// permit counts as taken until this process is connected to all members with work in progress
-    /// on it, which takes a few messages the first time.
-    ///
-    /// # Errors
-    /// As for [`acquire`](Self::acquire), without the timeout: a permit with too much work in
-    /// progress counts as taken.
-    pub fn try_acquire(&self, stream: &Stream) -> Result<Option<Permit>> {
-        self.local.check_stream(stream)?;
+    fn acquire_now(&self, stream: &Stream) -> Result<Option<Permit>> {
         let local = &self.local;
         let may =
             |permit| local.has_room_for_work(permit) && local.is_connected_to_signallers(permit);
@@ -324,31 +322,25 @@ impl Semaphore {
         self.join(permit, stream, &REPLY_TIMEOUT.into()).map(Some)
     }
 
-    /// Waits for a permit *and* for the device work of its last holder, on the CPU.
+    /// Waits for a permit *and* for the device work of its last holder, on the CPU. A wait of zero
+    /// takes a permit that is free, that no thread waits for, and whose work is done.
     ///
     /// # Errors
     /// As for [`acquire`](Self::acquire).
     pub fn acquire_host<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<Permit> {
         let wait = wait.into();
+        if wait.limit().is_zero() {
+            let free = self.try_take()?.filter(|permit| self.is_idle(permit));
+            return free.ok_or_else(|| self.local.no_permit(&wait));
+        }
         let permit = self.take(&wait)?;
         self.settle(permit, &wait)
     }
 
-    /// Takes a permit if one is free, no thread waits for it, and the device work of its last
-    /// holder is done.
-    ///
-    /// # Errors
-    /// [`Error::PeerGone`], [`Error::Forked`].
-    pub fn try_acquire_host(&self) -> Result<Option<Permit>> {
-        let Some(permit) = self.try_take()? else {
-            return Ok(None);
-        };
-        let is_done = self
-            .local
-            .shared_page
-            .word(permit.index)
-            .reached(self.local.shared_page.due(permit.index));
-        Ok(is_done.then_some(permit))
+    /// Whether the device work of the last holder is done.
+    fn is_idle(&self, permit: &Permit) -> bool {
+        let page = &self.local.shared_page;
+        page.word(permit.index).reached(page.due(permit.index))
     }
 
     fn try_take(&self) -> Result<Option<Permit>> {
@@ -389,7 +381,7 @@ impl Semaphore {
                 break slot;
             }
             if wait.is_over() {
-                return Err(local.timeout_error(wait.limit()));
+                return Err(local.no_permit(wait));
             }
             local.check_open()?;
             backoff.pause();

@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use super::*;
 use crate::backend::testing::{Delaying, Wrapped};
+use crate::wait::OptionalExtension;
 use crate::wait::Wait;
 
 const WAIT: Duration = Duration::from_secs(20);
@@ -57,8 +58,16 @@ fn a_permit_that_is_held_makes_others_time_out_until_it_is_released() {
     let stream = device.stream().unwrap();
     let held = member.acquire(&stream, WAIT).unwrap();
     assert!(
-        creator.try_acquire(&stream).unwrap().is_none()
-            && creator.try_acquire_host().unwrap().is_none()
+        creator
+            .acquire(&stream, Duration::ZERO)
+            .optional()
+            .unwrap()
+            .is_none()
+            && creator
+                .acquire_host(Duration::ZERO)
+                .optional()
+                .unwrap()
+                .is_none()
     );
     let late = creator.acquire_host(Duration::from_millis(20)).unwrap_err();
     assert!(matches!(late, Error::Timeout { .. }), "{late}");
@@ -81,14 +90,20 @@ fn a_try_does_not_wait_to_connect_to_the_last_holder_and_holds_no_permit_meanwhi
     // As during a last holder's stop.
     let connecting = creator.local.block_connecting();
     for _ in 0..3 {
-        assert!(creator.try_acquire(&stream).unwrap().is_none());
+        assert!(
+            creator
+                .acquire(&stream, Duration::ZERO)
+                .optional()
+                .unwrap()
+                .is_none()
+        );
         assert_eq!(creator.available(), 1);
     }
     drop(connecting);
     let start = Instant::now();
     let permit = loop {
         assert!(start.elapsed() < 3 * WAIT, "known by now");
-        match creator.try_acquire(&stream).unwrap() {
+        match creator.acquire(&stream, Duration::ZERO).optional().unwrap() {
             Some(permit) => break permit,
             None => std::thread::yield_now(),
         }
@@ -119,11 +134,19 @@ fn a_try_takes_a_permit_of_members_that_are_known_beside_one_of_a_unknown() {
     let connecting = creator.local.block_connecting();
     creator.local.hint.store(unknown, Relaxed);
     let permit = creator
-        .try_acquire(&stream)
+        .acquire(&stream, Duration::ZERO)
+        .optional()
         .unwrap()
         .expect("a permit is free");
     assert_eq!(permit.index, known);
-    assert!(creator.try_acquire(&stream).unwrap().is_none() && creator.available() == 1);
+    assert!(
+        creator
+            .acquire(&stream, Duration::ZERO)
+            .optional()
+            .unwrap()
+            .is_none()
+            && creator.available() == 1
+    );
     drop((connecting, go));
     permit.release(&stream).unwrap();
     stream.synchronize(WAIT).unwrap();
@@ -172,7 +195,13 @@ fn a_waiter_gets_the_permit_and_nobody_overtakes_it() {
         while creator.waiting() == 0 && start.elapsed() < WAIT {
             std::thread::yield_now();
         }
-        assert!(creator.try_acquire_host().unwrap().is_none());
+        assert!(
+            creator
+                .acquire_host(Duration::ZERO)
+                .optional()
+                .unwrap()
+                .is_none()
+        );
         held.release_now();
         waiter.join().unwrap();
     });
@@ -206,7 +235,7 @@ fn waits_end_when_the_creator_closes_and_held_permits_stay_valid() {
     });
     held.release_now();
     assert!(matches!(
-        member.try_acquire_host(),
+        member.acquire_host(Duration::ZERO).optional(),
         Err(Error::PeerGone { .. })
     ));
 }
@@ -345,7 +374,13 @@ fn no_more_works_than_the_limit_are_in_flight() {
             .release(&stream)
             .unwrap();
     }
-    assert!(creator.try_acquire(&stream).unwrap().is_none());
+    assert!(
+        creator
+            .acquire(&stream, Duration::ZERO)
+            .optional()
+            .unwrap()
+            .is_none()
+    );
     let full = creator
         .acquire(&stream, Duration::from_millis(20))
         .unwrap_err();

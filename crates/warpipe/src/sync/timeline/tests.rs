@@ -63,7 +63,7 @@ fn a_stream_waits_until_the_owners_stream_has_come_to_its_signal() {
     let stage = Stage::new("waits");
     let (owner, importer) = (stage.create(), stage.open());
     let ((slow, go), reading) = (stage.held(), stage.stream());
-    owner.signal(&slow, 3).unwrap();
+    owner.signal(&slow, 3, WAIT).unwrap();
     importer.wait(&reading, 2).unwrap();
     assert!(!importer.check(2).unwrap() && !reading.is_idle().unwrap());
     drop(go);
@@ -81,25 +81,25 @@ fn a_stream_waits_until_the_owners_stream_has_come_to_its_signal() {
 fn a_value_that_does_not_grow_is_refused_and_changes_nothing() {
     let stage = Stage::new("backwards");
     let (owner, stream) = (stage.create(), stage.stream());
-    owner.signal(&stream, 5).unwrap();
+    owner.signal(&stream, 5, WAIT).unwrap();
     for value in [0, 4, 5] {
-        let signalled = owner.signal(&stream, value);
+        let signalled = owner.signal(&stream, value, WAIT);
         assert!(
             matches!(signalled, Err(Error::Backwards { last: 5, .. })),
             "{signalled:?}"
         );
         assert!(matches!(
-            owner.signal_now(value),
+            owner.signal_now(value, WAIT),
             Err(Error::Backwards { .. })
         ));
     }
     assert!(matches!(
-        owner.signal(&stream, Timeline::VALUE_MAX + 1),
+        owner.signal(&stream, Timeline::VALUE_MAX + 1, WAIT),
         Err(Error::Argument { .. })
     ));
     stream.synchronize(WAIT).unwrap();
     assert_eq!(owner.value(), 5);
-    owner.signal_now(Timeline::VALUE_MAX).unwrap();
+    owner.signal_now(Timeline::VALUE_MAX, WAIT).unwrap();
     assert_eq!(owner.value(), Timeline::VALUE_MAX);
 }
 
@@ -108,13 +108,13 @@ fn only_the_owner_signals() {
     let stage = Stage::new("owner");
     let (_owner, importer) = (stage.create(), stage.open());
     let pid = std::process::id() as i32;
-    let refused = importer.signal(&stage.stream(), 1).unwrap_err();
+    let refused = importer.signal(&stage.stream(), 1, WAIT).unwrap_err();
     assert!(
         matches!(&refused, Error::NotOwner { pid: told, .. } if *told == pid),
         "{refused}"
     );
     assert!(matches!(
-        importer.signal_now(1),
+        importer.signal_now(1, WAIT),
         Err(Error::NotOwner { .. })
     ));
     assert!(!importer.is_owner());
@@ -125,8 +125,8 @@ fn the_cpu_cannot_overtake_a_stream() {
     let stage = Stage::new("overtake");
     let owner = stage.create();
     let (slow, go) = stage.held();
-    owner.signal(&slow, 3).unwrap();
-    let pending = owner.signal_now(4).unwrap_err();
+    owner.signal(&slow, 3, WAIT).unwrap();
+    let pending = owner.signal_now(4, WAIT).unwrap_err();
     assert!(
         matches!(
             pending,
@@ -142,7 +142,7 @@ fn the_cpu_cannot_overtake_a_stream() {
     drop(go);
     owner.wait_host(3, WAIT).unwrap();
     slow.synchronize(WAIT).unwrap();
-    owner.signal_now(4).unwrap();
+    owner.signal_now(4, WAIT).unwrap();
     assert_eq!(owner.value(), 4);
 }
 
@@ -154,7 +154,7 @@ fn an_owner_waits_only_for_what_was_signalled() {
         owner.wait(&stream, 1),
         Err(Error::Argument { .. })
     ));
-    owner.signal_now(1).unwrap();
+    owner.signal_now(1, WAIT).unwrap();
     owner.wait(&stream, 1).unwrap();
     assert!(matches!(
         owner.wait_host(2, Duration::from_millis(1)),
@@ -167,7 +167,7 @@ fn an_owner_that_closes_signals_what_it_promised_and_lets_the_others_go() {
     let stage = Stage::new("close");
     let (owner, importer) = (stage.create(), stage.open());
     let ((slow, go), early, late) = (stage.held(), stage.stream(), stage.stream());
-    owner.signal(&slow, 3).unwrap();
+    owner.signal(&slow, 3, WAIT).unwrap();
     importer.wait(&early, 3).unwrap();
     importer.wait(&late, 4).unwrap();
     drop(owner);
@@ -213,7 +213,7 @@ fn an_importer_that_leaves_early_leaves_its_stream_waiting_for_the_right_value()
     importer.wait(&stream, 1).unwrap();
     drop(importer);
     assert!(!stream.is_idle().unwrap());
-    owner.signal_now(1).unwrap();
+    owner.signal_now(1, WAIT).unwrap();
     stream.synchronize(WAIT).unwrap();
 }
 
@@ -245,7 +245,7 @@ fn a_wait_for_a_timeline_finds_one_that_is_created_later() {
                 .unwrap()
         });
         let owner = stage.create();
-        owner.signal_now(7).unwrap();
+        owner.signal_now(7, WAIT).unwrap();
         importer.join().unwrap().wait_host(7, WAIT).unwrap();
     });
 }
@@ -269,13 +269,15 @@ fn an_importer_that_scribbles_harms_neither_the_owner_nor_the_other_importers() 
     };
     let streams = [stage.stream(), stage.stream()];
     for value in 1..=20 {
-        owner.signal(&streams[value as usize % 2], value).unwrap();
+        owner
+            .signal(&streams[value as usize % 2], value, WAIT)
+            .unwrap();
         word().store(if value % 3 == 0 { u64::MAX } else { 0 });
     }
     streams
         .iter()
         .for_each(|stream| stream.synchronize(WAIT).unwrap());
-    owner.signal_now(21).unwrap();
+    owner.signal_now(21, WAIT).unwrap();
     word().store(3);
     let (waiting, other) = (stage.stream(), stage.stream());
     importer.wait(&waiting, 21).unwrap();
@@ -314,7 +316,7 @@ fn no_page_of_a_timeline_can_be_removed_and_no_importer_has_anothers() {
         pages[0].0 != pages[1].0 && !pages[0].1 && !pages[1].1,
         "{pages:?}"
     );
-    owner.signal_now(1).unwrap();
+    owner.signal_now(1, WAIT).unwrap();
     streams
         .iter()
         .for_each(|stream| stream.synchronize(WAIT).unwrap());
@@ -324,7 +326,7 @@ fn no_page_of_a_timeline_can_be_removed_and_no_importer_has_anothers() {
 fn importers_agree_on_the_last_value_of_an_owner_that_died_between_their_copies() {
     let stage = Stage::new("agree");
     let (owner, importers) = (stage.create(), [stage.open(), stage.open()]);
-    owner.signal_now(3).unwrap();
+    owner.signal_now(3, WAIT).unwrap();
     // Its stream has signalled 4, and to the first importer alone.
     let TimelineRole::Owner { signals, .. } = &owner.role else {
         panic!("the owner")
@@ -374,7 +376,7 @@ fn an_importer_that_does_not_seal_its_page_gets_no_signals() {
         .unwrap_err();
     assert!(matches!(again, Error::Refused { .. }), "{again}");
     drop(draft);
-    owner.signal_now(1).unwrap();
+    owner.signal_now(1, WAIT).unwrap();
     honest.wait_host(1, WAIT).unwrap();
 }
 
@@ -383,8 +385,8 @@ fn an_importer_that_comes_late_sees_values_between_as_they_are_reached() {
     let stage = Stage::new("late");
     let owner = stage.create();
     let ((slow, go), (slower, go_on), reading) = (stage.held(), stage.held(), stage.stream());
-    owner.signal(&slow, 3).unwrap();
-    owner.signal(&slower, 5).unwrap();
+    owner.signal(&slow, 3, WAIT).unwrap();
+    owner.signal(&slower, 5, WAIT).unwrap();
     let importer = stage.open();
     importer.wait(&reading, 2).unwrap();
     drop(go);
@@ -407,10 +409,10 @@ fn while_the_driver_holds_up_a_signal_importers_come_and_go_and_miss_nothing() {
         .unwrap();
     let (writing, reading) = (device.stream().unwrap(), stage.stream());
     let leaver = stage.open();
-    owner.signal(&writing, 3).unwrap();
+    owner.signal(&writing, 3, WAIT).unwrap();
     wrapped.hook().hold("batch");
     std::thread::scope(|scope| {
-        let held_up = scope.spawn(|| owner.signal(&writing, 5));
+        let held_up = scope.spawn(|| owner.signal(&writing, 5, WAIT));
         wrapped.hook().wait_for(1);
         drop(leaver);
         let importer = stage.open();
@@ -441,7 +443,7 @@ fn an_opener_that_waits_goes_on_with_the_next_owner_when_one_closes_during_the_a
         let next = stage.create();
         held.hook().unblock();
         let importer = opening.join().unwrap().unwrap();
-        next.signal_now(7).unwrap();
+        next.signal_now(7, WAIT).unwrap();
         importer.wait_host(7, WAIT).unwrap();
     });
 }

@@ -72,11 +72,11 @@ fn a_thread_that_sleeps_on_the_descriptors_wakes_for_an_answer_that_came_while_a
     let mut worker = one_worker(&fixture, &queue);
     // The memory of both ends is known before: it rings as well.
     let first = queue.submit_bytes(b"work", &fixture.stream).unwrap();
-    let lease = worker.lease(&fixture.stream).unwrap();
+    let lease = worker.lease(&fixture.stream, SOON).unwrap();
     lease.complete(&fixture.stream).unwrap();
     drop(first.wait(&fixture.stream, SOON).unwrap());
     queue.submit_bytes(b"work", &fixture.stream).unwrap();
-    let lease = worker.lease(&fixture.stream).unwrap();
+    let lease = worker.lease(&fixture.stream, SOON).unwrap();
     let (dispatcher, mut state) = (&queue.dispatcher, with_leader(&queue));
     // The driver holds up the queue's own thread, say.
     state.waiters.runner_sleep = Duration::ZERO;
@@ -97,7 +97,7 @@ fn a_thread_that_leaves_a_job_waiting_wakes_the_queues_own_thread() {
     let queue = fixture.build(|it| it.prefetch(1));
     let mut worker = one_worker(&fixture, &queue);
     let jobs = [0, 1].map(|_| queue.submit_bytes(b"work", &fixture.stream).unwrap());
-    let lease = worker.lease(&fixture.stream).unwrap();
+    let lease = worker.lease(&fixture.stream, SOON).unwrap();
     let (dispatcher, mut state) = (&queue.dispatcher, with_leader(&queue));
     assert_eq!(state.table.waiting(), 1);
     state.waiters.runner_sleep = LONG;
@@ -148,7 +148,7 @@ fn a_lease_without_an_end_is_no_overflow() {
     let queue = fixture.build(|it| it.lease_timeout(Some(Duration::MAX)));
     let mut worker = one_worker(&fixture, &queue);
     let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
-    let lease = worker.lease(&fixture.stream).unwrap();
+    let lease = worker.lease(&fixture.stream, SOON).unwrap();
     assert!(queue.dispatcher.lock().next_look() <= Duration::from_secs(10));
     lease.complete(&fixture.stream).unwrap();
     assert_eq!(job.wait(&fixture.stream, SOON).unwrap().attempt(), 1);
@@ -160,7 +160,7 @@ fn a_lease_does_not_run_out_while_its_queue_stands_still() {
     let queue = fixture.build(|it| it.lease_timeout(Some(LONG)));
     let mut worker = one_worker(&fixture, &queue);
     let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
-    let lease = worker.lease(&fixture.stream).unwrap();
+    let lease = worker.lease(&fixture.stream, SOON).unwrap();
     // Both continue together.
     queue.dispatcher.lock().uptime.freeze(2 * LONG);
     let state = queue.state().unwrap();
@@ -193,7 +193,7 @@ fn jobs_that_were_called_off_leave_nothing_behind() {
     for _ in 0..100 {
         let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
         worker
-            .lease(&fixture.stream)
+            .lease(&fixture.stream, SOON)
             .unwrap()
             .complete(&fixture.stream)
             .unwrap();
@@ -221,7 +221,7 @@ fn a_worker_whose_socket_closed_keeps_its_leases_while_its_queue_stands_still() 
     let queue = fixture.build(|it| it.max_attempts(1));
     let mut worker = one_worker(&fixture, &queue);
     let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
-    let lease = worker.lease(&fixture.stream).unwrap();
+    let lease = worker.lease(&fixture.stream, SOON).unwrap();
     let end_with = |change: &dyn Fn(&Uptime)| {
         let mut guard = queue.dispatcher.lock();
         let end = guard.sessions[0]
@@ -247,7 +247,7 @@ fn a_result_in_flight_when_its_worker_closed_gracefully_counts_however_late_it_c
     let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
     let slow = fixture.device.stream().unwrap();
     let (go, wait) = mpsc::channel::<()>();
-    let lease = worker.lease(&slow).unwrap();
+    let lease = worker.lease(&slow, SOON).unwrap();
     slow.call(move || assert!(wait.recv().is_err())).unwrap();
     lease.complete(&slow).unwrap();
     drop(worker);
@@ -327,12 +327,12 @@ fn a_shutdown_and_a_wait_of_other_threads_end_with_the_last_job() {
             std::thread::yield_now();
         }
         for _ in 0..2 {
-            let lease = worker.lease(&fixture.stream).unwrap();
+            let lease = worker.lease(&fixture.stream, SOON).unwrap();
             lease.complete(&fixture.stream).unwrap();
         }
         assert_eq!(waits.map(|wait| wait.join().unwrap()), [1, 2]);
         end.join().unwrap().unwrap();
     });
-    let told = worker.lease(&fixture.stream);
+    let told = worker.lease(&fixture.stream, SOON);
     assert!(matches!(told, Err(Error::PeerGone { graceful: true, .. })));
 }
