@@ -145,7 +145,7 @@ fn publish_until_sample(publisher: &Publisher, subscriber: &mut Subscriber) -> S
     let start = Instant::now();
     while start.elapsed() < PATIENCE {
         let _ = publisher.send_bytes(&stream, b"again").unwrap();
-        match subscriber.receive_timeout(&stream, Duration::from_millis(50)) {
+        match subscriber.receive(&stream, Duration::from_millis(50)) {
             Ok(sample) => return sample,
             Err(Error::Timeout { .. }) => {}
             Err(error) => panic!("{error}"),
@@ -301,7 +301,7 @@ fn a_source_that_ended_while_its_bridge_was_down_is_gone_in_the_other_domain_whe
     // Nothing is known of it until its machine can be reached again.
     let stream = Device::host().stream().unwrap();
     loop {
-        match once.receive_timeout(&stream, Duration::from_millis(50)) {
+        match once.receive(&stream, Duration::from_millis(50)) {
             Ok(_) => {}
             Err(Error::Timeout { .. }) => break,
             Err(error) => panic!("{error}"),
@@ -462,7 +462,7 @@ fn overwhelm(policy: &str, count: usize) -> Overwhelmed {
     let (mut got, start) = (Vec::new(), Instant::now());
     let last = *sent.last().unwrap();
     while start.elapsed() < LONG {
-        match slow.receive_timeout(&stream, Duration::from_millis(50)) {
+        match slow.receive(&stream, Duration::from_millis(50)) {
             Ok(sample) => {
                 let missing = sample.discontinuity().map_or(0, |gap| gap.missing);
                 let next = got.last().map(|&last: &u64| last + 1 + missing);

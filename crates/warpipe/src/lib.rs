@@ -17,7 +17,7 @@
 //! let stream = device.stream()?;
 //! publisher.send_bytes(&stream, b"a tensor of seven and more")?;
 //!
-//! let sample = subscriber.receive(&stream)?;
+//! let sample = subscriber.receive(&stream, Duration::from_secs(1))?;
 //! assert_eq!(sample.to_vec(Duration::from_secs(1))?, b"a tensor of seven and more");
 //! sample.finish(Duration::from_secs(1))?; // an error if the sender died before completion
 //! # drop((subscriber, publisher)); std::fs::remove_dir_all(folder).ok();

@@ -58,7 +58,7 @@ fn publish_to_one_of_many(ring: &mut SenderRing, sequence: u64, socket: &Socket)
     }
 }
 
-/// As `Subscriber::receive_timeout` does.
+/// As `Subscriber::receive` does.
 fn receive(ring: &mut ReceiverRing, socket: &Socket) -> u64 {
     loop {
         ring.fall_asleep();
@@ -111,7 +111,7 @@ fn sender() {
     thread.join().expect("the receiver");
 }
 
-/// A receiver with a polling loop, as in `Subscriber::try_receive`: it is asleep whenever no call
+/// A receiver with a polling loop, as in `Subscriber::receive` without a wait: it is asleep whenever no call
 /// runs, and then its new sender's ring is there.
 fn newcomer(tells: bool) {
     let segment = Arc::new(Segment::new(1).touched());

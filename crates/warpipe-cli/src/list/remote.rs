@@ -47,7 +47,7 @@ fn status(domain: &Domain, bridge: &str) -> anyhow::Result<Status> {
         .domain(domain)
         .device(&device)
         .build()?;
-    let sample = subscriber.receive_timeout(&device.stream()?, TIMEOUT)?;
+    let sample = subscriber.receive(&device.stream()?, TIMEOUT)?;
     let bytes = sample.layout().bytes();
     anyhow::ensure!(
         bytes <= STATUS_BYTES_MAX,

@@ -209,7 +209,7 @@ fn refusals(context: &Context) -> Result<()> {
     refused("send", Err::<(), _>(failed.error))?;
     refused("receive", subscriber.receive(&stream, PATIENCE))?;
     refused(
-        "try_receive",
+        "receive without a wait",
         subscriber.receive(&stream, Duration::ZERO).optional(),
     )?;
     refused("signal", timeline.signal(&stream, 1, PATIENCE))?;
@@ -218,7 +218,7 @@ fn refusals(context: &Context) -> Result<()> {
     refused("an event's wait", event.wait(&stream))?;
     refused("acquire", semaphore.acquire(&stream, PATIENCE))?;
     refused(
-        "try_acquire",
+        "acquire without a wait",
         semaphore.acquire(&stream, Duration::ZERO).optional(),
     )?;
     refused(

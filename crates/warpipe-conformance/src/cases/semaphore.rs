@@ -21,7 +21,7 @@ pub(super) const CASES: &[Case] = &[
     )
     .long(600),
     Case::new(
-        "a semaphore: a blocked acquire times out, and try_acquire returns at once",
+        "a semaphore: a blocked acquire times out, and one without a wait returns at once",
         timeouts,
     ),
     Case::new(

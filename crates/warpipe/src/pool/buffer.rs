@@ -129,7 +129,7 @@ impl PoolBuilder {
 /// let builder = Pool::builder("scratch").domain(&domain).device(&device);
 /// let pool = builder.memory_limit(64 << 20).build()?;
 /// let stream = device.stream()?;
-/// let buffer = pool.allocate(1 << 20)?;
+/// let buffer = pool.allocate(1 << 20, Duration::ZERO)?;
 /// buffer.write(&stream, 0, b"for a peer")?;
 /// stream.synchronize(Duration::from_secs(1))?;
 /// let ticket = buffer.lend(Access::Read)?; // a text, for a peer

@@ -71,7 +71,7 @@ impl PoolClient {
 ///
 /// // In any process of this user:
 /// let client = PoolClient::opener("scratch").domain(&domain).device(&device).open()?;
-/// let block = client.allocate(4096)?;
+/// let block = client.allocate(4096, Duration::ZERO)?;
 /// assert_eq!(pool.stats().lent_bytes, 4096);
 /// drop(block);
 /// assert_eq!(pool.stats().lent_bytes, 0);

@@ -69,7 +69,7 @@ impl PublisherBuilder {
 /// frame.write(&stream, &[1, 2, 3, 4, 5, 6])?; // or a kernel of yours, on frame.ptr()
 /// frame.send(&stream)?;
 ///
-/// let sample = subscriber.receive(&stream)?;
+/// let sample = subscriber.receive(&stream, Duration::from_secs(1))?;
 /// assert_eq!(sample.to_vec(Duration::from_secs(1))?, [1, 2, 3, 4, 5, 6]);
 /// # drop((sample, subscriber, publisher)); std::fs::remove_dir_all(folder).ok();
 /// # Ok::<(), warpipe::Error>(())
@@ -206,15 +206,15 @@ impl Publisher {
     /// let stream = device.stream()?;
     /// for number in 1..=3 {
     ///     first.send_bytes(&stream, &[number])?;
-    ///     let sample = from.receive(&stream)?;
+    ///     let sample = from.receive(&stream, Duration::from_secs(1))?;
     ///     // Leaves out the second.
     ///     if number != 2 {
     ///         forwarder.skip_to(sample.sequence())?;
     ///         forwarder.send_bytes(&stream, &sample.to_vec(Duration::from_secs(1))?)?;
     ///     }
     /// }
-    /// assert_eq!(subscriber.receive(&stream)?.sequence(), 1);
-    /// let third = subscriber.receive(&stream)?;
+    /// assert_eq!(subscriber.receive(&stream, Duration::from_secs(1))?.sequence(), 1);
+    /// let third = subscriber.receive(&stream, Duration::from_secs(1))?;
     /// assert_eq!((third.sequence(), third.discontinuity().unwrap().missing), (3, 1));
     /// # drop((third, subscriber, forwarder, from, first)); std::fs::remove_dir_all(folder).ok();
     /// # Ok::<(), warpipe::Error>(())

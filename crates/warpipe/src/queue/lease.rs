@@ -232,7 +232,7 @@ impl AnswerHandle {
     /// let queue = Queue::builder("jobs").domain(&domain).device(&device).build()?;
     /// let mut worker = Worker::builder("jobs").domain(&domain).device(&device).build()?;
     /// let job = queue.submit_bytes(b"work", &stream)?;
-    /// let (_input, mut answer) = worker.lease(&stream)?.split();
+    /// let (_input, mut answer) = worker.lease(&stream, Duration::from_secs(1))?.split();
     /// answer.set_timeout(Duration::ZERO);
     /// answer.complete(None, &stream)?; // or an `AnswerError` with the handle, at once
     /// job.wait(&stream, Duration::from_secs(5))?;

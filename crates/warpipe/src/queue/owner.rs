@@ -89,7 +89,7 @@ pub struct QueueState {
 /// input.write(&stream, &[1, 2, 3])?; // or a kernel of yours, on input.ptr()
 /// let job = queue.submit(input, &stream)?;
 ///
-/// let lease = worker.lease(&stream)?;
+/// let lease = worker.lease(&stream, Duration::from_secs(1))?;
 /// let mut output = lease.output(lease.layout())?;
 /// let doubled: Vec<u8> = lease.to_vec(Duration::from_secs(1))?.iter().map(|byte| 2 * byte).collect();
 /// output.write(&stream, &doubled)?; // or a kernel of yours, from lease.ptr() to output.ptr()

@@ -19,7 +19,7 @@ use crate::runtime::doorbell::LocalDoorbell;
 /// let stream = device.stream()?;
 /// let job = queue.submit_bytes(b"input", &stream)?;
 /// let mut worker = Worker::builder("jobs").domain(&domain).device(&device).build()?;
-/// worker.lease(&stream)?.complete(&stream)?;
+/// worker.lease(&stream, Duration::from_secs(1))?.complete(&stream)?;
 /// while !job.is_done()? {
 ///     // An event loop usually sleeps here, on many descriptors.
 ///     rustix::event::poll(&mut [rustix::event::PollFd::new(&watch, rustix::event::PollFlags::IN)], None).unwrap();

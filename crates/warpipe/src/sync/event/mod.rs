@@ -143,7 +143,7 @@ impl Drop for OwnedRawEvent {
 /// let other = Event::open(&text.parse::<EventHandle>()?, &device)?;
 /// let (writing, reading) = (device.stream()?, device.stream()?);
 /// assert!(other.wait(&reading).is_err()); // never recorded: there is nothing to wait for
-/// event.record(&writing)?; // behind the work that is on `writing` so far; `other` may record, too
+/// event.record(&writing, Duration::from_secs(1))?; // behind the work that is on `writing` so far; `other` may record, too
 /// let recording = other.wait(&reading)?; // orders later work on `reading` behind it
 /// reading.synchronize(Duration::from_secs(1))?;
 /// assert!(other.check(recording)?); // an error if the recorder died before its work was done
