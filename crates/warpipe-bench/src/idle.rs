@@ -10,7 +10,7 @@ use warpipe_testkit::figure::{Figure, Wanted};
 
 use super::Role;
 use super::peer_process::{Control, PeerProcess};
-use super::setup::{BenchDomain, PATIENCE, Setup};
+use super::setup::{BenchDomain, Setup};
 
 const NAME: &str = "bench/idle";
 

@@ -81,10 +81,7 @@ fn publisher(domain: &Domain) -> Publisher {
 
 fn subscriber(domain: &Domain) -> Subscriber {
     let builder = Subscriber::builder("camera/front").domain(domain);
-    let builder = builder
-        .device(&Device::host())
-        .reconnect(true)
-        .timeout(LONG);
+    let builder = builder.device(&Device::host()).reconnect(true);
     builder.wait_for_publisher(Some(LONG)).build().unwrap()
 }
 
@@ -103,7 +100,7 @@ fn a_name_of_one_domain_has_the_same_samples_numbers_and_layouts_in_another() {
         loan.write(&stream, &bytes).unwrap();
         loan.set_metadata(&[number]).unwrap();
         assert_eq!(loan.send(&stream).unwrap(), u64::from(number));
-        let sample = subscriber.receive(&stream).unwrap();
+        let sample = subscriber.receive(&stream, LONG).unwrap();
         assert_eq!(
             (sample.sequence(), sample.layout()),
             (number.into(), &layout)
@@ -116,7 +113,7 @@ fn a_name_of_one_domain_has_the_same_samples_numbers_and_layouts_in_another() {
 /// The next sample's number and contents.
 fn next(subscriber: &mut Subscriber) -> (u64, Vec<u8>) {
     let stream = Device::host().stream().unwrap();
-    let sample = subscriber.receive(&stream).unwrap();
+    let sample = subscriber.receive(&stream, LONG).unwrap();
     (sample.sequence(), sample.to_vec(LONG).unwrap())
 }
 
@@ -175,7 +172,7 @@ fn a_hundred_thousand_small_samples_have_the_exact_sum() {
     let stream = Device::host().stream().unwrap();
     let (mut sum, mut bytes) = (0, [0; 8]);
     for number in 1..=100_000 {
-        let sample = subscriber.receive(&stream).unwrap();
+        let sample = subscriber.receive(&stream, LONG).unwrap();
         sample.copy_to(&mut bytes, LONG).unwrap();
         sum += u64::from_le_bytes(bytes);
         assert_eq!(
@@ -202,7 +199,7 @@ fn a_tensor_of_a_gibibyte_arrives_whole() {
         part[..8].copy_from_slice(&number.to_le_bytes());
     }
     publisher.send_bytes(&stream, &whole).unwrap();
-    let sample = subscriber.receive(&stream).unwrap();
+    let sample = subscriber.receive(&stream, LONG).unwrap();
     assert!(sample.to_vec(LONG).unwrap() == whole, "the bytes differ");
 }
 
@@ -229,11 +226,7 @@ fn a_killed_publisher_is_gone_in_the_other_domain_too_and_the_next_one_is_anothe
     let builder = Subscriber::builder("camera/front")
         .domain(&far)
         .device(&Device::host());
-    let mut once = builder
-        .wait_for_publisher(Some(LONG))
-        .timeout(LONG)
-        .build()
-        .unwrap();
+    let mut once = builder.wait_for_publisher(Some(LONG)).build().unwrap();
     let mut follows = subscriber(&far);
     assert_eq!(
         (next(&mut once).1, next(&mut follows).1),
@@ -242,10 +235,10 @@ fn a_killed_publisher_is_gone_in_the_other_domain_too_and_the_next_one_is_anothe
     first.signal(Signal::KILL);
     first.end();
     let stream = Device::host().stream().unwrap();
-    let gone = std::iter::repeat_with(|| once.receive(&stream)).find_map(Result::err);
+    let gone = std::iter::repeat_with(|| once.receive(&stream, LONG)).find_map(Result::err);
     assert!(matches!(gone, Some(Error::PeerGone { .. })), "{gone:?}");
     let _second = pair.near.start(&arguments);
-    let samples = std::iter::repeat_with(|| follows.receive(&stream).unwrap());
+    let samples = std::iter::repeat_with(|| follows.receive(&stream, LONG).unwrap());
     let mut gaps = samples.filter_map(|sample| sample.discontinuity());
     let gap = gaps.find(|gap| gap.previous.is_some()).unwrap();
     assert_eq!(gap.missing, 0, "another publisher's numbers begin anew");
@@ -261,11 +254,7 @@ fn a_killed_exporter_proves_nothing_the_publisher_there_goes_on_and_what_is_miss
     let builder = Subscriber::builder("camera/front")
         .domain(&far)
         .device(&Device::host());
-    let mut once = builder
-        .wait_for_publisher(Some(LONG))
-        .timeout(LONG)
-        .build()
-        .unwrap();
+    let mut once = builder.wait_for_publisher(Some(LONG)).build().unwrap();
     let before = publish_until_received(&publisher, &mut once);
     exporter.signal(Signal::KILL);
     exporter.end();
@@ -291,7 +280,7 @@ fn a_source_that_ended_while_its_bridge_was_down_is_gone_in_the_other_domain_whe
     let exporter = pair.exporter(&[]);
     let mut importer = pair.importer(&["--json"]);
     let builder = Subscriber::builder("camera/front").domain(&far);
-    let builder = builder.device(&Device::host()).timeout(LONG);
+    let builder = builder.device(&Device::host());
     let mut once = builder.wait_for_publisher(Some(LONG)).build().unwrap();
     publish_until_received(&publisher, &mut once);
     exporter.signal(Signal::KILL);
@@ -308,7 +297,7 @@ fn a_source_that_ended_while_its_bridge_was_down_is_gone_in_the_other_domain_whe
         }
     }
     let _exporter = pair.exporter(&[]);
-    let gone = once.receive(&stream).map(|sample| sample.sequence());
+    let gone = once.receive(&stream, LONG).map(|sample| sample.sequence());
     assert!(matches!(gone, Err(Error::PeerGone { .. })), "{gone:?}");
 }
 
@@ -322,7 +311,7 @@ fn an_exporter_that_was_evicted_comes_back_and_the_publisher_there_goes_on() {
     let patient = ["--link-timeout", "600"];
     let (exporter, _importer) = (pair.exporter(&patient), pair.importer(&patient));
     let builder = Subscriber::builder("camera/front").domain(&far);
-    let builder = builder.device(&Device::host()).timeout(LONG);
+    let builder = builder.device(&Device::host());
     let mut once = builder.wait_for_publisher(Some(LONG)).build().unwrap();
     let before = publish_until_received(&publisher, &mut once);
     exporter.signal(Signal::STOP);
@@ -413,11 +402,7 @@ fn a_link_that_is_silent_is_unreachable_and_no_publisher_there_is_told_of_a_deat
     let builder = Subscriber::builder("camera/front")
         .domain(&far)
         .device(&Device::host());
-    let mut once = builder
-        .wait_for_publisher(Some(LONG))
-        .timeout(LONG)
-        .build()
-        .unwrap();
+    let mut once = builder.wait_for_publisher(Some(LONG)).build().unwrap();
     let before = publish_until_received(&publisher, &mut once);
     exporter.signal(Signal::STOP);
     importer.wait_for_line("is unreachable");
@@ -518,14 +503,14 @@ fn with_fail_a_slow_receiver_loses_its_publisher_and_the_source_goes_on() {
     let mut exporter = pair.exporter(&["--policy", "fail", "--json"]);
     let _importer = pair.importer(&["--depth", "2"]);
     let builder = Subscriber::builder("camera/front").domain(&far);
-    let builder = builder.device(&Device::host()).timeout(LONG);
+    let builder = builder.device(&Device::host());
     let mut slow = builder.wait_for_publisher(Some(LONG)).build().unwrap();
     let stream = Device::host().stream().unwrap();
     for _ in 0..3000 {
         publisher.send_bytes(&stream, &[0; 4096]).unwrap();
     }
     exporter.wait_for_line("samples wait for room at the importer");
-    let gone = std::iter::repeat_with(|| slow.receive(&stream)).find_map(Result::err);
+    let gone = std::iter::repeat_with(|| slow.receive(&stream, LONG)).find_map(Result::err);
     assert!(matches!(gone, Some(Error::PeerGone { .. })), "{gone:?}");
 }
 
@@ -587,7 +572,7 @@ fn whichever_process_is_killed_nothing_comes_twice_and_samples_come_again() {
         // Samples that were published before the kill may still come: some more than those.
         let mut due = rng.usize(20..60);
         while due > 0 {
-            let sample = subscriber.receive(&stream);
+            let sample = subscriber.receive(&stream, LONG);
             let sample = sample.unwrap_or_else(|error| panic!("kill {kill} of {victim}: {error}"));
             assert_eq!(sample.to_vec(LONG).unwrap(), b"frame");
             let (sequence, gap) = (sample.sequence(), sample.discontinuity());

@@ -92,7 +92,6 @@ fn samples_of_many_layouts_that_go_together_arrive_each_with_its_own() {
     let mut subscriber = Subscriber::builder("camera/front")
         .domain(&far)
         .device(&device)
-        .timeout(LONG)
         .wait_for_publisher(Some(LONG))
         .build()
         .unwrap();
@@ -110,7 +109,7 @@ fn samples_of_many_layouts_that_go_together_arrive_each_with_its_own() {
     });
     let stream = device.stream().unwrap();
     for number in 1..=COUNT {
-        let sample = subscriber.receive(&stream).unwrap();
+        let sample = subscriber.receive(&stream, LONG).unwrap();
         let layout = layout_of(number, &layouts);
         assert_eq!((sample.sequence(), sample.layout()), (number, &layout));
         assert_eq!(sample.metadata(), metadata_of(number), "sample {number}");

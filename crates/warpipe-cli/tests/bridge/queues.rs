@@ -103,7 +103,7 @@ impl Doing {
                     continue;
                 };
                 while !stop.load(Ordering::Relaxed) {
-                    let lease = match worker.lease_timeout(&stream, SLICE) {
+                    let lease = match worker.lease(&stream, SLICE) {
                         Ok(lease) => lease,
                         Err(Error::Timeout { .. }) => continue,
                         Err(_) => break,
@@ -195,7 +195,7 @@ fn a_job_of_an_unreachable_machine_goes_back_when_its_lease_ends_and_has_one_out
     let (_exporter, importer) = (start(&pair, true), start(&pair, false));
     let mut there = worker(&far);
     let job = queue.submit_bytes(&[7], &stream).unwrap();
-    let held = there.lease_timeout(&stream, LONG).unwrap();
+    let held = there.lease(&stream, LONG).unwrap();
     importer.signal(Signal::STOP);
     let _doing = Doing::start(&near, "jobs");
     let result = job.wait(&stream, LONG).unwrap();
@@ -260,7 +260,7 @@ fn a_job_of_a_machine_that_can_be_reached_does_not_go_back_when_workers_there_le
     let lease = || {
         let mut worker = worker(&far);
         let job = queue.submit_bytes(&[1], &stream).unwrap();
-        let lease = worker.lease_timeout(&stream, LONG).unwrap();
+        let lease = worker.lease(&stream, LONG).unwrap();
         (job, lease, worker)
     };
     let ((first, leased, leaves), (second, held, _stays)) = (lease(), lease());
@@ -304,7 +304,7 @@ fn a_job_or_a_result_that_one_end_does_not_take_fails_with_the_reason_and_others
     let _importer = start(&pair, false);
     let mut worker = worker(&far);
     let does = |worker: &mut Worker, bytes: u64| {
-        let lease = worker.lease_timeout(&stream, LONG).unwrap();
+        let lease = worker.lease(&stream, LONG).unwrap();
         let output = lease.output(&Layout::bytes_only(bytes).unwrap()).unwrap();
         lease.complete_with(output, &stream).unwrap();
     };
@@ -335,12 +335,12 @@ fn results_that_their_owner_does_not_take_hold_up_no_result_of_another_job() {
     let jobs: Vec<_> = (0..16)
         .map(|number| queue.submit_bytes(&[number], &stream).unwrap())
         .collect();
-    let first = slow.lease_timeout(&stream, LONG).unwrap();
+    let first = slow.lease(&stream, LONG).unwrap();
     let is_over = AtomicBool::new(false);
     let do_all = |worker: &mut Worker| {
         let stream = Device::host().stream().unwrap();
         while !is_over.load(Ordering::Relaxed) {
-            if let Ok(lease) = worker.lease_timeout(&stream, SLICE) {
+            if let Ok(lease) = worker.lease(&stream, SLICE) {
                 let output = lease.output(&layout).unwrap();
                 let _ = lease.complete_with(output, &stream);
             }

@@ -1,7 +1,6 @@
 //! A channel with one subscriber that stays and one that joins late in every turn.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use warpipe::{DType, Error, Layout, Publisher, Sample, Stream, Subscriber};
