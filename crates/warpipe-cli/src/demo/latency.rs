@@ -109,9 +109,7 @@ impl End {
             .device(device)
             .build()?;
         let subscriber = Subscriber::builder(back).domain(domain).device(device);
-        let subscriber = subscriber
-            .timeout(PATIENCE)
-            .wait_for_publisher(Some(PATIENCE));
+        let subscriber = subscriber.wait_for_publisher(Some(PATIENCE));
         // A hand-over's cost is measured, not that of a wake-up, where there is a core to poll on.
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let polls = device.info().id.kind == DeviceKind::Cuda && cores >= CORES_TO_POLL;
@@ -131,7 +129,7 @@ impl End {
     fn ask(&mut self, trip: u64) -> anyhow::Result<Duration> {
         let begun = Instant::now();
         self.send(trip)?;
-        let back = self.subscriber.receive(&self.stream)?;
+        let back = self.subscriber.receive(&self.stream, PATIENCE)?;
         back.wait(PATIENCE)?;
         let taken = begun.elapsed();
         self.check(back.ptr(), !trip)?;
@@ -139,7 +137,7 @@ impl End {
     }
 
     fn answer(&mut self, trip: u64) -> anyhow::Result<()> {
-        let sample = self.subscriber.receive(&self.stream)?;
+        let sample = self.subscriber.receive(&self.stream, PATIENCE)?;
         self.check(sample.ptr(), trip)?;
         self.send(!trip)
     }

@@ -81,7 +81,11 @@ impl Receiving {
                 Err(TryRecvError::Disconnected) => return Ok(()),
                 Err(TryRecvError::Empty) => {}
             }
-            match self.subscriber.receive(&self.stream, Duration::ZERO).optional()? {
+            match self
+                .subscriber
+                .receive(&self.stream, Duration::ZERO)
+                .optional()?
+            {
                 Some(sample) => self.enqueue_check(sample)?,
                 None => self.wait()?,
             }
@@ -109,7 +113,7 @@ impl Receiving {
     fn hold(&mut self, busy: bool) -> anyhow::Result<()> {
         let mut numbers = Vec::new();
         while self.held.len() < HELD {
-            let sample = self.subscriber.receive_timeout(&self.stream, PATIENCE)?;
+            let sample = self.subscriber.receive(&self.stream, PATIENCE)?;
             numbers.push(number_of(&sample)?.0);
             self.held.push(sample);
         }
