@@ -151,10 +151,11 @@ impl Timeline {
             .transpose()?;
         let goes_on = || self.handle.get().map(drop);
         waiting(py, Some(HELD_UP), goes_on, |wait| {
-            Ok(match &consumer {
-                Some(consumer) => timeline.signal(consumer.followed()?, value, wait)?,
-                None => timeline.signal_now(value, wait)?,
-            })
+            let signaled = match &consumer {
+                Some(consumer) => timeline.signal(consumer.followed()?, value, wait),
+                None => timeline.signal_now(value, wait),
+            };
+            Ok(signaled?)
         })
     }
 
