@@ -41,6 +41,8 @@ pub(super) struct TakenSample {
     pub(super) position: u64,
     pub(super) slot: SampleSlot,
     pub(super) checked: CheckedEntry,
+    /// Its data is complete, and its entry of the ring may have another sample.
+    pub(super) is_set_aside: bool,
 }
 
 /// Where a sample lies.
@@ -56,10 +58,8 @@ pub(super) struct SampleSlot {
 #[derive(Debug)]
 #[must_use = "a sample that is dropped is released"]
 pub struct Sample {
-    link: Arc<PublisherLink>,
+    receipt: Receipt,
     slot: SampleSlot,
-    position: u64,
-    sequence: u64,
     layout: Arc<Layout>,
     metadata: Metadata,
     /// 0 for none, as the next.
@@ -69,8 +69,6 @@ pub struct Sample {
     discontinuity: Option<Box<Discontinuity>>,
     stream: Stream,
     is_released: bool,
-    /// Its data is complete, and its entry of the ring may have another sample.
-    is_set_aside: bool,
 }
 
 impl Sample {
@@ -81,40 +79,29 @@ impl Sample {
         stream: &Stream,
         discontinuity: Option<Box<Discontinuity>>,
     ) -> Sample {
-        let TakenSample {
-            position,
-            slot,
-            checked,
-        } = taken;
         let CheckedEntry {
             sequence,
             sent_ns,
             layout,
             metadata,
             ..
-        } = checked;
-        let received_ns = if sent_ns == 0 { 0 } else { now_ns() };
-        let stream = stream.clone();
+        } = taken.checked;
         Sample {
-            link,
-            slot,
-            position,
-            sequence,
+            receipt: Receipt {
+                link,
+                position: taken.position,
+                sequence,
+                is_set_aside: taken.is_set_aside,
+            },
+            slot: taken.slot,
             layout,
             metadata,
             sent_ns,
-            received_ns,
+            received_ns: if sent_ns == 0 { 0 } else { now_ns() },
             discontinuity,
-            stream,
+            stream: stream.clone(),
             is_released: false,
-            is_set_aside: false,
         }
-    }
-
-    /// For a sample that was [set aside](PublisherLink::set_aside).
-    pub(super) fn set_aside(mut self) -> Sample {
-        self.is_set_aside = true;
-        self
     }
 
     /// The device address of the element with all indices 0. Memory that this process may only
@@ -141,7 +128,7 @@ impl Sample {
     /// The sample's number among its publisher's samples, from 1. A gap in the numbers is samples
     /// that this subscriber did not get: [`discontinuity`](Self::discontinuity) counts them.
     pub fn sequence(&self) -> u64 {
-        self.sequence
+        self.receipt.sequence
     }
 
     /// When the sample was sent, in nanoseconds of `CLOCK_MONOTONIC` (see
@@ -192,16 +179,16 @@ impl Sample {
     /// [`Error::SampleLost`] when the sender died before the data was complete; [`Error::Argument`]
     /// for a stream of another device; [`Error::Driver`]; [`Error::Forked`].
     pub fn wait_on(&self, stream: &Stream) -> Result<()> {
-        self.link.owner_process.check()?;
+        let Receipt { link, position, .. } = &self.receipt;
+        link.owner_process.check()?;
         stream.check_usable(self.stream.device())?;
-        if self.is_set_aside || self.link.admit(self.position, stream)? {
+        if self.receipt.is_set_aside || link.admit(*position, stream)? {
             return Ok(());
         }
-        let (name, sequence, pid) = (self.link.name.clone(), self.sequence(), self.link.peer.pid);
         Err(Error::SampleLost {
-            name,
-            sequence,
-            pid,
+            name: link.name.clone(),
+            sequence: self.sequence(),
+            pid: link.peer.pid,
         })
     }
 
@@ -210,8 +197,7 @@ impl Sample {
     /// # Errors
     /// [`Error::SampleLost`]; [`Error::Forked`].
     pub fn is_complete(&self) -> Result<bool> {
-        self.link.owner_process.check()?;
-        Ok(self.is_set_aside || self.link.completion(self.position, self.sequence())?)
+        self.receipt.check()
     }
 
     /// Waits on the CPU until the data is complete. Device work needs no such wait: its stream
@@ -220,11 +206,7 @@ impl Sample {
     /// # Errors
     /// [`Error::SampleLost`] when the sender died first; [`Error::Timeout`]; [`Error::Forked`].
     pub fn wait(&self, timeout: Duration) -> Result<()> {
-        if self.is_set_aside {
-            return self.link.owner_process.check();
-        }
-        self.link
-            .wait_complete(self.position, self.sequence(), timeout)
+        self.receipt.wait(timeout)
     }
 
     /// Waits for the data and copies the whole slot (`layout().bytes()` bytes) to host memory.
@@ -245,7 +227,7 @@ impl Sample {
             return Ok(());
         }
         // Not the user's stream: that may wait for other work, and this copy must not.
-        let stream = self.link.copies()?;
+        let stream = self.receipt.link.copies()?;
         // SAFETY: the stream is live and only ever copies; the slot lies inside the region (checked
         // when it was received), which this sample's link keeps mapped.
         unsafe {
@@ -286,24 +268,23 @@ impl Sample {
     /// capture has ended and the stream is past the work that it had before, as if it were dropped
     /// now; [`Error::Driver`] when the release could not be enqueued; [`Error::Forked`].
     pub fn release(mut self) -> Result<Receipt> {
-        self.link.owner_process.check()?;
+        self.receipt.link.owner_process.check()?;
         // If this fails, the drop tries once more, and closes the link when that fails, too.
         self.release_behind_stream()?;
         self.is_released = true;
         Ok(Receipt {
-            link: self.link.clone(),
-            position: self.position,
-            sequence: self.sequence(),
-            is_complete: self.is_set_aside,
+            link: self.receipt.link.clone(),
+            ..self.receipt
         })
     }
 
     fn release_behind_stream(&self) -> Result<()> {
-        if !self.is_set_aside {
-            return self.link.release(self.position, &self.stream);
+        let Receipt { link, position, .. } = &self.receipt;
+        if !self.receipt.is_set_aside {
+            return link.release(*position, &self.stream);
         }
         self.stream.check_not_capturing()?;
-        self.link.return_behind(self.position, &self.stream);
+        link.return_behind(*position, &self.stream);
         Ok(())
     }
 
@@ -325,18 +306,19 @@ impl Drop for Sample {
         if self.is_released {
             return;
         }
-        if !self.link.owner_process.is_current() {
+        let Receipt { link, position, .. } = &self.receipt;
+        if !link.owner_process.is_current() {
             // A forked child must not give up the parent's mappings and words.
-            std::mem::forget(self.link.clone());
+            std::mem::forget(link.clone());
             return;
         }
         match self.release_behind_stream() {
             Ok(()) => {}
-            Err(_) if self.is_set_aside => self.link.return_behind(self.position, &self.stream),
-            Err(Error::Capturing { .. }) => self.link.release_later(self.position, &self.stream),
+            Err(_) if self.receipt.is_set_aside => link.return_behind(*position, &self.stream),
+            Err(Error::Capturing { .. }) => link.release_later(*position, &self.stream),
             // Without a release the publisher keeps the slot. Closing the link tells the publisher
             // so.
-            Err(error) => self.link.fail(error),
+            Err(error) => link.fail(error),
         }
     }
 }
@@ -347,8 +329,8 @@ pub struct Receipt {
     link: Arc<PublisherLink>,
     position: u64,
     sequence: u64,
-    /// The data is known to be complete.
-    is_complete: bool,
+    /// Its data is complete, and its entry of the ring may have another sample.
+    is_set_aside: bool,
 }
 
 impl Receipt {
@@ -358,7 +340,7 @@ impl Receipt {
     /// [`Error::SampleLost`].
     pub fn check(&self) -> Result<bool> {
         self.link.owner_process.check()?;
-        Ok(self.is_complete || self.link.completion(self.position, self.sequence)?)
+        Ok(self.is_set_aside || self.link.completion(self.position, self.sequence)?)
     }
 
     /// Waits until the result is known.
@@ -366,7 +348,7 @@ impl Receipt {
     /// # Errors
     /// [`Error::SampleLost`]; [`Error::Timeout`].
     pub fn wait(&self, timeout: Duration) -> Result<()> {
-        if self.is_complete {
+        if self.is_set_aside {
             return self.link.owner_process.check();
         }
         self.link

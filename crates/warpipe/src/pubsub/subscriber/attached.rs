@@ -239,6 +239,7 @@ impl Attached {
                 position,
                 slot,
                 checked,
+                is_set_aside: false,
             }));
         }
     }

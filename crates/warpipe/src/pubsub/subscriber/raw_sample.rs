@@ -26,7 +26,6 @@ pub(crate) struct RawSample {
     link: LeakOnFork<Arc<PublisherLink>>,
     /// `None` once it has become a [`Sample`].
     taken: Option<TakenSample>,
-    is_set_aside: bool,
 }
 
 impl RawSample {
@@ -48,19 +47,20 @@ impl RawSample {
     /// Whether the data is complete; an error if it never will be.
     #[inline]
     pub(crate) fn is_complete(&self) -> Result<bool> {
-        if self.is_set_aside {
-            return Ok(true);
-        }
         let taken = self.taken();
-        self.link.completion(taken.position, taken.checked.sequence)
+        let (position, sequence) = (taken.position, taken.checked.sequence);
+        Ok(taken.is_set_aside || self.link.completion(position, sequence)?)
     }
 
     /// Once [`is_complete`](Self::is_complete) is true: gives its entry of the ring back, if samples
     /// hold more than half of the entries.
     pub(crate) fn make_room(&mut self) {
-        if !self.is_set_aside && self.link.is_crowded() {
-            self.link.set_aside(self.taken().position);
-            self.is_set_aside = true;
+        if let Some(taken) = &mut self.taken
+            && !taken.is_set_aside
+            && self.link.is_crowded()
+        {
+            self.link.set_aside(taken.position);
+            taken.is_set_aside = true;
         }
     }
 
@@ -79,12 +79,7 @@ impl RawSample {
             .taken
             .take()
             .expect("present until it becomes a sample");
-        let link = Arc::clone(&self.link);
-        let sample = Sample::new(link, taken, stream, None);
-        match self.is_set_aside {
-            true => sample.set_aside(),
-            false => sample,
-        }
+        Sample::new(Arc::clone(&self.link), taken, stream, None)
     }
 }
 
@@ -105,7 +100,7 @@ impl CompletionWait {
 impl Drop for RawSample {
     fn drop(&mut self) {
         if let (Ok(link), Some(taken)) = (self.link.get(), self.taken.take()) {
-            match self.is_set_aside {
+            match taken.is_set_aside {
                 true => link.return_slot(taken.position),
                 false => link.give_back(taken.position),
             }
@@ -128,7 +123,6 @@ impl Attached {
                 Ok(Some(RawSample {
                     link: LeakOnFork::new(self.link.clone()),
                     taken: Some(taken),
-                    is_set_aside: false,
                 }))
             }
             Ok(None) if link_state == LinkState::Open || self.is_region_due() => {
