@@ -138,12 +138,13 @@ impl ClientHandshake {
     pub(crate) fn wait(&self, is_cancelled: impl Fn() -> bool) -> Result<(Message, Vec<PeerFd>)> {
         let start = Instant::now();
         loop {
-            if let Some(received) = self.receive()? {
-                return Ok(received);
-            }
+            // First: a server that goes on sending does not hold this end up either.
             let left = self.limit.left();
             if left.is_zero() {
                 return Err(self.fault(HandshakeFault::Silent(self.limit.timeout())));
+            }
+            if let Some(received) = self.receive()? {
+                return Ok(received);
             }
             if is_cancelled() {
                 return Err(self.fault(HandshakeFault::Closed));
@@ -241,6 +242,49 @@ mod tests {
             "{late}"
         );
         assert_eq!(asked.get(), 0, "it waited once more");
+        drop(claim);
+        let _ = std::fs::remove_dir_all(folder);
+    }
+
+    #[test]
+    fn a_server_that_goes_on_sending_holds_no_handshake_beyond_its_limit() {
+        let folder = format!("warpipe-handshake-endless-{}", std::process::id());
+        let folder = std::env::temp_dir().join(folder);
+        let (domain, name) = (
+            Domain::at(&folder).unwrap(),
+            EndpointName::new("a").unwrap(),
+        );
+        let claim = domain.claim(&name, false).unwrap();
+        let at = Address {
+            domain: &domain,
+            name: &name,
+            kind: Kind::Publisher,
+        };
+        let limit = HandshakeLimit::new(2 * TICK);
+        let socket = domain
+            .connect(&name, Kind::Publisher, Some(&limit))
+            .unwrap();
+        let server = rustix::net::accept(claim.listener()).unwrap();
+        let handshake = ClientHandshake::new(&at, socket, limit).unwrap();
+        let start = Instant::now();
+        let end = loop {
+            // One message is always there.
+            message::send(server.as_fd(), &Message::Attached, &[]).unwrap();
+            match handshake.wait(|| false) {
+                Ok(_) => assert!(start.elapsed() < 100 * TICK, "it goes on"),
+                Err(end) => break end,
+            }
+        };
+        assert!(
+            matches!(
+                end,
+                Error::Handshake {
+                    fault: HandshakeFault::Silent(_),
+                    ..
+                }
+            ),
+            "{end}"
+        );
         drop(claim);
         let _ = std::fs::remove_dir_all(folder);
     }
