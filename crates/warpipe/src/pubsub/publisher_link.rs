@@ -78,7 +78,6 @@ struct LinkMemory {
     regions: PublisherRegions,
     /// Held until the memory is dropped, so that the publisher sees the end of the socket only
     /// after the last release.
-    #[expect(dead_code, reason = "held, not used")]
     socket: Arc<PeerSocket>,
     /// The stream for copies to the host, made for the first copy: a stream for each copy would
     /// cost more than the hand-over.
@@ -112,7 +111,6 @@ pub(crate) struct PublisherLink {
     peer_heartbeat: PeerHeartbeat,
     fault: Mutex<LinkFault>,
     set_aside: SetAside,
-    socket: Arc<PeerSocket>,
     reactor: Arc<Reactor>,
     /// Its streams are those that have waited for, read or released a sample.
     memory: DropAfterFence<LinkMemory>,
@@ -165,7 +163,7 @@ impl PublisherLink {
             monitor: Arc::new(monitor),
             segment,
             regions,
-            socket: end.socket.clone(),
+            socket: end.socket,
             copies: OnceLock::new(),
         };
         let memory = DropAfterFence::new(Arc::default(), memory)?;
@@ -188,7 +186,6 @@ impl PublisherLink {
             peer_heartbeat: PeerHeartbeat::default(),
             fault: Mutex::default(),
             set_aside: SetAside::default(),
-            socket: end.socket,
             reactor,
             memory,
         });
@@ -245,7 +242,7 @@ impl PublisherLink {
             Arc::downgrade(&self.memory.monitor) as Weak<dyn EventSource>;
         if self.ring == RingKind::Single {
             let words = [
-                watch_socket(&self.reactor, self.socket.as_fd(), &me, 0)?,
+                watch_socket(&self.reactor, self.socket().as_fd(), &me, 0)?,
                 watch_suspicion(&self.peer, &me, 0)?,
             ];
             let _ = self.words.set(words);
@@ -281,7 +278,7 @@ impl PublisherLink {
     }
 
     pub(super) fn socket(&self) -> &Arc<PeerSocket> {
-        &self.socket
+        &self.memory.socket
     }
 
     /// Whether no more samples come over it.
@@ -560,7 +557,7 @@ impl PublisherLink {
             RingKind::Replies => Message::CloseReplies(close_reason),
             RingKind::Single | RingKind::Samples => Message::Close(close_reason),
         };
-        let _ = message::send(self.socket.as_fd().as_fd(), &close, &[]);
+        let _ = message::send(self.socket().as_fd().as_fd(), &close, &[]);
     }
 
     /// The publisher is dead.
@@ -626,7 +623,7 @@ impl PublisherLink {
 
 impl ConnectionUser for PublisherLink {
     fn on_message(&self, _: u64) -> Next {
-        connection::read(self.socket.as_fd().as_fd(), &self.name, |received| {
+        connection::read(self.socket().as_fd().as_fd(), &self.name, |received| {
             if self.link_state() == LinkState::Failed {
                 // Further messages of this publisher are not needed, however many it sends.
                 return Next::Stop;

@@ -156,63 +156,57 @@ impl PublisherCore {
         }
     }
 
-    /// Takes a message of a link's subscriber, over either of its rings; returns one that is due on
-    /// none.
+    /// Takes a message of a link's subscriber, over either of its rings.
     fn hear(
         &self,
-        link: &mut SubscriberLink,
+        state: &mut PublisherState,
+        id: u64,
         message: Message,
         fds: Vec<PeerFd>,
-    ) -> Result<(), Message> {
+    ) -> Result<()> {
+        if matches!(message, Message::Returned { .. }) {
+            // A sample may be set aside and returned between two looks.
+            state.reclaim(&self.fences, true);
+        }
+        let PublisherState { links, arena, .. } = state;
+        let Some(link) = links.find(id) else {
+            return Ok(());
+        };
         match message {
+            Message::Returned { positions } => {
+                for position in positions {
+                    let slot = link.take_back(position).ok_or_else(|| Error::Protocol {
+                        name: self.name.clone(),
+                        field: "returned sample",
+                        found: position.to_string(),
+                        allowed: "one that was set aside".into(),
+                    })?;
+                    arena.release(slot);
+                }
+            }
             Message::RegionClosed { id } if link.has_closed_region(id) => {}
             close if link.is_close(&close) => {
                 self.trace_left(link, &"it has closed");
                 link.leave(None);
             }
-            other => match &link.partner {
-                Some(partner) => partner.hear(other, fds)?,
-                None => return Err(other),
-            },
+            other => {
+                let unheard = match &link.partner {
+                    Some(partner) => partner.hear(other, fds),
+                    None => Err(other),
+                };
+                unheard.map_err(|other| self.fault(other.unexpected("Attached or Bye")))?;
+            }
         }
-        self.ring();
         Ok(())
     }
 
     /// The subscriber broke the protocol: its link ends, with all of its rings.
-    fn drop_out(&self, link: &mut SubscriberLink, fault: Error) -> Next {
+    fn drop_out(&self, link: &mut SubscriberLink, fault: Error) {
         self.trace_left(link, &fault);
         link.leave(Some(CloseReason::Failed(message::text(&fault))));
         if let Some(partner) = &link.partner {
             partner.fail(fault);
         }
-        Next::Stop
-    }
-
-    /// A subscriber is done with samples that it set aside.
-    fn take_back(&self, state: &mut PublisherState, id: u64, positions: &[u64]) -> Next {
-        // A sample may be set aside and returned between two looks.
-        state.reclaim(&self.fences, true);
-        let PublisherState { links, arena, .. } = state;
-        let Some(link) = links.find(id) else {
-            return Next::Stop;
-        };
-        let mut next = Next::Keep;
-        for &position in positions {
-            let Some(slot) = link.take_back(position) else {
-                let fault = Error::Protocol {
-                    name: self.name.clone(),
-                    field: "returned sample",
-                    found: position.to_string(),
-                    allowed: "one that was set aside".into(),
-                };
-                next = self.drop_out(link, fault);
-                break;
-            };
-            arena.release(slot);
-        }
-        self.ring();
-        next
     }
 
     /// Sends samples to a link from here on, those of the history first, if its segment could be
@@ -252,7 +246,6 @@ impl PublisherCore {
             Err(OpenError::Fault(fault)) => link.refuse(fault),
             Err(OpenError::Local(error)) => link.refuse(error),
         }
-        self.ring();
     }
 
     fn trace_left(&self, link: &SubscriberLink, reason: &dyn ToString) {
@@ -394,8 +387,13 @@ impl ConnectionUser for PublisherCore {
             let Some(link) = state.links.find(id).filter(|link| link.is_read()) else {
                 return Next::Stop;
             };
-            let next = match message::receive(link.socket(), &self.name) {
+            let heard = match message::receive(link.socket(), &self.name) {
                 Ok(Received::Nothing) => return Next::Keep,
+                Ok(Received::End) => {
+                    drop(state);
+                    self.on_close(id);
+                    return Next::Stop;
+                }
                 Ok(Received::Message(Message::Attached, _))
                     if link.phase == LinkPhase::Attaching =>
                 {
@@ -408,26 +406,17 @@ impl ConnectionUser for PublisherCore {
                     drop(segment);
                     state = self.lock();
                     self.go_live(&mut state, id, registered);
-                    Next::Keep
+                    Ok(())
                 }
-                Ok(Received::Message(Message::Returned { positions }, _)) => {
-                    self.take_back(&mut state, id, &positions)
-                }
-                Ok(Received::Message(message, fds)) => match self.hear(link, message, fds) {
-                    Ok(()) => Next::Keep,
-                    Err(other) => {
-                        self.drop_out(link, self.fault(other.unexpected("Attached or Bye")))
-                    }
-                },
-                Ok(Received::End) => {
-                    drop(state);
-                    self.on_close(id);
-                    return Next::Stop;
-                }
-                Err(error) => self.drop_out(link, error),
+                Ok(Received::Message(message, fds)) => self.hear(&mut state, id, message, fds),
+                Err(error) => Err(error),
             };
-            if next == Next::Stop {
-                return next;
+            self.ring();
+            if let Err(fault) = heard {
+                if let Some(link) = state.links.find(id) {
+                    self.drop_out(link, fault);
+                }
+                return Next::Stop;
             }
         }
         Next::Keep

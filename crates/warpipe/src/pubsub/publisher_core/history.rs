@@ -19,6 +19,7 @@ use crate::pubsub::ring;
 use crate::pubsub::subscriber_link::{LinkPhase, SubscriberLink};
 use crate::shm::segment::Segment;
 
+#[derive(Default)]
 pub(super) struct History {
     /// How many samples are kept.
     limit: usize,
@@ -52,10 +53,7 @@ impl History {
     pub(super) fn new(limit: u32) -> History {
         History {
             limit: limit as usize,
-            entries: VecDeque::new(),
-            has_joiners: false,
-            due: Vec::new(),
-            is_polled: false,
+            ..History::default()
         }
     }
 

@@ -42,10 +42,11 @@ impl Recipients {
     }
 }
 
+#[derive(Default)]
 pub(super) struct Links {
     list: Vec<SubscriberLink>,
-    /// Every link knows every region.
-    is_announced: bool,
+    /// A link may not know the regions as they are.
+    must_announce: bool,
     /// An observer asks for `untaken`.
     is_observed: bool,
     untaken: Vec<(u64, u64)>,
@@ -56,11 +57,8 @@ pub(super) struct Links {
 impl Links {
     pub(super) fn new(is_observed: bool) -> Links {
         Links {
-            list: Vec::new(),
-            is_announced: true,
             is_observed,
-            untaken: Vec::new(),
-            dropped_before: 0,
+            ..Links::default()
         }
     }
 
@@ -138,7 +136,7 @@ impl Links {
 
     /// The arena has a region that no link knows.
     pub(super) fn regions_have_changed(&mut self) {
-        self.is_announced = false;
+        self.must_announce = true;
     }
 
     /// Announces to every subscriber the regions that it does not know. A subscriber that does not
@@ -149,7 +147,7 @@ impl Links {
     /// repeated later.
     #[inline]
     pub(super) fn announce(&mut self, chunks: &[Chunk], name: &str) -> Result<()> {
-        if self.is_announced {
+        if !self.must_announce {
             return Ok(());
         }
         let mut own = Ok(());
@@ -167,7 +165,7 @@ impl Links {
                 ))),
             }
         }
-        self.is_announced = own.is_ok();
+        self.must_announce = own.is_err();
         own
     }
 

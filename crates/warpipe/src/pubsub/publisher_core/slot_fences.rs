@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::backend::{DevicePtr, StreamOp, TimelineWord};
+use crate::backend::{StreamOp, TimelineWord};
 use crate::device::Device;
 use crate::error::Result;
 use crate::fork::CloseOnForkFd;
@@ -75,11 +75,6 @@ impl SlotFences {
         (words.expect("made before its slots are allowed"), number)
     }
 
-    fn device_word(&self, slot: SlotId) -> DevicePtr {
-        let (words, number) = self.words_of(slot);
-        words.device_word(number)
-    }
-
     #[inline]
     fn word(&self, slot: SlotId) -> &TimelineWord {
         let (words, number) = self.words_of(slot);
@@ -90,7 +85,8 @@ impl SlotFences {
     #[inline]
     pub(super) fn next(&self, slot: SlotId) -> (u64, StreamOp) {
         let value = self.last.fetch_add(1, Ordering::Relaxed) + 1;
-        let word = self.device_word(slot);
+        let (words, number) = self.words_of(slot);
+        let word = words.device_word(number);
         (value, StreamOp::Signal { word, value })
     }
 

@@ -158,7 +158,7 @@ impl PublisherLink {
         let region = self.memory.regions.take_out(id)?;
         let closing = self.memory.regions.closing.clone();
         closing.fetch_add(1, SeqCst);
-        let socket = self.socket.clone();
+        let socket = self.socket().clone();
         let mut fence = LazyFence::new(self.memory.streams().clone());
         self.reactor.drop_after(move || {
             if Arc::strong_count(&region) > 1 {

@@ -93,7 +93,7 @@ impl PublisherLink {
             let next = due.len().min(POSITIONS_MAX);
             let positions = due.range(..next).copied().collect();
             let message = Message::Returned { positions };
-            match message::send(self.socket.as_fd().as_fd(), &message, &[]) {
+            match message::send(self.socket().as_fd().as_fd(), &message, &[]) {
                 Err(Errno::AGAIN) => return false,
                 Err(error) if is_shortage(error) => return false,
                 // The publisher that has gone needs no slot.
