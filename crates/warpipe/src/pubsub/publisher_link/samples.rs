@@ -1,21 +1,26 @@
-//! Samples that a receiver keeps longer than their entries of the ring.
+//! The samples of a link at its receiver: streams wait for their data, and release them.
 //!
-//! A sample with complete data is *set aside*: its entry takes the next sample at once, and its slot
-//! goes back with a message, once this process's streams are past it. So the depth of a ring limits
-//! what is under way, and the publisher's memory alone what is kept. Senders of replies allow it.
+//! A sample with complete data can be *set aside*: its entry takes the next sample at once, and its
+//! slot goes back with a message, once this process's streams are past it. So the depth of a ring
+//! limits what is under way, and the publisher's memory alone what is kept. Senders of replies allow
+//! it.
 
 use std::collections::VecDeque;
 use std::os::fd::AsFd;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use rustix::io::Errno;
 
 use super::PublisherLink;
+use crate::backend::StreamOp;
+use crate::error::{Error, Result};
 use crate::ipc::message::{self, Message};
 use crate::os::is_shortage;
-use crate::pubsub::ring;
+use crate::pubsub::entry::{Completion, Violation};
+use crate::pubsub::ring::{self, count_release};
 use crate::runtime::fence::Fence;
 use crate::runtime::reactor::DropReadiness;
 use crate::stream::Stream;
@@ -33,6 +38,183 @@ pub(super) struct SetAside {
 }
 
 impl PublisherLink {
+    /// Prepares `stream`, which was found [usable](Stream::check_usable) in the same user call, to
+    /// read the sample at `position`: the stream waits until the data is complete. False if the publisher is dead and
+    /// the data never will be complete.
+    #[inline]
+    pub(in crate::pubsub) fn admit(&self, position: u64, stream: &Stream) -> Result<bool> {
+        let index = self.segment().index(position) as usize;
+        let entry = self.segment().entry(position);
+        if self.monitor().hold(index, position) {
+            // No rescue follows: the state that a death between publishing and signalling left is
+            // judged here.
+            self.monitor().release_wait(index, position);
+            return Ok(!self.monitor().has_lost(index, position));
+        }
+        // Work that is launched after the CPU has seen the word is ordered behind the data without
+        // a wait on the device.
+        if entry.ready.reached(position) {
+            return Ok(true);
+        }
+        let wait = StreamOp::Wait {
+            word: self.segment().ready_word(position),
+            value: position,
+        };
+        self.record_use(stream);
+        // SAFETY: the word lies in the link segment, which is dropped only when this stream,
+        // recorded above, is proven to be past it (`DropAfterFence`).
+        unsafe { stream.batch_at_once(&[wait])? };
+        Ok(true)
+    }
+
+    /// Records the publisher's own word for a sample of the history, before the sample is kept or
+    /// admitted.
+    pub(in crate::pubsub) fn note_completion(
+        &self,
+        position: u64,
+        completion: Completion,
+    ) -> Result<(), Violation> {
+        let index = self.segment().index(position) as usize;
+        if self.monitor().note_completion(index, position, completion) {
+            return Ok(());
+        }
+        Err(Violation {
+            field: "completion",
+            found: format!("word {}", completion.word),
+            allowed: "one that the publisher has sent".into(),
+        })
+    }
+
+    /// Records that the sample at `position` is out of the ring and not admitted to any stream: if
+    /// its sender dies first, [`completion`](Self::completion) reports the loss.
+    pub(in crate::pubsub) fn keep(&self, position: u64) {
+        let index = self.segment().index(position) as usize;
+        if self.monitor().hold(index, position) {
+            // A position that the rescue did not see is released here.
+            self.monitor().release_wait(index, position);
+        }
+    }
+
+    fn record_use(&self, stream: &Stream) {
+        self.memory.streams().record_use(stream);
+    }
+
+    /// Enqueues the release of `position` behind the stream's work.
+    pub(in crate::pubsub) fn release(&self, position: u64, stream: &Stream) -> Result<()> {
+        let op = StreamOp::Signal {
+            word: self.segment().released_word(position),
+            value: position,
+        };
+        self.record_use(stream);
+        // SAFETY: the word lies in the link segment, which is dropped only when this stream,
+        // recorded above, is proven to be past it (`DropAfterFence`).
+        unsafe { stream.batch(&[op])? };
+        self.notify_release();
+        Ok(())
+    }
+
+    /// Releases a sample that was given to no stream, once its data is complete. There is no time
+    /// limit: the sender waits for the slot, and this end keeps the link for it.
+    pub(in crate::pubsub) fn give_back(self: &Arc<Self>, position: u64) {
+        if !self.has_released(position) {
+            let me = self.clone();
+            self.reactor
+                .drop_after(move || match me.has_released(position) {
+                    false => DropReadiness::Held,
+                    true => DropReadiness::Ready,
+                });
+        }
+    }
+
+    /// Releases a sample behind the work that `stream`, which is being captured, was given before:
+    /// once the capture has ended and the stream is past that work.
+    pub(in crate::pubsub) fn release_later(self: &Arc<Self>, position: u64, stream: &Stream) {
+        let (me, mut fence) = (self.clone(), Fence::behind(stream));
+        self.reactor
+            .drop_after(move || fence.is_reached() && me.has_released(position));
+    }
+
+    /// Releases a sample with the CPU if its data is complete. Returns whether it is.
+    fn has_released(&self, position: u64) -> bool {
+        let entry = self.segment().entry(position);
+        let is_complete = entry.ready.reached(position);
+        if is_complete {
+            entry.released.store(position);
+            self.notify_release();
+        }
+        is_complete
+    }
+
+    /// Counts a release and wakes the publisher if it waits for one.
+    #[inline]
+    fn notify_release(&self) {
+        if count_release(self.segment()) {
+            self.peer_doorbell.ring();
+        }
+    }
+
+    /// Whether the sample's data is complete; an error if it never will be.
+    #[inline]
+    pub(in crate::pubsub) fn completion(&self, position: u64, sequence: u64) -> Result<bool> {
+        let index = self.segment().index(position) as usize;
+        let entry = self.segment().entry(position);
+        // `ready` first: a rescue, and a sender that gives up, mark the loss before the word is
+        // stored.
+        let reached = entry.ready.reached(position);
+        if self.monitor().has_lost(index, position) || ring::was_given_up(self.segment(), position)
+        {
+            return Err(Error::SampleLost {
+                name: self.name.clone(),
+                sequence,
+                pid: self.peer.pid,
+            });
+        }
+        Ok(reached)
+    }
+
+    /// Waits on the CPU until the sample's data is complete.
+    #[inline]
+    pub(in crate::pubsub) fn wait_complete(
+        &self,
+        position: u64,
+        sequence: u64,
+        timeout: Duration,
+    ) -> Result<()> {
+        self.owner_process.check()?;
+        if !self.completion(position, sequence)? {
+            let word = &self.segment().entry(position).ready;
+            if !self.device.backend().wait_word(word, position, timeout)? {
+                let what = format!("the data of sample {sequence} of {:?}", self.name);
+                return Err(Error::Timeout {
+                    what,
+                    waited: timeout,
+                });
+            }
+            self.completion(position, sequence)?;
+        }
+        Ok(())
+    }
+
+    /// Waits on the CPU until the data may be complete, or never will be, or `limit` has passed.
+    pub(in crate::pubsub) fn wait_for_completion(&self, position: u64, limit: Duration) {
+        let word = &self.segment().entry(position).ready;
+        // The caller checks the word again, whatever the result.
+        let _ = self.device.backend().wait_word(word, position, limit);
+    }
+
+    /// The stream for copies to the host. It only ever copies complete data, so it never waits for
+    /// anything but other copies.
+    pub(in crate::pubsub) fn copies(&self) -> Result<&Stream> {
+        if let Some(stream) = self.memory.copies.get() {
+            return Ok(stream);
+        }
+        let made = self.device.stream()?;
+        let stream = self.memory.copies.get_or_init(|| made);
+        // A copy that was not done in time goes on: the memory stays mapped until it is.
+        self.record_use(stream);
+        Ok(stream)
+    }
+
     /// Whether samples hold more than half of the ring's entries, or about so many: whatever else
     /// holds a part of the link counts, too.
     pub(in crate::pubsub) fn is_crowded(self: &Arc<Self>) -> bool {
