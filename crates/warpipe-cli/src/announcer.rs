@@ -6,9 +6,9 @@ use std::os::fd::AsFd;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, poll};
-use rustix::io::Errno;
 use serde::Serialize;
+
+use crate::output::write_unless;
 
 /// The lines that may wait for their reader. Further ones are left out.
 const WAITING_MAX: usize = 256;
@@ -93,40 +93,21 @@ impl Drop for Announcer {
 }
 
 fn write_all(waiting: &Receiver<Text>) {
-    // Not through `std`'s locks and buffers: a thread that ends the process flushes those.
     let (out, errors) = (io::stdout(), io::stderr());
+    let write = |to, text: String| write_unless(|| false, to, text.as_bytes());
     let mut is_told = false;
     for text in waiting {
         match text {
-            Text::Errors(text) => {
-                let _ = write(errors.as_fd(), text.as_bytes());
-            }
-            Text::Output(line) => match write(out.as_fd(), line.as_bytes()) {
-                Ok(()) | Err(Errno::PIPE) => {}
-                Err(error) if !is_told => {
+            Text::Errors(text) => drop(write(errors.as_fd(), text)),
+            Text::Output(line) => match write(out.as_fd(), line) {
+                Err(error) if !is_told && error.kind() != io::ErrorKind::BrokenPipe => {
                     is_told = true;
                     let fact = format!("standard output cannot be written: {error}");
                     let text = crate::complaint(&fact, Some("it goes on without it"));
-                    let _ = write(errors.as_fd(), text.as_bytes());
+                    drop(write(errors.as_fd(), text));
                 }
-                Err(_) => {}
+                _ => {}
             },
         }
     }
-}
-
-fn write(to: std::os::fd::BorrowedFd<'_>, mut bytes: &[u8]) -> Result<(), Errno> {
-    while !bytes.is_empty() {
-        match rustix::io::write(to, bytes) {
-            Ok(0) => return Err(Errno::IO),
-            Ok(count) => bytes = &bytes[count..],
-            Err(Errno::INTR) => {}
-            // Whoever has the other end may have made it so.
-            Err(Errno::AGAIN) => {
-                poll(&mut [PollFd::from_borrowed_fd(to, PollFlags::OUT)], None)?;
-            }
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(())
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use serde::Serialize;
+use serde_json::json;
 use warpipe::Domain;
 use warpipe_bridge::{Bridge, Options, Policy, Tls};
 
@@ -111,11 +111,6 @@ pub enum BridgePolicy {
     Fail,
 }
 
-#[derive(Serialize)]
-struct Row<'a> {
-    event: &'a str,
-}
-
 /// Runs a bridge until it is interrupted.
 pub fn run(args: &BridgeArgs) -> anyhow::Result<Exit> {
     let announcer = Announcer::start(args.json)?;
@@ -125,7 +120,7 @@ pub fn run(args: &BridgeArgs) -> anyhow::Result<Exit> {
     while !interrupt.came() {
         if let Some(notice) = bridge.next_notice(LOOK) {
             let event = notice.to_string();
-            announcer.say(|| printable(&event), &Row { event: &event });
+            announcer.say(|| printable(&event), &json!({ "event": event }));
         }
     }
     Ok(Exit::Interrupted)

@@ -4,7 +4,10 @@ use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 use warpipe::{Device, DeviceId, DeviceKind};
+
+use crate::output::{Output, Style, styled};
 
 /// The value of `--device`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -24,30 +27,34 @@ pub struct ChosenDevice {
     pub why: String,
 }
 
+impl ChosenDevice {
+    /// Says that the endpoint `name` is used on the device.
+    pub(crate) fn announce(&self, name: &str, output: Output) -> std::io::Result<()> {
+        let (device, why) = (self.device.to_string(), &self.why);
+        let text = || styled(Style::Bold, &format!("{name} on {device} ({why})"));
+        let listening = json!({ "event": "listening", "name": name, "device": device, "why": why });
+        output.say(text, &listening)
+    }
+}
+
 impl DeviceArg {
     /// Opens the device.
     pub fn open(self) -> warpipe::Result<ChosenDevice> {
-        let asked = format!("asked for with --device {self}");
-        match self {
+        let device = match self {
             DeviceArg::Auto => {
                 let preferred = Device::preferred();
                 // How to get a GPU is for `doctor` to say.
                 let why = preferred.why.split(" (libcuda").next();
-                let why = why.unwrap_or_default().to_owned();
-                Ok(ChosenDevice {
+                return Ok(ChosenDevice {
                     device: preferred.device,
-                    why,
-                })
+                    why: why.unwrap_or_default().to_owned(),
+                });
             }
-            DeviceArg::Host => Ok(ChosenDevice {
-                device: Device::host(),
-                why: asked,
-            }),
-            DeviceArg::Cuda(ordinal) => Ok(ChosenDevice {
-                device: Device::cuda(ordinal)?,
-                why: asked,
-            }),
-        }
+            DeviceArg::Host => Device::host(),
+            DeviceArg::Cuda(ordinal) => Device::cuda(ordinal)?,
+        };
+        let why = format!("asked for with --device {self}");
+        Ok(ChosenDevice { device, why })
     }
 
     /// Opens the device, and for `auto` the one with this identity, on which some memory lies.

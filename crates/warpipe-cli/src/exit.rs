@@ -2,6 +2,7 @@
 
 use std::io;
 
+use serde::{Deserialize, Serialize};
 use warpipe::{Error, ErrorKind, Kind};
 
 use crate::source::InputError;
@@ -20,7 +21,7 @@ Exit codes:
   130  interrupted by SIGINT or SIGTERM";
 
 /// An ending.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[repr(u8)]
 pub enum Exit {
     Done = 0,
@@ -40,23 +41,6 @@ pub enum Exit {
 pub struct UsageError(pub String);
 
 impl Exit {
-    /// The ending with this code: of a child process, which is this program.
-    pub fn of_code(code: u8) -> Option<Exit> {
-        use Exit::{Device, Done, Failed, Input, Interrupted, Nobody, PeerGone, System, Usage};
-        let all = [
-            Done,
-            Failed,
-            Usage,
-            Nobody,
-            PeerGone,
-            Input,
-            Device,
-            System,
-            Interrupted,
-        ];
-        all.into_iter().find(|&exit| exit as u8 == code)
-    }
-
     /// The ending that an error stands for, found through its causes.
     pub fn of(error: &anyhow::Error) -> Exit {
         error
@@ -111,14 +95,17 @@ impl Exit {
 
 /// Whether the reader of our output went away, as `head` does: an end like any other.
 pub fn is_closed_pipe(error: &anyhow::Error) -> bool {
-    let closed = |cause: &io::Error| cause.kind() == io::ErrorKind::BrokenPipe;
-    error.downcast_ref::<io::Error>().is_some_and(closed)
+    is_of_output(error, io::ErrorKind::BrokenPipe)
 }
 
 /// Whether a signal ended the wait for a reader of our output.
 pub fn is_interrupted(error: &anyhow::Error) -> bool {
-    let interrupted = |cause: &io::Error| cause.kind() == io::ErrorKind::Interrupted;
-    error.downcast_ref::<io::Error>().is_some_and(interrupted)
+    is_of_output(error, io::ErrorKind::Interrupted)
+}
+
+fn is_of_output(error: &anyhow::Error, kind: io::ErrorKind) -> bool {
+    let error = error.downcast_ref::<io::Error>();
+    error.is_some_and(|error| error.kind() == kind)
 }
 
 /// What happened, and the next step in the command line's terms. The library's errors have a hint;
@@ -213,7 +200,6 @@ mod tests {
             Interrupted,
         ] {
             assert!(HELP.contains(&format!("\n  {:<5}", exit as u8)), "{exit:?}");
-            assert_eq!(Exit::of_code(exit as u8), Some(exit));
         }
     }
 

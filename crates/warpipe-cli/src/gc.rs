@@ -16,6 +16,7 @@ use anyhow::Context as _;
 use rustix::fs::{Access, AtFlags, CWD, Mode, OFlags};
 use rustix::io::Errno;
 use serde::{Serialize, Serializer};
+use serde_json::json;
 use warpipe::{Domain, EndpointName};
 
 use crate::args::GcArgs;
@@ -59,14 +60,6 @@ enum State {
     Removed,
     /// Not removed: it may be another program's, or is in use by now.
     Kept,
-}
-
-/// The result of all removals, for programs.
-#[derive(Serialize)]
-struct Total {
-    removed: usize,
-    dead: usize,
-    kept: usize,
 }
 
 /// Shows what dead processes left, and removes it with `--yes`.
@@ -249,16 +242,10 @@ fn report(
     is_removing: bool,
 ) -> anyhow::Result<()> {
     let count = |state| {
-        leftovers
-            .iter()
-            .filter(|leftover| leftover.state == state)
-            .count()
+        let of_state = leftovers.iter().filter(|it| it.state == state);
+        of_state.count()
     };
-    let total = Total {
-        removed: count(State::Removed),
-        dead: count(State::Dead),
-        kept: count(State::Kept),
-    };
+    let [removed, dead, kept] = [State::Removed, State::Dead, State::Kept].map(count);
     let path = path.display().to_string();
     output.human(|| styled(Style::Bold, &printable(&path)))?;
     let label = |leftover: &Leftover| match &leftover.name {
@@ -281,13 +268,14 @@ fn report(
     }
     let summary = || match (leftovers.is_empty(), is_removing) {
         (true, _) => "nothing is left by dead processes".to_string(),
-        (false, false) if total.dead > 0 => {
-            let names = counted(total.dead, "name", "names");
+        (false, true) => format!("{removed} removed, {kept} kept"),
+        (false, false) if dead == 0 => "no name of a dead process can be removed".to_string(),
+        (false, false) => {
+            let names = counted(dead, "name", "names");
             format!("{names} of dead processes; `warpipe gc --yes` removes what is shown as dead")
         }
-        (false, false) => "no name of a dead process can be removed".to_string(),
-        (false, true) => format!("{} removed, {} kept", total.removed, total.kept),
     };
+    let total = json!({ "removed": removed, "dead": dead, "kept": kept });
     output.say(summary, &total)?;
     Ok(())
 }

@@ -1,13 +1,17 @@
 //! Ctrl-C and SIGTERM as a flag that every loop looks at: nothing is torn down in the middle.
 //! **This module is marked for unsafe**: it installs a signal handler.
 
+use std::io::Read;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGXFSZ};
+use warpipe::Error;
+
+use crate::exit::Exit;
 
 /// The longest that any wait goes without a look at the flag.
 pub const LOOK: Duration = Duration::from_millis(100);
@@ -62,18 +66,75 @@ impl Interrupt {
 
     /// A stream that is readable once a signal has come, for `poll`. The flag is set before that.
     pub fn readable(&self) -> std::io::Result<UnixStream> {
-        let (read, write) = UnixStream::pair().map_err(not_caught)?;
-        for &signal in self.signals {
-            let write = write.try_clone().map_err(not_caught)?;
-            signal_hook::low_level::pipe::register(signal, write).map_err(not_caught)?;
-        }
-        Ok(read)
+        stream_of(self.signals)
     }
 
     /// Whether a signal came.
     pub fn came(&self) -> bool {
         came()
     }
+
+    /// Repeats a call that waits for [`LOOK`] until it returns something else than an error that
+    /// passes, at most for `timeout`. None when a signal came before.
+    pub fn wait<T>(
+        &self,
+        timeout: Duration,
+        mut call: impl FnMut() -> warpipe::Result<T>,
+        passes: impl Fn(&Error) -> bool,
+    ) -> warpipe::Result<Option<T>> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            match call() {
+                Ok(value) => return Ok(Some(value)),
+                Err(error) if !passes(&error) => return Err(error),
+                Err(_) if self.came() => return Ok(None),
+                Err(_) if Instant::now() < deadline => {}
+                Err(Error::Timeout { what, .. }) => {
+                    let waited = timeout;
+                    return Err(Error::Timeout { what, waited });
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Sleeps for this long. False when a signal came meanwhile, or before.
+    pub fn sleep(&self, mut left: Duration) -> bool {
+        while !left.is_zero() && !self.came() {
+            let step = left.min(LOOK);
+            std::thread::sleep(step);
+            left -= step;
+        }
+        !self.came()
+    }
+
+    /// How a command that a signal may have ended ends.
+    pub fn exit(&self) -> Exit {
+        match self.came() {
+            true => Exit::Interrupted,
+            false => Exit::Done,
+        }
+    }
+}
+
+/// A stream that is readable once one of the signals has come.
+pub fn stream_of(signals: &[i32]) -> std::io::Result<UnixStream> {
+    let (read, write) = UnixStream::pair().map_err(not_caught)?;
+    read.set_nonblocking(true)?;
+    for &signal in signals {
+        let write = write.try_clone().map_err(not_caught)?;
+        signal_hook::low_level::pipe::register(signal, write).map_err(not_caught)?;
+    }
+    Ok(read)
+}
+
+/// Whether a signal has come to its stream since the last call.
+pub fn take(mut stream: &UnixStream) -> bool {
+    let (mut signals, mut has_come) = ([0; 64], false);
+    while matches!(stream.read(&mut signals), Ok(1..)) {
+        has_come = true;
+    }
+    has_come
 }
 
 /// The monotonic clock in nanoseconds, never 0.

@@ -12,7 +12,6 @@ pub mod device_arg;
 
 mod announcer;
 mod args;
-mod attach;
 #[cfg(feature = "bridge")]
 mod bridge;
 mod demo;
@@ -29,6 +28,7 @@ mod metrics;
 mod npy;
 mod observe;
 mod output;
+mod poll;
 mod process;
 mod publish;
 mod registered;
@@ -142,7 +142,7 @@ fn run(command: &Command) -> anyhow::Result<u8> {
 /// Says what went wrong, if anybody reads it: `eprintln` would panic.
 fn complain(happened: &str, next: Option<&str>) {
     let text = complaint(happened, next);
-    let _ = output::write_until_interrupted(std::io::stderr().as_fd(), text.as_bytes());
+    let _ = output::write_unless(interrupt::came, std::io::stderr().as_fd(), text.as_bytes());
 }
 
 /// What went wrong, and on a line of its own what to do.

@@ -6,26 +6,13 @@ mod remote;
 use std::path::{Path, PathBuf};
 
 use anyhow::bail;
-use serde::Serialize;
+use serde_json::json;
 use warpipe::{Domain, Endpoint};
 
 use crate::args::LsArgs;
 use crate::exit::Exit;
 use crate::observe::{Source, existing_domain, missing, text};
-use crate::output::{Output, Style, counted, printable, styled};
-
-#[derive(Serialize)]
-struct Row<'a> {
-    name: &'a str,
-    live: bool,
-    pid: Option<i32>,
-    /// What stands there, if it is no endpoint's.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    foreign: Option<&'static str>,
-    /// With `--all-users` alone.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    uid: Option<u32>,
-}
+use crate::output::{Output, Style, column, counted, printable, styled};
 
 /// Lists them, living or left by the dead.
 pub fn run(args: &LsArgs) -> anyhow::Result<Exit> {
@@ -108,34 +95,34 @@ fn list(
         let names = counted(endpoints.len(), "name", "names");
         styled(Style::Bold, &format!("{path}{user}: {names}"))
     })?;
-    let width = endpoints
-        .iter()
-        .map(|endpoint| endpoint.name.as_str().len())
-        .max()
-        .unwrap_or(0);
+    let width = column(endpoints.iter().map(|endpoint| endpoint.name.as_str()));
     for endpoint in endpoints {
         let (name, holder) = (endpoint.name.as_str(), endpoint.holder.as_ref());
-        let text = || match (holder, endpoint.foreign) {
-            (Some(holder), _) => format!(
-                "  {name:<width$}  {}     {holder}",
-                styled(Style::Green, "live")
-            ),
-            (None, Some(found)) => format!(
-                "  {name:<width$}  {}  {found}, which no owner of the name removes",
-                styled(Style::Red, "foreign")
-            ),
-            (None, None) => format!(
-                "  {name:<width$}  {}    left by a dead process; the next owner takes it over",
-                styled(Style::Yellow, "stale")
-            ),
+        let text = || {
+            let (style, state, rest) = match (holder, endpoint.foreign) {
+                (Some(holder), _) => (Style::Green, "live", holder.to_string()),
+                (None, Some(found)) => {
+                    let rest = format!("{found}, which no owner of the name removes");
+                    (Style::Red, "foreign", rest)
+                }
+                (None, None) => {
+                    let rest = "left by a dead process; the next owner takes it over";
+                    (Style::Yellow, "stale", rest.to_owned())
+                }
+            };
+            let state = styled(style, &format!("{state:<7}"));
+            format!("  {name:<width$}  {state}  {rest}")
         };
-        let row = Row {
-            name,
-            live: holder.is_some(),
-            pid: holder.and_then(|holder| holder.pid),
-            foreign: endpoint.foreign,
-            uid,
-        };
+        let mut row = json!({
+            "name": name, "live": holder.is_some(), "pid": holder.and_then(|holder| holder.pid),
+        });
+        // Of a file that is no endpoint's, and with `--all-users`, alone.
+        if let Some(foreign) = endpoint.foreign {
+            row["foreign"] = foreign.into();
+        }
+        if let Some(uid) = uid {
+            row["uid"] = uid.into();
+        }
         output.say(text, &row)?;
     }
     Ok(())

@@ -1,41 +1,13 @@
 //! `warpipe members`: the members of the domain, and their changes.
 
-use serde::Serialize;
+use serde_json::{Value, json};
 use warpipe::{Change, Domain, MemberInfo, Members, PeerState};
 
 use crate::args::MembersArgs;
 use crate::exit::Exit;
 use crate::interrupt::{Interrupt, LOOK};
 use crate::observe::{existing_domain, missing};
-use crate::output::{Output, Style, printable, styled};
-
-#[derive(Serialize)]
-struct Row<'a> {
-    /// `member` for a line of the list, else the change.
-    event: &'static str,
-    name: &'a str,
-    role: &'a str,
-    pid: i32,
-    uid: u32,
-    state: &'static str,
-    silent_seconds: f64,
-    endpoints: Vec<&'a str>,
-}
-
-impl<'a> Row<'a> {
-    fn new(event: &'static str, member: &'a MemberInfo) -> Row<'a> {
-        Row {
-            event,
-            name: &member.name,
-            role: &member.role,
-            pid: member.pid,
-            uid: member.uid,
-            state: state_of(member).0,
-            silent_seconds: member.silent_for.as_secs_f64(),
-            endpoints: member.endpoints.iter().map(|name| name.as_str()).collect(),
-        }
-    }
-}
+use crate::output::{Output, Style, column, printable, styled};
 
 /// Lists the members, and follows them if asked to. It removes no files of dead members.
 pub fn run(args: &MembersArgs) -> anyhow::Result<Exit> {
@@ -53,48 +25,39 @@ pub fn run(args: &MembersArgs) -> anyhow::Result<Exit> {
     };
     let members = Members::builder().domain(&domain).clean(false).build()?;
     let listed = members.list()?;
-    output.human(|| {
-        styled(
-            Style::Bold,
-            &format!("{}: {} members", domain.path().display(), listed.len()),
-        )
-    })?;
-    let width = |text: fn(&MemberInfo) -> &str| {
-        listed
-            .iter()
-            .map(|member| text(member).len())
-            .max()
-            .unwrap_or(0)
-    };
-    let (names, roles) = (width(|member| &member.name), width(|member| &member.role));
+    let title = format!("{}: {} members", domain.path().display(), listed.len());
+    output.human(|| styled(Style::Bold, &title))?;
+    let names = column(listed.iter().map(|member| member.name.as_str()));
+    let roles = column(listed.iter().map(|member| member.role.as_str()));
     for member in &listed {
-        output.say(|| line(member, names, roles), &Row::new("member", member))?;
+        output.say(|| line(member, names, roles), &row("member", member))?;
     }
     while args.follow && !interrupt.came() {
-        let is_known = |info: &MemberInfo| {
-            listed
-                .iter()
-                .any(|member| member.generation == info.generation)
+        let is_listed =
+            |info: &MemberInfo| listed.iter().any(|it| it.generation == info.generation);
+        let change = match members.changes(LOOK)? {
+            Some(Change::Joined(info)) if is_listed(&info) => continue,
+            Some(change) => change,
+            None => continue,
         };
-        let change = members.changes(LOOK)?;
-        if let Some(change) =
-            change.filter(|change| !matches!(change, Change::Joined(info) if is_known(info)))
-        {
-            let (event, style) = event_of(&change);
-            let text = || {
-                format!(
-                    "  {}  {}",
-                    styled(style, &format!("{event:<9}")),
-                    line(change.member(), 0, 0).trim()
-                )
-            };
-            output.say(text, &Row::new(event, change.member()))?;
-        }
+        let (event, style) = event_of(&change);
+        let text = || {
+            let event = styled(style, &format!("{event:<9}"));
+            format!("  {event}  {}", line(change.member(), 0, 0).trim())
+        };
+        output.say(text, &row(event, change.member()))?;
     }
-    Ok(if interrupt.came() {
-        Exit::Interrupted
-    } else {
-        Exit::Done
+    Ok(interrupt.exit())
+}
+
+/// `event` is `member` for a line of the list, else the change.
+fn row(event: &str, member: &MemberInfo) -> Value {
+    let endpoints = member.endpoints.iter().map(|name| name.as_str());
+    json!({
+        "event": event, "name": member.name, "role": member.role,
+        "pid": member.pid, "uid": member.uid, "state": state_of(member).0,
+        "silent_seconds": member.silent_for.as_secs_f64(),
+        "endpoints": endpoints.collect::<Vec<_>>(),
     })
 }
 

@@ -4,11 +4,12 @@ use std::io::{self, IsTerminal};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use serde::Serialize;
 
 use crate::interrupt::{self, LOOK};
+use crate::poll::poll;
 
 /// The most bytes of a write: so many fit into a pipe that has any room.
 const PIPE_BUF: usize = 4096;
@@ -65,7 +66,7 @@ impl Output {
 /// an end, which [`Interrupt`](crate::interrupt::Interrupt) notes.
 pub fn write_out(bytes: &[u8]) -> io::Result<()> {
     // With its kind, by which a reader that went away and an interrupt are told apart.
-    write_until_interrupted(io::stdout().as_fd(), bytes).map_err(|error| {
+    write_unless(interrupt::came, io::stdout().as_fd(), bytes).map_err(|error| {
         io::Error::new(
             error.kind(),
             format!("standard output cannot be written: {error}"),
@@ -73,27 +74,25 @@ pub fn write_out(bytes: &[u8]) -> io::Result<()> {
     })
 }
 
-/// The same for standard output or standard error.
+/// The same for standard output or standard error. A reader is not waited for once `is_over`.
 ///
 /// # Errors
-/// [`io::ErrorKind::Interrupted`]: a signal came, and there is no room.
-pub fn write_until_interrupted(to: BorrowedFd<'_>, mut bytes: &[u8]) -> io::Result<()> {
+/// [`io::ErrorKind::Interrupted`]: it is over, and there is no room.
+pub fn write_unless(
+    is_over: impl Fn() -> bool,
+    to: BorrowedFd<'_>,
+    mut bytes: &[u8],
+) -> io::Result<()> {
     // Not through the buffers of `std`: the end of the process would wait for what is left in them.
     while !bytes.is_empty() {
-        let limit = if interrupt::came() {
-            Duration::ZERO
-        } else {
-            LOOK
-        };
-        let limit = Timespec::try_from(limit).ok();
-        match poll(
-            &mut [PollFd::from_borrowed_fd(to, PollFlags::OUT)],
-            limit.as_ref(),
-        ) {
-            Ok(0) if interrupt::came() => return Err(io::ErrorKind::Interrupted.into()),
-            Ok(0) | Err(Errno::INTR) => continue,
-            Ok(_) => {}
-            Err(error) => return Err(error.into()),
+        let is_last_try = is_over();
+        let limit = if is_last_try { Duration::ZERO } else { LOOK };
+        let mut room = [PollFd::from_borrowed_fd(to, PollFlags::OUT)];
+        if !poll(&mut room, Some(limit))? {
+            if is_last_try {
+                return Err(io::ErrorKind::Interrupted.into());
+            }
+            continue;
         }
         match rustix::io::write(to, &bytes[..bytes.len().min(PIPE_BUF)]) {
             Ok(count) => bytes = &bytes[count..],
@@ -106,29 +105,45 @@ pub fn write_until_interrupted(to: BorrowedFd<'_>, mut bytes: &[u8]) -> io::Resu
     Ok(())
 }
 
-/// Emphasis, where standard output is a terminal and `NO_COLOR` is not set.
-#[derive(Debug, Clone, Copy)]
+/// Emphasis on a terminal.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Style {
+    #[default]
+    Plain,
     Bold,
     Dim,
+    Underlined,
+    Reversed,
+    /// All is well.
     Green,
-    Red,
+    /// Stopped, stalled, absent.
     Yellow,
+    /// Wrong, dead, left by the dead.
+    Red,
 }
 
-/// `text` in a style, or as it is.
+impl Style {
+    /// The sequence that sets the style (ECMA-48, SGR), with or without its colour.
+    pub fn sequence(self, has_colours: bool) -> &'static str {
+        match (self, has_colours) {
+            (Style::Bold, _) | (Style::Red, false) => "\x1b[0;1m",
+            (Style::Dim, _) => "\x1b[0;2m",
+            (Style::Underlined, _) => "\x1b[0;4m",
+            (Style::Reversed, _) => "\x1b[0;7m",
+            (Style::Green, true) => "\x1b[0;32m",
+            (Style::Yellow, true) => "\x1b[0;33m",
+            (Style::Red, true) => "\x1b[0;1;31m",
+            (Style::Plain, _) | (Style::Green | Style::Yellow, false) => "\x1b[0m",
+        }
+    }
+}
+
+/// `text` in a style, where standard output is a terminal and `NO_COLOR` is not set.
 pub fn styled(style: Style, text: &str) -> String {
     if !io::stdout().is_terminal() || !is_colour_wanted() {
         return text.to_owned();
     }
-    let code = match style {
-        Style::Bold => "1",
-        Style::Dim => "2",
-        Style::Green => "32",
-        Style::Red => "31",
-        Style::Yellow => "33",
-    };
-    format!("\x1b[{code}m{text}\x1b[0m")
+    format!("{}{text}\x1b[0m", style.sequence(true))
 }
 
 /// Whether `NO_COLOR` is not set, or empty (<https://no-color.org>).
@@ -149,6 +164,11 @@ pub fn printable(text: &str) -> String {
             }
         })
         .collect()
+}
+
+/// The width of a column of these texts.
+pub fn column<'a>(texts: impl Iterator<Item = &'a str>) -> usize {
+    texts.map(str::len).max().unwrap_or(0)
 }
 
 /// A count of something, for people.

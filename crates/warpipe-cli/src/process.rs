@@ -7,8 +7,10 @@ use std::process::{Child, Command, ExitStatus};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags};
 use rustix::process::{Pid, PidfdFlags, Resource, Rlimit, Signal, getppid, pidfd_open};
+
+use crate::poll::poll;
 
 /// How a child process starts the command `warpipe` again.
 #[derive(Debug, Clone)]
@@ -55,6 +57,14 @@ pub fn this_program() -> Command {
     command
 }
 
+/// A command that starts a hidden subcommand of this very program, which knows its parent.
+pub fn child_of_this(subcommand: &str) -> Command {
+    let mut command = this_program();
+    let parent = std::process::id().to_string();
+    command.args([subcommand, "--parent", &parent]);
+    command
+}
+
 /// A command that runs this very program, in the group of this process: the terminal's keys reach
 /// both.
 pub fn this_program_in_this_group() -> Command {
@@ -90,19 +100,13 @@ pub fn wait(child: &mut Child, timeout: Duration) -> io::Result<Option<ExitStatu
     if let Some(status) = child.try_wait()? {
         return Ok(Some(status));
     }
-    let pidfd = pidfd_open(pid(child), PidfdFlags::empty())?;
+    let pidfd = pidfd_open(Pid::from_child(child), PidfdFlags::empty())?;
     let deadline = Instant::now() + timeout;
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
-        let limit = Timespec {
-            tv_sec: left.as_secs() as _,
-            tv_nsec: left.subsec_nanos() as _,
-        };
-        match poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&limit)) {
-            Err(rustix::io::Errno::INTR) if !left.is_zero() => {}
-            Err(rustix::io::Errno::INTR) => return Ok(None),
-            Err(error) => return Err(error.into()),
-            Ok(_) => return child.try_wait(),
+        let has_ended = poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(left))?;
+        if has_ended || left.is_zero() {
+            return child.try_wait();
         }
     }
 }
@@ -120,19 +124,12 @@ pub fn end(child: &mut Child, patience: Duration) -> io::Result<ExitStatus> {
 pub fn ending(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
         (Some(code), _) => format!("ended with exit code {code}"),
-        (None, Some(signal)) => format!("was killed by signal {signal}{}", signal_name(signal)),
+        (None, Some(signal)) => {
+            let name = signal_hook::low_level::signal_name(signal).unwrap_or("unknown");
+            format!("was killed by signal {signal} ({name})")
+        }
         (None, None) => format!("ended: {status}"),
     }
-}
-
-fn signal_name(signal: i32) -> String {
-    signal_hook::low_level::signal_name(signal)
-        .map(|name| format!(" ({name})"))
-        .unwrap_or_default()
-}
-
-fn pid(child: &Child) -> Pid {
-    Pid::from_child(child)
 }
 
 #[cfg(test)]

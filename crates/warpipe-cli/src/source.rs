@@ -111,12 +111,12 @@ impl Source {
     /// Makes sure that the file can be published, without keeping its data. A picture is decoded
     /// whole.
     pub fn check(&self) -> Result<Layout, InputError> {
-        self.read(|source| source.check_open(&mut source.open()?))
+        Ok(self.read(false)?.layout)
     }
 
     /// Reads the file whole.
     pub fn load(&self) -> Result<Item, InputError> {
-        self.read(Source::load_open)
+        self.read(true)
     }
 
     /// The metadata of the sample: JSON of at most [`METADATA_BYTES_MAX`] bytes. A name too long is
@@ -140,14 +140,15 @@ impl Source {
         }
     }
 
-    fn read<T>(&self, read: impl FnOnce(&Source) -> Result<T, Fault>) -> Result<T, InputError> {
-        read(self).map_err(|fault| InputError {
+    /// `with_data`: else the data may be left out.
+    fn read(&self, with_data: bool) -> Result<Item, InputError> {
+        self.read_item(with_data).map_err(|fault| InputError {
             path: self.path.clone(),
             fault,
         })
     }
 
-    fn open(&self) -> Result<Opened, Fault> {
+    fn read_item(&self, with_data: bool) -> Result<Item, Fault> {
         // Opening a pipe for reading would wait for its writer: look before.
         if !std::fs::metadata(&self.path)?.is_file() {
             return Err(Fault::NotAFile);
@@ -157,51 +158,30 @@ impl Source {
         if !metadata.is_file() {
             return Err(Fault::NotAFile);
         }
-        Ok(Opened {
-            reader: BufReader::new(file),
-            length: metadata.len(),
-        })
-    }
-
-    fn check_open(&self, opened: &mut Opened) -> Result<Layout, Fault> {
-        match self.kind {
-            Kind::Npy => {
-                Ok(npy::read_header(&mut opened.reader, opened.length, self.void_as)?.layout)
-            }
-            Kind::Png => Ok(image::read(&mut opened.reader, opened.length)?.0),
-            Kind::Raw => Ok(bytes_layout(opened.length)?),
-        }
-    }
-
-    fn load_open(&self) -> Result<Item, Fault> {
-        let Opened { mut reader, length } = self.open()?;
-        match self.kind {
+        let (mut reader, length) = (BufReader::new(file), metadata.len());
+        let mut data = Vec::new();
+        let layout = match self.kind {
             Kind::Npy => {
                 let header = npy::read_header(&mut reader, length, self.void_as)?;
-                let data = npy::read_data(&mut reader, &header)?;
-                Ok(Item {
-                    layout: header.layout,
-                    data,
-                })
+                if with_data {
+                    data = npy::read_data(&mut reader, &header)?;
+                }
+                header.layout
             }
             Kind::Png => {
-                let (layout, data) = image::read(reader, length)?;
-                Ok(Item { layout, data })
+                let (layout, pixels) = image::read(reader, length)?;
+                data = pixels;
+                layout
             }
             Kind::Raw => {
-                let data = npy::read_exactly(&mut reader, length)?;
-                Ok(Item {
-                    layout: bytes_layout(length)?,
-                    data,
-                })
+                if with_data {
+                    data = npy::read_exactly(&mut reader, length)?;
+                }
+                bytes_layout(length)?
             }
-        }
+        };
+        Ok(Item { layout, data })
     }
-}
-
-struct Opened {
-    reader: BufReader<File>,
-    length: u64,
 }
 
 fn bytes_layout(length: u64) -> Result<Layout, npy::Fault> {

@@ -17,7 +17,7 @@ pub fn check(domain: Option<&Domain>) -> Check {
     };
     let without = snapshot.endpoints.iter().filter(|it| it.peers == 0);
     let said: Vec<String> = without
-        .filter_map(|it| Some(format!("{}: {}", it.name, it.backlog()?)))
+        .filter_map(|it| Some(format!("{}: {}", it.name, it.backlog()?.0)))
         .collect();
     match said.is_empty() {
         true => Check::ok(NAME, "no jobs wait without a worker"),

@@ -2,16 +2,15 @@
 
 use std::io::{self, Write};
 use std::os::fd::AsFd;
-use std::process::Command;
 use std::time::Duration;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use warpipe::backend::RawRegion;
 use warpipe::{Access, Device, DeviceKind, Stream};
 
 use crate::device_arg::DeviceArg;
 use crate::exit::Exit;
-use crate::process::{follow_parent, this_program};
+use crate::process::follow_parent;
 use crate::registered::RegisteredPage;
 
 use super::memory::SEED;
@@ -25,62 +24,33 @@ pub const REFUSED: &str = "refused: ";
 
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// The task of a child.
-#[derive(Debug, Clone, Copy, ValueEnum)]
-pub enum Task {
-    /// End.
-    Nothing,
-    /// Map the memory behind standard input for reading, read it, and try to write it.
-    WriteReadOnly,
-}
-
 #[derive(Debug, Args)]
 pub struct ChildArgs {
-    #[arg(value_enum)]
-    task: Task,
     #[arg(long)]
     parent: i32,
     #[arg(long, default_value_t = DeviceArg::Host)]
     device: DeviceArg,
-    #[arg(long, default_value_t = 0)]
-    bytes: u64,
+    /// The bytes of the memory behind standard input. Without them the child ends at once.
+    #[arg(long)]
+    bytes: Option<u64>,
 }
 
-/// The command that starts such a child.
-pub fn command(task: Task) -> Command {
-    let mut command = this_program();
-    let name = task
-        .to_possible_value()
-        .map(|value| value.get_name().to_owned())
-        .unwrap_or_default();
-    command.args([
-        "doctor-child",
-        &name,
-        "--parent",
-        &std::process::id().to_string(),
-    ]);
-    command
-}
-
-/// In the child.
+/// In the child: maps the memory behind standard input for reading, reads it, and tries to write it.
 pub fn run(args: &ChildArgs) -> anyhow::Result<Exit> {
     follow_parent(args.parent)?;
-    match args.task {
-        Task::Nothing => {}
-        Task::WriteReadOnly => write_read_only(args)?,
+    if let Some(bytes) = args.bytes {
+        write_read_only(args.device, bytes)?;
     }
     Ok(Exit::Done)
 }
 
-fn write_read_only(args: &ChildArgs) -> anyhow::Result<()> {
-    let device = args.device.open()?.device;
+fn write_read_only(device: DeviceArg, bytes: u64) -> anyhow::Result<()> {
+    let device = device.open()?.device;
     let stream = device.stream()?;
     let page = RegisteredPage::new(&device)?;
-    let input = io::stdin();
-    let region =
-        device
-            .backend()
-            .import(input.as_fd(), args.bytes, Access::Read, device.info().id)?;
+    let (input, id) = (io::stdin(), device.info().id);
+    let backend = device.backend();
+    let region = backend.import(input.as_fd(), bytes, Access::Read, id)?;
     // SAFETY: the region is mapped for reading until the end of this process, and the page outlives
     // the wait below.
     unsafe {

@@ -1,6 +1,5 @@
 //! Checks of one device: it can share memory, share it for reading only, order work.
 
-use std::io::Read;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{ExitStatus, Stdio};
@@ -10,7 +9,7 @@ use anyhow::{Context, bail, ensure};
 use warpipe::backend::{RawRegion, StreamOp};
 use warpipe::{Access, Device, DeviceKind, Stream};
 
-use super::child::{READ, REFUSED, Task, WRITTEN, command};
+use super::child::{READ, REFUSED, WRITTEN};
 use super::report::Check;
 use crate::device_arg::DeviceArg;
 use crate::output;
@@ -62,22 +61,17 @@ impl Scratch {
     pub fn allocate(device: &Device) -> anyhow::Result<Scratch> {
         let bytes = device.backend().granularity();
         let region = device.backend().allocate(bytes).context("allocating")?;
-        Ok(Scratch {
-            device: device.clone(),
-            region,
-        })
+        let device = device.clone();
+        Ok(Scratch { device, region })
     }
 
     /// The same memory through its descriptor, on this or another device.
     pub fn import(&self, on: &Device, access: Access) -> warpipe::Result<Scratch> {
-        let fd = self.export()?;
-        let region =
-            on.backend()
-                .import(fd.as_fd(), self.region.bytes, access, self.device.info().id)?;
-        Ok(Scratch {
-            device: on.clone(),
-            region,
-        })
+        let (fd, owner) = (self.export()?, self.device.info().id);
+        let backend = on.backend();
+        let region = backend.import(fd.as_fd(), self.region.bytes, access, owner)?;
+        let device = on.clone();
+        Ok(Scratch { device, region })
     }
 
     fn export(&self) -> warpipe::Result<OwnedFd> {
@@ -95,34 +89,22 @@ impl Scratch {
     /// How many words are not the pattern, counted by a kernel and, for the first ones, by the CPU.
     pub fn wrong_words(&self, stream: &Stream) -> anyhow::Result<u64> {
         let page = RegisteredPage::new(&self.device)?;
+        let (words, count, wrong) = (self.region.ptr, self.region.bytes / 8, page.address(0));
         // SAFETY: the region is mapped as long as self, the page until the end of this function;
         // the kernel is waited for below.
-        unsafe {
-            warpipe_kernels::check(
-                stream,
-                self.region.ptr,
-                self.region.bytes / 8,
-                SEED,
-                page.address(0),
-            )
-        }?;
+        unsafe { warpipe_kernels::check(stream, words, count, SEED, wrong) }?;
         if let Err(error) = stream.synchronize(PATIENCE) {
             // The kernel may still run and count.
             std::mem::forget(page);
             return Err(error.into());
         }
         let mut first = [0u8; 64];
+        let backend = self.device.backend();
         // SAFETY: the region has at least a page, and the stream is idle.
-        unsafe {
-            self.device
-                .backend()
-                .download(stream.raw(), &mut first, self.region.ptr)
-        }?;
+        unsafe { backend.download(stream.raw(), &mut first, words) }?;
         let pattern = (0..).map(|index| warpipe_kernels::pattern(SEED, index));
-        let differing = first
-            .chunks_exact(8)
-            .zip(pattern)
-            .filter(|(found, due)| **found != due.to_le_bytes()[..]);
+        let first = first.chunks_exact(8).zip(pattern);
+        let differing = first.filter(|(found, due)| **found != due.to_le_bytes()[..]);
         Ok(page.word(0).load().max(differing.count() as u64))
     }
 }
@@ -185,52 +167,34 @@ pub fn read_only(device: &Device) -> Check {
 }
 
 fn ask_child(device: &Device, memory: OwnedFd, bytes: u64) -> anyhow::Result<(String, ExitStatus)> {
-    let mut child = command(Task::WriteReadOnly)
-        .args([
-            "--device",
-            &DeviceArg::of(device).to_string(),
-            "--bytes",
-            &bytes.to_string(),
-        ])
+    let mut child = process::child_of_this("doctor-child")
+        .args(["--device", &DeviceArg::of(device).to_string()])
+        .args(["--bytes", &bytes.to_string()])
         .stdin(memory)
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
         .context("starting a second process")?;
-    let status = process::end(&mut child, CHILD_PATIENCE)?;
-    let mut said = String::new();
+    process::end(&mut child, CHILD_PATIENCE)?;
     // The child is gone: what it left in its pipes ends.
-    child
-        .stdout
-        .take()
-        .map(|mut out| out.read_to_string(&mut said))
-        .transpose()?;
-    child
-        .stderr
-        .take()
-        .map(|mut out| out.read_to_string(&mut said))
-        .transpose()?;
-    Ok((said, status))
+    let output = child.wait_with_output()?;
+    let said = [output.stdout, output.stderr].concat();
+    Ok((String::from_utf8_lossy(&said).into_owned(), output.status))
 }
 
 /// Why the child's write did not go through, or that it did.
 fn refusal(said: &str, status: ExitStatus) -> anyhow::Result<String> {
     let mut lines = said.lines();
+    let ending = process::ending(status);
     if lines.next() != Some(READ) {
-        bail!(
-            "the second process could not read: it said {:?} and {}",
-            said.trim(),
-            process::ending(status)
-        );
+        let said = said.trim();
+        bail!("the second process could not read: it said {said:?} and {ending}");
     }
     match lines.next() {
         None if status.signal() == Some(SIGSEGV) => Ok("SIGSEGV".to_owned()),
         Some(line) if line.starts_with(REFUSED) => Ok(line[REFUSED.len()..].to_owned()),
         Some(WRITTEN) => bail!("a write through a read-only mapping went through"),
-        other => bail!(
-            "the second process said {other:?} and {}",
-            process::ending(status)
-        ),
+        other => bail!("the second process said {other:?} and {ending}"),
     }
 }
 
@@ -243,18 +207,16 @@ pub fn stream_order(device: &Device) -> Check {
         let result = hold_and_release(device, &page, &held, &free);
         // On every path, no stream may still wait for a word of a page that is unmapped.
         page.word(0).store(i64::MAX as u64);
-        let idle = held
-            .synchronize(PATIENCE)
-            .and_then(|()| free.synchronize(PATIENCE));
+        let idle = [&held, &free].map(|stream| stream.synchronize(PATIENCE));
+        let idle: warpipe::Result<()> = idle.into_iter().collect();
         if idle.is_err() {
             std::mem::forget(page);
         }
         result?;
         idle?;
-        Ok(
-            "a stream waited for a word, and went on when the CPU, then another stream, wrote it"
-                .to_owned(),
-        )
+        let done =
+            "a stream waited for a word, and went on when the CPU, then another stream, wrote it";
+        Ok(done.to_owned())
     };
     Check::from_result("stream memory operations", tried(), next(device))
 }
@@ -267,39 +229,23 @@ fn hold_and_release(
 ) -> anyhow::Result<()> {
     let backend = device.backend();
     let (gate, done) = (page.address(0), page.address(1));
-    for turn in [1, 2] {
-        let ops = [
-            StreamOp::Wait {
-                word: gate,
-                value: turn,
-            },
-            StreamOp::Signal {
-                word: done,
-                value: turn,
-            },
-        ];
+    for value in [1, 2] {
+        let wait = StreamOp::Wait { word: gate, value };
+        let signal = |word| StreamOp::Signal { word, value };
         // SAFETY: the stream is live; the caller keeps the page until both streams are idle.
-        unsafe { backend.batch(held.raw(), &ops) }?;
+        unsafe { backend.batch(held.raw(), &[wait, signal(done)]) }?;
         ensure!(
-            !backend.wait_word(page.word(1), turn, MUST_WAIT)?,
+            !backend.wait_word(page.word(1), value, MUST_WAIT)?,
             "a stream did not wait for its word"
         );
-        if turn == 1 {
-            page.word(0).store(turn);
+        if value == 1 {
+            page.word(0).store(value);
         } else {
             // SAFETY: as above.
-            unsafe {
-                backend.batch(
-                    free.raw(),
-                    &[StreamOp::Signal {
-                        word: gate,
-                        value: turn,
-                    }],
-                )
-            }?;
+            unsafe { backend.batch(free.raw(), &[signal(gate)]) }?;
         }
         ensure!(
-            backend.wait_word(page.word(1), turn, PATIENCE)?,
+            backend.wait_word(page.word(1), value, PATIENCE)?,
             "a stream did not go on when its word was written"
         );
     }

@@ -24,7 +24,9 @@ pub fn run(args: &DoctorArgs) -> anyhow::Result<Exit> {
     report.add(system::descriptors())?;
     report.add(system::death())?;
     report.add(system::profiler())?;
-    let domain = report.add_with(system::domain())?;
+    let domain = Domain::from_environment();
+    report.add(system::domain(&domain))?;
+    let domain = domain.ok();
     report.add(backlog::check(domain.as_ref()))?;
     report.section("host backend")?;
     examine(&mut report, "host", &Device::host(), domain.as_ref())?;

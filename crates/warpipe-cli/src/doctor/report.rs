@@ -3,6 +3,7 @@
 use std::io;
 
 use serde::Serialize;
+use serde_json::json;
 
 use crate::exit::{Exit, fact_and_hint};
 use crate::output::{Output, Style, styled};
@@ -90,13 +91,6 @@ impl Check {
     }
 }
 
-#[derive(Serialize)]
-struct Summary<'a> {
-    check: &'static str,
-    verdict: Verdict,
-    working: &'a [String],
-}
-
 /// All verdicts so far.
 #[derive(Debug)]
 pub struct Report {
@@ -127,12 +121,6 @@ impl Report {
         Ok(())
     }
 
-    /// The same for a check that leaves something behind.
-    pub fn add_with<T>(&mut self, (check, value): (Check, Option<T>)) -> anyhow::Result<Option<T>> {
-        self.add(check)?;
-        Ok(value)
-    }
-
     /// Counts `device` as working if none of its checks failed.
     pub fn judge(&mut self, device: &str) {
         let mut own = self
@@ -146,41 +134,32 @@ impl Report {
 
     /// The summary; well if any device works completely.
     pub fn finish(self) -> anyhow::Result<Exit> {
-        let works = !self.working.is_empty();
-        let verdict = if works { Verdict::Ok } else { Verdict::Failed };
-        let summary = Summary {
-            check: "summary",
-            verdict,
-            working: &self.working,
+        let (verdict, exit) = match self.working.is_empty() {
+            false => (Verdict::Ok, Exit::Done),
+            true => (Verdict::Failed, Exit::Failed),
         };
-        let failed = self
-            .checks
-            .iter()
-            .filter(|check| check.verdict == Verdict::Failed)
-            .count();
+        let failed = self.checks.iter();
+        let failed = failed.filter(|check| check.verdict == Verdict::Failed);
+        let failed = failed.count();
         let human = || {
-            let working = if works {
-                self.working.join(", ")
-            } else {
-                "nothing".to_owned()
+            let working = match self.working.len() {
+                0 => "nothing".to_owned(),
+                _ => self.working.join(", "),
             };
-            let open = if failed > 0 {
-                format!("; {failed} failed, see the next steps above")
-            } else {
-                String::new()
+            let open = match failed {
+                0 => String::new(),
+                _ => format!("; {failed} failed, see the next steps above"),
             };
-            let verb = if self.working.len() > 1 {
-                "work"
-            } else {
-                "works"
+            let verb = match self.working.len() {
+                2.. => "work",
+                _ => "works",
             };
-            format!(
-                "\n{} {verb} completely{open}",
-                styled(Style::Bold, &working)
-            )
+            let working = styled(Style::Bold, &working);
+            format!("\n{working} {verb} completely{open}")
         };
+        let summary = json!({ "check": "summary", "verdict": verdict, "working": self.working });
         self.output.say(human, &summary)?;
-        Ok(if works { Exit::Done } else { Exit::Failed })
+        Ok(exit)
     }
 }
 
@@ -190,17 +169,12 @@ fn line(check: &Check) -> String {
         Verdict::No => (Style::Yellow, "no"),
         Verdict::Failed => (Style::Red, "failed"),
     };
-    let next = check
-        .next
-        .as_ref()
-        .map(|next| format!("\n{:36}next: {next}", ""))
-        .unwrap_or_default();
-    format!(
-        "  {:<24}  {}  {}{next}",
-        check.check,
-        styled(style, &format!("{word:<6}")),
-        check.detail
-    )
+    let (name, verdict) = (check.check, styled(style, &format!("{word:<6}")));
+    let mut line = format!("  {name:<24}  {verdict}  {}", check.detail);
+    if let Some(next) = &check.next {
+        line += &format!("\n{:36}next: {next}", "");
+    }
+    line
 }
 
 #[cfg(test)]

@@ -12,7 +12,6 @@ use rustix::process::{Resource, getrlimit};
 use warpipe::nvtx::{self, State};
 use warpipe::{DeviceId, Domain};
 
-use super::child::{Task, command};
 use super::report::Check;
 use crate::cpus::{self, Neighbours};
 use crate::exit::hint;
@@ -53,26 +52,22 @@ pub fn descriptors() -> Check {
 /// been started.
 pub fn lifeline() -> Check {
     let stats = warpipe::process_stats();
-    let orphaned = format!(
-        "{} peers left a child that holds their files",
-        stats.orphaned
-    );
-    match stats.is_proof_prompt {
-        true => Check::ok(
-            "proof of death",
-            format!("as soon as the device is quiet; {orphaned}"),
-        ),
-        false => Check::ok(
-            "proof of death",
-            format!("when the process is gone: CUDA was there first; {orphaned}"),
-        ),
-    }
+    let when = match stats.is_proof_prompt {
+        true => "as soon as the device is quiet",
+        false => "when the process is gone: CUDA was there first",
+    };
+    let orphaned = stats.orphaned;
+    Check::ok(
+        "proof of death",
+        format!("{when}; {orphaned} peers left a child that holds their files"),
+    )
 }
 
 /// Starts a process and sees it end through its pidfd.
 pub fn death() -> Check {
     let seen = || -> anyhow::Result<String> {
-        let mut child = command(Task::Nothing).stdin(Stdio::null()).spawn()?;
+        let mut child = process::child_of_this("doctor-child");
+        let mut child = child.stdin(Stdio::null()).spawn()?;
         let started = Instant::now();
         match process::wait(&mut child, Duration::from_secs(10)) {
             Ok(Some(_)) => Ok(format!(
@@ -97,21 +92,17 @@ pub fn death() -> Check {
 }
 
 /// Opens the domain: creates its directory if need be, and checks its owner.
-pub fn domain() -> (Check, Option<Domain>) {
-    match Domain::from_environment() {
-        Ok(domain) => (
-            Check::ok(
-                "domain directory",
-                format!("{} is private to this user", domain.path().display()),
-            ),
-            Some(domain),
-        ),
+pub fn domain(opened: &warpipe::Result<Domain>) -> Check {
+    let name = "domain directory";
+    match opened {
+        Ok(domain) => {
+            let path = domain.path().display();
+            Check::ok(name, format!("{path} is private to this user"))
+        }
         Err(error) => {
             let next = "set WARPIPE_DOMAIN to a directory of your own";
-            (
-                Check::from_result("domain directory", Err(error.into()), next),
-                None,
-            )
+            let next = hint(error).unwrap_or_else(|| next.to_owned());
+            Check::failed(name, error.to_string(), next)
         }
     }
 }
@@ -135,20 +126,15 @@ pub fn profiler() -> Check {
 /// Knocks at the control pipe of an MPS daemon.
 pub fn mps() -> Check {
     let control = mps_control();
+    let place = control.display();
     match knock(&control) {
-        Ok(()) => Check::ok(
-            "MPS",
-            format!(
-                "a daemon answers at {}: low latency, and one client's fault ends them all",
-                control.display()
-            ),
-        ),
+        Ok(()) => {
+            let text = "low latency, and one client's fault ends them all";
+            Check::ok("MPS", format!("a daemon answers at {place}: {text}"))
+        }
         Err(error) => Check::no(
             "MPS",
-            format!(
-                "no daemon answers at {} ({error}): processes share a GPU in time slices",
-                control.display()
-            ),
+            format!("no daemon answers at {place} ({error}): processes share a GPU in time slices"),
             "for hand-overs between kernels on one GPU in 10 us instead of 290, start `nvidia-cuda-mps-control -d`",
         ),
     }
@@ -164,16 +150,12 @@ fn cpus_of(beside: Option<&Neighbours>, allowed: &[usize]) -> Check {
     let name = "CPUs beside it";
     let may = cpus::listed(allowed);
     let Some(beside) = beside else {
-        return Check::ok(
-            name,
-            format!("not shown by the driver here; this process may use CPUs {may}"),
-        );
+        let text = "not shown by the driver here";
+        return Check::ok(name, format!("{text}; this process may use CPUs {may}"));
     };
     let Some(node) = beside.node else {
-        return Check::ok(
-            name,
-            format!("no NUMA node is nearer; this process may use CPUs {may}"),
-        );
+        let text = "no NUMA node is nearer";
+        return Check::ok(name, format!("{text}; this process may use CPUs {may}"));
     };
     let near = cpus::listed(&beside.cpus);
     let detail = format!("NUMA node {node}, CPUs {near}; this process may use CPUs {may}");

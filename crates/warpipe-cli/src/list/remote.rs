@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use serde::Serialize;
+use serde_json::json;
 use warpipe::{Device, Domain, Endpoint, Subscriber};
 use warpipe_bridge::{Direction, RemoteName, STATUS_PREFIX, Status};
 
@@ -12,14 +12,6 @@ use crate::output::{Output, Style, printable, styled};
 const TIMEOUT: Duration = Duration::from_secs(2);
 /// More than the status of a bridge with all names that it may carry.
 const STATUS_BYTES_MAX: u64 = 64 << 20;
-
-#[derive(Serialize)]
-struct Row<'a> {
-    /// The endpoint of the bridge.
-    bridge: &'a str,
-    #[serde(flatten)]
-    remote: &'a RemoteName,
-}
 
 /// Lists the remote names of each bridge in the domain. A bridge that does not say them is named on
 /// the error stream.
@@ -32,7 +24,10 @@ pub(super) fn list(output: Output, domain: &Domain, endpoints: &[Endpoint]) -> a
         match status(domain, bridge) {
             Ok(status) => {
                 for remote in &status.names {
-                    output.say(|| line(remote), &Row { bridge, remote })?;
+                    let mut row = json!(remote);
+                    // The endpoint of the bridge.
+                    row["bridge"] = bridge.into();
+                    output.say(|| line(remote), &row)?;
                 }
             }
             Err(error) => eprintln!("{bridge}: {}", printable(&error.to_string())),
@@ -66,22 +61,16 @@ fn line(remote: &RemoteName) -> String {
     } else {
         styled(Style::Yellow, "unreachable")
     };
-    if let Some(workers) = remote.workers {
-        return format!(
-            "  {} {way} {}  {state}   queue, {workers} workers at the end that does its jobs, {:.1} jobs/s, credit {}",
-            printable(&remote.name),
-            printable(&remote.node),
-            remote.rate,
-            remote.credit,
-        );
+    let (name, node) = (printable(&remote.name), printable(&remote.node));
+    let head = format!("  {name} {way} {node}  {state}   ");
+    let RemoteName { rate, credit, .. } = remote;
+    head + &match remote.workers {
+        Some(workers) => format!(
+            "queue, {workers} workers at the end that does its jobs, {rate:.1} jobs/s, credit {credit}"
+        ),
+        None => format!(
+            "{rate:.1} tensors/s, credit {credit}, {} missing, {} dropped",
+            remote.missing, remote.dropped
+        ),
     }
-    format!(
-        "  {} {way} {}  {state}   {:.1} tensors/s, credit {}, {} missing, {} dropped",
-        printable(&remote.name),
-        printable(&remote.node),
-        remote.rate,
-        remote.credit,
-        remote.missing,
-        remote.dropped,
-    )
 }

@@ -1,84 +1,71 @@
 //! The text format of Prometheus, version 0.0.4. The names are a promise: docs/guide/observe.md
 //! lists them.
 
-use std::fmt::Write;
+use std::fmt::{Display, Write};
 
 use crate::observe::{EndpointRow, MemoryRow, ProcessState, Snapshot};
-
-/// A metric: its name, type and help.
-struct Metric(&'static str, &'static str, &'static str);
 
 /// The value of a metric for an endpoint.
 type Value = fn(&EndpointRow) -> u64;
 
-/// The metrics of an observed endpoint that sends samples, with their values.
-const SAMPLES: [(Metric, Value); 5] = [
+/// The metrics of an observed endpoint that sends samples: name, type, help and value.
+const SAMPLES: [(&str, &str, &str, Value); 6] = [
     (
-        Metric(
-            "warpipe_endpoint_items_total",
-            "counter",
-            "Samples sent, also by an endpoint without subscribers.",
-        ),
+        "endpoint_items_total",
+        "counter",
+        "Samples sent, also by an endpoint without subscribers.",
         |it| it.items,
     ),
     (
-        Metric(
-            "warpipe_endpoint_bytes_total",
-            "counter",
-            "Bytes of these samples.",
-        ),
+        "endpoint_bytes_total",
+        "counter",
+        "Bytes of these samples.",
         |it| it.bytes,
     ),
     (
-        Metric(
-            "warpipe_endpoint_dropped_total",
-            "counter",
-            "Samples that a policy kept from a subscriber.",
-        ),
+        "endpoint_dropped_total",
+        "counter",
+        "Samples that a policy kept from a subscriber.",
         |it| it.dropped,
     ),
     (
-        Metric(
-            "warpipe_endpoint_in_flight",
-            "gauge",
-            "Samples given to subscribers and not released.",
-        ),
+        "endpoint_in_flight",
+        "gauge",
+        "Samples given to subscribers and not released.",
         |it| it.in_flight,
     ),
     (
-        Metric(
-            "warpipe_endpoint_waiting",
-            "gauge",
-            "Jobs of a queue that no worker has.",
-        ),
+        "endpoint_waiting",
+        "gauge",
+        "Jobs of a queue that no worker has.",
         |it| it.waiting,
+    ),
+    (
+        "endpoint_copied_total",
+        "counter",
+        "Tensors that were to be sent where they lie and were copied.",
+        |it| it.copied.as_ref().map_or(0, |copied| copied.count),
     ),
 ];
 
 /// Those of any observed endpoint.
-const ENDPOINT: [(Metric, Value); 3] = [
+const ENDPOINT: [(&str, &str, &str, Value); 3] = [
     (
-        Metric(
-            "warpipe_endpoint_peers",
-            "gauge",
-            "Subscribers, or clients.",
-        ),
+        "endpoint_peers",
+        "gauge",
+        "Subscribers, or clients.",
         |it| it.peers,
     ),
     (
-        Metric(
-            "warpipe_endpoint_memory_bytes",
-            "gauge",
-            "Memory that the endpoint has allocated, or shares.",
-        ),
+        "endpoint_memory_bytes",
+        "gauge",
+        "Memory that the endpoint has allocated, or shares.",
         |it| it.memory,
     ),
     (
-        Metric(
-            "warpipe_endpoint_memory_limit_bytes",
-            "gauge",
-            "Its limit; 0 for none.",
-        ),
+        "endpoint_memory_limit_bytes",
+        "gauge",
+        "Its limit; 0 for none.",
         |it| it.memory_max,
     ),
 ];
@@ -87,7 +74,6 @@ const ENDPOINT: [(Metric, Value); 3] = [
 pub fn page(snapshot: &Snapshot) -> String {
     let mut page = Page::default();
     endpoints(&mut page, snapshot);
-    copies(&mut page, snapshot);
     subscribers(&mut page, snapshot);
     processes(&mut page, snapshot);
     memory(&mut page, snapshot);
@@ -95,194 +81,162 @@ pub fn page(snapshot: &Snapshot) -> String {
 }
 
 fn endpoints(page: &mut Page, snapshot: &Snapshot) {
-    page.head(&Metric(
-        "warpipe_endpoint_up",
+    page.head(
+        "endpoint_up",
         "gauge",
         "1 for a name with an owner that runs; 0 for one that is stopped, stalled or dead.",
-    ));
-    for endpoint in &snapshot.endpoints {
-        let is_up = matches!(endpoint.state.name(), "live" | "unobserved");
-        let labels = [
-            ("name", endpoint.name.as_str()),
-            ("state", endpoint.state.name()),
-        ];
-        page.value("warpipe_endpoint_up", &labels, u64::from(is_up));
+    );
+    for it in &snapshot.endpoints {
+        let state = it.state.name();
+        let is_up = matches!(state, "live" | "unobserved");
+        let labels: [Label<'_>; 2] = [("name", &it.name), ("state", &state)];
+        page.value("endpoint_up", &labels, u64::from(is_up));
     }
-    for (metric, value) in &SAMPLES {
-        page.head(metric);
-        for endpoint in snapshot.endpoints.iter().filter(|it| it.has_samples()) {
-            page.value(metric.0, &endpoint_labels(endpoint), value(endpoint));
-        }
+    let observed = || snapshot.endpoints.iter().filter(|it| it.kind.is_some());
+    let with_samples = || snapshot.endpoints.iter().filter(|it| it.has_samples());
+    for (name, kind, help, value) in SAMPLES {
+        page.head(name, kind, help);
+        with_samples().for_each(|it| page.value(name, &endpoint_labels(it), value(it)));
     }
-    for (metric, value) in &ENDPOINT {
-        page.head(metric);
-        for endpoint in snapshot.endpoints.iter().filter(|it| it.kind.is_some()) {
-            page.value(metric.0, &endpoint_labels(endpoint), value(endpoint));
-        }
+    for (name, kind, help, value) in ENDPOINT {
+        page.head(name, kind, help);
+        observed().for_each(|it| page.value(name, &endpoint_labels(it), value(it)));
     }
-    page.head(&Metric(
-        "warpipe_endpoint_latency_seconds",
+    page.head(
+        "endpoint_latency_seconds",
         "summary",
         "Time between sending and receiving, of samples that say when they were sent.",
-    ));
-    for endpoint in snapshot.endpoints.iter().filter(|it| it.has_samples()) {
-        let labels = endpoint_labels(endpoint);
-        let seconds = endpoint.latency_ns as f64 / 1e9;
-        page.value("warpipe_endpoint_latency_seconds_sum", &labels, seconds);
-        page.value(
-            "warpipe_endpoint_latency_seconds_count",
-            &labels,
-            endpoint.timed,
-        );
+    );
+    for it in with_samples() {
+        let (labels, seconds) = (endpoint_labels(it), it.latency_ns as f64 / 1e9);
+        page.value("endpoint_latency_seconds_sum", &labels, seconds);
+        page.value("endpoint_latency_seconds_count", &labels, it.timed);
     }
 }
 
-fn copies(page: &mut Page, snapshot: &Snapshot) {
-    page.head(&Metric(
-        "warpipe_endpoint_copied_total",
-        "counter",
-        "Tensors that were to be sent where they lie and were copied.",
-    ));
-    for endpoint in snapshot.endpoints.iter().filter(|it| it.has_samples()) {
-        let count = endpoint.copied.as_ref().map_or(0, |it| it.count);
-        page.value(
-            "warpipe_endpoint_copied_total",
-            &endpoint_labels(endpoint),
-            count,
-        );
-    }
-}
-
-fn endpoint_labels(endpoint: &EndpointRow) -> [(&'static str, &str); 2] {
-    [
-        ("name", endpoint.name.as_str()),
-        ("kind", endpoint.kind.as_deref().unwrap_or("unknown")),
-    ]
+fn endpoint_labels(endpoint: &EndpointRow) -> [Label<'_>; 2] {
+    // Never without a kind: only observed endpoints have these metrics.
+    let kind: &dyn Display = endpoint.kind.as_ref().map_or(&"unknown", |kind| kind);
+    [("name", &endpoint.name), ("kind", kind)]
 }
 
 fn subscribers(page: &mut Page, snapshot: &Snapshot) {
-    let metrics = [
-        Metric(
-            "warpipe_subscriber_lag",
-            "gauge",
-            "Samples that a subscriber was given and has not released.",
-        ),
-        Metric(
-            "warpipe_subscriber_dropped_total",
-            "counter",
-            "Samples that a subscriber did not get because of its policy.",
-        ),
-    ];
-    for (at, metric) in metrics.iter().enumerate() {
-        page.head(metric);
-        for endpoint in &snapshot.endpoints {
-            for (index, it) in endpoint.subscribers.iter().enumerate() {
-                let (pid, index) = (it.pid.to_string(), index.to_string());
-                let labels = [
-                    ("name", endpoint.name.as_str()),
-                    ("subscriber", &index),
-                    ("pid", &pid),
-                    ("state", it.state),
-                ];
-                let labels = if at == 0 { &labels[..] } else { &labels[..3] };
-                page.value(metric.0, labels, [it.lag, it.dropped][at]);
-            }
-        }
+    let all = snapshot.endpoints.iter().flat_map(|endpoint| {
+        let numbered = endpoint.subscribers.iter().enumerate();
+        numbered.map(move |(number, it)| (endpoint, number, it))
+    });
+    page.head(
+        "subscriber_lag",
+        "gauge",
+        "Samples that a subscriber was given and has not released.",
+    );
+    for (endpoint, number, it) in all.clone() {
+        let labels: [Label<'_>; 4] = [
+            ("name", &endpoint.name),
+            ("subscriber", &number),
+            ("pid", &it.pid),
+            ("state", &it.state),
+        ];
+        page.value("subscriber_lag", &labels, it.lag);
+    }
+    page.head(
+        "subscriber_dropped_total",
+        "counter",
+        "Samples that a subscriber did not get because of its policy.",
+    );
+    for (endpoint, number, it) in all {
+        let labels: [Label<'_>; 3] = [
+            ("name", &endpoint.name),
+            ("subscriber", &number),
+            ("pid", &it.pid),
+        ];
+        page.value("subscriber_dropped_total", &labels, it.dropped);
     }
 }
 
 fn processes(page: &mut Page, snapshot: &Snapshot) {
-    page.head(&Metric(
-        "warpipe_process_running",
+    page.head(
+        "process_running",
         "gauge",
         "1 for a process that runs; 0 for one that is stopped or stalled.",
-    ));
-    for process in &snapshot.processes {
-        let pid = process.pid.to_string();
-        let labels = [("pid", pid.as_str()), ("command", &process.command)];
-        let is_running = process.state == ProcessState::Running;
-        page.value("warpipe_process_running", &labels, u64::from(is_running));
+    );
+    for it in &snapshot.processes {
+        let is_running = it.state == ProcessState::Running;
+        let labels: [Label<'_>; 2] = [("pid", &it.pid), ("command", &it.command)];
+        page.value("process_running", &labels, u64::from(is_running));
     }
-    page.head(&Metric(
-        "warpipe_process_descriptors",
-        "gauge",
-        "Open descriptors.",
-    ));
-    for process in &snapshot.processes {
-        let pid = process.pid.to_string();
-        let labels = [("pid", pid.as_str())];
-        page.value(
-            "warpipe_process_descriptors",
-            &labels,
-            process.descriptors as u64,
-        );
+    page.head("process_descriptors", "gauge", "Open descriptors.");
+    for it in &snapshot.processes {
+        page.value("process_descriptors", &[("pid", &it.pid)], it.descriptors);
     }
-    page.head(&Metric(
-        "warpipe_process_memory_bytes",
+    page.head(
+        "process_memory_bytes",
         "gauge",
         "Memory that a process holds through warpipe, by device and by how it came to it.",
-    ));
-    for process in &snapshot.processes {
-        let pid = process.pid.to_string();
+    );
+    for it in &snapshot.processes {
         for (device, role, bytes) in [
-            ("cuda", "owned", process.gpu_owned),
-            ("cuda", "imported", process.gpu_imported),
-            ("host", "owned", process.host_owned),
-            ("host", "imported", process.host_imported),
-            ("cuda", "kept", process.gpu_kept),
-            ("host", "kept", process.host_kept),
+            ("cuda", "owned", it.gpu_owned),
+            ("cuda", "imported", it.gpu_imported),
+            ("host", "owned", it.host_owned),
+            ("host", "imported", it.host_imported),
+            ("cuda", "kept", it.gpu_kept),
+            ("host", "kept", it.host_kept),
         ] {
-            let labels = [("pid", pid.as_str()), ("device", device), ("role", role)];
-            page.value("warpipe_process_memory_bytes", &labels, bytes);
+            let labels: [Label<'_>; 3] = [("pid", &it.pid), ("device", &device), ("role", &role)];
+            page.value("process_memory_bytes", &labels, bytes);
         }
     }
-    page.head(&Metric(
-        "warpipe_process_slow_path_total",
+    page.head(
+        "process_slow_path_total",
         "counter",
         "Copies that were staged, and refusals for want of peer access.",
-    ));
-    for process in &snapshot.processes {
-        let pid = process.pid.to_string();
-        for taken in &process.slow_paths {
-            let labels = [("pid", pid.as_str()), ("path", taken.path)];
-            page.value("warpipe_process_slow_path_total", &labels, taken.count);
+    );
+    for it in &snapshot.processes {
+        for taken in &it.slow_paths {
+            let labels: [Label<'_>; 2] = [("pid", &it.pid), ("path", &taken.path)];
+            page.value("process_slow_path_total", &labels, taken.count);
         }
     }
 }
 
 fn memory(page: &mut Page, snapshot: &Snapshot) {
-    page.head(&Metric(
-        "warpipe_memory_bytes",
+    page.head(
+        "memory_bytes",
         "gauge",
         "Memory of all observed processes, each region counted once.",
-    ));
-    let state_of = |it: &MemoryRow| match it {
-        it if it.owner.is_some() => "owned",
-        it if it.is_kept() => "kept",
-        _ => "borrowed",
+    );
+    let state_of = |it: &MemoryRow| match (it.owner, it.keepers.is_empty()) {
+        (Some(_), _) => "owned",
+        (None, false) => "kept",
+        (None, true) => "borrowed",
     };
     for state in ["owned", "kept", "borrowed"] {
         let regions = snapshot.memory.iter().filter(|it| state_of(it) == state);
         let bytes = regions.map(|it| it.bytes).fold(0, u64::saturating_add);
-        page.value("warpipe_memory_bytes", &[("state", state)], bytes);
+        page.value("memory_bytes", &[("state", &state)], bytes);
     }
 }
 
-/// The text, as it grows.
+/// A label's name and value.
+type Label<'a> = (&'static str, &'a dyn Display);
+
+/// The text, as it grows. All names begin with `warpipe_`.
 #[derive(Default)]
 struct Page(String);
 
 impl Page {
-    fn head(&mut self, Metric(name, kind, help): &Metric) {
+    fn head(&mut self, name: &str, kind: &str, help: &str) {
+        let name = format!("warpipe_{name}");
         let _ = writeln!(self.0, "# HELP {name} {help}\n# TYPE {name} {kind}");
     }
 
-    fn value(&mut self, name: &str, labels: &[(&str, &str)], value: impl std::fmt::Display) {
-        let labels: Vec<String> = labels
+    fn value(&mut self, name: &str, labels: &[Label<'_>], value: impl Display) {
+        let labels = labels
             .iter()
-            .map(|(label, value)| format!("{label}=\"{}\"", escaped(value)))
-            .collect();
-        let _ = writeln!(self.0, "{name}{{{}}} {value}", labels.join(","));
+            .map(|(label, value)| format!("{label}=\"{}\"", escaped(&value.to_string())));
+        let labels: Vec<String> = labels.collect();
+        let _ = writeln!(self.0, "warpipe_{name}{{{}}} {value}", labels.join(","));
     }
 }
 

@@ -8,9 +8,10 @@ use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags};
 
 use crate::interrupt::{Interrupt, LOOK};
+use crate::poll::poll;
 
 /// The longest request, with its headers; also the most that is read behind one.
 const REQUEST_BYTES_MAX: usize = 8192;
@@ -39,10 +40,12 @@ pub fn serve(
             PollFd::new(listener, PollFlags::IN),
         ];
         fds.extend(clients.iter().map(|it| PollFd::new(&it.stream, it.wants())));
-        match poll(&mut fds, limit(&clients).as_ref()) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
-        }
+        // At most until the time of a client ends.
+        let next = clients.iter().map(|client| client.deadline).min();
+        poll(
+            &mut fds,
+            next.map(|next| next.saturating_duration_since(Instant::now())),
+        )?;
         // Before others are accepted: what has come from these may be a request.
         answer(&mut clients, &mut page);
         accept(listener, &mut clients)?;
@@ -59,12 +62,6 @@ fn answer(clients: &mut Vec<Client>, page: &mut impl FnMut() -> Result<String, S
         // A client that breaks off is its own affair.
         client.deadline > now && client.go_on(&mut page).unwrap_or(false)
     });
-}
-
-/// Until the time of a client ends.
-fn limit(clients: &[Client]) -> Option<Timespec> {
-    let next = clients.iter().map(|client| client.deadline).min()?;
-    Timespec::try_from(next.saturating_duration_since(Instant::now())).ok()
 }
 
 /// Accepts the clients that wait, up to a limit.

@@ -25,32 +25,25 @@ pub fn read(reader: &mut impl Read, length: u64) -> Result<(Vec<u8>, u64), Fault
     if &head[..6] != b"\x93NUMPY" {
         return Err(Fault::Magic);
     }
-    let (size, width) = match (head[6], head[7]) {
-        (1, 0) => {
-            let mut size = [0u8; 2];
-            read_part(reader, &mut size, length)?;
-            (u64::from(u16::from_le_bytes(size)), 2)
-        }
-        (2 | 3, 0) => {
-            let mut size = [0u8; 4];
-            read_part(reader, &mut size, length)?;
-            (u64::from(u32::from_le_bytes(size)), 4)
-        }
+    let width = match (head[6], head[7]) {
+        (1, 0) => 2,
+        (2 | 3, 0) => 4,
         (major, minor) => return Err(Fault::Version(major, minor)),
     };
+    let mut size = [0u8; 4];
+    read_part(reader, &mut size[..width], length)?;
+    let size = u64::from(u32::from_le_bytes(size));
     if size > LENGTH_MAX {
         return Err(Fault::HeaderLength(size));
     }
-    let start = 8 + width + size;
-    if start > length {
-        return Err(Fault::Short {
-            needed: start,
-            found: length,
-        });
+    let needed = 8 + width as u64 + size;
+    if needed > length {
+        let found = length;
+        return Err(Fault::Short { needed, found });
     }
     let mut text = vec![0u8; size as usize];
     read_part(reader, &mut text, length)?;
-    Ok((text, start))
+    Ok((text, needed))
 }
 
 fn read_part(reader: &mut impl Read, part: &mut [u8], length: u64) -> Result<(), Fault> {
@@ -68,25 +61,27 @@ fn read_part(reader: &mut impl Read, part: &mut [u8], length: u64) -> Result<(),
 pub fn parse(text: &[u8]) -> Result<Fields, Fault> {
     let mut parser = Parser { text, at: 0 };
     let (mut descr, mut fortran_order, mut shape) = (None, None, None);
-    parser.expect(b'{')?;
-    while !parser.accept(b'}') {
+    parser.expect("{")?;
+    while !parser.accept("}") {
         let key = parser.string()?;
-        parser.expect(b':')?;
+        parser.expect(":")?;
         let again = match key.as_str() {
             "descr" => descr.replace(parser.descr()?).is_some(),
             "fortran_order" => fortran_order.replace(parser.boolean()?).is_some(),
             "shape" => shape.replace(parser.shape()?).is_some(),
-            _ => return Err(parser.fault(format!("the key {key:?} has no meaning"))),
+            _ => return parser.fault(format!("the key {key:?} has no meaning")),
         };
         if again {
-            return Err(parser.fault(format!("the key {key:?} comes twice")));
+            return parser.fault(format!("the key {key:?} comes twice"));
         }
-        if !parser.accept(b',') {
-            parser.expect(b'}')?;
+        if !parser.accept(",") {
+            parser.expect("}")?;
             break;
         }
     }
-    parser.end()?;
+    if parser.next().is_some() {
+        return parser.fault("something follows the closing brace");
+    }
     Ok(Fields {
         descr: descr.ok_or(Fault::Missing("descr"))?,
         fortran_order: fortran_order.ok_or(Fault::Missing("fortran_order"))?,
@@ -99,123 +94,112 @@ struct Parser<'a> {
     at: usize,
 }
 
-impl Parser<'_> {
-    fn fault(&self, reason: impl Into<String>) -> Fault {
-        Fault::Header {
+impl<'a> Parser<'a> {
+    fn fault<T>(&self, reason: impl Into<String>) -> Result<T, Fault> {
+        Err(Fault::Header {
             at: self.at,
             reason: reason.into(),
-        }
+        })
     }
 
-    fn peek(&mut self) -> Option<u8> {
-        while matches!(self.text.get(self.at), Some(b' ' | b'\t' | b'\n' | b'\r')) {
-            self.at += 1;
-        }
+    /// The next byte that is no blank.
+    fn next(&mut self) -> Option<u8> {
+        let rest = &self.text[self.at..];
+        self.at += rest.len() - rest.trim_ascii_start().len();
         self.text.get(self.at).copied()
     }
 
-    fn accept(&mut self, byte: u8) -> bool {
-        let found = self.peek() == Some(byte);
-        self.at += usize::from(found);
+    fn accept(&mut self, token: &str) -> bool {
+        self.next();
+        let found = self.text[self.at..].starts_with(token.as_bytes());
+        self.at += if found { token.len() } else { 0 };
         found
     }
 
-    fn expect(&mut self, byte: u8) -> Result<(), Fault> {
-        if self.accept(byte) {
-            Ok(())
-        } else {
-            Err(self.fault(format!("{:?} is due", char::from(byte))))
+    fn expect(&mut self, token: &str) -> Result<(), Fault> {
+        match self.accept(token) {
+            true => Ok(()),
+            false => self.fault(format!("{token:?} is due")),
         }
     }
 
-    fn end(&mut self) -> Result<(), Fault> {
-        match self.peek() {
-            None => Ok(()),
-            Some(_) => Err(self.fault("something follows the closing brace")),
-        }
+    /// The bytes from here on for which `is_part` holds.
+    fn take_while(&mut self, is_part: impl Fn(&u8) -> bool) -> &'a str {
+        let rest = &self.text[self.at..];
+        let end = rest.iter().position(|byte| !is_part(byte));
+        let taken = &rest[..end.unwrap_or(rest.len())];
+        self.at += taken.len();
+        str::from_utf8(taken).unwrap_or_default()
     }
 
     /// A quoted string without escapes: no key and no dtype needs one.
     fn string(&mut self) -> Result<String, Fault> {
-        let Some(quote @ (b'\'' | b'"')) = self.peek() else {
-            return Err(self.fault("a quoted string is due"));
+        let Some(quote @ (b'\'' | b'"')) = self.next() else {
+            return self.fault("a quoted string is due");
         };
-        let from = self.at + 1;
-        let Some(length) = self.text[from..].iter().position(|&byte| byte == quote) else {
-            return Err(self.fault("a string has no end"));
-        };
-        let inside = &self.text[from..from + length];
-        if !inside
-            .iter()
-            .all(|&byte| byte.is_ascii_graphic() && byte != b'\\')
-        {
-            return Err(self.fault("a string holds more than plain letters"));
+        self.at += 1;
+        let is_plain = |byte: &u8| byte.is_ascii_graphic() && *byte != b'\\' && *byte != quote;
+        let inside = self.take_while(is_plain);
+        match self.text.get(self.at) {
+            Some(&end) if end == quote => self.at += 1,
+            Some(_) => return self.fault("a string holds more than plain letters"),
+            None => return self.fault("a string has no end"),
         }
-        self.at = from + length + 1;
-        Ok(inside.iter().map(|&byte| char::from(byte)).collect())
+        Ok(inside.to_owned())
     }
 
     fn descr(&mut self) -> Result<String, Fault> {
-        match self.peek() {
+        match self.next() {
             Some(b'[' | b'(') => Err(Fault::Structured),
             _ => self.string(),
         }
     }
 
     fn boolean(&mut self) -> Result<bool, Fault> {
-        self.peek();
-        for (word, value) in [(&b"True"[..], true), (b"False", false)] {
-            if self.text[self.at..].starts_with(word) {
-                self.at += word.len();
-                return Ok(value);
-            }
+        match self.accept("True") {
+            true => Ok(true),
+            false if self.accept("False") => Ok(false),
+            false => self.fault("True or False is due"),
         }
-        Err(self.fault("True or False is due"))
     }
 
     /// A tuple of integers: `()`, `(3,)`, `(3, 4)`. As in Python, `(3)` is no tuple.
     fn shape(&mut self) -> Result<Vec<u64>, Fault> {
-        self.expect(b'(')?;
+        self.expect("(")?;
         let mut shape = Vec::new();
         let mut comma = true;
-        while !self.accept(b')') {
+        while !self.accept(")") {
             if !comma {
-                return Err(self.fault("',' or ')' is due"));
+                return self.fault("',' or ')' is due");
             }
             if shape.len() == DIMENSIONS_MAX {
-                return Err(Fault::Shape(format!(
-                    "more than {DIMENSIONS_MAX} dimensions"
-                )));
+                let reason = format!("more than {DIMENSIONS_MAX} dimensions");
+                return Err(Fault::Shape(reason));
             }
             shape.push(self.dimension()?);
-            comma = self.accept(b',');
+            comma = self.accept(",");
         }
         if shape.len() == 1 && !comma {
-            return Err(self.fault("a shape of one dimension ends in ',)'"));
+            return self.fault("a shape of one dimension ends in ',)'");
         }
         Ok(shape)
     }
 
     fn dimension(&mut self) -> Result<u64, Fault> {
-        let negative = self.accept(b'-');
-        self.peek();
-        let rest = &self.text[self.at..];
-        let digits = &rest[..rest
-            .iter()
-            .position(|byte| !byte.is_ascii_digit())
-            .unwrap_or(rest.len())];
+        let is_negative = self.accept("-");
+        self.next();
+        let digits = self.take_while(u8::is_ascii_digit);
         if digits.is_empty() {
-            return Err(self.fault("a whole number is due"));
+            return self.fault("a whole number is due");
         }
-        let number: String = digits.iter().map(|&digit| char::from(digit)).collect();
-        if negative {
-            return Err(Fault::Negative(format!("-{number}")));
+        if is_negative {
+            return Err(Fault::Negative(format!("-{digits}")));
         }
-        self.at += digits.len();
         // Python 2 wrote its long integers as `3L`.
-        self.at += usize::from(self.text.get(self.at) == Some(&b'L'));
-        number
-            .parse()
-            .map_err(|_| Fault::Shape(format!("the dimension {number} is past 64 bits")))
+        if self.text.get(self.at) == Some(&b'L') {
+            self.at += 1;
+        }
+        let past = |_| Fault::Shape(format!("the dimension {digits} is past 64 bits"));
+        digits.parse().map_err(past)
     }
 }

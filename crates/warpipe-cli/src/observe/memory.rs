@@ -6,7 +6,7 @@ use serde::Serialize;
 use warpipe::statistics::{Observation, RegionId, Role};
 
 /// One region of memory, in all the processes that have it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct MemoryRow {
     pub bytes: u64,
     pub device: String,
@@ -20,52 +20,34 @@ pub struct MemoryRow {
     pub keepers: Vec<i32>,
 }
 
-/// Adds a process that may have the memory several times.
-fn add(pids: &mut Vec<i32>, pid: i32) {
-    if !pids.contains(&pid) {
-        pids.push(pid);
-    }
-}
-
-impl MemoryRow {
-    /// Whether an observed process is answerable for the memory: one that allocated it, or a
-    /// keeper.
-    pub fn is_kept(&self) -> bool {
-        self.owner.is_some() || !self.keepers.is_empty()
-    }
-}
-
 /// The memory of all observed processes, the largest first.
 pub fn rows(observation: &Observation) -> Vec<MemoryRow> {
-    let mut names: BTreeMap<[u64; 2], &str> = BTreeMap::new();
-    for process in &observation.processes {
-        for endpoint in process
-            .endpoints
-            .iter()
-            .filter(|it| it.generation != [0; 2])
-        {
-            names.insert(endpoint.generation, endpoint.name.as_str());
-        }
-    }
+    let endpoints = observation.processes.iter().flat_map(|it| &it.endpoints);
+    let names = endpoints.filter(|it| it.generation != [0; 2]);
+    let names = names.map(|it| (it.generation, it.name.as_str()));
+    let names: BTreeMap<[u64; 2], &str> = names.collect();
     let mut rows: BTreeMap<RegionId, MemoryRow> = BTreeMap::new();
     for process in &observation.processes {
         for region in &process.regions {
             let row = rows.entry(region.id).or_insert_with(|| MemoryRow {
-                bytes: 0,
                 device: region.device.to_string(),
-                endpoint: None,
-                owner: None,
-                borrowers: Vec::new(),
-                keepers: Vec::new(),
+                ..MemoryRow::default()
             });
             row.bytes = row.bytes.max(region.bytes);
             if let Some(name) = names.get(&region.generation) {
                 row.endpoint = Some((*name).to_owned());
             }
-            match region.role {
-                Role::Owner => row.owner = Some(process.pid),
-                Role::Peer => add(&mut row.borrowers, process.pid),
-                Role::Keeper => add(&mut row.keepers, process.pid),
+            let holders = match region.role {
+                Role::Owner => {
+                    row.owner = Some(process.pid);
+                    continue;
+                }
+                Role::Peer => &mut row.borrowers,
+                Role::Keeper => &mut row.keepers,
+            };
+            // A process may have the memory several times.
+            if !holders.contains(&process.pid) {
+                holders.push(process.pid);
             }
         }
     }

@@ -10,6 +10,6 @@ pub mod text;
 pub use memory::MemoryRow;
 pub use process::{ProcessRow, ProcessState};
 pub use rates::{Meter, Rate};
-pub use snapshot::{
-    EndpointRow, EndpointState, Snapshot, Source, SubscriberRow, existing_domain, missing,
-};
+#[cfg(test)]
+pub use snapshot::EndpointState;
+pub use snapshot::{EndpointRow, Snapshot, Source, SubscriberRow, existing_domain, missing};

@@ -4,7 +4,7 @@ use serde::Serialize;
 use warpipe::DeviceKind;
 use warpipe::statistics::{Endpoint, Process, Region, Role, SlowPathCount};
 
-use crate::output::printable;
+use crate::output::{Style, printable};
 
 /// A process does not run if its page has not changed for this long. It ticks every 200 ms.
 const STALLED_NS: u64 = 900_000_000;
@@ -24,6 +24,14 @@ pub enum ProcessState {
 }
 
 impl ProcessState {
+    /// How much it asks for attention.
+    pub fn style(self) -> Style {
+        match self {
+            ProcessState::Running => Style::Green,
+            ProcessState::Stalled | ProcessState::Stopped => Style::Yellow,
+        }
+    }
+
     pub fn name(self) -> &'static str {
         match self {
             ProcessState::Running => "running",

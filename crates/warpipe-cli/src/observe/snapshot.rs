@@ -11,7 +11,7 @@ use warpipe::{Domain, clock};
 
 use super::memory::{self, MemoryRow};
 use super::process::{self, ProcessRow, ProcessState, SlowPathRow};
-use crate::output;
+use crate::output::{self, Style};
 
 /// What is looked at, and what the last look has found out.
 pub struct Source {
@@ -38,10 +38,11 @@ pub struct Snapshot {
 }
 
 /// The state of a name's owner.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum EndpointState {
     /// Its process runs.
+    #[default]
     Live,
     /// Its process lives, and its statistics page cannot be read from here.
     Unobserved,
@@ -56,6 +57,16 @@ pub enum EndpointState {
 }
 
 impl EndpointState {
+    /// How much it asks for attention.
+    pub fn style(self) -> Style {
+        match self {
+            EndpointState::Live => Style::Green,
+            EndpointState::Unobserved => Style::Dim,
+            EndpointState::Stalled | EndpointState::Stopped => Style::Yellow,
+            EndpointState::Stale | EndpointState::Foreign => Style::Red,
+        }
+    }
+
     pub fn name(self) -> &'static str {
         match self {
             EndpointState::Live => "live",
@@ -69,7 +80,7 @@ impl EndpointState {
 }
 
 /// A name of the domain, with its owner's counts. They are 0 for an owner that is not observed.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Default, Serialize)]
 pub struct EndpointRow {
     pub name: String,
     /// `publisher`, `queue`, `pool`, ...; unknown for an owner that is not observed.
@@ -119,6 +130,17 @@ pub struct SubscriberRow {
     pub silent_seconds: f64,
 }
 
+impl SubscriberRow {
+    /// How much its state asks for attention.
+    pub fn style(&self) -> Style {
+        match self.state {
+            "suspect" | "dead" => Style::Red,
+            "stalled" => Style::Yellow,
+            _ => Style::Dim,
+        }
+    }
+}
+
 /// The domain in a directory of this user's; none if nothing is there. A command that only looks
 /// makes none.
 pub fn existing_domain(path: &Path) -> warpipe::Result<Option<Domain>> {
@@ -155,23 +177,9 @@ impl Source {
         }
         let found = self.domain.as_ref().map(Domain::endpoints).transpose()?;
         let found = found.unwrap_or_default();
-        let names: BTreeMap<String, Option<i32>> = found
-            .iter()
-            .map(|endpoint| {
-                let holder = endpoint.holder.as_ref();
-                let holder = holder.map(|holder| holder.pid.unwrap_or(0));
-                (endpoint.name.to_string(), holder)
-            })
-            .collect();
         let observation = self.observer.observe();
         let domain = self.path.display().to_string();
-        let mut snapshot = Snapshot::of(domain, self.identity, &names, &observation);
-        for endpoint in found.iter().filter(|it| it.foreign.is_some()) {
-            let name = endpoint.name.as_str();
-            for row in snapshot.endpoints.iter_mut().filter(|it| it.name == name) {
-                (row.state, row.foreign) = (EndpointState::Foreign, endpoint.foreign);
-            }
-        }
+        let mut snapshot = Snapshot::of(domain, self.identity, &found, &observation);
         if self.domain.is_none() {
             snapshot.notes.insert(0, missing(&self.path));
         }
@@ -194,87 +202,82 @@ fn identity(path: &Path) -> Option<[u64; 2]> {
 }
 
 impl EndpointRow {
-    /// What is wrong with a queue that has jobs and no worker.
-    pub fn backlog(&self) -> Option<String> {
-        let jobs = output::counted(
-            usize::try_from(self.waiting).ok()?,
-            "job waits",
-            "jobs wait",
-        );
-        match (self.waiting, self.peers) {
-            (0, _) => None,
-            (_, 0) => Some(format!("{jobs}, and no worker is attached")),
-            _ => Some(jobs),
-        }
+    /// The jobs of a queue that no worker has.
+    pub fn backlog(&self) -> Option<(String, Style)> {
+        let waiting = usize::try_from(self.waiting)
+            .ok()
+            .filter(|&jobs| jobs > 0)?;
+        let jobs = output::counted(waiting, "job waits", "jobs wait");
+        Some(match self.peers {
+            0 => (format!("{jobs}, and no worker is attached"), Style::Yellow),
+            _ => (jobs, Style::Dim),
+        })
     }
 }
 
 impl Snapshot {
-    /// Joins the names of a domain with what the pages say. `names`: each with its holder's number,
-    /// 0 for an unknown one.
-    pub fn of(
+    /// Joins the names of a domain with what the pages say.
+    fn of(
         domain: String,
         identity: [u64; 2],
-        names: &BTreeMap<String, Option<i32>>,
+        names: &[warpipe::Endpoint],
         observation: &Observation,
     ) -> Snapshot {
         let taken_ns = clock::now_ns();
-        let processes: Vec<ProcessRow> = observation
-            .processes
-            .iter()
+        let pages = observation.processes.iter();
+        let processes: Vec<ProcessRow> = pages
             .map(|process| process::row(process, identity, taken_ns))
             .collect();
         let states: BTreeMap<i32, ProcessState> =
             processes.iter().map(|row| (row.pid, row.state)).collect();
-        let mut endpoints = Vec::new();
-        for (name, &holder) in names {
-            let owners = endpoints_of(observation, identity, Role::Owner)
-                .filter(|(_, endpoint)| endpoint.name.as_str() == name);
+        let endpoints = names.iter().map(|found| {
             // A name of a domain has one owner; a page of another process that claims it has not.
+            let holder = found.holder.as_ref();
             let is_holder =
-                |process: &Process| holder.is_none_or(|pid| pid == 0 || pid == process.pid);
-            let owner = owners.clone().find(|(process, _)| is_holder(process));
-            endpoints.push(match (owner, holder) {
-                (Some((process, endpoint)), Some(_)) => {
-                    observed(process, endpoint, states.get(&process.pid), observation)
-                }
-                (_, holder) => EndpointRow::unobserved(name, holder),
-            });
-        }
-        let mut notes: Vec<String> = observation
-            .unreadable
-            .iter()
-            .map(|it| format!("process {}: {}", it.pid, it.reason))
-            .collect();
-        if observation.unsearched > 0 {
-            notes.push(format!(
-                "{} not searched to the end: their users' processes have too many descriptors; \
-                 the next look goes on",
-                output::counted(observation.unsearched, "process was", "processes were")
-            ));
-        }
-        for process in &observation.processes {
-            let (pid, unlisted, damaged) = (process.pid, process.unlisted, process.damaged);
-            if unlisted > 0 {
-                notes.push(format!(
-                    "process {pid}: {unlisted} rows found no room in its page"
-                ));
+                |pid: i32| holder.is_some_and(|it| it.pid.is_none_or(|holder| holder == pid));
+            let owner = endpoints_of(observation, identity, Role::Owner)
+                .find(|(process, it)| it.name == found.name && is_holder(process.pid));
+            match owner {
+                Some((process, it)) => observed(process, it, states.get(&process.pid), observation),
+                None => unobserved(found),
             }
-            if damaged > 0 {
-                notes.push(format!(
-                    "process {pid}: {damaged} rows of its page are damaged"
-                ));
-            }
-        }
+        });
         Snapshot {
             domain,
             taken_ns,
             memory: memory::rows(observation),
-            endpoints,
+            endpoints: endpoints.collect(),
             processes,
-            notes,
+            notes: notes(observation),
         }
     }
+}
+
+/// What could not be read.
+fn notes(observation: &Observation) -> Vec<String> {
+    let unreadable = observation.unreadable.iter();
+    let mut notes: Vec<String> = unreadable
+        .map(|it| format!("process {}: {}", it.pid, it.reason))
+        .collect();
+    if observation.unsearched > 0 {
+        notes.push(format!(
+            "{} not searched to the end: their users' processes have too many descriptors; \
+             the next look goes on",
+            output::counted(observation.unsearched, "process was", "processes were")
+        ));
+    }
+    for process in &observation.processes {
+        let pid = process.pid;
+        for (rows, fault) in [
+            (process.unlisted, "found no room in its page"),
+            (process.damaged, "of its page are damaged"),
+        ] {
+            if rows > 0 {
+                notes.push(format!("process {pid}: {rows} rows {fault}"));
+            }
+        }
+    }
+    notes
 }
 
 fn endpoints_of(
@@ -297,33 +300,20 @@ impl EndpointRow {
     pub fn has_samples(&self) -> bool {
         self.kind.is_some() && self.depth > 0
     }
+}
 
-    fn unobserved(name: &str, holder: Option<i32>) -> EndpointRow {
-        EndpointRow {
-            name: name.to_owned(),
-            kind: None,
-            state: match holder {
-                Some(_) => EndpointState::Unobserved,
-                None => EndpointState::Stale,
-            },
-            foreign: None,
-            pid: holder.filter(|&pid| pid != 0),
-            device: None,
-            items: 0,
-            bytes: 0,
-            timed: 0,
-            latency_ns: 0,
-            in_flight: 0,
-            dropped: 0,
-            memory: 0,
-            memory_max: 0,
-            peers: 0,
-            depth: 0,
-            waiting: 0,
-            copied: None,
-            subscribers: Vec::new(),
-            generation: [0; 2],
-        }
+/// A name without an owner whose page can be read.
+fn unobserved(found: &warpipe::Endpoint) -> EndpointRow {
+    EndpointRow {
+        name: found.name.to_string(),
+        state: match (&found.holder, found.foreign) {
+            (_, Some(_)) => EndpointState::Foreign,
+            (Some(_), None) => EndpointState::Unobserved,
+            (None, None) => EndpointState::Stale,
+        },
+        foreign: found.foreign,
+        pid: found.holder.as_ref().and_then(|holder| holder.pid),
+        ..EndpointRow::default()
     }
 }
 

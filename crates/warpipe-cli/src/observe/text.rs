@@ -3,7 +3,7 @@
 use super::process::{ProcessRow, SlowPathRow};
 use super::snapshot::{EndpointRow, EndpointState, Snapshot};
 use super::{MemoryRow, Rate};
-use crate::output::{self, Style, printable, styled};
+use crate::output::{self, Style, column, printable, styled};
 
 /// The longest path that a process's name may have beside it.
 const NAME_WIDTH_MAX: usize = 40;
@@ -11,16 +11,10 @@ const NAME_WIDTH_MAX: usize = 40;
 /// One line for an endpoint, and one for each of its subscribers.
 pub fn endpoint(endpoint: &EndpointRow, rate: Option<Rate>, width: usize) -> Vec<String> {
     let (name, state) = (&endpoint.name, endpoint.state);
-    let style = match state {
-        EndpointState::Live => Style::Green,
-        EndpointState::Unobserved => Style::Dim,
-        EndpointState::Stalled | EndpointState::Stopped => Style::Yellow,
-        EndpointState::Stale | EndpointState::Foreign => Style::Red,
-    };
     let width = width.min(NAME_WIDTH_MAX);
     let mut text = format!(
         "  {name:<width$}  {}",
-        styled(style, &format!("{:<10}", state.name()))
+        styled(state.style(), &format!("{:<10}", state.name()))
     );
     let holder = endpoint
         .pid
@@ -58,32 +52,15 @@ pub fn endpoint(endpoint: &EndpointRow, rate: Option<Rate>, width: usize) -> Vec
         }
     }
     let subscribers = endpoint.subscribers.iter().map(|it| {
-        let style = match it.state {
-            "suspect" | "dead" => Style::Red,
-            "stalled" => Style::Yellow,
-            _ => Style::Dim,
-        };
-        format!(
-            "      process {}  {}  lag {}  dropped {}",
-            it.pid,
-            styled(style, &format!("{:<9}", it.state)),
-            it.lag,
-            output::count(it.dropped)
-        )
+        let state = styled(it.style(), &format!("{:<9}", it.state));
+        let (pid, lag, dropped) = (it.pid, it.lag, output::count(it.dropped));
+        format!("      process {pid}  {state}  lag {lag}  dropped {dropped}")
     });
-    let backlog = endpoint
-        .backlog()
-        .map(|said| styled(backlog_style(endpoint), &format!("      {said}")));
+    let backlog = endpoint.backlog();
+    let backlog = backlog.map(|(said, style)| styled(style, &format!("      {said}")));
     let copied = endpoint.copied.iter().map(slow_path);
     let lines = std::iter::once(text).chain(backlog).chain(copied);
     lines.chain(subscribers).collect()
-}
-
-fn backlog_style(endpoint: &EndpointRow) -> Style {
-    match endpoint.peers {
-        0 => Style::Yellow,
-        _ => Style::Dim,
-    }
 }
 
 /// One line for a slow path.
@@ -161,11 +138,7 @@ pub fn all(snapshot: &Snapshot, rates: &[Option<Rate>]) -> Vec<String> {
     let title = |text: String| styled(Style::Bold, &text);
     let names = output::counted(snapshot.endpoints.len(), "name", "names");
     let mut lines = vec![title(format!("{domain}: {names}"))];
-    let widths = snapshot
-        .endpoints
-        .iter()
-        .map(|endpoint| endpoint.name.len());
-    let width = widths.max().unwrap_or(0);
+    let width = column(snapshot.endpoints.iter().map(|it| it.name.as_str()));
     let rates = rates.iter().copied().chain(std::iter::repeat(None));
     for (row, rate) in snapshot.endpoints.iter().zip(rates) {
         lines.extend(endpoint(row, rate, width));

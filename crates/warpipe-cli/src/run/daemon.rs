@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, anyhow, ensure};
+use anyhow::{Context as _, bail, ensure};
 use clap::Args;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags};
 use rustix::process::{
     Pid, PidfdFlags, Signal, WaitOptions, getpid, kill_process, pidfd_open, pidfd_send_signal,
     set_child_subreaper,
@@ -19,7 +19,10 @@ use super::{NOT_FOUND, variables};
 use crate::doctor::system::mps_answers_at;
 use crate::exit::Exit;
 use crate::interrupt::Interrupt;
-use crate::process::{ending, this_program, wait};
+use crate::job::Job;
+use crate::output::printable;
+use crate::poll::poll;
+use crate::process::{child_of_this, ending, wait};
 
 /// The daemon's control program, found in PATH.
 const CONTROL: &str = "nvidia-cuda-mps-control";
@@ -28,7 +31,7 @@ const CONTROL: &str = "nvidia-cuda-mps-control";
 const SERVER_COMM: &[u8] = b"nvidia-cuda-mps";
 
 /// The line that says that the daemon answers.
-pub const READY: &str = "ready\n";
+pub const READY: &str = "ready";
 
 const START_LIMIT: Duration = Duration::from_secs(20);
 /// For one command to the daemon, and for its end.
@@ -83,18 +86,12 @@ fn make_folders(folder: &Path) -> anyhow::Result<()> {
 fn supervise(folder: &Path, interrupt: &Interrupt) -> anyhow::Result<()> {
     let mut daemon = Daemon::start(folder)?;
     let started = daemon.wait_until_it_answers(interrupt);
-    if started.is_ok() {
-        let told = io::stdout()
-            .write_all(READY.as_bytes())
-            .and_then(|()| io::stdout().flush());
-        if told.is_ok() {
-            daemon.wait_for_the_end_of_input(interrupt);
-        }
-    }
     if started.is_err() {
         // It takes no request, and has no servers yet: no client could connect.
         let _ = daemon.child.kill();
         let _ = daemon.child.wait();
+    } else if writeln!(io::stdout(), "{READY}").is_ok() {
+        daemon.wait_for_the_end_of_input(interrupt);
     }
     daemon.quit();
     started
@@ -110,10 +107,8 @@ impl Daemon {
     fn start(folder: &Path) -> anyhow::Result<Daemon> {
         let output = File::create(folder.join("output"))?;
         // By way of a process that asks for a signal at this one's death: killed, it quits nothing.
-        let spawned = this_program()
-            .args(["mps-program", "--kill", "--parent"])
-            .arg(std::process::id().to_string())
-            .args(["--", CONTROL, "-f"])
+        let spawned = child_of_this("mps-program")
+            .args(["--kill", "--", CONTROL, "-f"])
             .envs(variables(folder))
             .stdin(Stdio::null())
             .stdout(output.try_clone()?)
@@ -126,30 +121,27 @@ impl Daemon {
 
     fn wait_until_it_answers(&mut self, interrupt: &Interrupt) -> anyhow::Result<()> {
         let start = Instant::now();
-        loop {
+        while !mps_answers_at(&self.folder.join("pipe")) {
             if let Some(status) = self.child.try_wait()? {
-                if status.code() == Some(NOT_FOUND.into()) {
-                    return Err(anyhow!(
-                        "{CONTROL} is not in PATH; it comes with NVIDIA's driver, and needs a GPU on this machine{}",
-                        self.log()
-                    ));
-                }
-                return Err(anyhow!("{CONTROL} {}{}", ending(status), self.log()));
-            }
-            if mps_answers_at(&self.folder.join("pipe")) {
-                return Ok(());
+                let how = match status.code() == Some(NOT_FOUND.into()) {
+                    true => {
+                        "is not in PATH; it comes with NVIDIA's driver, and needs a GPU on this \
+                             machine"
+                            .to_owned()
+                    }
+                    false => ending(status),
+                };
+                bail!("{CONTROL} {how}{}", self.log());
             }
             if start.elapsed() > START_LIMIT {
                 let limit = START_LIMIT.as_secs();
-                return Err(anyhow!(
-                    "{CONTROL} does not answer after {limit} s{}",
-                    self.log()
-                ));
+                bail!("{CONTROL} does not answer after {limit} s{}", self.log());
             }
             if interrupt.came() || input_ends_within(LOOK) {
-                return Err(anyhow!("interrupted"));
+                bail!("interrupted");
             }
         }
+        Ok(())
     }
 
     fn wait_for_the_end_of_input(&mut self, interrupt: &Interrupt) {
@@ -197,24 +189,14 @@ impl Daemon {
     /// The end of what the daemon has written, for an error.
     fn log(&self) -> String {
         let files = ["output", "log/control.log"].map(|file| self.folder.join(file));
-        let text: String = files
-            .iter()
-            .filter_map(|file| fs::read_to_string(file).ok())
-            .collect();
-        let lines: Vec<_> = text
-            .lines()
-            .filter(|line| !line.trim().is_empty())
-            .collect();
-        let text = crate::output::printable(&lines.join("; "));
-        let from = text
-            .char_indices()
-            .rev()
-            .nth(LOG_SHOWN)
-            .map_or(0, |(at, _)| at);
-        if text.is_empty() {
-            text
-        } else {
-            format!(": {}", &text[from..])
+        let text = files.map(|file| fs::read_to_string(file).unwrap_or_default());
+        let text = text.concat();
+        let lines = text.lines().filter(|line| !line.trim().is_empty());
+        let text = printable(&lines.collect::<Vec<_>>().join("; "));
+        let from = text.char_indices().rev().nth(LOG_SHOWN);
+        match text.is_empty() {
+            true => text,
+            false => format!(": {}", &text[from.map_or(0, |(at, _)| at)..]),
         }
     }
 }
@@ -241,29 +223,18 @@ fn end_children(limit: Duration) -> io::Result<()> {
 
 /// The children of this process, which alone reaps them.
 fn children() -> io::Result<Vec<Pid>> {
-    let own = std::process::id();
-    let parent = |number: i32| -> Option<u32> {
-        let stat = fs::read_to_string(format!("/proc/{number}/stat")).ok()?;
-        // Behind the name, which may contain anything, come the state and the parent.
-        stat.rsplit_once(')')?
-            .1
-            .split_ascii_whitespace()
-            .nth(1)?
-            .parse()
-            .ok()
+    let own = std::process::id().cast_signed();
+    let is_child = |pid: &Pid| {
+        let job = Job::of(pid.as_raw_pid());
+        job.is_some_and(|job| job.parent == own)
     };
-    let mut found = vec![];
-    for entry in fs::read_dir("/proc")? {
-        let number = entry?
-            .file_name()
-            .to_str()
-            .and_then(|name| name.parse().ok());
-        let child = number
-            .filter(|&number| parent(number) == Some(own))
-            .and_then(Pid::from_raw);
-        found.extend(child);
-    }
-    Ok(found)
+    Ok(processes()?.filter(is_child).collect())
+}
+
+/// The processes that this one sees.
+fn processes() -> io::Result<impl Iterator<Item = Pid>> {
+    let names = fs::read_dir("/proc")?.filter_map(Result::ok);
+    Ok(names.filter_map(|entry| Pid::from_raw(entry.file_name().to_str()?.parse().ok()?)))
 }
 
 /// Ends the servers of a daemon that was killed: processes with a server's name and this folder's
@@ -271,11 +242,7 @@ fn children() -> io::Result<Vec<Pid>> {
 pub fn end_servers_of(folder: &Path) -> io::Result<()> {
     let (name, pipes) = variables(folder)[0].clone();
     let variable = [name.as_bytes(), b"=", pipes.as_os_str().as_bytes()].concat();
-    for entry in fs::read_dir("/proc")? {
-        let number = entry?.file_name().to_str().and_then(|it| it.parse().ok());
-        let Some(pid) = number.and_then(Pid::from_raw) else {
-            continue;
-        };
+    for pid in processes()? {
         // Opened before it is looked at, so that the number is still its own when it is killed.
         let Ok(process) = pidfd_open(pid, PidfdFlags::empty()) else {
             continue;
@@ -284,9 +251,8 @@ pub fn end_servers_of(folder: &Path) -> io::Result<()> {
         let is_server = read("comm").is_ok_and(|comm| comm.trim_ascii_end() == SERVER_COMM);
         let is_of_folder = || {
             let environment = read("environ").unwrap_or_default();
-            environment
-                .split(|&byte| byte == 0)
-                .any(|it| it == variable)
+            let mut variables = environment.split(|&byte| byte == 0);
+            variables.any(|it| it == variable)
         };
         if is_server && is_of_folder() {
             let _ = pidfd_send_signal(&process, Signal::KILL);
@@ -297,14 +263,6 @@ pub fn end_servers_of(folder: &Path) -> io::Result<()> {
 
 /// Whether standard input ends within this time. Nothing is written to it.
 fn input_ends_within(limit: Duration) -> bool {
-    let limit = Timespec {
-        tv_sec: 0,
-        tv_nsec: limit.subsec_nanos() as _,
-    };
     let stdin = io::stdin();
-    let mut waited = [PollFd::new(&stdin, PollFlags::IN)];
-    match poll(&mut waited, Some(&limit)) {
-        Ok(0) | Err(_) => false,
-        Ok(_) => !waited[0].revents().is_empty(),
-    }
+    poll(&mut [PollFd::new(&stdin, PollFlags::IN)], Some(limit)).unwrap_or(false)
 }

@@ -167,7 +167,7 @@ impl Supervisor {
         BufReader::new(output)
             .read_line(&mut said)
             .context("the supervisor's answer")?;
-        if said == daemon::READY {
+        if said.trim_end() == daemon::READY {
             let folder = folder.path().to_owned();
             return Ok(Ok(Supervisor { child, folder }));
         }
@@ -201,13 +201,9 @@ impl Supervisor {
 fn run_program(args: &RunArgs, folder: &Path, signals: &Signals) -> anyhow::Result<ExitStatus> {
     // The terminal's: unlike other children, the program is its user's.
     let mut command = this_program_in_this_group();
+    let parent = std::process::id().to_string();
     command
-        .args([
-            "mps-program",
-            "--parent",
-            &std::process::id().to_string(),
-            "--",
-        ])
+        .args(["mps-program", "--parent", &parent, "--"])
         .args(&args.program)
         .envs(variables(folder));
     if std::env::var_os(VISIBLE_DEVICES).is_some_and(|devices| lists_numbers(&devices)) {

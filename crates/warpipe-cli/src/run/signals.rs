@@ -1,15 +1,17 @@
 //! Signals to `warpipe run`, passed on to its program.
 
-use std::io::{self, Read};
+use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::process::{Child, ExitStatus};
 
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
 
+use crate::interrupt::{stream_of, take};
 use crate::job::Job;
+use crate::poll::poll;
 
 /// Each signal with a stream that is readable once it has come.
 pub struct Signals(Vec<(Signal, UnixStream)>);
@@ -24,11 +26,8 @@ impl Signals {
             .into_iter()
             .filter(|number| ignored & (1 << (number - 1)) == 0);
         let caught = wanted.map(|number| {
-            let (read, write) = UnixStream::pair()?;
-            read.set_nonblocking(true)?;
-            signal_hook::low_level::pipe::register(number, write)?;
             let signal = Signal::from_named_raw(number).ok_or(io::ErrorKind::InvalidInput)?;
-            Ok((signal, read))
+            Ok((signal, stream_of(&[number])?))
         });
         Ok(Signals(caught.collect::<io::Result<_>>()?))
     }
@@ -36,22 +35,20 @@ impl Signals {
     /// Waits until a stream is readable, or at its end. Returns the signal that asked for this
     /// process's end before.
     pub fn wait_unless_asked_to_end(&self, stream: &impl AsFd) -> io::Result<Option<Signal>> {
-        let asks = |it: &&(Signal, UnixStream)| !matches!(it.0, Signal::USR1 | Signal::USR2);
+        let asking = self.0.iter();
+        let asking = asking.filter(|(it, _)| !matches!(*it, Signal::USR1 | Signal::USR2));
         loop {
             let mut waited = vec![PollFd::new(stream, PollFlags::IN)];
             waited.extend(
-                self.0
-                    .iter()
-                    .filter(asks)
+                asking
+                    .clone()
                     .map(|(_, read)| PollFd::new(read, PollFlags::IN)),
             );
-            match poll(&mut waited, None) {
-                Err(rustix::io::Errno::INTR) => continue,
-                other => other?,
-            };
-            let came = self.0.iter().filter(asks).zip(&waited[1..]);
-            let mut came = came.filter(|(_, waited)| !waited.revents().is_empty());
-            return Ok(came.next().map(|((signal, _), _)| *signal));
+            if poll(&mut waited, None)? {
+                let mut came = asking.zip(&waited[1..]);
+                let came = came.find(|(_, waited)| !waited.revents().is_empty());
+                return Ok(came.map(|((signal, _), _)| *signal));
+            }
         }
     }
 
@@ -61,24 +58,16 @@ impl Signals {
         let pidfd = pidfd_open(pid, PidfdFlags::empty())?;
         loop {
             let mut waited = vec![PollFd::new(&pidfd, PollFlags::IN)];
-            waited.extend(
-                self.0
-                    .iter()
-                    .map(|(_, read)| PollFd::new(read, PollFlags::IN)),
-            );
-            match poll(&mut waited, None) {
-                Ok(_) | Err(rustix::io::Errno::INTR) => {}
-                Err(error) => return Err(error.into()),
-            }
+            let streams = self.0.iter().map(|(_, read)| read);
+            waited.extend(streams.map(|read| PollFd::new(read, PollFlags::IN)));
+            poll(&mut waited, None)?;
             if let Some(status) = child.try_wait()? {
                 return Ok(status);
             }
-            for (signal, mut read) in self.0.iter().map(|(signal, read)| (*signal, read)) {
-                let mut bytes = [0; 64];
-                let came = matches!(read.read(&mut bytes), Ok(1..));
-                if came && !is_from_terminal(signal) {
+            for (signal, read) in &self.0 {
+                if take(read) && !is_from_terminal(*signal) {
                     // The child is not reaped, so the number is its own.
-                    let _ = kill_process(pid, signal);
+                    let _ = kill_process(pid, *signal);
                 }
             }
         }

@@ -14,17 +14,17 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use ratatui_core::terminal::Terminal;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use serde::Serialize;
+use rustix::event::{PollFd, PollFlags};
+use serde_json::{Value, json};
 use signal_hook::consts::SIGWINCH;
 use warpipe::Domain;
 
 use crate::args::TopArgs;
 use crate::exit::{Exit, UsageError};
-use crate::interrupt::{Interrupt, LOOK};
-use crate::observe::{EndpointRow, MemoryRow, Meter, ProcessRow, Rate, Snapshot, Source, text};
+use crate::interrupt::{self, Interrupt};
+use crate::observe::{Meter, Rate, Snapshot, Source, text};
 use crate::output::Output;
+use crate::poll::poll;
 use crate::top::stop::Stops;
 use crate::top::terminal::Screen;
 use crate::top::view::{View, Wish};
@@ -52,7 +52,7 @@ pub fn run(args: &TopArgs) -> anyhow::Result<Exit> {
     }
     let wakers = Wakers {
         interrupted: interrupt.readable()?,
-        resized: stop::readable(SIGWINCH)?,
+        resized: interrupt::stream_of(&[SIGWINCH])?,
         stops: Stops::catch()?,
     };
     let shown = {
@@ -62,8 +62,8 @@ pub fn run(args: &TopArgs) -> anyhow::Result<Exit> {
             terminal::restore();
             before(panic);
         }));
-        let screen = Screen::enter().context("the terminal cannot be set up")?;
-        show(args, &mut source, &interrupt, &wakers, &screen)
+        let mut screen = Screen::enter().context("the terminal cannot be set up")?;
+        show(args, &mut source, &interrupt, &wakers, &mut screen)
     };
     match shown {
         Ok(()) if interrupt.came() => Ok(Exit::Interrupted),
@@ -88,9 +88,8 @@ fn show(
     source: &mut Source,
     interrupt: &Interrupt,
     wakers: &Wakers,
-    screen: &Screen,
+    screen: &mut Screen,
 ) -> anyhow::Result<()> {
-    let mut terminal = Terminal::new(terminal::Output::new())?;
     let (mut view, mut meter) = (View::default(), Meter::default());
     let (mut bytes, mut due) = (Vec::new(), Instant::now());
     while !interrupt.came() {
@@ -99,7 +98,8 @@ fn show(
             // A look that takes long leaves time for others.
             due = Instant::now() + args.interval;
         }
-        terminal.draw(|frame| draw::draw(&mut view, frame.buffer_mut()))?;
+        let size = screen.size();
+        screen.show(&draw::draw(&mut view, size.0, size.1), size)?;
         assert!(!args.plant_panic, "planted");
         let left = due.saturating_duration_since(Instant::now());
         let limit = if bytes.is_empty() {
@@ -117,10 +117,7 @@ fn show(
         if wishes.contains(&Wish::Suspend) {
             wakers.stops.ask()?;
         }
-        if wakers.stops.obey(screen)? {
-            // The screen has nothing of the last frame.
-            terminal.clear()?;
-        }
+        wakers.stops.obey(screen)?;
     }
     Ok(())
 }
@@ -141,13 +138,9 @@ fn wait(wakers: &Wakers, limit: Duration) -> io::Result<bool> {
         PollFd::new(&wakers.stops.asked, PollFlags::IN),
         PollFd::new(&wakers.stops.continued, PollFlags::IN),
     ];
-    let limit = Timespec::try_from(limit).ok();
-    match poll(&mut fds, limit.as_ref()) {
-        Ok(_) | Err(rustix::io::Errno::INTR) => {}
-        Err(error) => return Err(error.into()),
-    }
+    poll(&mut fds, Some(limit))?;
     let has_input = !fds[0].revents().is_empty();
-    stop::came(&wakers.resized);
+    interrupt::take(&wakers.resized);
     Ok(has_input)
 }
 
@@ -165,36 +158,10 @@ fn read_input(bytes: &mut Vec<u8>) -> io::Result<bool> {
     }
 }
 
-/// The object of `--json`.
-#[derive(Serialize)]
-struct Report<'a> {
-    domain: &'a str,
-    taken_ns: u64,
-    interval_seconds: f64,
-    endpoints: Vec<ReportedEndpoint<'a>>,
-    processes: &'a [ProcessRow],
-    memory: &'a [MemoryRow],
-    notes: &'a [String],
-}
-
-#[derive(Serialize)]
-struct ReportedEndpoint<'a> {
-    #[serde(flatten)]
-    endpoint: &'a EndpointRow,
-    /// Null for an endpoint that was not there when the interval began.
-    rate: Option<Rate>,
-}
-
 fn once(args: &TopArgs, source: &mut Source, interrupt: &Interrupt) -> anyhow::Result<Exit> {
     let mut meter = Meter::default();
     meter.rates(&source.look()?);
-    let mut left = args.interval;
-    while !left.is_zero() && !interrupt.came() {
-        let step = left.min(LOOK);
-        std::thread::sleep(step);
-        left -= step;
-    }
-    if interrupt.came() {
+    if !interrupt.sleep(args.interval) {
         return Ok(Exit::Interrupted);
     }
     let snapshot = source.look()?;
@@ -204,17 +171,13 @@ fn once(args: &TopArgs, source: &mut Source, interrupt: &Interrupt) -> anyhow::R
     Ok(Exit::Done)
 }
 
-fn report<'a>(snapshot: &'a Snapshot, rates: &[Option<Rate>], interval: Duration) -> Report<'a> {
-    let endpoints = snapshot.endpoints.iter().zip(rates);
-    Report {
-        domain: &snapshot.domain,
-        taken_ns: snapshot.taken_ns,
-        interval_seconds: interval.as_secs_f64(),
-        endpoints: endpoints
-            .map(|(endpoint, &rate)| ReportedEndpoint { endpoint, rate })
-            .collect(),
-        processes: &snapshot.processes,
-        memory: &snapshot.memory,
-        notes: &snapshot.notes,
+/// The object of `--json`: the look, with the rates of its endpoints.
+fn report(snapshot: &Snapshot, rates: &[Option<Rate>], interval: Duration) -> Value {
+    let mut report = json!(snapshot);
+    report["interval_seconds"] = interval.as_secs_f64().into();
+    for (at, rate) in rates.iter().enumerate() {
+        // Null for an endpoint that was not there when the interval began.
+        report["endpoints"][at]["rate"] = json!(rate);
     }
+    report
 }

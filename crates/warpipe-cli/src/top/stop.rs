@@ -2,12 +2,12 @@
 //! taken again afterwards.
 
 use std::io;
-use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 
 use rustix::process::{Signal, getpid, kill_current_process_group, kill_process};
 use signal_hook::consts::{SIGCONT, SIGTSTP};
 
+use crate::interrupt::{stream_of, take};
 use crate::job::Job;
 
 /// The signals of job control, each as a stream that is readable once it has come.
@@ -19,8 +19,8 @@ pub struct Stops {
 impl Stops {
     pub fn catch() -> io::Result<Stops> {
         Ok(Stops {
-            asked: readable(SIGTSTP)?,
-            continued: readable(SIGCONT)?,
+            asked: stream_of(&[SIGTSTP])?,
+            continued: stream_of(&[SIGCONT])?,
         })
     }
 
@@ -32,38 +32,20 @@ impl Stops {
         Ok(())
     }
 
-    /// Stops this process if it has been asked to. Returns whether it has been stopped, also by a
-    /// SIGSTOP, which cannot be caught: then the terminal is as another program left it.
-    pub fn obey(&self, screen: &super::Screen) -> io::Result<bool> {
-        let is_asked = came(&self.asked) && is_continued_by_a_shell();
+    /// Stops this process if it has been asked to, and takes the terminal over again after a stop,
+    /// also after a SIGSTOP, which cannot be caught: it is as another program left it.
+    pub fn obey(&self, screen: &mut super::Screen) -> io::Result<()> {
+        let is_asked = take(&self.asked) && is_continued_by_a_shell();
         if is_asked {
             screen.give_back();
             kill_process(getpid(), Signal::STOP)?;
         }
         // Both streams: one stop may bring both signals.
-        let was_stopped = came(&self.continued) || is_asked;
-        if was_stopped {
+        if take(&self.continued) || is_asked {
             screen.take()?;
         }
-        Ok(was_stopped)
+        Ok(())
     }
-}
-
-/// A stream that is readable once the signal has come.
-pub fn readable(signal: i32) -> io::Result<UnixStream> {
-    let (read, write) = UnixStream::pair()?;
-    read.set_nonblocking(true)?;
-    signal_hook::low_level::pipe::register(signal, write)?;
-    Ok(read)
-}
-
-/// Whether the signal has come since the last call.
-pub fn came(stream: &UnixStream) -> bool {
-    let (mut signals, mut came) = ([0; 64], false);
-    while matches!(rustix::io::read(stream.as_fd(), &mut signals), Ok(1..)) {
-        came = true;
-    }
-    came
 }
 
 /// Whether the process group has a shell that continues it. In one that has none (an orphaned one,

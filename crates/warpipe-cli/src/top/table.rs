@@ -3,10 +3,8 @@
 use std::time::Duration;
 
 use super::view::Tab;
-use crate::observe::{
-    EndpointRow, EndpointState, MemoryRow, ProcessRow, ProcessState, Rate, Snapshot, SubscriberRow,
-};
-use crate::output;
+use crate::observe::{EndpointRow, MemoryRow, ProcessRow, Rate, Snapshot, SubscriberRow};
+use crate::output::{self, Style};
 
 /// A column. Numbers are on the right of theirs.
 #[derive(Debug, Clone, Copy)]
@@ -27,9 +25,8 @@ const fn text(title: &'static str, width: u16) -> Column {
 
 const fn number(title: &'static str, width: u16) -> Column {
     Column {
-        title,
-        width,
         is_number: true,
+        ..text(title, width)
     }
 }
 
@@ -77,26 +74,13 @@ pub fn columns(tab: Tab) -> &'static [Column] {
     }
 }
 
-/// How much a cell asks for attention.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Tone {
-    #[default]
-    Plain,
-    Good,
-    /// Stopped, stalled, dropped samples.
-    Warning,
-    /// Suspect, dead, left by the dead.
-    Alarm,
-    Dim,
-}
-
 /// One cell.
 #[derive(Debug, Clone, Default)]
 pub struct Cell {
     pub text: String,
     /// The number to sort by.
     pub sort: Option<f64>,
-    pub tone: Tone,
+    pub style: Style,
 }
 
 /// One row, and lines below it.
@@ -147,7 +131,7 @@ impl Row {
 }
 
 impl Cell {
-    fn text(text: impl Into<String>) -> Cell {
+    pub fn text(text: impl Into<String>) -> Cell {
         Cell {
             text: text.into(),
             ..Cell::default()
@@ -156,20 +140,19 @@ impl Cell {
 
     fn number(text: String, sort: f64) -> Cell {
         Cell {
-            text,
             sort: Some(sort),
-            tone: Tone::Plain,
+            ..Cell::text(text)
         }
     }
 
-    fn tone(self, tone: Tone) -> Cell {
-        Cell { tone, ..self }
+    pub fn style(self, style: Style) -> Cell {
+        Cell { style, ..self }
     }
 }
 
 /// What is not known.
 fn unknown() -> Cell {
-    Cell::text("-").tone(Tone::Dim)
+    Cell::text("-").style(Style::Dim)
 }
 
 fn count(number: u64) -> Cell {
@@ -196,18 +179,20 @@ fn endpoint_row(endpoint: &EndpointRow, rate: Option<Rate>) -> Row {
         rate.map_or_else(unknown, |rate| Cell::number(text(of(&rate)), of(&rate)))
     };
     let latency = rate.and_then(|rate| rate.latency_ns);
-    let drops = count(endpoint.dropped);
-    let tone = match endpoint.state {
-        EndpointState::Live => Tone::Good,
-        EndpointState::Unobserved => Tone::Dim,
-        EndpointState::Stalled | EndpointState::Stopped => Tone::Warning,
-        EndpointState::Stale | EndpointState::Foreign => Tone::Alarm,
+    let drops = match endpoint.dropped {
+        0 => Style::Plain,
+        _ => Style::Yellow,
     };
+    let state = endpoint.state;
+    // The jobs of a queue that no worker has.
+    let backlog = endpoint.backlog();
+    let backlog = backlog.map(|(text, style)| Cell::text(text).style(style));
+    let subscribers = endpoint.subscribers.iter().map(subscriber);
     Row {
         cells: vec![
             Cell::text(&endpoint.name),
             endpoint.kind.as_deref().map_or_else(unknown, Cell::text),
-            Cell::text(endpoint.state.name()).tone(tone),
+            Cell::text(state.name()).style(state.style()),
             pid(endpoint.pid),
             per_second(|rate| rate.items_per_second, |rate| format!("{rate:.1}")),
             per_second(
@@ -218,11 +203,7 @@ fn endpoint_row(endpoint: &EndpointRow, rate: Option<Rate>) -> Row {
                 Cell::number(output::duration(Duration::from_nanos(ns)), ns as f64)
             }),
             of_samples(count(endpoint.in_flight)),
-            of_samples(if endpoint.dropped > 0 {
-                drops.tone(Tone::Warning)
-            } else {
-                drops
-            }),
+            of_samples(count(endpoint.dropped).style(drops)),
             known(count(endpoint.peers)),
             // Not every endpoint without samples says which memory it shares.
             known(if_so(
@@ -230,53 +211,29 @@ fn endpoint_row(endpoint: &EndpointRow, rate: Option<Rate>) -> Row {
                 bytes(endpoint.memory),
             )),
         ],
-        details: backlog(endpoint)
-            .into_iter()
-            .chain(endpoint.subscribers.iter().map(subscriber))
-            .collect(),
+        details: backlog.into_iter().chain(subscribers).collect(),
     }
 }
 
-/// The jobs of a queue that no worker has.
-fn backlog(endpoint: &EndpointRow) -> Option<Cell> {
-    let tone = match endpoint.peers {
-        0 => Tone::Warning,
-        _ => Tone::Dim,
-    };
-    Some(Cell::text(endpoint.backlog()?).tone(tone))
-}
-
-fn subscriber(subscriber: &SubscriberRow) -> Cell {
+fn subscriber(it: &SubscriberRow) -> Cell {
     let SubscriberRow {
-        pid,
-        state,
-        lag,
-        dropped,
-        silent_seconds,
-        ..
-    } = subscriber;
-    let behind = subscriber.behind.map_or("-".to_owned(), output::count);
-    let tone = match *state {
-        "suspect" | "dead" => Tone::Alarm,
-        "stalled" => Tone::Warning,
-        _ => Tone::Dim,
-    };
-    Cell::text(format!(
-        "process {pid}  {state:<9}  lag {lag}  behind {behind}  dropped {dropped}  silent {silent_seconds:.1} s",
-    ))
-    .tone(tone)
+        pid, lag, dropped, ..
+    } = it;
+    let behind = it.behind.map_or("-".to_owned(), output::count);
+    let text = format!(
+        "process {pid}  {:<9}  lag {lag}  behind {behind}  dropped {dropped}  silent {:.1} s",
+        it.state, it.silent_seconds
+    );
+    Cell::text(text).style(it.style())
 }
 
 fn process_row(process: &ProcessRow) -> Row {
-    let tone = match process.state {
-        ProcessState::Running => Tone::Good,
-        ProcessState::Stalled | ProcessState::Stopped => Tone::Warning,
-    };
+    let state = process.state;
     Row {
         cells: vec![
             Cell::text(&process.command),
             pid(Some(process.pid)),
-            Cell::text(process.state.name()).tone(tone),
+            Cell::text(state.name()).style(state.style()),
             count(process.descriptors as u64),
             count(process.endpoints as u64),
             bytes(process.gpu_owned),
@@ -291,7 +248,7 @@ fn process_row(process: &ProcessRow) -> Row {
 fn memory_row(memory: &MemoryRow) -> Row {
     let borrowers: Vec<String> = memory.borrowers.iter().map(i32::to_string).collect();
     let owner = match memory.owner.or(memory.keepers.first().copied()) {
-        None => Cell::text("none").tone(Tone::Warning),
+        None => Cell::text("none").style(Style::Yellow),
         owner => pid(owner),
     };
     Row {

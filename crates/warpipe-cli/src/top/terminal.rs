@@ -1,21 +1,21 @@
-//! The terminal: raw mode, the other screen, cells as ECMA-48 sequences, and its restoring.
+//! The terminal: raw mode, the other screen, frames as ECMA-48 sequences, and its restoring.
 
-use std::io::{self, Write};
+use std::fmt::Write;
+use std::io;
 use std::sync::Mutex;
 
-use ratatui_core::backend::{Backend, ClearType, WindowSize};
-use ratatui_core::buffer::Cell;
-use ratatui_core::layout::{Position, Size};
-use ratatui_core::style::{Color, Modifier};
 use rustix::termios::{self, OptionalActions, Termios};
 
+use super::draw::{Frame, Span};
 use crate::output::{is_colour_wanted, write_out};
 
-/// The other screen, and no cursor.
-const ENTER: &[u8] = b"\x1b[?1049h\x1b[?25l\x1b[2J";
+/// The other screen, no cursor, and no further line for what does not fit into one.
+const ENTER: &[u8] = b"\x1b[?1049h\x1b[?25l\x1b[?7l\x1b[2J";
 
-/// The cursor, plain text, and the screen from before.
-const LEAVE: &[u8] = b"\x1b[0m\x1b[?25h\x1b[?1049l";
+/// Plain text, lines as long as they are, the cursor, and the screen from before.
+const LEAVE: &[u8] = b"\x1b[0m\x1b[?7h\x1b[?25h\x1b[?1049l";
+
+const CLEAR: &str = "\x1b[0m\x1b[2J";
 
 /// The screen for a terminal that does not say its size.
 const SIZE: (u16, u16) = (80, 24);
@@ -27,24 +27,32 @@ const SIZE_MAX: (u16, u16) = (1000, 500);
 static BEFORE: Mutex<Option<Termios>> = Mutex::new(None);
 
 /// The terminal in raw mode. Dropping it restores what was there before.
-pub struct Screen(());
+pub struct Screen {
+    /// The lines that it shows; none after it was taken over or has another size.
+    shown: Vec<String>,
+    size: (u16, u16),
+}
 
 impl Screen {
     /// Takes over the terminal of standard input and output.
     pub fn enter() -> io::Result<Screen> {
         *lock() = Some(termios::tcgetattr(io::stdin())?);
-        let screen = Screen(());
+        let mut screen = Screen {
+            shown: Vec::new(),
+            size: (0, 0),
+        };
         screen.take()?;
         Ok(screen)
     }
 
     /// Takes the terminal over, again after a stop: a shell has set its modes meanwhile.
-    pub fn take(&self) -> io::Result<()> {
+    pub fn take(&mut self) -> io::Result<()> {
         let Some(mut raw) = lock().clone() else {
             return Ok(());
         };
         raw.make_raw();
         termios::tcsetattr(io::stdin(), OptionalActions::Flush, &raw)?;
+        self.shown.clear();
         write_out(ENTER)
     }
 
@@ -53,6 +61,35 @@ impl Screen {
         if let Some(before) = &*lock() {
             leave(before);
         }
+    }
+
+    /// Its columns and lines.
+    pub fn size(&self) -> (u16, u16) {
+        let size = termios::tcgetwinsize(io::stdout()).map(|size| (size.ws_col, size.ws_row));
+        let (columns, rows) = size.ok().filter(|&(x, y)| x > 0 && y > 0).unwrap_or(SIZE);
+        (columns.min(SIZE_MAX.0), rows.min(SIZE_MAX.1))
+    }
+
+    /// Shows a frame of this size: the lines that have changed go out in one write.
+    pub fn show(&mut self, frame: &Frame, size: (u16, u16)) -> io::Result<()> {
+        let mut changes = String::new();
+        if size != self.size {
+            self.shown.clear();
+            self.size = size;
+            changes += CLEAR;
+        }
+        let has_colours = is_colour_wanted();
+        let lines = frame.lines.iter().enumerate();
+        let lines: Vec<String> = lines
+            .map(|(y, spans)| line(y + 1, frame.width, spans, has_colours))
+            .collect();
+        for (y, line) in lines.iter().enumerate() {
+            if self.shown.get(y) != Some(line) {
+                changes += line;
+            }
+        }
+        self.shown = lines;
+        write_out(changes.as_bytes())
     }
 }
 
@@ -80,137 +117,27 @@ fn lock() -> std::sync::MutexGuard<'static, Option<Termios>> {
         .unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// Standard output, as frames are drawn on it. A frame goes out in one write.
-pub struct Output {
-    frame: Vec<u8>,
-    has_colours: bool,
-}
-
-impl Output {
-    pub fn new() -> Output {
-        Output {
-            frame: Vec::new(),
-            has_colours: is_colour_wanted(),
-        }
+/// Line `row` of the screen, from 1: blanks, and over them each span at its place. A wide letter
+/// moves no span behind it.
+fn line(row: usize, width: u16, spans: &[Span], has_colours: bool) -> String {
+    let mut line = format!("\x1b[{row};1H\x1b[0m{}", " ".repeat(width.into()));
+    for Span { x, text, style } in spans {
+        let style = style.sequence(has_colours);
+        let _ = write!(line, "\x1b[{row};{}H{style}{text}", x + 1);
     }
-}
-
-impl Backend for Output {
-    type Error = io::Error;
-
-    fn draw<'a, I>(&mut self, content: I) -> io::Result<()>
-    where
-        I: Iterator<Item = (u16, u16, &'a Cell)>,
-    {
-        let mut next = None;
-        let mut style = None;
-        for (x, y, cell) in content {
-            if next != Some((x, y)) {
-                write!(self.frame, "\x1b[{};{}H", y + 1, x + 1)?;
-            }
-            let colour = if self.has_colours {
-                cell.fg
-            } else {
-                Color::Reset
-            };
-            let wanted = (colour, cell.modifier);
-            if style != Some(wanted) {
-                write_style(&mut self.frame, wanted.0, wanted.1)?;
-                style = Some(wanted);
-            }
-            self.frame.extend_from_slice(cell.symbol().as_bytes());
-            // A wide letter takes two cells, and the terminal's cursor is then elsewhere.
-            next = cell.symbol().is_ascii().then_some((x + 1, y));
-        }
-        self.frame.extend_from_slice(b"\x1b[0m");
-        Ok(())
-    }
-
-    fn hide_cursor(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn show_cursor(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn get_cursor_position(&mut self) -> io::Result<Position> {
-        Ok(Position::ORIGIN)
-    }
-
-    fn set_cursor_position<P: Into<Position>>(&mut self, _: P) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn clear(&mut self) -> io::Result<()> {
-        self.frame.extend_from_slice(b"\x1b[0m\x1b[2J");
-        Ok(())
-    }
-
-    fn clear_region(&mut self, _: ClearType) -> io::Result<()> {
-        self.clear()
-    }
-
-    fn size(&self) -> io::Result<Size> {
-        let size = termios::tcgetwinsize(io::stdout()).map(|size| (size.ws_col, size.ws_row));
-        let (columns, rows) = size.ok().filter(|&(x, y)| x > 0 && y > 0).unwrap_or(SIZE);
-        Ok(Size::new(columns.min(SIZE_MAX.0), rows.min(SIZE_MAX.1)))
-    }
-
-    fn window_size(&mut self) -> io::Result<WindowSize> {
-        Ok(WindowSize {
-            columns_rows: self.size()?,
-            pixels: Size::ZERO,
-        })
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        write_out(&self.frame)?;
-        self.frame.clear();
-        Ok(())
-    }
-}
-
-fn write_style(frame: &mut Vec<u8>, color: Color, modifier: Modifier) -> io::Result<()> {
-    frame.extend_from_slice(b"\x1b[0");
-    for (flag, code) in [
-        (Modifier::BOLD, 1),
-        (Modifier::DIM, 2),
-        (Modifier::UNDERLINED, 4),
-        (Modifier::REVERSED, 7),
-    ] {
-        if modifier.contains(flag) {
-            write!(frame, ";{code}")?;
-        }
-    }
-    let code = match color {
-        Color::Red => Some(31),
-        Color::Green => Some(32),
-        Color::Yellow => Some(33),
-        _ => None,
-    };
-    if let Some(code) = code {
-        write!(frame, ";{code}")?;
-    }
-    frame.push(b'm');
-    Ok(())
+    line
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::output::Style;
 
     #[test]
     fn a_terminal_without_colours_gets_the_other_styles() {
-        let mut cell = Cell::new("x");
-        (cell.fg, cell.modifier) = (Color::Red, Modifier::BOLD);
         for (has_colours, wanted) in [(true, "\x1b[0;1;31mx"), (false, "\x1b[0;1mx")] {
-            let mut output = Output {
-                frame: Vec::new(),
-                has_colours,
-            };
-            output.draw([(0, 0, &cell)].into_iter()).unwrap();
-            let drawn = String::from_utf8(output.frame).unwrap();
+            let (text, style) = ("x".to_owned(), Style::Red);
+            let drawn = line(1, 1, &[Span { x: 0, text, style }], has_colours);
             assert!(drawn.contains(wanted), "{drawn:?}");
         }
     }

@@ -2,16 +2,13 @@
 
 use std::path::Path;
 
-use ratatui_core::buffer::Buffer;
-use ratatui_core::layout::Rect;
-use ratatui_core::style::{Color, Modifier};
-
-use super::draw::draw;
+use super::draw::{Frame, draw};
 use super::keys::Key;
 use super::view::{Tab, View, Wish};
 use crate::observe::{
     EndpointRow, EndpointState, MemoryRow, ProcessRow, ProcessState, Rate, Snapshot, SubscriberRow,
 };
+use crate::output::Style;
 
 fn endpoint(name: &str, items: u64) -> EndpointRow {
     EndpointRow {
@@ -124,18 +121,27 @@ fn view_of(snapshot: Snapshot) -> View {
     view
 }
 
-fn frame(view: &mut View, width: u16, height: u16) -> Buffer {
-    let mut buffer = Buffer::empty(Rect::new(0, 0, width, height));
-    draw(view, &mut buffer);
-    buffer
+/// The letter and the style of each cell. A span outside of the frame has no cells.
+type Cells = Vec<Vec<(char, Style)>>;
+
+fn frame(view: &mut View, width: u16, height: u16) -> Cells {
+    let Frame { width, lines } = draw(view, width, height);
+    let line = |spans: Vec<super::draw::Span>| {
+        let mut cells = vec![(' ', Style::Plain); width.into()];
+        for span in spans {
+            for (at, letter) in (usize::from(span.x)..).zip(span.text.chars()) {
+                cells[at] = (letter, span.style);
+            }
+        }
+        cells
+    };
+    lines.into_iter().map(line).collect()
 }
 
-fn lines(buffer: &Buffer) -> Vec<String> {
-    let line = |y| {
-        let cells = (0..buffer.area.width).map(|x| buffer[(x, y)].symbol());
-        cells.collect::<String>().trim_end().to_owned()
-    };
-    (0..buffer.area.height).map(line).collect()
+fn lines(cells: &Cells) -> Vec<String> {
+    let text = |line: &Vec<(char, Style)>| line.iter().map(|cell| cell.0).collect::<String>();
+    let lines = cells.iter().map(text);
+    lines.map(|line| line.trim_end().to_owned()).collect()
 }
 
 /// The lines of rows, without head, foot and details.
@@ -162,13 +168,12 @@ fn a_stalled_and_a_suspect_peer_are_seen_by_their_colours() {
     let style = |part: &str| {
         let y = shown.iter().position(|line| line.contains(part)).unwrap();
         let x = shown[y].find(part).unwrap();
-        let cell = &buffer[(x as u16, y as u16)];
-        (cell.fg, cell.modifier.contains(Modifier::BOLD))
+        buffer[y][x].1
     };
-    assert_eq!(style("stalled"), (Color::Yellow, false));
-    assert_eq!(style("suspect"), (Color::Red, true));
-    assert_eq!(style("active"), (Color::Reset, false));
-    assert_eq!(style("stale "), (Color::Red, true));
+    assert_eq!(style("stalled"), Style::Yellow);
+    assert_eq!(style("suspect"), Style::Red);
+    assert_eq!(style("active"), Style::Dim);
+    assert_eq!(style("stale "), Style::Red);
     assert!(
         shown.iter().any(|line| line.contains("lag 2  behind 5")),
         "{shown:?}"
@@ -188,12 +193,12 @@ fn keys_choose_the_table_the_order_and_the_rows() {
     assert_eq!(names(&mut view), ["lidar"]);
     view.press(Key::Enter);
     type_text(&mut view, "2");
-    assert_eq!(view.tab(), Tab::Processes);
+    assert_eq!(view.tab, Tab::Processes);
     assert_eq!(names(&mut view), [] as [&str; 0]);
     view.press(Key::Escape);
     assert_eq!(names(&mut view), ["grabber"]);
     view.press(Key::Tab);
-    assert_eq!(view.tab(), Tab::Memory);
+    assert_eq!(view.tab, Tab::Memory);
     // While a filter is typed, letters are no commands.
     type_text(&mut view, "/q");
     assert_eq!(view.press(Key::Interrupt), Wish::Quit);
@@ -274,8 +279,9 @@ fn a_screen_of_any_size_is_drawn() {
             let mut view = view_of(sample());
             type_text(&mut view, &tab.to_string());
             view.press(Key::End);
-            let buffer = frame(&mut view, width, height);
-            assert_eq!(buffer.area, Rect::new(0, 0, width, height));
+            let cells = frame(&mut view, width, height);
+            assert_eq!(cells.len(), usize::from(height));
+            assert!(cells.iter().all(|line| line.len() == usize::from(width)));
         }
     }
 }
@@ -366,10 +372,10 @@ fn parts(line: &str) -> Vec<(u16, &str)> {
 }
 
 /// A frame as an SVG picture: texts for each run of cells of one style.
-fn svg(buffer: &Buffer) -> String {
+fn svg(cells: &Cells) -> String {
     use std::fmt::Write;
     const CELL: (u16, u16) = (8, 17);
-    let Rect { width, height, .. } = buffer.area;
+    let (width, height) = (cells[0].len() as u16, cells.len() as u16);
     let size = (width * CELL.0 + 16, height * CELL.1 + 16);
     let mut svg = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {} {}\" \
@@ -380,13 +386,13 @@ fn svg(buffer: &Buffer) -> String {
     for y in 0..height {
         let mut x = 0;
         while x < width {
-            let style = |x: u16| (buffer[(x, y)].fg, buffer[(x, y)].modifier);
+            let cell = |x: u16| cells[usize::from(y)][usize::from(x)];
+            let style = |x: u16| cell(x).1;
             let end = (x..width)
                 .find(|&at| style(at) != style(x))
                 .unwrap_or(width);
-            let text: String = (x..end).map(|at| buffer[(at, y)].symbol()).collect();
-            let (fg, modifier) = style(x);
-            let reversed = modifier.contains(Modifier::REVERSED);
+            let text: String = (x..end).map(|at| cell(at).0).collect();
+            let reversed = style(x) == Style::Reversed;
             let left = x * CELL.0 + 8;
             if reversed {
                 let (top, wide) = (y * CELL.1 + 9, (end - x) * CELL.0);
@@ -397,15 +403,15 @@ fn svg(buffer: &Buffer) -> String {
                 );
             }
             if !text.trim().is_empty() {
-                let fill = match fg {
-                    _ if reversed => "#1b1d21",
-                    Color::Red => "#ff6b68",
-                    Color::Green => "#7fc97f",
-                    Color::Yellow => "#e8c15a",
-                    _ if modifier.contains(Modifier::DIM) => "#8d929b",
-                    _ => "#d8dade",
+                let fill = match style(x) {
+                    Style::Reversed => "#1b1d21",
+                    Style::Red => "#ff6b68",
+                    Style::Green => "#7fc97f",
+                    Style::Yellow => "#e8c15a",
+                    Style::Dim => "#8d929b",
+                    Style::Plain | Style::Bold | Style::Underlined => "#d8dade",
                 };
-                let bold = modifier.contains(Modifier::BOLD);
+                let bold = matches!(style(x), Style::Bold | Style::Red);
                 let weight = if bold { " font-weight=\"bold\"" } else { "" };
                 for (at, part) in parts(&text) {
                     let _ = writeln!(

@@ -3,15 +3,16 @@
 use std::cmp::Ordering;
 
 use super::keys::Key;
-use super::table::{Cell, Table};
+use super::table::{Cell, Table, columns};
 use crate::observe::{Rate, Snapshot};
 
 /// The longest filter.
 const FILTER_MAX: usize = 80;
 
 /// One of the three tables.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Tab {
+    #[default]
     Endpoints,
     Processes,
     Memory,
@@ -37,21 +38,21 @@ struct Order {
 }
 
 /// The state of the screen.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct View {
-    tab: Tab,
+    pub tab: Tab,
     orders: [Order; 3],
     filter: String,
     is_typing: bool,
-    is_paused: bool,
+    pub is_paused: bool,
     /// The first line of the table's body that is shown.
     first: usize,
     /// How many lines the last frame had room for.
     page: usize,
-    snapshot: Snapshot,
+    pub snapshot: Snapshot,
     rates: Vec<Option<Rate>>,
     /// Why the last look failed.
-    fault: Option<String>,
+    pub fault: Option<String>,
 }
 
 /// What a key asks of the loop.
@@ -60,23 +61,6 @@ pub enum Wish {
     Stay,
     Quit,
     Suspend,
-}
-
-impl Default for View {
-    fn default() -> View {
-        View {
-            tab: Tab::Endpoints,
-            orders: [Order::default(); 3],
-            filter: String::new(),
-            is_typing: false,
-            is_paused: false,
-            first: 0,
-            page: 1,
-            snapshot: Snapshot::default(),
-            rates: Vec::new(),
-            fault: None,
-        }
-    }
 }
 
 impl View {
@@ -117,7 +101,7 @@ impl View {
             Key::Char('3') => self.show(Tab::Memory),
             Key::Tab => self.show(Tab::ALL[(self.tab as usize + 1) % Tab::ALL.len()]),
             Key::Char('s') => {
-                let columns = self.columns().len();
+                let columns = columns(self.tab).len();
                 let order = &mut self.orders[self.tab as usize];
                 order.column = (order.column + 1) % columns;
             }
@@ -161,14 +145,6 @@ impl View {
         (self.tab, self.first) = (tab, 0);
     }
 
-    pub fn tab(&self) -> Tab {
-        self.tab
-    }
-
-    fn columns(&self) -> &'static [super::table::Column] {
-        super::table::columns(self.tab)
-    }
-
     /// The rows of the table that is shown, filtered and sorted.
     pub fn table(&self) -> Table {
         let mut table = Table::of(self.tab, &self.snapshot, &self.rates);
@@ -197,18 +173,6 @@ impl View {
         self.page = page.max(1);
         self.first = self.first.min(lines.saturating_sub(self.page));
         self.first
-    }
-
-    pub fn snapshot(&self) -> &Snapshot {
-        &self.snapshot
-    }
-
-    pub fn fault(&self) -> Option<&str> {
-        self.fault.as_deref()
-    }
-
-    pub fn is_paused(&self) -> bool {
-        self.is_paused
     }
 
     /// The filter, if there is one or one is being typed.

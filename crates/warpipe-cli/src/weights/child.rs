@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use serde::{Deserialize, Serialize};
 use warpipe::weights::{NamedWeights, SharedWeights, Source, Weights};
 use warpipe::{Domain, Error};
@@ -15,7 +15,7 @@ use warpipe::{Domain, Error};
 use crate::args::WeightsServeArgs;
 use crate::device_arg::DeviceArg;
 use crate::exit::{Exit, fact_and_hint};
-use crate::process::{follow_parent, this_program};
+use crate::process::{child_of_this, follow_parent};
 use crate::source::InputError;
 
 /// How long the keeper may take to fetch a version.
@@ -26,7 +26,7 @@ const PUBLISH_TIMEOUT: Duration = Duration::from_secs(60);
 const HASHES_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The task of a child.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Task {
     /// Load files, and publish them to the keeper.
     Load,
@@ -36,8 +36,6 @@ pub enum Task {
 
 #[derive(Debug, Args)]
 pub struct ChildArgs {
-    #[arg(value_enum)]
-    task: Task,
     #[arg(long)]
     parent: i32,
     #[arg(long)]
@@ -46,6 +44,7 @@ pub struct ChildArgs {
     domain: PathBuf,
     #[arg(long)]
     device: DeviceArg,
+    /// The files to load; without any, the candidate is verified.
     paths: Vec<PathBuf>,
 }
 
@@ -57,18 +56,31 @@ pub enum ChildLine {
     Progress { done: u64, total: u64 },
     /// The keeper offers this version.
     Offered(OfferedVersion),
-    /// The candidate was damaged, and is dropped.
-    Damaged { version: u64, tensors: Vec<String> },
-    /// The candidate has no hashes to compare, and is dropped.
-    Unhashed { version: u64 },
-    /// The candidate lies on another device than the one that was asked for.
-    Elsewhere { version: u64, device: String },
+    /// The candidate is not offered.
+    NotTaken(NotTaken),
     /// The task failed. Nothing is offered.
     Failed {
-        exit: u8,
+        exit: Exit,
         fact: String,
         next: Option<String>,
     },
+}
+
+/// A candidate that is not offered, and why.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct NotTaken {
+    pub version: u64,
+    pub reason: Refusal,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub enum Refusal {
+    /// These tensors differ from their hashes.
+    Damaged { tensors: Vec<String> },
+    /// It has no hashes to compare.
+    Unhashed,
+    /// It lies on another device than the one that was asked for.
+    Elsewhere { device: String },
 }
 
 /// The version that a child has published or checked.
@@ -86,12 +98,8 @@ pub struct OfferedVersion {
 
 /// The command that starts such a child.
 pub fn command(task: Task, args: &WeightsServeArgs, domain: &Domain) -> Command {
-    let mut command = this_program();
-    let task_name = task.to_possible_value();
+    let mut command = child_of_this("weights-child");
     command
-        .arg("weights-child")
-        .arg(task_name.map_or_else(String::new, |value| value.get_name().to_owned()))
-        .args(["--parent", &std::process::id().to_string()])
         .args(["--name", &args.name])
         .arg("--domain")
         .arg(domain.path())
@@ -106,21 +114,15 @@ pub fn command(task: Task, args: &WeightsServeArgs, domain: &Domain) -> Command 
 /// In the child.
 pub fn run(args: &ChildArgs) -> Exit {
     let done = follow_parent(args.parent).map_err(anyhow::Error::from);
-    let line = done.and_then(|()| match args.task {
-        Task::Load => load(args),
-        Task::Verify => verify(args),
+    let line = done.and_then(|()| match args.paths.is_empty() {
+        false => load(args),
+        true => verify(args),
     });
     let (line, exit) = match line {
         Ok(line) => (line, Exit::Done),
         Err(error) => {
             let (exit, (fact, next)) = (Exit::of(&error), fact_and_hint(&error));
-            let exit_code = exit as u8;
-            let line = ChildLine::Failed {
-                exit: exit_code,
-                fact,
-                next,
-            };
-            (line, exit)
+            (ChildLine::Failed { exit, fact, next }, exit)
         }
     };
     // Without a reader there is no parent, which ends this process.
@@ -184,33 +186,34 @@ fn verify(args: &ChildArgs) -> anyhow::Result<ChildLine> {
     let device = args.device.open_for(candidate.device)?;
     let open_seconds = start.elapsed().as_secs_f64();
     if device.info().id != candidate.device {
-        return Ok(ChildLine::Elsewhere {
-            version: candidate.number,
-            device: candidate.device.to_string(),
-        });
+        let device = candidate.device.to_string();
+        let (version, reason) = (candidate.number, Refusal::Elsewhere { device });
+        return Ok(ChildLine::NotTaken(NotTaken { version, reason }));
     }
     let start = Instant::now();
     let opener = SharedWeights::opener(&args.name).domain(&domain);
-    match opener.device(&device).wait(HASHES_TIMEOUT).verify() {
-        Ok(version) => Ok(ChildLine::Offered(OfferedVersion {
-            version,
-            tensors: candidate.tensors,
-            bytes: candidate.bytes,
-            device: device.to_string(),
-            open_seconds,
-            read_seconds: start.elapsed().as_secs_f64(),
-        })),
+    let (version, reason) = match opener.device(&device).wait(HASHES_TIMEOUT).verify() {
+        Ok(version) => {
+            return Ok(ChildLine::Offered(OfferedVersion {
+                version,
+                tensors: candidate.tensors,
+                bytes: candidate.bytes,
+                device: device.to_string(),
+                open_seconds,
+                read_seconds: start.elapsed().as_secs_f64(),
+            }));
+        }
         Err(Error::WeightsDamaged {
             version, tensors, ..
-        }) => Ok(ChildLine::Damaged { version, tensors }),
-        Err(Error::WeightsUnhashed { version, .. }) => Ok(ChildLine::Unhashed { version }),
-        Err(error) => Err(error.into()),
-    }
+        }) => (version, Refusal::Damaged { tensors }),
+        Err(Error::WeightsUnhashed { version, .. }) => (version, Refusal::Unhashed),
+        Err(error) => return Err(error.into()),
+    };
+    Ok(ChildLine::NotTaken(NotTaken { version, reason }))
 }
 
 fn say(line: &ChildLine) -> io::Result<()> {
-    let mut text = serde_json::to_string(line)?;
-    text.push('\n');
+    let text = serde_json::to_string(line)? + "\n";
     let mut out = io::stdout().lock();
     out.write_all(text.as_bytes())?;
     out.flush()

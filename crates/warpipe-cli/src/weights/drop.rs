@@ -1,20 +1,12 @@
 //! `warpipe weights drop`.
 
-use serde::Serialize;
+use serde_json::json;
 use warpipe::weights::{Keeper, NamedWeights};
 
 use super::counted;
 use crate::args::WeightsDropArgs;
 use crate::exit::Exit;
 use crate::output::Output;
-
-#[derive(Serialize)]
-struct Dropped<'a> {
-    event: &'static str,
-    name: &'a str,
-    keeper_pid: Option<i32>,
-    holders: usize,
-}
 
 pub fn run(args: &WeightsDropArgs) -> anyhow::Result<Exit> {
     let output = Output::new(args.json);
@@ -36,12 +28,10 @@ pub fn run(args: &WeightsDropArgs) -> anyhow::Result<Exit> {
         };
         format!("{}: the keeper{of} has ended; {rest}", args.name)
     };
-    let dropped = Dropped {
-        event: "dropped",
-        name: &args.name,
-        keeper_pid: keeper.as_ref().and_then(|keeper| keeper.pid),
-        holders,
-    };
+    let dropped = json!({
+        "event": "dropped", "name": args.name, "holders": holders,
+        "keeper_pid": keeper.as_ref().and_then(|keeper| keeper.pid),
+    });
     output.say(text, &dropped)?;
     Ok(Exit::Done)
 }

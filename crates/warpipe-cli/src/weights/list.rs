@@ -1,36 +1,16 @@
 //! `warpipe weights ls`.
 
-use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 use warpipe::weights::{Hashing, NamedWeights};
 
 use super::counted;
 use crate::args::WeightsLsArgs;
 use crate::exit::Exit;
 use crate::observe::{existing_domain, missing};
-use crate::output::{Output, Style, bytes, printable, styled};
+use crate::output::{Output, Style, bytes, column, printable, styled};
 
 /// A longer member of the metadata is for programs.
 const TOLD_BYTES_MAX: usize = 120;
-
-#[derive(Serialize)]
-struct Row<'a> {
-    name: &'a str,
-    /// `offered`, `unchecked` (a keeper has taken it over), `no keeper`, or `none`.
-    state: &'static str,
-    version: Option<u64>,
-    tensors: Option<usize>,
-    bytes: Option<u64>,
-    device: Option<String>,
-    /// When the publisher computes the content hashes: `device`, `later` or `none`.
-    hash: Option<&'static str>,
-    /// Whether each tensor has one.
-    hashed: Option<bool>,
-    keeper_pid: Option<i32>,
-    holders: usize,
-    /// What the publisher gave with the version.
-    metadata: Option<Value>,
-}
 
 pub fn run(args: &WeightsLsArgs) -> anyhow::Result<Exit> {
     let output = Output::new(args.json);
@@ -45,24 +25,29 @@ pub fn run(args: &WeightsLsArgs) -> anyhow::Result<Exit> {
         let title = format!("{}: {names} of weights", domain.path().display());
         styled(Style::Bold, &title)
     })?;
-    let names = listed.iter().map(|weights| weights.name.as_str().len());
-    let width = names.max().unwrap_or(0);
+    let width = column(listed.iter().map(|weights| weights.name.as_str()));
     for weights in &listed {
         let (name, version) = (weights.name.as_str(), weights.version.as_ref());
-        let row = Row {
-            name,
-            state: state_of(weights).0,
-            version: version.map(|version| version.number),
-            tensors: version.map(|version| version.tensors),
-            bytes: version.map(|version| version.bytes),
-            device: version.map(|version| version.device.to_string()),
-            hash: version.map(|version| version.hash.name()),
-            hashed: version.map(|version| version.is_hashed),
-            keeper_pid: weights.keeper.as_ref().and_then(|keeper| keeper.pid),
-            holders: weights.holders,
-            metadata: version.and_then(|version| serde_json::from_str(&version.metadata).ok()),
-        };
-        let told = row.metadata.as_ref().and_then(told);
+        let metadata: Option<Value> =
+            version.and_then(|version| serde_json::from_str(&version.metadata).ok());
+        let told = metadata.as_ref().and_then(told);
+        let row = json!({
+            "name": name,
+            // `offered`, `unchecked` (a keeper has taken it over), `no keeper`, or `none`.
+            "state": state_of(weights).0,
+            "version": version.map(|version| version.number),
+            "tensors": version.map(|version| version.tensors),
+            "bytes": version.map(|version| version.bytes),
+            "device": version.map(|version| version.device.to_string()),
+            // When the publisher computes the content hashes: `device`, `later` or `none`.
+            "hash": version.map(|version| version.hash.name()),
+            // Whether each tensor has one.
+            "hashed": version.map(|version| version.is_hashed),
+            "keeper_pid": weights.keeper.as_ref().and_then(|keeper| keeper.pid),
+            "holders": weights.holders,
+            // By the publisher.
+            "metadata": metadata,
+        });
         let text = || match &told {
             Some(told) => format!("  {name:<width$}  {}\n    {told}", line(weights)),
             None => format!("  {name:<width$}  {}", line(weights)),

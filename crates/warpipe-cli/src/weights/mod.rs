@@ -14,7 +14,7 @@ use warpipe::{Domain, Error, Kind};
 use crate::args::{DomainArg, WeightsArgs, WeightsCommand};
 use crate::exit::Exit;
 use crate::observe::existing_domain;
-use crate::output::counted;
+use crate::output::{counted, printable};
 
 pub use self::child::{ChildArgs, run as run_child};
 
@@ -46,4 +46,12 @@ fn domain_of(chosen: &DomainArg, name: &str) -> warpipe::Result<Domain> {
         domain: path,
         was_there: false,
     })
+}
+
+/// The names of tensors that differ from their hashes, a line each.
+fn names(tensors: &[String]) -> String {
+    let lines = tensors
+        .iter()
+        .map(|name| format!("\n  {}", printable(name)));
+    lines.collect()
 }

@@ -6,77 +6,24 @@
 use std::io::{self, Read};
 use std::os::unix::net::UnixStream;
 use std::process::{Child, ChildStdout};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow};
-use rustix::event::{PollFd, PollFlags, poll};
-use serde::Serialize;
+use rustix::event::{PollFd, PollFlags};
+use serde_json::{Value, json};
 use warpipe::Domain;
 use warpipe::weights::{Keeper, NamedWeights};
 
-use super::child::{self, ChildLine, OfferedVersion, Task};
-use super::counted;
+use super::child::{self, ChildLine, NotTaken, OfferedVersion, Refusal, Task};
 use super::progress::Progress;
+use super::{counted, names};
 use crate::announcer::Announcer;
 use crate::args::WeightsServeArgs;
 use crate::exit::Exit;
 use crate::interrupt::Interrupt;
-use crate::output::{Style, bytes, duration, printable, styled};
+use crate::output::{Style, bytes, duration, styled};
+use crate::poll::poll;
 use crate::process::ending;
-
-#[derive(Serialize)]
-struct Checking<'a> {
-    event: &'static str,
-    name: &'a str,
-    version: u64,
-    holders: usize,
-}
-
-#[derive(Serialize)]
-struct NotTaken<'a> {
-    /// `damaged`, `unhashed` or `elsewhere`.
-    event: &'static str,
-    name: &'a str,
-    version: u64,
-    /// The tensors that differ.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    damaged: Option<&'a [String]>,
-    /// The device that the version lies on.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    device: Option<&'a str>,
-}
-
-#[derive(Serialize)]
-struct Ready<'a> {
-    event: &'static str,
-    name: &'a str,
-    version: u64,
-    tensors: usize,
-    bytes: u64,
-    device: &'a str,
-    /// `files`, or `processes` that had the weights open.
-    from: &'static str,
-    seconds: f64,
-    /// Of these, until the device was open, and to read the files or to check the hashes.
-    open_seconds: f64,
-    read_seconds: f64,
-    pid: u32,
-}
-
-#[derive(Serialize)]
-struct Waiting<'a> {
-    event: &'static str,
-    name: &'a str,
-    pid: u32,
-}
-
-#[derive(Serialize)]
-struct Ended<'a> {
-    event: &'static str,
-    name: &'a str,
-    /// `dropped` or `interrupted`.
-    reason: &'static str,
-}
 
 pub fn run(args: &WeightsServeArgs) -> anyhow::Result<Exit> {
     let interrupt = Interrupt::install()?;
@@ -121,7 +68,7 @@ impl Serve<'_> {
         if self.keeper.unanswered() > 0 {
             let silent = counted(self.keeper.unanswered(), "process", "processes");
             let fact = format!("{silent} with weights of this name did not answer");
-            self.announcer.errors(crate::complaint(&fact, None));
+            self.complain(&fact, None);
         }
         while let Some(version) = self.keeper.candidate()? {
             let start = Instant::now();
@@ -145,56 +92,48 @@ impl Serve<'_> {
         }
     }
 
+    /// Says what happened to the weights: as text behind their name, or as JSON with it.
+    fn say(&self, event: &str, text: impl FnOnce() -> String, mut json: Value) {
+        json["event"] = event.into();
+        json["name"] = self.args.name.as_str().into();
+        let text = || format!("{}: {}", self.args.name, text());
+        self.announcer.say(text, &json);
+    }
+
     /// Says that the weights are ready, and keeps them.
-    fn keep(
-        &self,
-        offered: &OfferedVersion,
-        from: &'static str,
-        start: Instant,
-    ) -> anyhow::Result<Exit> {
-        let (name, taken) = (&self.args.name, start.elapsed());
-        let ready = Ready {
-            event: "ready",
-            name,
-            version: offered.version,
-            tensors: offered.tensors,
-            bytes: offered.bytes,
-            device: &offered.device,
-            from,
-            seconds: taken.as_secs_f64(),
-            open_seconds: offered.open_seconds,
-            read_seconds: offered.read_seconds,
-            pid: std::process::id(),
-        };
+    fn keep(&self, it: &OfferedVersion, from: &str, start: Instant) -> anyhow::Result<Exit> {
+        let taken = start.elapsed();
+        let ready = json!({
+            "version": it.version, "tensors": it.tensors, "bytes": it.bytes, "device": it.device,
+            // `files`, or `processes` that had the weights open.
+            "from": from, "seconds": taken.as_secs_f64(),
+            // Of these, until the device was open, and to read the files or to check the hashes.
+            "open_seconds": it.open_seconds, "read_seconds": it.read_seconds,
+            "pid": std::process::id(),
+        });
         let text = || {
             let how = match from {
                 "files" => "loaded from files",
                 _ => "taken over from processes that have them open, no file was read,",
             };
             format!(
-                "{name}: {}, version {}: {}, {} on {}, {how} in {}",
+                "{}, version {}: {}, {} on {}, {how} in {}",
                 styled(Style::Green, "ready"),
-                offered.version,
-                counted(offered.tensors, "tensor", "tensors"),
-                bytes(offered.bytes),
-                offered.device,
+                it.version,
+                counted(it.tensors, "tensor", "tensors"),
+                bytes(it.bytes),
+                it.device,
                 duration(taken),
             )
         };
-        self.announcer.say(text, &ready);
+        self.say("ready", text, ready);
         self.sleep()
     }
 
     /// Says that there is a keeper, and keeps what other processes publish.
     fn wait_for_publishers(&self) -> anyhow::Result<Exit> {
-        let name = &self.args.name;
-        let waiting = Waiting {
-            event: "waiting",
-            name,
-            pid: std::process::id(),
-        };
-        let text = || format!("{name}: no version yet; what processes publish is kept");
-        self.announcer.say(text, &waiting);
+        let text = || "no version yet; what processes publish is kept".to_owned();
+        self.say("waiting", text, json!({ "pid": std::process::id() }));
         self.sleep()
     }
 
@@ -209,23 +148,17 @@ impl Serve<'_> {
     }
 
     fn say_checking(&self, version: u64) -> anyhow::Result<()> {
-        let name = &self.args.name;
-        let found = NamedWeights::find(&self.domain, name)?;
+        let found = NamedWeights::find(&self.domain, &self.args.name)?;
         let holders = found.map_or(0, |found| found.holders);
         let text = || {
             let holders = counted(holders, "process has", "processes have");
             format!(
-                "{name}: {holders} weights of this name open; checking the hashes of version \
-                 {version}, to take it over"
+                "{holders} weights of this name open; checking the hashes of version {version}, \
+                 to take it over"
             )
         };
-        let checking = Checking {
-            event: "checking",
-            name,
-            version,
-            holders,
-        };
-        self.announcer.say(text, &checking);
+        let checking = json!({ "version": version, "holders": holders });
+        self.say("checking", text, checking);
         Ok(())
     }
 
@@ -237,115 +170,80 @@ impl Serve<'_> {
         let stdout = child.0.stdout.take();
         let mut lines = Lines::new(stdout.context("the loading process has no output")?);
         let mut progress = Progress::new(self.args.quiet || self.args.json);
+        let show = |text: Option<String>| {
+            if let Some(text) = text {
+                self.announcer.errors(text);
+            }
+        };
         let mut last = None;
         while lines.is_open {
             self.wait(Some(&lines.out))?;
             for line in lines.read()? {
                 match line {
-                    ChildLine::Progress { done, total } => {
-                        let text = progress.text(done, total);
-                        text.into_iter()
-                            .for_each(|text| self.announcer.errors(text));
-                    }
+                    ChildLine::Progress { done, total } => show(progress.text(done, total)),
                     line => last = Some(line),
                 }
             }
             if self.interrupt.came() || self.keeper.is_asked_to_end()? {
-                progress
-                    .end()
-                    .into_iter()
-                    .for_each(|text| self.announcer.errors(text));
+                show(progress.end());
             }
             if let Some(exit) = self.end()? {
                 return Ok(Outcome::Ended(exit));
             }
         }
-        progress
-            .end()
-            .into_iter()
-            .for_each(|text| self.announcer.errors(text));
+        show(progress.end());
         let status = child.0.wait()?;
-        let name = &self.args.name;
-        match last {
-            Some(ChildLine::Offered(offered)) => Ok(Outcome::Offered(offered)),
-            Some(ChildLine::Damaged { version, tensors }) => {
-                self.say_damaged(version, &tensors);
-                Ok(Outcome::NotTaken)
-            }
-            Some(ChildLine::Unhashed { version }) => {
-                let row = NotTaken {
-                    event: "unhashed",
-                    name,
-                    version,
-                    damaged: None,
-                    device: None,
-                };
-                let text = || {
-                    format!(
-                        "{name}: version {version} has no content hashes to compare and is not offered"
-                    )
-                };
-                self.announcer.say(text, &row);
-                Ok(Outcome::NotTaken)
-            }
-            Some(ChildLine::Elsewhere { version, device }) => {
-                let row = NotTaken {
-                    event: "elsewhere",
-                    name,
-                    version,
-                    damaged: None,
-                    device: Some(&device),
-                };
-                let asked = self.args.device;
-                let text = || {
-                    format!(
-                        "{name}: version {version} lies on {device} and not on {asked}; not taken over"
-                    )
-                };
-                self.announcer.say(text, &row);
-                Ok(Outcome::NotTaken)
-            }
+        Ok(match last {
+            Some(ChildLine::Offered(offered)) => Outcome::Offered(offered),
+            Some(ChildLine::NotTaken(refused)) => self.say_not_taken(&refused),
             Some(ChildLine::Failed { exit, fact, next }) => {
-                self.announcer
-                    .errors(crate::complaint(&fact, next.as_deref()));
-                Ok(Outcome::Ended(Exit::of_code(exit).unwrap_or(Exit::Failed)))
+                self.complain(&fact, next.as_deref());
+                Outcome::Ended(exit)
             }
             Some(ChildLine::Progress { .. }) | None => {
                 let work = match task {
                     Task::Load => "loads the files",
                     Task::Verify => "checks the version",
                 };
-                let ending = ending(status);
-                let fact = format!("the process that {work} {ending}; nothing is offered");
+                let fact = format!(
+                    "the process that {work} {}; nothing is offered",
+                    ending(status)
+                );
                 let next = "if nobody killed it, look for the out-of-memory killer in the kernel's \
                             log, and serve again";
-                self.announcer.errors(crate::complaint(&fact, Some(next)));
-                Ok(Outcome::Ended(Exit::Failed))
+                self.complain(&fact, Some(next));
+                Outcome::Ended(Exit::Failed)
             }
-        }
+        })
     }
 
-    fn say_damaged(&self, version: u64, tensors: &[String]) {
-        let name = &self.args.name;
-        let row = NotTaken {
-            event: "damaged",
-            name,
-            version,
-            damaged: Some(tensors),
-            device: None,
-        };
-        let text = || {
-            let differ = counted(tensors.len(), "tensor differs", "tensors differ");
-            let names = tensors
-                .iter()
-                .map(|name| format!("\n  {}", printable(name)));
-            let names: String = names.collect();
-            format!(
-                "{name}: version {version} is {} and is not offered: {differ}{names}",
-                styled(Style::Red, "damaged")
-            )
-        };
-        self.announcer.say(text, &row);
+    fn complain(&self, fact: &str, next: Option<&str>) {
+        self.announcer.errors(crate::complaint(fact, next));
+    }
+
+    fn say_not_taken(&self, NotTaken { version, reason }: &NotTaken) -> Outcome {
+        let head = format!("version {version}");
+        match reason {
+            Refusal::Damaged { tensors } => {
+                let damaged = styled(Style::Red, "damaged");
+                let differ = counted(tensors.len(), "tensor differs", "tensors differ");
+                let names = names(tensors);
+                let text = || format!("{head} is {damaged} and is not offered: {differ}{names}");
+                let json = json!({ "version": version, "damaged": tensors });
+                self.say("damaged", text, json);
+            }
+            Refusal::Unhashed => {
+                let text = || format!("{head} has no content hashes to compare and is not offered");
+                self.say("unhashed", text, json!({ "version": version }));
+            }
+            Refusal::Elsewhere { device } => {
+                let asked = self.args.device;
+                let text = || format!("{head} lies on {device} and not on {asked}; not taken over");
+                let json = json!({ "version": version, "device": device });
+                self.say("elsewhere", text, json);
+            }
+        }
+        Outcome::NotTaken
     }
 
     /// Sleeps until there is a signal, a request to end, or something to read.
@@ -355,30 +253,21 @@ impl Serve<'_> {
             PollFd::new(&self.keeper, PollFlags::IN),
         ];
         fds.extend(out.map(|out| PollFd::new(out, PollFlags::IN)));
-        match poll(&mut fds, None) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
-            Err(error) => Err(error.into()),
-        }
+        poll(&mut fds, None).map(drop)
     }
 
     /// Says why this process ends, if it is to end.
     fn end(&self) -> anyhow::Result<Option<Exit>> {
-        let (exit, reason, text) = if self.keeper.is_asked_to_end()? {
-            let text = "`warpipe weights drop` told this keeper to end";
-            (Exit::Done, "dropped", text)
+        let (exit, reason, why) = if self.keeper.is_asked_to_end()? {
+            let why = "`warpipe weights drop` told this keeper to end";
+            (Exit::Done, "dropped", why)
         } else if self.interrupt.came() {
             (Exit::Interrupted, "interrupted", "interrupted")
         } else {
             return Ok(None);
         };
-        let name = &self.args.name;
-        let ended = Ended {
-            event: "ended",
-            name,
-            reason,
-        };
-        let text = || format!("{name}: {text}; processes that have the weights open keep them");
-        self.announcer.say(text, &ended);
+        let text = || format!("{why}; processes that have the weights open keep them");
+        self.say("ended", text, json!({ "reason": reason }));
         Ok(Some(exit))
     }
 }
@@ -413,11 +302,9 @@ impl Lines {
     /// Reads what has come, if anything has.
     fn read(&mut self) -> anyhow::Result<Vec<ChildLine>> {
         let mut ready = [PollFd::new(&self.out, PollFlags::IN)];
-        let now = rustix::event::Timespec::default();
-        match poll(&mut ready, Some(&now)) {
-            Ok(0) | Err(rustix::io::Errno::INTR) => return Ok(Vec::new()),
-            other => other?,
-        };
+        if !poll(&mut ready, Some(Duration::ZERO))? {
+            return Ok(Vec::new());
+        }
         let mut part = [0; 65_536];
         let count = self.out.read(&mut part)?;
         self.is_open = count > 0;

@@ -2,28 +2,14 @@
 
 use std::time::Instant;
 
-use serde::Serialize;
+use serde_json::json;
 use warpipe::Error;
 use warpipe::weights::{NamedWeights, SharedWeights};
 
-use super::counted;
+use super::{counted, names};
 use crate::args::WeightsVerifyArgs;
 use crate::exit::Exit;
-use crate::output::{Output, Style, bytes, duration, printable, styled};
-
-#[derive(Serialize)]
-struct Verified<'a> {
-    event: &'static str,
-    name: &'a str,
-    version: u64,
-    tensors: Option<usize>,
-    bytes: Option<u64>,
-    /// The names of the tensors that differ.
-    damaged: &'a [String],
-    /// Whether there were hashes to compare.
-    hashed: bool,
-    seconds: f64,
-}
+use crate::output::{Output, Style, bytes, duration, styled};
 
 pub fn run(args: &WeightsVerifyArgs) -> anyhow::Result<Exit> {
     let output = Output::new(args.json);
@@ -55,31 +41,29 @@ pub fn run(args: &WeightsVerifyArgs) -> anyhow::Result<Exit> {
         });
         let head = format!("{name}: version {version}{size}");
         let taken = duration(taken);
-        if !hashed {
-            let verdict = styled(Style::Yellow, "it has no content hashes to compare");
-            return format!("{head}: {verdict} ({taken})");
+        if !damaged.is_empty() {
+            let differ = counted(damaged.len(), "tensor differs", "tensors differ");
+            return format!(
+                "{head}: {} ({taken}){}",
+                styled(Style::Red, &differ),
+                names(&damaged)
+            );
         }
-        if damaged.is_empty() {
-            let verdict = styled(Style::Green, "every content hash is right");
-            return format!("{head}: {verdict} ({taken})");
-        }
-        let differ = counted(damaged.len(), "tensor differs", "tensors differ");
-        let lines = damaged
-            .iter()
-            .map(|name| format!("\n  {}", printable(name)));
-        let lines: String = lines.collect();
-        format!("{head}: {} ({taken}){lines}", styled(Style::Red, &differ))
+        let verdict = match hashed {
+            true => styled(Style::Green, "every content hash is right"),
+            false => styled(Style::Yellow, "it has no content hashes to compare"),
+        };
+        format!("{head}: {verdict} ({taken})")
     };
-    let row = Verified {
-        event: "verified",
-        name,
-        version,
-        tensors: found.map(|found| found.tensors),
-        bytes: found.map(|found| found.bytes),
-        damaged: &damaged,
-        hashed,
-        seconds: taken.as_secs_f64(),
-    };
+    let row = json!({
+        "event": "verified", "name": name, "version": version,
+        "tensors": found.map(|found| found.tensors), "bytes": found.map(|found| found.bytes),
+        // The names of the tensors that differ.
+        "damaged": damaged,
+        // Whether there were hashes to compare.
+        "hashed": hashed,
+        "seconds": taken.as_secs_f64(),
+    });
     output.say(text, &row)?;
     Ok(if damaged.is_empty() && hashed {
         Exit::Done

@@ -238,6 +238,8 @@ impl Screen {
             }
             "?25h" => self.has_cursor = true,
             "?25l" => self.has_cursor = false,
+            // Lines that are too long are cut, here always.
+            "?7l" | "?7h" => {}
             "2J" => self.cells.iter_mut().for_each(|line| line.fill(' ')),
             style if style.ends_with('m') => {}
             place if place.ends_with('H') => {
