@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::net::SocketAddr;
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -348,11 +349,12 @@ fn address(text: &str) -> Result<SocketAddr, String> {
 
 /// An age, unlike the length of a wait, may be years.
 fn age(text: &str) -> Result<Duration, String> {
-    const TEN_YEARS: f64 = 315_360_000.0;
-    let seconds = text.parse().ok();
-    let seconds = seconds.filter(|seconds| (0.0..=TEN_YEARS).contains(seconds));
-    let wrong = || format!("{text:?} is no age in seconds; use 0 to {TEN_YEARS}");
-    seconds.map(Duration::from_secs_f64).ok_or_else(wrong)
+    let age = within(
+        0.0..=315_360_000.0,
+        text,
+        "age in seconds; use 0 to 315360000",
+    );
+    age.map(Duration::from_secs_f64)
 }
 
 /// Lists the members of the domain and their states
@@ -542,30 +544,28 @@ pub struct ManArgs {
 }
 
 pub fn seconds(text: &str) -> Result<Duration, String> {
-    let wrong = || format!("{text:?} is no time in seconds; use a number above 0 and up to 86400");
-    let seconds: f64 = text.parse().map_err(|_| wrong())?;
-    if seconds > 0.0 && seconds <= 86_400.0 {
-        Ok(Duration::from_secs_f64(seconds))
-    } else {
-        Err(wrong())
-    }
+    let rule = "time in seconds; use a number above 0 and up to 86400";
+    let seconds = within(f64::MIN_POSITIVE..=86_400.0, text, rule);
+    seconds.map(Duration::from_secs_f64)
 }
 
 fn interval(text: &str) -> Result<Duration, String> {
-    let seconds = text
-        .parse()
-        .ok()
-        .filter(|seconds| (0.1..=3600.0).contains(seconds));
-    let interval = seconds.map(Duration::from_secs_f64);
-    interval.ok_or_else(|| format!("{text:?} is no interval; use 0.1 to 3600 seconds"))
+    let seconds = within(0.1..=3600.0, text, "interval; use 0.1 to 3600 seconds");
+    seconds.map(Duration::from_secs_f64)
 }
 
 fn rate(text: &str) -> Result<f64, String> {
-    let rate = text
-        .parse()
-        .ok()
-        .filter(|rate: &f64| *rate >= 0.001 && *rate <= 1e6);
-    rate.ok_or_else(|| format!("{text:?} is no rate; use 0.001 to 1000000 samples a second"))
+    within(
+        0.001..=1e6,
+        text,
+        "rate; use 0.001 to 1000000 samples a second",
+    )
+}
+
+/// A number in a range, or a text that ends in the rule.
+fn within(range: RangeInclusive<f64>, text: &str, rule: &str) -> Result<f64, String> {
+    let number = text.parse().ok().filter(|number| range.contains(number));
+    number.ok_or_else(|| format!("{text:?} is no {rule}"))
 }
 
 fn dtype(text: &str) -> Result<DType, String> {

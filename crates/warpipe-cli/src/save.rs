@@ -43,7 +43,8 @@ impl SaveDirectory {
         slot: &[u8],
     ) -> anyhow::Result<PathBuf> {
         let raw = origin.is_some_and(|origin| origin.kind == Kind::Raw);
-        let (path, file) = self.create(&file_name(sequence, origin))?;
+        let (stem, extension) = file_name(sequence, origin);
+        let (path, file) = self.create(&stem, &extension)?;
         let mut out = BufWriter::new(file);
         let written = if raw {
             out.write_all(slot)
@@ -58,9 +59,12 @@ impl SaveDirectory {
     }
 
     /// Opens a new file; where the name is taken, with `-2`, `-3`, ... before the extension.
-    fn create(&self, name: &FileName) -> anyhow::Result<(PathBuf, File)> {
+    fn create(&self, stem: &str, extension: &str) -> anyhow::Result<(PathBuf, File)> {
         for sibling in 1..=SIBLINGS_MAX {
-            let path = self.path.join(name.numbered(sibling));
+            let path = self.path.join(match sibling {
+                1 => format!("{stem}{extension}"),
+                _ => format!("{stem}-{sibling}{extension}"),
+            });
             match OpenOptions::new().write(true).create_new(true).open(&path) {
                 Ok(file) => return Ok((path, file)),
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
@@ -76,47 +80,21 @@ impl SaveDirectory {
     }
 }
 
-#[derive(Debug, PartialEq, Eq)]
-struct FileName {
-    stem: String,
-    extension: String,
-}
-
-impl FileName {
-    fn numbered(&self, sibling: u32) -> String {
-        let FileName { stem, extension } = self;
-        if sibling == 1 {
-            format!("{stem}{extension}")
-        } else {
-            format!("{stem}-{sibling}{extension}")
-        }
-    }
-}
-
-fn file_name(sequence: u64, origin: Option<&Origin>) -> FileName {
-    let prefix = format!("{sequence:06}");
-    let Some(origin) = origin else {
-        return FileName {
-            stem: prefix,
-            extension: ".npy".into(),
-        };
-    };
-    let clean = sanitize(&origin.file);
+/// The name of a sample's file without its extension, and the extension with its dot.
+fn file_name(sequence: u64, origin: Option<&Origin>) -> (String, String) {
+    let clean = origin.map_or_else(String::new, |origin| sanitize(&origin.file));
     let (stem, extension) = match clean.rsplit_once('.') {
-        Some((stem, extension)) if !stem.is_empty() => (stem.to_owned(), format!(".{extension}")),
-        _ => (clean, String::new()),
+        Some((stem, extension)) if !stem.is_empty() => (stem, format!(".{extension}")),
+        _ => (clean.as_str(), String::new()),
     };
-    let extension = if origin.kind == Kind::Raw {
-        extension
-    } else {
-        ".npy".to_owned()
+    let stem = match stem {
+        "" => format!("{sequence:06}"),
+        stem => format!("{sequence:06}-{stem}"),
     };
-    let stem = if stem.is_empty() {
-        prefix
-    } else {
-        format!("{prefix}-{stem}")
-    };
-    FileName { stem, extension }
+    match origin {
+        Some(origin) if origin.kind == Kind::Raw => (stem, extension),
+        _ => (stem, ".npy".to_owned()),
+    }
 }
 
 /// The safe part of a name that a peer chose.

@@ -5,207 +5,132 @@ use std::fmt::{Display, Write};
 
 use crate::observe::{EndpointRow, MemoryRow, ProcessState, Snapshot};
 
-/// The value of a metric for an endpoint.
-type Value = fn(&EndpointRow) -> u64;
-
-/// The metrics of an observed endpoint that sends samples: name, type, help and value.
-const SAMPLES: [(&str, &str, &str, Value); 6] = [
-    (
-        "endpoint_items_total",
-        "counter",
-        "Samples sent, also by an endpoint without subscribers.",
-        |it| it.items,
-    ),
-    (
-        "endpoint_bytes_total",
-        "counter",
-        "Bytes of these samples.",
-        |it| it.bytes,
-    ),
-    (
-        "endpoint_dropped_total",
-        "counter",
-        "Samples that a policy kept from a subscriber.",
-        |it| it.dropped,
-    ),
-    (
-        "endpoint_in_flight",
-        "gauge",
-        "Samples given to subscribers and not released.",
-        |it| it.in_flight,
-    ),
-    (
-        "endpoint_waiting",
-        "gauge",
-        "Jobs of a queue that no worker has.",
-        |it| it.waiting,
-    ),
-    (
-        "endpoint_copied_total",
-        "counter",
-        "Tensors that were to be sent where they lie and were copied.",
-        |it| it.copied.as_ref().map_or(0, |copied| copied.count),
-    ),
-];
-
-/// Those of any observed endpoint.
-const ENDPOINT: [(&str, &str, &str, Value); 3] = [
-    (
-        "endpoint_peers",
-        "gauge",
-        "Subscribers, or clients.",
-        |it| it.peers,
-    ),
-    (
-        "endpoint_memory_bytes",
-        "gauge",
-        "Memory that the endpoint has allocated, or shares.",
-        |it| it.memory,
-    ),
-    (
-        "endpoint_memory_limit_bytes",
-        "gauge",
-        "Its limit; 0 for none.",
-        |it| it.memory_max,
-    ),
-];
+/// The metrics, without `warpipe_` before each name: name, type and help.
+const METRICS: &str = "\
+endpoint_up gauge 1 for a name with an owner that runs; 0 for one that is stopped, stalled or dead.
+endpoint_items_total counter Samples sent, also by an endpoint without subscribers.
+endpoint_bytes_total counter Bytes of these samples.
+endpoint_dropped_total counter Samples that a policy kept from a subscriber.
+endpoint_in_flight gauge Samples given to subscribers and not released.
+endpoint_waiting gauge Jobs of a queue that no worker has.
+endpoint_copied_total counter Tensors that were to be sent where they lie and were copied.
+endpoint_peers gauge Subscribers, or clients.
+endpoint_memory_bytes gauge Memory that the endpoint has allocated, or shares.
+endpoint_memory_limit_bytes gauge Its limit; 0 for none.
+endpoint_latency_seconds summary Time between sending and receiving, of samples that say when they were sent.
+subscriber_lag gauge Samples that a subscriber was given and has not released.
+subscriber_dropped_total counter Samples that a subscriber did not get because of its policy.
+process_running gauge 1 for a process that runs; 0 for one that is stopped or stalled.
+process_descriptors gauge Open descriptors.
+process_memory_bytes gauge Memory that a process holds through warpipe, by device and by how it came to it.
+process_slow_path_total counter Copies that were staged, and refusals for want of peer access.
+memory_bytes gauge Memory of all observed processes, each region counted once.";
 
 /// The page for one look.
 pub fn page(snapshot: &Snapshot) -> String {
     let mut page = Page::default();
-    endpoints(&mut page, snapshot);
-    subscribers(&mut page, snapshot);
-    processes(&mut page, snapshot);
-    memory(&mut page, snapshot);
+    for metric in METRICS.lines() {
+        let mut words = metric.splitn(3, ' ');
+        let [name, kind, help] = std::array::from_fn(|_| words.next().unwrap_or_default());
+        page.head(name, kind, help);
+        match name.split('_').next() {
+            Some("endpoint") => endpoints(&mut page, name, snapshot),
+            Some("subscriber") => subscribers(&mut page, name, snapshot),
+            Some("process") => processes(&mut page, name, snapshot),
+            _ => memory(&mut page, name, snapshot),
+        }
+    }
     page.0
 }
 
-fn endpoints(page: &mut Page, snapshot: &Snapshot) {
-    page.head(
-        "endpoint_up",
-        "gauge",
-        "1 for a name with an owner that runs; 0 for one that is stopped, stalled or dead.",
-    );
+fn endpoints(page: &mut Page, name: &str, snapshot: &Snapshot) {
     for it in &snapshot.endpoints {
-        let state = it.state.name();
-        let is_up = matches!(state, "live" | "unobserved");
-        let labels: [Label<'_>; 2] = [("name", &it.name), ("state", &state)];
-        page.value("endpoint_up", &labels, u64::from(is_up));
-    }
-    let observed = || snapshot.endpoints.iter().filter(|it| it.kind.is_some());
-    let with_samples = || snapshot.endpoints.iter().filter(|it| it.has_samples());
-    for (name, kind, help, value) in SAMPLES {
-        page.head(name, kind, help);
-        with_samples().for_each(|it| page.value(name, &endpoint_labels(it), value(it)));
-    }
-    for (name, kind, help, value) in ENDPOINT {
-        page.head(name, kind, help);
-        observed().for_each(|it| page.value(name, &endpoint_labels(it), value(it)));
-    }
-    page.head(
-        "endpoint_latency_seconds",
-        "summary",
-        "Time between sending and receiving, of samples that say when they were sent.",
-    );
-    for it in with_samples() {
-        let (labels, seconds) = (endpoint_labels(it), it.latency_ns as f64 / 1e9);
-        page.value("endpoint_latency_seconds_sum", &labels, seconds);
-        page.value("endpoint_latency_seconds_count", &labels, it.timed);
-    }
-}
-
-fn endpoint_labels(endpoint: &EndpointRow) -> [Label<'_>; 2] {
-    // Never without a kind: only observed endpoints have these metrics.
-    let kind: &dyn Display = endpoint.kind.as_ref().map_or(&"unknown", |kind| kind);
-    [("name", &endpoint.name), ("kind", kind)]
-}
-
-fn subscribers(page: &mut Page, snapshot: &Snapshot) {
-    let all = snapshot.endpoints.iter().flat_map(|endpoint| {
-        let numbered = endpoint.subscribers.iter().enumerate();
-        numbered.map(move |(number, it)| (endpoint, number, it))
-    });
-    page.head(
-        "subscriber_lag",
-        "gauge",
-        "Samples that a subscriber was given and has not released.",
-    );
-    for (endpoint, number, it) in all.clone() {
-        let labels: [Label<'_>; 4] = [
-            ("name", &endpoint.name),
-            ("subscriber", &number),
-            ("pid", &it.pid),
-            ("state", &it.state),
-        ];
-        page.value("subscriber_lag", &labels, it.lag);
-    }
-    page.head(
-        "subscriber_dropped_total",
-        "counter",
-        "Samples that a subscriber did not get because of its policy.",
-    );
-    for (endpoint, number, it) in all {
-        let labels: [Label<'_>; 3] = [
-            ("name", &endpoint.name),
-            ("subscriber", &number),
-            ("pid", &it.pid),
-        ];
-        page.value("subscriber_dropped_total", &labels, it.dropped);
-    }
-}
-
-fn processes(page: &mut Page, snapshot: &Snapshot) {
-    page.head(
-        "process_running",
-        "gauge",
-        "1 for a process that runs; 0 for one that is stopped or stalled.",
-    );
-    for it in &snapshot.processes {
-        let is_running = it.state == ProcessState::Running;
-        let labels: [Label<'_>; 2] = [("pid", &it.pid), ("command", &it.command)];
-        page.value("process_running", &labels, u64::from(is_running));
-    }
-    page.head("process_descriptors", "gauge", "Open descriptors.");
-    for it in &snapshot.processes {
-        page.value("process_descriptors", &[("pid", &it.pid)], it.descriptors);
-    }
-    page.head(
-        "process_memory_bytes",
-        "gauge",
-        "Memory that a process holds through warpipe, by device and by how it came to it.",
-    );
-    for it in &snapshot.processes {
-        for (device, role, bytes) in [
-            ("cuda", "owned", it.gpu_owned),
-            ("cuda", "imported", it.gpu_imported),
-            ("host", "owned", it.host_owned),
-            ("host", "imported", it.host_imported),
-            ("cuda", "kept", it.gpu_kept),
-            ("host", "kept", it.host_kept),
-        ] {
-            let labels: [Label<'_>; 3] = [("pid", &it.pid), ("device", &device), ("role", &role)];
-            page.value("process_memory_bytes", &labels, bytes);
+        if name == "endpoint_up" {
+            let state = it.state.name();
+            let is_up = matches!(state, "live" | "unobserved");
+            page.value(
+                name,
+                &[("name", &it.name), ("state", &state)],
+                u8::from(is_up),
+            );
+            continue;
         }
+        // Nothing else is known of an endpoint that is not observed.
+        let Some(kind) = &it.kind else {
+            continue;
+        };
+        let labels: [Label<'_>; 2] = [("name", &it.name), ("kind", kind)];
+        let value = match name {
+            "endpoint_peers" => it.peers,
+            "endpoint_memory_bytes" => it.memory,
+            "endpoint_memory_limit_bytes" => it.memory_max,
+            // The others are of samples.
+            _ if !it.has_samples() => continue,
+            "endpoint_items_total" => it.items,
+            "endpoint_bytes_total" => it.bytes,
+            "endpoint_dropped_total" => it.dropped,
+            "endpoint_in_flight" => it.in_flight,
+            "endpoint_waiting" => it.waiting,
+            "endpoint_copied_total" => it.copied.as_ref().map_or(0, |copied| copied.count),
+            _ => {
+                let seconds = it.latency_ns as f64 / 1e9;
+                page.value(&format!("{name}_sum"), &labels, seconds);
+                page.value(&format!("{name}_count"), &labels, it.timed);
+                continue;
+            }
+        };
+        page.value(name, &labels, value);
     }
-    page.head(
-        "process_slow_path_total",
-        "counter",
-        "Copies that were staged, and refusals for want of peer access.",
-    );
-    for it in &snapshot.processes {
-        for taken in &it.slow_paths {
-            let labels: [Label<'_>; 2] = [("pid", &it.pid), ("path", &taken.path)];
-            page.value("process_slow_path_total", &labels, taken.count);
+}
+
+fn subscribers(page: &mut Page, name: &str, snapshot: &Snapshot) {
+    for endpoint in &snapshot.endpoints {
+        for (number, it) in endpoint.subscribers.iter().enumerate() {
+            let labels: [Label<'_>; 4] = [
+                ("name", &endpoint.name),
+                ("subscriber", &number),
+                ("pid", &it.pid),
+                ("state", &it.state),
+            ];
+            match name {
+                "subscriber_lag" => page.value(name, &labels, it.lag),
+                _ => page.value(name, &labels[..3], it.dropped),
+            }
         }
     }
 }
 
-fn memory(page: &mut Page, snapshot: &Snapshot) {
-    page.head(
-        "memory_bytes",
-        "gauge",
-        "Memory of all observed processes, each region counted once.",
-    );
+fn processes(page: &mut Page, name: &str, snapshot: &Snapshot) {
+    for it in &snapshot.processes {
+        let pid: Label<'_> = ("pid", &it.pid);
+        match name {
+            "process_running" => {
+                let is_running = it.state == ProcessState::Running;
+                page.value(name, &[pid, ("command", &it.command)], u8::from(is_running));
+            }
+            "process_descriptors" => page.value(name, &[pid], it.descriptors),
+            "process_slow_path_total" => {
+                for taken in &it.slow_paths {
+                    page.value(name, &[pid, ("path", &taken.path)], taken.count);
+                }
+            }
+            _ => {
+                for (device, role, bytes) in [
+                    ("cuda", "owned", it.gpu_owned),
+                    ("cuda", "imported", it.gpu_imported),
+                    ("host", "owned", it.host_owned),
+                    ("host", "imported", it.host_imported),
+                    ("cuda", "kept", it.gpu_kept),
+                    ("host", "kept", it.host_kept),
+                ] {
+                    page.value(name, &[pid, ("device", &device), ("role", &role)], bytes);
+                }
+            }
+        }
+    }
+}
+
+fn memory(page: &mut Page, name: &str, snapshot: &Snapshot) {
     let state_of = |it: &MemoryRow| match (it.owner, it.keepers.is_empty()) {
         (Some(_), _) => "owned",
         (None, false) => "kept",
@@ -214,7 +139,7 @@ fn memory(page: &mut Page, snapshot: &Snapshot) {
     for state in ["owned", "kept", "borrowed"] {
         let regions = snapshot.memory.iter().filter(|it| state_of(it) == state);
         let bytes = regions.map(|it| it.bytes).fold(0, u64::saturating_add);
-        page.value("memory_bytes", &[("state", &state)], bytes);
+        page.value(name, &[("state", &state)], bytes);
     }
 }
 

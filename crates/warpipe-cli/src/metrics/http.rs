@@ -9,6 +9,7 @@ use std::net::{Shutdown, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
 
 use crate::interrupt::{Interrupt, LOOK};
 use crate::poll::poll;
@@ -95,20 +96,15 @@ fn accept(listener: &TcpListener, clients: &mut Vec<Client>) -> io::Result<()> {
 }
 
 fn lacks_descriptors(error: &io::Error) -> bool {
-    use rustix::io::Errno;
-    let errno = error.raw_os_error().map(Errno::from_raw_os_error);
-    matches!(
-        errno,
-        Some(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM)
-    )
+    let short = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM];
+    Errno::from_io_error(error).is_some_and(|errno| short.contains(&errno))
 }
 
 /// Whether no further connection could be accepted either. `accept` also reports the faults of a
 /// connection and of the network below it.
 fn is_of_the_listener(error: &io::Error) -> bool {
-    use rustix::io::Errno;
-    let errno = error.raw_os_error().map(Errno::from_raw_os_error);
-    matches!(errno, Some(Errno::BADF | Errno::INVAL | Errno::NOTSOCK))
+    let unusable = [Errno::BADF, Errno::INVAL, Errno::NOTSOCK];
+    Errno::from_io_error(error).is_some_and(|errno| unusable.contains(&errno))
 }
 
 /// One connection.
@@ -197,56 +193,48 @@ fn is_whole(request: &[u8]) -> bool {
 
 /// The whole answer to a request.
 fn respond(request: &[u8], page: &mut impl FnMut() -> Result<String, String>) -> String {
-    const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
-    const TEXT: &str = "text/plain; charset=utf-8";
-    if request.len() > REQUEST_BYTES_MAX {
-        return response(
-            "431 Request Header Fields Too Large",
-            TEXT,
-            "too long\n",
-            true,
-        );
-    }
-    let line = request
-        .split(|&byte| byte == b'\r' || byte == b'\n')
-        .next()
-        .unwrap_or_default();
-    let words: Vec<&[u8]> = line.split(|&byte| byte == b' ').collect();
-    let (method, path) = match words[..] {
-        [method, path, version] if version.starts_with(b"HTTP/1.") => (method, path),
-        _ => return response("400 Bad Request", TEXT, "no request of HTTP/1\n", true),
+    let (status, body) = answer_to(request, page);
+    let kind = match status {
+        "200 OK" => "text/plain; version=0.0.4; charset=utf-8",
+        _ => "text/plain; charset=utf-8",
     };
-    let has_body = match method {
-        b"GET" => true,
-        b"HEAD" => false,
-        _ => return response("405 Method Not Allowed", TEXT, "only GET and HEAD\n", true),
-    };
-    match path.split(|&byte| byte == b'?').next() {
-        Some(b"/metrics") => match page() {
-            Ok(body) => response("200 OK", METRICS, &body, has_body),
-            Err(error) => response(
-                "503 Service Unavailable",
-                TEXT,
-                &format!("{error}\n"),
-                has_body,
-            ),
-        },
-        _ => response(
-            "404 Not Found",
-            TEXT,
-            "the metrics are at /metrics\n",
-            has_body,
-        ),
-    }
-}
-
-fn response(status: &str, kind: &str, body: &str, has_body: bool) -> String {
     let length = body.len();
-    let body = if has_body { body } else { "" };
+    let body = match request.starts_with(b"HEAD ") {
+        true => String::new(),
+        false => body,
+    };
     format!(
         "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {length}\r\n\
          Connection: close\r\n\r\n{body}"
     )
+}
+
+/// The status, and the body that a GET gets.
+fn answer_to(
+    request: &[u8],
+    page: &mut impl FnMut() -> Result<String, String>,
+) -> (&'static str, String) {
+    if request.len() > REQUEST_BYTES_MAX {
+        let status = "431 Request Header Fields Too Large";
+        return (status, "too long\n".into());
+    }
+    let mut lines = request.split(|&byte| byte == b'\r' || byte == b'\n');
+    let line = lines.next().unwrap_or_default();
+    let words: Vec<&[u8]> = line.split(|&byte| byte == b' ').collect();
+    let (method, path) = match words[..] {
+        [method, path, version] if version.starts_with(b"HTTP/1.") => (method, path),
+        _ => return ("400 Bad Request", "no request of HTTP/1\n".into()),
+    };
+    if method != b"GET" && method != b"HEAD" {
+        return ("405 Method Not Allowed", "only GET and HEAD\n".into());
+    }
+    if path.split(|&byte| byte == b'?').next() != Some(b"/metrics") {
+        return ("404 Not Found", "the metrics are at /metrics\n".into());
+    }
+    match page() {
+        Ok(body) => ("200 OK", body),
+        Err(error) => ("503 Service Unavailable", format!("{error}\n")),
+    }
 }
 
 #[cfg(test)]
