@@ -55,8 +55,6 @@ pub enum Command {
     WeightsChild(weights::ChildArgs),
     #[command(hide = true)]
     MpsDaemon(run::ChildArgs),
-    #[command(hide = true)]
-    MpsProgram(run::ProgramArgs),
 }
 
 /// Shows what warpipe is for: latency, throughput, and recovery from the death of a process

@@ -1,4 +1,4 @@
-//! Job control: the process group of a process, its session, and the terminal's foreground.
+//! Job control: whether a process is stopped, its group, its session, and the terminal's foreground.
 
 /// The job that a process belongs to, from `/proc/PID/stat` (proc(5)).
 ///
@@ -7,6 +7,8 @@
 /// which is no process id.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Job {
+    /// By a signal or a debugger.
+    pub is_stopped: bool,
     pub parent: i32,
     pub group: i32,
     pub session: i32,
@@ -32,17 +34,17 @@ impl Job {
     fn parse(stat: &str) -> Option<Job> {
         // Behind the name, which may contain anything, come the state and the numbers.
         let (_, rest) = stat.rsplit_once(')')?;
-        let mut fields = rest.split_ascii_whitespace().skip(1);
+        let mut fields = rest.split_ascii_whitespace();
+        let is_stopped = matches!(fields.next()?, "T" | "t");
         let mut number = || fields.next()?.parse::<i32>().ok();
-        let job = [number()?, number()?, number()?];
+        let [parent, group, session] = [number()?, number()?, number()?];
         let _terminal = number()?;
-        let foreground = number()?;
-        let [parent, group, session] = job;
         Some(Job {
+            is_stopped,
             parent,
             group,
             session,
-            foreground,
+            foreground: number()?,
         })
     }
 
@@ -60,7 +62,7 @@ mod tests {
     fn a_job_is_read_behind_a_name_with_brackets_and_spaces() {
         let job = Job::parse("71 (a) S 1 2) T 7 0 0 34816 -1 4194304 1").unwrap();
         assert_eq!((job.parent, job.group, job.session), (7, 0, 0));
-        assert!(!job.is_foreground());
+        assert!(job.is_stopped && !job.is_foreground());
         assert!(
             Job::parse("71 (a) T 7 70 70 34816 70 4194304")
                 .unwrap()

@@ -134,7 +134,6 @@ fn run(command: &Command) -> anyhow::Result<u8> {
         Command::MpsDaemon(args) => run::run_daemon(args),
         // The program's own code.
         Command::Run(args) => return run::run(args),
-        Command::MpsProgram(args) => return Ok(run::exec_program(args)),
     };
     Ok(exit? as u8)
 }

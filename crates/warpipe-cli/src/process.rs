@@ -1,6 +1,7 @@
 //! This program again, as a child: started, watched and always reaped.
+//! **This module is marked for unsafe**: it runs code in a forked child before it executes a program.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus};
@@ -8,7 +9,10 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
-use rustix::process::{Pid, PidfdFlags, Resource, Rlimit, Signal, getppid, pidfd_open};
+use rustix::process::{
+    Pid, PidfdFlags, Resource, Rlimit, Signal, getpid, getppid, pidfd_open,
+    set_parent_process_death_signal,
+};
 
 use crate::poll::poll;
 
@@ -52,7 +56,9 @@ pub fn set_program(program: Program) {
 /// A command that runs this very program, in a process group of its own: a Ctrl-C on the terminal
 /// is for the parent, which then ends its children in order.
 pub fn this_program() -> Command {
-    let mut command = this_program_in_this_group();
+    let program = PROGRAM.get_or_init(Program::this_executable);
+    let mut command = Command::new(&program.path);
+    command.arg0(&program.name).args(&program.arguments);
     command.process_group(0);
     command
 }
@@ -65,19 +71,29 @@ pub fn child_of_this(subcommand: &str) -> Command {
     command
 }
 
-/// A command that runs this very program, in the group of this process: the terminal's keys reach
-/// both.
-pub fn this_program_in_this_group() -> Command {
-    let program = PROGRAM.get_or_init(Program::this_executable);
-    let mut command = Command::new(&program.path);
-    command.arg0(&program.name).args(&program.arguments);
+/// A command that runs another program, which gets `signal` when this process ends.
+///
+/// Only for a process without endpoints: it forks, and those would be closed in the child.
+pub fn following(program: &OsStr, signal: Signal) -> Command {
+    let (mut command, parent) = (Command::new(program), getpid());
+    let follow = move || {
+        set_parent_process_death_signal(Some(signal))?;
+        // The parent may have died before the kernel was asked for the signal.
+        match getppid() == Some(parent) {
+            true => Ok(()),
+            false => Err(io::ErrorKind::BrokenPipe.into()),
+        }
+    };
+    // SAFETY: between `fork` and `exec` the closure makes two system calls; it allocates nothing
+    // and takes no lock.
+    unsafe { command.pre_exec(follow) };
     command
 }
 
 /// For a child's first step: dies with its parent, and leaves no core file when it is made to
 /// fault.
 pub fn follow_parent(parent_pid: i32) -> io::Result<()> {
-    rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+    set_parent_process_death_signal(Some(Signal::KILL))?;
     rustix::process::setrlimit(
         Resource::Core,
         Rlimit {

@@ -3,7 +3,7 @@
 
 use std::fmt::{Display, Write};
 
-use crate::observe::{EndpointRow, MemoryRow, ProcessState, Snapshot};
+use crate::observe::{MemoryRow, Snapshot};
 
 /// The metrics, without `warpipe_` before each name: name, type and help.
 const METRICS: &str = "\
@@ -46,11 +46,10 @@ pub fn page(snapshot: &Snapshot) -> String {
 fn endpoints(page: &mut Page, name: &str, snapshot: &Snapshot) {
     for it in &snapshot.endpoints {
         if name == "endpoint_up" {
-            let state = it.state.name();
-            let is_up = matches!(state, "live" | "unobserved");
+            let is_up = matches!(it.state, "live" | "unobserved");
             page.value(
                 name,
-                &[("name", &it.name), ("state", &state)],
+                &[("name", &it.name), ("state", &it.state)],
                 u8::from(is_up),
             );
             continue;
@@ -105,7 +104,7 @@ fn processes(page: &mut Page, name: &str, snapshot: &Snapshot) {
         let pid: Label<'_> = ("pid", &it.pid);
         match name {
             "process_running" => {
-                let is_running = it.state == ProcessState::Running;
+                let is_running = it.state == "running";
                 page.value(name, &[pid, ("command", &it.command)], u8::from(is_running));
             }
             "process_descriptors" => page.value(name, &[pid], it.descriptors),

@@ -8,8 +8,8 @@ mod snapshot;
 pub mod text;
 
 pub use memory::MemoryRow;
-pub use process::{ProcessRow, ProcessState};
+pub use process::ProcessRow;
 pub use rates::{Meter, Rate};
-#[cfg(test)]
-pub use snapshot::EndpointState;
-pub use snapshot::{EndpointRow, Snapshot, Source, SubscriberRow, existing_domain, missing};
+pub use snapshot::{
+    EndpointRow, Snapshot, Source, SubscriberRow, existing_domain, missing, style_of,
+};

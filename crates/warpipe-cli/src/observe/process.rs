@@ -4,7 +4,8 @@ use serde::Serialize;
 use warpipe::DeviceKind;
 use warpipe::statistics::{Endpoint, Process, Region, Role, SlowPathCount};
 
-use crate::output::{Style, printable};
+use crate::job::Job;
+use crate::output::printable;
 
 /// A process does not run if its page has not changed for this long. It ticks every 200 ms.
 const STALLED_NS: u64 = 900_000_000;
@@ -12,42 +13,14 @@ const STALLED_NS: u64 = 900_000_000;
 /// The longest name of a command.
 const COMMAND_MAX: usize = 64;
 
-/// Whether a process runs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum ProcessState {
-    Running,
-    /// It has not run for a while.
-    Stalled,
-    /// A signal or a debugger has stopped it.
-    Stopped,
-}
-
-impl ProcessState {
-    /// How much it asks for attention.
-    pub fn style(self) -> Style {
-        match self {
-            ProcessState::Running => Style::Green,
-            ProcessState::Stalled | ProcessState::Stopped => Style::Yellow,
-        }
-    }
-
-    pub fn name(self) -> &'static str {
-        match self {
-            ProcessState::Running => "running",
-            ProcessState::Stalled => "stalled",
-            ProcessState::Stopped => "stopped",
-        }
-    }
-}
-
 /// A process with a statistics page, of this domain or another one.
 #[derive(Debug, Clone, Serialize)]
 pub struct ProcessRow {
     pub pid: i32,
     /// Its name in `/proc/PID/comm`, with control characters escaped.
     pub command: String,
-    pub state: ProcessState,
+    /// `running`; `stalled`, it has not run for a while; `stopped`, by a signal or a debugger.
+    pub state: &'static str,
     /// Its open descriptors.
     pub descriptors: usize,
     pub endpoints: usize,
@@ -98,10 +71,10 @@ pub fn row(process: &Process, domain: [u64; 2], now_ns: u64) -> ProcessRow {
     ProcessRow {
         pid,
         command: command(pid),
-        state: match is_stopped(pid) {
-            true => ProcessState::Stopped,
-            false if is_silent(process, now_ns) => ProcessState::Stalled,
-            false => ProcessState::Running,
+        state: match Job::of(pid).is_some_and(|job| job.is_stopped) {
+            true => "stopped",
+            false if is_silent(process, now_ns) => "stalled",
+            false => "running",
         },
         descriptors: descriptors(pid),
         endpoints: process.endpoints.len(),
@@ -134,14 +107,6 @@ fn command(pid: i32) -> String {
     let comm = std::fs::read(format!("/proc/{pid}/comm")).unwrap_or_default();
     let text = String::from_utf8_lossy(comm.trim_ascii_end()).into_owned();
     printable(&text).chars().take(COMMAND_MAX).collect()
-}
-
-/// Whether a signal or a debugger has stopped the process.
-fn is_stopped(pid: i32) -> bool {
-    let stat = std::fs::read(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // Behind the name in parentheses, which may have parentheses itself.
-    let rest = stat.rsplit(|&byte| byte == b')').next();
-    matches!(rest.and_then(|rest| rest.get(1)), Some(b'T' | b't'))
 }
 
 /// Whether the process has not ticked for a while, though it has an endpoint that ticks: a name, or

@@ -10,7 +10,7 @@ use warpipe::statistics::{Endpoint, Observation, Observer, Process, Region, Role
 use warpipe::{Domain, clock};
 
 use super::memory::{self, MemoryRow};
-use super::process::{self, ProcessRow, ProcessState, SlowPathRow};
+use super::process::{self, ProcessRow, SlowPathRow};
 use crate::output::{self, Style};
 
 /// What is looked at, and what the last look has found out.
@@ -37,55 +37,15 @@ pub struct Snapshot {
     pub notes: Vec<String>,
 }
 
-/// The state of a name's owner.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum EndpointState {
-    /// Its process runs.
-    #[default]
-    Live,
-    /// Its process lives, and its statistics page cannot be read from here.
-    Unobserved,
-    /// Its process has not run for a while.
-    Stalled,
-    /// Its process is stopped by a signal or a debugger.
-    Stopped,
-    /// A dead process left it.
-    Stale,
-    /// Something else stands in its place, which no owner removes.
-    Foreign,
-}
-
-impl EndpointState {
-    /// How much it asks for attention.
-    pub fn style(self) -> Style {
-        match self {
-            EndpointState::Live => Style::Green,
-            EndpointState::Unobserved => Style::Dim,
-            EndpointState::Stalled | EndpointState::Stopped => Style::Yellow,
-            EndpointState::Stale | EndpointState::Foreign => Style::Red,
-        }
-    }
-
-    pub fn name(self) -> &'static str {
-        match self {
-            EndpointState::Live => "live",
-            EndpointState::Unobserved => "unobserved",
-            EndpointState::Stalled => "stalled",
-            EndpointState::Stopped => "stopped",
-            EndpointState::Stale => "stale",
-            EndpointState::Foreign => "foreign",
-        }
-    }
-}
-
 /// A name of the domain, with its owner's counts. They are 0 for an owner that is not observed.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct EndpointRow {
     pub name: String,
     /// `publisher`, `queue`, `pool`, ...; unknown for an owner that is not observed.
     pub kind: Option<String>,
-    pub state: EndpointState,
+    /// Of the owner: `live`; `unobserved`, its statistics page cannot be read from here; `stalled`;
+    /// `stopped`; `stale`, a dead process left it; `foreign`, no owner removes what is there.
+    pub state: &'static str,
     /// What stands in its place, if that is no endpoint's.
     pub foreign: Option<&'static str>,
     pub pid: Option<i32>,
@@ -130,14 +90,13 @@ pub struct SubscriberRow {
     pub silent_seconds: f64,
 }
 
-impl SubscriberRow {
-    /// How much its state asks for attention.
-    pub fn style(&self) -> Style {
-        match self.state {
-            "suspect" | "dead" => Style::Red,
-            "stalled" => Style::Yellow,
-            _ => Style::Dim,
-        }
+/// How much the state of an endpoint, a process or a subscriber asks for attention.
+pub fn style_of(state: &str) -> Style {
+    match state {
+        "live" | "running" => Style::Green,
+        "stalled" | "stopped" => Style::Yellow,
+        "stale" | "foreign" | "suspect" | "dead" => Style::Red,
+        _ => Style::Dim,
     }
 }
 
@@ -228,7 +187,7 @@ impl Snapshot {
         let processes: Vec<ProcessRow> = pages
             .map(|process| process::row(process, identity, taken_ns))
             .collect();
-        let states: BTreeMap<i32, ProcessState> =
+        let states: BTreeMap<i32, &str> =
             processes.iter().map(|row| (row.pid, row.state)).collect();
         let endpoints = names.iter().map(|found| {
             // A name of a domain has one owner; a page of another process that claims it has not.
@@ -238,7 +197,12 @@ impl Snapshot {
             let owner = endpoints_of(observation, identity, Role::Owner)
                 .find(|(process, it)| it.name == found.name && is_holder(process.pid));
             match owner {
-                Some((process, it)) => observed(process, it, states.get(&process.pid), observation),
+                Some((process, it)) => observed(
+                    process,
+                    it,
+                    states.get(&process.pid).copied().unwrap_or("live"),
+                    observation,
+                ),
                 None => unobserved(found),
             }
         });
@@ -307,9 +271,9 @@ fn unobserved(found: &warpipe::Endpoint) -> EndpointRow {
     EndpointRow {
         name: found.name.to_string(),
         state: match (&found.holder, found.foreign) {
-            (_, Some(_)) => EndpointState::Foreign,
-            (Some(_), None) => EndpointState::Unobserved,
-            (None, None) => EndpointState::Stale,
+            (_, Some(_)) => "foreign",
+            (Some(_), None) => "unobserved",
+            (None, None) => "stale",
         },
         foreign: found.foreign,
         pid: found.holder.as_ref().and_then(|holder| holder.pid),
@@ -327,7 +291,7 @@ fn shared_memory(process: &Process, generation: [u64; 2]) -> u64 {
 fn observed(
     process: &Process,
     endpoint: &Endpoint,
-    state: Option<&ProcessState>,
+    state: &'static str,
     observation: &Observation,
 ) -> EndpointRow {
     let mut readers: Vec<(&Process, &Endpoint)> =
@@ -365,9 +329,8 @@ fn observed(
         kind: Some(endpoint.kind.to_string()),
         foreign: None,
         state: match state {
-            Some(ProcessState::Stopped) => EndpointState::Stopped,
-            Some(ProcessState::Stalled) => EndpointState::Stalled,
-            _ => EndpointState::Live,
+            "running" => "live",
+            state => state,
         },
         pid: Some(process.pid),
         device: endpoint.device.map(|device| device.to_string()),

@@ -1,7 +1,7 @@
 //! A look as lines of text.
 
 use super::process::{ProcessRow, SlowPathRow};
-use super::snapshot::{EndpointRow, EndpointState, Snapshot};
+use super::snapshot::{EndpointRow, Snapshot, style_of};
 use super::{MemoryRow, Rate};
 use crate::output::{self, Style, column, printable, styled};
 
@@ -14,7 +14,7 @@ pub fn endpoint(endpoint: &EndpointRow, rate: Option<Rate>, width: usize) -> Vec
     let width = width.min(NAME_WIDTH_MAX);
     let mut text = format!(
         "  {name:<width$}  {}",
-        styled(state.style(), &format!("{:<10}", state.name()))
+        styled(style_of(state), &format!("{state:<10}"))
     );
     let holder = endpoint
         .pid
@@ -27,8 +27,8 @@ pub fn endpoint(endpoint: &EndpointRow, rate: Option<Rate>, width: usize) -> Vec
                 text += &format!("  memory {}", output::bytes(endpoint.memory));
             }
         }
-        (None, EndpointState::Stale) => text += "  left by a dead process",
-        (None, EndpointState::Foreign) => {
+        (None, "stale") => text += "  left by a dead process",
+        (None, "foreign") => {
             let found = endpoint.foreign.unwrap_or("a foreign file");
             text += &format!("  {found}, which no owner of the name removes");
         }
@@ -52,7 +52,7 @@ pub fn endpoint(endpoint: &EndpointRow, rate: Option<Rate>, width: usize) -> Vec
         }
     }
     let subscribers = endpoint.subscribers.iter().map(|it| {
-        let state = styled(it.style(), &format!("{:<9}", it.state));
+        let state = styled(style_of(it.state), &format!("{:<9}", it.state));
         let (pid, lag, dropped) = (it.pid, it.lag, output::count(it.dropped));
         format!("      process {pid}  {state}  lag {lag}  dropped {dropped}")
     });
@@ -114,7 +114,7 @@ fn process(process: &ProcessRow) -> Vec<String> {
         "  {:>8}  {:<16}  {:<8}  {} descriptors  GPU {} own, {} of others  host {} own, {} of others",
         process.pid,
         process.command,
-        process.state.name(),
+        process.state,
         process.descriptors,
         output::bytes(process.gpu_owned),
         output::bytes(process.gpu_imported),

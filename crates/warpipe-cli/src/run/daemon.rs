@@ -1,13 +1,14 @@
 //! The supervisor of a private MPS daemon: starts it, and quits it when its standard input ends.
 
 use std::fs::{self, File};
-use std::io::{self, Write};
+use std::io::{self, ErrorKind, Write};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, bail, ensure};
+use anyhow::{Context as _, anyhow, bail, ensure};
 use clap::Args;
 use rustix::event::{PollFd, PollFlags};
 use rustix::process::{
@@ -15,14 +16,14 @@ use rustix::process::{
     set_child_subreaper,
 };
 
-use super::{NOT_FOUND, variables};
+use super::variables;
 use crate::doctor::system::mps_answers_at;
 use crate::exit::Exit;
 use crate::interrupt::Interrupt;
 use crate::job::Job;
 use crate::output::printable;
 use crate::poll::poll;
-use crate::process::{child_of_this, ending, wait};
+use crate::process::{ending, following, wait};
 
 /// The daemon's control program, found in PATH.
 const CONTROL: &str = "nvidia-cuda-mps-control";
@@ -106,15 +107,22 @@ struct Daemon {
 impl Daemon {
     fn start(folder: &Path) -> anyhow::Result<Daemon> {
         let output = File::create(folder.join("output"))?;
-        // By way of a process that asks for a signal at this one's death: killed, it quits nothing.
-        let spawned = child_of_this("mps-program")
-            .args(["--kill", "--", CONTROL, "-f"])
+        // It may ignore SIGTERM. When this process is killed, nothing else quits it.
+        let spawned = following(CONTROL.as_ref(), Signal::KILL)
+            .arg("-f")
+            .process_group(0)
             .envs(variables(folder))
             .stdin(Stdio::null())
             .stdout(output.try_clone()?)
             .stderr(output)
             .spawn();
-        let child = spawned.with_context(|| format!("{CONTROL} cannot be started"))?;
+        let child = spawned.map_err(|error| match error.kind() {
+            ErrorKind::NotFound => anyhow!(
+                "{CONTROL} is not in PATH; it comes with NVIDIA's driver, and needs a GPU on this \
+                 machine"
+            ),
+            _ => anyhow!("{CONTROL} cannot be started: {error}"),
+        })?;
         let folder = folder.to_owned();
         Ok(Daemon { folder, child })
     }
@@ -123,15 +131,7 @@ impl Daemon {
         let start = Instant::now();
         while !mps_answers_at(&self.folder.join("pipe")) {
             if let Some(status) = self.child.try_wait()? {
-                let how = match status.code() == Some(NOT_FOUND.into()) {
-                    true => {
-                        "is not in PATH; it comes with NVIDIA's driver, and needs a GPU on this \
-                             machine"
-                            .to_owned()
-                    }
-                    false => ending(status),
-                };
-                bail!("{CONTROL} {how}{}", self.log());
+                bail!("{CONTROL} {}{}", ending(status), self.log());
             }
             if start.elapsed() > START_LIMIT {
                 let limit = START_LIMIT.as_secs();
@@ -150,10 +150,10 @@ impl Daemon {
             if !is_told && let Ok(Some(status)) = self.child.try_wait() {
                 is_told = true;
                 let log = self.log();
-                eprintln!(
-                    "warpipe: the MPS daemon {}: its clients lose the GPU{log}",
-                    ending(status)
-                );
+                let how = ending(status);
+                crate::note(&format!(
+                    "the MPS daemon {how}: its clients lose the GPU{log}"
+                ));
             }
         }
     }
@@ -169,7 +169,7 @@ impl Daemon {
         }
         // What the daemon has left is this process's, and nothing else is.
         if let Err(error) = end_children(SERVER_LIMIT) {
-            eprintln!("warpipe: servers of the MPS daemon may be left: {error}");
+            crate::note(&format!("servers of the MPS daemon may be left: {error}"));
         }
     }
 

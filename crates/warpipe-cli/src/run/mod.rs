@@ -8,26 +8,25 @@
 mod daemon;
 mod signals;
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsStr;
 use std::fs::Permissions;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, ErrorKind};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context as _, anyhow, bail};
-use clap::Args;
-use rustix::process::{Pid, Signal, getppid};
+use rustix::process::Signal;
 
 pub use self::daemon::{ChildArgs, run as run_daemon};
 use self::signals::Signals;
 use crate::args::RunArgs;
 use crate::doctor::system::mps_answers_at;
 use crate::exit::{Exit, UsageError};
-use crate::process::{this_program, this_program_in_this_group};
+use crate::process::{following, this_program};
 
 /// The longest that the supervisor takes to quit the daemon, and some.
 const QUIT_LIMIT: Duration = Duration::from_secs(60);
@@ -70,10 +69,7 @@ pub fn run(args: &RunArgs) -> anyhow::Result<u8> {
         // Nothing of the program is there that could be asked to end.
         Ok((Err(signal), _)) => return Ok(code_of(signal.as_raw())),
         Err(error) => {
-            eprintln!(
-                "warpipe: {}",
-                crate::output::printable(&format!("{error:#}"))
-            );
+            crate::note(&format!("{error:#}"));
             return Ok(Exit::Failed as u8);
         }
     };
@@ -84,7 +80,7 @@ pub fn run(args: &RunArgs) -> anyhow::Result<u8> {
     }
     let status = run_program(args, &folder, &signals);
     supervisor.end()?;
-    Ok(code(status?))
+    status
 }
 
 /// A daemon inside another one's program would take turns with it: no hand-over between their
@@ -187,9 +183,9 @@ impl Supervisor {
             .context("the MPS daemon's supervisor")?;
         if let Some(signal) = ended.signal() {
             // The daemon died with it. Its servers and its folder are left to this process.
-            eprintln!(
-                "warpipe: signal {signal} ended the MPS daemon's supervisor, and so the daemon"
-            );
+            crate::note(&format!(
+                "signal {signal} ended the MPS daemon's supervisor, and so the daemon"
+            ));
             daemon::end_servers_of(&self.folder)?;
             std::fs::remove_dir_all(&self.folder)
                 .with_context(|| format!("{} is left", self.folder.display()))?;
@@ -198,22 +194,34 @@ impl Supervisor {
     }
 }
 
-fn run_program(args: &RunArgs, folder: &Path, signals: &Signals) -> anyhow::Result<ExitStatus> {
-    // The terminal's: unlike other children, the program is its user's.
-    let mut command = this_program_in_this_group();
-    let parent = std::process::id().to_string();
-    command
-        .args(["mps-program", "--parent", &parent, "--"])
-        .args(&args.program)
-        .envs(variables(folder));
+/// The program's exit code, or that of a shell for one that did not run or that a signal ended.
+fn run_program(args: &RunArgs, folder: &Path, signals: &Signals) -> anyhow::Result<u8> {
+    let [program, arguments @ ..] = &args.program[..] else {
+        return Ok(NOT_RUN);
+    };
+    let mut command = following(program, Signal::TERM);
+    command.args(arguments).envs(variables(folder));
     if std::env::var_os(VISIBLE_DEVICES).is_some_and(|devices| lists_numbers(&devices)) {
         // The daemon has the variable, and its clients number the GPUs that it names from 0 on.
         command.env_remove(VISIBLE_DEVICES);
     }
-    let mut child = command.spawn().context("the program cannot be started")?;
-    signals
-        .pass_on_until_end(&mut child)
-        .context("the wait for the program")
+    let mut child = match command.spawn() {
+        Ok(child) => child,
+        Err(error) => {
+            let name = program.to_string_lossy();
+            crate::note(&format!("{name} cannot be run: {error}"));
+            return Ok(match error.kind() {
+                ErrorKind::NotFound => NOT_FOUND,
+                _ => NOT_RUN,
+            });
+        }
+    };
+    let status = signals.pass_on_until_end(&mut child);
+    let status = status.context("the wait for the program")?;
+    Ok(match (status.code(), status.signal()) {
+        (None, Some(signal)) => code_of(signal),
+        (code, _) => code.map_or(u8::MAX, |code| u8::try_from(code).unwrap_or(u8::MAX)),
+    })
 }
 
 /// Whether the variable names GPUs by their numbers. Their UUIDs mean the same to any process.
@@ -224,56 +232,7 @@ fn lists_numbers(devices: &OsStr) -> bool {
     first.is_some_and(|first| first.trim().parse::<u32>().is_ok())
 }
 
-fn code(status: ExitStatus) -> u8 {
-    match (status.code(), status.signal()) {
-        (None, Some(signal)) => code_of(signal),
-        (code, _) => code
-            .and_then(|code| u8::try_from(code).ok())
-            .unwrap_or(u8::MAX),
-    }
-}
-
 /// As of a shell, for a program that a signal ended.
 fn code_of(signal: i32) -> u8 {
     u8::try_from(128 + signal).unwrap_or(u8::MAX)
-}
-
-/// The program's process, before it becomes the program.
-#[derive(Debug, Args)]
-pub struct ProgramArgs {
-    #[arg(long)]
-    parent: i32,
-    /// At the parent's death SIGKILL instead of SIGTERM.
-    #[arg(long)]
-    kill: bool,
-    #[arg(last = true, required = true)]
-    program: Vec<OsString>,
-}
-
-/// Becomes the program, which gets a signal when its parent is killed: SIGTERM, or SIGKILL for the
-/// daemon, which may ignore SIGTERM. Returns if it cannot.
-pub fn exec_program(args: &ProgramArgs) -> u8 {
-    let Some((program, arguments)) = args.program.split_first() else {
-        return NOT_RUN;
-    };
-    let signal = if args.kill {
-        Signal::KILL
-    } else {
-        Signal::TERM
-    };
-    let asked = rustix::process::set_parent_process_death_signal(Some(signal));
-    // The parent may have died before the kernel was asked for the signal.
-    if asked.is_err() || getppid().map(Pid::as_raw_pid) != Some(args.parent) {
-        return NOT_RUN;
-    }
-    let error = Command::new(program).args(arguments).exec();
-    let name = program.to_string_lossy();
-    eprintln!(
-        "warpipe: {} cannot be run: {error}",
-        crate::output::printable(&name)
-    );
-    match error.kind() {
-        std::io::ErrorKind::NotFound => NOT_FOUND,
-        _ => NOT_RUN,
-    }
 }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::view::Tab;
-use crate::observe::{EndpointRow, MemoryRow, ProcessRow, Rate, Snapshot, SubscriberRow};
+use crate::observe::{EndpointRow, MemoryRow, ProcessRow, Rate, Snapshot, SubscriberRow, style_of};
 use crate::output::{self, Style};
 
 /// A column. Numbers are on the right of theirs.
@@ -155,6 +155,10 @@ fn unknown() -> Cell {
     Cell::text("-").style(Style::Dim)
 }
 
+fn state(state: &str) -> Cell {
+    Cell::text(state).style(style_of(state))
+}
+
 fn count(number: u64) -> Cell {
     Cell::number(output::count(number), number as f64)
 }
@@ -183,7 +187,6 @@ fn endpoint_row(endpoint: &EndpointRow, rate: Option<Rate>) -> Row {
         0 => Style::Plain,
         _ => Style::Yellow,
     };
-    let state = endpoint.state;
     // The jobs of a queue that no worker has.
     let backlog = endpoint.backlog();
     let backlog = backlog.map(|(text, style)| Cell::text(text).style(style));
@@ -192,7 +195,7 @@ fn endpoint_row(endpoint: &EndpointRow, rate: Option<Rate>) -> Row {
         cells: vec![
             Cell::text(&endpoint.name),
             endpoint.kind.as_deref().map_or_else(unknown, Cell::text),
-            Cell::text(state.name()).style(state.style()),
+            state(endpoint.state),
             pid(endpoint.pid),
             per_second(|rate| rate.items_per_second, |rate| format!("{rate:.1}")),
             per_second(
@@ -224,16 +227,15 @@ fn subscriber(it: &SubscriberRow) -> Cell {
         "process {pid}  {:<9}  lag {lag}  behind {behind}  dropped {dropped}  silent {:.1} s",
         it.state, it.silent_seconds
     );
-    Cell::text(text).style(it.style())
+    Cell::text(text).style(style_of(it.state))
 }
 
 fn process_row(process: &ProcessRow) -> Row {
-    let state = process.state;
     Row {
         cells: vec![
             Cell::text(&process.command),
             pid(Some(process.pid)),
-            Cell::text(state.name()).style(state.style()),
+            state(process.state),
             count(process.descriptors as u64),
             count(process.endpoints as u64),
             bytes(process.gpu_owned),

@@ -5,16 +5,14 @@ use std::path::Path;
 use super::draw::{Frame, draw};
 use super::keys::Key;
 use super::view::{Tab, View, Wish};
-use crate::observe::{
-    EndpointRow, EndpointState, MemoryRow, ProcessRow, ProcessState, Rate, Snapshot, SubscriberRow,
-};
+use crate::observe::{EndpointRow, MemoryRow, ProcessRow, Rate, Snapshot, SubscriberRow};
 use crate::output::Style;
 
 fn endpoint(name: &str, items: u64) -> EndpointRow {
     EndpointRow {
         name: name.into(),
         kind: Some("publisher".into()),
-        state: EndpointState::Live,
+        state: "live",
         foreign: None,
         pid: Some(4711),
         device: Some("host".into()),
@@ -60,7 +58,7 @@ pub fn sample() -> Snapshot {
     lidar.dropped = 7;
     let stale = EndpointRow {
         kind: None,
-        state: EndpointState::Stale,
+        state: "stale",
         pid: None,
         ..endpoint("old", 0)
     };
@@ -71,7 +69,7 @@ pub fn sample() -> Snapshot {
         processes: vec![ProcessRow {
             pid: 4711,
             command: "grabber".into(),
-            state: ProcessState::Stopped,
+            state: "stopped",
             descriptors: 27,
             endpoints: 2,
             is_in_domain: true,
