@@ -12,7 +12,7 @@ use crate::ipc::{
     ClientInfo, Disconnected, OutgoingReply, Rejection, RequestHandler, ServerCore, decode,
 };
 use crate::memory::arena::SlotId;
-use crate::runtime::fence::LazyFence;
+use crate::runtime::fence::Fence;
 use crate::shm::page::SharedPage;
 
 /// A block that is granted to a peer and not sent yet.
@@ -277,7 +277,7 @@ impl PoolAllocator {
     fn free_deferred(&self, borrower: Borrower) {
         let (page, slots) = borrower.into_slots();
         self.drop_page_deferred(page);
-        let (allocator, fence) = (self.me.clone(), LazyFence::new(self.streams().clone()));
+        let (allocator, fence) = (self.me.clone(), Fence::later(self.streams().clone()));
         self.reactor().call_after(fence, move || {
             if let Some(allocator) = allocator.upgrade() {
                 let mut state = allocator.lock();

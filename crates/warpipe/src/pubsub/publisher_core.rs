@@ -38,7 +38,7 @@ use crate::ipc::acceptor::{Acceptor, AcceptorOptions};
 use crate::ipc::domain::{Domain, NameClaim};
 use crate::pubsub::publisher_link::PublisherLink;
 use crate::runtime::doorbell::LocalDoorbell;
-use crate::runtime::fence::{LazyFence, StreamSet};
+use crate::runtime::fence::{Fence, StreamSet};
 use crate::runtime::reactor::{DropReadiness, Reactor, new_generation};
 use crate::runtime::timed_lock::TimedLock;
 use crate::slow_path::SlowPath;
@@ -266,7 +266,7 @@ impl PublisherCore {
         self.ring();
         // Never on this thread, even if every stream is idle: unregistering memory may make the
         // driver wait for a stream that waits for a peer.
-        let (core, mut fence) = (self.clone(), LazyFence::new(self.streams.clone()));
+        let (core, mut fence) = (self.clone(), Fence::later(self.streams.clone()));
         self.reactor.drop_after(move || {
             // The socket is read for a partner as long as there is one.
             if Arc::strong_count(&core) > 1 || core.lock().links.has_partner() {

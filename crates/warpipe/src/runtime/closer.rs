@@ -323,7 +323,9 @@ fn run(uid: Option<u32>) {
 
 /// Queues one of this library's own descriptors with a slow `close`.
 pub(crate) fn close_later(fd: CloseOnForkFd) {
-    enqueue(None, fd);
+    if fd.is_own() {
+        enqueue(None, fd);
+    }
 }
 
 fn is_other(uid: Option<u32>) -> bool {

@@ -1,7 +1,7 @@
 //! Values that streams may still touch: dropped only with this process's own proof that the streams
 //! are past them.
 //!
-//! Each deferral waits for a [`LazyFence`] on the fence thread, and is dropped by the reaper: never
+//! Each deferral waits for a [`Fence`] on the fence thread, and is dropped by the reaper: never
 //! on the caller's thread, even if every stream is idle, because a driver that unregisters memory
 //! may wait for a stream that waits for a peer.
 
@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use crate::error::Result;
 use crate::fork::OwnerProcess;
-use crate::runtime::fence::{LazyFence, StreamSet};
+use crate::runtime::fence::{Fence, StreamSet};
 use crate::runtime::reactor::Reactor;
 
 /// A value tied to the streams that work on it. When dropped, the value goes to the reaper once the
@@ -66,18 +66,14 @@ impl<T: Send + 'static> Drop for DropAfterFence<T> {
             // In a forked child the value is the parent's.
             return std::mem::forget(value);
         }
-        let fence = LazyFence::new(self.streams.clone());
+        let fence = Fence::later(self.streams.clone());
         self.reactor.drop_value_after(fence, value);
     }
 }
 
 impl Reactor {
     /// Has the reaper drop `value` once `fence` is reached.
-    pub(crate) fn drop_value_after<T: Send + 'static>(
-        &self,
-        fence: impl Into<LazyFence>,
-        value: T,
-    ) {
+    pub(crate) fn drop_value_after<T: Send + 'static>(&self, fence: Fence, value: T) {
         self.call_after(fence, move || {
             let _owned = &value;
         });
@@ -85,12 +81,7 @@ impl Reactor {
 
     /// Has the fence thread call `then` once, when `fence` is reached. The reaper drops `then`
     /// afterwards. There is no time limit.
-    pub(crate) fn call_after(
-        &self,
-        fence: impl Into<LazyFence>,
-        mut then: impl FnMut() + Send + 'static,
-    ) {
-        let mut fence = fence.into();
+    pub(crate) fn call_after(&self, mut fence: Fence, mut then: impl FnMut() + Send + 'static) {
         self.drop_after(move || {
             let is_reached = fence.is_reached();
             if is_reached {

@@ -142,22 +142,15 @@ impl StreamSet {
     /// Records an event behind all work that the streams have been given so far. Queries no stream,
     /// so it may be called at any time.
     pub(crate) fn fence(&self) -> Fence {
-        Fence {
-            points: self.all().iter().map(FencePoint::behind).collect(),
-        }
+        Fence::recorded(self.all().iter().map(FencePoint::behind).collect())
     }
 
     /// As [`fence`](Self::fence), without the idle streams: for a user's own thread, in a call
     /// about this memory.
     pub(crate) fn fence_busy(&self) -> Fence {
-        Fence {
-            points: self
-                .all()
-                .iter()
-                .filter(|stream| !is_proof(stream.is_idle()))
-                .map(FencePoint::behind)
-                .collect(),
-        }
+        let all = self.all();
+        let busy = all.iter().filter(|stream| !is_proof(stream.is_idle()));
+        Fence::recorded(busy.map(FencePoint::behind).collect())
     }
 }
 
@@ -211,6 +204,8 @@ fn destroy(stream: &Stream, event: RawEvent) {
 /// Events that are still due. The fence is reached when all are complete.
 #[derive(Debug)]
 pub(crate) struct Fence {
+    /// The streams of a fence that is not recorded yet.
+    later: Option<Arc<StreamSet>>,
     points: Vec<FencePoint>,
 }
 
@@ -218,51 +213,33 @@ impl Fence {
     /// The fence behind all work that one stream has been given so far, whether or not it captures
     /// now.
     pub(crate) fn behind(stream: &Stream) -> Fence {
+        Fence::recorded(vec![FencePoint::behind(stream)])
+    }
+
+    /// A fence that is recorded when it is first asked about, behind all work that its streams have
+    /// been given by then: recording may be held up by a full launch queue, so it is left to the
+    /// fence thread.
+    pub(crate) fn later(streams: Arc<StreamSet>) -> Fence {
         Fence {
-            points: vec![FencePoint::behind(stream)],
+            later: Some(streams),
+            points: Vec::new(),
         }
     }
 
-    /// Whether the streams have done the work that they had been given when the fence was made.
+    fn recorded(points: Vec<FencePoint>) -> Fence {
+        Fence {
+            later: None,
+            points,
+        }
+    }
+
+    /// Whether the streams have done the work that they had been given when the fence was recorded.
     pub(crate) fn is_reached(&mut self) -> bool {
+        if let Some(streams) = self.later.take() {
+            self.points = streams.fence().points;
+        }
         self.points.retain_mut(|point| !point.is_reached());
         self.points.is_empty()
-    }
-}
-
-/// A fence that is recorded when it is first asked about, behind all work that its streams have
-/// been given by then: recording may be held up by a full launch queue, so it is left to the fence
-/// thread.
-#[derive(Debug)]
-pub(crate) struct LazyFence {
-    streams: Arc<StreamSet>,
-    /// `None` until it is recorded.
-    fence: Option<Fence>,
-}
-
-impl LazyFence {
-    pub(crate) fn new(streams: Arc<StreamSet>) -> LazyFence {
-        LazyFence {
-            streams,
-            fence: None,
-        }
-    }
-
-    /// Whether the streams have done the work that they had been given at the first call.
-    pub(crate) fn is_reached(&mut self) -> bool {
-        self.fence
-            .get_or_insert_with(|| self.streams.fence())
-            .is_reached()
-    }
-}
-
-impl From<Fence> for LazyFence {
-    /// A fence that has been recorded already.
-    fn from(fence: Fence) -> LazyFence {
-        LazyFence {
-            streams: Arc::default(),
-            fence: Some(fence),
-        }
     }
 }
 
@@ -439,7 +416,7 @@ mod tests {
     fn a_lazy_fence_covers_the_work_given_before_it_is_first_asked_and_none_after() {
         let device = Device::host();
         let (stream, streams) = (device.stream().unwrap(), Arc::new(StreamSet::default()));
-        let mut fence = LazyFence::new(streams.clone());
+        let mut fence = Fence::later(streams.clone());
         streams.record_use(&stream);
         let (go, wait) = mpsc::channel::<()>();
         stream.call(move || assert!(wait.recv().is_err())).unwrap();

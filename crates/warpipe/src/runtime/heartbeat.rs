@@ -12,6 +12,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::time::{Duration, Instant};
 
+use crate::backoff::Backoff;
 use crate::mutex::LockUnpoisoned;
 use crate::runtime::reactor::{STALLED_AFTER, TICK};
 
@@ -80,6 +81,22 @@ impl Uptime {
             ran.saturating_add(now.saturating_duration_since(last).min(STEP)),
         );
         state.1
+    }
+
+    /// Looks until there is a value, for about as long as `limit` while this process runs.
+    pub(crate) fn look_within<T>(
+        limit: Duration,
+        mut look: impl FnMut() -> Option<T>,
+    ) -> Option<T> {
+        let (clock, mut backoff) = (Uptime::default(), Backoff::default());
+        loop {
+            let is_last = clock.ran() > limit;
+            let found = look();
+            if found.is_some() || is_last {
+                return found;
+            }
+            backoff.pause();
+        }
     }
 
     /// Simulates that this process ran for `time`.

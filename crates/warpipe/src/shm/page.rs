@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::os::set_length;
 use crate::runtime::closer::PeerFd;
-use crate::runtime::fence::{LazyFence, StreamSet};
+use crate::runtime::fence::{Fence, StreamSet};
 use crate::runtime::reactor::{DropReadiness, Reactor};
 use crate::shm::seal;
 
@@ -255,7 +255,7 @@ impl SharedPage {
     /// Drops the page once this process has no other handle of it, and then all of `streams` are
     /// past their work: a thread that has a handle may still give a stream work on the page.
     pub(crate) fn drop_after_streams(self: Arc<Self>, streams: Arc<StreamSet>, reactor: &Reactor) {
-        let mut fence = LazyFence::new(streams);
+        let mut fence = Fence::later(streams);
         reactor.drop_after(move || {
             if Arc::strong_count(&self) > 1 {
                 return DropReadiness::Held;

@@ -30,7 +30,7 @@ use crate::ipc::{
 };
 use crate::options::{Attachment, EndpointOptions, Opener, option_setters};
 use crate::runtime::drop_after_fence::DropAfterFence;
-use crate::runtime::fence::{LazyFence, StreamSet};
+use crate::runtime::fence::{Fence, StreamSet};
 use crate::runtime::reactor::Reactor;
 use crate::shm::counter::{COUNTER_BYTES, SharedCounter, VALUE_MAX, WaitStatus};
 use crate::shm::page::{SharedPage, UnsealedPage};
@@ -457,8 +457,8 @@ struct OwnerSignals {
 impl Drop for OwnerSignals {
     fn drop(&mut self) {
         let signaler = self.signaler.clone();
-        let mut signalled = LazyFence::new(self.signalling.clone());
-        let mut waited = LazyFence::new(self.waiting.clone());
+        let mut signalled = Fence::later(self.signalling.clone());
+        let mut waited = Fence::later(self.waiting.clone());
         let mut has_ended = false;
         self.reactor.drop_after(move || {
             let is_caught_up = signaler.catch_up();

@@ -157,19 +157,22 @@ impl Domain {
                 holder: self.holder_by(read_author(&lock), name),
             });
         }
-        let (clock, mut backoff) = (Uptime::default(), Backoff::default());
-        while !self.try_byte(&lock, CLEARING, file)? {
-            if clock.ran() >= CLEAR_TIMEOUT {
-                let what = format!(
-                    "another process to remove what a dead owner of {:?} left",
-                    name.as_str()
-                );
-                return Err(Error::Timeout {
-                    what,
-                    waited: CLEAR_TIMEOUT,
-                });
-            }
-            backoff.pause();
+        let taken = || match self.try_byte(&lock, CLEARING, file) {
+            Ok(false) => None,
+            taken => Some(taken),
+        };
+        if Uptime::look_within(CLEAR_TIMEOUT, taken)
+            .transpose()?
+            .is_none()
+        {
+            let what = format!(
+                "another process to remove what a dead owner of {:?} left",
+                name.as_str()
+            );
+            return Err(Error::Timeout {
+                what,
+                waited: CLEAR_TIMEOUT,
+            });
         }
         if !self.leads_to(file, &stat) {
             return Ok(None);
@@ -297,18 +300,15 @@ impl Domain {
     /// # Errors
     /// This process lacks a descriptor or memory to find that out.
     fn is_dead(&self, file: &str) -> Result<bool> {
-        let (clock, mut backoff) = (Uptime::default(), Backoff::default());
-        loop {
-            match self.dial(file) {
-                Err(Errno::CONNREFUSED) => return Ok(true),
-                Err(error) if is_shortage(error) => {
-                    return Err(Error::os("connect", self.shown(file), error));
-                }
-                // The socket answers, or is of another type, or its backlog is full.
-                _ if clock.ran() > LIVE_AFTER => return Ok(false),
-                _ => backoff.pause(),
+        let dead = Uptime::look_within(LIVE_AFTER, || match self.dial(file) {
+            Err(Errno::CONNREFUSED) => Some(Ok(true)),
+            Err(error) if is_shortage(error) => {
+                Some(Err(Error::os("connect", self.shown(file), error)))
             }
-        }
+            // The socket answers, or is of another type, or its backlog is full.
+            _ => None,
+        });
+        dead.unwrap_or(Ok(false))
     }
 }
 

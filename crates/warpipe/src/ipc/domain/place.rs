@@ -8,7 +8,6 @@ use std::time::Duration;
 
 use super::author::Author;
 use super::{Domain, EndpointName};
-use crate::backoff::Backoff;
 use crate::error::{Error, Holder, Result};
 use crate::fork::CloseOnForkFd;
 use crate::origin::{hash, is_exiting};
@@ -54,19 +53,10 @@ impl Place {
     /// moment.
     pub(super) fn take(&self, author: Option<Author>) -> bool {
         let _ = ofd_read_lock(self.directory.as_fd(), self.byte);
-        let (clock, mut backoff) = (Uptime::default(), Backoff::default());
-        loop {
-            let is_exiting = author.and_then(Author::pid_here).is_some_and(is_exiting);
-            let limit = if is_exiting { EXIT_TIMEOUT } else { LIVE_AFTER };
-            let is_last = clock.ran() > limit;
-            if !self.is_contested() {
-                return true;
-            }
-            if is_last {
-                return false;
-            }
-            backoff.pause();
-        }
+        let is_exiting = || author.and_then(Author::pid_here).is_some_and(is_exiting);
+        let is_free = || (!self.is_contested()).then_some(());
+        Uptime::look_within(LIVE_AFTER, is_free).is_some()
+            || (is_exiting() && Uptime::look_within(EXIT_TIMEOUT, is_free).is_some())
     }
 
     /// Gives the place up.
@@ -90,7 +80,6 @@ impl Domain {
     /// # Errors
     /// There is an owner.
     pub(super) fn wait_for_owner_of(&self, name: &EndpointName, place: &Place) -> Result<()> {
-        let (clock, mut backoff) = (Uptime::default(), Backoff::default());
         let taken = |holder| Error::NameTaken {
             name: name.to_string(),
             holder,
@@ -100,13 +89,10 @@ impl Domain {
                 self.listener_of(name).unwrap_or(Holder { pid: None }),
             ));
         }
-        while clock.ran() < PUT_BACK_TIMEOUT {
-            if let Some(holder) = self.holder(name) {
-                return Err(taken(holder));
-            }
-            backoff.pause();
+        match Uptime::look_within(PUT_BACK_TIMEOUT, || self.holder(name)) {
+            Some(holder) => Err(taken(holder)),
+            None => Ok(()),
         }
-        Ok(())
     }
 }
 

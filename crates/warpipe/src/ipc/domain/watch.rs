@@ -20,7 +20,7 @@ use rustix::io::Errno;
 use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::fork::per_process::PerProcess;
-use crate::fork::{CloseOnForkFd, OwnerProcess, lifeline};
+use crate::fork::{CloseOnForkFd, lifeline};
 use crate::mutex::LockUnpoisoned;
 use crate::runtime::closer::close_later;
 use crate::runtime::doorbell::LocalDoorbell;
@@ -50,15 +50,10 @@ impl AsFd for Arrivals {
     }
 }
 
-/// An inotify instance. When dropped, a closer's thread releases it.
+/// An inotify instance, and the socket in which a copy is in flight. When dropped, a closer's thread
+/// releases them.
 #[derive(Debug)]
-pub(crate) struct Inotify {
-    /// `None` only while dropping.
-    instance: Option<CloseOnForkFd>,
-    /// The socket in which a copy is in flight.
-    copy: Option<CloseOnForkFd>,
-    owner_process: OwnerProcess,
-}
+pub(crate) struct Inotify(Vec<CloseOnForkFd>);
 
 impl Inotify {
     /// `None` where this user has reached its limit of instances (`fs.inotify.max_user_instances`)
@@ -87,12 +82,8 @@ impl Inotify {
         let flags = inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK;
         let instance = CloseOnForkFd::open(|| inotify::init(flags))
             .map_err(|error| ("inotify_init", error))?;
-        let copy = put_in_flight(&instance).ok();
-        let inotify = Inotify {
-            instance: Some(instance),
-            copy,
-            owner_process: OwnerProcess::current(),
-        };
+        let copy = CloseOnForkFd::open(|| lifeline::in_flight(instance.as_fd()));
+        let inotify = Inotify([instance].into_iter().chain(copy).collect());
         inotify::add_watch(&inotify, directory, wanted)
             .map_err(|error| ("inotify_add_watch", error))?;
         Ok(inotify)
@@ -107,27 +98,14 @@ impl Inotify {
 
 impl AsFd for Inotify {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.instance
-            .as_ref()
-            .expect("present until dropped")
-            .as_fd()
+        self.0[0].as_fd()
     }
 }
 
 impl Drop for Inotify {
     fn drop(&mut self) {
-        let both = [self.instance.take(), self.copy.take()]
-            .into_iter()
-            .flatten();
-        if self.owner_process.is_current() {
-            both.for_each(close_later);
-        }
+        self.0.drain(..).for_each(close_later);
     }
-}
-
-/// A socket with a copy of the descriptor in its queue.
-fn put_in_flight(fd: &CloseOnForkFd) -> std::result::Result<CloseOnForkFd, Errno> {
-    CloseOnForkFd::open(|| lifeline::in_flight(fd.as_fd()))
 }
 
 /// A directory, and the doorbells that wait for it.
@@ -288,12 +266,7 @@ pub(crate) mod tests {
             all.iter()
                 .all(|arrivals| Arc::ptr_eq(&arrivals.watch, &all[0].watch))
         );
-        if let Some(copy) = all[0]
-            .watch
-            .inotify
-            .as_ref()
-            .and_then(|inotify| inotify.copy.as_ref())
-        {
+        if let Some(copy) = (all[0].watch.inotify.as_ref()).and_then(|inotify| inotify.0.get(1)) {
             let info =
                 std::fs::read_to_string(format!("/proc/self/fdinfo/{}", copy.as_fd().as_raw_fd()))
                     .unwrap();

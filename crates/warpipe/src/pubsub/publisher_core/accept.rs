@@ -18,7 +18,7 @@ use crate::kind::Kind;
 use crate::os;
 use crate::runtime::closer::PeerFd;
 use crate::runtime::doorbell::PeerDoorbell;
-use crate::runtime::fence::LazyFence;
+use crate::runtime::fence::Fence;
 use crate::runtime::reactor::{DropReadiness, EventSource, Next};
 use crate::shm::segment::{OpenError, Segment};
 use crate::slow_path::{self, SlowPath};
@@ -330,7 +330,7 @@ impl PublisherCore {
     /// This covers sends that began before now and have not enqueued their signals yet.
     fn past_signals(&self) -> impl FnMut() -> bool + Send + 'static {
         let sends = self.send_lock.clone();
-        let mut fence = LazyFence::new(self.streams.clone());
+        let mut fence = Fence::later(self.streams.clone());
         let last = sends.last();
         move || sends.is_over(last) && fence.is_reached()
     }

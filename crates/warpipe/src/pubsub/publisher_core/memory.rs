@@ -12,7 +12,7 @@ use crate::fork::OwnerProcess;
 use crate::ipc::Kind;
 use crate::memory::arena::{Chunk, Growth, REGIONS_MAX, SlotId};
 use crate::runtime::drop_after_fence::DropAfterFence;
-use crate::runtime::fence::{LazyFence, StreamSet};
+use crate::runtime::fence::{Fence, StreamSet};
 use crate::stream::Stream;
 
 /// How often a loan looks whether this process has unmapped a region that was given back.
@@ -236,7 +236,7 @@ impl PublisherCore {
         let past = StreamSet::default();
         streams.iter().for_each(|stream| past.record_use(stream));
         // A waiter for the slot, or for the end of the sample, depends on this alone.
-        let fence = LazyFence::new(Arc::new(past));
+        let fence = Fence::later(Arc::new(past));
         self.reactor.call_after(fence, move || {
             then(&core);
             core.ring();

@@ -23,7 +23,7 @@ use crate::memory::arena::REGIONS_MAX;
 use crate::memory::region::Region;
 use crate::os::is_shortage;
 use crate::runtime::closer::PeerFd;
-use crate::runtime::fence::LazyFence;
+use crate::runtime::fence::Fence;
 use crate::runtime::reactor::DropReadiness;
 
 /// The most regions of a link that are mapped. Threads that grow at the same time may pass the
@@ -159,7 +159,7 @@ impl PublisherLink {
         let closing = self.memory.regions.closing.clone();
         closing.fetch_add(1, SeqCst);
         let socket = self.socket().clone();
-        let mut fence = LazyFence::new(self.memory.streams().clone());
+        let mut fence = Fence::later(self.memory.streams().clone());
         self.reactor.drop_after(move || {
             if Arc::strong_count(&region) > 1 {
                 return DropReadiness::Held;

@@ -16,7 +16,7 @@ use crate::error::Result;
 use crate::ipc::{
     ClientInfo, Disconnected, OutgoingReply, Rejection, RequestHandler, ServerCore, decode,
 };
-use crate::runtime::fence::{LazyFence, StreamSet};
+use crate::runtime::fence::{Fence, StreamSet};
 use crate::runtime::reactor::{DropReadiness, Reactor};
 use crate::shm::page::UnsealedPage;
 use crate::shm::signaler::Signaler;
@@ -261,7 +261,7 @@ impl RequestHandler for EventTable {
         let (signalers, shared) = self.lock().gone(client.id, disconnected);
         self.stop_signaling(client, signalers);
         for event_page in shared {
-            let mut fence = LazyFence::new(self.streams.clone());
+            let mut fence = Fence::later(self.streams.clone());
             self.reactor.drop_after(move || {
                 // A device may write once more after its process's end, and streams of this process
                 // may wait there.

@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::fork::per_process::PerProcess;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{AccessPolicy, Address, IpcServer, Kind};
-use crate::runtime::fence::{LazyFence, StreamSet};
+use crate::runtime::fence::{Fence, StreamSet};
 use crate::runtime::reactor::{Reactor, new_generation};
 use crate::shm::counter::SharedCounter;
 use crate::shm::signaler::Signaler;
@@ -203,7 +203,7 @@ impl EventExporter {
         }
         state.slots[index as usize].phase = SlotPhase::Disconnected;
         drop(state);
-        let (exporter, fence) = (self.clone(), LazyFence::new(self.streams().clone()));
+        let (exporter, fence) = (self.clone(), Fence::later(self.streams().clone()));
         self.reactor.call_after(fence, move || {
             exporter.event_table.lock().end(index);
         });
@@ -222,7 +222,7 @@ impl Drop for EventExporter {
     fn drop(&mut self) {
         drop(self.server.take());
         let state = std::mem::take(&mut *self.event_table.lock());
-        let fence = LazyFence::new(self.event_table.streams.clone());
+        let fence = Fence::later(self.event_table.streams.clone());
         self.reactor.call_after(fence, move || {
             (0..state.slots.len())
                 .filter(|&index| state.slots[index].is_shared)

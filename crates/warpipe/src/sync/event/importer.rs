@@ -17,7 +17,7 @@ use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
     Address, ClientSession, IncomingReply, Kind, REPLY_TIMEOUT, SessionObserver, decode, encode,
 };
-use crate::runtime::fence::{LazyFence, StreamSet};
+use crate::runtime::fence::{Fence, StreamSet};
 use crate::runtime::reactor::{DropReadiness, EventSource, Next, Reactor};
 use crate::shm::signaler::Signaler;
 use crate::wait::Wait;
@@ -246,7 +246,7 @@ impl EventImporter {
         }) else {
             return;
         };
-        let (importer, mut fence) = (self.clone(), LazyFence::new(self.streams.clone()));
+        let (importer, mut fence) = (self.clone(), Fence::later(self.streams.clone()));
         self.reactor.drop_after(move || {
             if !fence.is_reached() {
                 return DropReadiness::Busy;

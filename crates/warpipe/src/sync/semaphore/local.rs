@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
 use crate::ipc::{ClientSession, IpcServer, REPLY_TIMEOUT, decode, encode};
 use crate::runtime::closer::PeerFd;
-use crate::runtime::fence::{Fence, LazyFence};
+use crate::runtime::fence::Fence;
 use crate::runtime::reactor::{DropReadiness, Reactor};
 use crate::stream::Stream;
 use crate::wait::Wait;
@@ -441,7 +441,7 @@ impl Drop for LocalSemaphore {
     fn drop(&mut self) {
         let mut role = self.role.take();
         let (signals, monitor) = (self.signals.clone(), self.monitor.clone());
-        let mut fence = LazyFence::new(signals.streams().clone());
+        let mut fence = Fence::later(signals.streams().clone());
         // A creator with streams that wait for members must still see them die; otherwise the name
         // is free at once.
         if matches!(role, Some(SemaphoreRole::Creator { .. }))

@@ -10,7 +10,7 @@ use crate::fork::CloseOnForkFd;
 use crate::ipc::{
     ClientInfo, Disconnected, OutgoingReply, Rejection, RequestHandler, ServerCore, decode,
 };
-use crate::runtime::fence::{LazyFence, StreamSet};
+use crate::runtime::fence::{Fence, StreamSet};
 use crate::runtime::reactor::DropReadiness;
 use crate::shm::counter::{COUNTER_BYTES, SharedCounter};
 use crate::shm::page::UnsealedPage;
@@ -39,7 +39,7 @@ impl TimelineServer {
             return;
         };
         let signaler = self.signaler.clone();
-        let mut fence = LazyFence::new(self.signalling.clone());
+        let mut fence = Fence::later(self.signalling.clone());
         server_core.reactor().drop_after(move || {
             // Before the fence: a signal that is being enqueued holds the page.
             if Arc::strong_count(copy.page()) > 1 {
