@@ -199,21 +199,27 @@ pub(crate) fn let_descriptors_in(socket: BorrowedFd<'_>, yes: bool) -> bool {
     if IS_OLD_KERNEL.load(std::sync::atomic::Ordering::SeqCst) {
         return false;
     }
-    let value = libc::c_int::from(yes);
+    set_option(socket, SO_PASSRIGHTS, yes.into()).is_ok()
+}
+
+/// Has each peek of this socket show the packet behind the last one: `setsockopt(SO_PEEK_OFF)`.
+pub(crate) fn peek_one_after_another(socket: BorrowedFd<'_>) -> Result<(), Errno> {
+    set_option(socket, libc::SO_PEEK_OFF, 0)
+}
+
+fn set_option(
+    socket: BorrowedFd<'_>,
+    option: libc::c_int,
+    value: libc::c_int,
+) -> Result<(), Errno> {
     let (pointer, length) = (
         std::ptr::from_ref(&value).cast(),
         size_of_val(&value) as libc::socklen_t,
     );
+    let socket = socket.as_raw_fd();
     // SAFETY: the kernel reads one `int`, which lives across the call.
-    unsafe {
-        libc::setsockopt(
-            socket.as_raw_fd(),
-            libc::SOL_SOCKET,
-            SO_PASSRIGHTS,
-            pointer,
-            length,
-        ) == 0
-    }
+    let code = unsafe { libc::setsockopt(socket, libc::SOL_SOCKET, option, pointer, length) };
+    if code == 0 { Ok(()) } else { Err(last_error()) }
 }
 
 /// Simulates a kernel before 6.16.

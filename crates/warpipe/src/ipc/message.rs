@@ -21,8 +21,8 @@ use crate::error::PeerLimit;
 use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::lifeline::Lifeline;
 use crate::fork::{CloseOnForkFd, NoForkSection};
-use crate::ipc::{FDS_MAX, Kind};
-use crate::os::{received_fds, take_standard};
+use crate::ipc::{FDS_MAX, Kind, NOTIFICATION};
+use crate::os::{self, received_fds, take_standard};
 use crate::runtime::closer::{PeerFd, PeerSocket, peek, peer_of};
 use crate::runtime::reserve;
 use crate::shm::segment::VERSION;
@@ -39,6 +39,9 @@ const FEW_DESCRIPTORS: usize = 8;
 /// The number of descriptors of the sender's lifeline, which come last with each end's first
 /// message.
 pub(crate) const LIFELINE: usize = 2;
+
+/// The most packets that are looked through for unread replies: more than a socket buffer holds.
+const UNREAD_REPLIES_MAX: usize = 1024;
 
 /// The longest text in a message.
 const TEXT_BYTES_MAX: usize = 256;
@@ -302,14 +305,27 @@ pub(crate) fn shortage(error: &Error) -> Option<Errno> {
     }
 }
 
-/// The body of the reply that the next packet brings, if it is one. The packet stays in the queue.
-pub(crate) fn peek_reply(socket: BorrowedFd<'_>) -> Option<Vec<u8>> {
-    let mut packet = [0u8; PACKET_BYTES_MAX];
-    let (bytes, _) = peek(socket, &mut packet).ok()?;
-    match decode(packet.get(..bytes)?).ok()? {
-        Message::Reply { body, .. } => Some(body),
-        _ => None,
+/// The bodies of the replies to requests that lie unread in a socket. They stay there, with their
+/// descriptors. Called once for a socket, which is not read any more.
+pub(crate) fn unread_replies(socket: BorrowedFd<'_>) -> Vec<Vec<u8>> {
+    // Without that option each peek shows the next packet.
+    let count = match os::peek_one_after_another(socket) {
+        Ok(()) => UNREAD_REPLIES_MAX,
+        Err(_) => 1,
+    };
+    let mut bodies = Vec::new();
+    for _ in 0..count {
+        let mut packet = [0u8; PACKET_BYTES_MAX];
+        let Ok((bytes @ 1.., _)) = peek(socket, &mut packet) else {
+            break;
+        };
+        if let Ok(Message::Reply { serial, body, .. }) = decode(&packet[..bytes])
+            && serial != NOTIFICATION
+        {
+            bodies.push(body);
+        }
     }
+    bodies
 }
 
 /// Reads again after `ECONNRESET`: the peer has closed without having read all of its queue. The

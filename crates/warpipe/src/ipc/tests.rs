@@ -4,9 +4,14 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 
+use std::os::fd::AsFd;
+
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
+
 use super::domain::watch::tests::MADE;
 use super::*;
 use crate::hostile::alone;
+use crate::runtime::closer::PeerSocket;
 
 /// Replies with the request's body, and records each disconnect.
 struct Echo(Mutex<Sender<String>>);
@@ -370,4 +375,34 @@ fn every_kind_of_endpoint_refuses_clients_of_another_kind_by_name() {
         publisher, queue, timeline, semaphore, pool, member, published,
     ));
     let _ = std::fs::remove_dir_all(folder);
+}
+
+#[test]
+fn every_reply_that_lies_unread_behind_one_without_room_is_found_and_stays_there() {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let (ours, theirs) =
+        rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+    let [ours, theirs] = [ours, theirs].map(|fd| PeerSocket::from(CloseOnForkFd::new(fd).unwrap()));
+    let reply = |serial: u64, fds: &[CloseOnForkFd]| {
+        let (body, fds_count) = (vec![serial as u8; 600], fds.len() as u8);
+        let reply = Message::Reply {
+            serial,
+            body,
+            fds: fds_count,
+        };
+        message::send_owned(&theirs, &reply, fds).unwrap();
+    };
+    reply(1, &[CloseOnForkFd::duplicate(&ours).unwrap()]);
+    reply(NOTIFICATION, &[]);
+    reply(2, &[]);
+    let failed = Message::RequestFailed {
+        serial: 3,
+        text: "no".into(),
+    };
+    message::send_owned(&theirs, &failed, &[]).unwrap();
+    reply(4, &[]);
+    let found = message::unread_replies(ours.as_fd());
+    let serials: Vec<u8> = found.iter().map(|body| body[0]).collect();
+    assert_eq!(serials, [1, 2, 4]);
+    assert!(crate::os::unread_by_peer(theirs.as_fd()) > 0, "they stay");
 }

@@ -255,13 +255,14 @@ impl SessionState {
     }
 
     /// Ends the session because this process has no room for the next message. The observer gives
-    /// back what the message grants.
+    /// back what that message and those behind it grant.
     fn end_without_room(&self, code: Errno) {
         let _ = self.cause.set(EndCause::NoRoom(code));
-        let reply = message::peek_reply(self.socket.as_fd());
-        if let (Some(body), Some(observer)) = (reply, self.observer()) {
-            let fds = Vec::new();
-            observer.on_stale_reply(&[], IncomingReply { body, fds });
+        if let Some(observer) = self.observer() {
+            for body in message::unread_replies(self.socket.as_fd()) {
+                let fds = Vec::new();
+                observer.on_stale_reply(&[], IncomingReply { body, fds });
+            }
         }
         self.on_close(0);
     }
