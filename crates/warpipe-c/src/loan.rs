@@ -230,7 +230,7 @@ pub unsafe extern "C" fn warpipe_loan_send_timeout(
     // SAFETY: the caller's promises.
     run(|| unsafe {
         send(loan, stream, sequence, |sample, stream| {
-            sample.send_timeout(stream, limit)
+            sample.send_within(stream, limit)
         })
     })
 }

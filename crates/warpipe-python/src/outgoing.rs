@@ -1,24 +1,23 @@
 //! A publisher's loan, and its dispatch.
 
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use pyo3::exceptions::PyBaseException;
 use pyo3::prelude::*;
-use warpipe::{Error, SendError};
+use warpipe::Error;
 
 use crate::errors::Fault;
 use crate::loan::Loan;
 use crate::slot::Slot;
-use crate::wait::{SLICE, once};
+use crate::wait::waiting;
 
 /// How long another thread's send is waited for where the policy does not wait, as the library's
 /// own send does.
 pub const HELD_UP: Duration = Duration::from_secs(10);
 
-/// Sends the sample after `stream`'s work. It waits in slices, `patience` at most (None: no limit),
-/// for room where the policy blocks, and for another thread's send that the driver blocks. Ctrl-C
-/// ends the wait: then nothing was sent.
+/// Sends the sample after `stream`'s work. It waits `patience` at most (None: no limit), for room
+/// where the policy blocks, and for another thread's send that the driver blocks. Ctrl-C ends the
+/// wait: then nothing was sent.
 pub fn dispatch(
     py: Python<'_>,
     slot: Slot,
@@ -31,55 +30,21 @@ pub fn dispatch(
             return Err(Fault::argument("the loan", "a queue's", "a publisher's").into());
         }
     };
-    let (sample, mut full) = (Mutex::new(Some(sample)), None);
-    let unsent = || sample.lock().unwrap_or_else(PoisonError::into_inner);
-    // Any other error of the wait is also the send's, which reports it.
-    let wait_for_room = |slice| {
-        let waited = unsent().as_ref().map(|sample| sample.wait_for_room(slice));
-        !matches!(waited, Some(Err(Error::Timeout { .. })))
-    };
-    let sent = once(py, patience, wait_for_room, || {
-        let mut sample = unsent();
-        let Some(ours) = sample.take() else {
-            return Err(full.take().unwrap_or(Error::Forked).into());
+    let goes_on = || Ok(());
+    waiting(py, patience, goes_on, |wait| {
+        let unsent = match sample.send_within(stream, wait) {
+            Ok(sequence) => return Ok(sequence),
+            Err(unsent) => unsent,
         };
-        match ours.send_timeout(stream, Duration::ZERO) {
-            Ok(sequence) => Ok(Some(sequence)),
-            Err(SendError {
-                error: error @ Error::Timeout { .. },
-                sample: Some(back),
-            }) => {
-                (*sample, full) = (Some(*back), Some(error));
-                Ok(None)
-            }
-            Err(SendError {
-                error,
-                sample: back,
-            }) => {
-                *sample = back.map(|back| *back);
-                Err(match error {
-                    // The loan's own publisher, which was closed here.
-                    Error::PeerGone { name, .. } => Fault::closed("publisher", &name),
-                    error => error.into(),
-                })
-            }
+        if let Some(sample) = unsent.sample {
+            // Work that fills the slot may still be pending.
+            let _ = sample.discard(stream);
         }
-    });
-    if let Some(unsent) = sample.into_inner().unwrap_or_else(PoisonError::into_inner) {
-        // Work that fills the slot may still be pending.
-        let _ = py.detach(|| unsent.discard(stream));
-    }
-    sent?.ok_or_else(|| match full {
-        Some(Error::Timeout { what, .. }) => Fault::from(Error::Timeout {
-            what,
-            waited: patience.unwrap_or_default(),
+        Err(match unsent.error {
+            // The loan's own publisher, which was closed here.
+            Error::PeerGone { name, .. } => Fault::closed("publisher", &name),
+            error => error.into(),
         })
-        .into(),
-        _ => Fault::from(Error::Timeout {
-            what: "room".into(),
-            waited: patience.unwrap_or(SLICE),
-        })
-        .into(),
     })
 }
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::error::{Error, Result};
 
 /// How often a wait looks whether it is cancelled.
-const SLICE: Duration = Duration::from_millis(50);
+pub(crate) const SLICE: Duration = Duration::from_millis(50);
 
 /// How long a call may wait, and what else ends the wait. A `Duration` is one, from the call on;
 /// `Duration::ZERO` asks for what is there.
@@ -95,6 +95,24 @@ impl<'a> Wait<'a> {
             Some(deadline) => deadline.saturating_duration_since(Instant::now()),
             None => self.limit,
         }
+    }
+
+    /// A wait of this limit that has passed.
+    #[cfg(test)]
+    pub(crate) fn passed(limit: Duration) -> Wait<'a> {
+        Wait {
+            deadline: Some(Instant::now()),
+            ..Wait::at_most(limit)
+        }
+    }
+
+    pub(crate) fn is_cancellable(&self) -> bool {
+        self.cancelled.is_some()
+    }
+
+    /// Asks whether the wait is cancelled: for a caller that is about to take what it waited for.
+    pub(crate) fn is_cancelled(&self) -> bool {
+        self.cancelled.is_some_and(|cancelled| cancelled())
     }
 
     /// How long a sleep may last; zero once the wait is over. Comes before each sleep, and before

@@ -9,6 +9,7 @@ use super::publisher_core::{Recipients, RetainedSlot, SendFailure};
 use crate::error::Result;
 use crate::pubsub::entry::Metadata;
 use crate::stream::Stream;
+use crate::wait::Wait;
 
 impl Publisher {
     /// The subscribers that can be chosen.
@@ -50,20 +51,8 @@ impl Publisher {
 }
 
 impl SampleMut {
-    /// Waits until every subscriber under [`Policy::Block`](crate::Policy::Block) has
-    /// room for one more sample, and no other thread's send is under way, at most `timeout`. Sends
-    /// nothing: another thread's send may come first.
-    ///
-    /// # Errors
-    /// [`Error::Timeout`](crate::Error::Timeout);
-    /// [`Error::PeerGone`](crate::Error::PeerGone) when the publisher was closed;
-    /// [`Error::Forked`](crate::Error::Forked).
-    pub fn wait_for_room(&self, timeout: Duration) -> Result<()> {
-        self.core.wait_for_room(Recipients::All, timeout)
-    }
-
     /// [`send`](SampleMut::send) to one subscriber, with `limit` as in
-    /// [`send_timeout`](SampleMut::send_timeout).
+    /// [`send_within`](SampleMut::send_within).
     pub(crate) fn send_to(
         mut self,
         to: u64,
@@ -78,8 +67,9 @@ impl SampleMut {
             .expect("a loan has its slot until it is consumed");
         let sent = gathered.and_then(|()| {
             let to = Recipients::One(to);
+            let wait = limit.map(Wait::from);
             self.core
-                .send_to(slot, &self.layout, metadata, stream, to, limit)
+                .send_to(slot, &self.layout, metadata, stream, to, wait.as_ref())
         });
         sent.map_err(|unsent| self.unsent(slot, unsent, stream))
     }

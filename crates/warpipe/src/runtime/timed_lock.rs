@@ -63,15 +63,18 @@ impl TimedLock {
 
     /// As [`lock`](Self::lock); a shorter limit, zero too, counts as a moment.
     #[inline]
-    pub(crate) fn lock_for_a_send(
+    pub(crate) fn lock_for_a_send<'w>(
         &self,
-        limit: Duration,
+        wait: impl Into<Wait<'w>>,
         what: impl FnOnce() -> String,
     ) -> Result<TimedGuard<'_>> {
-        let guard = self
-            .try_lock()
-            .or_else(|| self.within(&limit.max(MOMENT).into()));
-        guard.ok_or_else(|| held_up(what(), limit))
+        if let Some(guard) = self.try_lock() {
+            return Ok(guard);
+        }
+        let wait = wait.into();
+        let at_least_a_moment = wait.cancellable_within(wait.time_left().max(MOMENT));
+        self.within(&at_least_a_moment)
+            .ok_or_else(|| held_up(what(), wait.limit()))
     }
 
     /// Takes the lock if it is free.
@@ -163,6 +166,10 @@ mod tests {
                 );
             }
         }
+        // However long its limit was: a wait goes through several locks.
+        let hour = Duration::from_secs(3600);
+        let late = lock.lock_for_a_send(&Wait::passed(hour), String::new);
+        assert!(matches!(late, Err(Error::Timeout { waited, .. }) if waited == hour));
         std::thread::scope(|scope| {
             let waiting = [0; 3]
                 .map(|_| scope.spawn(|| lock.lock(Duration::from_secs(60), String::new).map(drop)));

@@ -2,7 +2,6 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::time::Duration;
 
 use crate::backend::DevicePtr;
 use crate::error::{Error, Result, returns_to_caller};
@@ -11,6 +10,7 @@ use crate::pubsub::entry::Metadata;
 use crate::pubsub::publisher_core::{PublisherCore, SendFailure, SlotHold, SlotReturn};
 use crate::stream::Stream;
 use crate::tensor::Layout;
+use crate::wait::Wait;
 
 /// A slot on loan. Fill it on a stream, then [`send`](Self::send) it on that stream.
 ///
@@ -119,20 +119,24 @@ impl SampleMut {
     /// lost. While another thread's send of the same publisher is held up by the driver (its
     /// stream's launch queue is full), `Timeout` after 10 s.
     pub fn send(self, stream: &Stream) -> Result<u64, SendError> {
-        self.send_within(stream, None)
+        self.send_by(stream, None)
     }
 
-    /// [`send`](Self::send) with another wait for room, and for another thread's send: `timeout`
+    /// [`send`](Self::send) with another wait for room, and for another thread's send: `wait`
     /// replaces the timeout of [`Policy::Block`](crate::Policy::Block), and of the 10 s.
     ///
     /// # Errors
     /// As [`send`](Self::send).
-    pub fn send_timeout(self, stream: &Stream, timeout: Duration) -> Result<u64, SendError> {
-        self.send_within(stream, Some(timeout))
+    pub fn send_within<'w>(
+        self,
+        stream: &Stream,
+        wait: impl Into<Wait<'w>>,
+    ) -> Result<u64, SendError> {
+        self.send_by(stream, Some(&wait.into()))
     }
 
     #[inline]
-    fn send_within(mut self, stream: &Stream, limit: Option<Duration>) -> Result<u64, SendError> {
+    fn send_by(mut self, stream: &Stream, wait: Option<&Wait<'_>>) -> Result<u64, SendError> {
         let gathered = self.gather(stream);
         let slot = self
             .slot
@@ -140,7 +144,7 @@ impl SampleMut {
             .expect("a loan has its slot until it is consumed");
         let sent = gathered.and_then(|()| {
             self.core
-                .send(slot, &self.layout, &self.metadata, stream, limit)
+                .send(slot, &self.layout, &self.metadata, stream, wait)
         });
         sent.map_err(|unsent| self.unsent(slot, unsent, stream))
     }

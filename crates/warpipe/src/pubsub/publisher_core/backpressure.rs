@@ -16,6 +16,7 @@ use crate::clock::Stopwatch;
 use crate::error::{Error, Result};
 use crate::ipc::Kind;
 use crate::runtime::doorbell::PeerDoorbell;
+use crate::wait::{SLICE, Wait};
 
 impl PublisherCore {
     /// Waits until every recipient that may not miss a sample has room for one and no other thread
@@ -26,24 +27,27 @@ impl PublisherCore {
 
     /// Waits at most `timeout` until a send would not have to wait. Sends nothing.
     pub(in crate::pubsub) fn wait_for_room(&self, to: Recipients, timeout: Duration) -> Result<()> {
-        match self.make_room_within(to, Some(timeout)) {
+        match self.make_room_within(to, Some(&timeout.into())) {
             // A policy that fails is applied by the send itself.
             Ok(_) | Err(Error::Full { .. }) => Ok(()),
             Err(error) => Err(error),
         }
     }
 
-    /// `limit` replaces the timeout of the subscribers' policies, and that of the lock for sending.
+    /// `wait` replaces the timeout of the subscribers' policies, and that of the lock for sending. A
+    /// thread that had to wait asks whether it is cancelled before it takes its turn.
     pub(super) fn make_room_within(
         &self,
         to: Recipients,
-        limit: Option<Duration>,
+        wait: Option<&Wait<'_>>,
     ) -> Result<SendTurn<'_>> {
         self.owner_process.check()?;
         let mut clock = Stopwatch::default();
         let mut backoff = Backoff::spinning(POLLS);
+        // The subscriber that was waited for since the cancellation was asked.
+        let mut waited_for = None;
         loop {
-            let sending = self.lock_sending(limit)?;
+            let sending = self.lock_sending(wait)?;
             let state = self.lock();
             if state.closed {
                 let name = self.name.clone();
@@ -52,33 +56,58 @@ impl PublisherCore {
             state.links.check(to, &self.name)?;
             // Room does not depend on which slots have been reclaimed.
             let Some(full) = state.links.first_full(to) else {
-                return Ok(SendTurn::begin(self, sending, state));
+                let (Some(wait), Some(pid)) = (wait, waited_for.take()) else {
+                    return Ok(SendTurn::begin(self, sending, state));
+                };
+                // Without the locks: it may run a signal's handler.
+                drop((state, sending));
+                if wait.is_cancelled() {
+                    return Err(self.no_room_at(pid, wait));
+                }
+                continue;
             };
-            let subscriber = || format!("process {}", full.peer.pid);
+            let pid = full.peer.pid;
             let Policy::Block { timeout } = full.policy else {
                 return Err(Error::Full {
                     name: self.name.clone(),
-                    subscriber: subscriber(),
+                    subscriber: format!("process {pid}"),
                     depth: self.options.depth,
                 });
             };
-            let timeout = limit.unwrap_or(timeout);
-            let left = timeout.saturating_sub(clock.elapsed());
+            let left = match wait {
+                Some(wait) => wait.time_left(),
+                None => timeout.saturating_sub(clock.elapsed()),
+            };
             if left.is_zero() {
-                let depth = self.options.depth;
-                let what = format!(
-                    "room at subscriber {} of {:?} (it has not released the {depth} samples of its depth)",
-                    subscriber(),
-                    self.name
-                );
-                return Err(Error::Timeout {
-                    what,
-                    waited: timeout,
-                });
+                let policy = Wait::from(timeout);
+                return Err(self.no_room_at(pid, wait.unwrap_or(&policy)));
             }
+            let left = match wait.is_some_and(Wait::is_cancellable) {
+                true => left.min(SLICE),
+                false => left,
+            };
             // Others may send meanwhile, to subscribers that have room.
             drop(sending);
             drop(self.wait_for_release(state, left, &mut backoff, |link| to.await_it(link)));
+            if let Some(wait) = wait.filter(|wait| wait.is_cancellable()) {
+                waited_for = Some(pid);
+                // What came at the end of the time is taken.
+                if wait.is_over() && !wait.time_left().is_zero() {
+                    return Err(self.no_room_at(pid, wait));
+                }
+            }
+        }
+    }
+
+    fn no_room_at(&self, pid: i32, wait: &Wait<'_>) -> Error {
+        let depth = self.options.depth;
+        Error::Timeout {
+            what: format!(
+                "room at subscriber process {pid} of {:?} (it has not released the {depth} samples \
+                 of its depth)",
+                self.name
+            ),
+            waited: wait.limit(),
         }
     }
 

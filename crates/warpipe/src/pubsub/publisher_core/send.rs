@@ -7,7 +7,6 @@
 //! samples out.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use super::links::Recipients;
 use super::send_turn::SendTurn;
@@ -23,6 +22,7 @@ use crate::pubsub::subscriber_link::SubscriberLink;
 use crate::shm::segment::Segment;
 use crate::stream::Stream;
 use crate::tensor::Layout;
+use crate::wait::Wait;
 
 /// The highest number that may be skipped to.
 const SEQUENCE_MAX: u64 = 1 << 62;
@@ -36,17 +36,17 @@ pub(super) struct Delivery {
 
 impl PublisherCore {
     /// Sends the contents of `slot` to every subscriber, behind the work enqueued on `stream`.
-    /// `limit` replaces the timeout of the subscribers' policies and the timeout of the send turn.
+    /// `wait` replaces the timeout of the subscribers' policies and the timeout of the send turn.
     pub(in crate::pubsub) fn send(
         &self,
         slot: SlotId,
         layout: &Layout,
         metadata: &Metadata,
         stream: &Stream,
-        limit: Option<Duration>,
+        wait: Option<&Wait<'_>>,
     ) -> Result<u64, SendFailure> {
         let _range = nvtx::range(nvtx::SEND);
-        self.send_to(slot, layout, metadata, stream, Recipients::All, limit)
+        self.send_to(slot, layout, metadata, stream, Recipients::All, wait)
     }
 
     /// Sends to these recipients, as [`send`](Self::send) does to all.
@@ -58,10 +58,10 @@ impl PublisherCore {
         metadata: &Metadata,
         stream: &Stream,
         to: Recipients,
-        limit: Option<Duration>,
+        wait: Option<&Wait<'_>>,
     ) -> Result<u64, SendFailure> {
         self.admit(stream)?;
-        let mut turn = self.make_room_within(to, limit)?;
+        let mut turn = self.make_room_within(to, wait)?;
         let delivery = self.deliver(&mut turn, slot, layout, metadata, stream, to)?;
         turn.arena.release(slot);
         Ok(delivery.sequence)

@@ -5,13 +5,13 @@
 
 use std::ops::{Deref, DerefMut};
 use std::sync::MutexGuard;
-use std::time::Duration;
 
 use super::PublisherCore;
 use super::state::PublisherState;
 use crate::error::Result;
 use crate::runtime::releasable::ReleasableGuard;
 use crate::runtime::timed_lock::{LOCK_TIMEOUT, TimedGuard};
+use crate::wait::Wait;
 
 /// The right to send. The state is locked except during driver calls: see [`SendTurn::unlocked`].
 pub(super) struct SendTurn<'a> {
@@ -74,10 +74,11 @@ impl Drop for SendTurn<'_> {
 impl PublisherCore {
     /// Takes the lock for sending.
     #[inline]
-    pub(super) fn lock_sending(&self, limit: Option<Duration>) -> Result<TimedGuard<'_>> {
-        self.send_lock
-            .lock_for_a_send(limit.unwrap_or(LOCK_TIMEOUT), || {
-                format!("send of {:?}", self.name)
-            })
+    pub(super) fn lock_sending(&self, wait: Option<&Wait<'_>>) -> Result<TimedGuard<'_>> {
+        let what = || format!("send of {:?}", self.name);
+        match wait {
+            Some(wait) => self.send_lock.lock_for_a_send(wait, what),
+            None => self.send_lock.lock_for_a_send(LOCK_TIMEOUT, what),
+        }
     }
 }

@@ -1,6 +1,7 @@
 //! Other threads of a publisher make progress while the driver blocks one thread's send; numbers that a
 //! publisher skips; slots that are lent again.
 
+use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::PathBuf;
@@ -27,6 +28,7 @@ use crate::pubsub::{Forwarded, REPLIES, RawSample, Replies, SubscriberChanges};
 use crate::runtime::reactor::{Next, Reactor};
 use crate::stream::Stream;
 use crate::tensor::Layout;
+use crate::wait::Wait;
 use crate::{PeerState, Policy, Publisher, PublisherBuilder, Subscriber, SubscriberInfo};
 
 const LONG: Duration = Duration::from_secs(60);
@@ -116,9 +118,7 @@ fn a_send_waits_for_another_threads_as_long_as_it_is_told_to_and_gives_the_loan_
         stage.hook().wait_for(1);
         let timeouts = [Duration::ZERO, Duration::from_millis(20)];
         let other = timeouts.into_iter().fold(other, |other, timeout| {
-            let room = other.wait_for_room(timeout).unwrap_err();
-            assert!(matches!(room, Error::Timeout { .. }), "{room}");
-            let unsent = other.send_timeout(&second, timeout).unwrap_err();
+            let unsent = other.send_within(&second, timeout).unwrap_err();
             assert!(
                 matches!(unsent.error, Error::Timeout { waited, .. } if waited == timeout),
                 "{unsent}"
@@ -126,11 +126,10 @@ fn a_send_waits_for_another_threads_as_long_as_it_is_told_to_and_gives_the_loan_
             *unsent.sample.unwrap()
         });
         stage.hook().unblock();
-        other.wait_for_room(LONG).unwrap();
         assert_eq!(sending.join().unwrap().unwrap(), 1);
         other
     });
-    assert_eq!(other.send_timeout(&second, LONG).unwrap(), 2);
+    assert_eq!(other.send_within(&second, LONG).unwrap(), 2);
     for sequence in [1, 2] {
         let sample = subscriber.receive(&receiving, LONG).unwrap();
         assert_eq!(
@@ -461,6 +460,28 @@ fn a_loan_for_which_there_is_no_other_slot_gets_a_released_one_at_once() {
         .collect();
     assert_eq!(slots_used(&stage, &publisher, UNLOOKED_BYTES_MAX), 1);
     drop(all_but_one);
+}
+
+#[test]
+fn a_send_that_is_cancelled_before_there_is_room_sends_nothing_although_room_comes() {
+    let stage = Stage::new("cancelled");
+    let policy = Policy::Block { timeout: LONG };
+    let publisher = stage.builder().depth(1).policy(policy).build().unwrap();
+    let mut subscriber = stage.subscriber();
+    let (sending, receiving) = (stage.stream(), Device::host().stream().unwrap());
+    publisher.send_bytes(&sending, &[1; 8]).unwrap();
+    let held = Cell::new(Some(subscriber.receive(&receiving, LONG).unwrap()));
+    // A signal's handler, and right behind it the way is free.
+    let cancelled = || {
+        held.take().map(|sample| sample.release().unwrap());
+        receiving.synchronize(LONG).unwrap();
+        true
+    };
+    let loan = publisher.loan(&layout()).unwrap();
+    let wait = Wait::at_most(LONG).unless(&cancelled);
+    let unsent = loan.send_within(&sending, wait).unwrap_err();
+    assert!(matches!(unsent.error, Error::Timeout { .. }), "{unsent}");
+    assert_eq!(unsent.sample.unwrap().send(&sending).unwrap(), 2);
 }
 
 #[test]
