@@ -3,8 +3,9 @@
 use std::ffi::{c_char, c_void};
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
+use std::time::Duration;
 
-use warpipe::{Client, Error, Pending, Server, Stream};
+use warpipe::{Client, Pending, Server, Stream};
 
 use crate::arguments::{
     Options, number, options, out, out_object, set, text, time_option, timeout,
@@ -222,7 +223,7 @@ pub unsafe extern "C" fn warpipe_client_call(
         let stream = unsafe { client.streams.get(stream) }?;
         let call = || {
             let pending = request(&client.client, loan, &stream, deadline_ns)?;
-            Ok(SampleKind::Result(pending.wait(&stream)?))
+            Ok(SampleKind::Result(pending.wait(&stream, Duration::MAX)?))
         };
         place.put(insert_sample(&client.streams, call)?);
         Ok(())
@@ -340,11 +341,7 @@ pub unsafe extern "C" fn warpipe_pending_wait(
         let stream = unsafe { object.streams.get(stream) }?;
         let waited = timeout(timeout_ns);
         let wait = || {
-            let reply = object.pending.wait_timeout(&stream, waited)?;
-            let reply = reply.ok_or_else(|| Error::Timeout {
-                what: format!("the reply to request {}", object.pending.id()),
-                waited,
-            })?;
+            let reply = object.pending.wait(&stream, waited)?;
             Ok(SampleKind::Result(reply))
         };
         place.put(insert_sample(&object.streams, wait)?);

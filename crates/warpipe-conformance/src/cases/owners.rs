@@ -203,7 +203,7 @@ fn servers(context: &Context) -> Result<()> {
         pause(rng, 20_000);
         victim.kill()?;
         for (seed, asked) in pending {
-            let reply = asked.wait(&stream)?;
+            let reply = asked.wait(&stream, PATIENCE)?;
             ensure!(
                 reply.to_vec()? == result_of(WORDS, seed),
                 "the reply to {seed} is wrong"

@@ -122,7 +122,7 @@ fn fail_over(context: &Context) -> Result<()> {
         "the other server gets it, as the second attempt"
     );
     heir.task(Task::Answer(Reply::Complete { slow_us: 0 }))?;
-    let reply = pending.wait(&stream)?;
+    let reply = pending.wait(&stream, PATIENCE)?;
     ensure!(
         reply.to_vec()? == result_of(WORDS, 4) && reply.attempt() == 2,
         "the reply is right"
@@ -146,7 +146,7 @@ fn late_server(context: &Context) -> Result<()> {
     late.lease(Task::Accept)?;
     late.task(Task::Answer(Reply::Complete { slow_us: 0 }))?;
     ensure!(
-        pending.wait(&stream)?.to_vec()? == result_of(WORDS, 7),
+        pending.wait(&stream, PATIENCE)?.to_vec()? == result_of(WORDS, 7),
         "the reply is right"
     );
     late.dismiss()
@@ -156,7 +156,7 @@ fn deadline(context: &Context) -> Result<()> {
     let stream = context.stream()?;
     let client = context.client("sum").prefetch(4).build()?;
     let pending = ask(&client, &stream, 1, Duration::from_millis(30))?;
-    let late = pending.wait(&stream);
+    let late = pending.wait(&stream, PATIENCE);
     ensure!(
         matches!(late, Err(Error::DeadlinePassed { .. })),
         "no server gave {late:?}"
@@ -172,7 +172,7 @@ fn deadline(context: &Context) -> Result<()> {
     let second = ask(&client, &stream, 3, Duration::from_millis(30))?;
     let third = ask(&client, &stream, 4, PATIENCE)?;
     ensure!(client.state()?.leased == 3, "they are in the server's ring");
-    let late = second.wait(&stream);
+    let late = second.wait(&stream, PATIENCE);
     ensure!(
         matches!(late, Err(Error::DeadlinePassed { .. })),
         "a stopped server gave {late:?}"
@@ -186,11 +186,11 @@ fn deadline(context: &Context) -> Result<()> {
         server.task(Task::Answer(Reply::Complete { slow_us: 0 }))?;
     }
     ensure!(
-        first.wait(&stream)?.to_vec()? == result_of(WORDS, 2),
+        first.wait(&stream, PATIENCE)?.to_vec()? == result_of(WORDS, 2),
         "the first reply is right"
     );
     ensure!(
-        third.wait(&stream)?.to_vec()? == result_of(WORDS, 4),
+        third.wait(&stream, PATIENCE)?.to_vec()? == result_of(WORDS, 4),
         "the third reply is right"
     );
     ensure!(
@@ -209,7 +209,7 @@ fn refusal(context: &Context) -> Result<()> {
     let pending = ask(&client, &stream, 1, PATIENCE)?;
     server.lease(Task::Accept)?;
     server.task(Task::Answer(Reply::Reject("not today".into())))?;
-    match pending.wait(&stream) {
+    match pending.wait(&stream, PATIENCE) {
         Err(Error::Rejected { name, reason, .. }) => {
             ensure!(name == "sum" && reason == "not today", "{name}: {reason}")
         }
@@ -223,7 +223,7 @@ fn refusal(context: &Context) -> Result<()> {
         );
         server.task(Task::Answer(Reply::Fail(format!("trouble {attempt}"))))?;
     }
-    match pending.wait(&stream) {
+    match pending.wait(&stream, PATIENCE) {
         Err(Error::DeadLettered { reasons, .. }) => {
             ensure!(reasons == ["trouble 1", "trouble 2"], "{reasons:?}")
         }
@@ -254,7 +254,7 @@ fn killed_client(context: &Context) -> Result<()> {
     }
     server.task(Task::Answer(Reply::Complete { slow_us: 0 }))?;
     ensure!(
-        pending.wait(&stream)?.to_vec()? == result_of(WORDS, 5),
+        pending.wait(&stream, PATIENCE)?.to_vec()? == result_of(WORDS, 5),
         "the reply is right"
     );
     drop(client);

@@ -172,7 +172,7 @@ impl Service {
             Err(error) => bail!(error),
         }
         while let Some((pending, seed)) = self.due.last() {
-            let Some(reply) = pending.try_wait(&self.asking)? else {
+            let Some(reply) = pending.wait(&self.asking, Duration::ZERO).optional()? else {
                 return Ok(None);
             };
             let seed = *seed;

@@ -64,7 +64,7 @@ impl Source {
             Source::Job(handle) => none_if_late(handle.wait(&endpoint.stream, slice)),
             Source::Request { pending, .. } => {
                 let pending = self.request(endpoint, pending)?;
-                Ok(pending.wait_timeout(&endpoint.stream, slice)?)
+                none_if_late(pending.wait(&endpoint.stream, slice))
             }
         }
     }

@@ -9,6 +9,7 @@ use super::job_table::Outcome;
 use super::worker_session::{Completed, Jobs};
 use crate::error::{Error, Result};
 use crate::stream::Stream;
+use crate::wait::Wait;
 
 /// A job that was submitted. Dropped, the job continues, and
 /// [`Queue::next_result`](super::Queue::next_result) returns its result.
@@ -33,14 +34,15 @@ impl JobHandle {
         self.id
     }
 
-    /// Waits for the result. Its data is complete then; work on `stream` may read it at once.
+    /// Takes the result, and waits for it if the job is not done. Its data is complete then; work on
+    /// `stream` may read it at once.
     ///
     /// # Errors
     /// [`Error::Timeout`], after which it can be waited for again; [`Error::DeadLettered`];
     /// [`Error::Rejected`]; [`Error::NoSuchJob`] when the outcome was taken before;
     /// [`Error::Argument`] for a stream of another device, and the outcome stays;
     /// [`Error::QueueClosed`]; [`Error::Forked`].
-    pub fn wait(&self, stream: &Stream, timeout: Duration) -> Result<JobResult> {
+    pub fn wait<'w>(&self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<JobResult> {
         let dispatcher = self
             .dispatcher
             .upgrade()
@@ -48,30 +50,14 @@ impl JobHandle {
                 name: self.name.clone(),
             })?;
         stream.check_of(dispatcher.publisher.device())?;
-        let late = |state: &State| Error::Timeout {
-            what: format!(
-                "the result of job {} of {:?} ({})",
-                self.id,
-                self.name,
-                state.outlook()
-            ),
-            waited: timeout,
+        let wait = wait.into();
+        let late = |state: &State| {
+            let (id, name) = (self.id, &self.name);
+            wait.timed_out(|| format!("the result of job {id} of {name:?} ({})", state.outlook()))
         };
         let (id, outcome) =
-            dispatcher.wait_until(timeout, |state| self.try_take(&mut state.table), late)?;
+            dispatcher.wait_until(&wait, |state| self.try_take(&mut state.table), late)?;
         into_result(&dispatcher, id, outcome, stream)
-    }
-
-    /// The result, if the job is done.
-    ///
-    /// # Errors
-    /// As [`wait`](Self::wait), without the timeout.
-    pub fn try_wait(&self, stream: &Stream) -> Result<Option<JobResult>> {
-        match self.wait(stream, Duration::ZERO) {
-            Ok(result) => Ok(Some(result)),
-            Err(Error::Timeout { .. }) => Ok(None),
-            Err(error) => Err(error),
-        }
     }
 
     /// Whether [`wait`](Self::wait) would return at once: the outcome is there, or was taken. Does

@@ -558,7 +558,7 @@ fn a_result_that_is_put_back_is_the_next_one_of_its_handle_and_of_the_queue() {
         assert!(handles[0].is_done().unwrap());
         let first = handles[0].wait(&fixture.stream, SOON).unwrap();
         assert!(matches!(
-            handles[0].try_wait(&fixture.stream),
+            handles[0].wait(&fixture.stream, Duration::ZERO),
             Err(Error::NoSuchJob { .. })
         ));
         queue.put_back(first).unwrap();

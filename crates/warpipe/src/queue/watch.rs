@@ -11,7 +11,8 @@ use crate::runtime::doorbell::LocalDoorbell;
 ///
 /// ```
 /// use std::os::fd::AsFd;
-/// use warpipe::{Device, Domain, Queue, Worker};
+/// use std::time::Duration;
+/// use warpipe::{Device, Domain, OptionalExtension, Queue, Worker};
 /// # let folder = std::env::temp_dir().join(format!("warpipe-watch-{}", std::process::id()));
 /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
 /// let queue = Queue::builder("jobs").domain(&domain).device(&device).build()?;
@@ -25,7 +26,7 @@ use crate::runtime::doorbell::LocalDoorbell;
 ///     rustix::event::poll(&mut [rustix::event::PollFd::new(&watch, rustix::event::PollFlags::IN)], None).unwrap();
 ///     watch.quiet();
 /// }
-/// assert!(job.try_wait(&stream)?.is_some());
+/// assert!(job.wait(&stream, Duration::ZERO).optional()?.is_some());
 /// # drop((worker, queue)); std::fs::remove_dir_all(folder).ok();
 /// # Ok::<(), warpipe::Error>(())
 /// ```

@@ -14,6 +14,7 @@ use crate::queue::{
 use crate::runtime::reactor::new_generation;
 use crate::stream::Stream;
 use crate::tensor::Layout;
+use crate::wait::Wait;
 
 /// How many random names are tried before building fails.
 const NAME_TRIES: u32 = 8;
@@ -220,7 +221,8 @@ impl Client {
     /// # Errors
     /// Those of [`request`](Self::request) and [`Pending::wait`].
     pub fn call(&self, input: Loan, stream: &Stream, deadline: Duration) -> Result<JobResult> {
-        self.request(input, stream, deadline)?.wait(stream)
+        self.request(input, stream, deadline)?
+            .wait(stream, Duration::MAX)
     }
 
     /// Loans, copies `bytes` in, and [calls](Self::call).
@@ -274,15 +276,17 @@ pub struct Pending {
 }
 
 impl Pending {
-    /// Waits for the reply until the deadline. Its data is complete then; [`JobResult::worker_pid`]
-    /// is the server's.
+    /// Takes the reply, and waits for it, at most until the deadline, if it has not come. Its data is
+    /// complete then; [`JobResult::worker_pid`] is the server's.
     ///
     /// # Errors
+    /// [`Error::Timeout`] before the deadline, after which it can be waited for again;
     /// [`Error::DeadlinePassed`]; [`Error::Rejected`] by a server; [`Error::DeadLettered`] when all
     /// attempts failed; [`Error::QueueClosed`] when the client is gone; [`Error::Forked`].
-    pub fn wait(self, stream: &Stream) -> Result<JobResult> {
+    pub fn wait<'w>(&self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<JobResult> {
         let left = Duration::from_nanos(self.deadline_ns.saturating_sub(now_ns()));
-        self.map_error(self.handle.wait(stream, left))
+        let waited = self.handle.wait(stream, wait.into().no_longer_than(left));
+        waited.map_err(|error| self.described(error))
     }
 
     /// Whether [`wait`](Self::wait) would return at once: the reply is there, or was taken, or the
@@ -304,28 +308,16 @@ impl Pending {
         self.deadline_ns
     }
 
-    /// The reply, if it has come.
-    ///
-    /// # Errors
-    /// As [`wait`](Self::wait).
-    pub fn try_wait(&self, stream: &Stream) -> Result<Option<JobResult>> {
-        self.wait_timeout(stream, Duration::ZERO)
-    }
-
-    /// The reply if it comes within `timeout`, and `None` if the deadline is later than that.
-    ///
-    /// # Errors
-    /// As [`wait`](Self::wait).
-    pub fn wait_timeout(&self, stream: &Stream, timeout: Duration) -> Result<Option<JobResult>> {
-        let left = Duration::from_nanos(self.deadline_ns.saturating_sub(now_ns()));
-        match self.handle.wait(stream, left.min(timeout)) {
-            Err(Error::Timeout { .. }) if now_ns() < self.deadline_ns => Ok(None),
-            other => self.map_error(other).map(Some),
-        }
-    }
-
-    fn map_error<T>(&self, result: Result<T>) -> Result<T> {
-        result.map_err(|error| match error {
+    /// An error of the job as one of the request.
+    fn described(&self, error: Error) -> Error {
+        match error {
+            Error::Timeout { what, waited } if now_ns() < self.deadline_ns => Error::Timeout {
+                what: match what.is_empty() {
+                    true => what,
+                    false => format!("the reply to request {} of {:?}", self.id(), self.service),
+                },
+                waited,
+            },
             Error::Timeout { .. } | Error::DeadlinePassed { .. } => self.deadline_passed(),
             Error::Rejected { job, reason, .. } => Error::Rejected {
                 name: self.service.clone(),
@@ -338,7 +330,7 @@ impl Pending {
                 reasons,
             },
             other => other,
-        })
+        }
     }
 
     fn deadline_passed(&self) -> Error {

@@ -79,7 +79,7 @@ impl RpcFixture {
             .unwrap()
             .reply(&self.stream)
             .unwrap();
-        drop(pending.wait(&self.stream).unwrap());
+        drop(pending.wait(&self.stream, SOON).unwrap());
     }
 }
 
@@ -125,7 +125,7 @@ fn the_descriptor_of_a_polled_server_tells_of_new_clients_and_of_each_request() 
             .accept_when_rung(&mut server, &descriptor)
             .reply(&fixture.stream)
             .unwrap();
-        drop(pending.wait(&fixture.stream).unwrap());
+        drop(pending.wait(&fixture.stream, SOON).unwrap());
     }
     // Between two polls of an event loop another call may wait, and it leaves the clients asked to
     // ring.
@@ -135,13 +135,13 @@ fn the_descriptor_of_a_polled_server_tells_of_new_clients_and_of_each_request() 
         .unwrap()
         .reply(&fixture.stream)
         .unwrap();
-    drop(pending.wait(&fixture.stream).unwrap());
+    drop(pending.wait(&fixture.stream, SOON).unwrap());
     let pending = fixture.asks(&client);
     fixture
         .accept_when_rung(&mut server, &descriptor)
         .reply(&fixture.stream)
         .unwrap();
-    drop(pending.wait(&fixture.stream).unwrap());
+    drop(pending.wait(&fixture.stream, SOON).unwrap());
 }
 
 #[test]
@@ -156,7 +156,7 @@ fn a_polled_server_attaches_again_to_a_client_whose_link_failed() {
         .accept_when_rung(&mut server, &descriptor)
         .reply(&fixture.stream)
         .unwrap();
-    drop(pending.wait(&fixture.stream).unwrap());
+    drop(pending.wait(&fixture.stream, SOON).unwrap());
 }
 
 #[test]
@@ -234,7 +234,7 @@ fn a_client_is_attached_to_after_an_attempt_that_panicked() {
     let request = server.accept(&stream, SOON).unwrap();
     assert!(panicking.hook().has_struck());
     request.reply(&stream).unwrap();
-    drop(pending.wait(&fixture.stream).unwrap());
+    drop(pending.wait(&fixture.stream, SOON).unwrap());
 }
 
 #[test]
@@ -246,7 +246,7 @@ fn a_reply_to_another_client_is_not_put_back() {
         let pending = fixture.asks(client);
         let request = server.accept(&fixture.stream, SOON).unwrap();
         request.reply(&fixture.stream).unwrap();
-        pending.wait(&fixture.stream).unwrap()
+        pending.wait(&fixture.stream, SOON).unwrap()
     });
     assert_eq!((own.job(), other.job()), (1, 1));
     assert!(matches!(

@@ -25,6 +25,7 @@ use crate::pubsub::CompletionWait;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::reactor::TICK;
 use crate::runtime::spin::Polls;
+use crate::wait::Wait;
 
 /// The interval of looks without a ring.
 const IDLE_INTERVAL: Duration = Duration::from_secs(10);
@@ -166,16 +167,18 @@ impl Drop for PollingGuard<'_> {
 
 impl Dispatcher {
     /// Does the queue's work until `look` returns a value.
-    pub(in crate::queue) fn wait_until<T>(
+    pub(in crate::queue) fn wait_until<'w, T>(
         self: &Arc<Self>,
-        timeout: Duration,
+        wait: impl Into<Wait<'w>>,
         mut look: impl FnMut(&mut StateGuard<'_>) -> Option<Result<T>>,
         what: impl FnOnce(&State) -> Error,
     ) -> Result<T> {
         self.owner_process.check()?;
-        let (mut clock, mut poll_backoff) = (Stopwatch::default(), PollBackoff::default());
+        let (wait, mut poll_backoff) = (wait.into(), PollBackoff::default());
         let mut polling = PollingGuard::begin(self);
         let guard = &mut polling.guard;
+        let is_cancelled =
+            |guard: &mut StateGuard<'_>| wait.is_cancellable() && guard.unlocked(|| wait.is_over());
         loop {
             self.process_events(guard);
             if guard.table.is_closed() {
@@ -194,11 +197,11 @@ impl Dispatcher {
             if let Some(found) = found {
                 break found;
             }
-            let waited = clock.elapsed();
-            if waited >= timeout {
+            // Without the lock: it may run a signal's handler.
+            if wait.time_left().is_zero() || is_cancelled(guard) {
                 break Err(what(guard));
             }
-            self.pause(guard, timeout - waited, &mut poll_backoff);
+            self.pause(guard, wait.time_left(), &mut poll_backoff);
         }
     }
 

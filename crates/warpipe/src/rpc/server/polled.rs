@@ -113,7 +113,7 @@ impl AsFd for Server {
     /// request.reply(&stream)?;
     /// # Ok::<(), warpipe::Error>(())
     /// # })?;
-    /// # drop(pending.wait(&stream)?); drop(client); std::fs::remove_dir_all(folder).ok();
+    /// # drop(pending.wait(&stream, soon)?); drop(client); std::fs::remove_dir_all(folder).ok();
     /// # Ok::<(), warpipe::Error>(())
     /// ```
     fn as_fd(&self) -> BorrowedFd<'_> {
