@@ -30,6 +30,9 @@ const LABEL_WIDTH_MAX: usize = 40;
 /// The reason of a name that `--yes` could not remove.
 const READ_ONLY: &str = "its directory may not be written: its mode, or a read-only file system";
 
+/// The reason of a file that is not the library's.
+const FOREIGN: &str = "not a file of warpipe's";
+
 /// The start of a lock file, before its author.
 const LOCK_MARK: &[u8] = b"warpipe ";
 
@@ -71,20 +74,14 @@ pub fn run(args: &GcArgs) -> anyhow::Result<Exit> {
     if let Some(least) = args.older_than {
         leftovers.retain(|leftover| Duration::from_secs(leftover.age_seconds) >= least);
     }
-    let mut exit = Exit::Done;
     if let Some(domain) = domain.filter(|_| args.yes) {
-        for leftover in &mut leftovers {
-            remove(&domain, leftover);
-        }
-        if leftovers
-            .iter()
-            .any(|leftover| leftover.reason == READ_ONLY)
-        {
-            exit = Exit::System;
-        }
+        leftovers.iter_mut().for_each(|it| remove(&domain, it));
     }
     report(output, &path, &leftovers, args.yes)?;
-    Ok(exit)
+    Ok(match leftovers.iter().any(|it| it.reason == READ_ONLY) {
+        true => Exit::System,
+        false => Exit::Done,
+    })
 }
 
 /// Names without an owner, sorted, and behind them files that are no name's.
@@ -97,34 +94,43 @@ fn look(domain: &Domain) -> anyhow::Result<Vec<Leftover>> {
         if endpoint.holder.is_some() || of_name.is_empty() {
             continue;
         }
-        let reason = reason_to_keep(domain, &of_name);
-        leftovers.push(Leftover {
-            name: Some(endpoint.name.clone()),
-            age_seconds: age(&of_name),
-            files: shown(&of_name),
-            state: match reason {
-                Some(_) => State::Kept,
-                None => State::Dead,
-            },
-            reason: reason.unwrap_or("no process holds its lock"),
-        });
+        let kept = reason_to_keep(domain, &of_name);
+        leftovers.push(Leftover::new(Some(endpoint.name), &of_name, kept));
     }
     // A name that was taken or released meanwhile is no other program's.
     for endpoint in domain.endpoints()? {
         files.take(&endpoint.name);
     }
-    let is_there = |file: &OsString| domain.path().join(file).symlink_metadata().is_ok();
-    for (file, metadata) in files.0.into_iter().filter(|(file, _)| is_there(file)) {
-        let of_file = vec![(file, metadata)];
-        leftovers.push(Leftover {
-            name: None,
-            age_seconds: age(&of_file),
-            files: shown(&of_file),
-            state: State::Kept,
-            reason: "not a file of warpipe's",
-        });
+    for file in files.0 {
+        if domain.path().join(&file.0).symlink_metadata().is_ok() {
+            leftovers.push(Leftover::new(None, &[file], Some(FOREIGN)));
+        }
     }
     Ok(leftovers)
+}
+
+impl Leftover {
+    fn new(
+        name: Option<EndpointName>,
+        files: &[(OsString, Metadata)],
+        kept: Option<&'static str>,
+    ) -> Leftover {
+        let mut names: Vec<String> = files
+            .iter()
+            .map(|(file, _)| file.to_string_lossy().into_owned())
+            .collect();
+        names.sort();
+        Leftover {
+            name,
+            files: names,
+            age_seconds: age(files),
+            state: match kept {
+                Some(_) => State::Kept,
+                None => State::Dead,
+            },
+            reason: kept.unwrap_or("no process holds its lock"),
+        }
+    }
 }
 
 /// The files of the domain, by name. A file that vanishes meanwhile is left out.
@@ -170,7 +176,7 @@ fn reason_to_keep(domain: &Domain, files: &[(OsString, Metadata)]) -> Option<&'s
     if files.iter().any(|(_, metadata)| metadata.uid() != own) {
         Some("of another user")
     } else if files.iter().any(is_wrong) {
-        Some("not a file of warpipe's")
+        Some(FOREIGN)
     } else if !files.iter().any(|(file, _)| ends(file, ".lock")) {
         // Its owner may be about to come: nothing proves a death.
         Some("a socket without a lock file, which the next owner of the name removes")
@@ -199,15 +205,6 @@ fn age(files: &[(OsString, Metadata)]) -> u64 {
         Some(now.duration_since(changed).unwrap_or_default().as_secs())
     });
     ages.min().unwrap_or(0)
-}
-
-fn shown(files: &[(OsString, Metadata)]) -> Vec<String> {
-    let mut names: Vec<_> = files
-        .iter()
-        .map(|(file, _)| file.to_string_lossy().into_owned())
-        .collect();
-    names.sort();
-    names
 }
 
 fn remove(domain: &Domain, leftover: &mut Leftover) {

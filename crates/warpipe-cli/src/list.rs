@@ -23,7 +23,7 @@ pub fn run(args: &LsArgs) -> anyhow::Result<Exit> {
     let path = Domain::environment_path()?;
     if args.verbose {
         let snapshot = Source::new(path)?.look()?;
-        output.say(|| text::all(&snapshot, &[]).join("\n"), &snapshot)?;
+        output.say(|| text::all(&snapshot), &snapshot)?;
         return Ok(Exit::Done);
     }
     let Some(domain) = existing_domain(&path)? else {

@@ -4,6 +4,7 @@ use std::io;
 
 use serde::Serialize;
 use serde_json::json;
+use warpipe::Error;
 
 use crate::exit::{Exit, fact_and_hint};
 use crate::output::{Output, Style, styled};
@@ -69,16 +70,23 @@ impl Check {
             Ok(detail) => Check::ok(check, detail),
             Err(error) => {
                 let (detail, own) = fact_and_hint(&error);
-                Check::failed(check, detail, own.unwrap_or_else(|| next.to_owned()))
+                // There is no such hardware, and nothing is broken.
+                let is_absent = matches!(
+                    error.downcast_ref(),
+                    Some(
+                        Error::NoDriver { .. } | Error::NoDevice { .. } | Error::PeerAccess { .. }
+                    )
+                );
+                let verdict = if is_absent {
+                    Verdict::No
+                } else {
+                    Verdict::Failed
+                };
+                Check {
+                    verdict,
+                    ..Check::no(check, detail, own.unwrap_or_else(|| next.to_owned()))
+                }
             }
-        }
-    }
-
-    /// The same, where nothing is broken.
-    pub fn but_no_fault(self) -> Check {
-        Check {
-            verdict: Verdict::No,
-            ..self
         }
     }
 

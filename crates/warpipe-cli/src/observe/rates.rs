@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use serde::Serialize;
 
-use super::snapshot::{EndpointRow, Snapshot};
+use super::snapshot::Snapshot;
 
 /// Identifies an endpoint from one look to the next.
 type Key = (String, Option<i32>, [u64; 2]);
@@ -27,41 +27,26 @@ pub struct Meter {
 }
 
 impl Meter {
-    /// The rates since the last look, in the order of the endpoints; none for an endpoint that was
-    /// not there then.
-    pub fn rates(&mut self, now: &Snapshot) -> Vec<Option<Rate>> {
+    /// Notes the rates since the last look; none for an endpoint that was not there then.
+    pub fn rate(&mut self, now: &mut Snapshot) {
         let seconds = now.taken_ns.saturating_sub(self.last_ns) as f64 / 1e9;
-        let rates = now.endpoints.iter().map(|endpoint| {
-            let before = self.last.get(&key(endpoint)).filter(|_| seconds > 0.0)?;
-            // A count that fell is a mistake of that process.
-            let since: [u64; 4] =
-                std::array::from_fn(|at| counts(endpoint)[at].saturating_sub(before[at]));
-            Some(Rate {
-                items_per_second: since[0] as f64 / seconds,
-                bytes_per_second: since[1] as f64 / seconds,
-                latency_ns: since[3].checked_div(since[2]),
-            })
-        });
-        let rates = rates.collect();
-        let counts = now
-            .endpoints
-            .iter()
-            .map(|endpoint| (key(endpoint), counts(endpoint)));
-        self.last = counts.collect();
-        self.last_ns = now.taken_ns;
-        rates
+        let mut last = HashMap::new();
+        for it in &mut now.endpoints {
+            let key: Key = (it.name.clone(), it.pid, it.generation);
+            let counts = [it.items, it.bytes, it.timed, it.latency_ns];
+            let before = self.last.get(&key).filter(|_| seconds > 0.0);
+            it.rate = before.map(|before| {
+                // A count that fell is a mistake of that process.
+                let since: [u64; 4] =
+                    std::array::from_fn(|at| counts[at].saturating_sub(before[at]));
+                Rate {
+                    items_per_second: since[0] as f64 / seconds,
+                    bytes_per_second: since[1] as f64 / seconds,
+                    latency_ns: since[3].checked_div(since[2]),
+                }
+            });
+            last.insert(key, counts);
+        }
+        (self.last, self.last_ns) = (last, now.taken_ns);
     }
-}
-
-fn key(endpoint: &EndpointRow) -> Key {
-    (endpoint.name.clone(), endpoint.pid, endpoint.generation)
-}
-
-fn counts(endpoint: &EndpointRow) -> [u64; 4] {
-    [
-        endpoint.items,
-        endpoint.bytes,
-        endpoint.timed,
-        endpoint.latency_ns,
-    ]
 }

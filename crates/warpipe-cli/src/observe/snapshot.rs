@@ -11,6 +11,7 @@ use warpipe::{Domain, clock};
 
 use super::memory::{self, MemoryRow};
 use super::process::{self, ProcessRow, SlowPathRow};
+use super::rates::Rate;
 use crate::output::{self, Style};
 
 /// What is looked at, and what the last look has found out.
@@ -71,6 +72,8 @@ pub struct EndpointRow {
     /// The tensors that were to be sent where they lie and had to be copied, and the last reason.
     pub copied: Option<SlowPathRow>,
     pub subscribers: Vec<SubscriberRow>,
+    /// None in a first look, and for an endpoint that was not there in the look before.
+    pub rate: Option<Rate>,
     #[serde(skip)]
     pub generation: [u64; 2],
 }
@@ -351,6 +354,7 @@ fn observed(
         waiting: endpoint.waiting,
         copied: endpoint.copied.map(process::slow_path),
         subscribers,
+        rate: None,
         generation: endpoint.generation,
     }
 }

@@ -1,15 +1,15 @@
 //! A look as lines of text.
 
+use super::MemoryRow;
 use super::process::{ProcessRow, SlowPathRow};
 use super::snapshot::{EndpointRow, Snapshot, style_of};
-use super::{MemoryRow, Rate};
 use crate::output::{self, Style, column, printable, styled};
 
 /// The longest path that a process's name may have beside it.
 const NAME_WIDTH_MAX: usize = 40;
 
 /// One line for an endpoint, and one for each of its subscribers.
-pub fn endpoint(endpoint: &EndpointRow, rate: Option<Rate>, width: usize) -> Vec<String> {
+fn endpoint(endpoint: &EndpointRow, width: usize) -> Vec<String> {
     let (name, state) = (&endpoint.name, endpoint.state);
     let width = width.min(NAME_WIDTH_MAX);
     let mut text = format!(
@@ -43,7 +43,7 @@ pub fn endpoint(endpoint: &EndpointRow, rate: Option<Rate>, width: usize) -> Vec
         let (in_flight, dropped) = (endpoint.in_flight, output::count(endpoint.dropped));
         text += &format!("  in flight {in_flight}  dropped {dropped}");
     }
-    if let Some(rate) = rate.filter(|_| endpoint.has_samples()) {
+    if let Some(rate) = endpoint.rate.filter(|_| endpoint.has_samples()) {
         let bytes = output::bytes(rate.bytes_per_second as u64);
         text += &format!("  {:.1}/s  {bytes}/s", rate.items_per_second);
         if let Some(ns) = rate.latency_ns {
@@ -75,7 +75,7 @@ fn slow_path(taken: &SlowPathRow) -> String {
 }
 
 /// One line for a region of memory.
-pub fn memory(memory: &MemoryRow) -> String {
+fn memory(memory: &MemoryRow) -> String {
     let MemoryRow {
         device,
         borrowers,
@@ -133,15 +133,14 @@ fn process(process: &ProcessRow) -> Vec<String> {
 }
 
 /// Everything of a look.
-pub fn all(snapshot: &Snapshot, rates: &[Option<Rate>]) -> Vec<String> {
+pub fn all(snapshot: &Snapshot) -> String {
     let domain = printable(&snapshot.domain);
     let title = |text: String| styled(Style::Bold, &text);
     let names = output::counted(snapshot.endpoints.len(), "name", "names");
     let mut lines = vec![title(format!("{domain}: {names}"))];
     let width = column(snapshot.endpoints.iter().map(|it| it.name.as_str()));
-    let rates = rates.iter().copied().chain(std::iter::repeat(None));
-    for (row, rate) in snapshot.endpoints.iter().zip(rates) {
-        lines.extend(endpoint(row, rate, width));
+    for row in &snapshot.endpoints {
+        lines.extend(endpoint(row, width));
     }
     let (own, others): (Vec<_>, Vec<_>) = snapshot.processes.iter().partition(|it| it.is_in_domain);
     let processes = output::counted(own.len(), "process", "processes");
@@ -156,5 +155,5 @@ pub fn all(snapshot: &Snapshot, rates: &[Option<Rate>]) -> Vec<String> {
     lines.push(title(format!("memory of all these processes: {regions}")));
     lines.extend(snapshot.memory.iter().map(memory));
     lines.extend(snapshot.notes.iter().map(|note| printable(note)));
-    lines
+    lines.join("\n")
 }

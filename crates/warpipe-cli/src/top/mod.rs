@@ -15,14 +15,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use rustix::event::{PollFd, PollFlags};
-use serde_json::{Value, json};
+use serde_json::json;
 use signal_hook::consts::SIGWINCH;
 use warpipe::Domain;
 
 use crate::args::TopArgs;
 use crate::exit::{Exit, UsageError};
 use crate::interrupt::{self, Interrupt};
-use crate::observe::{Meter, Rate, Snapshot, Source, text};
+use crate::observe::{Meter, Snapshot, Source, text};
 use crate::output::Output;
 use crate::poll::poll;
 use crate::top::stop::Stops;
@@ -94,7 +94,8 @@ fn show(
     let (mut bytes, mut due) = (Vec::new(), Instant::now());
     while !interrupt.came() {
         if due <= Instant::now() {
-            view.update(look(source, &mut meter));
+            let look = look(source, &mut meter);
+            view.update(look.map_err(|error| format!("{error:#}")));
             // A look that takes long leaves time for others.
             due = Instant::now() + args.interval;
         }
@@ -122,10 +123,10 @@ fn show(
     Ok(())
 }
 
-fn look(source: &mut Source, meter: &mut Meter) -> Result<(Snapshot, Vec<Option<Rate>>), String> {
-    let snapshot = source.look().map_err(|error| format!("{error:#}"))?;
-    let rates = meter.rates(&snapshot);
-    Ok((snapshot, rates))
+fn look(source: &mut Source, meter: &mut Meter) -> anyhow::Result<Snapshot> {
+    let mut snapshot = source.look()?;
+    meter.rate(&mut snapshot);
+    Ok(snapshot)
 }
 
 /// Waits, and returns whether standard input is readable, or at its end.
@@ -160,24 +161,13 @@ fn read_input(bytes: &mut Vec<u8>) -> io::Result<bool> {
 
 fn once(args: &TopArgs, source: &mut Source, interrupt: &Interrupt) -> anyhow::Result<Exit> {
     let mut meter = Meter::default();
-    meter.rates(&source.look()?);
+    look(source, &mut meter)?;
     if !interrupt.sleep(args.interval) {
         return Ok(Exit::Interrupted);
     }
-    let snapshot = source.look()?;
-    let rates = meter.rates(&snapshot);
-    let text = || text::all(&snapshot, &rates).join("\n");
-    Output::new(args.json).say(text, &report(&snapshot, &rates, args.interval))?;
-    Ok(Exit::Done)
-}
-
-/// The object of `--json`: the look, with the rates of its endpoints.
-fn report(snapshot: &Snapshot, rates: &[Option<Rate>], interval: Duration) -> Value {
+    let snapshot = look(source, &mut meter)?;
     let mut report = json!(snapshot);
-    report["interval_seconds"] = interval.as_secs_f64().into();
-    for (at, rate) in rates.iter().enumerate() {
-        // Null for an endpoint that was not there when the interval began.
-        report["endpoints"][at]["rate"] = json!(rate);
-    }
-    report
+    report["interval_seconds"] = args.interval.as_secs_f64().into();
+    Output::new(args.json).say(|| text::all(&snapshot), &report)?;
+    Ok(Exit::Done)
 }

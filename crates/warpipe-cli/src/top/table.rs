@@ -101,15 +101,9 @@ pub struct Table {
 
 impl Table {
     /// The rows of a look, not yet filtered or sorted.
-    pub fn of(tab: Tab, snapshot: &Snapshot, rates: &[Option<Rate>]) -> Table {
+    pub fn of(tab: Tab, snapshot: &Snapshot) -> Table {
         let rows = match tab {
-            Tab::Endpoints => {
-                let rates = rates.iter().chain(std::iter::repeat(&None));
-                let endpoints = snapshot.endpoints.iter().zip(rates);
-                endpoints
-                    .map(|(endpoint, rate)| endpoint_row(endpoint, *rate))
-                    .collect()
-            }
+            Tab::Endpoints => snapshot.endpoints.iter().map(endpoint_row).collect(),
             Tab::Processes => snapshot.processes.iter().map(process_row).collect(),
             Tab::Memory => snapshot.memory.iter().map(memory_row).collect(),
         };
@@ -173,12 +167,12 @@ fn pid(pid: Option<i32>) -> Cell {
     })
 }
 
-fn endpoint_row(endpoint: &EndpointRow, rate: Option<Rate>) -> Row {
+fn endpoint_row(endpoint: &EndpointRow) -> Row {
     let if_so = |is_so: bool, cell: Cell| if is_so { cell } else { unknown() };
     let known = |cell| if_so(endpoint.kind.is_some(), cell);
     // An endpoint without samples, as a pool, does not count any: a 0 would say that it is idle.
     let of_samples = |cell| if_so(endpoint.has_samples(), cell);
-    let rate = rate.filter(|_| endpoint.has_samples());
+    let rate = endpoint.rate.filter(|_| endpoint.has_samples());
     let per_second = |of: fn(&Rate) -> f64, text: fn(f64) -> String| {
         rate.map_or_else(unknown, |rate| Cell::number(text(of(&rate)), of(&rate)))
     };

@@ -29,6 +29,11 @@ fn endpoint(name: &str, items: u64) -> EndpointRow {
         waiting: 0,
         copied: None,
         subscribers: Vec::new(),
+        rate: Some(Rate {
+            items_per_second: items as f64,
+            bytes_per_second: (items * 1024) as f64,
+            latency_ns: Some(12_000),
+        }),
         generation: [1, 2],
     }
 }
@@ -103,19 +108,9 @@ pub fn sample() -> Snapshot {
     }
 }
 
-fn rates(snapshot: &Snapshot) -> Vec<Option<Rate>> {
-    let rate = |endpoint: &EndpointRow| Rate {
-        items_per_second: endpoint.items as f64,
-        bytes_per_second: endpoint.bytes as f64,
-        latency_ns: Some(12_000),
-    };
-    snapshot.endpoints.iter().map(|it| Some(rate(it))).collect()
-}
-
 fn view_of(snapshot: Snapshot) -> View {
-    let rates = rates(&snapshot);
     let mut view = View::default();
-    view.update(Ok((snapshot, rates)));
+    view.update(Ok(snapshot));
     view
 }
 
@@ -297,9 +292,7 @@ fn a_domain_that_vanishes_leaves_no_rows_and_the_reason() {
         !shown.contains("camera") && !shown.contains('\x1b'),
         "{shown}"
     );
-    let snapshot = sample();
-    let rates = rates(&snapshot);
-    view.update(Ok((snapshot, rates)));
+    view.update(Ok(sample()));
     assert_eq!(names(&mut view).len(), 3);
 }
 
@@ -307,10 +300,10 @@ fn a_domain_that_vanishes_leaves_no_rows_and_the_reason() {
 fn a_paused_screen_keeps_its_numbers() {
     let mut view = view_of(sample());
     type_text(&mut view, " ");
-    view.update(Ok((Snapshot::default(), Vec::new())));
+    view.update(Ok(Snapshot::default()));
     assert_eq!(names(&mut view).len(), 3);
     type_text(&mut view, " ");
-    view.update(Ok((Snapshot::default(), Vec::new())));
+    view.update(Ok(Snapshot::default()));
     assert_eq!(names(&mut view).len(), 0);
 }
 

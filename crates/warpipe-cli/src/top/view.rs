@@ -4,7 +4,7 @@ use std::cmp::Ordering;
 
 use super::keys::Key;
 use super::table::{Cell, Table, columns};
-use crate::observe::{Rate, Snapshot};
+use crate::observe::Snapshot;
 
 /// The longest filter.
 const FILTER_MAX: usize = 80;
@@ -50,7 +50,6 @@ pub struct View {
     /// How many lines the last frame had room for.
     page: usize,
     pub snapshot: Snapshot,
-    rates: Vec<Option<Rate>>,
     /// Why the last look failed.
     pub fault: Option<String>,
 }
@@ -65,19 +64,16 @@ pub enum Wish {
 
 impl View {
     /// Takes in a look, or why there is none.
-    pub fn update(&mut self, look: Result<(Snapshot, Vec<Option<Rate>>), String>) {
+    pub fn update(&mut self, look: Result<Snapshot, String>) {
         match look {
             Ok(_) if self.is_paused => {}
-            Ok((snapshot, rates)) => {
-                (self.snapshot, self.rates, self.fault) = (snapshot, rates, None);
-            }
+            Ok(snapshot) => (self.snapshot, self.fault) = (snapshot, None),
             Err(fault) => {
                 // What has vanished must not look as if it were there.
                 self.snapshot = Snapshot {
                     domain: std::mem::take(&mut self.snapshot.domain),
                     ..Snapshot::default()
                 };
-                self.rates.clear();
                 self.fault = Some(fault);
             }
         }
@@ -147,7 +143,7 @@ impl View {
 
     /// The rows of the table that is shown, filtered and sorted.
     pub fn table(&self) -> Table {
-        let mut table = Table::of(self.tab, &self.snapshot, &self.rates);
+        let mut table = Table::of(self.tab, &self.snapshot);
         let wanted = self.filter.to_lowercase();
         table
             .rows
