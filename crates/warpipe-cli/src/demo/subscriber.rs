@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{PollFd, PollFlags};
 use serde_json::{Value, json};
 use warpipe::backend::StreamOp;
 use warpipe::{Device, Error, OptionalExtension, Receipt, Sample, Stream, Subscriber, clock};
@@ -16,6 +16,7 @@ use warpipe::{Device, Error, OptionalExtension, Receipt, Sample, Stream, Subscri
 use super::child::{Child, ChildArgs, tell};
 use super::{DEPTH, ENDPOINT, HELD, PATIENCE, WORK};
 use crate::exit::Exit;
+use crate::poll::poll;
 use crate::registered::RegisteredPage;
 
 /// Checks that may be enqueued and not concluded, beside the one in each thread's hands.
@@ -99,13 +100,8 @@ impl Receiving {
             self.subscriber.as_fd(),
             PollFlags::IN,
         )];
-        match poll(
-            &mut readable,
-            Timespec::try_from(REPORT_EVERY).ok().as_ref(),
-        ) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
-            Err(error) => Err(error.into()),
-        }
+        poll(&mut readable, Some(REPORT_EVERY))?;
+        Ok(())
     }
 
     /// Takes two items, keeps them, and receives nothing more: with work on the device that does not

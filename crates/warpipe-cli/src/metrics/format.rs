@@ -71,12 +71,13 @@ fn endpoints(page: &mut Page, name: &str, snapshot: &Snapshot) {
             "endpoint_in_flight" => it.in_flight,
             "endpoint_waiting" => it.waiting,
             "endpoint_copied_total" => it.copied.as_ref().map_or(0, |copied| copied.count),
-            _ => {
+            "endpoint_latency_seconds" => {
                 let seconds = it.latency_ns as f64 / 1e9;
                 page.value(&format!("{name}_sum"), &labels, seconds);
                 page.value(&format!("{name}_count"), &labels, it.timed);
                 continue;
             }
+            _ => continue,
         };
         page.value(name, &labels, value);
     }
@@ -93,7 +94,8 @@ fn subscribers(page: &mut Page, name: &str, snapshot: &Snapshot) {
             ];
             match name {
                 "subscriber_lag" => page.value(name, &labels, it.lag),
-                _ => page.value(name, &labels[..3], it.dropped),
+                "subscriber_dropped_total" => page.value(name, &labels[..3], it.dropped),
+                _ => {}
             }
         }
     }
@@ -113,7 +115,7 @@ fn processes(page: &mut Page, name: &str, snapshot: &Snapshot) {
                     page.value(name, &[pid, ("path", &taken.path)], taken.count);
                 }
             }
-            _ => {
+            "process_memory_bytes" => {
                 for (device, role, bytes) in [
                     ("cuda", "owned", it.gpu_owned),
                     ("cuda", "imported", it.gpu_imported),
@@ -125,6 +127,7 @@ fn processes(page: &mut Page, name: &str, snapshot: &Snapshot) {
                     page.value(name, &[pid, ("device", &device), ("role", &role)], bytes);
                 }
             }
+            _ => {}
         }
     }
 }
@@ -175,6 +178,7 @@ fn escaped(value: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::observe::SlowPathRow;
     use crate::top::tests::sample;
 
     #[test]
@@ -199,6 +203,23 @@ mod tests {
             page.contains("warpipe_memory_bytes{state=\"borrowed\"} 4096\n"),
             "{page}"
         );
+    }
+
+    #[test]
+    fn every_metric_has_a_value_where_there_is_one_of_each() {
+        let mut snapshot = sample();
+        snapshot.processes[0].slow_paths.push(SlowPathRow {
+            path: "staged_upload",
+            reason: "",
+            count: 1,
+            bytes: 1,
+        });
+        let page = page(&snapshot);
+        for metric in METRICS.lines() {
+            let name = metric.split(' ').next().unwrap();
+            let has_value = |line: &str| line.starts_with(&format!("warpipe_{name}"));
+            assert!(page.lines().any(has_value), "{name} has no value");
+        }
     }
 
     #[test]

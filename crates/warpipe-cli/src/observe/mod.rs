@@ -9,6 +9,8 @@ pub mod text;
 
 pub use memory::MemoryRow;
 pub use process::ProcessRow;
+#[cfg(test)]
+pub use process::SlowPathRow;
 pub use rates::{Meter, Rate};
 pub use snapshot::{
     EndpointRow, Snapshot, Source, SubscriberRow, existing_domain, missing, style_of,

@@ -164,6 +164,11 @@ fn identity(path: &Path) -> Option<[u64; 2]> {
 }
 
 impl EndpointRow {
+    /// Whether it sends samples, and its counts are known.
+    pub fn has_samples(&self) -> bool {
+        self.kind.is_some() && self.depth > 0
+    }
+
     /// The jobs of a queue that no worker has.
     pub fn backlog(&self) -> Option<(String, Style)> {
         let waiting = usize::try_from(self.waiting)
@@ -260,13 +265,6 @@ fn endpoints_of(
             .map(move |endpoint| (process, endpoint))
     })
     .filter(move |(_, endpoint)| endpoint.domain == domain && endpoint.role == role)
-}
-
-impl EndpointRow {
-    /// Whether it sends samples, and its counts are known.
-    pub fn has_samples(&self) -> bool {
-        self.kind.is_some() && self.depth > 0
-    }
 }
 
 /// A name without an owner whose page can be read.

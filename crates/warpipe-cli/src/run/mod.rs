@@ -153,27 +153,25 @@ impl Supervisor {
             .stdout
             .take()
             .context("the supervisor has no output")?;
-        if let Some(signal) = signals.wait_unless_asked_to_end(&output)? {
-            drop(child.stdin.take());
-            child.wait().context("the supervisor")?;
-            return Ok(Err(signal));
-        }
+        let asked_to_end = signals.wait_unless_asked_to_end(&output)?;
         let mut said = String::new();
-        // It says one line, or ends: it limits its own waits.
-        BufReader::new(output)
-            .read_line(&mut said)
-            .context("the supervisor's answer")?;
+        if asked_to_end.is_none() {
+            // It says one line, or ends: it limits its own waits.
+            let read = BufReader::new(output).read_line(&mut said);
+            read.context("the supervisor's answer")?;
+        }
         if said.trim_end() == daemon::READY {
             let folder = folder.path().to_owned();
             return Ok(Ok(Supervisor { child, folder }));
         }
         drop(child.stdin.take());
         child.wait().context("the supervisor")?;
-        match said.trim_end() {
-            "" => Err(anyhow!(
+        match (asked_to_end, said.trim_end()) {
+            (Some(signal), _) => Ok(Err(signal)),
+            (None, "") => Err(anyhow!(
                 "the MPS daemon's supervisor ended before the daemon answered"
             )),
-            reason => Err(anyhow!("{reason}")),
+            (None, reason) => Err(anyhow!("{reason}")),
         }
     }
 
