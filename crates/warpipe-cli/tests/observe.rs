@@ -140,19 +140,14 @@ fn a_backlog_without_workers_is_seen_wherever_one_looks() {
     let answer = ask(address, b"GET /metrics HTTP/1.1\r\n\r\n");
     let counted = "warpipe_endpoint_waiting{name=\"jobs\",kind=\"queue\"} 3\n";
     assert!(answer.contains(counted), "{answer}");
-    // The wait for a result knows, too.
-    let late = jobs[0]
-        .wait(&stream, std::time::Duration::ZERO)
-        .unwrap_err()
-        .to_string();
+    // The wait for a result knows, too. One that does not wait gives no reason.
+    let moment = std::time::Duration::from_millis(1);
+    let late = jobs[0].wait(&stream, moment).unwrap_err().to_string();
     assert!(
         late.contains("attached workers: 0, jobs that wait: 3"),
         "{late}"
     );
-    let late = queue
-        .wait_for_workers(2, std::time::Duration::ZERO)
-        .unwrap_err()
-        .to_string();
+    let late = queue.wait_for_workers(2, moment).unwrap_err().to_string();
     assert!(
         late.contains("2 workers of \"jobs\" (0 attached)"),
         "{late}"

@@ -48,7 +48,11 @@ impl World {
         let readable = std::os::unix::fs::PermissionsExt::from_mode(0o755);
         std::fs::set_permissions(self.directory.path(), readable).unwrap();
         let copy = self.path(&program.as_ref().file_name().unwrap().to_string_lossy());
-        std::fs::copy(program, &copy).unwrap();
+        // Not by this process: a child that another test forks meanwhile would have the copy open
+        // for writing, and what is open for writing cannot be executed.
+        let mut cp = Command::new("cp");
+        let status = cp.arg(program.as_ref()).arg(&copy).status().unwrap();
+        assert!(status.success(), "cp {status}");
         copy
     }
 
