@@ -39,12 +39,13 @@ impl Ticket {
     /// it, or the previous file.
     ///
     /// ```
+    /// # use std::time::Duration;
     /// # use warpipe::{Domain, Ticket};
     /// # let folder = std::env::temp_dir().join(format!("warpipe-file-{}", std::process::id()));
     /// # let ticket = Ticket::to(&Domain::at(&folder)?, "weights")?;
     /// let path = folder.join("weights.ticket");
     /// ticket.write_file(&path)?;
-    /// assert_eq!(Ticket::read_file(&path)?, ticket);
+    /// assert_eq!(Ticket::read_file(&path, Duration::ZERO)?, ticket);
     /// # std::fs::remove_dir_all(folder).ok();
     /// # Ok::<(), warpipe::Error>(())
     /// ```

@@ -36,7 +36,7 @@ use crate::fork::driver_files::EXPORTED;
 ///
 /// // In any process of this user:
 /// let ticket: warpipe::Ticket = text.parse()?;
-/// let memory = ticket.open(&device)?;
+/// let memory = ticket.open(&device, Duration::ZERO)?;
 /// assert_eq!(&memory.to_vec(Duration::from_secs(1))?[..7], b"weights");
 /// # drop((memory, published)); std::fs::remove_dir_all(folder).ok();
 /// # Ok::<(), warpipe::Error>(())

@@ -178,7 +178,7 @@ impl Timeline {
 /// let frames = Timeline::opener("frames").domain(&domain).device(&device).open()?;
 ///
 /// let (writing, reading) = (device.stream()?, device.stream()?);
-/// owner.signal(&writing, 1)?; // behind the work that is on `writing` so far
+/// owner.signal(&writing, 1, Duration::from_secs(1))?; // behind the work that is on `writing` so far
 /// frames.wait(&reading, 1)?; // orders later work on `reading` behind it; the CPU does not wait
 /// reading.synchronize(Duration::from_secs(1))?;
 /// assert!(frames.check(1)?); // an error if the owner died, and the stream was released without it
