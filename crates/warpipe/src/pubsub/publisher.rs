@@ -35,7 +35,7 @@ impl PublisherBuilder {
         let device = self.shared.device();
         check_limit(&device, self.shared.memory_limit)?;
         let claim = domain.claim(&name, self.shared.access.is_open_to_others())?;
-        let core = PublisherCore::new(self, name.to_string(), device, claim)?;
+        let core = PublisherCore::new(self, device, claim)?;
         Ok(Publisher {
             core: LeakOnFork::new(core),
         })
@@ -47,7 +47,7 @@ impl PublisherBuilder {
         let (domain, device) = (self.shared.domain()?, self.shared.device());
         check_limit(&device, self.shared.memory_limit)?;
         let link = subscriber.link_of_replies()?;
-        let core = PublisherCore::of_replies(self, device, &domain, link)?;
+        let core = PublisherCore::of_replies(self, device, domain.identity(), link)?;
         Ok(Publisher {
             core: LeakOnFork::new(core),
         })

@@ -23,7 +23,7 @@ pub(super) use links::Recipients;
 pub use memory::{SlotHold, SlotReturn};
 pub(crate) use unicast::{Forwarded, RetainedSlot};
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
 use self::slot_fences::SlotFences;
@@ -35,7 +35,8 @@ use crate::device::Device;
 use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::OwnerProcess;
 use crate::ipc::acceptor::{Acceptor, AcceptorOptions};
-use crate::ipc::domain::{Domain, NameClaim};
+use crate::ipc::domain::NameClaim;
+use crate::mutex::LockUnpoisoned;
 use crate::pubsub::publisher_link::PublisherLink;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::fence::{Fence, StreamSet};
@@ -105,15 +106,14 @@ impl std::fmt::Debug for PublisherCore {
 }
 
 impl PublisherCore {
-    /// A publisher of this name.
+    /// A publisher at a name that it has claimed.
     pub(super) fn new(
         options: PublisherBuilder,
-        name: String,
         device: Device,
         claim: NameClaim,
     ) -> Result<Arc<PublisherCore>> {
-        let domain = claim.domain().clone();
-        let core = PublisherCore::assemble(options, name, device, Some(claim), &domain)?;
+        let domain = claim.domain_identity();
+        let core = PublisherCore::assemble(options, device, domain, Some(claim))?;
         core.acceptor.iter().try_for_each(|it| it.listen())?;
         core.reactor.register_ticks(core.this.clone());
         Ok(core)
@@ -123,11 +123,10 @@ impl PublisherCore {
     pub(super) fn of_replies(
         options: PublisherBuilder,
         device: Device,
-        domain: &Domain,
+        domain: [u64; 2],
         partner: Arc<PublisherLink>,
     ) -> Result<Arc<PublisherCore>> {
-        let name = options.name.clone();
-        let core = PublisherCore::assemble(options, name, device, None, domain)?;
+        let core = PublisherCore::assemble(options, device, domain, None)?;
         core.reply_over(partner)?;
         core.reactor.register_ticks(core.this.clone());
         Ok(core)
@@ -135,10 +134,9 @@ impl PublisherCore {
 
     fn assemble(
         options: PublisherBuilder,
-        name: String,
         device: Device,
+        domain: [u64; 2],
         claim: Option<NameClaim>,
-        domain: &Domain,
     ) -> Result<Arc<PublisherCore>> {
         let reactor = Reactor::of_process()?;
         let fences = SlotFences::new(&device, options.history > 0)?;
@@ -147,8 +145,8 @@ impl PublisherCore {
         let row = EndpointRow::open(&EndpointWords {
             kind: options.kind,
             role: Role::Owner,
-            name: &name,
-            domain: domain.identity(),
+            name: &options.name,
+            domain,
             device: Some(device.info().id),
             generation,
             depth: options.depth,
@@ -166,7 +164,7 @@ impl PublisherCore {
             streams: Arc::default(),
             acceptor: claim.map(|claim| {
                 let acceptor = AcceptorOptions {
-                    name: name.clone(),
+                    name: options.name.clone(),
                     kind: options.kind,
                     access_policy: options.shared.access.clone(),
                     handshake_timeout: options.shared.handshake_timeout,
@@ -175,8 +173,8 @@ impl PublisherCore {
                 Acceptor::new(claim, acceptor, &reactor, me.clone())
             }),
             doorbell,
+            name: options.name.clone(),
             options,
-            name,
             device,
         }))
     }
@@ -189,7 +187,7 @@ impl PublisherCore {
     }
 
     fn lock(&self) -> MutexGuard<'_, PublisherState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.locked()
     }
 
     pub(super) fn count_copy(&self, reason: SlowPath, bytes: u64) {

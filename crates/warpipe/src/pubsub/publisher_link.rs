@@ -10,7 +10,7 @@ use crate::ipc::Kind;
 use std::os::fd::AsFd;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::Duration;
 
 pub(super) use self::handshake::ConnectOptions;
@@ -29,6 +29,7 @@ use crate::ipc::PeerState;
 use crate::ipc::connection::{self, ConnectionUser, watch_socket, watch_suspicion};
 use crate::ipc::message::{self, CloseReason, Message, Received};
 use crate::ipc::peer::{DeathEvidence, Peer};
+use crate::mutex::LockUnpoisoned;
 use crate::pubsub::entry::Violation;
 use crate::runtime::closer::{PeerFd, PeerSocket};
 use crate::runtime::doorbell::{LocalDoorbell, PeerDoorbell};
@@ -221,11 +222,7 @@ impl PublisherLink {
         &self,
         other: (Weak<dyn OtherEnd>, u64),
     ) -> Option<Segment> {
-        let replies = self
-            .replies
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take()?;
+        let replies = self.replies.locked().take()?;
         let _ = self.other_end.set(other);
         Some(replies)
     }
@@ -315,13 +312,9 @@ impl PublisherLink {
         }
     }
 
-    fn fault(&self) -> MutexGuard<'_, LinkFault> {
-        self.fault.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Why no more samples will come.
     pub(super) fn why_over(&self) -> Error {
-        let mut fault = self.fault();
+        let mut fault = self.fault.locked();
         let (name, reason) = (self.name.clone(), fault.reason.clone());
         match (fault.error.take(), self.link_state()) {
             (Some(error), _) => error,
@@ -347,7 +340,7 @@ impl PublisherLink {
     pub(super) fn fail(&self, error: Error) {
         let close_reason = CloseReason::Failed(message::text(&error));
         // Before the message: its answer may end the link at once, for a later reason.
-        let mut fault = self.fault();
+        let mut fault = self.fault.locked();
         // Also of a publisher that has closed: why its last samples are not received.
         if matches!(self.link_state(), LinkState::Open | LinkState::Closed) {
             fault.keep(error);
@@ -409,7 +402,7 @@ impl PublisherLink {
                     name: self.name.clone(),
                     reason,
                 };
-                self.fault().keep(error);
+                self.fault.locked().keep(error);
                 self.monitor().set_link_state(LinkState::Evicted);
             }
         }

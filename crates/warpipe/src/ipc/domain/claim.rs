@@ -18,7 +18,6 @@ use crate::runtime::closer::Listener;
 /// A name held by this process. Dropping the claim releases the name.
 #[derive(Debug)]
 pub(crate) struct NameClaim {
-    domain: Domain,
     name: EndpointName,
     is_open_to_others: bool,
     owner_process: OwnerProcess,
@@ -60,18 +59,12 @@ impl NameClaim {
     ) -> Result<NameClaim> {
         Ok(NameClaim {
             identity: domain.identity().map(AtomicU64::new),
-            domain: domain.clone(),
             name: name.clone(),
             is_open_to_others,
             owner_process: OwnerProcess::current(),
             is_withdrawn: AtomicBool::new(false),
             files: Mutex::new(Files::make(domain, name, is_open_to_others)?),
         })
-    }
-
-    /// The domain in which the name was claimed.
-    pub(crate) fn domain(&self) -> &Domain {
-        &self.domain
     }
 
     /// The [identity](Domain::identity) of the domain that the name is in now, by the last look.

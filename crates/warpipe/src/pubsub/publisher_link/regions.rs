@@ -10,7 +10,7 @@
 use std::os::fd::AsFd;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::SeqCst;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use rustix::io::Errno;
 
@@ -21,6 +21,7 @@ use crate::error::{Error, Result};
 use crate::ipc::message::{self, Message};
 use crate::memory::arena::REGIONS_MAX;
 use crate::memory::region::Region;
+use crate::mutex::LockUnpoisoned;
 use crate::os::is_shortage;
 use crate::runtime::closer::PeerFd;
 use crate::runtime::fence::Fence;
@@ -71,7 +72,7 @@ impl PublisherRegions {
     }
 
     pub(super) fn open(&self) -> MutexGuard<'_, Vec<OpenRegion>> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+        self.open.locked()
     }
 
     fn wrong(&self, field: &'static str, found: impl ToString, allowed: String) -> Error {

@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use std::os::fd::AsFd;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use rustix::io::Errno;
@@ -18,6 +18,7 @@ use super::PublisherLink;
 use crate::backend::StreamOp;
 use crate::error::{Error, Result};
 use crate::ipc::message::{self, Message};
+use crate::mutex::LockUnpoisoned;
 use crate::os::is_shortage;
 use crate::pubsub::entry::{Completion, Violation};
 use crate::pubsub::ring::{self, count_release};
@@ -250,23 +251,19 @@ impl PublisherLink {
     /// Returns the slot of a sample that was set aside.
     pub(in crate::pubsub) fn return_slot(self: &Arc<Self>, position: u64) {
         self.set_aside.kept.fetch_sub(1, Relaxed);
-        let mut due = self.due();
+        let mut due = self.set_aside.due.locked();
         due.push_back(position);
         if due.len() > 1 || self.send_returns(&mut due) {
             return;
         }
         // The publisher does not read now: another try, for all that are due by then.
         let me = self.clone();
-        self.reactor
-            .drop_after(move || match me.send_returns(&mut me.due()) {
+        self.reactor.drop_after(
+            move || match me.send_returns(&mut me.set_aside.due.locked()) {
                 false => DropReadiness::Held,
                 true => DropReadiness::Ready,
-            });
-    }
-
-    fn due(&self) -> MutexGuard<'_, VecDeque<u64>> {
-        let due = self.set_aside.due.lock();
-        due.unwrap_or_else(PoisonError::into_inner)
+            },
+        );
     }
 
     /// Tells the publisher of all slots that are due. False if it has to be tried again.
