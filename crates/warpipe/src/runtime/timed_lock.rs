@@ -168,7 +168,7 @@ mod tests {
         }
         // However long its limit was: a wait goes through several locks.
         let hour = Duration::from_secs(3600);
-        let late = lock.lock_for_a_send(&Wait::passed(hour), String::new);
+        let late = lock.lock_for_a_send(Wait::passed(hour), String::new);
         assert!(matches!(late, Err(Error::Timeout { waited, .. }) if waited == hour));
         std::thread::scope(|scope| {
             let waiting = [0; 3]
