@@ -161,7 +161,6 @@ pub unsafe extern "C" fn warpipe_semaphore_open(
     })
 }
 
-/// The permit that was taken, or the failure of a call that did not wait.
 /// Waits up to `timeout_ns` nanoseconds for a permit, and makes the stream wait, on the device, for
 /// the device work of its last holder (`cuStreamWaitValue64`). No CPU waits for that work. With 0
 /// it takes a permit that is free and that no thread waits for.

@@ -219,7 +219,7 @@ impl AnswerHandle {
     }
 
     /// Limits how long the answer waits: for the owner to release earlier results, in place of the
-    /// worker's [timeout](super::WorkerBuilder::timeout), and for another thread's answer that the
+    /// worker's [timeout](super::WorkerBuilder::answer_timeout), and for another thread's answer that the
     /// driver blocks, in place of 10 s. A dropped answer handle reports its failure with the old
     /// timeouts.
     ///

@@ -324,16 +324,17 @@ fn a_folder_with_mode_711_lets_admitted_users_open_its_names_and_list_none() {
             become_user(OTHER_USER);
             let domain = domain_of_test();
             println!("outcome: {}", next_order().is_some());
-            let builder = crate::Publisher::builder("a").domain(&domain);
-            let builder = builder.device(&Device::host()).history(1);
-            let publisher = builder.allow_uids(&[NOBODY]).build().unwrap();
-            publisher.send_bytes(&stream(), b"for nobody").unwrap();
             let _pool = crate::Pool::builder("pool")
                 .domain(&domain)
                 .device(&Device::host())
                 .allow_uids(&[NOBODY])
                 .build()
                 .unwrap();
+            // Last: the other user waits for it alone.
+            let builder = crate::Publisher::builder("a").domain(&domain);
+            let builder = builder.device(&Device::host()).history(1);
+            let publisher = builder.allow_uids(&[NOBODY]).build().unwrap();
+            publisher.send_bytes(&stream(), b"for nobody").unwrap();
             println!("outcome: ready");
             next_order();
             return;
