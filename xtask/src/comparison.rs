@@ -15,18 +15,13 @@ const RUN_LIMIT: Duration = Duration::from_secs(1200);
 
 /// Builds the program as it is measured.
 pub fn build(workspace: &Workspace) -> Outcome<PathBuf> {
-    build_as(workspace, "release")
-}
-
-fn build_as(workspace: &Workspace, profile: &str) -> Outcome<PathBuf> {
     let target = workspace.target.join("comparison");
-    let task = Task::new(cargo()).args(["build", "--locked", "--profile", profile, "--target-dir"]);
+    let task = Task::new(cargo()).args(["build", "--locked", "--release", "--target-dir"]);
     let folder = workspace.root.join("comparison");
     if !task.args([&target]).run(&folder, BUILD_LIMIT)?.success {
         return Err("comparison/ does not compile; its words are above".into());
     }
-    let folder = if profile == "dev" { "debug" } else { profile };
-    Ok(target.join(folder).join(PROGRAM))
+    Ok(target.join("release").join(PROGRAM))
 }
 
 /// Builds the program and runs it with `options`.
@@ -35,10 +30,9 @@ pub fn run(workspace: &Workspace, options: &[&str]) -> Outcome<bool> {
     Ok(task.run(&workspace.root, RUN_LIMIT)?.success)
 }
 
-/// Every case for a moment, without optimisation.
+/// Every case for a moment.
 pub fn check(workspace: &Workspace) -> Outcome<()> {
-    let task = Task::new(build_as(workspace, "dev")?).args(["--quick"]);
-    match task.run(&workspace.root, RUN_LIMIT)?.success {
+    match run(workspace, &["--quick"])? {
         true => Ok(()),
         false => Err(format!("{PROGRAM} --quick failed; its words are above")),
     }
