@@ -12,9 +12,9 @@ pub(crate) const SLICE: Duration = Duration::from_millis(50);
 /// How long a call may wait, and what else ends the wait. A `Duration` is one, from the call on;
 /// `Duration::ZERO` asks for what is there.
 ///
-/// A call that its wait ended returns [`Error::Timeout`] and has had no effect: it has taken
-/// nothing, and memory that was handed to it is in the error. After a wait of zero that error costs
-/// next to nothing, so it can be polled with.
+/// A call that its wait ended returns [`Error::Timeout`], or, where it waited for memory, which limit
+/// left no room. It has had no effect: it has taken nothing, and memory that was handed to it is in
+/// the error. After a wait of zero `Timeout` costs next to nothing, so it can be polled with.
 ///
 /// ```
 /// use std::cell::Cell;
@@ -29,7 +29,7 @@ pub(crate) const SLICE: Duration = Duration::from_millis(50);
 /// assert!(subscriber.receive(&stream, Duration::ZERO).optional()?.is_none());
 ///
 /// let looks = Cell::new(0);
-/// let cancelled = || looks.replace(looks.get() + 1) == 1; // a flag of yours
+/// let cancelled = || looks.replace(looks.get() + 1) >= 1; // a flag of yours
 /// let wait = Wait::at_most(Duration::MAX).unless(&cancelled);
 /// assert!(matches!(subscriber.receive(&stream, wait), Err(Error::Timeout { .. })));
 /// # drop((subscriber, publisher)); std::fs::remove_dir_all(folder).ok();
@@ -61,8 +61,11 @@ impl<'a> Wait<'a> {
     }
 
     /// This wait, which also ends when `cancelled` returns true, with the same result as the end of
-    /// the time. It is called before each sleep, which lasts 50 ms at most, while no lock is held.
-    /// Once it has returned true, nothing is taken from a ring or a queue.
+    /// the time. It is called before each sleep, which lasts 50 ms at most, and as often by a call
+    /// that polls. Once it has returned true, it is to go on so, and nothing is taken from a ring or a
+    /// queue. No lock is held while it runs, but for two that calls for the same object take: while an
+    /// opened [`Event`](crate::Event) is recorded for the first time, and while two members of a
+    /// [`Semaphore`](crate::Semaphore) get the page that they share.
     pub fn unless(self, cancelled: &'a dyn Fn() -> bool) -> Wait<'a> {
         Wait {
             cancelled: Some(cancelled),
@@ -112,29 +115,38 @@ impl<'a> Wait<'a> {
 
     /// Asks whether the wait is cancelled: for a caller that is about to take what it waited for.
     pub(crate) fn is_cancelled(&self) -> bool {
-        self.cancelled.is_some_and(|cancelled| cancelled())
+        let Some(cancelled) = self.cancelled else {
+            return false;
+        };
+        let is_cancelled = cancelled();
+        // From now on: the call may have run a signal's handler, which takes its time.
+        let next_look = Instant::now().checked_add(SLICE);
+        self.next_look.set(next_look.filter(|_| !is_cancelled));
+        is_cancelled
+    }
+
+    /// Whether a caller that polls is to ask again whether the wait is cancelled.
+    pub(crate) fn is_look_due(&self) -> bool {
+        let is_due = |next_look: Instant| next_look <= Instant::now();
+        self.is_cancellable() && self.next_look.get().is_none_or(is_due)
     }
 
     /// How long a sleep may last; zero once the wait is over. Comes before each sleep, and before
     /// anything is taken behind one, so that what was cancelled meanwhile has no effect.
     pub(crate) fn slice(&self) -> Duration {
         let left = self.time_left();
-        let Some(cancelled) = self.cancelled.filter(|_| !left.is_zero()) else {
+        if left.is_zero() || !self.is_cancellable() {
             return left;
-        };
-        if cancelled() {
-            self.next_look.set(None);
-            return Duration::ZERO;
         }
-        // From now on: the call may have run a signal's handler, which takes its time.
-        self.next_look.set(Instant::now().checked_add(SLICE));
-        self.time_left().min(SLICE)
+        match self.is_cancelled() {
+            true => Duration::ZERO,
+            false => self.time_left().min(SLICE),
+        }
     }
 
     /// Whether the wait is over, for a caller that polls: does not ask `cancelled` each time.
     pub(crate) fn is_over(&self) -> bool {
-        let is_due = |next_look: Instant| next_look <= Instant::now();
-        match self.next_look.get().is_none_or(is_due) {
+        match self.is_look_due() {
             true => self.slice().is_zero(),
             false => self.time_left().is_zero(),
         }

@@ -1,7 +1,10 @@
 //! A queue against workers that break the protocol, and a worker against such a queue.
 
+use std::cell::Cell;
+use std::panic::AssertUnwindSafe;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use super::wire::{Answer, AnswerKind, DeliveryTag};
@@ -15,6 +18,7 @@ use crate::pubsub::entry::Metadata;
 use crate::pubsub::{Policy, Publisher, REPLIES, Sample, Subscriber, SubscriberChanges};
 use crate::stream::Stream;
 use crate::tensor::Layout;
+use crate::wait::Wait;
 
 pub(super) const SOON: Duration = Duration::from_secs(10);
 
@@ -675,4 +679,80 @@ fn jobs_that_no_worker_holds_are_cancelled_and_let_a_shutdown_end() {
             .build(),
         Err(Error::NotFound { .. })
     ));
+}
+
+#[test]
+fn a_wait_that_is_cancelled_while_it_sleeps_does_not_take_the_result_that_ends_the_sleep() {
+    let fixture = QueueFixture::new("cancelled");
+    let (queue, mut worker) = (fixture.queue(), fixture.worker());
+    let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
+    let lease = worker.lease(&fixture.stream, SOON).unwrap();
+    let is_cancelled = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let cancelled = || is_cancelled.load(SeqCst);
+        let wait = Wait::at_most(SOON).unless(&cancelled);
+        scope.spawn(|| {
+            let is_asleep = || {
+                let state = queue.dispatcher.lock();
+                // Under the lock, without which it does not go on.
+                is_cancelled.store(state.waiters.has_sleeper(), SeqCst);
+                state.waiters.has_sleeper()
+            };
+            while !is_asleep() {
+                std::thread::yield_now();
+            }
+            lease.complete(&fixture.stream).unwrap();
+        });
+        let late = job.wait(&fixture.stream, wait);
+        assert!(matches!(late, Err(Error::Timeout { .. })), "{late:?}");
+    });
+    assert_eq!(job.wait(&fixture.stream, SOON).unwrap().attempt(), 1);
+}
+
+#[test]
+fn a_result_that_comes_while_a_wait_asks_whether_it_is_cancelled_ends_it_at_once() {
+    let fixture = QueueFixture::new("asks");
+    let queue = fixture.build(|it| it.spin(Duration::ZERO));
+    let mut worker = fixture.worker();
+    let mut shortest = SOON;
+    for _ in 0..20 {
+        let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
+        let lease = Cell::new(Some(worker.lease(&fixture.stream, SOON).unwrap()));
+        let asked = Cell::new(None);
+        let cancelled = || {
+            if let Some(lease) = lease.take() {
+                lease.complete(&fixture.stream).unwrap();
+                // Another thread, say, takes the answer in.
+                while !job.is_done().unwrap() {}
+                asked.set(Some(Instant::now()));
+            }
+            false
+        };
+        let wait = Wait::at_most(SOON).unless(&cancelled);
+        drop(job.wait(&fixture.stream, wait).unwrap());
+        shortest = shortest.min(asked.get().unwrap().elapsed());
+    }
+    assert!(shortest < Duration::from_millis(25), "{shortest:?}");
+}
+
+#[test]
+fn workers_ring_while_a_wait_asks_whether_it_is_cancelled() {
+    let fixture = QueueFixture::new("rings");
+    let (queue, _worker) = (fixture.queue(), fixture.worker());
+    queue.wait_for_workers(1, SOON).unwrap();
+    let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
+    let polling = Cell::new(None);
+    let cancelled = || {
+        polling.set(Some(queue.dispatcher.lock().waiters.polling));
+        true
+    };
+    let late = job.wait(&fixture.stream, Wait::at_most(SOON).unless(&cancelled));
+    assert!(matches!(late, Err(Error::Timeout { .. })), "{late:?}");
+    assert_eq!(polling.get(), Some(0));
+    // Nor does a panic there leave the thread counted.
+    let cancelled = || panic!("a signal's handler");
+    let wait = Wait::at_most(SOON).unless(&cancelled);
+    let asked = AssertUnwindSafe(|| job.wait(&fixture.stream, wait).map(drop));
+    assert!(std::panic::catch_unwind(asked).is_err());
+    assert_eq!(queue.dispatcher.lock().waiters.polling, 0);
 }

@@ -93,6 +93,11 @@ impl Waiters {
         });
     }
 
+    #[cfg(test)]
+    pub(in crate::queue) fn has_sleeper(&self) -> bool {
+        self.has_leader || self.sleeping > 0
+    }
+
     /// How long the threads that sleep on the descriptors, or would, may sleep.
     fn longest_sleep(&self) -> Duration {
         match self.has_leader {
@@ -177,9 +182,12 @@ impl Dispatcher {
         let (wait, mut poll_backoff) = (wait.into(), PollBackoff::default());
         let mut polling = PollingGuard::begin(self);
         let guard = &mut polling.guard;
-        let is_cancelled =
-            |guard: &mut StateGuard<'_>| wait.is_cancellable() && guard.unlocked(|| wait.is_over());
+        let mut must_ask = false;
         loop {
+            // Behind each sleep, and before anything is taken.
+            if must_ask && self.without_polling(guard, || wait.is_cancelled()) {
+                break Err(what(guard));
+            }
             self.process_events(guard);
             if guard.table.is_closed() {
                 // A ring wakes one thread: this wakes the next one, too.
@@ -197,11 +205,14 @@ impl Dispatcher {
             if let Some(found) = found {
                 break found;
             }
-            // Without the lock: it may run a signal's handler.
-            if wait.time_left().is_zero() || is_cancelled(guard) {
+            let left = wait.time_left();
+            if left.is_zero() {
                 break Err(what(guard));
             }
-            self.pause(guard, wait.time_left(), &mut poll_backoff);
+            // Never between the look and the sleep: what comes without the lock wakes no thread that
+            // does not sleep yet.
+            must_ask = wait.is_look_due()
+                || (self.pause(guard, left, &mut poll_backoff) && wait.is_cancellable());
         }
     }
 
@@ -242,13 +253,37 @@ impl Dispatcher {
         }
     }
 
-    fn pause(&self, guard: &mut StateGuard<'_>, left: Duration, poll_backoff: &mut PollBackoff) {
+    /// Makes a call that may last, as one that runs a signal's handler, without the lock and as a
+    /// thread that does not poll.
+    fn without_polling<T>(&self, guard: &mut StateGuard<'_>, call: impl FnOnce() -> T) -> T {
+        struct PollAgain<'d, 'g, 'a>(&'d Dispatcher, &'g mut StateGuard<'a>);
+
+        impl Drop for PollAgain<'_, '_, '_> {
+            fn drop(&mut self) {
+                // The call may have panicked.
+                self.1.relock();
+                self.0.begin_polling(self.1);
+            }
+        }
+
+        self.end_polling(guard);
+        PollAgain(self, guard).1.unlocked(call)
+    }
+
+    /// Passes the time until the next look. Returns whether the thread has slept.
+    fn pause(
+        &self,
+        guard: &mut StateGuard<'_>,
+        left: Duration,
+        poll_backoff: &mut PollBackoff,
+    ) -> bool {
         let awaits_device = guard.awaits_device();
         if poll_backoff.words > 0
             && let Some(word) = guard.only_pending_result()
         {
             poll_backoff.words -= 1;
-            return guard.unlocked(|| word.wait(WORD_WAIT.min(left)));
+            guard.unlocked(|| word.wait(WORD_WAIT.min(left)));
+            return false;
         }
         let PollBackoff { backoff, polls, .. } = poll_backoff;
         let pause = match awaits_device {
@@ -256,12 +291,13 @@ impl Dispatcher {
             false => WAIT_SLICE,
         };
         if pause.is_zero() {
-            return guard.unlocked(|| backoff.spin(8));
+            guard.unlocked(|| backoff.spin(8));
+            return false;
         }
         if !awaits_device {
             let polls = polls.get_or_insert_with(|| Polls::for_at_most(self.spin.min(left)));
             if guard.unlocked(|| polls.pass()) {
-                return;
+                return false;
             }
             self.end_polling(guard);
         }
@@ -272,6 +308,7 @@ impl Dispatcher {
         if !awaits_device {
             self.begin_polling(guard);
         }
+        true
     }
 
     /// Sleeps until another thread has found a change.
