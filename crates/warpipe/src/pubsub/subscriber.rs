@@ -305,7 +305,7 @@ impl Subscriber {
         }
         loop {
             let polls = Polls::for_at_most(self.options.shared.spin.min(wait.time_left()));
-            if let Some(sample) = self.poll_while(polls, stream)? {
+            if let Some(sample) = self.poll_while(polls, stream, wait)? {
                 return Ok(sample);
             }
             match is_polled {
@@ -320,11 +320,7 @@ impl Subscriber {
             }
             let pause = wait.slice();
             if pause.is_zero() {
-                self.wake_up();
-                if is_polled && self.must_look_again() {
-                    self.set_timer(RETRY)?;
-                }
-                return Err(self.nothing_within(wait));
+                return self.end_wait(wait);
             }
             self.sleep(pause.min(self.patience()));
             self.wake_up();
@@ -332,6 +328,15 @@ impl Subscriber {
                 return Ok(sample);
             }
         }
+    }
+
+    /// Ends a wait without a sample.
+    fn end_wait<T>(&mut self, wait: &Wait<'_>) -> Result<T> {
+        self.wake_up();
+        if self.is_polled.load(Ordering::Relaxed) && self.must_look_again() {
+            self.set_timer(RETRY)?;
+        }
+        Err(self.nothing_within(wait))
     }
 
     /// All samples until the publisher has gone, each waited for as long as `limit`: the iterator

@@ -25,7 +25,7 @@ use crate::runtime::attempt::Attempt;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::spin::Polls;
 use crate::stream::Stream;
-use crate::wait::Wait;
+use crate::wait::{SLICE, Wait};
 
 /// The most clients that are attached to at the same time.
 const ATTACHING_MAX: usize = 32;
@@ -199,6 +199,15 @@ impl Server {
             self.scan_directory()?;
             if let Some(request) = self.poll(stream)? {
                 return Ok(request);
+            }
+            // A user may have it poll for long.
+            if self.spin > SLICE && wait.is_look_due() && wait.is_cancelled() {
+                if is_polled {
+                    // Another look is due: what came before the clients were asked to ring did not.
+                    self.set_asleep(true);
+                    self.ring();
+                }
+                return Err(self.nothing_within(&wait));
             }
             if polls.pass() {
                 continue;

@@ -12,7 +12,7 @@ use crate::error::Error;
 use crate::ipc::domain::Domain;
 use crate::pubsub::{Publisher, Subscriber};
 use crate::stream::Stream;
-use crate::wait::OptionalExtension;
+use crate::wait::{OptionalExtension, Wait};
 
 const SOON: Duration = Duration::from_secs(10);
 
@@ -255,4 +255,21 @@ fn a_reply_to_another_client_is_not_put_back() {
     ));
     clients[0].put_back(own).unwrap();
     assert_eq!(clients[0].state().unwrap().finished, 1);
+}
+
+#[test]
+fn an_accept_that_polls_for_long_is_cancelled_meanwhile() {
+    let fixture = RpcFixture::new("polls");
+    let builder = Server::builder("upper").domain(&fixture.domain);
+    let builder = builder.device(&fixture.device).spin(Duration::MAX);
+    let mut server = builder.build().unwrap();
+    for is_polled in [false, true] {
+        let descriptor = is_polled.then(|| descriptor_of(&server));
+        let start = std::time::Instant::now();
+        let late = server.accept(&fixture.stream, Wait::at_most(SOON).unless(&|| true));
+        assert!(matches!(late, Err(Error::Timeout { .. })));
+        assert!(start.elapsed() < SOON);
+        // An event loop looks again: what came meanwhile did not ring.
+        assert!(descriptor.is_none_or(|it| is_readable(&it, Duration::ZERO)));
+    }
 }

@@ -593,3 +593,17 @@ fn a_subscriber_that_finds_its_one_publisher_at_once_makes_no_inotify_instance()
         assert_eq!(MADE.load(Ordering::SeqCst), before + 1);
     });
 }
+
+#[test]
+fn a_receive_that_polls_for_long_is_cancelled_meanwhile() {
+    let place = Place::new("polls");
+    let _publisher = place.publisher();
+    let builder = Subscriber::builder("camera").domain(&place.domain);
+    let builder = builder.device(&place.device).spin(Duration::MAX);
+    let (mut subscriber, stream) = (builder.build().unwrap(), place.device.stream().unwrap());
+    let start = Instant::now();
+    let wait = Wait::at_most(LONG).unless(&|| true);
+    let late = subscriber.receive(&stream, wait);
+    assert!(matches!(late, Err(Error::Timeout { .. })), "{late:?}");
+    assert!(start.elapsed() < LONG);
+}

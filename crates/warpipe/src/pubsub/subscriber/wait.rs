@@ -15,6 +15,7 @@ use crate::os::timespec;
 use crate::pubsub::sample::Sample;
 use crate::runtime::spin::Polls;
 use crate::stream::Stream;
+use crate::wait::{SLICE, Wait};
 
 /// The sources of events in a subscriber's one descriptor: its own process, its publisher, the
 /// domain, its timer.
@@ -73,7 +74,10 @@ impl Subscriber {
         &mut self,
         mut polls: Polls,
         stream: &Stream,
+        wait: &Wait<'_>,
     ) -> Result<Option<Sample>> {
+        // Else the sleep comes soon enough.
+        let is_long = self.options.shared.spin > SLICE;
         let has_news = |subscriber: &Subscriber| {
             let attached = subscriber.attached.as_ref();
             attached.is_some_and(|attached| attached.ring.may_have_news())
@@ -84,6 +88,9 @@ impl Subscriber {
                     return self.poll(stream);
                 }
                 std::hint::spin_loop();
+            }
+            if is_long && wait.is_look_due() && wait.is_cancelled() {
+                return self.end_wait(wait);
             }
         }
         Ok(None)
