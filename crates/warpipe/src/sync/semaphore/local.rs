@@ -66,6 +66,26 @@ impl Drop for BackgroundConnect {
     }
 }
 
+/// A place in the line, during a call of the user's. Dropped, by its panic, it is left, and a permit
+/// that has come is handed on.
+struct HeldPlace<'a> {
+    local: &'a LocalSemaphore,
+    slot: WaitSlot,
+}
+
+impl Drop for HeldPlace<'_> {
+    fn drop(&mut self) {
+        let LocalSemaphore {
+            shared_page,
+            member,
+            ..
+        } = self.local;
+        if let WaitProgress::Granted { permit, .. } = shared_page.cancel_wait(self.slot, *member) {
+            shared_page.hand_on(permit, *member);
+        }
+    }
+}
+
 impl LocalSemaphore {
     pub(super) fn new(
         shared_page: Arc<SemaphorePage>,
@@ -137,7 +157,12 @@ impl LocalSemaphore {
         loop {
             let left = match backoff.is_spinning() {
                 true => wait.time_left(),
-                false => wait.slice(),
+                false => {
+                    let place = HeldPlace { local: self, slot };
+                    let left = wait.slice();
+                    std::mem::forget(place);
+                    left
+                }
             };
             let give_up = left.is_zero() || self.is_over();
             let progress = if give_up {

@@ -1,6 +1,8 @@
 //! Semaphores with all members in one process.
 
+use std::cell::Cell;
 use std::collections::BTreeSet;
+use std::panic::AssertUnwindSafe;
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::mpsc;
@@ -182,6 +184,24 @@ fn a_cancelled_wait_leaves_the_line_and_the_next_waiter_is_served() {
             )
             .unwrap(),
     );
+}
+
+#[test]
+fn a_wait_whose_cancellation_panics_leaves_the_line() {
+    let (stage, device) = (Stage::new("panics"), Device::host());
+    let (creator, member) = stage.both(&device, 1);
+    let held = Cell::new(Some(member.acquire_host(WAIT).unwrap()));
+    for is_granted in [false, true] {
+        let cancelled = || {
+            is_granted.then(|| held.take());
+            panic!("a signal's handler")
+        };
+        let wait = Wait::at_most(WAIT).unless(&cancelled);
+        let asked = AssertUnwindSafe(|| creator.acquire_host(wait).map(drop));
+        assert!(std::panic::catch_unwind(asked).is_err());
+        let free = u32::from(is_granted);
+        assert_eq!((creator.available(), creator.waiting()), (free, 0));
+    }
 }
 
 #[test]
