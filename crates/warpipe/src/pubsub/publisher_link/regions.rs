@@ -46,7 +46,8 @@ pub(super) struct PublisherRegions {
     pub(super) generation: [u8; 16],
     pub(super) owner: DeviceId,
     pub(super) access: Access,
-    /// By their ids.
+    /// By their ids. Only one thread at a time changes them, and not under a driver call, which may
+    /// take long: who receives takes the lock, a queue under its own.
     open: Mutex<Vec<OpenRegion>>,
     /// Regions that the publisher has closed and that are still mapped.
     closing: Arc<AtomicUsize>,
@@ -86,9 +87,10 @@ impl PublisherRegions {
 
     /// Maps an announced region.
     pub(super) fn map(&self, id: u32, bytes: u64, fds: &[PeerFd]) -> Result<()> {
-        let mut open = self.open();
+        let open = self.open();
         let last = open.last().map(|last| last.id);
         let count = open.len() + self.closing.load(SeqCst);
+        drop(open);
         if last >= Some(id) || count >= OPEN_MAX {
             let found = format!("{id} behind {last:?}, beside {count} others");
             let allowed = format!("a larger one, beside fewer than {OPEN_MAX}");
@@ -105,10 +107,8 @@ impl PublisherRegions {
         let region = Region::import(&self.device, fd.as_fd(), bytes, self.access, self.owner)?;
         fd.approve();
         region.identify(self.generation, id.into());
-        open.push(OpenRegion {
-            id,
-            region: Arc::new(region),
-        });
+        let region = Arc::new(region);
+        self.open().push(OpenRegion { id, region });
         Ok(())
     }
 

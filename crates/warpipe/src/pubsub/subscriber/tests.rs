@@ -7,7 +7,7 @@ use std::time::Instant;
 use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with};
 
 use super::*;
-use crate::backend::testing::{Failing, Wrapped};
+use crate::backend::testing::{Failing, Holding, Wrapped};
 use crate::hostile::alone;
 use crate::ipc::domain::watch::tests::MADE;
 use crate::ipc::message::wait_readable;
@@ -606,4 +606,35 @@ fn a_receive_that_polls_for_long_is_cancelled_meanwhile() {
     let late = subscriber.receive(&stream, wait);
     assert!(matches!(late, Err(Error::Timeout { .. })), "{late:?}");
     assert!(start.elapsed() < LONG);
+}
+
+#[test]
+fn a_receive_ends_in_time_while_the_driver_holds_up_the_mapping_of_a_region() {
+    let place = Place::new("mapping");
+    let holding = Wrapped::new(place.device.backend().clone(), Holding::default());
+    let device = Device::from_backend(holding.clone());
+    let publisher = place.publisher();
+    let builder = Subscriber::builder("camera").domain(&place.domain);
+    let mut subscriber = builder.device(&device).build().unwrap();
+    let stream = device.stream().unwrap();
+    holding.hook().hold("import");
+    let mut loan = publisher
+        .loan(&Layout::bytes_only(64 << 20).unwrap())
+        .unwrap();
+    loan.set_metadata(b"in a new region").unwrap();
+    loan.send(&place.device.stream().unwrap()).unwrap();
+    holding.hook().wait_for(1);
+    let (told, late) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        let (subscriber, stream) = (&mut subscriber, &stream);
+        scope.spawn(move || {
+            let late = subscriber.receive(stream, Duration::from_millis(20));
+            told.send(late.map(drop)).unwrap();
+        });
+        let late = late.recv_timeout(LONG);
+        holding.hook().unblock();
+        assert!(matches!(late, Ok(Err(Error::Timeout { .. }))), "{late:?}");
+    });
+    let sample = subscriber.receive(&stream, LONG).unwrap();
+    assert_eq!(sample.metadata(), b"in a new region");
 }
