@@ -202,9 +202,11 @@ pub(crate) fn let_descriptors_in(socket: BorrowedFd<'_>, yes: bool) -> bool {
     set_option(socket, SO_PASSRIGHTS, yes.into()).is_ok()
 }
 
-/// Has each peek of this socket show the packet behind the last one: `setsockopt(SO_PEEK_OFF)`.
-pub(crate) fn peek_one_after_another(socket: BorrowedFd<'_>) -> Result<(), Errno> {
-    set_option(socket, libc::SO_PEEK_OFF, 0)
+/// Has each peek of this socket show the packet behind the last one, from the first on; or else the
+/// first one: `setsockopt(SO_PEEK_OFF)`.
+pub(crate) fn peek_one_after_another(socket: BorrowedFd<'_>, yes: bool) -> Result<(), Errno> {
+    let value = if yes { 0 } else { -1 };
+    rustix::io::retry_on_intr(|| set_option(socket, libc::SO_PEEK_OFF, value))
 }
 
 fn set_option(

@@ -309,7 +309,7 @@ pub(crate) fn shortage(error: &Error) -> Option<Errno> {
 /// descriptors. Called once for a socket, which is not read any more.
 pub(crate) fn unread_replies(socket: BorrowedFd<'_>) -> Vec<Vec<u8>> {
     // Without that option each peek shows the next packet.
-    let count = match os::peek_one_after_another(socket) {
+    let count = match os::peek_one_after_another(socket, true) {
         Ok(()) => UNREAD_REPLIES_MAX,
         Err(_) => 1,
     };
@@ -325,6 +325,8 @@ pub(crate) fn unread_replies(socket: BorrowedFd<'_>) -> Vec<Vec<u8>> {
             bodies.push(body);
         }
     }
+    // The socket's drop looks for descriptors in the first packet.
+    let _ = os::peek_one_after_another(socket, false);
     bodies
 }
 

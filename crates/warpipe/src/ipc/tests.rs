@@ -405,4 +405,7 @@ fn every_reply_that_lies_unread_behind_one_without_room_is_found_and_stays_there
     let serials: Vec<u8> = found.iter().map(|body| body[0]).collect();
     assert_eq!(serials, [1, 2, 4]);
     assert!(crate::os::unread_by_peer(theirs.as_fd()) > 0, "they stay");
+    // Its drop must see the descriptor, whose close may hang.
+    let first = crate::runtime::closer::peek(ours.as_fd(), &mut [0]);
+    assert!(matches!(first, Ok((1, flags)) if flags.contains(rustix::net::ReturnFlags::CTRUNC)));
 }

@@ -258,6 +258,8 @@ impl SessionState {
     /// back what that message and those behind it grant.
     fn end_without_room(&self, code: Errno) {
         let _ = self.cause.set(EndCause::NoRoom(code));
+        // First: what the server can no longer send, it takes back itself.
+        let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
         if let Some(observer) = self.observer() {
             for body in message::unread_replies(self.socket.as_fd()) {
                 let fds = Vec::new();
@@ -274,6 +276,10 @@ impl SessionState {
 
 impl ConnectionUser for SessionState {
     fn on_message(&self, _: u64) -> Next {
+        if self.requests.locked().is_over {
+            // What lies unread may have been given back.
+            return Next::Stop;
+        }
         let refused = |text| Error::Refused {
             name: self.name.clone(),
             text,

@@ -1,3 +1,4 @@
+use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -8,6 +9,7 @@ use super::{is_passing, until_found};
 use crate::error::{Error, HandshakeFault};
 use crate::ipc::connection::{ConnectionUser, Sign};
 use crate::ipc::domain::{Domain, EndpointName};
+use crate::ipc::message::{Message, wait_readable};
 use crate::ipc::{
     AccessPolicy, Address, ClientInfo, ClientSession, Disconnected, IncomingReply, IpcServer, Kind,
     OutgoingReply, Rejection, RequestHandler, ServerCore, SessionObserver,
@@ -131,6 +133,23 @@ fn a_dead_server_is_dead_although_another_process_holds_its_socket_open() {
     assert_eq!(rx.recv_timeout(Duration::from_secs(10)), Ok(Next::Stop));
     assert!(session.is_dead() && session.is_over());
     drop((session, server));
+    let _ = std::fs::remove_dir_all(folder);
+}
+
+#[test]
+fn a_session_that_is_over_takes_no_reply_that_lies_unread() {
+    let (folder, server, session) = connect("unread");
+    let (inner, serial) = (&session.inner, 7);
+    let waiting = PendingRequest::Waiting;
+    inner.requests.locked().open.insert(serial, waiting);
+    let body = vec![];
+    inner.send(&Message::Request { serial, body }).unwrap();
+    assert!(wait_readable(inner.socket.as_fd(), Duration::from_secs(10)));
+    inner.on_close(0);
+    assert_eq!(inner.on_message(0), Next::Stop);
+    let open = &inner.requests.locked().open;
+    assert!(matches!(open[&serial], PendingRequest::Waiting));
+    drop(server);
     let _ = std::fs::remove_dir_all(folder);
 }
 
