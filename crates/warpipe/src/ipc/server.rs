@@ -305,25 +305,26 @@ impl ServerCore {
             body: reply.body,
             fds: reply.fds.len().min(FDS_MAX) as u8,
         };
-        // The session is open before the client gets the reply, and under the lock the reply is
-        // sent before any notification. Whatever happens from here, `on_disconnect` is due.
+        // Under the lock the reply is sent before any notification, and a client that it does not
+        // reach gets none. Whatever happens from here, `on_disconnect` is due.
         let mut sessions = self.sessions.locked();
-        if let Some(session) = sessions.get_mut(&client.id) {
+        let sent = message::send_owned(socket, &message, &reply.fds);
+        if sent.is_ok()
+            && let Some(session) = sessions.get_mut(&client.id)
+        {
             session.phase = SessionPhase::Open;
         }
-        let sent = message::send_owned(socket, &message, &reply.fds);
         drop(sessions);
+        if let Err(error) = sent {
+            let rejection = Rejection::from(Error::os("sendmsg", "the admission", error));
+            self.say(socket, &rejection.refusal());
+            return self.end_session(client.id, Disconnected::Closed);
+        }
         self.trace(client, |name, client, uid| TraceEvent::ClientConnected {
             name,
             client,
             uid,
         });
-        if let Err(error) = sent {
-            // The client has got nothing.
-            let rejection = Rejection::from(Error::os("sendmsg", "the admission", error));
-            self.say(socket, &rejection.refusal());
-            self.end_session(client.id, Disconnected::Closed);
-        }
     }
 
     /// Handles one message. An error ends the session.
@@ -397,10 +398,13 @@ impl ServerCore {
         let Some(session) = self.sessions.locked().remove(&id) else {
             return;
         };
-        self.trace(&session.client, |name, client, uid| match ended {
-            Disconnected::Closed => TraceEvent::ClientClosed { name, client, uid },
-            Disconnected::ProcessDied => TraceEvent::ClientDied { name, client, uid },
-        });
+        // One that its admission has not reached was refused, and nothing was said of it.
+        if session.phase != SessionPhase::Admitting {
+            self.trace(&session.client, |name, client, uid| match ended {
+                Disconnected::Closed => TraceEvent::ClientClosed { name, client, uid },
+                Disconnected::ProcessDied => TraceEvent::ClientDied { name, client, uid },
+            });
+        }
         self.handler.on_disconnect(self, &session.client, ended);
         session.end();
     }

@@ -1,3 +1,7 @@
+use std::sync::atomic::AtomicU64;
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
 use super::*;
@@ -234,5 +238,63 @@ fn what_a_client_was_given_by_an_answer_that_it_never_gets_is_taken_back() {
     let is_back = || handler.taken_back.load(Ordering::SeqCst);
     assert!(warpipe_testkit::eventually(wait, is_back));
     drop((session, server));
+    let _ = std::fs::remove_dir_all(folder);
+}
+
+/// Admits each client with more descriptors than a message may bring.
+struct Overloaded;
+
+impl RequestHandler for Overloaded {
+    fn on_connect(
+        &self,
+        _: &ServerCore,
+        _: &ClientInfo,
+        _: &[u8],
+    ) -> Result<OutgoingReply, Rejection> {
+        let fd = |_| CloseOnForkFd::open(|| eventfd(0, EventfdFlags::CLOEXEC));
+        Ok(OutgoingReply {
+            body: vec![],
+            fds: (0..=FDS_MAX).map(fd).collect::<Result<_, _>>()?,
+        })
+    }
+}
+
+#[test]
+fn a_client_whose_admission_cannot_be_sent_hears_the_reason_and_no_notification_before_it() {
+    let folder = std::env::temp_dir().join(format!("warpipe-unadmitted-{}", std::process::id()));
+    let (domain, name) = (
+        Domain::at(&folder).unwrap(),
+        EndpointName::new("a").unwrap(),
+    );
+    let at = Address {
+        domain: &domain,
+        name: &name,
+        kind: crate::ipc::Kind::Timeline,
+    };
+    let server = IpcServer::open(&at, AccessPolicy::default(), Arc::new(Overloaded)).unwrap();
+    let client = AtomicU64::new(1);
+    std::thread::scope(|scope| {
+        let (server_core, next) = (server.server_core(), &client);
+        scope.spawn(move || {
+            let notice = OutgoingReply::default();
+            loop {
+                match next.load(Ordering::SeqCst) {
+                    0 => break,
+                    id => assert!(!server_core.tell(id, &notice), "it was not admitted"),
+                }
+            }
+        });
+        for id in 1..=200 {
+            client.store(id, Ordering::SeqCst);
+            let attached = crate::ipc::ClientSession::attach(&at, None, &[], Duration::ZERO);
+            let refused = attached.map(drop).unwrap_err();
+            if !matches!(refused, Error::Refused { .. }) {
+                client.store(0, Ordering::SeqCst);
+                panic!("{refused}");
+            }
+        }
+        client.store(0, Ordering::SeqCst);
+    });
+    drop(server);
     let _ = std::fs::remove_dir_all(folder);
 }
