@@ -217,9 +217,11 @@ fn an_open_that_is_called_off_loses_no_share() {
     let (stream, client) = (stage.device.stream().unwrap(), stage.client());
     let (number, told) = stage.share(&stream, b"kept");
     for _ in 0..50 {
-        match client.open_share(number, Wait::at_most(WAIT).unless(&|| true)) {
+        let is_asked = std::cell::Cell::new(false);
+        let asks = || is_asked.replace(true);
+        match client.open_share(number, Wait::at_most(WAIT).unless(&asks)) {
             Ok(memory) => {
-                // The reply came before the first question. The share is over.
+                // The reply came before the second question. The share is over.
                 drop(memory);
                 told.recv_timeout(WAIT).unwrap();
                 return;

@@ -16,7 +16,7 @@ use crate::backoff::Backoff;
 use crate::error::{Error, HandshakeFault, Result};
 use crate::runtime::closer::{PeerFd, PeerSocket};
 use crate::runtime::heartbeat::Uptime;
-use crate::runtime::reactor::TICK;
+use crate::wait::SLICE;
 
 /// How long an answer is polled for before the thread sleeps: a running server answers before this
 /// thread could fall asleep and be woken.
@@ -150,7 +150,7 @@ impl ClientHandshake {
                 return Err(self.fault(HandshakeFault::Closed));
             }
             if start.elapsed() > SPIN {
-                message::wait_readable(self.socket.as_fd(), left.min(TICK));
+                message::wait_readable(self.socket.as_fd(), left.min(SLICE));
             }
         }
     }
@@ -205,6 +205,7 @@ impl AsFd for ClientHandshake {
 mod tests {
     use super::*;
     use crate::ipc::domain::{Domain, EndpointName};
+    use crate::runtime::reactor::TICK;
 
     #[test]
     fn time_that_a_handshake_spent_to_connect_is_not_there_to_wait_for_an_answer() {

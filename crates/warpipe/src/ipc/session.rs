@@ -46,21 +46,23 @@ impl ClientSession {
     /// reply.
     ///
     /// [`Error::NotFound`] when no server has the name, [`Error::OtherKind`],
-    /// [`Error::AccessDenied`], [`Error::Refused`], [`Error::Handshake`].
+    /// [`Error::AccessDenied`], [`Error::Refused`], [`Error::Handshake`]; [`Error::Timeout`] when
+    /// the wait is cancelled while a server does not answer.
     pub(crate) fn attach<'w>(
         at: &Address<'_>,
         device: Option<DeviceId>,
         body: &[u8],
         wait: impl Into<Wait<'w>>,
     ) -> Result<(ClientSession, IncomingReply)> {
-        until_found(at.domain, wait, &mut None, is_passing, || {
-            match ClientSession::attach_now(at, device, body) {
+        let wait = wait.into();
+        until_found(at.domain, &wait, &mut None, is_passing, || {
+            match ClientSession::attach_now(at, device, body, &wait) {
                 // A server that closes without a reply is shutting down: by the second attempt the
                 // name is free or has another server.
                 Err(Error::Handshake {
                     fault: HandshakeFault::Closed,
                     ..
-                }) => ClientSession::attach_now(at, device, body),
+                }) => ClientSession::attach_now(at, device, body, &wait),
                 other => other,
             }
         })
@@ -70,9 +72,10 @@ impl ClientSession {
         at: &Address<'_>,
         device: Option<DeviceId>,
         body: &[u8],
+        wait: &Wait<'_>,
     ) -> Result<(ClientSession, IncomingReply)> {
         let pending = PendingSession::begin(at, device, body, true)?;
-        let admitted = pending.wait()?;
+        let admitted = pending.wait(wait)?;
         Ok(pending.enter(admitted))
     }
 

@@ -147,6 +147,7 @@ impl Ticket {
     /// # Errors
     /// [`Error::NotFound`]: it has not been published yet, or its owner has died (`was_there`).
     /// [`Error::TicketExpired`]: its owner is gone, or another owner holds the name.
+    /// [`Error::Timeout`]: the wait was cancelled while its owner did not answer.
     /// [`Error::Ticket`] for one of another machine. [`Error::AccessDenied`], [`Error::Refused`],
     /// [`Error::OtherKind`]. [`Error::Range`], [`Error::PeerAccess`], [`Error::DescriptorLimit`],
     /// [`Error::DeviceMemory`], [`Error::Domain`].
@@ -217,7 +218,7 @@ impl Ticket {
             kind,
         };
         let wait = match incarnation {
-            Some(_) => Wait::from(Duration::ZERO),
+            Some(_) => wait.cancellable_within(Duration::ZERO),
             None => wait.clone(),
         };
         let attached = ClientSession::attach(&at, Some(device.info().id), body, &wait);

@@ -3,6 +3,7 @@
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
+use std::time::Duration;
 
 use super::ClientSession;
 use super::state::SessionState;
@@ -15,6 +16,7 @@ use crate::ipc::peer::Peer;
 use crate::ipc::{Address, IncomingReply, NOTIFICATION, REPLY_TIMEOUT};
 use crate::runtime::closer::PeerFd;
 use crate::runtime::reactor::Reactor;
+use crate::wait::Wait;
 
 /// A session that the server has not opened yet.
 #[derive(Debug)]
@@ -54,9 +56,15 @@ impl PendingSession {
         answer.map(|answer| self.admitted(answer)).transpose()
     }
 
-    /// Waits for the server's reply.
-    pub(super) fn wait(&self) -> Result<Admitted> {
-        self.admitted(self.handshake.wait(|| false).map_err(refused)?)
+    /// Waits for the server's reply, for as long as the handshake may take; `wait` may be cancelled.
+    pub(super) fn wait(&self, wait: &Wait<'_>) -> Result<Admitted> {
+        let cancellation = wait.cancellable_within(Duration::MAX);
+        match self.handshake.wait(|| cancellation.is_over()) {
+            Err(_) if cancellation.is_over() => {
+                Err(wait.timed_out(|| format!("an answer of {:?}", self.handshake.name)))
+            }
+            answer => self.admitted(answer.map_err(refused)?),
+        }
     }
 
     fn admitted(&self, (message, mut fds): (Message, Vec<PeerFd>)) -> Result<Admitted> {

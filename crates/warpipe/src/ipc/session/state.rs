@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::time::Duration;
 
 use rustix::io::Errno;
@@ -123,22 +123,23 @@ impl SessionState {
         }
     }
 
-    /// Adds a waiting request. While [`REQUESTS_MAX`] requests are open, waits for one to end.
+    /// Adds a waiting request, unless the wait is over; one of zero asks for what is there. While
+    /// [`REQUESTS_MAX`] requests are open, waits for one to end.
     pub(super) fn add_request(&self, serial: u64, wait: &Wait<'_>) -> Result<()> {
+        let is_question = wait.limit().is_zero();
         self.until(wait, |requests, is_late| {
             if requests.is_over {
                 return Some(Err(self.owner_gone()));
             }
-            if requests.open.len() < REQUESTS_MAX {
+            if requests.open.len() < REQUESTS_MAX && (is_question || !is_late) {
                 requests.open.insert(serial, PendingRequest::Waiting);
                 return Some(Ok(()));
             }
-            let what = format!(
-                "an answer of {:?} to one of {REQUESTS_MAX} earlier questions",
-                self.name
-            );
-            let waited = wait.limit();
-            is_late.then_some(Err(Error::Timeout { what, waited }))
+            let late = || {
+                let open = requests.open.len();
+                wait.timed_out(|| format!("an answer of {:?} ({open} are due)", self.name))
+            };
+            is_late.then(|| Err(late()))
         })
     }
 
@@ -149,26 +150,16 @@ impl SessionState {
         wait: &Wait<'_>,
         mut look: impl FnMut(&mut PendingRequests, bool) -> Option<T>,
     ) -> T {
-        let (mut requests, mut is_late) = (self.requests.locked(), false);
         loop {
+            // Without the lock: it may run a signal's handler. Also where changes of other requests
+            // come so often that no sleep lasts.
+            let is_late = wait.is_over();
+            let mut requests = self.requests.locked();
             if let Some(found) = look(&mut requests, is_late) {
                 return found;
             }
-            let left = wait.time_left();
-            if left.is_zero() {
-                is_late = true;
-                continue;
-            }
-            let slept = self
-                .replied
-                .wait_timeout(requests, left.min(RETRY_INTERVAL))
-                .unwrap_or_else(PoisonError::into_inner);
-            requests = slept.0;
-            if slept.1.timed_out() {
-                drop(requests);
-                is_late = wait.is_over();
-                requests = self.requests.locked();
-            }
+            let limit = wait.time_left().min(RETRY_INTERVAL);
+            drop(self.replied.wait_timeout(requests, limit));
         }
     }
 

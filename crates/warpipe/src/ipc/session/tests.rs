@@ -205,11 +205,9 @@ fn a_cancelled_request_ends_with_a_timeout_wherever_it_waits() {
     let (folder, server, session) = connect("off");
     // The callback may use the session, since nothing is locked.
     let is_cancelled = || !session.inner.requests.locked().is_over;
+    let is_asked = || !session.inner.requests.locked().open.is_empty();
     let result = session
-        .request(
-            b"anybody?",
-            Wait::at_most(Duration::MAX).unless(&is_cancelled),
-        )
+        .request(b"anybody?", Wait::at_most(Duration::MAX).unless(&is_asked))
         .map(drop);
     assert!(matches!(result, Err(Error::Timeout { .. })), "{result:?}");
     let others = (0..REQUESTS_MAX as u64).map(|other| u64::MAX - other);
@@ -227,6 +225,52 @@ fn a_cancelled_request_ends_with_a_timeout_wherever_it_waits() {
         .map(drop);
     assert!(matches!(result, Err(Error::Timeout { .. })), "{result:?}");
     drop((session, server));
+    let _ = std::fs::remove_dir_all(folder);
+}
+
+#[test]
+fn a_request_looks_whether_it_is_cancelled_before_it_sleeps_however_short_its_sleeps_are() {
+    let (folder, server, session) = connect("looks");
+    let open_at_first = std::cell::Cell::new(None);
+    let cancelled = || {
+        let open = session.inner.requests.locked().open.len();
+        open_at_first.set(open_at_first.get().or(Some(open)));
+        true
+    };
+    let wait = Wait::at_most(Duration::MAX).unless(&cancelled);
+    let result = session.request(b"anybody?", wait).map(drop);
+    assert!(matches!(result, Err(Error::Timeout { .. })), "{result:?}");
+    assert_eq!(open_at_first.get(), Some(0));
+    let requests = session.inner.requests.locked();
+    assert!(requests.open.is_empty(), "nothing was asked");
+    drop(requests);
+    drop((session, server));
+    let _ = std::fs::remove_dir_all(folder);
+}
+
+#[test]
+fn a_cancelled_wait_for_a_session_ends_although_the_server_is_stopped() {
+    let folder = format!("warpipe-session-stopped-{}", std::process::id());
+    let folder = std::env::temp_dir().join(folder);
+    let domain = Domain::at(&folder).unwrap();
+    let name = EndpointName::new("a").unwrap();
+    // It accepts no connection.
+    let claim = domain.claim(&name, false).unwrap();
+    let at = Address {
+        domain: &domain,
+        name: &name,
+        kind: Kind::Timeline,
+    };
+    let cancelled = || true;
+    for limit in [Duration::ZERO, Duration::MAX] {
+        let wait = Wait::at_most(limit).unless(&cancelled);
+        let result = ClientSession::attach(&at, None, &[], wait).map(drop);
+        assert!(
+            matches!(result, Err(Error::Timeout { waited, .. }) if waited == limit),
+            "{result:?}"
+        );
+    }
+    drop(claim);
     let _ = std::fs::remove_dir_all(folder);
 }
 
