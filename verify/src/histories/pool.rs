@@ -317,7 +317,7 @@ impl Play {
         })
     }
 
-    /// As `PoolAllocator::hand_new`.
+    /// As `PoolAllocator::grant_new`.
     fn ask(&mut self, peer: usize, bytes: u64) -> Result<(), String> {
         let Some(number) = self.alive(peer).map(|peer| peer.number) else {
             return Ok(());
@@ -368,7 +368,7 @@ impl Play {
         device.push_back(Job::Use(hand));
     }
 
-    /// As `PoolAllocator::hand_lent`.
+    /// As `PoolAllocator::grant_lent`.
     fn open(&mut self, peer: usize, which: usize) -> Result<(), String> {
         let Some(number) = self.alive(peer).map(|peer| peer.number) else {
             return Ok(());
@@ -516,7 +516,7 @@ impl Play {
         }
     }
 
-    /// From here on nothing of a dead peer's runs. As `PoolAllocator::gone`.
+    /// From here on nothing of a dead peer's runs. As `PoolAllocator::on_disconnect`.
     fn prove(&mut self, peer: usize) {
         if let Some(Peer {
             number,

@@ -43,7 +43,7 @@ fn room() -> Arc<SemaphorePage> {
     Arc::new(SemaphorePage::new(page, 1))
 }
 
-/// As `Core::wait_at` does, without a limit.
+/// As `LocalSemaphore::wait_at` does, without a limit.
 fn wait(room: &SemaphorePage) -> u32 {
     let place = room.begin_wait(WAITER).expect("places are free");
     room.match_waiters(WAITER);

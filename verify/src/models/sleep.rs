@@ -99,7 +99,7 @@ fn sender() {
             theirs.ring();
         }
     });
-    // As `Core::wait_for_room` and `Outlet::device_owes` do.
+    // As `PublisherCore::wait_for_release` and `SubscriberLink::device_owes` do.
     let is_due = || segment.header().receiver.released.load(Acquire) > 0;
     while !is_due() {
         ring.set_asleep(true);

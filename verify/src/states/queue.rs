@@ -193,7 +193,7 @@ impl World {
         }
     }
 
-    /// As `Publisher::take_disconnects`.
+    /// As `Publisher::take_untaken`, which also ends what a dead worker left.
     pub(crate) fn take_disconnects(&mut self) -> Vec<(u64, u64)> {
         let gone = self
             .workers

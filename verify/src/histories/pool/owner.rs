@@ -93,7 +93,7 @@ impl Play {
         Ok(())
     }
 
-    /// As `PoolAllocator::tick`, and what waits for the owner's streams.
+    /// As `PoolAllocator::on_server_tick`, and what waits for the owner's streams.
     pub(super) fn tick(&mut self) {
         self.reclaim();
         let gone = self
