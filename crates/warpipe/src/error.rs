@@ -537,7 +537,7 @@ pub enum Error {
         job: u64,
     },
     /// The job is not in its queue any more: its outcome was taken, or the job was cancelled.
-    #[error("the outcome of job {job} of {name:?} was taken, or the job was called off")]
+    #[error("the outcome of job {job} of {name:?} was taken, or the job was cancelled")]
     NoSuchJob {
         /// The queue's name.
         name: String,

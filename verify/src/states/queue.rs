@@ -349,7 +349,7 @@ impl Dispatcher {
             .jobs
             .insert(guard.table.next_job().0, Truth::default());
         let loan = Loan::new(self.sample());
-        let _ = self.enter(&mut guard, loan, &Stream, 0);
+        let _ = self.add_job(&mut guard, loan, &Stream, 0);
     }
 
     fn took(&self, id: u64, outcome: Outcome<Completed>) {

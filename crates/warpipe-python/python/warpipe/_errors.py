@@ -402,7 +402,7 @@ class DeadlinePassedError(JobError, builtins.TimeoutError):
 
 
 class NoSuchJobError(JobError, LookupError):
-    """The job is not in its queue any more: its outcome was taken, or it was called off."""
+    """The job is not in its queue any more: its outcome was taken, or it was cancelled."""
 
 
 class QueueClosedError(ClosedError):

@@ -42,7 +42,7 @@ fn submit_unlocked<T>(guard: &mut StateGuard<'_>, call: impl FnOnce() -> T) -> T
 impl Dispatcher {
     /// Adds a job, and delivers it at once if no other job waits before it and a worker has
     /// capacity. The caller has the lock for submitting.
-    pub(super) fn enter(
+    pub(super) fn add_job(
         &self,
         guard: &mut StateGuard<'_>,
         input: Loan,
@@ -86,12 +86,12 @@ impl Dispatcher {
                 loan,
             });
         }
-        let (result, entered) = entered(guard, job, lease, posted);
+        let (result, submitted) = record_post(guard, job, lease, posted);
         let now = guard.now();
         guard.table.finish_submit(result, now);
         // Jobs that waited meanwhile.
         self.dispatch(guard);
-        entered
+        submitted
     }
 
     /// Delivers waiting jobs with complete data as long as a worker has capacity, in their order: a job
@@ -136,7 +136,7 @@ impl Dispatcher {
 }
 
 /// Notes in the table what became of a job's submit.
-fn entered(
+fn record_post(
     guard: &mut StateGuard<'_>,
     job: u64,
     lease: Option<DeliveryTag>,

@@ -1,5 +1,5 @@
-//! Runs a queue: takes answers in, meets workers that come and go, and applies both to the job
-//! table. Any thread may do this work, under the queue's lock.
+//! Runs a queue: receives answers, follows which workers are attached, and applies both to the job
+//! table ([`Dispatcher::process_events`]). Any thread may do this work, under the queue's lock.
 
 mod waiters;
 
@@ -227,30 +227,32 @@ impl Dispatcher {
     /// Workers came or went.
     fn update_workers(&self, state: &mut State) {
         self.return_undelivered(&mut state.table);
-        let members = self.publisher.linked_subscribers();
+        let subscribers = self.publisher.linked_subscribers();
         let is_drained = state.table.stage >= Stage::Draining;
         for session in &mut state.sessions {
-            let is_member = members.iter().any(|member| member.id == session.id);
-            session.is_leaving = is_drained || !is_member;
+            let is_linked = subscribers.iter().any(|it| it.id == session.id);
+            session.is_leaving = is_drained || !is_linked;
         }
-        for member in members {
-            if state.sessions.iter().any(|session| session.id == member.id) {
+        for subscriber in subscribers {
+            let (id, pid) = (subscriber.id, subscriber.pid);
+            if state.sessions.iter().any(|session| session.id == id) {
                 continue;
             }
-            let Some(answers) = member.receive_replies(self.publisher.name(), &self.domain) else {
+            let name = self.publisher.name();
+            let Some(answers) = subscriber.receive_replies(name, &self.domain) else {
                 continue;
             };
-            let id = epoll::EventData::new_u64(member.id);
-            if epoll::add(&self.readable, answers.descriptor(), id, EPOLL_FLAGS).is_err() {
+            let tag = epoll::EventData::new_u64(id);
+            if epoll::add(&self.readable, answers.descriptor(), tag, EPOLL_FLAGS).is_err() {
                 let reason = "its queue has no room for it";
-                self.publisher.expel(member.id, reason);
+                self.publisher.expel(id, reason);
                 continue;
             }
             answers.set_asleep(state.waiters.polling == 0);
-            let mut session = WorkerSession::new(member.id, member.pid, answers);
+            let mut session = WorkerSession::new(id, pid, answers);
             session.is_leaving = is_drained;
             state.sessions.push(session);
-            state.table.add_worker(member.id, member.pid);
+            state.table.add_worker(id, pid);
         }
     }
 

@@ -509,7 +509,7 @@ impl<I, R> JobTable<I, R> {
     }
 
     /// Removes the jobs that no worker holds, with their numbers. Drop them without the lock.
-    pub(super) fn call_off_waiting(&mut self) -> Vec<(u64, Job<I, R>)> {
+    pub(super) fn cancel_waiting(&mut self) -> Vec<(u64, Job<I, R>)> {
         let waiting = std::mem::take(&mut self.waiting);
         let removed = waiting
             .into_iter()

@@ -221,7 +221,7 @@ impl Queue {
                     loan: None,
                 }));
             }
-            Some(dispatcher.enter(guard, input.take()?, stream, deadline_ns))
+            Some(dispatcher.add_job(guard, input.take()?, stream, deadline_ns))
         };
         let entered = dispatcher.wait_to_submit(timeout, enter);
         let failed = match entered {
@@ -304,7 +304,7 @@ impl Queue {
         // The jobs are dropped here, without the lock.
         let cancelled = self.dispatcher.wait_until(
             Duration::ZERO,
-            |state| Some(Ok(state.table.call_off_waiting())),
+            |state| Some(Ok(state.table.cancel_waiting())),
             |_| self.dispatcher.gone(),
         )?;
         Ok(cancelled.into_iter().map(|(id, _)| id).collect())

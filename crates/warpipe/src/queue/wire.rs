@@ -1,11 +1,12 @@
 //! The metadata of jobs and answers: at most 256 bytes beside the tensor of a sample.
 //!
 //! ```text
-//! job     1  job u64  ticket u32  attempt u32  deadline u64   then the user's bytes, at most 200
-//! answer  kind u8  job u64  ticket u32                        then the user's bytes, or a reason
+//! job     1  job u64  delivery u32  attempt u32  deadline u64   then the user's bytes, at most 200
+//! answer  kind u8  job u64  delivery u32                        then the user's bytes, or a reason
 //! ```
 //!
-//! Little endian. A *ticket* counts how often a job was delivered; an answer with a ticket that its
+//! Little endian. The *delivery* counts how often a job was delivered, also where it was returned; the
+//! *attempt* is one more than the number of attempts that failed. An answer to a delivery that its
 //! worker does not hold breaks the protocol.
 
 use crate::error::{Error, Result};
@@ -49,7 +50,7 @@ impl DeliveryTag {
             violation(
                 "job metadata",
                 format!("{} bytes", bytes.len()),
-                "a job's ticket",
+                "a job's delivery tag",
             )
         };
         let (head, user) = bytes.split_at_checked(JOB_BYTES).ok_or_else(wrong)?;
@@ -64,7 +65,7 @@ impl DeliveryTag {
         };
         if tag.job == 0 || tag.number == 0 || tag.attempt == 0 {
             return Err(violation(
-                "job ticket",
+                "job delivery tag",
                 format!("{tag:?}"),
                 "numbers from 1",
             ));

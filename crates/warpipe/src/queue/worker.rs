@@ -131,7 +131,7 @@ impl Worker {
         let wait = wait.into();
         loop {
             let received = self.jobs.receive(stream, &wait);
-            let sample = received.map_err(|error| self.told(error, &wait))?;
+            let sample = received.map_err(|error| self.as_worker_error(error, &wait))?;
             if let Some(lease) = self.begin(sample, stream)? {
                 return Ok(lease);
             }
@@ -148,7 +148,8 @@ impl Worker {
         Ok(Some(lease))
     }
 
-    fn told(&self, error: Error, wait: &Wait<'_>) -> Error {
+    /// The error of a subscriber, in a worker's words.
+    fn as_worker_error(&self, error: Error, wait: &Wait<'_>) -> Error {
         match error {
             Error::Timeout { .. } => wait
                 .timed_out(|| format!("a job of {:?} (its queue has none to give)", self.queue())),

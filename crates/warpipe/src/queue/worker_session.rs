@@ -127,7 +127,7 @@ impl WorkerSession {
                 .push_back(PendingResult { tag, arrival }),
             Ok(None) => {}
             Err(()) => {
-                let found = format!("job {} with ticket {}", answer.job, answer.number);
+                let found = format!("delivery {} of job {}", answer.number, answer.job);
                 return Err(self
                     .answers
                     .fail(violation("answer", found, "a job that it holds")));

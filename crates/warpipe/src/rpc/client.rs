@@ -268,7 +268,7 @@ impl Client {
 
 /// A request without a reply. Dropped, the request is cancelled.
 #[derive(Debug)]
-#[must_use = "a request that is dropped is called off"]
+#[must_use = "a request that is dropped is cancelled"]
 pub struct Pending {
     handle: JobHandle,
     service: String,
