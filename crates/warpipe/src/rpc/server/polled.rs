@@ -1,4 +1,4 @@
-//! A server in an event loop.
+//! How a server sleeps and is woken: in a call of its own, or in a caller's event loop.
 
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
