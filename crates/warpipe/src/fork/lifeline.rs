@@ -52,15 +52,15 @@ const ROOM_ENOUGH: u64 = 256;
 /// A descriptor that forked children inherit until [`release_in_child`], identified by its file: a
 /// program that closes descriptors that it does not own may have closed it, and another file may
 /// have the number.
-struct ReservedFd {
+struct InheritedFd {
     fd: AtomicI32,
     device: AtomicU64,
     inode: AtomicU64,
 }
 
-impl ReservedFd {
-    const fn none() -> ReservedFd {
-        ReservedFd {
+impl InheritedFd {
+    const fn none() -> InheritedFd {
+        InheritedFd {
             fd: AtomicI32::new(-1),
             device: AtomicU64::new(0),
             inode: AtomicU64::new(0),
@@ -68,11 +68,11 @@ impl ReservedFd {
     }
 
     fn set(&self, fd: OwnedFd) {
-        self.name(identity(fd.as_raw_fd()).unwrap_or_default());
+        self.set_identity(identity(fd.as_raw_fd()).unwrap_or_default());
         self.fd.store(fd.into_raw_fd(), Relaxed);
     }
 
-    fn name(&self, file: FileId) {
+    fn set_identity(&self, file: FileId) {
         self.device.store(file.device, Relaxed);
         self.inode.store(file.inode, Relaxed);
     }
@@ -104,13 +104,13 @@ impl ReservedFd {
 /// below the driver's the proof comes as soon as the driver is done; otherwise it may come with the
 /// pidfd, and is as true. A child that was forked before the write end was put in flight shares the
 /// socket all the same, and so holds the descriptors that come into its queue.
-static SOCKET: ReservedFd = ReservedFd::none();
+static SOCKET: InheritedFd = InheritedFd::none();
 
 /// The socket's other end, until the write end has been sent.
-static SENDER: ReservedFd = ReservedFd::none();
+static SENDER: InheritedFd = InheritedFd::none();
 
 /// The alarm's write end.
-static ALARM: ReservedFd = ReservedFd::none();
+static ALARM: InheritedFd = InheritedFd::none();
 
 static CURRENT: PerProcess<Mutex<Option<Arc<Lifeline>>>> = PerProcess::new();
 
@@ -131,7 +131,7 @@ impl Lifeline {
             Some(lifeline) => alarmed(&section, || CloseOnForkFd::duplicate(&lifeline.end))?,
             None => {
                 // First, so that it gets the lowest number.
-                reserve()?;
+                make_sockets()?;
                 alarmed(&section, || put_in_flight(&section))?
             }
         };
@@ -212,7 +212,7 @@ fn pair() -> Result<(OwnedFd, OwnedFd), Errno> {
 }
 
 /// Makes the pair of sockets, unless it exists. Nothing is in flight.
-fn reserve() -> Result<(), Errno> {
+fn make_sockets() -> Result<(), Errno> {
     if SOCKET.number().is_some() && SENDER.number().is_some() {
         return Ok(());
     }
@@ -281,7 +281,7 @@ fn move_to_own_socket(number: RawFd) -> Result<(), Errno> {
     if unsafe { libc::dup3(own.as_raw_fd(), number, libc::O_CLOEXEC) } != number {
         return Err(Errno::BADF);
     }
-    SOCKET.name(file);
+    SOCKET.set_identity(file);
     Ok(())
 }
 
@@ -305,7 +305,7 @@ pub(super) fn keep_in_child() {
 /// Runs when the library is loaded, before any code can have started CUDA through it.
 extern "C" fn on_load() {
     // If this fails for want of room, the first link makes the lifeline's sockets.
-    let _ = super::excluded(|| reserve().map(|()| make_room()));
+    let _ = super::excluded(|| make_sockets().map(|()| make_room()));
 }
 
 // Miri does not support some of its calls, and would stop here in every program.
