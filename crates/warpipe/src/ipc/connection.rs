@@ -1,7 +1,8 @@
 //! One connection: a socket, the peer at its other end, and the evidence of that peer's end.
 //!
 //! Acceptors begin connections; servers of sessions, sessions and both ends of a link go on with
-//! them. The events of each are [`Sign`]s, and [`ConnectionUser`] says what they mean.
+//! them. The reactor reports each one's [`ConnectionEvent`]s, which [`dispatch`] gives to its
+//! [`ConnectionUser`].
 
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Weak};
@@ -30,9 +31,9 @@ pub(crate) struct Connection {
     pub(crate) quota_permit: Arc<QuotaPermit>,
 }
 
-/// What an event of a connection shows. The number of the connection and this are the event's tag.
+/// An event of a connection. Its tag at the reactor is the connection's number with this.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Sign {
+pub(crate) enum ConnectionEvent {
     /// The socket is readable, or has ended.
     Message,
     /// The peer's process does no more, even if its socket stays open.
@@ -43,8 +44,13 @@ pub(crate) enum Sign {
     Proven,
 }
 
-impl Sign {
-    const ALL: [Sign; 4] = [Sign::Message, Sign::Suspect, Sign::Orphaned, Sign::Proven];
+impl ConnectionEvent {
+    const ALL: [ConnectionEvent; 4] = [
+        ConnectionEvent::Message,
+        ConnectionEvent::Suspect,
+        ConnectionEvent::Orphaned,
+        ConnectionEvent::Proven,
+    ];
 
     pub(crate) fn tag(self, id: u64) -> u64 {
         id << 2 | self as u64
@@ -57,7 +63,11 @@ pub(crate) fn watch_suspicion(
     user: &Weak<dyn EventSource>,
     id: u64,
 ) -> Result<Registration> {
-    peer.watch(DeathEvidence::Suspect, user, Sign::Suspect.tag(id))
+    peer.watch(
+        DeathEvidence::Suspect,
+        user,
+        ConnectionEvent::Suspect.tag(id),
+    )
 }
 
 /// Registers for a connection's messages.
@@ -67,7 +77,7 @@ pub(crate) fn watch_socket(
     user: &Weak<dyn EventSource>,
     id: u64,
 ) -> Result<Registration> {
-    reactor.register(socket, user, Sign::Message.tag(id))
+    reactor.register(socket, user, ConnectionEvent::Message.tag(id))
 }
 
 /// Registers for a connection's messages, and for the evidence of the peer's death.
@@ -81,12 +91,12 @@ pub(crate) fn watch(
     Ok([
         watch_socket(reactor, socket, user, id)?,
         watch_suspicion(peer, user, id)?,
-        peer.watch(orphaned, user, Sign::Orphaned.tag(id))?,
-        peer.watch(DeathEvidence::Proven, user, Sign::Proven.tag(id))?,
+        peer.watch(orphaned, user, ConnectionEvent::Orphaned.tag(id))?,
+        peer.watch(DeathEvidence::Proven, user, ConnectionEvent::Proven.tag(id))?,
     ])
 }
 
-/// What a user of connections does at each sign.
+/// What an owner of connections does at each event.
 pub(crate) trait ConnectionUser {
     /// Reads messages that are there ([`read`]).
     fn on_message(&self, id: u64) -> Next;
@@ -105,11 +115,11 @@ pub(crate) trait ConnectionUser {
 /// Gives an event to its user.
 pub(crate) fn dispatch(user: &impl ConnectionUser, tag: u64) -> Next {
     let id = tag >> 2;
-    match Sign::ALL[(tag & 3) as usize] {
-        Sign::Message => return user.on_message(id),
-        Sign::Suspect => return close(user, id),
-        Sign::Orphaned => user.on_orphaned(id),
-        Sign::Proven => user.on_proven(id),
+    match ConnectionEvent::ALL[(tag & 3) as usize] {
+        ConnectionEvent::Message => return user.on_message(id),
+        ConnectionEvent::Suspect => return close(user, id),
+        ConnectionEvent::Orphaned => user.on_orphaned(id),
+        ConnectionEvent::Proven => user.on_proven(id),
     }
     Next::Stop
 }

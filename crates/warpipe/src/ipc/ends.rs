@@ -1,5 +1,6 @@
-//! Things that a server has given its clients by numbers that no two have (runs, regions). It tells
-//! the clients of the end of each. A stopped client reads nothing; it is told when it goes on.
+//! Numbered things that a server has given to clients: a pool's regions, and runs of allocations
+//! ([`pieces`](crate::memory::pieces)). The server notifies each client of the end of what it has.
+//! A stopped client reads nothing; it is notified when it goes on.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Mutex;

@@ -34,7 +34,7 @@ impl Default for PeerLimits {
 #[derive(Debug)]
 pub(crate) struct ConnectionQuota {
     limits: PeerLimits,
-    books: Arc<QuotaTable>,
+    table: Arc<QuotaTable>,
 }
 
 #[derive(Debug, Default)]
@@ -60,8 +60,8 @@ struct QuotaKey {
 /// link ended, until the peer has read them or closed.
 #[derive(Debug)]
 pub(crate) struct QuotaPermit {
-    books: Arc<QuotaTable>,
-    place: QuotaKey,
+    table: Arc<QuotaTable>,
+    key: QuotaKey,
     socket: Arc<PeerSocket>,
 }
 
@@ -69,7 +69,7 @@ impl ConnectionQuota {
     pub(crate) fn new(limits: PeerLimits) -> ConnectionQuota {
         ConnectionQuota {
             limits,
-            books: Arc::default(),
+            table: Arc::default(),
         }
     }
 
@@ -89,7 +89,7 @@ impl ConnectionQuota {
         let uid = peer.uid;
         let is_foreign = uid != rustix::process::geteuid().as_raw();
         let limits = &self.limits;
-        let mut taken = self.books.taken.locked();
+        let mut taken = self.table.taken.locked();
         let count = |is_meant: &dyn Fn(&QuotaKey) -> bool| {
             taken.iter().filter(|key| is_meant(key)).count() as u64
         };
@@ -104,24 +104,23 @@ impl ConnectionQuota {
         if full(!peer.is_own(), of_process, limits.process) {
             return Err((PeerLimit::Process, limits.process));
         }
-        let place = QuotaKey { uid, process };
-        taken.push(place);
+        let key = QuotaKey { uid, process };
+        taken.push(key);
         Ok(QuotaPermit {
-            books: self.books.clone(),
-            place,
+            table: self.table.clone(),
+            key,
             socket: socket.clone(),
         })
     }
 
     /// Releases the permits of links with peers that have read their queues or closed by now.
     pub(crate) fn release_closed(&self) {
-        let mut unread = self.books.unread.locked();
+        let mut unread = self.table.unread.locked();
         let read: Vec<_> = unread
             .extract_if(.., |(socket, _)| unread_by_peer(socket.as_fd()) == 0)
             .collect();
         drop(unread);
-        read.iter()
-            .for_each(|(_, place)| self.books.release(*place));
+        read.iter().for_each(|(_, key)| self.table.release(*key));
     }
 }
 
@@ -130,17 +129,17 @@ impl Drop for QuotaPermit {
         // After the shutdown nothing is added to the unread queue.
         let _ = rustix::net::shutdown(&*self.socket, rustix::net::Shutdown::Both);
         if unread_by_peer(self.socket.as_fd()) == 0 {
-            return self.books.release(self.place);
+            return self.table.release(self.key);
         }
-        let mut unread = self.books.unread.locked();
-        unread.push((self.socket.clone(), self.place));
+        let mut unread = self.table.unread.locked();
+        unread.push((self.socket.clone(), self.key));
     }
 }
 
 impl QuotaTable {
-    fn release(&self, place: QuotaKey) {
+    fn release(&self, key: QuotaKey) {
         let mut taken = self.taken.locked();
-        if let Some(index) = taken.iter().position(|&key| key == place) {
+        if let Some(index) = taken.iter().position(|&other| other == key) {
             taken.swap_remove(index);
         }
     }

@@ -1,5 +1,10 @@
-//! Sessions between processes over Unix sockets, shared by timelines, events, pools, semaphores,
-//! members and tickets.
+//! Names, connections and sessions between processes, over Unix sockets.
+//!
+//! For every endpoint: [`domain`] (names), [`acceptor`] and [`client_handshake`] (the two ends of a
+//! handshake), [`message`], [`connection`], [`peer`] (the process at the other end, and the proof of
+//! its death). A publisher and its subscribers go on with a link of their own
+//! ([`pubsub`](crate::pubsub)); timelines, events, pools, semaphores, members, weights and memory have
+//! sessions:
 //!
 //! An [`IpcServer`] owns an endpoint of the domain and answers requests. A [`ClientSession`]
 //! connects to it and is admitted with a first reply: bytes and descriptors (the shared words, a
@@ -72,10 +77,12 @@ pub(crate) const FDS_MAX: usize = 64;
 /// The serial number of a reply to no request: see [`ServerCore::tell`].
 const NOTIFICATION: u64 = 0;
 
-/// How long a handshake may take, if nothing else is chosen.
+/// How long an endpoint waits for a `Hello`, and a subscriber for its whole handshake, unless the
+/// builder sets another time.
 pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How long a handshake or a reply may take unless the caller gives a limit.
+/// How long a client of a session waits for its whole handshake, and for a reply, unless its caller
+/// gives a limit.
 pub(crate) const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Which users may connect besides the server's own, and how many connections they may have.

@@ -365,13 +365,13 @@ impl Reactor {
         let me = self.clone();
         let deal = move || {
             me.call(id, target, tag);
-            me.listen_again(id);
+            me.rearm(id);
         };
         self.run_on_control_thread(Box::new(deal));
     }
 
     /// Re-arms a descriptor after its [`ONCE`] event; does nothing if the registration has ended.
-    fn listen_again(&self, id: u64) {
+    fn rearm(&self, id: u64) {
         let state = self.state.locked();
         if let Some(fd) = state.registrations.get(&id).and_then(|entry| entry.fd) {
             let _ = epoll::modify(

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::state::{PendingRequest, REQUESTS_MAX};
 use super::{is_passing, until_found};
 use crate::error::{Error, HandshakeFault};
-use crate::ipc::connection::{ConnectionUser, Sign};
+use crate::ipc::connection::{ConnectionEvent, ConnectionUser};
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::message::{Message, wait_readable};
 use crate::ipc::{
@@ -129,7 +129,7 @@ fn a_dead_server_is_dead_although_another_process_holds_its_socket_open() {
     let (folder, server, session) = connect("held");
     let (inner, (tx, rx)) = (session.inner.clone(), channel());
     // As the reactor does when the lifeline ends. The socket is open and silent.
-    std::thread::spawn(move || tx.send(inner.on_ready(Sign::Proven.tag(0))));
+    std::thread::spawn(move || tx.send(inner.on_ready(ConnectionEvent::Proven.tag(0))));
     assert_eq!(rx.recv_timeout(Duration::from_secs(10)), Ok(Next::Stop));
     assert!(session.is_dead() && session.is_over());
     drop((session, server));

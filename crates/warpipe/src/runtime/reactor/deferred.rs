@@ -194,7 +194,8 @@ impl Reactor {
     }
 
     /// Has the fence thread call `look` until it returns [`DropReadiness::Ready`], then has the
-    /// reaper drop it with all that it owns. Memory that a stream may still touch is released only
+    /// reaper drop it with all that it owns. Also for work that is tried until it succeeds, which
+    /// `look` does itself. Memory that a stream may still touch is released only
     /// with this process's own proof that the stream will not (see
     /// [`fence`](crate::runtime::fence)), however long that takes.
     pub(crate) fn drop_after<U: Into<DropReadiness>>(
