@@ -1,5 +1,6 @@
-//! The public subscriber: handle and receiving. Waiting and waking: [`wait`]; following a
-//! publisher's link: [`attached`].
+//! The public subscriber: its handle, receiving, and the next publisher after one has gone. How it
+//! sleeps and is woken: [`wait`]; the samples of one link: [`attached`]; samples without a stream, and
+//! replies: [`raw_sample`].
 
 mod attached;
 mod builder;
@@ -19,7 +20,7 @@ pub use builder::SubscriberBuilder;
 pub(crate) use raw_sample::{CompletionWait, RawSample, Replies};
 
 use self::attached::{Attached, EndedLink};
-use self::wait::{ARRIVALS, DOORBELL, WAKE, listen_to};
+use self::wait::{ARRIVALS, DOORBELL, WAKE, watch_descriptor};
 use super::publisher_link::{ConnectOptions, PublisherLink};
 use super::sample::{PreviousPublisher, Sample};
 use crate::device::Device;
@@ -135,10 +136,10 @@ impl Subscriber {
         let doorbell = Arc::new(LocalDoorbell::new()?);
         let readable = CloseOnForkFd::open(|| epoll::create(epoll::CreateFlags::CLOEXEC));
         let readable = readable.map_err(|e| Error::os("epoll_create1", "a subscriber", e))?;
-        listen_to(&readable, doorbell.as_fd(), DOORBELL)?;
+        watch_descriptor(&readable, doorbell.as_fd(), DOORBELL)?;
         let arrivals = if options.reconnect {
             let arrivals = domain.arrivals()?;
-            listen_to(&readable, arrivals.as_fd(), ARRIVALS)?;
+            watch_descriptor(&readable, arrivals.as_fd(), ARRIVALS)?;
             Some(arrivals)
         } else {
             None
@@ -208,7 +209,7 @@ impl Subscriber {
     }
 
     fn attached_by(&mut self, link: Arc<PublisherLink>) -> Result<()> {
-        listen_to(&self.readable, link.peer_doorbell.as_fd(), WAKE)
+        watch_descriptor(&self.readable, link.peer_doorbell.as_fd(), WAKE)
             .inspect_err(|_| link.leave())?;
         let ring = ReceiverRing::new(link.segment().clone());
         // Set before this ring is first polled: an end that is about to sleep polls once more after

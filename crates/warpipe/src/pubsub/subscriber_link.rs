@@ -1,4 +1,5 @@
-//! The publisher's end of one link.
+//! The sending end of one link, named after its peer: the publisher's record of one subscriber. A
+//! subscriber that sends replies has one, too.
 
 use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};

@@ -1,5 +1,5 @@
-//! For owners that choose which subscriber gets which sample: a publisher's subscribers one by one,
-//! and samples that are taken from a ring before any stream waits for them.
+//! For owners that choose which subscriber gets which sample, as a queue does: the calls of
+//! [`Publisher`] and [`SampleMut`] that address one subscriber.
 
 use std::time::Duration;
 

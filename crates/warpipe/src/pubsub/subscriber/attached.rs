@@ -1,4 +1,5 @@
-//! A subscriber's end of the ring: takes, checks and admits the samples of one link.
+//! The receiver of one ring: takes, checks and admits the samples of one link. A subscriber has one
+//! while it is attached to a publisher; a queue has one for the replies of each worker.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -17,7 +18,7 @@ use crate::stream::Stream;
 /// How long a sample's region may take to arrive behind the sample itself, while this process runs.
 const REGION_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The link to the current incarnation.
+/// A subscriber's link to its present publisher, or a receiver of replies.
 #[derive(Debug)]
 pub(super) struct Attached {
     pub(super) link: Arc<PublisherLink>,

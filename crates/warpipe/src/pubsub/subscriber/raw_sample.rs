@@ -1,5 +1,6 @@
 //! Samples that are taken from the ring before any stream waits for them, for callers that check
-//! whether the data arrived before work on it begins.
+//! whether the data arrived before work on it begins; and the receiver of a subscriber's replies,
+//! which takes all of its samples in this way.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;

@@ -57,7 +57,7 @@ impl Subscriber {
                     rustix::time::timerfd_create(TimerfdClockId::Monotonic, flags)
                 });
                 let timer = timer.map_err(failed("timerfd_create"))?;
-                listen_to(&self.readable, timer.as_fd(), TIMER)?;
+                watch_descriptor(&self.readable, timer.as_fd(), TIMER)?;
                 self.timer.insert(timer)
             }
         };
@@ -192,7 +192,11 @@ impl std::os::fd::AsRawFd for Subscriber {
     }
 }
 
-pub(super) fn listen_to(readable: &CloseOnForkFd, fd: BorrowedFd<'_>, what: u64) -> Result<()> {
+pub(super) fn watch_descriptor(
+    readable: &CloseOnForkFd,
+    fd: BorrowedFd<'_>,
+    what: u64,
+) -> Result<()> {
     epoll::add(
         readable,
         fd,
