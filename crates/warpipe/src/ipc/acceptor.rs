@@ -241,8 +241,8 @@ impl Acceptor {
             .retain(|_, pending| pending.clock.ran() <= limit);
     }
 
-    fn say(&self, socket: &PeerSocket, message: &Message) {
-        say(self.name(), socket, message);
+    fn send_refusal(&self, socket: &PeerSocket, message: &Message) {
+        send_refusal(self.name(), socket, message);
     }
 
     fn event_source(&self) -> Weak<dyn EventSource> {
@@ -274,7 +274,7 @@ impl Acceptor {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         match self.screen(id, &socket) {
             Ok(pending) => _ = self.advance(id, pending),
-            Err(refusal) => self.say(&socket, &refusal),
+            Err(refusal) => self.send_refusal(&socket, &refusal),
         }
     }
 
@@ -330,7 +330,7 @@ impl Acceptor {
                 self.offer(hello, connection);
             }
             Ok(None) | Err(None) => {}
-            Err(Some(refusal)) => self.say(&socket, &refusal),
+            Err(Some(refusal)) => self.send_refusal(&socket, &refusal),
         }
         Next::Stop
     }
@@ -351,7 +351,7 @@ impl Acceptor {
         drop(state);
         if let Some(evicted) = evicted {
             let reason = "too many connect and say nothing; try again";
-            self.say(&evicted.socket, &refusal(false, reason));
+            self.send_refusal(&evicted.socket, &refusal(false, reason));
         }
     }
 
@@ -456,8 +456,8 @@ pub(crate) fn refusal_for(error: &Error) -> Message {
     }
 }
 
-/// Sends a peer of `name` the last message of its connection.
-pub(crate) fn say(name: &str, socket: &PeerSocket, message: &Message) {
+/// Sends a peer of `name` the last message of its connection, which says why it is refused.
+pub(crate) fn send_refusal(name: &str, socket: &PeerSocket, message: &Message) {
     let _ = message::send(socket.as_fd(), message, &[]);
     trace::emit(|| {
         let peer = os::peer_credentials(socket.as_fd()).ok();

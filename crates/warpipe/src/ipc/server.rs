@@ -222,7 +222,7 @@ impl ServerCore {
     }
 
     fn say(&self, socket: &PeerSocket, message: &Message) {
-        acceptor::say(self.name(), socket, message);
+        acceptor::send_refusal(self.name(), socket, message);
     }
 
     fn trace(&self, client: &ClientInfo, event: impl FnOnce(String, u64, u32) -> TraceEvent) {

@@ -349,7 +349,7 @@ impl DirectoryMonitor {
         let heard: Vec<_> = self
             .calls
             .iter()
-            .filter_map(|(name, call)| Some((name.clone(), call.hear().transpose()?)))
+            .filter_map(|(name, call)| Some((name.clone(), call.poll().transpose()?)))
             .collect();
         for (name, answer) in heard {
             let Some(call) = self.calls.remove(&name) else {

@@ -1,7 +1,7 @@
 //! The part that all handles of one publisher share: its slots, from the loan to the return.
 //!
 //! The lock guards [`state`], made of parts with invariants of their own: [`links`], [`history`].
-//! [`slot_fences`] needs no lock. The operations over them: [`memory`] (a loan gets a slot, and
+//! [`slot_fences`] needs no lock. One thread at a time sends: [`send_turn`]. The operations over them: [`memory`] (a loan gets a slot, and
 //! gives it back), [`backpressure`] (a send waits for room, and begins), [`send`], [`unicast`], and
 //! [`accept`] (the control thread's work).
 
@@ -261,7 +261,7 @@ impl PublisherCore {
         let partners = state.links.close();
         drop(state);
         drop(partners);
-        self.ring();
+        self.notify();
         // Never on this thread, even if every stream is idle: unregistering memory may make the
         // driver wait for a stream that waits for a peer.
         let (core, mut fence) = (self.clone(), Fence::later(self.streams.clone()));

@@ -1,5 +1,6 @@
-//! The subscriber's end of one link: the handshake, the regions, and the consequences of its
-//! publisher's death.
+//! The receiving end of one link, named after its peer: the handshake, the regions, and the
+//! consequences of its publisher's death. A publisher has one, too, for a subscriber that sends
+//! replies.
 
 mod handshake;
 mod monitor;
@@ -15,8 +16,8 @@ use std::time::Duration;
 
 pub(super) use self::handshake::ConnectOptions;
 use self::handshake::Welcome;
-pub(super) use self::monitor::LinkState;
 use self::monitor::PublisherMonitor;
+pub(super) use self::monitor::SenderState;
 pub(super) use self::regions::OpenRegion;
 use self::regions::PublisherRegions;
 use self::samples::SetAside;
@@ -81,11 +82,11 @@ struct LinkMemory {
     copies: OnceLock<Stream>,
 }
 
-/// One link, shared by its subscriber and all its samples.
+/// The receiving end of one link, shared by its subscriber and all its samples.
 #[derive(Debug)]
 pub(crate) struct PublisherLink {
     /// Declared first: the registrations end before their descriptors are closed.
-    words: OnceLock<[Registration; 2]>,
+    registrations: OnceLock<[Registration; 2]>,
     me: Weak<PublisherLink>,
     /// Changes of the publisher's regions that it has announced and that have not been made here yet.
     changes: AtomicUsize,
@@ -165,7 +166,7 @@ impl PublisherLink {
         };
         let memory = DropAfterFence::new(Arc::default(), memory)?;
         let link = Arc::new_cyclic(|me: &Weak<PublisherLink>| PublisherLink {
-            words: OnceLock::new(),
+            registrations: OnceLock::new(),
             me: me.clone(),
             changes: AtomicUsize::new(0),
             owner_process: OwnerProcess::current(),
@@ -234,11 +235,11 @@ impl PublisherLink {
         let monitor: Weak<dyn EventSource> =
             Arc::downgrade(&self.memory.monitor) as Weak<dyn EventSource>;
         if self.ring == RingKind::Single {
-            let words = [
+            let both = [
                 watch_socket(&self.reactor, self.socket().as_fd(), &me, 0)?,
                 watch_suspicion(&self.peer, &me, 0)?,
             ];
-            let _ = self.words.set(words);
+            let _ = self.registrations.set(both);
         }
         let death = self
             .peer
@@ -276,7 +277,7 @@ impl PublisherLink {
 
     /// Whether no more samples come over it.
     pub(super) fn has_ended(&self) -> bool {
-        self.link_state() != LinkState::Open
+        self.link_state() != SenderState::Open
     }
 
     pub(super) fn segment(&self) -> &Arc<Segment> {
@@ -288,7 +289,7 @@ impl PublisherLink {
     }
 
     #[inline]
-    pub(super) fn link_state(&self) -> LinkState {
+    pub(super) fn link_state(&self) -> SenderState {
         self.monitor().link_state()
     }
 
@@ -305,10 +306,10 @@ impl PublisherLink {
     pub(super) fn peer_state(&self) -> PeerState {
         match self.link_state() {
             _ if self.is_dead() || self.peer.is_proven_dead() => PeerState::Dead,
-            LinkState::Suspect | LinkState::Failed => PeerState::Suspect,
-            LinkState::Closed | LinkState::Evicted => PeerState::Leaving,
-            LinkState::Open if self.peer_heartbeat.is_stalled() => PeerState::Stalled,
-            LinkState::Open => PeerState::Alive,
+            SenderState::Suspect | SenderState::Failed => PeerState::Suspect,
+            SenderState::Closed | SenderState::Evicted => PeerState::Leaving,
+            SenderState::Open if self.peer_heartbeat.is_stalled() => PeerState::Stalled,
+            SenderState::Open => PeerState::Alive,
         }
     }
 
@@ -318,14 +319,14 @@ impl PublisherLink {
         let (name, reason) = (self.name.clone(), fault.reason.clone());
         match (fault.error.take(), self.link_state()) {
             (Some(error), _) => error,
-            (None, LinkState::Evicted) => Error::Evicted { name, reason },
-            (None, LinkState::Failed) => Error::LinkClosed {
+            (None, SenderState::Evicted) => Error::Evicted { name, reason },
+            (None, SenderState::Failed) => Error::LinkClosed {
                 kind: Kind::Publisher,
                 name,
                 reason,
             },
             (None, link_state) => {
-                let graceful = link_state == LinkState::Closed;
+                let graceful = link_state == SenderState::Closed;
                 Error::peer_gone(Kind::Publisher, name, self.peer.pid, graceful)
             }
         }
@@ -342,12 +343,12 @@ impl PublisherLink {
         // Before the message: its answer may end the link at once, for a later reason.
         let mut fault = self.fault.locked();
         // Also of a publisher that has closed: why its last samples are not received.
-        if matches!(self.link_state(), LinkState::Open | LinkState::Closed) {
+        if matches!(self.link_state(), SenderState::Open | SenderState::Closed) {
             fault.keep(error);
         }
         drop(fault);
         self.say_close(close_reason);
-        self.monitor().set_link_state(LinkState::Failed);
+        self.monitor().set_link_state(SenderState::Failed);
     }
 
     pub(super) fn violation(&self, violation: Violation) -> Error {
@@ -395,7 +396,7 @@ impl PublisherLink {
                     name: self.name.clone(),
                     pid: self.peer.pid,
                 });
-                self.monitor().set_link_state(LinkState::Closed);
+                self.monitor().set_link_state(SenderState::Closed);
             }
             CloseReason::Evicted(reason) | CloseReason::Failed(reason) => {
                 let error = Error::Evicted {
@@ -403,7 +404,7 @@ impl PublisherLink {
                     reason,
                 };
                 self.fault.locked().keep(error);
-                self.monitor().set_link_state(LinkState::Evicted);
+                self.monitor().set_link_state(SenderState::Evicted);
             }
         }
     }
@@ -411,7 +412,7 @@ impl PublisherLink {
 
 impl PublisherLink {
     /// Takes a message of the publisher over this ring; returns one that is not due.
-    pub(in crate::pubsub) fn hear(
+    pub(in crate::pubsub) fn handle_message(
         &self,
         message: Message,
         fds: Vec<PeerFd>,
@@ -420,7 +421,7 @@ impl PublisherLink {
             // Each brings a descriptor: a publisher that goes on sending them is not read.
             (region @ Message::Region { .. }, _) if self.has_ended() => return Err(region),
             // Not needed.
-            (Message::CloseRegion { .. }, _) if self.link_state() == LinkState::Failed => {}
+            (Message::CloseRegion { .. }, _) if self.link_state() == SenderState::Failed => {}
             (Message::Region { id, bytes }, _) => {
                 self.change_soon(move |link| link.memory.regions.map(id, bytes, &fds))
             }
@@ -436,16 +437,16 @@ impl PublisherLink {
 impl ConnectionUser for PublisherLink {
     fn on_message(&self, _: u64) -> Next {
         connection::read(self.socket().as_fd().as_fd(), &self.name, |received| {
-            if self.link_state() == LinkState::Failed {
+            if self.link_state() == SenderState::Failed {
                 // Further messages of this publisher are not needed, however many it sends.
                 return Next::Stop;
             }
             match received {
-                Ok(Received::Message(message, fds)) => match self.hear(message, fds) {
+                Ok(Received::Message(message, fds)) => match self.handle_message(message, fds) {
                     Ok(()) => return Next::Keep,
                     Err(other) => self.fail(Error::Handshake {
                         name: self.name.clone(),
-                        fault: other.unexpected("Region or Bye"),
+                        fault: other.unexpected("Region, CloseRegion or Close"),
                     }),
                 },
                 Ok(_) => self.on_close(0),
@@ -456,7 +457,7 @@ impl ConnectionUser for PublisherLink {
     }
 
     fn on_close(&self, _: u64) {
-        self.monitor().set_link_state(LinkState::Suspect);
+        self.monitor().set_link_state(SenderState::Suspect);
     }
 }
 

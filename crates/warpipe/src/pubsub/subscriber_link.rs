@@ -175,8 +175,8 @@ impl SubscriberLink {
             .is_none_or(|partner| partner.has_ended())
     }
 
-    /// Whether a message of its peer may still be for an end of this process.
-    pub(super) fn is_read(&self) -> bool {
+    /// Whether its socket is still read: a message of the peer may be for this end or its partner.
+    pub(super) fn reads_socket(&self) -> bool {
         !self.has_closed || self.partner.is_some()
     }
 

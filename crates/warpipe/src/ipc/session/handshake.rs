@@ -51,7 +51,7 @@ impl PendingSession {
     }
 
     /// Reads the server's reply; `None` while there is none.
-    pub(crate) fn hear(&self) -> Result<Option<Admitted>> {
+    pub(crate) fn poll(&self) -> Result<Option<Admitted>> {
         let answer = self.handshake.receive().map_err(refused)?;
         answer.map(|answer| self.admitted(answer)).transpose()
     }

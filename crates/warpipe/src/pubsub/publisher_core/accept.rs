@@ -1,5 +1,6 @@
 //! The control thread's work for a publisher: makes the links of new subscribers, reads their
-//! sockets, detects their ends and frees the slots they held.
+//! sockets, detects their ends and frees the slots they held. A sender of replies has one link, which
+//! `reply_over` makes of its [partner](SubscriberLink::partner)'s.
 
 use std::os::fd::AsFd;
 use std::sync::{Arc, Weak};
@@ -10,7 +11,7 @@ use super::PublisherCore;
 use super::state::PublisherState;
 use crate::backend::{Access, DeviceId};
 use crate::error::{Error, HandshakeFault, Result};
-use crate::ipc::acceptor::{ConnectionOwner, Hello, refusal, refusal_for, say};
+use crate::ipc::acceptor::{ConnectionOwner, Hello, refusal, refusal_for, send_refusal};
 use crate::ipc::connection::{self, Connection, ConnectionUser};
 use crate::ipc::message::{self, CloseReason, Message, Received};
 use crate::ipc::peer::ORPHAN_TIMEOUT;
@@ -157,7 +158,7 @@ impl PublisherCore {
     }
 
     /// Takes a message of a link's subscriber, over either of its rings.
-    fn hear(
+    fn handle_message(
         &self,
         state: &mut PublisherState,
         id: u64,
@@ -190,18 +191,18 @@ impl PublisherCore {
                 link.leave(None);
             }
             other => {
-                let unheard = match &link.partner {
-                    Some(partner) => partner.hear(other, fds),
+                let refused = match &link.partner {
+                    Some(partner) => partner.handle_message(other, fds),
                     None => Err(other),
                 };
-                unheard.map_err(|other| self.fault(other.unexpected("Attached or Bye")))?;
+                refused.map_err(|other| self.fault(other.unexpected("RegionClosed or Close")))?;
             }
         }
         Ok(())
     }
 
     /// The subscriber broke the protocol: its link ends, with all of its rings.
-    fn drop_out(&self, link: &mut SubscriberLink, fault: Error) {
+    fn fail_link(&self, link: &mut SubscriberLink, fault: Error) {
         self.trace_left(link, &fault);
         link.leave(Some(CloseReason::Failed(message::text(&fault))));
         if let Some(partner) = &link.partner {
@@ -279,7 +280,7 @@ impl PublisherCore {
         state.reclaim(&self.fences, true);
         let finished = state.links.take_finished();
         if !finished.is_empty() && self.options.observer.is_some() {
-            self.ring();
+            self.notify();
         }
         for link in finished {
             self.drop_link(state, link);
@@ -319,7 +320,7 @@ impl PublisherCore {
                 if let Some(link) = state.links.find(id) {
                     link.ring.signals_are_done();
                     core.reap_links(&mut state);
-                    core.ring();
+                    core.notify();
                 }
             }
             true
@@ -351,7 +352,7 @@ impl PublisherCore {
                 link.leave(Some(CloseReason::Evicted(format!(
                     "no sign of life for {silence:.1?}"
                 ))));
-                self.ring();
+                self.notify();
             }
         }
     }
@@ -362,7 +363,7 @@ impl ConnectionOwner for PublisherCore {
         // Held until the subscriber is told: without its permit the socket is shut down.
         let (socket, _permit) = (connection.socket.clone(), connection.quota_permit.clone());
         if let Err(refusal) = self.attach(connection, &hello) {
-            say(&self.name, &socket, &refusal);
+            send_refusal(&self.name, &socket, &refusal);
         }
     }
 }
@@ -384,10 +385,10 @@ impl ConnectionUser for PublisherCore {
     fn on_message(&self, id: u64) -> Next {
         let mut state = self.lock();
         for _ in 0..MESSAGES_AT_ONCE {
-            let Some(link) = state.links.find(id).filter(|link| link.is_read()) else {
+            let Some(link) = state.links.find(id).filter(|link| link.reads_socket()) else {
                 return Next::Stop;
             };
-            let heard = match message::receive(link.socket(), &self.name) {
+            let handled = match message::receive(link.socket(), &self.name) {
                 Ok(Received::Nothing) => return Next::Keep,
                 Ok(Received::End) => {
                     drop(state);
@@ -408,13 +409,15 @@ impl ConnectionUser for PublisherCore {
                     self.go_live(&mut state, id, registered);
                     Ok(())
                 }
-                Ok(Received::Message(message, fds)) => self.hear(&mut state, id, message, fds),
+                Ok(Received::Message(message, fds)) => {
+                    self.handle_message(&mut state, id, message, fds)
+                }
                 Err(error) => Err(error),
             };
-            self.ring();
-            if let Err(fault) = heard {
+            self.notify();
+            if let Err(fault) = handled {
                 if let Some(link) = state.links.find(id) {
-                    self.drop_out(link, fault);
+                    self.fail_link(link, fault);
                 }
                 return Next::Stop;
             }
@@ -440,7 +443,7 @@ impl ConnectionUser for PublisherCore {
             }
         }
         self.reap_links(&mut state);
-        self.ring();
+        self.notify();
     }
 
     /// No part of the peer's process can access memory any more, so all slots that it held are free
@@ -457,7 +460,7 @@ impl ConnectionUser for PublisherCore {
             link.leave(None);
             self.free_soon(id);
             self.reap_links(&mut state);
-            self.ring();
+            self.notify();
         }
     }
 }

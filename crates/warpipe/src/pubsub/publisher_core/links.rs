@@ -49,6 +49,7 @@ pub(super) struct Links {
     must_announce: bool,
     /// An observer asks for `untaken`.
     is_observed: bool,
+    /// See [`take_untaken`](Self::take_untaken): of links that are no longer in the list.
     untaken: Vec<(u64, u64)>,
     /// The samples that links which are no longer in the list did not get.
     dropped_before: u64,

@@ -239,7 +239,7 @@ impl PublisherCore {
         let fence = Fence::later(Arc::new(past));
         self.reactor.call_after(fence, move || {
             then(&core);
-            core.ring();
+            core.notify();
         });
     }
 }

@@ -64,7 +64,7 @@ impl Drop for RetainedSlot {
 
 impl PublisherCore {
     /// Wakes every thread that waits for a change, and notifies the observer.
-    pub(super) fn ring(&self) {
+    pub(super) fn notify(&self) {
         self.doorbell.ring();
         self.options
             .observer
@@ -154,7 +154,7 @@ impl PublisherCore {
         if let Some(link) = self.lock().links.find_live(id) {
             link.leave(Some(CloseReason::Failed(message::text(reason))));
         }
-        self.ring();
+        self.notify();
     }
 
     /// The samples that subscribers which have gone had been given and had not taken, each returned

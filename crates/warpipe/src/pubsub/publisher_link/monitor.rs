@@ -15,10 +15,10 @@ use crate::runtime::reactor::{EventSource, Next};
 use crate::shm::fence_words::FenceWords;
 use crate::shm::segment::Segment;
 
-/// The state of a link.
+/// The state of the sender of a link's ring, as this end sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-pub(in crate::pubsub) enum LinkState {
+pub(in crate::pubsub) enum SenderState {
     Open = 0,
     /// The publisher closed gracefully. Samples that it sent will still complete.
     Closed = 1,
@@ -30,14 +30,14 @@ pub(in crate::pubsub) enum LinkState {
     Suspect = 4,
 }
 
-impl LinkState {
-    fn from_bits(bits: u8) -> LinkState {
+impl SenderState {
+    fn from_bits(bits: u8) -> SenderState {
         match bits {
-            0 => LinkState::Open,
-            1 => LinkState::Closed,
-            2 => LinkState::Evicted,
-            3 => LinkState::Failed,
-            _ => LinkState::Suspect,
+            0 => SenderState::Open,
+            1 => SenderState::Closed,
+            2 => SenderState::Evicted,
+            3 => SenderState::Failed,
+            _ => SenderState::Suspect,
         }
     }
 }
@@ -50,8 +50,8 @@ pub(super) struct PublisherMonitor {
     /// Reads the publisher's last messages.
     link: OnceLock<Weak<PublisherLink>>,
     link_state: AtomicU8,
-    /// The publisher's death is [over](crate::ipc::peer::DeathEvidence::Orphaned) and stuck streams
-    /// have been rescued.
+    /// The publisher is proven dead, or [orphaned](crate::ipc::peer::DeathEvidence::Orphaned), and
+    /// stuck streams are rescued.
     dead: AtomicBool,
     /// For each entry, the position handed out here that a stream may be waiting for.
     held: Vec<AtomicU64>,
@@ -68,14 +68,14 @@ struct Completions {
     fence_words: FenceWords,
     /// For each entry: the position, and the word and the value that it reaches when that
     /// position's data is complete.
-    of: Vec<[AtomicU64; 3]>,
+    entries: Vec<[AtomicU64; 3]>,
 }
 
 impl Completions {
     /// Whether the data at a position is complete, as far as this process knows.
-    fn say(&self, index: usize, position: u64) -> bool {
-        let [of, word, value] = &self.of[index];
-        of.load(SeqCst) == position
+    fn is_complete(&self, index: usize, position: u64) -> bool {
+        let [at, word, value] = &self.entries[index];
+        at.load(SeqCst) == position
             && self
                 .fence_words
                 .word(word.load(SeqCst) as usize)
@@ -94,13 +94,13 @@ impl PublisherMonitor {
             segment: segment.clone(),
             doorbell: doorbell.clone(),
             link: OnceLock::new(),
-            link_state: AtomicU8::new(LinkState::Open as u8),
+            link_state: AtomicU8::new(SenderState::Open as u8),
             dead: AtomicBool::new(false),
             held: words().collect(),
             lost: words().collect(),
             completions: completions.map(|fence_words| Completions {
                 fence_words,
-                of: words().map(|_| Default::default()).collect(),
+                entries: words().map(|_| Default::default()).collect(),
             }),
         }
     }
@@ -117,12 +117,16 @@ impl PublisherMonitor {
         position: u64,
         completion: Completion,
     ) -> bool {
-        let Some(Completions { fence_words, of }) = &self.completions else {
+        let Some(Completions {
+            fence_words,
+            entries,
+        }) = &self.completions
+        else {
             return false;
         };
         let is_there = (completion.word as usize) < fence_words.words();
         if is_there {
-            let [at, word, value] = &of[index];
+            let [at, word, value] = &entries[index];
             word.store(completion.word.into(), SeqCst);
             value.store(completion.value, SeqCst);
             at.store(position, SeqCst);
@@ -131,14 +135,14 @@ impl PublisherMonitor {
     }
 
     #[inline]
-    pub(super) fn link_state(&self) -> LinkState {
-        LinkState::from_bits(self.link_state.load(SeqCst))
+    pub(super) fn link_state(&self) -> SenderState {
+        SenderState::from_bits(self.link_state.load(SeqCst))
     }
 
     /// Moves away from `Open`, once.
-    pub(super) fn set_link_state(&self, link_state: LinkState) {
+    pub(super) fn set_link_state(&self, link_state: SenderState) {
         let _ = self.link_state.compare_exchange(
-            LinkState::Open as u8,
+            SenderState::Open as u8,
             link_state as u8,
             SeqCst,
             SeqCst,
@@ -176,7 +180,7 @@ impl PublisherMonitor {
             if !self
                 .completions
                 .as_ref()
-                .is_some_and(|completions| completions.say(index, position))
+                .is_some_and(|completions| completions.is_complete(index, position))
             {
                 self.lost[index].fetch_max(position, SeqCst);
             }
@@ -212,7 +216,7 @@ impl EventSource for PublisherMonitor {
                 .for_each(|last| reactor.defer_drop(Box::new(last)));
         }
         self.rescue();
-        self.set_link_state(LinkState::Suspect);
+        self.set_link_state(SenderState::Suspect);
         self.doorbell.ring();
         Next::Stop
     }

@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use rustix::io::Errno;
 
-use super::{LinkState, PublisherLink};
+use super::{PublisherLink, SenderState};
 use crate::backend::{Access, DeviceId};
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -136,7 +136,7 @@ impl PublisherLink {
         let link = self.me.clone();
         self.reactor.run_on_control_thread(Box::new(move || {
             let Some(link) = link.upgrade() else { return };
-            let is_needed = || link.link_state() != LinkState::Failed;
+            let is_needed = || link.link_state() != SenderState::Failed;
             if is_needed()
                 && let Err(error) = change(&link)
                 && is_needed()

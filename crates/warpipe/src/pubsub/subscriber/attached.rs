@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::error::{Error, Result};
 use crate::memory::region::Region;
 use crate::pubsub::entry::{CheckedEntry, Violation};
-use crate::pubsub::publisher_link::{LinkState, OpenRegion, PublisherLink};
+use crate::pubsub::publisher_link::{OpenRegion, PublisherLink, SenderState};
 use crate::pubsub::ring::ReceiverRing;
 use crate::pubsub::sample::{Discontinuity, PreviousPublisher, Sample, SampleSlot, TakenSample};
 use crate::runtime::heartbeat::Uptime;
@@ -138,7 +138,7 @@ impl Attached {
         // The state before the ring, as in `poll`.
         self.taken.is_none()
             && self.region_missing.is_none()
-            && self.link.link_state() == LinkState::Open
+            && self.link.link_state() == SenderState::Open
             && !self.ring.may_have_news()
     }
 
@@ -151,7 +151,7 @@ impl Attached {
             // Read before the ring: samples sent before the end must be found before the end is
             // reported.
             let link_state = self.link.link_state();
-            if link_state == LinkState::Failed {
+            if link_state == SenderState::Failed {
                 return Err(self.link.why_over());
             }
             let taken = match self
@@ -160,7 +160,7 @@ impl Attached {
                 .map_or_else(|| self.next(), |it| Ok(Some(it)))
             {
                 Ok(Some(next)) => next,
-                Ok(None) if link_state == LinkState::Open || self.is_region_due() => {
+                Ok(None) if link_state == SenderState::Open || self.is_region_due() => {
                     return self.wait_for_region();
                 }
                 Ok(None) => return Err(self.link.why_over()),

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::super::publisher_link::{LinkState, PublisherLink};
+use super::super::publisher_link::{PublisherLink, SenderState};
 use super::super::sample::{Sample, TakenSample};
 use super::Subscriber;
 use super::attached::Attached;
@@ -115,7 +115,7 @@ impl Attached {
     fn take_raw(&mut self) -> Result<Option<RawSample>> {
         // Read before the ring, as in `poll`.
         let link_state = self.link.link_state();
-        if link_state == LinkState::Failed {
+        if link_state == SenderState::Failed {
             return Err(self.link.why_over());
         }
         match self.next() {
@@ -126,7 +126,7 @@ impl Attached {
                     taken: Some(taken),
                 }))
             }
-            Ok(None) if link_state == LinkState::Open || self.is_region_due() => {
+            Ok(None) if link_state == SenderState::Open || self.is_region_due() => {
                 self.wait_for_region().map(|_| None)
             }
             Ok(None) => Err(self.link.why_over()),
@@ -136,7 +136,7 @@ impl Attached {
 
     #[inline]
     fn may_have_news(&self) -> bool {
-        self.ring.may_have_news() || self.link.link_state() != LinkState::Open
+        self.ring.may_have_news() || self.link.link_state() != SenderState::Open
     }
 }
 
@@ -299,7 +299,7 @@ mod tests {
         drop(publisher);
         let attached = subscriber.attached.as_mut().unwrap();
         let start = Instant::now();
-        while attached.link.link_state() == LinkState::Open || attached.link.is_mapping() {
+        while attached.link.link_state() == SenderState::Open || attached.link.is_mapping() {
             assert!(start.elapsed() < Duration::from_secs(10));
             std::thread::yield_now();
         }
