@@ -296,14 +296,14 @@ pub(crate) fn fence_published() {
 /// nothing writes the slot any more.
 pub(crate) fn give_up(segment: &Segment, position: u64) {
     let (entry, lap) = (segment.entry(position), lap_of(segment, position));
-    // A reader that sees `aborted` sees at least this history.
-    let history = History(entry.given_up.load(Acquire)).with(lap);
-    entry.given_up.store(history.0, Release);
+    // A reader that sees `aborted` sees at least these laps.
+    let laps = GivenUpLaps(entry.given_up.load(Acquire)).with(lap);
+    entry.given_up.store(laps.0, Release);
     entry.aborted.store(position, Release);
 }
 
 /// Whether the sender has given up the sample at `position`, with a `ready` that was found reached
-/// before, even if its entry has been used again since then. If the history no longer reaches back
+/// before, even if its entry has been used again since then. If the record no longer reaches back
 /// to that lap, and the entry has had a sample given up since, the sample counts as given up.
 #[inline]
 pub(crate) fn was_given_up(segment: &Segment, position: u64) -> bool {
@@ -314,7 +314,7 @@ pub(crate) fn was_given_up(segment: &Segment, position: u64) -> bool {
 #[cold]
 fn was_given_up_before(segment: &Segment, position: u64, last: u64) -> bool {
     let (lap, last) = (lap_of(segment, position), lap_of(segment, last));
-    last - lap >= LAPS_KNOWN || History(segment.entry(position).given_up.load(Acquire)).has(lap)
+    last - lap >= LAPS_KNOWN || GivenUpLaps(segment.entry(position).given_up.load(Acquire)).has(lap)
 }
 
 /// How often an entry was used before `position` fell on it.
@@ -322,20 +322,20 @@ fn lap_of(segment: &Segment, position: u64) -> u64 {
     position / u64::from(segment.depth())
 }
 
-/// How many laps a [`History`] reaches back.
+/// How many laps a [`GivenUpLaps`] reaches back.
 const LAPS_KNOWN: u64 = 32;
 
 /// Which laps of an entry were given up. The high 32 bits are the low half of the last such lap's
 /// number. The low 32 bits have one bit for each of the laps that end with it, that lap's lowest.
 /// One word, so that a reader sees both halves of the same time.
 #[derive(Debug, Clone, Copy)]
-struct History(u64);
+struct GivenUpLaps(u64);
 
-impl History {
-    fn with(self, lap: u64) -> History {
+impl GivenUpLaps {
+    fn with(self, lap: u64) -> GivenUpLaps {
         let (lap, passed) = (lap as u32, (lap as u32).wrapping_sub((self.0 >> 32) as u32));
         let before = (self.0 as u32).checked_shl(passed).unwrap_or(0);
-        History(u64::from(lap) << 32 | u64::from(before | 1))
+        GivenUpLaps(u64::from(lap) << 32 | u64::from(before | 1))
     }
 
     /// Nothing is known of a lap that is too far back, and it counts as given up.
