@@ -450,7 +450,7 @@ impl Dispatcher {
                 let end = session
                     .end
                     .as_ref()
-                    .map(|(why, is_settled, _)| (why, *is_settled));
+                    .map(|end| (&end.reason, end.is_settled));
                 format!(
                     "{} {leases:?} {pending_results:?} {end:?} {}",
                     session.id, session.is_leaving

@@ -260,10 +260,10 @@ impl Dispatcher {
     /// each other unanswered job has failed an attempt.
     fn remove_disconnected(&self, state: &mut State) {
         for session in &state.sessions {
-            if let Some((why, ..)) = &session.end
+            if let Some(end) = &session.end
                 && self.publisher.has_subscriber(session.id)
             {
-                self.publisher.expel(session.id, why);
+                self.publisher.expel(session.id, &end.reason);
             }
         }
         let table = &mut state.table;

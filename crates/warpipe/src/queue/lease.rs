@@ -92,7 +92,7 @@ impl ResultPublisher {
         output: Option<Loan>,
         stream: &Stream,
         limit: Option<Duration>,
-    ) -> Result<(), ReplyError> {
+    ) -> Result<(), AnswerFailure> {
         self.owner_process.check()?;
         let mut output = output;
         // Set whatever the result: the work that fills the output is enqueued.
@@ -102,7 +102,7 @@ impl ResultPublisher {
         let owner = match self.owner() {
             Ok(owner) => owner,
             Err(error) => {
-                return Err(ReplyError {
+                return Err(AnswerFailure {
                     error,
                     is_delivered: false,
                     output: output.map(Box::new),
@@ -137,7 +137,7 @@ impl ResultPublisher {
                     lease,
                 })
             });
-            ReplyError {
+            AnswerFailure {
                 error,
                 is_delivered,
                 output,
@@ -148,7 +148,7 @@ impl ResultPublisher {
 
 /// An answer that failed.
 #[derive(Debug)]
-struct ReplyError {
+struct AnswerFailure {
     error: Error,
     /// The queue has received the answer all the same, and sees that its data is lost: no other
     /// answer is needed.
@@ -156,9 +156,9 @@ struct ReplyError {
     output: Option<Box<Loan>>,
 }
 
-impl From<Error> for ReplyError {
-    fn from(error: Error) -> ReplyError {
-        ReplyError {
+impl From<Error> for AnswerFailure {
+    fn from(error: Error) -> AnswerFailure {
+        AnswerFailure {
             error,
             is_delivered: false,
             output: None,
@@ -312,7 +312,7 @@ impl AnswerHandle {
                 self.is_done = true;
                 Ok(())
             }
-            Err(ReplyError {
+            Err(AnswerFailure {
                 error,
                 is_delivered,
                 output,
@@ -349,14 +349,14 @@ impl AnswerHandle {
         ))
     }
 
-    fn send_failure(&self) -> Result<(), ReplyError> {
+    fn send_failure(&self) -> Result<(), AnswerFailure> {
         let send = |stream: &Stream| {
             let kind = AnswerKind::Failed("its worker dropped it without an answer".into());
             self.results.send(self.tag, kind, None, stream, None)
         };
         match send(&self.stream) {
             // The answer has no data to follow, so any stream will do.
-            Err(ReplyError {
+            Err(AnswerFailure {
                 error: Error::Capturing { .. },
                 ..
             }) => send(&self.results.publisher.device().stream()?),
@@ -368,7 +368,7 @@ impl AnswerHandle {
 impl Drop for AnswerHandle {
     fn drop(&mut self) {
         if !self.is_done
-            && let Err(ReplyError {
+            && let Err(AnswerFailure {
                 error,
                 is_delivered: false,
                 ..

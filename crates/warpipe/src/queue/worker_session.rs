@@ -41,6 +41,16 @@ pub(super) struct PendingResult {
     pub(super) arrival: RawSample,
 }
 
+/// The end of a worker's answers.
+#[derive(Debug)]
+pub(super) struct SessionEnd {
+    pub(super) reason: String,
+    /// No proof of death is needed: the worker closed gracefully, or the link is broken.
+    pub(super) is_settled: bool,
+    /// The time since then.
+    pub(super) clock: Uptime,
+}
+
 #[derive(Debug)]
 pub(super) struct WorkerSession {
     /// The worker's subscriber id at the queue's publisher.
@@ -48,9 +58,8 @@ pub(super) struct WorkerSession {
     pub(super) pid: i32,
     pub(super) answers: Replies,
     pub(super) pending_results: VecDeque<PendingResult>,
-    /// Why no answers come any more, whether that needs no proof of death (the worker closed
-    /// gracefully, or the link is broken), and the time since then.
-    pub(super) end: Option<(String, bool, Uptime)>,
+    /// Set once no answers come any more.
+    pub(super) end: Option<SessionEnd>,
     /// The worker has closed gracefully: each pending result still completes, or the worker's
     /// process is proven dead. So [`DISCONNECT_TIMEOUT`] does not apply.
     has_closed: bool,
@@ -108,7 +117,11 @@ impl WorkerSession {
             }
         );
         self.has_closed = matches!(error, Error::PeerGone { graceful: true, .. });
-        self.end = Some((error.to_string(), is_settled, Uptime::default()));
+        self.end = Some(SessionEnd {
+            reason: error.to_string(),
+            is_settled,
+            clock: Uptime::default(),
+        });
     }
 
     /// Receives one answer. An illegal answer ends the link.
@@ -172,17 +185,17 @@ impl WorkerSession {
     /// Whether no valid answer or result can come any more: the worker closed gracefully, broke its
     /// link, or is proven dead, and no result is pending; or [`DISCONNECT_TIMEOUT`] has passed.
     pub(super) fn has_ended(&self) -> bool {
-        let Some((_, is_settled, clock)) = &self.end else {
+        let Some(end) = &self.end else {
             return false;
         };
-        let is_gone = *is_settled || self.answers.is_sender_dead();
+        let is_gone = end.is_settled || self.answers.is_sender_dead();
         (is_gone && self.pending_results.is_empty())
-            || (!self.has_closed && clock.ran() > DISCONNECT_TIMEOUT)
+            || (!self.has_closed && end.clock.ran() > DISCONNECT_TIMEOUT)
     }
 
     /// Why the worker leaves its leases undone.
     pub(super) fn end_reason(&self) -> String {
-        let why = self.end.as_ref().map_or("", |(why, ..)| why);
-        format!("process {} left it undone: {why}", self.pid)
+        let reason = self.end.as_ref().map_or("", |end| &end.reason);
+        format!("process {} left it undone: {reason}", self.pid)
     }
 }

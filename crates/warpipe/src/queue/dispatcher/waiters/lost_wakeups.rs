@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use super::super::super::job_table::Stage;
 use super::super::super::tests::{QueueFixture, SOON};
+use super::super::super::worker_session::SessionEnd;
 use super::super::super::{Queue, Worker};
 use super::*;
 use crate::ipc::message::wait_readable;
@@ -224,10 +225,12 @@ fn a_worker_whose_socket_closed_keeps_its_leases_while_its_queue_stands_still() 
     let lease = worker.lease(&fixture.stream, SOON).unwrap();
     let end_with = |change: &dyn Fn(&Uptime)| {
         let mut guard = queue.dispatcher.lock();
-        let end = guard.sessions[0]
-            .end
-            .get_or_insert_with(|| ("its socket closed".into(), false, Uptime::default()));
-        change(&end.2);
+        let end = guard.sessions[0].end.get_or_insert_with(|| SessionEnd {
+            reason: "its socket closed".into(),
+            is_settled: false,
+            clock: Uptime::default(),
+        });
+        change(&end.clock);
         queue.dispatcher.process_events(&mut guard);
         guard.sessions.len()
     };
@@ -269,7 +272,7 @@ fn a_result_in_flight_when_its_worker_closed_gracefully_counts_however_late_it_c
         .sessions
         .iter_mut()
         .filter_map(|session| session.end.as_mut())
-        .for_each(|end| end.2.advance(SOON));
+        .for_each(|end| end.clock.advance(SOON));
     let _ = queue.state().unwrap();
     drop(go);
     assert_eq!(job.wait(&fixture.stream, SOON).unwrap().attempt(), 1);
