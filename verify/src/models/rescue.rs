@@ -30,7 +30,7 @@ const POSITION: u64 = 1;
 
 fn monitor(segment: &Arc<Segment>) -> Arc<PublisherMonitor> {
     let monitor = PublisherMonitor::new(segment, &Arc::new(LocalDoorbell::default()), None);
-    monitor.read_by(Weak::new());
+    monitor.set_link(Weak::new());
     // Its words are made.
     monitor.hold(0, 0);
     let _ = (monitor.has_lost(0, POSITION), monitor.link_state());

@@ -269,7 +269,7 @@ fn dropped() {
     let mut receiver = Receiver::new(&segment);
     receiver.take();
     let (mut sender, held) = (thread.join().expect("the sender"), receiver.held.len());
-    sender.ring.receiver_is_dead();
+    sender.ring.mark_receiver_dead();
     sender.revoke();
     assert_eq!(sender.revoked.len(), 1 - held);
     sender.send();

@@ -231,7 +231,7 @@ impl PublisherLink {
     /// Begins to read the publisher's messages, and to watch for its death.
     fn watch(self: &Arc<Self>, orphan_timeout: Duration) -> Result<()> {
         let me: Weak<dyn EventSource> = Arc::downgrade(self) as Weak<dyn EventSource>;
-        self.monitor().read_by(Arc::downgrade(self));
+        self.monitor().set_link(Arc::downgrade(self));
         let monitor: Weak<dyn EventSource> =
             Arc::downgrade(&self.memory.monitor) as Weak<dyn EventSource>;
         if self.ring == RingKind::Single {
@@ -389,7 +389,7 @@ impl PublisherLink {
         }
     }
 
-    fn has_closed(&self, close_reason: CloseReason) {
+    fn record_close(&self, close_reason: CloseReason) {
         match close_reason {
             CloseReason::Closed => {
                 trace::emit(|| TraceEvent::OwnerClosed {
@@ -427,7 +427,7 @@ impl PublisherLink {
             }
             (Message::CloseRegion { id }, _) => self.change_soon(move |link| link.close_region(id)),
             (Message::Close(reason), RingKind::Single | RingKind::Samples)
-            | (Message::CloseReplies(reason), RingKind::Replies) => self.has_closed(reason),
+            | (Message::CloseReplies(reason), RingKind::Replies) => self.record_close(reason),
             (other, _) => return Err(other),
         }
         Ok(())

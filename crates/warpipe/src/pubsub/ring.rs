@@ -106,7 +106,7 @@ impl SenderRing {
 
     /// The receiver is *proven* dead. (Suspicion is not enough: its device may still be reading the
     /// slot.)
-    pub(crate) fn receiver_is_dead(&mut self) {
+    pub(crate) fn mark_receiver_dead(&mut self) {
         self.receiver_dead = true;
     }
 
@@ -116,7 +116,7 @@ impl SenderRing {
 
     /// Every signal enqueued for this link is proven to have been executed, whatever values its
     /// words have.
-    pub(crate) fn signals_are_done(&mut self) {
+    pub(crate) fn mark_signals_done(&mut self) {
         self.signals_done = true;
     }
 
@@ -165,7 +165,7 @@ impl SenderRing {
             .entry(position)
             .state_word
             .swap(state_word(position, PUBLISHED), SeqCst);
-        self.has_published(position);
+        self.record_published(position);
         self.is_receiver_asleep()
     }
 
@@ -184,7 +184,7 @@ impl SenderRing {
             .entry(position)
             .state_word
             .store(state_word(position, PUBLISHED), Release);
-        self.has_published(position);
+        self.record_published(position);
     }
 
     /// Whether the receiver sleeps, behind what was published to it.
@@ -206,7 +206,7 @@ impl SenderRing {
     }
 
     #[inline]
-    fn has_published(&mut self, position: u64) {
+    fn record_published(&mut self, position: u64) {
         self.sent[self.segment.index(position) as usize] = Sent {
             position,
             revoked: false,

@@ -290,7 +290,7 @@ impl SubscriberLink {
     }
 
     /// The subscriber has closed a region. False if it was not asked to.
-    pub(super) fn has_closed_region(&mut self, id: u32) -> bool {
+    pub(super) fn remove_closed_region(&mut self, id: u32) -> bool {
         let before = self.closing_regions.len();
         self.closing_regions.retain(|&closing| closing != id);
         self.closing_regions.len() < before

@@ -1,6 +1,11 @@
 //! The control thread's work for a publisher: makes the links of new subscribers, reads their
 //! sockets, detects their ends and frees the slots they held. A sender of replies has one link, which
 //! `reply_over` makes of its [partner](SubscriberLink::partner)'s.
+//!
+//! A subscriber that is killed: its socket's end or its alarm makes it suspect (`on_close`), and what
+//! it had not taken is revoked. The end of its lifeline proves its death (`on_proven`). `free_soon`
+//! then waits until this process's streams are past the link's signals, and `reap_links` returns the
+//! slots that it held, and drops the link.
 
 use std::os::fd::AsFd;
 use std::sync::{Arc, Weak};
@@ -185,7 +190,7 @@ impl PublisherCore {
                     arena.release(slot);
                 }
             }
-            Message::RegionClosed { id } if link.has_closed_region(id) => {}
+            Message::RegionClosed { id } if link.remove_closed_region(id) => {}
             close if link.is_close(&close) => {
                 self.trace_left(link, &"it has closed");
                 link.leave(None);
@@ -318,7 +323,7 @@ impl PublisherCore {
             if let Some(core) = core.upgrade() {
                 let mut state = core.lock();
                 if let Some(link) = state.links.find(id) {
-                    link.ring.signals_are_done();
+                    link.ring.mark_signals_done();
                     core.reap_links(&mut state);
                     core.notify();
                 }
@@ -456,7 +461,7 @@ impl ConnectionUser for PublisherCore {
                 subscriber: id,
                 pid: link.peer.pid,
             });
-            link.ring.receiver_is_dead();
+            link.ring.mark_receiver_dead();
             link.leave(None);
             self.free_soon(id);
             self.reap_links(&mut state);

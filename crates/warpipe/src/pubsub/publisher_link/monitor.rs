@@ -105,7 +105,7 @@ impl PublisherMonitor {
         }
     }
 
-    pub(super) fn read_by(&self, link: Weak<PublisherLink>) {
+    pub(super) fn set_link(&self, link: Weak<PublisherLink>) {
         let _ = self.link.set(link);
     }
 

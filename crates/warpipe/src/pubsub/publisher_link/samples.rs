@@ -117,10 +117,10 @@ impl PublisherLink {
     /// Releases a sample that was given to no stream, once its data is complete. There is no time
     /// limit: the sender waits for the slot, and this end keeps the link for it.
     pub(in crate::pubsub) fn give_back(self: &Arc<Self>, position: u64) {
-        if !self.has_released(position) {
+        if !self.release_if_complete(position) {
             let me = self.clone();
             self.reactor
-                .drop_after(move || match me.has_released(position) {
+                .drop_after(move || match me.release_if_complete(position) {
                     false => DropReadiness::Held,
                     true => DropReadiness::Ready,
                 });
@@ -132,11 +132,11 @@ impl PublisherLink {
     pub(in crate::pubsub) fn release_later(self: &Arc<Self>, position: u64, stream: &Stream) {
         let (me, mut fence) = (self.clone(), Fence::behind(stream));
         self.reactor
-            .drop_after(move || fence.is_reached() && me.has_released(position));
+            .drop_after(move || fence.is_reached() && me.release_if_complete(position));
     }
 
     /// Releases a sample with the CPU if its data is complete. Returns whether it is.
-    fn has_released(&self, position: u64) -> bool {
+    fn release_if_complete(&self, position: u64) -> bool {
         let entry = self.segment().entry(position);
         let is_complete = entry.ready.reached(position);
         if is_complete {
