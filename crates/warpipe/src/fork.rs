@@ -34,7 +34,7 @@ use crate::error::{Error, Result};
 type FdResult<T> = std::result::Result<T, Errno>;
 
 /// How many forks lie between this process and the one that first used the library.
-static GENERATION: AtomicU64 = AtomicU64::new(0);
+static FORKS: AtomicU64 = AtomicU64::new(0);
 
 /// The process that a handle was made in.
 #[derive(Debug, Clone, Copy)]
@@ -43,13 +43,13 @@ pub(crate) struct OwnerProcess(u64);
 impl OwnerProcess {
     pub(crate) fn current() -> OwnerProcess {
         install();
-        OwnerProcess(GENERATION.load(Ordering::Relaxed))
+        OwnerProcess(FORKS.load(Ordering::Relaxed))
     }
 
     /// Whether this still is the process that the handle was made in.
     #[inline]
     pub(crate) fn is_current(self) -> bool {
-        self.0 == GENERATION.load(Ordering::Relaxed)
+        self.0 == FORKS.load(Ordering::Relaxed)
     }
 
     #[inline]
@@ -62,8 +62,9 @@ impl OwnerProcess {
     }
 }
 
-pub(crate) fn generation() -> u64 {
-    GENERATION.load(Ordering::Relaxed)
+/// See [`FORKS`]: tells a process from those that forked it, as a number for keys.
+pub(crate) fn forks() -> u64 {
+    FORKS.load(Ordering::Relaxed)
 }
 
 /// A descriptor that a forked child does not keep.
@@ -151,7 +152,7 @@ fn install() {
         // for the allocator's locks. So the allocator allocates here, before this library
         // registers.
         drop(std::hint::black_box(Box::new(
-            GENERATION.load(Ordering::Relaxed),
+            FORKS.load(Ordering::Relaxed),
         )));
         // SAFETY: the three handlers are async-signal-safe: atomics, sleeps, and system calls. They
         // stay valid because this library is never unloaded while its handles exist.
@@ -175,7 +176,7 @@ extern "C" fn after_in_parent() {
 }
 
 extern "C" fn after_in_child() {
-    GENERATION.fetch_add(1, Ordering::Relaxed);
+    FORKS.fetch_add(1, Ordering::Relaxed);
     OPEN.close_all();
     // In the other order the lifeline would end while the driver's files still keep the parent's
     // device work running.

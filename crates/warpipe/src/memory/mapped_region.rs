@@ -56,7 +56,7 @@ impl ImportKey {
     pub(crate) fn new(uid: u32, generation: [u8; 16], id: u64, device: &Device) -> ImportKey {
         let device = Arc::as_ptr(device.backend()).cast::<()>() as usize;
         ImportKey {
-            process: fork::generation(),
+            process: fork::forks(),
             uid,
             generation,
             id,
