@@ -172,7 +172,7 @@ impl ClientHandshake {
 }
 
 /// Sends the first message of a connection. The listener may let no descriptors in before it has
-/// checked the peer (see [`Listener::set_wary`](crate::runtime::closer::Listener::set_wary)). So
+/// checked the peer (see [`Listener::set_refusing`](crate::runtime::closer::Listener::set_refusing)). So
 /// the message is sent again until the listener lets it in, replies, or `limit` is over.
 fn send_first(
     socket: BorrowedFd<'_>,

@@ -1,4 +1,4 @@
-//! The messages of a link's socket: small postcard messages with descriptors, one per packet.
+//! The messages of a connection, a link's or a session's: small postcard messages with descriptors, one per packet.
 //!
 //! A packet is an eight-byte frame (magic, version, zero) and the message; `SOCK_SEQPACKET` keeps
 //! packet boundaries. Nothing read here is trusted: lengths and counts of descriptors are exact or
@@ -49,7 +49,7 @@ const TEXT_BYTES_MAX: usize = 256;
 const MAGIC: [u8; 4] = *b"WARP";
 const FRAME_BYTES: usize = 8;
 
-/// Every message of a link's socket.
+/// Every message of a connection.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Message {
     /// Client or subscriber, first: the kind of endpoint that it expects, its device, and what the

@@ -82,26 +82,26 @@ pub(crate) struct Listener {
     /// `None` only while dropping.
     fd: Option<CloseOnForkFd>,
     /// The listener lets no descriptors in for the time being.
-    is_wary: AtomicBool,
+    is_refusing: AtomicBool,
 }
 
 impl Listener {
     pub(crate) fn new(fd: CloseOnForkFd) -> Listener {
         Listener {
             fd: Some(fd),
-            is_wary: AtomicBool::new(false),
+            is_refusing: AtomicBool::new(false),
         }
     }
 
     /// Called at each tick. While some user has [too many](over_limit) pending descriptors, none
     /// come in (Linux 6.16) before the peer has been [screened](Self::screen).
     pub(crate) fn look(&self) {
-        self.set_wary(is_anybody_over_limit());
+        self.set_refusing(is_anybody_over_limit());
     }
 
-    fn set_wary(&self, is_wary: bool) {
-        if self.is_wary.swap(is_wary, Relaxed) != is_wary {
-            os::let_descriptors_in(self.as_fd(), !is_wary);
+    fn set_refusing(&self, is_refusing: bool) {
+        if self.is_refusing.swap(is_refusing, Relaxed) != is_refusing {
+            os::let_descriptors_in(self.as_fd(), !is_refusing);
         }
     }
 
@@ -114,7 +114,7 @@ impl Listener {
     ) -> Result<(), (bool, String)> {
         let over_limit = over_limit(uid);
         if over_limit.is_some() {
-            self.set_wary(true);
+            self.set_refusing(true);
         }
         if !is_admitted() {
             return Err((true, format!("uid {uid} is not on its list")));
@@ -125,7 +125,7 @@ impl Listener {
                 format!("{count} descriptors that uid {uid} sent cannot be closed"),
             ));
         }
-        if self.is_wary.load(Relaxed) {
+        if self.is_refusing.load(Relaxed) {
             os::let_descriptors_in(socket, true);
         }
         Ok(())

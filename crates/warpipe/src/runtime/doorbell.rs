@@ -1,6 +1,7 @@
-//! The wake channel, which wakes a sleeping end.
+//! Wake-ups: a [`PeerDoorbell`] is one end of a link's *wake channel*, which wakes the other process;
+//! a [`LocalDoorbell`] wakes a thread of this one.
 //!
-//! It is a connected pair of sockets and not an eventfd, for one reason: both ends of an eventfd
+//! The channel is a connected pair of sockets and not an eventfd, for one reason: both ends of an eventfd
 //! share one open file, so a peer can clear its `O_NONBLOCK` and fill its counter, and this
 //! process's next wake-up would block for ever. A socket takes `MSG_DONTWAIT` with each call, which
 //! no peer can take back.
