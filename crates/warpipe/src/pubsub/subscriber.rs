@@ -1,9 +1,9 @@
 //! The public subscriber: its handle, receiving, and the next publisher after one has gone. How it
-//! sleeps and is woken: [`wait`]; the samples of one link: [`attached`]; samples without a stream, and
-//! replies: [`raw_sample`].
+//! sleeps and is woken: [`wait`]; the samples of one link: [`link_receiver`]; samples without a
+//! stream, and replies: [`raw_sample`].
 
-mod attached;
 mod builder;
+mod link_receiver;
 mod raw_sample;
 #[cfg(test)]
 mod tests;
@@ -19,7 +19,7 @@ use rustix::event::epoll;
 pub use builder::SubscriberBuilder;
 pub(crate) use raw_sample::{CompletionWait, RawSample, Replies};
 
-use self::attached::{Attached, EndedLink};
+use self::link_receiver::{EndedLink, LinkReceiver};
 use self::wait::{ARRIVALS, DOORBELL, WAKE, watch_descriptor};
 use super::publisher_link::{ConnectOptions, PublisherLink};
 use super::sample::{PreviousPublisher, Sample};
@@ -103,7 +103,7 @@ pub struct Subscriber {
     timer: Option<CloseOnForkFd>,
     /// The sources that have ended a sleep and are not drained, a bit for each.
     rung: u8,
-    attached: Option<LeakOnFork<Attached>>,
+    attached: Option<LeakOnFork<LinkReceiver>>,
     /// The handshake with the next publisher, while it has not answered.
     attempt: Option<Attempt<Arc<PublisherLink>>>,
     /// The link of the samples received last, once it has ended, until the next sample.
@@ -224,7 +224,7 @@ impl Subscriber {
             Some(ended) if ended.source == link.source => ended.last_received,
             _ => 0,
         };
-        let attached = Attached::new(link, ring, last_received, self.row.clone());
+        let attached = LinkReceiver::new(link, ring, last_received, self.row.clone());
         self.attached = Some(LeakOnFork::new(attached));
         Ok(())
     }

@@ -119,7 +119,7 @@ impl SessionState {
                 what: format!("{:?} to read its socket", self.name),
                 waited: Duration::ZERO,
             },
-            other => Error::os("sendmsg", format!("a question to {:?}", self.name), other),
+            other => Error::os("sendmsg", format!("a request to {:?}", self.name), other),
         }
     }
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 use super::super::publisher_link::{PublisherLink, SenderState};
 use super::super::sample::{Sample, TakenSample};
 use super::Subscriber;
-use super::attached::Attached;
+use super::link_receiver::LinkReceiver;
 use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::Kind;
@@ -109,7 +109,7 @@ impl Drop for RawSample {
     }
 }
 
-impl Attached {
+impl LinkReceiver {
     /// The next sample, if there is one, without a stream. The error at the end is the same as from
     /// `receive`.
     fn take_raw(&mut self) -> Result<Option<RawSample>> {
@@ -143,7 +143,7 @@ impl Attached {
 /// Receives the replies of one subscriber, over its link's second ring. Dropped, it asks for no more.
 #[derive(Debug)]
 pub(crate) struct Replies {
-    attached: LeakOnFork<Attached>,
+    attached: LeakOnFork<LinkReceiver>,
 }
 
 impl LinkedSubscriber {
@@ -162,13 +162,13 @@ impl LinkedSubscriber {
         }));
         let ring = ReceiverRing::new(link.segment().clone());
         Some(Replies {
-            attached: LeakOnFork::new(Attached::new(link, ring, 0, row)),
+            attached: LeakOnFork::new(LinkReceiver::new(link, ring, 0, row)),
         })
     }
 }
 
 impl Replies {
-    /// As [`Attached::take_raw`].
+    /// As [`LinkReceiver::take_raw`].
     pub(crate) fn take(&mut self) -> Result<Option<RawSample>> {
         self.attached.take_raw()
     }
@@ -218,7 +218,7 @@ impl Drop for Replies {
 }
 
 impl Subscriber {
-    /// As [`Attached::take_raw`].
+    /// As [`LinkReceiver::take_raw`].
     #[cfg(test)]
     pub(crate) fn take_raw_sample(&mut self) -> Result<Option<RawSample>> {
         match &mut self.attached {
@@ -266,7 +266,7 @@ impl Subscriber {
 mod tests {
     use std::time::Instant;
 
-    use super::super::attached::MissingRegion;
+    use super::super::link_receiver::MissingRegion;
     use super::*;
     use crate::device::Device;
     use crate::ipc::domain::Domain;

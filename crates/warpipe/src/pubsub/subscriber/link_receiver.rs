@@ -20,7 +20,7 @@ const REGION_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A subscriber's link to its present publisher, or a receiver of replies.
 #[derive(Debug)]
-pub(super) struct Attached {
+pub(super) struct LinkReceiver {
     pub(super) link: Arc<PublisherLink>,
     pub(super) ring: ReceiverRing,
     /// The link's regions, by their ids, as they were when one was last looked for in vain.
@@ -76,7 +76,7 @@ pub(super) struct EndedLink {
     /// That of the publisher that gave the samples their numbers.
     pub(super) source: [u8; 16],
     pub(super) publisher: PreviousPublisher,
-    /// As [`Attached::last_received`].
+    /// As [`LinkReceiver::last_received`].
     pub(super) last_received: u64,
 }
 
@@ -107,7 +107,7 @@ fn missing_between(last: u64, next: u64) -> u64 {
     }
 }
 
-impl Attached {
+impl LinkReceiver {
     /// `last_received`: the number of the sample that the subscriber received last over an earlier
     /// link to the same source; 0 for none.
     pub(super) fn new(
@@ -115,9 +115,9 @@ impl Attached {
         ring: ReceiverRing,
         last_received: u64,
         row: Arc<EndpointRow>,
-    ) -> Attached {
+    ) -> LinkReceiver {
         let regions = link.regions().iter().map(KnownRegion::from).collect();
-        Attached {
+        LinkReceiver {
             link,
             ring,
             regions,
@@ -255,7 +255,7 @@ impl Attached {
     }
 
     fn take(&mut self) -> Result<Option<u64>, Violation> {
-        let Attached {
+        let LinkReceiver {
             link,
             ring,
             regions,
@@ -352,7 +352,7 @@ impl Attached {
     }
 }
 
-impl Drop for Attached {
+impl Drop for LinkReceiver {
     fn drop(&mut self) {
         if let Some(taken) = self.taken.take() {
             self.link.give_back(taken.position);
