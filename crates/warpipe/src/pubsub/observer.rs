@@ -1,4 +1,4 @@
-//! What the owner of a publisher that chooses its recipients learns of the subscribers.
+//! The subscribers of a publisher, as an owner sees them that chooses its recipients: a queue.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -260,8 +260,8 @@ impl SubscriberLink {
     /// link leaves or is closed, sends the descriptors of those that are new.
     ///
     /// # Errors
-    /// Either [`os::is_shortage`], and the rest is repeated later; or the subscriber does not read
-    /// its socket.
+    /// Either [`is_shortage`](crate::os::is_shortage), and the rest is repeated later; or the
+    /// subscriber does not read its socket.
     pub(super) fn announce(&mut self, chunks: &[Chunk]) -> Result<(), Errno> {
         let socket = self.socket.clone();
         let is_gone = |id: u32| chunks.binary_search_by_key(&id, |chunk| chunk.id).is_err();
