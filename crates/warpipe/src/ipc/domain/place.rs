@@ -57,6 +57,8 @@ impl Place {
         let is_free = || (!self.is_contested()).then_some(());
         Uptime::look_within(LIVE_AFTER, is_free).is_some()
             || (is_exiting() && Uptime::look_within(EXIT_TIMEOUT, is_free).is_some())
+            // It may have ended between the last look and the question.
+            || is_free().is_some()
     }
 
     /// Gives the place up.

@@ -132,7 +132,7 @@ pub(super) fn reap(queue: Receiver<Deferred>) {
             Err(RecvTimeoutError::Disconnected) => return,
         }
         if unreclaimed::is_retry_due() && last_retry.elapsed() >= TICK {
-            unreclaimed::retry_all();
+            catch_panic(unreclaimed::retry_all);
             last_retry = Instant::now();
         }
     }
