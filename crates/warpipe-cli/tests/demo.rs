@@ -289,6 +289,7 @@ fn killed_from_outside(role: &str) -> String {
     let world = World::new();
     let mut running = demo(&world, &["--seconds", "1000"]);
     let started = running.wait_for("started", 5);
+    running.wait_for("ready", 1);
     let victim = started
         .iter()
         .find(|process| process["role"] == role)

@@ -165,7 +165,7 @@ impl<'a> Wait<'a> {
     }
 }
 
-/// For callers to whom the end of a wait is no error.
+/// For callers that treat the end of a wait as no error.
 pub trait OptionalExtension<T> {
     /// Converts [`Error::Timeout`] to `None`.
     ///

@@ -51,6 +51,7 @@ With --json the demo prints one object per line; its `event` says its kind. The 
 times of the parts about deaths count from the kill.
   started           role, pid
   latency           trips, p50_us, p99_us (one hand-over: half a round trip)
+  ready             the publisher and all subscribers
   throughput        verified, seconds, visible_gb_per_s
   subscriber_death  pid, busy, held, notified_ms, released_ms, started_ms, first_verified_ms, first_item,
                     others [role, verified, apart_ms]

@@ -35,6 +35,7 @@ pub fn perform(stage: &mut Stage) -> anyhow::Result<()> {
     for id in processes.subscribers.iter().copied().chain([publisher]) {
         stage.wait(id, "ready")?;
     }
+    stage.tell(json!({ "event": "ready" }))?;
     for part in [throughput, subscriber_death, publisher_death] {
         let figures = part(stage, &mut processes)?;
         stage.figures(figures)?;

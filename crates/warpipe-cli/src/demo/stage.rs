@@ -39,8 +39,8 @@ struct Process {
     events: Receiver<Value>,
     /// Events that were not asked for yet.
     kept: Vec<Value>,
-    /// By the demo.
-    is_killed: bool,
+    /// The demo has killed it, or has reported its end.
+    end_is_known: bool,
 }
 
 /// The processes, and what they have shown so far. Dropped, it kills and reaps those that are left.
@@ -134,7 +134,7 @@ impl<'a> Stage<'a> {
             orders,
             events,
             kept: Vec::new(),
-            is_killed: false,
+            end_is_known: false,
         });
         std::thread::Builder::new()
             .name("demo-events".into())
@@ -171,7 +171,7 @@ impl<'a> Stage<'a> {
     /// SIGKILL. When, in nanoseconds of `CLOCK_MONOTONIC`, just before the call.
     pub fn kill(&mut self, id: Id) -> anyhow::Result<u64> {
         let process = &mut self.processes[id];
-        process.is_killed = true;
+        process.end_is_known = true;
         let at_ns = clock::now_ns();
         process
             .child
@@ -194,7 +194,7 @@ impl<'a> Stage<'a> {
         self.wait_for(id, event, |_| true)
     }
 
-    /// The same, for one that also holds `what` is asked for. Earlier ones are kept.
+    /// The same, for an event that `is_it` accepts. All others are kept for later calls.
     pub fn wait_for(
         &mut self,
         id: Id,
@@ -221,39 +221,33 @@ impl<'a> Stage<'a> {
                 "{role} did not say {event:?} in time"
             );
             let found = events.recv_timeout(LOOK);
-            // Of one that has ended, all events are taken first.
-            match found {
-                Ok(found) if found["event"] == "counts" => self.take_counts(id, found),
-                Ok(found) => self.processes[id].kept.push(found),
-                Err(_) => self.look_for_ends()?,
+            let awaited = found.is_ok().then_some(id);
+            if let Ok(found) = found {
+                self.keep(id, found);
             }
+            self.look_for_ends(awaited)?;
         }
     }
 
-    /// Takes in the counts of a subscriber, which replace those before.
-    fn take_counts(&mut self, id: Id, counts: Value) {
-        self.counts.insert(id.to_string(), counts.clone());
-        let kept = &mut self.processes[id].kept;
-        kept.push(counts);
+    /// A subscriber's counts replace those before in the totals.
+    fn keep(&mut self, id: Id, event: Value) {
+        if event["event"] == "counts" {
+            self.counts.insert(id.to_string(), event.clone());
+        }
+        self.processes[id].kept.push(event);
     }
 
-    fn look_for_ends(&mut self) -> anyhow::Result<()> {
-        for Process {
-            role,
-            child,
-            is_killed,
-            ..
-        } in &mut self.processes
-        {
-            let Some(status) = child.try_wait()?.filter(|_| !*is_killed) else {
+    /// Fails if a process has ended by itself. Of the `awaited` one, all events are taken first.
+    fn look_for_ends(&mut self, awaited: Option<Id>) -> anyhow::Result<()> {
+        for (id, process) in self.processes.iter_mut().enumerate() {
+            if process.end_is_known || awaited == Some(id) {
                 continue;
-            };
-            *is_killed = true;
-            bail!(
-                "{role} (process {}) {}",
-                child.id(),
-                process::ending(status)
-            );
+            }
+            if let Some(status) = process.child.try_wait()? {
+                process.end_is_known = true;
+                let (role, pid) = (&process.role, process.child.id());
+                bail!("{role} (process {pid}) {}", process::ending(status));
+            }
         }
         Ok(())
     }
@@ -278,6 +272,11 @@ impl<'a> Stage<'a> {
         Ok(self.output.human(|| text.to_string())?)
     }
 
+    /// An event for programs.
+    pub fn tell(&self, event: Value) -> anyhow::Result<()> {
+        Ok(self.output.json_only(&event)?)
+    }
+
     /// The figures of a part, for programs.
     pub fn figures(&mut self, figures: Value) -> anyhow::Result<()> {
         self.output.json_only(&figures)?;
@@ -298,12 +297,12 @@ impl<'a> Stage<'a> {
         for Process {
             role,
             child,
-            is_killed,
+            end_is_known,
             ..
         } in &mut self.processes
         {
             let status = process::end(child, END_PATIENCE)?;
-            if !status.success() && !*is_killed {
+            if !status.success() && !*end_is_known {
                 failures.push(format!(
                     "{role} (process {}) {}",
                     child.id(),
@@ -313,10 +312,7 @@ impl<'a> Stage<'a> {
         }
         for id in 0..self.processes.len() {
             while let Ok(event) = self.processes[id].events.recv() {
-                match event["event"] == "counts" {
-                    true => self.take_counts(id, event),
-                    false => self.processes[id].kept.push(event),
-                }
+                self.keep(id, event);
             }
         }
         ensure!(failures.is_empty(), "{}", failures.join("; "));
@@ -330,7 +326,10 @@ impl<'a> Stage<'a> {
             let left = process.kept.iter().find(|event| event["event"] == "left");
             (process.role.clone(), left.cloned())
         };
-        let ended = self.processes.iter().filter(|process| !process.is_killed);
+        let ended = self
+            .processes
+            .iter()
+            .filter(|process| !process.end_is_known);
         ended.map(said).collect()
     }
 

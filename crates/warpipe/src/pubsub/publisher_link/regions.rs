@@ -47,7 +47,7 @@ pub(super) struct PublisherRegions {
     pub(super) owner: DeviceId,
     pub(super) access: Access,
     /// By their ids. Only one thread at a time changes them, and not under a driver call, which may
-    /// take long: who receives takes the lock, a queue under its own.
+    /// take long: every receive takes this lock, and a queue does so while it holds its own.
     open: Mutex<Vec<OpenRegion>>,
     /// Regions that the publisher has closed and that are still mapped.
     closing: Arc<AtomicUsize>,
