@@ -50,11 +50,14 @@ class _Engine:
         from vllm import LLM
         from vllm.model_executor.model_loader import base_loader
         from vllm.v1.worker import gpu_model_runner, gpu_worker
+        from vllm.v1.worker.gpu import model_runner
 
         imported = time.time() - _STARTED
         load = _Timed()
         load.time(gpu_worker.Worker, "load_model", "worker")
-        load.time(gpu_model_runner, "get_model_loader", "loader", of_result="load_model")
+        # vLLM has two runners of models, and chooses by the model.
+        for runner in (gpu_model_runner, model_runner):
+            load.time(runner, "get_model_loader", "loader", of_result="load_model")
         load.time(base_loader, "initialize_model", "build")
         load.time(base_loader, "process_weights_after_loading", "processing")
         load.time(gpu_worker.WeightTransferEngineFactory, "create_engine", "transfer")
@@ -72,7 +75,7 @@ class _Engine:
         gc.callbacks.remove(load.collection)
         self.generate(tokens=1, prompts=1)
         self.told: dict[str, Any] = {
-            "imported": imported, "built": built, "first_token": time.time() - _STARTED, "load_model": load.took.get("loader"), "load_steps": load.took,
+            "imported": imported, "built": built, "first_token": time.time() - _STARTED, "load_model": load.took["loader"], "load_steps": load.took,
             "collections_s": load.collections_s, "pid": os.getpid(), "model": self._llm.collective_rpc(_about_model)[0],
         }  # fmt: skip
 
