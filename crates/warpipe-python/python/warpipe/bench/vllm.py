@@ -404,8 +404,11 @@ def _sent(run: Run, engines: list[Engine], captured: Engine) -> dict[str, Any]:
             values.clear()
         return noted
 
+    # Between two versions of a trainer lies a step of training: the driver has taken back what the engines left by then.
+    with_two = used() + sum(tensor.nbytes for tensor in run.new.values())
     for _ in range(run.asked.rounds):
         send(engines, run.new)
+        settled(with_two)
     found = told("sync")
     wanted = run.of("plain", "new_tokens")
     found["same_new_tokens"] = [engine.tokens() == wanted for engine in engines]
@@ -417,6 +420,7 @@ def _sent(run: Run, engines: list[Engine], captured: Engine) -> dict[str, Any]:
         to = [*engines, captured] if same_layout else engines
         for _ in range(3):
             send(to, changed, changed=True, same_layout=same_layout)
+            settled(with_two)
         found |= told("changed" if same_layout else "changed_shared")
     changed_tokens = {engine.tokens() for engine in engines}
     found["changed_gib"] = gib(sum(tensor.nbytes for tensor in changed.values()))
