@@ -84,6 +84,12 @@ const GAPS: &[Gap] = &[
         remark: "",
     },
     Gap {
+        figures: figures("weights", "new version in two engines"),
+        what: "A trainer's version in two engines, by copy, or in place with hashes by the device",
+        beside: "one copy by the device",
+        remark: "`hash=\"device\"` reads all bytes once more; in place with `later` or `none` the target is met.",
+    },
+    Gap {
         figures: figures("bridge", "behind each other"),
         what: "Tensors of a GPU through two bridges",
         beside: "Zenoh with host memory",
