@@ -360,8 +360,9 @@ mod tests {
             let measured = modes
                 .filter(|mode| !cell(&all, pick, mode).is_empty())
                 .count();
-            let is_new = pick.name.starts_with("new version") || pick.name.starts_with("kill ");
-            assert!(measured > 0 || is_new, "{}: {}", pick.bench, pick.name);
+            // Its parts are measured one by one, and the page says which of them are missing.
+            let has_parts = pick.bench == "weights";
+            assert!(measured > 0 || has_parts, "{}: {}", pick.bench, pick.name);
         }
     }
 }
