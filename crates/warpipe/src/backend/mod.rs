@@ -44,7 +44,7 @@ pub struct RawRegion {
 }
 
 /// An allocation that other code of this process has made and mapped, held once more. Plain data:
-/// its owner releases it with [`Backend::release_retained`].
+/// its owner releases it with [`Imports::release_retained`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Retained {
     /// The driver's handle (`CUmemGenericAllocationHandle`). All holds of one allocation have the
@@ -76,7 +76,7 @@ pub(crate) enum Stage {
     },
 }
 
-/// One memory operation of a [`Backend::batch`].
+/// One memory operation of a [`Streams::batch`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StreamOp {
     /// Stores `value` into the word, behind all earlier work of the stream.
@@ -159,12 +159,12 @@ impl HostCopy for Vec<u8> {
 ///
 /// # Contract
 ///
-/// * The caller checks arguments: sizes are positive and aligned to [`Backend::granularity`],
+/// * The caller checks arguments: sizes are positive and aligned to [`Regions::granularity`],
 ///   handles come from the same backend, layouts fit. A backend trusts its callers, which is why
 ///   most of its methods are `unsafe`; it does not trust the driver or a descriptor from a peer.
 /// * Every method may be called from any thread and leaves the caller's current context as it was.
 /// * A *word* is the first field of a [`TimelineWord`] in a segment that was passed to
-///   [`Backend::register`]. Its values only grow.
+///   [`Regions::register`]. Its values only grow.
 /// * `Signal` makes all work enqueued before it on its stream visible to every device and process
 ///   that sees the word's new value (`cuStreamWriteValue64` with its default barrier). `Wait` lets
 ///   the stream go on once the word is at or above the value (`CU_STREAM_WAIT_VALUE_GEQ`).
@@ -177,7 +177,9 @@ impl HostCopy for Vec<u8> {
 /// struct Mine;
 /// impl warpipe::backend::sealed::Sealed for Mine {} // error: module `sealed` is private
 /// ```
-pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
+pub trait Backend:
+    sealed::Sealed + Regions + Imports + Streams + Copies + Kernels + Ipc + Send + Sync + fmt::Debug
+{
     /// The device that this backend drives.
     fn info(&self) -> &DeviceInfo;
 
@@ -187,7 +189,10 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     fn runs_beside_other_processes(&self) -> bool {
         true
     }
+}
 
+/// Regions: allocations of this library, which a descriptor names; and host memory that streams can reach. A part of [`Backend`].
+pub trait Regions {
     /// The unit of a region's length, in bytes (CUDA: usually 2 MiB; host: the page).
     fn granularity(&self) -> u64;
 
@@ -204,17 +209,78 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     /// `region` came from `allocate` of this backend and has not been released.
     unsafe fn export(&self, region: &RawRegion) -> Result<OwnedFd>;
 
-    /// `cuMemImportFromShareableHandle` + map, or `mmap` of a sealed memfd: maps a peer's region of
-    /// exactly `bytes` bytes, owned by device `owner`. The descriptor is not trusted:
+    /// Unmaps a region and releases this process's handle of it. After an error `region` records
+    /// the remaining part: call this again to continue there.
+    /// [`Error::DeviceReset`](crate::Error::DeviceReset) is final.
+    ///
+    /// # Safety
+    /// `region` came from `allocate` or `import` of this backend, is not released, and no enqueued
+    /// work uses it.
+    unsafe fn release(&self, region: &mut RawRegion) -> Result<()>;
+
+    /// `cuMemHostRegister` (portable, mapped): makes host memory accessible to streams, for words
+    /// and copies. Returns its device address.
+    ///
+    /// # Safety
+    /// `ptr..ptr+bytes` is page-aligned mapped memory that stays mapped until `unregister`.
+    unsafe fn register(&self, ptr: *mut u8, bytes: usize) -> Result<DevicePtr>;
+
+    /// Whether a failed `register` has left this memory registered, because the driver did not undo
+    /// it.
+    fn is_registered(&self, _ptr: *mut u8) -> bool {
+        false
+    }
+
+    /// Whether [`unregister`](Self::unregister) would block behind a stream that waits for a
+    /// peer, and with it every allocation of this process. If so, it is called later. No enqueued
+    /// work uses the memory.
+    fn unregister_would_block(&self, _ptr: *mut u8) -> bool {
+        false
+    }
+
+    /// `cuMemHostUnregister`, which waits for all streams of the context. After an error the driver
+    /// may still use the memory: it must stay mapped, and this may be called again.
+    ///
+    /// # Safety
+    /// `ptr` was passed to `register` of this backend, and no enqueued work uses the memory.
+    unsafe fn unregister(&self, ptr: *mut u8) -> Result<()>;
+
+    /// Bytes of device memory in use by this process alone, as the backend counts them (regions
+    /// allocated and imported, not yet released). For leak checks and diagnostics.
+    fn bytes_held(&self) -> u64;
+}
+
+/// Allocations of other processes, and of other code in this one. A part of [`Backend`].
+pub trait Imports: Ipc {
+    /// `cuMemImportFromShareableHandle` + map, or `mmap` of sealed memfds: maps a peer's
+    /// allocations of exactly `piece` bytes each, owned by device `owner`, in their order into one
+    /// range. The descriptors are not trusted:
     /// [`Error::NotDeviceMemory`](crate::Error::NotDeviceMemory) for anything but such memory,
     /// [`Error::PeerAccess`](crate::Error::PeerAccess) for memory that this device cannot reach.
     fn import(
         &self,
-        fd: BorrowedFd<'_>,
-        bytes: u64,
+        fds: &[BorrowedFd<'_>],
+        piece: u64,
         access: Access,
         owner: DeviceId,
     ) -> Result<RawRegion>;
+
+    /// Maps other allocations over an imported region, in place of its own: pieces of `piece` bytes
+    /// that fill it (`cuMemUnmap`, `cuMemMap` and `cuMemSetAccess`, or `mmap` with `MAP_FIXED`). The
+    /// address stays. Descriptors that are refused change nothing. After any other error parts of
+    /// the region may be without memory, until a later call succeeds.
+    ///
+    /// # Safety
+    /// `region` came from `import` of this backend with the same `access`, is not
+    /// released, and no enqueued work uses it.
+    unsafe fn import_over(
+        &self,
+        region: &mut RawRegion,
+        fds: &[BorrowedFd<'_>],
+        piece: u64,
+        access: Access,
+        owner: DeviceId,
+    ) -> Result<()>;
 
     /// `cuMemRetainAllocationHandle` + `cuMemGetAddressRange`: holds the allocation that other code
     /// of this process has mapped at `ptr` by the virtual memory functions (PyTorch's expandable
@@ -254,80 +320,10 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     unsafe fn release_retained(&self, _retained: &Retained) -> Result<()> {
         Ok(())
     }
+}
 
-    /// As [`import`](Backend::import), of several allocations of `piece` bytes each, mapped in
-    /// their order into one range.
-    fn import_pieces(
-        &self,
-        _fds: &[BorrowedFd<'_>],
-        _piece: u64,
-        _access: Access,
-        owner: DeviceId,
-    ) -> Result<RawRegion> {
-        Err(Error::NotDeviceMemory {
-            wanted: "memory of this backend",
-            found: format!("memory of device {owner}"),
-        })
-    }
-
-    /// Maps other allocations over an imported region, in place of its own: pieces of `piece` bytes
-    /// that fill it (`cuMemUnmap`, `cuMemMap` and `cuMemSetAccess`, or `mmap` with `MAP_FIXED`). The
-    /// address stays. Descriptors that are refused change nothing. After any other error parts of
-    /// the region may be without memory, until a later call succeeds.
-    ///
-    /// # Safety
-    /// `region` came from `import` or `import_pieces` of this backend with the same `access`, is not
-    /// released, and no enqueued work uses it.
-    unsafe fn import_over(
-        &self,
-        _region: &mut RawRegion,
-        _fds: &[BorrowedFd<'_>],
-        _piece: u64,
-        _access: Access,
-        owner: DeviceId,
-    ) -> Result<()> {
-        Err(Error::NotDeviceMemory {
-            wanted: "memory of this backend",
-            found: format!("memory of device {owner}"),
-        })
-    }
-
-    /// Unmaps a region and releases this process's handle of it. After an error `region` records
-    /// the remaining part: call this again to continue there.
-    /// [`Error::DeviceReset`](crate::Error::DeviceReset) is final.
-    ///
-    /// # Safety
-    /// `region` came from `allocate` or `import` of this backend, is not released, and no enqueued
-    /// work uses it.
-    unsafe fn release(&self, region: &mut RawRegion) -> Result<()>;
-
-    /// `cuMemHostRegister` (portable, mapped): makes host memory accessible to streams, for words
-    /// and copies. Returns its device address.
-    ///
-    /// # Safety
-    /// `ptr..ptr+bytes` is page-aligned mapped memory that stays mapped until `unregister`.
-    unsafe fn register(&self, ptr: *mut u8, bytes: usize) -> Result<DevicePtr>;
-
-    /// Whether a failed `register` has left this memory registered, because the driver did not undo
-    /// it.
-    fn is_registered(&self, _ptr: *mut u8) -> bool {
-        false
-    }
-
-    /// Whether [`unregister`](Backend::unregister) would block behind a stream that waits for a
-    /// peer, and with it every allocation of this process. If so, it is called later. No enqueued
-    /// work uses the memory.
-    fn unregister_would_block(&self, _ptr: *mut u8) -> bool {
-        false
-    }
-
-    /// `cuMemHostUnregister`, which waits for all streams of the context. After an error the driver
-    /// may still use the memory: it must stay mapped, and this may be called again.
-    ///
-    /// # Safety
-    /// `ptr` was passed to `register` of this backend, and no enqueued work uses the memory.
-    unsafe fn unregister(&self, ptr: *mut u8) -> Result<()>;
-
+/// Streams, their order, and events. A part of [`Backend`].
+pub trait Streams {
     /// `cuStreamCreate` (non-blocking), or a new thread.
     fn create_stream(&self) -> Result<RawStream>;
 
@@ -346,7 +342,7 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     unsafe fn batch(&self, stream: RawStream, ops: &[StreamOp]) -> Result<()>;
 
     /// Whether the stream's work so far is done and nothing orders later work but the caller: then
-    /// a signal may be stored by the CPU in place of [`batch`](Backend::batch). Never on CUDA, where
+    /// a signal may be stored by the CPU in place of [`batch`](Self::batch). Never on CUDA, where
     /// the driver orders signals.
     ///
     /// # Safety
@@ -355,120 +351,16 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
         false
     }
 
-    /// Like [`batch`](Backend::batch), for a thread that has just called
-    /// [`is_capturing`](Backend::is_capturing) for this stream, and only this library's code since
+    /// Like [`batch`](Self::batch), for a thread that has just called
+    /// [`is_capturing`](Self::is_capturing) for this stream, and only this library's code since
     /// then: the thread's current context is still the one found there.
     ///
     /// # Safety
-    /// As for [`batch`](Backend::batch).
+    /// As for [`batch`](Self::batch).
     unsafe fn batch_at_once(&self, stream: RawStream, ops: &[StreamOp]) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.batch(stream, ops) }
     }
-
-    /// `cuMemcpyAsync`: enqueues a copy between device addresses (regions or registered memory).
-    ///
-    /// # Safety
-    /// Both ranges stay mapped until the copy is done and do not overlap.
-    unsafe fn copy(
-        &self,
-        stream: RawStream,
-        dst: DevicePtr,
-        src: DevicePtr,
-        bytes: u64,
-    ) -> Result<()>;
-
-    /// `cuMemcpyAsync` for one row, `cuMemcpy3DAsync` for long ones in up to three dimensions, else
-    /// a kernel of this library: enqueues a copy between tensors of different layouts, as one
-    /// operation. The kernel reaches the same memory as `stream`'s device, and no other device's
-    /// memory.
-    ///
-    /// # Safety
-    /// All rows stay mapped until the copy is done, readable on one side and writable on the other,
-    /// and no byte is both.
-    unsafe fn copy_rows(&self, stream: RawStream, rows: &Rows) -> Result<()>;
-
-    /// `cuMemsetD8Async` with zeros: enqueues the clearing of device memory.
-    ///
-    /// # Safety
-    /// `dst` is writable for `bytes` bytes until it is done; nothing enqueued elsewhere touches it.
-    unsafe fn zero(&self, stream: RawStream, dst: DevicePtr, bytes: u64) -> Result<()>;
-
-    /// `cuMemcpyHtoDAsync` from any host memory; `src` may be reused as soon as this returns. Does
-    /// not wait for the stream's work, which may be blocked. Waits for staging memory if too many
-    /// bytes are queued behind such streams, for 10 s at most
-    /// ([`Error::Timeout`](crate::Error::Timeout)). Refuses a stream that is captured
-    /// ([`Error::Capturing`](crate::Error::Capturing)), as the other copies from and to the host.
-    ///
-    /// # Safety
-    /// `dst` is writable for `src.len()` bytes until the copy is done; nothing enqueued elsewhere
-    /// writes it.
-    unsafe fn upload(&self, stream: RawStream, dst: DevicePtr, src: &[u8]) -> Result<()>;
-
-    /// As [`upload`](Backend::upload), of pieces that will lie one behind the other.
-    ///
-    /// # Safety
-    /// As for [`upload`](Backend::upload), for all their bytes.
-    unsafe fn upload_pieces(
-        &self,
-        stream: RawStream,
-        dst: DevicePtr,
-        pieces: &[&[u8]],
-    ) -> Result<()> {
-        let mut dst = dst;
-        for piece in pieces {
-            // SAFETY: the caller's promise.
-            unsafe { self.upload(stream, dst, piece) }?;
-            dst += piece.len() as u64;
-        }
-        Ok(())
-    }
-
-    /// `cuMemcpyDtoHAsync` and wait: the bytes are in `dst` when this returns.
-    ///
-    /// The caller makes sure that no work on `stream` can be stuck. This waits for earlier work for
-    /// 10 s at most ([`Error::Timeout`](crate::Error::Timeout)), and does not write `dst` after
-    /// that.
-    ///
-    /// # Safety
-    /// `src` is readable for `dst.len()` bytes.
-    unsafe fn download(&self, stream: RawStream, dst: &mut [u8], src: DevicePtr) -> Result<()>;
-
-    /// Enqueues a copy of ranges of device memory, one behind the other, to page-locked memory, and
-    /// does not wait for it: the bytes are read where the device has written them. Without room
-    /// there, copies to other memory and waits.
-    ///
-    /// # Safety
-    /// The ranges are readable, and nothing writes there, until the result has been waited for with
-    /// success, or `stream` is past its present work; `stream` is live until the result has been
-    /// waited for or dropped.
-    unsafe fn copy_to_host(
-        &self,
-        stream: RawStream,
-        ranges: &[(DevicePtr, u64)],
-    ) -> Result<Box<dyn HostCopy>> {
-        // SAFETY: the caller's promise.
-        copy_at_once(ranges, |dst, src| unsafe {
-            self.download(stream, dst, src)
-        })
-    }
-
-    /// `cuLaunchKernel`: enqueues `kernel` over `grid` blocks of `block` threads; on the host its
-    /// CPU implementation.
-    ///
-    /// # Safety
-    /// `args` are the kernel's parameters, and the memory they name outlives the launch.
-    unsafe fn launch(
-        &self,
-        stream: RawStream,
-        kernel: &Kernel,
-        grid: u32,
-        block: u32,
-        args: &[u64],
-    ) -> Result<()>;
-
-    /// Loads `kernel` now, so that no later launch loads a module behind a waiting stream.
-    fn preload(&self, kernel: &Kernel) -> Result<()>;
 
     /// `cuLaunchHostFunc`: enqueues a function on the CPU. It must not call the device.
     ///
@@ -518,6 +410,122 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     /// `event` is live.
     unsafe fn query_event(&self, event: RawEvent) -> Result<bool>;
 
+    /// Blocks the CPU until `word` is at or above `value`; false when `timeout` has passed first.
+    fn wait_word(&self, word: &TimelineWord, value: u64, timeout: Duration) -> Result<bool>;
+}
+
+/// Copies that a stream makes. A part of [`Backend`].
+pub trait Copies {
+    /// `cuMemcpyAsync`: enqueues a copy between device addresses (regions or registered memory).
+    ///
+    /// # Safety
+    /// Both ranges stay mapped until the copy is done and do not overlap.
+    unsafe fn copy(
+        &self,
+        stream: RawStream,
+        dst: DevicePtr,
+        src: DevicePtr,
+        bytes: u64,
+    ) -> Result<()>;
+
+    /// `cuMemcpyAsync` for one row, `cuMemcpy3DAsync` for long ones in up to three dimensions, else
+    /// a kernel of this library: enqueues a copy between tensors of different layouts, as one
+    /// operation. The kernel reaches the same memory as `stream`'s device, and no other device's
+    /// memory.
+    ///
+    /// # Safety
+    /// All rows stay mapped until the copy is done, readable on one side and writable on the other,
+    /// and no byte is both.
+    unsafe fn copy_rows(&self, stream: RawStream, rows: &Rows) -> Result<()>;
+
+    /// `cuMemsetD8Async` with zeros: enqueues the clearing of device memory.
+    ///
+    /// # Safety
+    /// `dst` is writable for `bytes` bytes until it is done; nothing enqueued elsewhere touches it.
+    unsafe fn zero(&self, stream: RawStream, dst: DevicePtr, bytes: u64) -> Result<()>;
+
+    /// `cuMemcpyHtoDAsync` from any host memory; `src` may be reused as soon as this returns. Does
+    /// not wait for the stream's work, which may be blocked. Waits for staging memory if too many
+    /// bytes are queued behind such streams, for 10 s at most
+    /// ([`Error::Timeout`](crate::Error::Timeout)). Refuses a stream that is captured
+    /// ([`Error::Capturing`](crate::Error::Capturing)), as the other copies from and to the host.
+    ///
+    /// # Safety
+    /// `dst` is writable for `src.len()` bytes until the copy is done; nothing enqueued elsewhere
+    /// writes it.
+    unsafe fn upload(&self, stream: RawStream, dst: DevicePtr, src: &[u8]) -> Result<()>;
+
+    /// As [`upload`](Self::upload), of pieces that will lie one behind the other.
+    ///
+    /// # Safety
+    /// As for [`upload`](Self::upload), for all their bytes.
+    unsafe fn upload_pieces(
+        &self,
+        stream: RawStream,
+        dst: DevicePtr,
+        pieces: &[&[u8]],
+    ) -> Result<()> {
+        let mut dst = dst;
+        for piece in pieces {
+            // SAFETY: the caller's promise.
+            unsafe { self.upload(stream, dst, piece) }?;
+            dst += piece.len() as u64;
+        }
+        Ok(())
+    }
+
+    /// `cuMemcpyDtoHAsync` and wait: the bytes are in `dst` when this returns.
+    ///
+    /// The caller makes sure that no work on `stream` can be stuck. This waits for earlier work for
+    /// 10 s at most ([`Error::Timeout`](crate::Error::Timeout)), and does not write `dst` after
+    /// that.
+    ///
+    /// # Safety
+    /// `src` is readable for `dst.len()` bytes.
+    unsafe fn download(&self, stream: RawStream, dst: &mut [u8], src: DevicePtr) -> Result<()>;
+
+    /// Enqueues a copy of ranges of device memory, one behind the other, to page-locked memory, and
+    /// does not wait for it: the bytes are read where the device has written them. Without room
+    /// there, copies to other memory and waits.
+    ///
+    /// # Safety
+    /// The ranges are readable, and nothing writes there, until the result has been waited for with
+    /// success, or `stream` is past its present work; `stream` is live until the result has been
+    /// waited for or dropped.
+    unsafe fn copy_to_host(
+        &self,
+        stream: RawStream,
+        ranges: &[(DevicePtr, u64)],
+    ) -> Result<Box<dyn HostCopy>> {
+        // SAFETY: the caller's promise.
+        copy_at_once(ranges, |dst, src| unsafe {
+            self.download(stream, dst, src)
+        })
+    }
+}
+
+/// Kernels of this library. A part of [`Backend`].
+pub trait Kernels {
+    /// `cuLaunchKernel`: enqueues `kernel` over `grid` blocks of `block` threads; on the host its
+    /// CPU implementation.
+    ///
+    /// # Safety
+    /// `args` are the kernel's parameters, and the memory they name outlives the launch.
+    unsafe fn launch(
+        &self,
+        stream: RawStream,
+        kernel: &Kernel,
+        grid: u32,
+        block: u32,
+        args: &[u64],
+    ) -> Result<()>;
+
+    /// Loads `kernel` now, so that no later launch loads a module behind a waiting stream.
+    fn preload(&self, kernel: &Kernel) -> Result<()>;
+}
+
+/// Memory of other allocators, and the driver's older handles of memory and events. A part of [`Backend`].
+pub trait Ipc {
     /// `cuEventCreate` (`CU_EVENT_INTERPROCESS | CU_EVENT_DISABLE_TIMING`): an event that other
     /// processes may open. [`Error::EventLimit`](crate::Error::EventLimit) when the process has
     /// [`IPC_EVENTS_MAX`] of them.
@@ -554,7 +562,7 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     ///
     /// # Safety
     /// `base` is the base of a live allocation of [`PointerKind::Device`], from
-    /// [`locate`](Backend::locate).
+    /// [`locate`](Self::locate).
     unsafe fn export_legacy(&self, base: DevicePtr) -> Result<IpcBytes>;
 
     /// `cuIpcOpenMemHandle` (`CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`): maps another process's
@@ -569,11 +577,4 @@ pub trait Backend: sealed::Sealed + Send + Sync + fmt::Debug {
     /// # Safety
     /// No enqueued work uses the memory, unless it is open more than once.
     unsafe fn close_legacy(&self, base: DevicePtr) -> Result<()>;
-
-    /// Blocks the CPU until `word` is at or above `value`; false when `timeout` has passed first.
-    fn wait_word(&self, word: &TimelineWord, value: u64, timeout: Duration) -> Result<bool>;
-
-    /// Bytes of device memory in use by this process alone, as the backend counts them (regions
-    /// allocated and imported, not yet released). For leak checks and diagnostics.
-    fn bytes_held(&self) -> u64;
 }

@@ -273,7 +273,9 @@ impl<H: Hook> Backend for Wrapped<H> {
     fn runs_beside_other_processes(&self) -> bool {
         self.inner.runs_beside_other_processes()
     }
+}
 
+impl<H: Hook> super::Regions for Wrapped<H> {
     fn granularity(&self) -> u64 {
         self.inner.granularity()
     }
@@ -287,58 +289,6 @@ impl<H: Hook> Backend for Wrapped<H> {
         self.hook.before("export")?;
         // SAFETY: the caller's promise, passed on.
         unsafe { self.inner.export(region) }
-    }
-
-    fn import(
-        &self,
-        fd: BorrowedFd<'_>,
-        bytes: u64,
-        access: Access,
-        owner: DeviceId,
-    ) -> Result<RawRegion> {
-        self.hook.before("import")?;
-        self.inner.import(fd, bytes, access, owner)
-    }
-
-    fn retain_mapped(&self, ptr: DevicePtr) -> Result<Retained> {
-        self.hook.before("retain_mapped")?;
-        self.inner.retain_mapped(ptr)
-    }
-
-    unsafe fn export_retained(&self, retained: &Retained) -> Result<OwnedFd> {
-        self.hook.before("export_retained")?;
-        // SAFETY: the caller's promise, passed on.
-        unsafe { self.inner.export_retained(retained) }
-    }
-
-    unsafe fn release_retained(&self, retained: &Retained) -> Result<()> {
-        self.hook.before("release_retained")?;
-        // SAFETY: the caller's promise, passed on.
-        unsafe { self.inner.release_retained(retained) }
-    }
-
-    fn import_pieces(
-        &self,
-        fds: &[BorrowedFd<'_>],
-        piece: u64,
-        access: Access,
-        owner: DeviceId,
-    ) -> Result<RawRegion> {
-        self.hook.before("import_pieces")?;
-        self.inner.import_pieces(fds, piece, access, owner)
-    }
-
-    unsafe fn import_over(
-        &self,
-        region: &mut RawRegion,
-        fds: &[BorrowedFd<'_>],
-        piece: u64,
-        access: Access,
-        owner: DeviceId,
-    ) -> Result<()> {
-        self.hook.before("import_over")?;
-        // SAFETY: the caller's promise, passed on.
-        unsafe { self.inner.import_over(region, fds, piece, access, owner) }
     }
 
     unsafe fn release(&self, region: &mut RawRegion) -> Result<()> {
@@ -367,6 +317,55 @@ impl<H: Hook> Backend for Wrapped<H> {
         unsafe { self.inner.unregister(ptr) }
     }
 
+    fn bytes_held(&self) -> u64 {
+        self.inner.bytes_held()
+    }
+}
+
+impl<H: Hook> super::Imports for Wrapped<H> {
+    fn import(
+        &self,
+        fds: &[BorrowedFd<'_>],
+        piece: u64,
+        access: Access,
+        owner: DeviceId,
+    ) -> Result<RawRegion> {
+        self.hook.before("import")?;
+        self.inner.import(fds, piece, access, owner)
+    }
+
+    unsafe fn import_over(
+        &self,
+        region: &mut RawRegion,
+        fds: &[BorrowedFd<'_>],
+        piece: u64,
+        access: Access,
+        owner: DeviceId,
+    ) -> Result<()> {
+        self.hook.before("import_over")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.import_over(region, fds, piece, access, owner) }
+    }
+
+    fn retain_mapped(&self, ptr: DevicePtr) -> Result<Retained> {
+        self.hook.before("retain_mapped")?;
+        self.inner.retain_mapped(ptr)
+    }
+
+    unsafe fn export_retained(&self, retained: &Retained) -> Result<OwnedFd> {
+        self.hook.before("export_retained")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.export_retained(retained) }
+    }
+
+    unsafe fn release_retained(&self, retained: &Retained) -> Result<()> {
+        self.hook.before("release_retained")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.release_retained(retained) }
+    }
+}
+
+impl<H: Hook> super::Streams for Wrapped<H> {
     fn create_stream(&self) -> Result<RawStream> {
         self.hook.before("create_stream")?;
         self.inner.create_stream()
@@ -390,60 +389,6 @@ impl<H: Hook> Backend for Wrapped<H> {
         let ops = self.hook.batch(&*self.inner, stream, ops)?;
         // SAFETY: the caller's promise, passed on; the hook adds no word of its own.
         unsafe { self.inner.batch_at_once(stream, &ops) }
-    }
-
-    unsafe fn copy(
-        &self,
-        stream: RawStream,
-        dst: DevicePtr,
-        src: DevicePtr,
-        bytes: u64,
-    ) -> Result<()> {
-        self.hook.before("copy")?;
-        // SAFETY: the caller's promise, passed on.
-        unsafe { self.inner.copy(stream, dst, src, bytes) }
-    }
-
-    unsafe fn copy_rows(&self, stream: RawStream, rows: &Rows) -> Result<()> {
-        self.hook.before("copy_rows")?;
-        // SAFETY: the caller's promise, passed on.
-        unsafe { self.inner.copy_rows(stream, rows) }
-    }
-
-    unsafe fn zero(&self, stream: RawStream, dst: DevicePtr, bytes: u64) -> Result<()> {
-        self.hook.before("zero")?;
-        // SAFETY: the caller's promise, passed on.
-        unsafe { self.inner.zero(stream, dst, bytes) }
-    }
-
-    unsafe fn upload(&self, stream: RawStream, dst: DevicePtr, src: &[u8]) -> Result<()> {
-        self.hook.before("upload")?;
-        // SAFETY: the caller's promise, passed on.
-        unsafe { self.inner.upload(stream, dst, src) }
-    }
-
-    unsafe fn download(&self, stream: RawStream, dst: &mut [u8], src: DevicePtr) -> Result<()> {
-        self.hook.before("download")?;
-        // SAFETY: the caller's promise, passed on.
-        unsafe { self.inner.download(stream, dst, src) }
-    }
-
-    unsafe fn launch(
-        &self,
-        stream: RawStream,
-        kernel: &Kernel,
-        grid: u32,
-        block: u32,
-        args: &[u64],
-    ) -> Result<()> {
-        self.hook.before("launch")?;
-        // SAFETY: the caller's promise, passed on.
-        unsafe { self.inner.launch(stream, kernel, grid, block, args) }
-    }
-
-    fn preload(&self, kernel: &Kernel) -> Result<()> {
-        self.hook.before("preload")?;
-        self.inner.preload(kernel)
     }
 
     unsafe fn call(&self, stream: RawStream, function: Box<dyn FnOnce() + Send>) -> Result<()> {
@@ -493,6 +438,71 @@ impl<H: Hook> Backend for Wrapped<H> {
         unsafe { self.inner.query_event(event) }
     }
 
+    fn wait_word(&self, word: &TimelineWord, value: u64, timeout: Duration) -> Result<bool> {
+        self.hook.before("wait_word")?;
+        self.inner.wait_word(word, value, timeout)
+    }
+}
+
+impl<H: Hook> super::Copies for Wrapped<H> {
+    unsafe fn copy(
+        &self,
+        stream: RawStream,
+        dst: DevicePtr,
+        src: DevicePtr,
+        bytes: u64,
+    ) -> Result<()> {
+        self.hook.before("copy")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.copy(stream, dst, src, bytes) }
+    }
+
+    unsafe fn copy_rows(&self, stream: RawStream, rows: &Rows) -> Result<()> {
+        self.hook.before("copy_rows")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.copy_rows(stream, rows) }
+    }
+
+    unsafe fn zero(&self, stream: RawStream, dst: DevicePtr, bytes: u64) -> Result<()> {
+        self.hook.before("zero")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.zero(stream, dst, bytes) }
+    }
+
+    unsafe fn upload(&self, stream: RawStream, dst: DevicePtr, src: &[u8]) -> Result<()> {
+        self.hook.before("upload")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.upload(stream, dst, src) }
+    }
+
+    unsafe fn download(&self, stream: RawStream, dst: &mut [u8], src: DevicePtr) -> Result<()> {
+        self.hook.before("download")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.download(stream, dst, src) }
+    }
+}
+
+impl<H: Hook> super::Kernels for Wrapped<H> {
+    unsafe fn launch(
+        &self,
+        stream: RawStream,
+        kernel: &Kernel,
+        grid: u32,
+        block: u32,
+        args: &[u64],
+    ) -> Result<()> {
+        self.hook.before("launch")?;
+        // SAFETY: the caller's promise, passed on.
+        unsafe { self.inner.launch(stream, kernel, grid, block, args) }
+    }
+
+    fn preload(&self, kernel: &Kernel) -> Result<()> {
+        self.hook.before("preload")?;
+        self.inner.preload(kernel)
+    }
+}
+
+impl<H: Hook> super::Ipc for Wrapped<H> {
     fn create_ipc_event(&self) -> Result<RawEvent> {
         self.hook.before("create_ipc_event")?;
         self.inner.create_ipc_event()
@@ -540,14 +550,5 @@ impl<H: Hook> Backend for Wrapped<H> {
         self.hook.before("close_legacy")?;
         // SAFETY: the caller's promise, passed on.
         unsafe { self.inner.close_legacy(base) }
-    }
-
-    fn wait_word(&self, word: &TimelineWord, value: u64, timeout: Duration) -> Result<bool> {
-        self.hook.before("wait_word")?;
-        self.inner.wait_word(word, value, timeout)
-    }
-
-    fn bytes_held(&self) -> u64 {
-        self.inner.bytes_held()
     }
 }

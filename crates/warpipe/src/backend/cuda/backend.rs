@@ -4,7 +4,7 @@
 pub(super) mod broadcast;
 mod gather;
 mod kernels;
-mod legacy;
+pub(super) mod legacy;
 pub(super) mod memory;
 
 use std::cell::Cell;
@@ -40,11 +40,11 @@ use crate::kernel::Kernel;
 pub struct CudaBackend {
     pub(super) driver: &'static Driver,
     pub(super) device: CUdevice,
-    context: CUcontext,
+    pub(super) context: CUcontext,
     /// `None` for a driver that does not number contexts.
     context_id: Option<u64>,
     /// The context is known to have been reset.
-    is_reset: AtomicBool,
+    pub(super) is_reset: AtomicBool,
     pub(super) opening: waits::Context,
     pub(super) info: DeviceInfo,
     pub(super) granularity: u64,
@@ -64,12 +64,6 @@ pub struct CudaBackend {
 /// The devices opened so far, by ordinal: one context, one set of modules, for the life of the
 /// process.
 static OPENED: PerProcess<Mutex<BTreeMap<u32, Arc<CudaBackend>>>> = PerProcess::new();
-
-thread_local! {
-    /// The context that was current on this thread, without a push, at its last capture query; null
-    /// for another context. See [`Backend::batch_at_once`].
-    static FOUND_CURRENT: Cell<CUcontext> = const { Cell::new(CUcontext(ptr::null_mut())) };
-}
 
 /// Codes with which a driver answers to handles of a destroyed context.
 const STALE: [CUresult; 3] = [
@@ -229,7 +223,7 @@ impl CudaBackend {
 
     /// Replaces an error if the device was reset.
     #[cold]
-    fn explain(&self, error: Error) -> Error {
+    pub(super) fn explain(&self, error: Error) -> Error {
         let _guard = shutdown_gate::enter();
         match error {
             Error::Driver { code, .. } if STALE.contains(&CUresult(code)) && self.is_gone() => {
@@ -249,310 +243,5 @@ impl Backend for CudaBackend {
 
     fn runs_beside_other_processes(&self) -> bool {
         self.is_under_mps
-    }
-
-    fn granularity(&self) -> u64 {
-        self.granularity
-    }
-
-    fn allocate(&self, bytes: u64) -> Result<RawRegion> {
-        self.allocate_region(bytes)
-    }
-
-    unsafe fn export(&self, region: &RawRegion) -> Result<OwnedFd> {
-        // SAFETY: the caller's promise.
-        unsafe { self.export_region(region) }
-    }
-
-    fn import(
-        &self,
-        fd: BorrowedFd<'_>,
-        bytes: u64,
-        access: Access,
-        owner: DeviceId,
-    ) -> Result<RawRegion> {
-        self.import_region(fd, bytes, access, owner)
-    }
-
-    fn retain_mapped(&self, ptr: DevicePtr) -> Result<Retained> {
-        self.retain_foreign(ptr)
-    }
-
-    unsafe fn is_mapped_at(&self, retained: &Retained, ptr: DevicePtr) -> Result<bool> {
-        self.is_foreign_at(retained, ptr)
-    }
-
-    unsafe fn export_retained(&self, retained: &Retained) -> Result<OwnedFd> {
-        // SAFETY: the caller's promise.
-        unsafe { self.export_foreign(retained) }
-    }
-
-    unsafe fn release_retained(&self, retained: &Retained) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.release_foreign(retained) }
-    }
-
-    fn import_pieces(
-        &self,
-        fds: &[BorrowedFd<'_>],
-        piece: u64,
-        access: Access,
-        owner: DeviceId,
-    ) -> Result<RawRegion> {
-        self.import_foreign(fds, piece, access, owner)
-    }
-
-    unsafe fn import_over(
-        &self,
-        region: &mut RawRegion,
-        fds: &[BorrowedFd<'_>],
-        piece: u64,
-        access: Access,
-        owner: DeviceId,
-    ) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.import_foreign_over(region, fds, piece, access, owner) }
-    }
-
-    unsafe fn release(&self, region: &mut RawRegion) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.release_region(region) }
-    }
-
-    unsafe fn register(&self, ptr: *mut u8, bytes: usize) -> Result<DevicePtr> {
-        // SAFETY: the caller's promise.
-        unsafe { self.register_host(ptr, bytes) }
-    }
-
-    fn is_registered(&self, ptr: *mut u8) -> bool {
-        self.stuck().contains(&ptr.addr())
-    }
-
-    fn unregister_would_block(&self, ptr: *mut u8) -> bool {
-        waits::postpone(ptr)
-    }
-
-    unsafe fn unregister(&self, ptr: *mut u8) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.unregister_host(ptr) }
-    }
-
-    fn create_stream(&self) -> Result<RawStream> {
-        let _current = self.enter()?;
-        Ok(RawStream(self.driver.stream_create()?))
-    }
-
-    unsafe fn destroy_stream(&self, stream: RawStream) -> Result<()> {
-        let Some(_current) = self.enter_unless_gone()? else {
-            return Ok(());
-        };
-        // SAFETY: the caller's promise.
-        Ok(unsafe { self.driver.stream_destroy(stream.0) }?)
-    }
-
-    unsafe fn batch(&self, stream: RawStream, ops: &[StreamOp]) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.enqueue(stream.0, ops) }.map_err(|error| self.explain(error))
-    }
-
-    unsafe fn batch_at_once(&self, stream: RawStream, ops: &[StreamOp]) -> Result<()> {
-        if FOUND_CURRENT.get() != self.context || self.is_reset.load(Ordering::Relaxed) {
-            // SAFETY: the caller's promise.
-            return unsafe { self.batch(stream, ops) };
-        }
-        let _guard = shutdown_gate::enter();
-        // SAFETY: the caller's promise; the context is still current.
-        unsafe { self.enqueue_inside(stream.0, ops) }.map_err(|error| self.explain(error))
-    }
-
-    unsafe fn copy(
-        &self,
-        stream: RawStream,
-        dst: DevicePtr,
-        src: DevicePtr,
-        bytes: u64,
-    ) -> Result<()> {
-        let _current = self.enter_to_enqueue()?;
-        let bytes = usize::try_from(bytes)
-            .map_err(|_| Error::argument("bytes", bytes, "what an address can count"))?;
-        // SAFETY: the caller's promise.
-        unsafe { self.driver.copy_async(dst, src, bytes, stream.0) }
-            .map_err(|fault| self.explain(fault.into()))
-    }
-
-    unsafe fn copy_rows(&self, stream: RawStream, rows: &Rows) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.enqueue_rows(stream.0, rows) }.map_err(|error| self.explain(error))
-    }
-
-    unsafe fn zero(&self, stream: RawStream, dst: DevicePtr, bytes: u64) -> Result<()> {
-        let _current = self.enter_to_enqueue()?;
-        let bytes = usize::try_from(bytes)
-            .map_err(|_| Error::argument("bytes", bytes, "what an address can count"))?;
-        // SAFETY: the caller's promise.
-        unsafe { self.driver.zero_async(dst, bytes, stream.0) }
-            .map_err(|fault| self.explain(fault.into()))
-    }
-
-    unsafe fn upload(&self, stream: RawStream, dst: DevicePtr, src: &[u8]) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.upload_bytes(stream.0, dst, src) }
-    }
-
-    unsafe fn download(&self, stream: RawStream, dst: &mut [u8], src: DevicePtr) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.download_bytes(stream.0, dst, src) }
-    }
-
-    unsafe fn upload_pieces(
-        &self,
-        stream: RawStream,
-        dst: DevicePtr,
-        pieces: &[&[u8]],
-    ) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.upload_gathered(stream.0, dst, pieces) }
-    }
-
-    unsafe fn copy_to_host(
-        &self,
-        stream: RawStream,
-        ranges: &[(DevicePtr, u64)],
-    ) -> Result<Box<dyn HostCopy>> {
-        // SAFETY: the caller's promise.
-        unsafe { self.copy_ranges_to_host(stream.0, ranges) }
-    }
-
-    unsafe fn launch(
-        &self,
-        stream: RawStream,
-        kernel: &Kernel,
-        grid: u32,
-        block: u32,
-        args: &[u64],
-    ) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.launch_kernel(stream.0, kernel, grid, block, args) }
-            .map_err(|error| self.explain(error))
-    }
-
-    fn preload(&self, kernel: &Kernel) -> Result<()> {
-        self.preload_kernel(kernel)
-    }
-
-    unsafe fn call(&self, stream: RawStream, function: Box<dyn FnOnce() + Send>) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.call_on_cpu(stream.0, function) }.map_err(|error| self.explain(error))
-    }
-
-    unsafe fn is_capturing(&self, stream: RawStream) -> Result<bool> {
-        let current = self.enter_to_enqueue()?;
-        FOUND_CURRENT.set(if current.pushed {
-            CUcontext(ptr::null_mut())
-        } else {
-            self.context
-        });
-        // SAFETY: the caller's promise.
-        match unsafe { self.driver.stream_is_capturing(stream.0) } {
-            // A driver without stream capture.
-            Err(Fault::Symbol(_)) => Ok(false),
-            answer => answer.map_err(|fault| self.explain(fault.into())),
-        }
-    }
-
-    unsafe fn query(&self, stream: RawStream) -> Result<bool> {
-        let _current = self.enter()?;
-        // SAFETY: the caller's promise.
-        Ok(unsafe { self.driver.stream_query(stream.0) }?)
-    }
-
-    fn create_event(&self) -> Result<RawEvent> {
-        let _current = self.enter()?;
-        Ok(RawEvent(self.driver.event_create()?))
-    }
-
-    unsafe fn destroy_event(&self, event: RawEvent) -> Result<()> {
-        EVENTS.get().forget(event.0);
-        let Some(_current) = self.enter_unless_gone()? else {
-            return Ok(());
-        };
-        // SAFETY: the caller's promise.
-        Ok(unsafe { self.driver.event_destroy(event.0) }?)
-    }
-
-    unsafe fn record_event(&self, event: RawEvent, stream: RawStream) -> Result<()> {
-        let _current = self.enter_to_enqueue()?;
-        // SAFETY: the caller's promise.
-        unsafe { self.driver.event_record(event.0, stream.0) }
-            .map_err(|fault| self.explain(fault.into()))
-    }
-
-    unsafe fn wait_event(&self, stream: RawStream, event: RawEvent) -> Result<()> {
-        let _current = self.enter_to_enqueue()?;
-        // SAFETY: the caller's promise.
-        unsafe { self.driver.stream_wait_event(stream.0, event.0) }
-            .map_err(|fault| self.explain(fault.into()))
-    }
-
-    unsafe fn query_event(&self, event: RawEvent) -> Result<bool> {
-        let _current = self.enter()?;
-        // SAFETY: the caller's promise.
-        Ok(unsafe { self.driver.event_query(event.0) }?)
-    }
-
-    fn create_ipc_event(&self) -> Result<RawEvent> {
-        Ok(RawEvent(self.create_interprocess_event()?))
-    }
-
-    unsafe fn export_event(&self, event: RawEvent) -> Result<IpcBytes> {
-        let _current = self.enter()?;
-        // SAFETY: the caller's promise.
-        Ok(unsafe { self.driver.ipc_export_event(event.0) }?)
-    }
-
-    fn open_event(&self, handle: &IpcBytes) -> Result<RawEvent> {
-        self.open_interprocess_event(handle)
-    }
-
-    fn allocate_plain(&self, bytes: u64) -> Result<DevicePtr> {
-        self.allocate_legacy(bytes)
-    }
-
-    unsafe fn free_plain(&self, ptr: DevicePtr) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.free_legacy(ptr) }
-    }
-
-    fn locate(&self, ptr: DevicePtr) -> Result<PointerInfo> {
-        self.locate_pointer(ptr)
-    }
-
-    unsafe fn export_legacy(&self, base: DevicePtr) -> Result<IpcBytes> {
-        self.export_legacy_handle(base)
-    }
-
-    fn open_legacy(&self, handle: &IpcBytes, bytes: u64, owner: DeviceId) -> Result<DevicePtr> {
-        self.open_legacy_handle(handle, bytes, owner)
-    }
-
-    unsafe fn close_legacy(&self, base: DevicePtr) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.close_legacy_handle(base) }
-    }
-
-    fn wait_word(&self, word: &TimelineWord, value: u64, timeout: Duration) -> Result<bool> {
-        let start = Instant::now();
-        let mut backoff = Backoff::default();
-        while !word.reached(value) {
-            if start.elapsed() >= timeout {
-                return Ok(false);
-            }
-            backoff.pause();
-        }
-        Ok(true)
-    }
-
-    fn bytes_held(&self) -> u64 {
-        self.held.load(Ordering::Relaxed)
     }
 }

@@ -18,10 +18,12 @@ use std::ptr;
 use std::time::{Duration, Instant};
 
 use super::backend::CudaBackend;
+use super::backend::memory::size;
 use super::fault::Fault;
 use super::shutdown_gate;
 use super::staging::{LARGEST, Piece, Purpose, StagingLease, UPLOADS_MAX};
 use super::sys::{CUDA_MEMCPY3D, CUdeviceptr, CUstream, MEMORYTYPE_UNIFIED};
+use crate::backend::{Copies, DevicePtr, HostCopy, RawStream, Rows};
 use crate::backoff::Backoff;
 use crate::error::{Error, Result};
 use crate::slow_path::{self, SlowPath};
@@ -77,13 +79,38 @@ fn earlier_work() -> String {
     "the stream's earlier work, and a copy behind it".into()
 }
 
-impl CudaBackend {
-    /// # Safety
-    /// As for [`crate::backend::Backend::upload`].
-    pub(super) unsafe fn upload_bytes(
+impl Copies for CudaBackend {
+    unsafe fn copy(
         &self,
-        stream: CUstream,
-        dst: CUdeviceptr,
+        stream: RawStream,
+        dst: DevicePtr,
+        src: DevicePtr,
+        bytes: u64,
+    ) -> Result<()> {
+        let _current = self.enter_to_enqueue()?;
+        let bytes = size(bytes)?;
+        // SAFETY: the caller's promise.
+        unsafe { self.driver.copy_async(dst, src, bytes, stream.0) }
+            .map_err(|fault| self.explain(fault.into()))
+    }
+
+    unsafe fn copy_rows(&self, stream: RawStream, rows: &Rows) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.enqueue_rows(stream.0, rows) }.map_err(|error| self.explain(error))
+    }
+
+    unsafe fn zero(&self, stream: RawStream, dst: DevicePtr, bytes: u64) -> Result<()> {
+        let _current = self.enter_to_enqueue()?;
+        let bytes = size(bytes)?;
+        // SAFETY: the caller's promise.
+        unsafe { self.driver.zero_async(dst, bytes, stream.0) }
+            .map_err(|fault| self.explain(fault.into()))
+    }
+
+    unsafe fn upload(
+        &self,
+        RawStream(stream): RawStream,
+        dst: DevicePtr,
         src: &[u8],
     ) -> Result<()> {
         if src.is_empty() {
@@ -118,10 +145,75 @@ impl CudaBackend {
         }
     }
 
+    unsafe fn upload_pieces(
+        &self,
+        RawStream(stream): RawStream,
+        dst: DevicePtr,
+        pieces: &[&[u8]],
+    ) -> Result<()> {
+        let bytes: usize = pieces.iter().map(|piece| piece.len()).sum();
+        if bytes == 0 {
+            return Ok(());
+        }
+        let current = self.enter()?;
+        // SAFETY: the stream is the caller's.
+        unsafe { self.check_not_capturing(stream) }?;
+        if let Some(lease) = self.staging.lend(self.driver, bytes, Purpose::Upload)? {
+            // SAFETY: the caller's promise.
+            return unsafe { self.upload_lease(stream, dst, pieces, bytes, lease) };
+        }
+        drop(current);
+        let mut dst = dst;
+        for piece in pieces {
+            // SAFETY: the caller's promise.
+            unsafe { self.upload(RawStream(stream), dst, piece) }?;
+            dst += piece.len() as u64;
+        }
+        Ok(())
+    }
+
+    unsafe fn download(
+        &self,
+        RawStream(stream): RawStream,
+        dst: &mut [u8],
+        src: DevicePtr,
+    ) -> Result<()> {
+        let _current = self.enter()?;
+        // SAFETY: the stream is the caller's.
+        unsafe { self.check_not_capturing(stream) }?;
+        if dst.len() > LARGEST && self.driver.is_registered_host(dst.as_ptr())? {
+            // SAFETY: the caller's promise.
+            let outcome = unsafe { self.download_in_place(stream, dst, src) };
+            // SAFETY: the stream is the caller's.
+            return unsafe { self.settled(stream, outcome) };
+        }
+        slow_path::count(SlowPath::StagedDownload, dst.len() as u64);
+        let mut window = VecDeque::with_capacity(WINDOW);
+        // SAFETY: the caller's promise.
+        let outcome = unsafe { self.download_through(stream, dst, src, &mut window) };
+        // SAFETY: the stream is the caller's.
+        let outcome = unsafe { self.settled(stream, outcome) };
+        window
+            .into_iter()
+            .for_each(|(lease, _)| self.staging.leave(lease));
+        outcome
+    }
+
+    unsafe fn copy_to_host(
+        &self,
+        stream: RawStream,
+        ranges: &[(DevicePtr, u64)],
+    ) -> Result<Box<dyn HostCopy>> {
+        // SAFETY: the caller's promise.
+        unsafe { self.copy_ranges_to_host(stream.0, ranges) }
+    }
+}
+
+impl CudaBackend {
     /// Uploads on a stream that has no work.
     ///
     /// # Safety
-    /// As for `upload_bytes`; the context is current.
+    /// As for [`Copies::upload`]; the context is current.
     unsafe fn upload_at_once(&self, stream: CUstream, dst: CUdeviceptr, src: &[u8]) -> Result<()> {
         // The driver stages pageable memory before it returns, but reads page-locked memory when
         // the stream reaches the copy.
@@ -145,7 +237,7 @@ impl CudaBackend {
     }
 
     /// # Safety
-    /// As for `upload_bytes`; the context is current.
+    /// As for [`Copies::upload`]; the context is current.
     unsafe fn upload_staged(
         &self,
         stream: CUstream,
@@ -163,7 +255,7 @@ impl CudaBackend {
     /// Copies `bytes` bytes in all to the lease's memory, and enqueues the copy from there.
     ///
     /// # Safety
-    /// As for `upload_bytes`; the context is current.
+    /// As for [`Copies::upload`]; the context is current.
     unsafe fn upload_lease(
         &self,
         stream: CUstream,
@@ -210,35 +302,6 @@ impl CudaBackend {
         Ok(copied.and(signalled)?)
     }
 
-    /// # Safety
-    /// As for [`crate::backend::Backend::upload_pieces`].
-    pub(super) unsafe fn upload_gathered(
-        &self,
-        stream: CUstream,
-        dst: CUdeviceptr,
-        pieces: &[&[u8]],
-    ) -> Result<()> {
-        let bytes: usize = pieces.iter().map(|piece| piece.len()).sum();
-        if bytes == 0 {
-            return Ok(());
-        }
-        let current = self.enter()?;
-        // SAFETY: the stream is the caller's.
-        unsafe { self.check_not_capturing(stream) }?;
-        if let Some(lease) = self.staging.lend(self.driver, bytes, Purpose::Upload)? {
-            // SAFETY: the caller's promise.
-            return unsafe { self.upload_lease(stream, dst, pieces, bytes, lease) };
-        }
-        drop(current);
-        let mut dst = dst;
-        for piece in pieces {
-            // SAFETY: the caller's promise.
-            unsafe { self.upload_bytes(stream, dst, piece) }?;
-            dst += piece.len() as u64;
-        }
-        Ok(())
-    }
-
     /// Refuses a stream that is captured: its graph would repeat the copy when the memory on the
     /// host is another copy's, and the queries here would invalidate the capture.
     ///
@@ -265,7 +328,7 @@ impl CudaBackend {
     /// Enqueues a copy of the first `bytes` of a piece.
     ///
     /// # Safety
-    /// As for `upload_bytes`; the context is current; the piece is as long, and stays as it is until
+    /// As for [`Copies::upload`]; the context is current; the piece is as long, and stays as it is until
     /// the copy is done.
     unsafe fn upload_piece(
         &self,
@@ -285,35 +348,6 @@ impl CudaBackend {
             unsafe { self.driver.copy_box_async(&rows, stream) }?;
         }
         Ok(())
-    }
-
-    /// # Safety
-    /// As for [`crate::backend::Backend::download`].
-    pub(super) unsafe fn download_bytes(
-        &self,
-        stream: CUstream,
-        dst: &mut [u8],
-        src: CUdeviceptr,
-    ) -> Result<()> {
-        let _current = self.enter()?;
-        // SAFETY: the stream is the caller's.
-        unsafe { self.check_not_capturing(stream) }?;
-        if dst.len() > LARGEST && self.driver.is_registered_host(dst.as_ptr())? {
-            // SAFETY: the caller's promise.
-            let outcome = unsafe { self.download_in_place(stream, dst, src) };
-            // SAFETY: the stream is the caller's.
-            return unsafe { self.settled(stream, outcome) };
-        }
-        slow_path::count(SlowPath::StagedDownload, dst.len() as u64);
-        let mut window = VecDeque::with_capacity(WINDOW);
-        // SAFETY: the caller's promise.
-        let outcome = unsafe { self.download_through(stream, dst, src, &mut window) };
-        // SAFETY: the stream is the caller's.
-        let outcome = unsafe { self.settled(stream, outcome) };
-        window
-            .into_iter()
-            .for_each(|(lease, _)| self.staging.leave(lease));
-        outcome
     }
 
     /// Waits, after a refused call, for the copies before it: the caller is free to unmap the memory
@@ -343,7 +377,7 @@ impl CudaBackend {
     /// longer than the first.
     ///
     /// # Safety
-    /// As for `download_bytes`; the context is current.
+    /// As for [`Copies::download`]; the context is current.
     unsafe fn download_in_place(
         &self,
         stream: CUstream,
@@ -369,7 +403,7 @@ impl CudaBackend {
     /// progress.
     ///
     /// # Safety
-    /// As for `download_bytes`; the context is current.
+    /// As for [`Copies::download`]; the context is current.
     unsafe fn download_through<'a>(
         &self,
         stream: CUstream,

@@ -1,5 +1,6 @@
-//! Memory of the virtual memory functions that other code of this process has allocated: held,
-//! exported, and imported piece by piece into one range.
+//! Allocations of the virtual memory functions that this library has not made: those of other
+//! processes, imported piece by piece into one range, and those of other code of this process, held
+//! and exported.
 //!
 //! PyTorch's expandable segments are made of such pieces, of 2 and 20 MiB. A handle that is held
 //! keeps its value and the memory; so comparing handles says whether an address still has the
@@ -11,11 +12,13 @@ use std::sync::atomic::Ordering;
 use rustix::io::FdFlags;
 
 use super::backend::CudaBackend;
-use super::backend::memory::{duplicate, import_error, not_memory, on, refuse_plain_files, size};
+use super::backend::memory::{
+    access_to, duplicate, import_error, not_memory, refuse_plain_files, size,
+};
 use super::fault::Fault;
 use super::sys::*;
 use crate::backend::{
-    Access, DeviceId, DeviceKind, DevicePtr, PointerKind, RawRegion, Retained, Stage,
+    Access, DeviceId, DeviceKind, DevicePtr, Imports, Ipc, PointerKind, RawRegion, Retained, Stage,
 };
 use crate::error::{Error, Result};
 
@@ -28,69 +31,8 @@ const NO_SUCH_ALLOCATION: [CUresult; 4] = [
     CUresult::NOT_PERMITTED,
 ];
 
-impl CudaBackend {
-    pub(super) fn retain_foreign(&self, ptr: DevicePtr) -> Result<Retained> {
-        let kind = self.locate_pointer(ptr)?.kind;
-        if kind != PointerKind::Vmm {
-            return Err(Error::NotExportable { ptr, kind });
-        }
-        let _current = self.enter()?;
-        let handle = self
-            .driver
-            .memory_retain(ptr)
-            .map_err(|fault| not_exportable(fault, ptr, PointerKind::Unknown))?;
-        match self.driver.address_range(ptr) {
-            Ok((base, bytes)) => Ok(Retained {
-                handle,
-                base,
-                bytes,
-            }),
-            Err(fault) => {
-                // SAFETY: held just now, and used by nothing.
-                let _ = unsafe { self.driver.memory_release(handle) };
-                Err(not_exportable(fault, ptr, PointerKind::Unknown))
-            }
-        }
-    }
-
-    /// Without a look at the kind of the memory: what has the handle is of the same kind.
-    pub(super) fn is_foreign_at(&self, retained: &Retained, ptr: DevicePtr) -> Result<bool> {
-        let _current = self.enter()?;
-        let Ok(handle) = self.driver.memory_retain(ptr) else {
-            // Memory of another kind lies there now, or none.
-            return Ok(false);
-        };
-        let range = self.driver.address_range(ptr);
-        // SAFETY: held just now, and used by nothing.
-        unsafe { self.driver.memory_release(handle) }?;
-        let is_there = range.is_ok_and(|range| range == (retained.base, retained.bytes));
-        Ok(is_there && handle == retained.handle)
-    }
-
-    /// # Safety
-    /// As for [`crate::backend::Backend::export_retained`].
-    pub(super) unsafe fn export_foreign(&self, retained: &Retained) -> Result<OwnedFd> {
-        let _current = self.enter()?;
-        // SAFETY: held, by the caller's promise. One that was imported, or not made to be exported,
-        // is a failure.
-        let fd = unsafe { self.driver.memory_export(retained.handle) }
-            .map_err(|fault| not_exportable(fault, retained.base, PointerKind::VmmPrivate))?;
-        // SAFETY: the driver opened it just now; no other code has its number.
-        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-        rustix::io::fcntl_setfd(&fd, FdFlags::CLOEXEC)
-            .map_err(|error| Error::os("fcntl", "an exported allocation's descriptor", error))?;
-        Ok(fd)
-    }
-
-    /// # Safety
-    /// As for [`crate::backend::Backend::release_retained`].
-    pub(super) unsafe fn release_foreign(&self, retained: &Retained) -> Result<()> {
-        let _current = self.enter()?;
-        // SAFETY: the caller's promise.
-        Ok(unsafe { self.driver.memory_release(retained.handle) }?)
-    }
-
-    pub(super) fn import_foreign(
+impl Imports for CudaBackend {
+    fn import(
         &self,
         fds: &[BorrowedFd<'_>],
         piece: u64,
@@ -126,6 +68,92 @@ impl CudaBackend {
         }
     }
 
+    unsafe fn import_over(
+        &self,
+        region: &mut RawRegion,
+        fds: &[BorrowedFd<'_>],
+        piece: u64,
+        access: Access,
+        owner: DeviceId,
+    ) -> Result<()> {
+        let bytes = self.check_pieces(fds, piece, owner)?;
+        if bytes != region.bytes {
+            return Err(not_memory(format!(
+                "{bytes} bytes instead of {}",
+                region.bytes
+            )));
+        }
+        let _current = self.enter()?;
+        self.check_peer(owner)?;
+        let handles = self.import_handles(fds)?;
+        // SAFETY: the caller's promise.
+        if let Err(fault) = unsafe { self.empty(region) } {
+            self.release_handles(&handles);
+            return Err(fault.into());
+        }
+        region.stage = Stage::Pieces { piece, mapped: 0 };
+        self.map_pieces(region, &handles, access, owner)
+    }
+
+    fn retain_mapped(&self, ptr: DevicePtr) -> Result<Retained> {
+        let kind = self.locate(ptr)?.kind;
+        if kind != PointerKind::Vmm {
+            return Err(Error::NotExportable { ptr, kind });
+        }
+        let _current = self.enter()?;
+        let handle = self
+            .driver
+            .memory_retain(ptr)
+            .map_err(|fault| not_exportable(fault, ptr, PointerKind::Unknown))?;
+        match self.driver.address_range(ptr) {
+            Ok((base, bytes)) => Ok(Retained {
+                handle,
+                base,
+                bytes,
+            }),
+            Err(fault) => {
+                // SAFETY: held just now, and used by nothing.
+                let _ = unsafe { self.driver.memory_release(handle) };
+                Err(not_exportable(fault, ptr, PointerKind::Unknown))
+            }
+        }
+    }
+
+    /// Without a look at the kind of the memory: what has the handle is of the same kind.
+    unsafe fn is_mapped_at(&self, retained: &Retained, ptr: DevicePtr) -> Result<bool> {
+        let _current = self.enter()?;
+        let Ok(handle) = self.driver.memory_retain(ptr) else {
+            // Memory of another kind lies there now, or none.
+            return Ok(false);
+        };
+        let range = self.driver.address_range(ptr);
+        // SAFETY: held just now, and used by nothing.
+        unsafe { self.driver.memory_release(handle) }?;
+        let is_there = range.is_ok_and(|range| range == (retained.base, retained.bytes));
+        Ok(is_there && handle == retained.handle)
+    }
+
+    unsafe fn export_retained(&self, retained: &Retained) -> Result<OwnedFd> {
+        let _current = self.enter()?;
+        // SAFETY: held, by the caller's promise. One that was imported, or not made to be exported,
+        // is a failure.
+        let fd = unsafe { self.driver.memory_export(retained.handle) }
+            .map_err(|fault| not_exportable(fault, retained.base, PointerKind::VmmPrivate))?;
+        // SAFETY: the driver opened it just now; no other code has its number.
+        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        rustix::io::fcntl_setfd(&fd, FdFlags::CLOEXEC)
+            .map_err(|error| Error::os("fcntl", "an exported allocation's descriptor", error))?;
+        Ok(fd)
+    }
+
+    unsafe fn release_retained(&self, retained: &Retained) -> Result<()> {
+        let _current = self.enter()?;
+        // SAFETY: the caller's promise.
+        Ok(unsafe { self.driver.memory_release(retained.handle) }?)
+    }
+}
+
+impl CudaBackend {
     /// The length of all pieces.
     fn check_pieces(&self, fds: &[BorrowedFd<'_>], piece: u64, owner: DeviceId) -> Result<u64> {
         if owner.kind != DeviceKind::Cuda {
@@ -199,59 +227,30 @@ impl CudaBackend {
             // SAFETY: released once. The mapping, if any, holds the allocation.
             let released = unsafe { self.driver.memory_release(handle) };
             *mapped += if made.is_ok() { *piece } else { 0 };
-            let done = made.map_err(|fault| not_a_piece(fault, *piece));
+            let done = made.map_err(|fault| self.not_a_piece(fault, *piece));
             if let Err(error) = done.and_then(|()| Ok(released?)) {
                 self.release_handles(&handles[index + 1..]);
                 return Err(error);
             }
         }
-        let access = self.access_for(access);
+        let access = access_to(self.device, access);
         // SAFETY: all of the range is mapped.
         unsafe {
             self.driver
                 .memory_set_access(region.ptr, size(region.bytes)?, &access)
         }
         .map_err(|fault| match owner == self.info.id {
-            true => fault.into(),
+            true => self.no_room(fault, region.bytes),
             false => self.peer_error(owner, fault.words()),
         })
-    }
-
-    /// # Safety
-    /// As for [`crate::backend::Backend::import_over`].
-    pub(super) unsafe fn import_foreign_over(
-        &self,
-        region: &mut RawRegion,
-        fds: &[BorrowedFd<'_>],
-        piece: u64,
-        access: Access,
-        owner: DeviceId,
-    ) -> Result<()> {
-        let bytes = self.check_pieces(fds, piece, owner)?;
-        if bytes != region.bytes {
-            return Err(not_memory(format!(
-                "{bytes} bytes instead of {}",
-                region.bytes
-            )));
-        }
-        let _current = self.enter()?;
-        self.check_peer(owner)?;
-        let handles = self.import_handles(fds)?;
-        // SAFETY: the caller's promise.
-        if let Err(fault) = unsafe { self.empty(region) } {
-            self.release_handles(&handles);
-            return Err(fault.into());
-        }
-        region.stage = Stage::Pieces { piece, mapped: 0 };
-        self.map_pieces(region, &handles, access, owner)
     }
 
     /// Leaves a region its addresses alone. After an error `region` records what is left.
     ///
     /// # Safety
-    /// As for [`crate::backend::Backend::release`].
+    /// As for [`crate::backend::Regions::release`].
     unsafe fn empty(&self, region: &mut RawRegion) -> Result<(), Fault> {
-        let (ptr, bytes) = (region.ptr, region.bytes as usize);
+        let ptr = region.ptr;
         if let Stage::Pieces { piece, mapped } = &mut region.stage {
             while *mapped > 0 {
                 let last = *mapped - *piece;
@@ -259,43 +258,32 @@ impl CudaBackend {
                 unsafe { self.driver.memory_unmap(ptr + last, *piece as usize) }?;
                 *mapped = last;
             }
-            return Ok(());
         }
-        if region.stage == Stage::Mapped {
-            // SAFETY: mapped as one, and no work uses it by the caller's promise.
-            unsafe { self.driver.memory_unmap(ptr, bytes) }?;
-            region.stage = Stage::Reserved;
-        }
-        // SAFETY: held by the region until now.
-        unsafe { self.driver.memory_release(region.handle) }?;
-        (region.handle, region.stage) = (
-            0,
-            Stage::Pieces {
-                piece: region.bytes,
-                mapped: 0,
-            },
-        );
         Ok(())
     }
 
     /// Undoes the completed steps, last first. After an error `region` records what is left.
     ///
     /// # Safety
-    /// As for [`crate::backend::Backend::release`], of a region in the stage `Pieces`.
+    /// As for [`crate::backend::Regions::release`], of a region in the stage `Pieces`.
     pub(super) unsafe fn release_pieces(&self, region: &mut RawRegion) -> Result<()> {
         let _current = self.enter()?;
         // SAFETY: the caller's promise.
         unsafe { self.empty(region) }?;
-        // SAFETY: reserved in `import_foreign`, unmapped above.
+        // SAFETY: reserved in `import`, unmapped above.
         unsafe { self.driver.address_free(region.ptr, size(region.bytes)?) }?;
         self.held.fetch_sub(region.bytes, Ordering::Relaxed);
         Ok(())
     }
 
-    fn access_for(&self, access: Access) -> CUmemAccessDesc {
-        CUmemAccessDesc {
-            location: on(self.device),
-            flags: super::backend::memory::access_flags(access),
+    fn not_a_piece(&self, fault: Fault, piece: u64) -> Error {
+        if fault.is(&[CUresult::INVALID_VALUE, CUresult::NOT_SUPPORTED]) {
+            not_memory(format!(
+                "said to be {piece} bytes, which is not its size ({})",
+                fault.words()
+            ))
+        } else {
+            self.no_room(fault, piece)
         }
     }
 }
@@ -303,17 +291,6 @@ impl CudaBackend {
 fn not_exportable(fault: Fault, ptr: DevicePtr, kind: PointerKind) -> Error {
     if fault.is(&NO_SUCH_ALLOCATION) {
         Error::NotExportable { ptr, kind }
-    } else {
-        fault.into()
-    }
-}
-
-fn not_a_piece(fault: Fault, piece: u64) -> Error {
-    if fault.is(&[CUresult::INVALID_VALUE, CUresult::NOT_SUPPORTED]) {
-        not_memory(format!(
-            "said to be {piece} bytes, which is not its size ({})",
-            fault.words()
-        ))
     } else {
         fault.into()
     }

@@ -7,7 +7,7 @@ use super::backend::CudaBackend;
 use super::shutdown_gate;
 use super::staging::{Purpose, StagingLease};
 use super::sys::{CUdeviceptr, CUstream};
-use crate::backend::{HostCopy, HostPiece, copy_at_once};
+use crate::backend::{Copies, HostCopy, HostPiece, RawStream, copy_at_once};
 use crate::error::{Error, Result};
 use crate::slow_path::{self, SlowPath};
 
@@ -49,7 +49,7 @@ unsafe impl Sync for ArrivedPiece {}
 
 impl CudaBackend {
     /// # Safety
-    /// As for [`crate::backend::Backend::copy_to_host`].
+    /// As for [`Copies::copy_to_host`].
     pub(super) unsafe fn copy_ranges_to_host(
         &self,
         stream: CUstream,
@@ -68,7 +68,7 @@ impl CudaBackend {
             // The callers that have the memory may each wait for more of it: no wait here.
             drop(current);
             // SAFETY: the caller's promise.
-            let download = |dst: &mut [u8], src| unsafe { self.download_bytes(stream, dst, src) };
+            let download = |dst: &mut [u8], src| unsafe { self.download(RawStream(stream), dst, src) };
             return copy_at_once(ranges, download);
         };
         slow_path::count(SlowPath::StagedDownload, bytes as u64);

@@ -1,14 +1,21 @@
-//! Stream order: memory operations on words, functions on the CPU.
+//! Stream order: memory operations on words, functions on the CPU, events.
 
+use std::cell::Cell;
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use super::backend::CudaBackend;
 use super::backend::broadcast::WORDS_MAX;
+use super::backend::legacy::EVENTS;
+use super::fault::Fault;
 use super::sys::*;
-use super::waits;
-use crate::backend::{RawStream, StreamOp};
+use super::{shutdown_gate, waits};
+use crate::backend::{RawEvent, RawStream, StreamOp, Streams, TimelineWord};
+use crate::backoff::Backoff;
 use crate::error::{Error, Result};
 
 /// The most operations that the driver accepts in one call.
@@ -18,6 +25,12 @@ const BATCH_MAX: usize = 256;
 /// to 3.8 us for any number, and the CPU 2 us more than a batch, which takes the GPU 4.0 us for 4
 /// words, 5.3 us for 6 and 45 us for 64 (`warpipe-bench fanout`, results/history/h200-channels).
 const BROADCAST_ABOVE: usize = 4;
+
+thread_local! {
+    /// The context that was current on this thread, without a push, at its last capture query; null
+    /// for another context. See [`Streams::batch_at_once`].
+    static FOUND_CURRENT: Cell<CUcontext> = const { Cell::new(CUcontext(ptr::null_mut())) };
+}
 
 type HostFunction = Box<dyn FnOnce() + Send>;
 
@@ -38,7 +51,7 @@ pub enum SignalBy {
 /// [`Error::Driver`].
 ///
 /// # Safety
-/// As for [`crate::backend::Backend::batch`]; the stream is of that device.
+/// As for [`Streams::batch`]; the stream is of that device.
 pub unsafe fn signal_by(
     ordinal: u32,
     stream: RawStream,
@@ -62,22 +75,132 @@ pub unsafe fn signal_by(
     }
 }
 
-impl CudaBackend {
-    /// # Safety
-    /// As for [`crate::backend::Backend::batch`].
-    #[inline]
-    pub(super) unsafe fn enqueue(&self, stream: CUstream, ops: &[StreamOp]) -> Result<()> {
-        let _current = self.enter_to_enqueue()?;
-        // SAFETY: the caller's promise; the context is current.
-        unsafe { self.enqueue_inside(stream, ops) }
+impl Streams for CudaBackend {
+    fn create_stream(&self) -> Result<RawStream> {
+        let _current = self.enter()?;
+        Ok(RawStream(self.driver.stream_create()?))
     }
 
-    /// Like [`enqueue`](Self::enqueue), with the context current, and the caller inside the gate.
+    unsafe fn destroy_stream(&self, stream: RawStream) -> Result<()> {
+        let Some(_current) = self.enter_unless_gone()? else {
+            return Ok(());
+        };
+        // SAFETY: the caller's promise.
+        Ok(unsafe { self.driver.stream_destroy(stream.0) }?)
+    }
+
+    #[inline]
+    unsafe fn batch(&self, stream: RawStream, ops: &[StreamOp]) -> Result<()> {
+        let _current = self.enter_to_enqueue()?;
+        // SAFETY: the caller's promise; the context is current.
+        unsafe { self.enqueue(stream.0, ops) }.map_err(|error| self.explain(error))
+    }
+
+    unsafe fn batch_at_once(&self, stream: RawStream, ops: &[StreamOp]) -> Result<()> {
+        if FOUND_CURRENT.get() != self.context || self.is_reset.load(Ordering::Relaxed) {
+            // SAFETY: the caller's promise.
+            return unsafe { self.batch(stream, ops) };
+        }
+        let _guard = shutdown_gate::enter();
+        // SAFETY: the caller's promise; the context is still current.
+        unsafe { self.enqueue(stream.0, ops) }.map_err(|error| self.explain(error))
+    }
+
+    unsafe fn call(
+        &self,
+        stream: RawStream,
+        function: Box<dyn FnOnce() + Send>,
+    ) -> Result<()> {
+        let _current = self.enter_to_enqueue()?;
+        // A trait object is two words wide and the driver passes one: hence the second box.
+        let argument = Box::into_raw(Box::new(function)).cast::<c_void>();
+        // SAFETY: the trampoline takes exactly such a pointer, once; the stream is the caller's
+        // promise.
+        let launched = unsafe { self.driver.launch_host(stream.0, run_on_cpu, argument) };
+        if let Err(fault) = launched {
+            // SAFETY: the driver did not take the call, so the box is still ours alone.
+            drop(unsafe { Box::from_raw(argument.cast::<HostFunction>()) });
+            return Err(self.explain(fault.into()));
+        }
+        Ok(())
+    }
+
+    unsafe fn is_capturing(&self, stream: RawStream) -> Result<bool> {
+        let current = self.enter_to_enqueue()?;
+        FOUND_CURRENT.set(if current.pushed {
+            CUcontext(ptr::null_mut())
+        } else {
+            self.context
+        });
+        // SAFETY: the caller's promise.
+        match unsafe { self.driver.stream_is_capturing(stream.0) } {
+            // A driver without stream capture.
+            Err(Fault::Symbol(_)) => Ok(false),
+            answer => answer.map_err(|fault| self.explain(fault.into())),
+        }
+    }
+
+    unsafe fn query(&self, stream: RawStream) -> Result<bool> {
+        let _current = self.enter()?;
+        // SAFETY: the caller's promise.
+        Ok(unsafe { self.driver.stream_query(stream.0) }?)
+    }
+
+    fn create_event(&self) -> Result<RawEvent> {
+        let _current = self.enter()?;
+        Ok(RawEvent(self.driver.event_create()?))
+    }
+
+    unsafe fn destroy_event(&self, event: RawEvent) -> Result<()> {
+        EVENTS.get().forget(event.0);
+        let Some(_current) = self.enter_unless_gone()? else {
+            return Ok(());
+        };
+        // SAFETY: the caller's promise.
+        Ok(unsafe { self.driver.event_destroy(event.0) }?)
+    }
+
+    unsafe fn record_event(&self, event: RawEvent, stream: RawStream) -> Result<()> {
+        let _current = self.enter_to_enqueue()?;
+        // SAFETY: the caller's promise.
+        unsafe { self.driver.event_record(event.0, stream.0) }
+            .map_err(|fault| self.explain(fault.into()))
+    }
+
+    unsafe fn wait_event(&self, stream: RawStream, event: RawEvent) -> Result<()> {
+        let _current = self.enter_to_enqueue()?;
+        // SAFETY: the caller's promise.
+        unsafe { self.driver.stream_wait_event(stream.0, event.0) }
+            .map_err(|fault| self.explain(fault.into()))
+    }
+
+    unsafe fn query_event(&self, event: RawEvent) -> Result<bool> {
+        let _current = self.enter()?;
+        // SAFETY: the caller's promise.
+        Ok(unsafe { self.driver.event_query(event.0) }?)
+    }
+
+    fn wait_word(&self, word: &TimelineWord, value: u64, timeout: Duration) -> Result<bool> {
+        let start = Instant::now();
+        let mut backoff = Backoff::default();
+        while !word.reached(value) {
+            if start.elapsed() >= timeout {
+                return Ok(false);
+            }
+            backoff.pause();
+        }
+        Ok(true)
+    }
+}
+
+impl CudaBackend {
+    /// The operations, by memory operations and broadcasts. The context is current, and the caller
+    /// inside the gate.
     ///
     /// # Safety
-    /// As for `enqueue`.
+    /// As for [`Streams::batch`].
     #[inline]
-    pub(super) unsafe fn enqueue_inside(&self, stream: CUstream, ops: &[StreamOp]) -> Result<()> {
+    unsafe fn enqueue(&self, stream: CUstream, ops: &[StreamOp]) -> Result<()> {
         let mut rest = ops;
         while !rest.is_empty() {
             let signals = leading_signals(rest);
@@ -116,27 +239,6 @@ impl CudaBackend {
                 // SAFETY: as above.
                 unsafe { self.driver.stream_batch(stream, filled) }?;
             }
-        }
-        Ok(())
-    }
-
-    /// # Safety
-    /// The stream is live.
-    pub(super) unsafe fn call_on_cpu(
-        &self,
-        stream: CUstream,
-        function: HostFunction,
-    ) -> Result<()> {
-        let _current = self.enter_to_enqueue()?;
-        // A trait object is two words wide and the driver passes one: hence the second box.
-        let argument = Box::into_raw(Box::new(function)).cast::<c_void>();
-        // SAFETY: the trampoline takes exactly such a pointer, once; the stream is the caller's
-        // promise.
-        let launched = unsafe { self.driver.launch_host(stream, run_on_cpu, argument) };
-        if let Err(fault) = launched {
-            // SAFETY: the driver did not take the call, so the box is still ours alone.
-            drop(unsafe { Box::from_raw(argument.cast::<HostFunction>()) });
-            return Err(fault.into());
         }
         Ok(())
     }

@@ -73,23 +73,9 @@ fn protection_of(access: Access) -> ProtFlags {
     }
 }
 
-/// Checks that `fd` is a sealed memfd of exactly `bytes`, and maps it.
-pub(super) fn import(fd: BorrowedFd<'_>, bytes: u64, access: Access) -> Result<RawRegion> {
-    check_sealed_memfd(fd, bytes).map_err(|found| Error::NotDeviceMemory {
-        wanted: "a sealed memfd",
-        found,
-    })?;
-    Ok(RawRegion {
-        ptr: map(&fd, bytes, protection_of(access))?,
-        bytes,
-        handle: IMPORTED,
-        stage: Stage::Mapped,
-    })
-}
-
 /// Checks that each of `fds` is a sealed memfd of exactly `piece` bytes, and maps them in their
 /// order into one range.
-pub(super) fn import_pieces(
+pub(super) fn import(
     fds: &[BorrowedFd<'_>],
     piece: u64,
     access: Access,
@@ -160,7 +146,7 @@ unsafe fn map_over(
     mapped.map_err(|e| Error::os("mmap", format!("{} pieces of {piece} bytes", fds.len()), e))
 }
 
-/// As for [`crate::backend::Backend::import_over`].
+/// As for [`crate::backend::Imports::import_over`].
 ///
 /// # Safety
 /// As there.

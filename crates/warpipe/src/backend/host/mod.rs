@@ -138,7 +138,9 @@ impl Backend for HostBackend {
     fn info(&self) -> &DeviceInfo {
         &self.info
     }
+}
 
+impl super::Regions for HostBackend {
     fn granularity(&self) -> u64 {
         rustix::param::page_size() as u64
     }
@@ -156,65 +158,6 @@ impl Backend for HostBackend {
         // SAFETY: the region is live and its own allocation, so its handle is an open descriptor of
         // this process.
         unsafe { memory::export(region) }
-    }
-
-    fn import(
-        &self,
-        fd: BorrowedFd<'_>,
-        bytes: u64,
-        access: Access,
-        _owner: DeviceId,
-    ) -> Result<RawRegion> {
-        let region = memory::import(fd, bytes, access)?;
-        self.imported.fetch_add(bytes, Ordering::Relaxed);
-        Ok(region)
-    }
-
-    fn retain_mapped(&self, ptr: DevicePtr) -> Result<Retained> {
-        match self.regions.retain(ptr)? {
-            Some(retained) => Ok(retained),
-            None => {
-                let kind = match self.locate(ptr)?.kind {
-                    // Mapped, and not allocated here.
-                    PointerKind::Vmm => PointerKind::VmmPrivate,
-                    kind => kind,
-                };
-                Err(Error::NotExportable { ptr, kind })
-            }
-        }
-    }
-
-    unsafe fn export_retained(&self, retained: &Retained) -> Result<OwnedFd> {
-        self.regions.export(retained)
-    }
-
-    unsafe fn release_retained(&self, retained: &Retained) -> Result<()> {
-        self.regions.release(retained);
-        Ok(())
-    }
-
-    fn import_pieces(
-        &self,
-        fds: &[BorrowedFd<'_>],
-        piece: u64,
-        access: Access,
-        _owner: DeviceId,
-    ) -> Result<RawRegion> {
-        let region = memory::import_pieces(fds, piece, access)?;
-        self.imported.fetch_add(region.bytes, Ordering::Relaxed);
-        Ok(region)
-    }
-
-    unsafe fn import_over(
-        &self,
-        region: &mut RawRegion,
-        fds: &[BorrowedFd<'_>],
-        piece: u64,
-        access: Access,
-        _owner: DeviceId,
-    ) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { memory::import_over(region, fds, piece, access) }
     }
 
     unsafe fn release(&self, region: &mut RawRegion) -> Result<()> {
@@ -239,6 +182,61 @@ impl Backend for HostBackend {
         Ok(())
     }
 
+    fn bytes_held(&self) -> u64 {
+        self.allocated.load(Ordering::Relaxed) + self.imported.load(Ordering::Relaxed)
+    }
+}
+
+impl super::Imports for HostBackend {
+    fn import(
+        &self,
+        fds: &[BorrowedFd<'_>],
+        piece: u64,
+        access: Access,
+        _owner: DeviceId,
+    ) -> Result<RawRegion> {
+        let region = memory::import(fds, piece, access)?;
+        self.imported.fetch_add(region.bytes, Ordering::Relaxed);
+        Ok(region)
+    }
+
+    unsafe fn import_over(
+        &self,
+        region: &mut RawRegion,
+        fds: &[BorrowedFd<'_>],
+        piece: u64,
+        access: Access,
+        _owner: DeviceId,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { memory::import_over(region, fds, piece, access) }
+    }
+
+    fn retain_mapped(&self, ptr: DevicePtr) -> Result<Retained> {
+        match self.regions.retain(ptr)? {
+            Some(retained) => Ok(retained),
+            None => {
+                let kind = match self.locate(ptr)?.kind {
+                    // Mapped, and not allocated here.
+                    PointerKind::Vmm => PointerKind::VmmPrivate,
+                    kind => kind,
+                };
+                Err(Error::NotExportable { ptr, kind })
+            }
+        }
+    }
+
+    unsafe fn export_retained(&self, retained: &Retained) -> Result<OwnedFd> {
+        self.regions.export(retained)
+    }
+
+    unsafe fn release_retained(&self, retained: &Retained) -> Result<()> {
+        self.regions.release(retained);
+        Ok(())
+    }
+}
+
+impl super::Streams for HostBackend {
     fn create_stream(&self) -> Result<RawStream> {
         Ok(RawStream(
             Arc::into_raw(HostStream::start(self.has_short_queues)?)
@@ -254,80 +252,14 @@ impl Backend for HostBackend {
         Ok(())
     }
 
-    unsafe fn may_signal_from_cpu(&self, raw: RawStream) -> bool {
-        // SAFETY: the caller promises a live stream.
-        unsafe { stream(raw) }.is_ok_and(HostStream::is_idle)
-    }
-
     unsafe fn batch(&self, raw: RawStream, ops: &[StreamOp]) -> Result<()> {
         // SAFETY: the caller promises a live stream and words that outlive the operations.
         unsafe { stream(raw)?.batch(ops) }
     }
 
-    unsafe fn copy(
-        &self,
-        raw: RawStream,
-        dst: DevicePtr,
-        src: DevicePtr,
-        bytes: u64,
-    ) -> Result<()> {
+    unsafe fn may_signal_from_cpu(&self, raw: RawStream) -> bool {
         // SAFETY: the caller promises a live stream.
-        unsafe { stream(raw)? }.push(Op::Copy { dst, src, bytes })
-    }
-
-    unsafe fn copy_rows(&self, raw: RawStream, rows: &Rows) -> Result<()> {
-        let rows = *rows;
-        let work = move || {
-            // SAFETY: the caller's promise on the rows lasts until this has run.
-            unsafe { rows.copy() }
-        };
-        // SAFETY: the caller promises a live stream.
-        unsafe { stream(raw)? }.push(Op::Call(Box::new(work)))
-    }
-
-    unsafe fn zero(&self, raw: RawStream, dst: DevicePtr, bytes: u64) -> Result<()> {
-        // SAFETY: the caller promises a live stream.
-        unsafe { stream(raw)? }.push(Op::Zero { dst, bytes })
-    }
-
-    unsafe fn upload(&self, raw: RawStream, dst: DevicePtr, src: &[u8]) -> Result<()> {
-        // SAFETY: the caller promises a live stream, and that `dst` is writable for `src.len()`
-        // bytes.
-        unsafe { stream(raw)?.upload(dst, src) }
-    }
-
-    unsafe fn download(&self, raw: RawStream, dst: &mut [u8], src: DevicePtr) -> Result<()> {
-        // SAFETY: the caller promises a live stream, and that `src` is readable for `dst.len()`
-        // bytes.
-        unsafe { stream(raw)?.download(dst, src) }
-    }
-
-    unsafe fn launch(
-        &self,
-        raw: RawStream,
-        kernel: &Kernel,
-        grid: u32,
-        block: u32,
-        args: &[u64],
-    ) -> Result<()> {
-        let (host_version, args): (_, Box<[u64]>) = (kernel.host_kernel(), args.into());
-        let work = move || {
-            // SAFETY: the caller of `launch` promised arguments that fit the kernel and memory that
-            // outlives it.
-            unsafe {
-                host_version(KernelLaunch {
-                    grid,
-                    block,
-                    args: &args,
-                })
-            }
-        };
-        // SAFETY: the caller promises a live stream.
-        unsafe { stream(raw)? }.push(Op::Call(Box::new(work)))
-    }
-
-    fn preload(&self, _kernel: &Kernel) -> Result<()> {
-        Ok(())
+        unsafe { stream(raw) }.is_ok_and(HostStream::is_idle)
     }
 
     unsafe fn call(&self, raw: RawStream, function: Box<dyn FnOnce() + Send>) -> Result<()> {
@@ -381,6 +313,96 @@ impl Backend for HostBackend {
         Ok(event.is_done(event.last_turn()))
     }
 
+    fn wait_word(&self, word: &TimelineWord, value: u64, timeout: Duration) -> Result<bool> {
+        let start = Instant::now();
+        let mut spins = 0u32;
+        while !word.reached(value) {
+            let left = timeout.saturating_sub(start.elapsed());
+            if left.is_zero() {
+                return Ok(false);
+            }
+            spins += 1;
+            if spins < 1_000 {
+                std::hint::spin_loop();
+            } else {
+                word.park(value, left.min(Duration::from_millis(100)));
+            }
+        }
+        Ok(true)
+    }
+}
+
+impl super::Copies for HostBackend {
+    unsafe fn copy(
+        &self,
+        raw: RawStream,
+        dst: DevicePtr,
+        src: DevicePtr,
+        bytes: u64,
+    ) -> Result<()> {
+        // SAFETY: the caller promises a live stream.
+        unsafe { stream(raw)? }.push(Op::Copy { dst, src, bytes })
+    }
+
+    unsafe fn copy_rows(&self, raw: RawStream, rows: &Rows) -> Result<()> {
+        let rows = *rows;
+        let work = move || {
+            // SAFETY: the caller's promise on the rows lasts until this has run.
+            unsafe { rows.copy() }
+        };
+        // SAFETY: the caller promises a live stream.
+        unsafe { stream(raw)? }.push(Op::Call(Box::new(work)))
+    }
+
+    unsafe fn zero(&self, raw: RawStream, dst: DevicePtr, bytes: u64) -> Result<()> {
+        // SAFETY: the caller promises a live stream.
+        unsafe { stream(raw)? }.push(Op::Zero { dst, bytes })
+    }
+
+    unsafe fn upload(&self, raw: RawStream, dst: DevicePtr, src: &[u8]) -> Result<()> {
+        // SAFETY: the caller promises a live stream, and that `dst` is writable for `src.len()`
+        // bytes.
+        unsafe { stream(raw)?.upload(dst, src) }
+    }
+
+    unsafe fn download(&self, raw: RawStream, dst: &mut [u8], src: DevicePtr) -> Result<()> {
+        // SAFETY: the caller promises a live stream, and that `src` is readable for `dst.len()`
+        // bytes.
+        unsafe { stream(raw)?.download(dst, src) }
+    }
+}
+
+impl super::Kernels for HostBackend {
+    unsafe fn launch(
+        &self,
+        raw: RawStream,
+        kernel: &Kernel,
+        grid: u32,
+        block: u32,
+        args: &[u64],
+    ) -> Result<()> {
+        let (host_version, args): (_, Box<[u64]>) = (kernel.host_kernel(), args.into());
+        let work = move || {
+            // SAFETY: the caller of `launch` promised arguments that fit the kernel and memory that
+            // outlives it.
+            unsafe {
+                host_version(KernelLaunch {
+                    grid,
+                    block,
+                    args: &args,
+                })
+            }
+        };
+        // SAFETY: the caller promises a live stream.
+        unsafe { stream(raw)? }.push(Op::Call(Box::new(work)))
+    }
+
+    fn preload(&self, _kernel: &Kernel) -> Result<()> {
+        Ok(())
+    }
+}
+
+impl super::Ipc for HostBackend {
     fn create_ipc_event(&self) -> Result<RawEvent> {
         self.malloc.count_event()?;
         Ok(RawEvent(
@@ -446,27 +468,5 @@ impl Backend for HostBackend {
         let bytes = unsafe { self.malloc.close(base) }?;
         self.imported.fetch_sub(bytes, Ordering::Relaxed);
         Ok(())
-    }
-
-    fn wait_word(&self, word: &TimelineWord, value: u64, timeout: Duration) -> Result<bool> {
-        let start = Instant::now();
-        let mut spins = 0u32;
-        while !word.reached(value) {
-            let left = timeout.saturating_sub(start.elapsed());
-            if left.is_zero() {
-                return Ok(false);
-            }
-            spins += 1;
-            if spins < 1_000 {
-                std::hint::spin_loop();
-            } else {
-                word.park(value, left.min(Duration::from_millis(100)));
-            }
-        }
-        Ok(true)
-    }
-
-    fn bytes_held(&self) -> u64 {
-        self.allocated.load(Ordering::Relaxed) + self.imported.load(Ordering::Relaxed)
     }
 }

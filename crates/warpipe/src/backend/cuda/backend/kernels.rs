@@ -103,26 +103,10 @@ pub(in crate::backend::cuda) fn load_resident(
     Ok(function)
 }
 
-impl CudaBackend {
-    pub(in crate::backend::cuda) fn preload_kernel(&self, kernel: &Kernel) -> Result<()> {
-        self.function(kernel).map(drop)
-    }
-
-    fn function(&self, kernel: &Kernel) -> Result<CUfunction> {
-        match self.kernels.known(kernel) {
-            Some(function) => Ok(function),
-            None => {
-                let _current = self.enter()?;
-                self.kernels.load(self.driver, kernel)
-            }
-        }
-    }
-
-    /// # Safety
-    /// As for [`crate::backend::Backend::launch`].
-    pub(in crate::backend::cuda) unsafe fn launch_kernel(
+impl crate::backend::Kernels for CudaBackend {
+    unsafe fn launch(
         &self,
-        stream: CUstream,
+        stream: RawStream,
         kernel: &Kernel,
         grid: u32,
         block: u32,
@@ -145,8 +129,24 @@ impl CudaBackend {
         // the driver only reads them; the caller promises that they are the kernel's parameters.
         unsafe {
             self.driver
-                .launch(function, grid, block, stream, &mut parameters)
-        }?;
-        Ok(())
+                .launch(function, grid, block, stream.0, &mut parameters)
+        }
+        .map_err(|fault| self.explain(fault.into()))
+    }
+
+    fn preload(&self, kernel: &Kernel) -> Result<()> {
+        self.function(kernel).map(drop)
+    }
+}
+
+impl CudaBackend {
+    fn function(&self, kernel: &Kernel) -> Result<CUfunction> {
+        match self.kernels.known(kernel) {
+            Some(function) => Ok(function),
+            None => {
+                let _current = self.enter()?;
+                self.kernels.load(self.driver, kernel)
+            }
+        }
     }
 }

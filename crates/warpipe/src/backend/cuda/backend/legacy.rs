@@ -9,7 +9,7 @@ use super::super::sys::*;
 use super::CudaBackend;
 use crate::backend::pointer::kind_outside;
 use crate::backend::{
-    DeviceId, DeviceKind, IPC_EVENTS_MAX, IpcBytes, PointerInfo, PointerKind, RawEvent,
+    DeviceId, DeviceKind, IPC_EVENTS_MAX, Ipc, IpcBytes, PointerInfo, PointerKind, RawEvent,
 };
 use crate::error::{Error, LegacyFault, Result};
 use crate::fork::per_process::PerProcess;
@@ -45,8 +45,50 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl CudaBackend {
-    pub(in crate::backend::cuda) fn allocate_legacy(&self, bytes: u64) -> Result<CUdeviceptr> {
+impl Ipc for CudaBackend {
+    fn create_ipc_event(&self) -> Result<RawEvent> {
+        let _current = self.enter()?;
+        let limit = || Error::EventLimit {
+            limit: IPC_EVENTS_MAX,
+        };
+        let events = EVENTS.get();
+        if !events.reserve() {
+            return Err(limit());
+        }
+        let event = self.driver.ipc_event_create().map_err(|fault| {
+            events.count.fetch_sub(1, Ordering::Relaxed);
+            // Other code of this process may have some, too.
+            if fault.is(&NO_EVENT_LEFT) {
+                limit()
+            } else {
+                fault.into()
+            }
+        })?;
+        lock(&events.live).insert(event.addr());
+        Ok(RawEvent(event))
+    }
+
+    unsafe fn export_event(&self, event: RawEvent) -> Result<IpcBytes> {
+        let _current = self.enter()?;
+        // SAFETY: the caller's promise.
+        Ok(unsafe { self.driver.ipc_export_event(event.0) }?)
+    }
+
+    fn open_event(
+        &self,
+        handle: &IpcBytes,
+    ) -> Result<RawEvent> {
+        let _current = self.enter()?;
+        let refused = |fault: Fault| match fault.is(&REFUSED) {
+            true => Error::legacy(LegacyFault::Refused(fault.words())),
+            false => fault.into(),
+        };
+        Ok(RawEvent(
+            self.driver.ipc_open_event(handle).map_err(refused)?,
+        ))
+    }
+
+    fn allocate_plain(&self, bytes: u64) -> Result<CUdeviceptr> {
         let _current = self.enter()?;
         let size = usize::try_from(bytes)
             .map_err(|_| Error::argument("bytes", bytes, "what an address can count"))?;
@@ -59,9 +101,7 @@ impl CudaBackend {
         Ok(base)
     }
 
-    /// # Safety
-    /// As for [`crate::backend::Backend::free_plain`].
-    pub(in crate::backend::cuda) unsafe fn free_legacy(&self, base: CUdeviceptr) -> Result<()> {
+    unsafe fn free_plain(&self, base: CUdeviceptr) -> Result<()> {
         let current = self.enter_unless_gone()?;
         // Before the driver can give the address to another allocation.
         let bytes = lock(&self.ipc_handles.allocated).remove(&base).unwrap_or(0);
@@ -73,7 +113,7 @@ impl CudaBackend {
         Ok(unsafe { self.driver.memory_free(base) }?)
     }
 
-    pub(in crate::backend::cuda) fn locate_pointer(&self, ptr: CUdeviceptr) -> Result<PointerInfo> {
+    fn locate(&self, ptr: CUdeviceptr) -> Result<PointerInfo> {
         let _current = self.enter()?;
         let kind = self.kind_of(ptr)?;
         let mut info = PointerInfo::of_kind(kind, self.info.id);
@@ -97,6 +137,82 @@ impl CudaBackend {
         Ok(info)
     }
 
+    unsafe fn export_legacy(
+        &self,
+        base: CUdeviceptr,
+    ) -> Result<IpcBytes> {
+        let _current = self.enter()?;
+        self.driver.ipc_export_memory(base).map_err(|fault| {
+            if fault.is(&[CUresult::INVALID_VALUE]) {
+                return Error::NotExportable {
+                    ptr: base,
+                    kind: PointerKind::Unknown,
+                };
+            }
+            fault.into()
+        })
+    }
+
+    fn open_legacy(
+        &self,
+        handle: &IpcBytes,
+        bytes: u64,
+        owner: DeviceId,
+    ) -> Result<CUdeviceptr> {
+        if owner.kind != DeviceKind::Cuda {
+            let (owner, device) = (owner.to_string(), self.info.id.to_string());
+            return Err(Error::legacy(LegacyFault::Device { owner, device }));
+        }
+        let _current = self.enter()?;
+        self.check_peer(owner)?;
+        let base = self
+            .driver
+            .ipc_open_memory(handle)
+            .map_err(|fault| self.refusal(fault, owner))?;
+        if let Err(error) = self.check_length(base, bytes) {
+            // SAFETY: opened just now, and nothing was enqueued on it.
+            let _ = unsafe { self.driver.ipc_close_memory(base) };
+            return Err(error);
+        }
+        let mut opened = lock(&self.ipc_handles.opened);
+        let entry = opened.entry(base).or_insert(OpenHandle { bytes, times: 0 });
+        entry.times += 1;
+        if entry.times == 1 {
+            self.held.fetch_add(bytes, Ordering::Relaxed);
+        }
+        Ok(base)
+    }
+
+    unsafe fn close_legacy(
+        &self,
+        base: CUdeviceptr,
+    ) -> Result<()> {
+        let current = self.enter_unless_gone()?;
+        // Before the driver can give the address to another allocation.
+        let mut opened = lock(&self.ipc_handles.opened);
+        let not_open = || Error::legacy(LegacyFault::NotOpen { ptr: base });
+        let entry = opened.get_mut(&base).ok_or_else(not_open)?;
+        entry.times -= 1;
+        if entry.times == 0 {
+            self.held.fetch_sub(entry.bytes, Ordering::Relaxed);
+            opened.remove(&base);
+        }
+        drop(opened);
+        if current.is_none() {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.driver.ipc_close_memory(base) }.map_err(|fault| {
+            if fault.is(&[CUresult::INVALID_VALUE, CUresult::INVALID_HANDLE]) {
+                not_open()
+            } else {
+                fault.into()
+            }
+        })
+    }
+}
+
+impl CudaBackend {
     fn kind_of(&self, ptr: CUdeviceptr) -> Result<PointerKind> {
         let driver = self.driver;
         let Some(memory_type) = (if ptr == 0 {
@@ -126,52 +242,6 @@ impl CudaBackend {
             Some(false) => PointerKind::Vmm,
             Some(true) | None => PointerKind::Device,
         })
-    }
-
-    pub(in crate::backend::cuda) fn export_legacy_handle(
-        &self,
-        base: CUdeviceptr,
-    ) -> Result<IpcBytes> {
-        let _current = self.enter()?;
-        self.driver.ipc_export_memory(base).map_err(|fault| {
-            if fault.is(&[CUresult::INVALID_VALUE]) {
-                return Error::NotExportable {
-                    ptr: base,
-                    kind: PointerKind::Unknown,
-                };
-            }
-            fault.into()
-        })
-    }
-
-    pub(in crate::backend::cuda) fn open_legacy_handle(
-        &self,
-        handle: &IpcBytes,
-        bytes: u64,
-        owner: DeviceId,
-    ) -> Result<CUdeviceptr> {
-        if owner.kind != DeviceKind::Cuda {
-            let (owner, device) = (owner.to_string(), self.info.id.to_string());
-            return Err(Error::legacy(LegacyFault::Device { owner, device }));
-        }
-        let _current = self.enter()?;
-        self.check_peer(owner)?;
-        let base = self
-            .driver
-            .ipc_open_memory(handle)
-            .map_err(|fault| self.refusal(fault, owner))?;
-        if let Err(error) = self.check_length(base, bytes) {
-            // SAFETY: opened just now, and nothing was enqueued on it.
-            let _ = unsafe { self.driver.ipc_close_memory(base) };
-            return Err(error);
-        }
-        let mut opened = lock(&self.ipc_handles.opened);
-        let entry = opened.entry(base).or_insert(OpenHandle { bytes, times: 0 });
-        entry.times += 1;
-        if entry.times == 1 {
-            self.held.fetch_add(bytes, Ordering::Relaxed);
-        }
-        Ok(base)
     }
 
     /// Checks that the allocation is as long as the handle says, where the driver knows its length.
@@ -222,71 +292,6 @@ impl CudaBackend {
         Ok(false)
     }
 
-    /// # Safety
-    /// As for [`crate::backend::Backend::close_legacy`].
-    pub(in crate::backend::cuda) unsafe fn close_legacy_handle(
-        &self,
-        base: CUdeviceptr,
-    ) -> Result<()> {
-        let current = self.enter_unless_gone()?;
-        // Before the driver can give the address to another allocation.
-        let mut opened = lock(&self.ipc_handles.opened);
-        let not_open = || Error::legacy(LegacyFault::NotOpen { ptr: base });
-        let entry = opened.get_mut(&base).ok_or_else(not_open)?;
-        entry.times -= 1;
-        if entry.times == 0 {
-            self.held.fetch_sub(entry.bytes, Ordering::Relaxed);
-            opened.remove(&base);
-        }
-        drop(opened);
-        if current.is_none() {
-            return Ok(());
-        }
-        // SAFETY: the caller's promise.
-        unsafe { self.driver.ipc_close_memory(base) }.map_err(|fault| {
-            if fault.is(&[CUresult::INVALID_VALUE, CUresult::INVALID_HANDLE]) {
-                not_open()
-            } else {
-                fault.into()
-            }
-        })
-    }
-
-    pub(in crate::backend::cuda) fn create_interprocess_event(&self) -> Result<CUevent> {
-        let _current = self.enter()?;
-        let limit = || Error::EventLimit {
-            limit: IPC_EVENTS_MAX,
-        };
-        let events = EVENTS.get();
-        if !events.reserve() {
-            return Err(limit());
-        }
-        let event = self.driver.ipc_event_create().map_err(|fault| {
-            events.count.fetch_sub(1, Ordering::Relaxed);
-            // Other code of this process may have some, too.
-            if fault.is(&NO_EVENT_LEFT) {
-                limit()
-            } else {
-                fault.into()
-            }
-        })?;
-        lock(&events.live).insert(event.addr());
-        Ok(event)
-    }
-
-    pub(in crate::backend::cuda) fn open_interprocess_event(
-        &self,
-        handle: &IpcBytes,
-    ) -> Result<RawEvent> {
-        let _current = self.enter()?;
-        let refused = |fault: Fault| match fault.is(&REFUSED) {
-            true => Error::legacy(LegacyFault::Refused(fault.words())),
-            false => fault.into(),
-        };
-        Ok(RawEvent(
-            self.driver.ipc_open_event(handle).map_err(refused)?,
-        ))
-    }
 }
 
 /// This process's interprocess events, on all devices: the driver's limit is per process.

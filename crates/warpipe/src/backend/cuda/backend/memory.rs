@@ -1,9 +1,9 @@
-//! Regions: virtual memory management (`cuMemCreate` and related calls), exported and imported as
-//! descriptors.
+//! Regions: virtual memory management (`cuMemCreate` and related calls), exported as descriptors;
+//! and registered host memory.
 
 use std::collections::HashSet;
 use std::ffi::c_int;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{MutexGuard, PoisonError};
 
@@ -14,7 +14,7 @@ use super::super::fault::Fault;
 use super::super::sys::*;
 use super::super::waits;
 use super::CudaBackend;
-use crate::backend::{Access, DeviceId, DeviceKind, RawRegion, Stage, unreclaimed};
+use crate::backend::{Access, DeviceId, DevicePtr, RawRegion, Regions, Stage, unreclaimed};
 use crate::error::{Error, Result};
 use crate::os;
 use crate::slow_path::{self, SlowPath};
@@ -40,21 +40,6 @@ struct AddressMapping<'a> {
     mapped: bool,
 }
 
-/// The failed step of a mapping.
-enum Step {
-    Reserve(Fault),
-    Map(Fault),
-    Access(Fault),
-}
-
-impl Step {
-    fn fault(self) -> Fault {
-        match self {
-            Step::Reserve(fault) | Step::Map(fault) | Step::Access(fault) => fault,
-        }
-    }
-}
-
 impl<'a> AddressMapping<'a> {
     /// Takes over a handle.
     fn of(
@@ -72,37 +57,31 @@ impl<'a> AddressMapping<'a> {
     }
 
     /// Builds the mapping. On a failure it undoes its steps.
-    fn build(mut self, backend: &CudaBackend, access: Access) -> Result<RawRegion, Step> {
-        match self.take_steps(backend.device, access) {
+    fn build(mut self, backend: &CudaBackend) -> Result<RawRegion, Fault> {
+        match self.take_steps(backend.device) {
             Ok(()) => {
                 backend.held.fetch_add(self.bytes as u64, Ordering::Relaxed);
                 Ok(self.region())
             }
-            Err(step) => {
+            Err(fault) => {
                 // The first failure is the one to report.
                 if self.undo().is_err() {
                     backend.owe(self.region());
                 }
-                Err(step)
+                Err(fault)
             }
         }
     }
 
-    fn take_steps(&mut self, device: CUdevice, access: Access) -> Result<(), Step> {
-        let address = self
-            .driver
-            .address_reserve(self.bytes)
-            .map_err(Step::Reserve)?;
+    fn take_steps(&mut self, device: CUdevice) -> Result<(), Fault> {
+        let address = self.driver.address_reserve(self.bytes)?;
         self.reserved = Some(address);
         // SAFETY: the range was reserved just now, the handle is held by self.
-        unsafe { self.driver.memory_map(address, self.bytes, self.handle) }.map_err(Step::Map)?;
+        unsafe { self.driver.memory_map(address, self.bytes, self.handle) }?;
         self.mapped = true;
-        let access = CUmemAccessDesc {
-            location: on(device),
-            flags: access_flags(access),
-        };
+        let access = access_to(device, Access::ReadWrite);
         // SAFETY: mapped just now.
-        unsafe { self.driver.memory_set_access(address, self.bytes, &access) }.map_err(Step::Access)
+        unsafe { self.driver.memory_set_access(address, self.bytes, &access) }
     }
 
     /// Undoes the completed steps, last first, and stops where the driver refuses: mapped memory
@@ -140,20 +119,101 @@ impl<'a> AddressMapping<'a> {
     }
 }
 
-impl CudaBackend {
-    pub(in crate::backend::cuda) fn allocate_region(&self, bytes: u64) -> Result<RawRegion> {
+impl Regions for CudaBackend {
+    fn granularity(&self) -> u64 {
+        self.granularity
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<RawRegion> {
         let _current = self.enter()?;
         let size = size(bytes)?;
         let handle = self
             .driver
             .memory_create(size, &allocation(self.device))
-            .map_err(|f| self.no_room(f, bytes))?;
-        let region = AddressMapping::of(self.driver, handle, size)
-            .build(self, Access::ReadWrite)
-            .map_err(|step| self.no_room(step.fault(), bytes))?;
-        Ok(region)
+            .map_err(|fault| self.no_room(fault, bytes))?;
+        AddressMapping::of(self.driver, handle, size)
+            .build(self)
+            .map_err(|fault| self.no_room(fault, bytes))
     }
 
+    unsafe fn export(&self, region: &RawRegion) -> Result<OwnedFd> {
+        let _current = self.enter()?;
+        // SAFETY: a region that was allocated here holds its handle until it is released.
+        let fd: c_int = unsafe { self.driver.memory_export(region.handle) }?;
+        // SAFETY: the driver opened it just now; no other code has its number.
+        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        rustix::io::fcntl_setfd(&fd, FdFlags::CLOEXEC)
+            .map_err(|error| Error::os("fcntl", "an exported region's descriptor", error))?;
+        Ok(fd)
+    }
+
+    unsafe fn release(&self, region: &mut RawRegion) -> Result<()> {
+        // After a reset its address or handle may belong to another allocation. The memory stays,
+        // and no stream of this process uses it.
+        let _current = self.enter().inspect_err(|error| {
+            if matches!(error, Error::DeviceReset { .. }) {
+                self.held.fetch_sub(region.bytes, Ordering::Relaxed);
+            }
+        })?;
+        if let Stage::Pieces { .. } = region.stage {
+            // SAFETY: the caller's promise.
+            return unsafe { self.release_pieces(region) };
+        }
+        let mut mapping = AddressMapping {
+            driver: self.driver,
+            handle: region.handle,
+            bytes: size(region.bytes)?,
+            reserved: (region.stage != Stage::Held).then_some(region.ptr),
+            mapped: region.stage == Stage::Mapped,
+        };
+        let undone = mapping.undo();
+        *region = mapping.region();
+        undone?;
+        self.held.fetch_sub(region.bytes, Ordering::Relaxed);
+        Ok(())
+    }
+
+    unsafe fn register(&self, ptr: *mut u8, bytes: usize) -> Result<DevicePtr> {
+        let _current = self.enter()?;
+        // SAFETY: the caller's promise.
+        unsafe { self.driver.host_register(ptr.cast(), bytes) }?;
+        let device_ptr = self
+            .driver
+            .host_device_pointer(ptr.cast())
+            .inspect_err(|_| {
+                // SAFETY: registered above, and nothing was enqueued.
+                if unsafe { self.driver.host_unregister(ptr.cast()) }.is_err() {
+                    self.stuck().insert(ptr.addr());
+                }
+            })?;
+        waits::registered(ptr, bytes, device_ptr);
+        Ok(device_ptr)
+    }
+
+    fn is_registered(&self, ptr: *mut u8) -> bool {
+        self.stuck().contains(&ptr.addr())
+    }
+
+    fn unregister_would_block(&self, ptr: *mut u8) -> bool {
+        waits::postpone(ptr)
+    }
+
+    unsafe fn unregister(&self, ptr: *mut u8) -> Result<()> {
+        waits::give_up(ptr);
+        if let Some(_current) = self.enter_unless_gone()? {
+            // SAFETY: the caller's promise.
+            unsafe { self.driver.host_unregister(ptr.cast()) }?;
+        }
+        self.stuck().remove(&ptr.addr());
+        Ok(())
+    }
+
+    fn bytes_held(&self) -> u64 {
+        self.held.load(Ordering::Relaxed)
+    }
+}
+
+impl CudaBackend {
     /// [`Error::DeviceMemory`] if the fault is of that kind, else the fault's general error.
     pub(in crate::backend::cuda) fn no_room(&self, fault: Fault, bytes: u64) -> Error {
         if !fault.is(&[CUresult::OUT_OF_MEMORY]) {
@@ -168,56 +228,6 @@ impl CudaBackend {
             bytes,
             detail,
         }
-    }
-
-    /// # Safety
-    /// The region was allocated here and is not released.
-    pub(in crate::backend::cuda) unsafe fn export_region(
-        &self,
-        region: &RawRegion,
-    ) -> Result<OwnedFd> {
-        let _current = self.enter()?;
-        // SAFETY: a region that was allocated here holds its handle until it is released.
-        let fd: c_int = unsafe { self.driver.memory_export(region.handle) }?;
-        // SAFETY: the driver opened it just now; no other code has its number.
-        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-        rustix::io::fcntl_setfd(&fd, FdFlags::CLOEXEC)
-            .map_err(|error| Error::os("fcntl", "an exported region's descriptor", error))?;
-        Ok(fd)
-    }
-
-    pub(in crate::backend::cuda) fn import_region(
-        &self,
-        fd: BorrowedFd<'_>,
-        bytes: u64,
-        access: Access,
-        owner: DeviceId,
-    ) -> Result<RawRegion> {
-        if owner.kind != DeviceKind::Cuda {
-            return Err(not_memory(format!("memory of device {owner}")));
-        }
-        if bytes == 0 || !bytes.is_multiple_of(self.granularity) {
-            return Err(not_memory(format!(
-                "said to be {bytes} bytes, not a multiple of {}",
-                self.granularity
-            )));
-        }
-        refuse_plain_files(fd)?;
-        let _current = self.enter()?;
-        self.check_peer(owner)?;
-        let size = size(bytes)?;
-        // The driver takes the descriptor's number as a pointer, and number 0 as null.
-        let moved = if fd.as_raw_fd() == 0 {
-            Some(duplicate(fd)?)
-        } else {
-            None
-        };
-        let number = moved.as_ref().map_or(fd.as_raw_fd(), AsRawFd::as_raw_fd);
-        let handle = self.driver.memory_import(number).map_err(import_error)?;
-        let region = AddressMapping::of(self.driver, handle, size)
-            .build(self, access)
-            .map_err(|step| self.map_error(step, bytes, owner))?;
-        Ok(region)
     }
 
     /// If the owner device is visible here, the driver tells in advance whether its memory can be
@@ -246,50 +256,6 @@ impl CudaBackend {
         }
     }
 
-    fn map_error(&self, step: Step, bytes: u64, owner: DeviceId) -> Error {
-        match step {
-            Step::Map(fault) if fault.is(&[CUresult::INVALID_VALUE, CUresult::NOT_SUPPORTED]) => {
-                not_memory(format!(
-                    "said to be {bytes} bytes, which is not its size ({})",
-                    fault.words()
-                ))
-            }
-            Step::Access(fault) if owner != self.info.id => self.peer_error(owner, fault.words()),
-            step => self.no_room(step.fault(), bytes),
-        }
-    }
-
-    /// # Safety
-    /// As for [`crate::backend::Backend::release`].
-    pub(in crate::backend::cuda) unsafe fn release_region(
-        &self,
-        region: &mut RawRegion,
-    ) -> Result<()> {
-        // After a reset its address or handle may belong to another allocation. The memory stays,
-        // and no stream of this process uses it.
-        let _current = self.enter().inspect_err(|error| {
-            if matches!(error, Error::DeviceReset { .. }) {
-                self.held.fetch_sub(region.bytes, Ordering::Relaxed);
-            }
-        })?;
-        if let Stage::Pieces { .. } = region.stage {
-            // SAFETY: the caller's promise.
-            return unsafe { self.release_pieces(region) };
-        }
-        let mut mapping = AddressMapping {
-            driver: self.driver,
-            handle: region.handle,
-            bytes: size(region.bytes)?,
-            reserved: (region.stage != Stage::Held).then_some(region.ptr),
-            mapped: region.stage == Stage::Mapped,
-        };
-        let undone = mapping.undo();
-        *region = mapping.region();
-        undone?;
-        self.held.fetch_sub(region.bytes, Ordering::Relaxed);
-        Ok(())
-    }
-
     /// Queues the remaining part of an unfinished region for another attempt.
     pub(in crate::backend::cuda) fn owe(&self, region: RawRegion) {
         // Counted until it is released, like any region.
@@ -299,43 +265,8 @@ impl CudaBackend {
         }
     }
 
-    /// # Safety
-    /// As for [`crate::backend::Backend::register`].
-    pub(in crate::backend::cuda) unsafe fn register_host(
-        &self,
-        ptr: *mut u8,
-        bytes: usize,
-    ) -> Result<CUdeviceptr> {
-        let _current = self.enter()?;
-        // SAFETY: the caller's promise.
-        unsafe { self.driver.host_register(ptr.cast(), bytes) }?;
-        let device_ptr = self
-            .driver
-            .host_device_pointer(ptr.cast())
-            .inspect_err(|_| {
-                // SAFETY: registered above, and nothing was enqueued.
-                if unsafe { self.driver.host_unregister(ptr.cast()) }.is_err() {
-                    self.stuck().insert(ptr.addr());
-                }
-            })?;
-        waits::registered(ptr, bytes, device_ptr);
-        Ok(device_ptr)
-    }
-
-    /// # Safety
-    /// As for [`crate::backend::Backend::unregister`].
-    pub(in crate::backend::cuda) unsafe fn unregister_host(&self, ptr: *mut u8) -> Result<()> {
-        waits::give_up(ptr);
-        if let Some(_current) = self.enter_unless_gone()? {
-            // SAFETY: the caller's promise.
-            unsafe { self.driver.host_unregister(ptr.cast()) }?;
-        }
-        self.stuck().remove(&ptr.addr());
-        Ok(())
-    }
-
     /// Memory that is registered although it has no device address.
-    pub(in crate::backend::cuda) fn stuck(&self) -> MutexGuard<'_, HashSet<usize>> {
+    fn stuck(&self) -> MutexGuard<'_, HashSet<usize>> {
         self.stuck.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -354,17 +285,20 @@ pub(in crate::backend::cuda) fn allocation(device: CUdevice) -> CUmemAllocationP
     }
 }
 
-pub(in crate::backend::cuda) fn on(device: CUdevice) -> CUmemLocation {
+fn on(device: CUdevice) -> CUmemLocation {
     CUmemLocation {
         kind: MEM_LOCATION_TYPE_DEVICE,
         id: device,
     }
 }
 
-pub(in crate::backend::cuda) fn access_flags(access: Access) -> u32 {
-    match access {
-        Access::Read => MEM_ACCESS_READ,
-        Access::ReadWrite => MEM_ACCESS_READWRITE,
+pub(in crate::backend::cuda) fn access_to(device: CUdevice, access: Access) -> CUmemAccessDesc {
+    CUmemAccessDesc {
+        location: on(device),
+        flags: match access {
+            Access::Read => MEM_ACCESS_READ,
+            Access::ReadWrite => MEM_ACCESS_READWRITE,
+        },
     }
 }
 
