@@ -41,7 +41,7 @@ struct LeasedRegion {
 pub(crate) static IMPORTS: WeakCache<ImportKey, MappedRegion> = WeakCache::new();
 
 /// A published region, as one device of this process sees it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct ImportKey {
     process: u64,
     /// The publisher's user. A generation is only the server's claim: no user must be able to pass
