@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use super::tests::{MIB, Stage, WAIT, busy, eventually};
 use super::*;
+use crate::lend::{LendRequest, word_at};
 use crate::{Error, LentBuffer};
 
 const NO_WAIT: Duration = Duration::ZERO;
@@ -313,13 +314,13 @@ fn a_region_without_blocks_makes_room_for_another_user_who_reads_zeros() {
     assert_eq!(stage.pool.stats().regions, 2, "and so it stays");
     two.free(&stream).unwrap();
     let (used, theirs) = (
-        client.mapped_regions().len(),
+        client.session().mapped_runs().len(),
         stage.pool.allocate_for(tenant(0), 3 * MIB, WAIT),
     );
     assert_eq!(used, 2);
     assert_eq!(theirs.unwrap().to_vec(WAIT).unwrap(), vec![0; 3 << 20]);
     assert!(
-        eventually(|| client.mapped_regions().is_empty()),
+        eventually(|| client.session().mapped_runs().is_empty()),
         "a client unmaps what it cannot use any more"
     );
     // The way back. The user's region is free again, and now in this client's way.
@@ -335,7 +336,7 @@ fn a_mapping_that_a_client_keeps_reaches_nothing_of_the_next_user() {
     let block = client.allocate(2 * MIB, Duration::ZERO).unwrap();
     block.write(&stream, 0, &[7; 8]).unwrap();
     // Against the pool's notice, and with all that its mapping reaches.
-    let [kept] = &client.mapped_regions()[..] else {
+    let [kept] = &client.session().mapped_runs()[..] else {
         panic!("one region");
     };
     let kept = kept.slice(0, 2 * MIB, crate::Access::ReadWrite, &"kept".into());
@@ -357,8 +358,9 @@ fn a_client_that_says_released_and_goes_on_writing_damages_blocks_of_its_own_use
     let block = client.allocate(MIB, Duration::ZERO).unwrap();
     // The value that releases it: the first of the session's.
     client
+        .session()
         .words()
-        .at::<crate::backend::TimelineWord>(released_at(0))
+        .at::<crate::backend::TimelineWord>(word_at(0))
         .store(1);
     assert!(eventually(|| stage.pool.usage(own_uid()).blocks == 0));
     let theirs = [(); 2].map(|()| stage.pool.allocate_for(tenant(0), MIB, WAIT).unwrap());
@@ -478,8 +480,7 @@ fn session(stage: &Stage) -> crate::Result<crate::ipc::ClientSession> {
         name: &name,
         kind: crate::Kind::Pool,
     };
-    let hello = crate::ipc::encode(&Hello { incarnation: None })?;
-    let (session, _) = crate::ipc::ClientSession::attach(&at, None, &hello, NO_WAIT)?;
+    let (session, _) = crate::ipc::ClientSession::attach(&at, None, &[], NO_WAIT)?;
     session.observe(std::sync::Arc::new(Ignorant))?;
     Ok(session)
 }
@@ -491,15 +492,15 @@ impl crate::ipc::SessionObserver for Ignorant {}
 #[test]
 fn a_session_that_closes_while_it_has_blocks_keeps_its_place_until_it_has_none() {
     let stage = stage("places", 64 * MIB, |it| it.peers_max(2));
-    let ask = crate::ipc::encode(&AllocRequest::Block { bytes: 1 }).unwrap();
+    let ask = crate::ipc::encode(&LendRequest::Memory(PoolRequest::Block { bytes: 1 })).unwrap();
     for _ in 0..2 {
         let session = session(&stage).unwrap();
         session.request(&ask, WAIT).unwrap();
     }
     let allocator = stage.pool.allocator();
     let have_left = || {
-        let state = allocator.lock();
-        state.borrowers.len() == 2 && state.borrowers.values().all(|it| it.is_leaving)
+        let mut state = allocator.lock();
+        state.borrowers.len() == 2 && state.borrowers.all().all(|it| it.is_leaving())
     };
     assert!(eventually(have_left));
     // The pool's thread has ended both sessions when it answers this.
@@ -516,10 +517,9 @@ fn a_session_that_closes_while_it_has_blocks_keeps_its_place_until_it_has_none()
             "{refused:?}"
         );
     }
-    allocator.lock().borrowers.values().for_each(|it| {
-        it.page
-            .at::<crate::backend::TimelineWord>(released_at(0))
-            .store(1)
+    allocator.lock().borrowers.all().for_each(|it| {
+        let word: &crate::backend::TimelineWord = it.page().at(word_at(0));
+        word.store(1);
     });
     assert_eq!(stage.pool.usage(own_uid()).blocks, 0);
     drop([(); 2].map(|()| session(&stage).unwrap()));
