@@ -51,7 +51,7 @@ pub(super) struct PoolAllocator {
     pub(super) server_core: OnceLock<Weak<ServerCore>>,
     pub(super) lending: Lending,
     /// The stream that clears blocks before they pass to another user.
-    scrubber: Stream,
+    pub(super) scrubber: Stream,
     memory: DropAfterFence<PoolMemory>,
 }
 

@@ -8,7 +8,9 @@ use std::time::Duration;
 
 use super::tests::{MIB, Stage, WAIT, busy, eventually};
 use super::*;
-use crate::lend::{LendRequest, word_at};
+use crate::backend::testing::{Holding, Wrapped};
+use crate::ipc::{decode, encode};
+use crate::lend::{LendReply, LendRequest, word_at};
 use crate::{Error, LentBuffer};
 
 const NO_WAIT: Duration = Duration::ZERO;
@@ -545,4 +547,75 @@ fn a_block_that_is_granted_to_a_client_that_has_been_dropped_comes_back() {
     };
     assert!(eventually(is_back), "{:?}", stage.pool.stats());
     assert_eq!(stage.pool.usage(own_uid()).blocks, 0);
+}
+
+#[test]
+fn a_session_gets_no_descriptor_of_a_region_that_it_was_lent_no_block_of() {
+    let stage = stage("uninvited", 64 * MIB, |it| it);
+    let session = session(&stage).unwrap();
+    let descriptors = |session: &crate::ipc::ClientSession, run| {
+        let pieces = encode(&LendRequest::<()>::Pieces { run, first: 0 }).unwrap();
+        let reply = session.request(&pieces, WAIT).unwrap();
+        let answer = decode::<LendReply<()>>(&reply.body, "it").unwrap();
+        assert_eq!(matches!(answer, LendReply::Pieces), !reply.fds.is_empty());
+        reply.fds.len()
+    };
+    let theirs = stage.pool.allocate_for(tenant(0), MIB, NO_WAIT).unwrap();
+    let client = client(&stage);
+    let own = client.allocate(MIB, NO_WAIT).unwrap();
+    // The tenant's region, this user's, and none.
+    let all = |session| [0, 1, 2].map(|run| descriptors(session, run));
+    assert_eq!(all(&session), [0, 0, 0], "nothing was lent to it");
+    assert_eq!(all(client.session().ipc()), [0, 1, 0]);
+    drop((theirs, own));
+}
+
+#[test]
+fn a_wait_for_a_block_that_is_being_cleared_can_be_cancelled_and_the_block_comes_back() {
+    let stage = stage("cancelled", 2 * MIB, |it| it);
+    let allocator = stage.pool.allocator();
+    // The region goes back to the device, whose next one is not trusted to be zeroed.
+    drop(stage.pool.allocate_for(tenant(0), 2 * MIB, WAIT).unwrap());
+    let (go, wait) = std::sync::mpsc::channel::<()>();
+    let until_told = move || assert!(wait.recv().is_err());
+    allocator.scrubber.call(until_told).unwrap();
+    let client = client(&stage);
+    let looks = std::cell::Cell::new(0);
+    let cancelled = || {
+        looks.set(looks.get() + 1);
+        looks.get() > 4
+    };
+    let wait = crate::Wait::at_most(WAIT).unless(&cancelled);
+    let gave_up = client.allocate(2 * MIB, wait).map(drop);
+    assert!(matches!(gave_up, Err(Error::Timeout { .. })), "{gave_up:?}");
+    assert!(looks.get() > 4, "it is asked while the block is cleared");
+    drop(go);
+    drop(client.allocate(2 * MIB, WAIT).unwrap());
+}
+
+#[test]
+fn an_import_that_the_driver_holds_up_delays_no_block_of_another_region() {
+    let stage = stage("held-up", 64 * MIB, |it| it);
+    let hook = Wrapped::new(stage.device.backend().clone(), Holding::default());
+    let device = crate::Device::from_backend(hook.clone());
+    let opener = PoolClient::opener("users").domain(&stage.domain);
+    let client = opener.device(&device).open().unwrap();
+    let first = client.allocate(MIB, NO_WAIT).unwrap();
+    hook.hook().hold("import");
+    std::thread::scope(|scope| {
+        let held_up = scope.spawn(|| client.allocate(8 * MIB, WAIT).map(drop));
+        hook.hook().wait_for(1);
+        let (tell, told) = std::sync::mpsc::channel();
+        let other = client.clone();
+        let meanwhile = scope.spawn(move || {
+            let block = other.allocate(4096, NO_WAIT);
+            let _ = tell.send(block.map(drop));
+        });
+        let block = told.recv_timeout(WAIT);
+        hook.hook().unblock();
+        block.expect("the lock is free").unwrap();
+        meanwhile.join().unwrap();
+        held_up.join().unwrap().unwrap();
+    });
+    drop(first);
 }
