@@ -6,6 +6,11 @@ pub(crate) mod message {
     }
 }
 
+pub(crate) mod limits {
+    #[derive(Debug)]
+    pub(crate) struct QuotaPermit;
+}
+
 pub(crate) mod peer {
     use std::sync::atomic::AtomicBool;
     use std::sync::atomic::Ordering::SeqCst;

@@ -33,6 +33,7 @@ mod backend;
 mod device;
 mod fork;
 mod ipc;
+mod lend;
 mod memory;
 mod pubsub;
 mod runtime;

@@ -210,7 +210,7 @@ fn bodies(bytes: &[u8]) {
         crate::sync::event::try_messages,
         crate::members::try_messages,
         crate::memory::try_messages,
-        crate::allocations::try_messages,
+        crate::lend::try_messages,
         crate::pool::try_messages,
         crate::sync::semaphore::try_messages,
         crate::sync::timeline::try_messages,

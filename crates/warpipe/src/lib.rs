@@ -117,6 +117,7 @@ pub mod interop_cudarc;
 mod ipc;
 mod kernel;
 mod kind;
+mod lend;
 mod members;
 mod memory;
 mod mutex;

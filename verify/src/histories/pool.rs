@@ -2,7 +2,7 @@
 //! Work enqueued while a process holds a block uses the block; the block may be lent again when all
 //! of that is done, and never shows another user's bytes.
 //!
-//! The bookkeeping is the library's ([`PoolState`], [`Borrower`], [`Arena`], [`LastWriters`]); the
+//! The bookkeeping is the library's ([`PoolState`], [`Borrowers`], [`Arena`], [`LastWriters`]); the
 //! code between them repeats `pool/allocator.rs` and `pool/server.rs`.
 
 #[path = "pool/owner.rs"]
@@ -12,14 +12,16 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::allocator::PoolState;
-use super::block::{BlockUsers, Borrower};
+use super::block::BlockUsers;
 use super::last_writers::{LastWriter, LastWriters};
-use super::{PAGE_BYTES, cleared_at, released_at};
+use super::{CLAIMS_MAX, PAGE_BYTES};
 use crate::backend::TimelineWord;
 use crate::device::Device;
 use crate::histories::Draw;
 use crate::histories::memory::{Memory, Place};
 use crate::ipc::peer::Process;
+use crate::lend::claims::Borrowers;
+use crate::lend::word_at;
 use crate::memory::arena::{Arena, SlotId};
 use crate::shm::page::SharedPage;
 
@@ -59,10 +61,10 @@ struct Lent {
 #[derive(Debug, Clone, Copy)]
 struct Hand {
     lent: Lent,
-    pair: u32,
+    word: u32,
     value: u64,
-    /// It may be used when the pair's second word has come to its value.
-    is_being_cleared: bool,
+    /// It may be used when the slot's word has come to this value.
+    ready: Option<u64>,
     /// Others have it, too.
     is_shared: bool,
     is_given_back: bool,
@@ -72,7 +74,7 @@ struct Hand {
 #[derive(Debug, Clone, Copy)]
 enum Job {
     Use(Hand),
-    Release { pair: u32, value: u64 },
+    Release { word: u32, value: u64 },
 }
 
 /// Pending work of the owner's device, on a stream or on the clearing stream.
@@ -82,12 +84,6 @@ enum Work {
     Zero(Lent),
     Signal {
         slot: SlotId,
-        value: u64,
-    },
-    Cleared {
-        peer: usize,
-        number: u64,
-        pair: u32,
         value: u64,
     },
 }
@@ -122,12 +118,12 @@ pub struct Play {
 impl Play {
     pub fn new(fault: Fault) -> Play {
         let arena = Arena::new(&Device, LIMIT);
-        let (blocks, lent_blocks, borrowers, counts, last_writers) = Default::default();
+        let (blocks, lent_blocks, counts, last_writers) = Default::default();
         let state = PoolState {
             arena,
             blocks,
             lent_blocks,
-            borrowers,
+            borrowers: Borrowers::new(CLAIMS_MAX),
             counts,
             last_writers,
         };
@@ -182,9 +178,9 @@ impl Play {
         }
         self.numbers += 1;
         let process = Arc::new(Process::default());
-        let borrower = Borrower::new(SharedPage::new(PAGE_BYTES), process.clone());
-        let (number, page) = (self.numbers, borrower.page.clone());
-        self.state.borrowers.insert(number, borrower);
+        let (number, page) = (self.numbers, Arc::new(SharedPage::new(PAGE_BYTES)));
+        let borrowers = &mut self.state.borrowers;
+        borrowers.add(number, page.clone(), process.clone(), None);
         let (hands, device) = Default::default();
         self.peers[peer] = Some(Peer {
             number,
@@ -323,17 +319,17 @@ impl Play {
             return Ok(());
         };
         self.reclaim();
-        if self.state.borrowers[&number].is_full() {
+        if self.state.borrowers.is_full(number) {
             return Ok(());
         }
         if let Some((lent, cleared_at)) = self.take(bytes, USERS[peer], BlockUsers::borrowed())? {
-            self.grant_block(peer, lent, cleared_at.is_some(), false);
+            self.grant_block(peer, lent, cleared_at, false);
         }
         Ok(())
     }
 
-    /// As `PoolAllocator::grant_block`. The peer that gets a block uses it at once.
-    fn grant_block(&mut self, peer: usize, lent: Lent, is_being_cleared: bool, is_shared: bool) {
+    /// As `PoolAllocator::grant`. The peer that gets a block uses it at once.
+    fn grant_block(&mut self, peer: usize, lent: Lent, cleared_at: Option<u64>, is_shared: bool) {
         let Some(Peer {
             number,
             hands,
@@ -343,24 +339,14 @@ impl Play {
         else {
             return;
         };
-        let Some(borrower) = self.state.borrowers.get_mut(number) else {
+        let Ok((word, value)) = self.state.borrowers.claim(*number, lent.slot) else {
             return;
         };
-        let (pair, value) = borrower.open(lent.slot).expect("it was asked");
-        if is_being_cleared {
-            self.scrubber.push_back(Work::Cleared {
-                peer,
-                number: *number,
-                pair,
-                value,
-            });
-        }
-        let is_being_cleared = is_being_cleared && self.fault != Fault::GivesUncleared;
         let hand = Hand {
             lent,
-            pair,
+            word,
             value,
-            is_being_cleared,
+            ready: cleared_at.filter(|_| self.fault != Fault::GivesUncleared),
             is_shared,
             is_given_back: false,
         };
@@ -380,7 +366,7 @@ impl Play {
             .values()
             .map(|lend| lend.slot)
             .collect();
-        if lent_blocks.is_empty() || self.state.borrowers[&number].is_full() {
+        if lent_blocks.is_empty() || self.state.borrowers.is_full(number) {
             return Ok(());
         }
         let slot = lent_blocks
@@ -393,7 +379,7 @@ impl Play {
                 "{lent:?} can be opened, and its owner has let it go"
             ));
         }
-        self.grant_block(peer, lent, false, true);
+        self.grant_block(peer, lent, None, true);
         if self.fault != Fault::ForgetsBorrowers {
             self.state.borrow(slot);
         }
@@ -428,7 +414,7 @@ impl Play {
             let hand = &mut peer.hands[index];
             hand.is_given_back = true;
             peer.device.push_back(Job::Release {
-                pair: hand.pair,
+                word: hand.word,
                 value: hand.value,
             });
         }
@@ -442,20 +428,17 @@ impl Play {
         };
         match peer.device.front().copied() {
             Some(Job::Use(hand)) => {
-                let is_clear = peer
-                    .page
-                    .at::<TimelineWord>(cleared_at(hand.pair))
-                    .is(hand.value);
-                if hand.is_being_cleared && !is_clear {
+                let word = &self.words[hand.lent.slot as usize];
+                if hand.ready.is_some_and(|value| !word.reached(value)) {
                     return Ok(());
                 }
                 peer.device.pop_front();
                 self.touch(hand.lent, USERS[index], hand.is_shared)
             }
-            Some(Job::Release { pair, value }) => {
+            Some(Job::Release { word, value }) => {
                 peer.device.pop_front();
-                peer.hands.retain(|hand| hand.pair != pair);
-                peer.page.at::<TimelineWord>(released_at(pair)).store(value);
+                peer.hands.retain(|hand| hand.word != word);
+                peer.page.at::<TimelineWord>(word_at(word)).store(value);
                 Ok(())
             }
             None => Ok(()),
@@ -496,9 +479,7 @@ impl Play {
         };
         peer.is_leaving = true;
         let number = peer.number;
-        if let Some(borrower) = self.state.borrowers.get_mut(&number) {
-            borrower.is_leaving = true;
-        }
+        self.state.borrowers.leave(number, false);
         if fault == Fault::FreesAtGoodbye {
             self.free_deferred(number);
         }
@@ -519,25 +500,20 @@ impl Play {
     /// From here on nothing of a dead peer's runs. As `PoolAllocator::on_disconnect`.
     fn prove(&mut self, peer: usize) {
         if let Some(Peer {
-            number,
-            process,
-            is_leaving,
-            ..
+            number, process, ..
         }) = self.peers[peer].take_if(|peer| peer.is_dead)
         {
             process.prove();
+            self.free_deferred(number);
             self.reclaim();
-            if !is_leaving {
-                self.free_deferred(number);
-            }
         }
     }
 
     /// As `PoolAllocator::free_deferred`, up to its proof.
     fn free_deferred(&mut self, number: u64) {
-        if let Some(borrower) = self.state.borrowers.remove(&number) {
-            self.pending.extend(borrower.into_slots().1);
-        }
+        self.state.borrowers.leave(number, true);
+        let dead = self.state.collect_released();
+        self.pending.extend(dead);
     }
 
     fn check(&self) -> Result<(), String> {

@@ -5,15 +5,16 @@ pub(crate) mod block;
 
 use std::collections::HashMap;
 
-use self::block::{BlockUsers, Borrower, LentBlock, PoolCounts};
+use self::block::{BlockUsers, LentBlock, PoolCounts};
 use super::last_writers::LastWriters;
+use crate::lend::claims::Borrowers;
 use crate::memory::arena::{Arena, SlotId};
 
 pub(super) struct PoolState {
     pub(super) arena: Arena,
     pub(super) blocks: HashMap<SlotId, BlockUsers>,
     pub(super) lent_blocks: HashMap<u64, LentBlock>,
-    pub(super) borrowers: HashMap<u64, Borrower>,
+    pub(super) borrowers: Borrowers<SlotId>,
     pub(super) counts: PoolCounts,
     /// By region.
     pub(super) last_writers: Vec<LastWriters>,

@@ -10,17 +10,7 @@ pub(crate) mod last_writers;
 #[path = "../states/pool.rs"]
 pub mod states;
 
-/// Few, so that pairs run out.
-const PAIRS_MAX: u32 = 3;
+/// Few, so that words run out.
+const CLAIMS_MAX: u32 = 3;
 
-const PAIR_BYTES: usize = 32;
-
-const PAGE_BYTES: usize = PAIRS_MAX as usize * PAIR_BYTES;
-
-fn released_at(pair: u32) -> usize {
-    pair as usize * PAIR_BYTES
-}
-
-fn cleared_at(pair: u32) -> usize {
-    released_at(pair) + 16
-}
+const PAGE_BYTES: usize = CLAIMS_MAX as usize * 16;

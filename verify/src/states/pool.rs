@@ -1,6 +1,6 @@
 //! A pool's grants: peers take blocks, give them back by words that their devices write *later*,
 //! close gracefully, die, and are proven dead, in any order. The bookkeeping is the library's
-//! ([`PoolState`], [`Borrower`], [`Arena`], [`LastWriters`]); the code between them repeats
+//! ([`PoolState`], [`Borrowers`], [`Arena`], [`LastWriters`]); the code between them repeats
 //! `pool/allocator.rs` and `pool/server.rs`.
 //!
 //! Shown: a block is free only after its holder is past it. A dead peer's device may write until
@@ -11,12 +11,14 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use super::allocator::PoolState;
-use super::block::{BlockUsers, Borrower, LentBlock, PoolCounts};
+use super::block::{BlockUsers, LentBlock, PoolCounts};
 use super::last_writers::{LastWriter, LastWriters};
-use super::{PAGE_BYTES, PAIRS_MAX, released_at};
+use super::{CLAIMS_MAX, PAGE_BYTES};
 use crate::backend::{Access, TimelineWord};
 use crate::device::Device;
 use crate::ipc::peer::Process;
+use crate::lend::claims::Borrowers;
+use crate::lend::word_at;
 use crate::memory::arena::{Arena, SlotId};
 use crate::shm::page::SharedPage;
 
@@ -78,7 +80,7 @@ pub enum Fault {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Hand {
     place: (u32, u64),
-    pair: u32,
+    word: u32,
     value: u64,
     /// Given back by the process; its device has still to write the word.
     is_given_back: bool,
@@ -120,13 +122,13 @@ impl Play {
     /// A pool of one region of two blocks, and peers that have not come yet.
     pub fn new(peers: usize, fault: Fault) -> Play {
         let arena = Arena::new(&Device, 2 * BLOCK);
-        let (blocks, lent_blocks, borrowers, counts, last_writers) = Default::default();
+        let (blocks, lent_blocks, counts, last_writers) = Default::default();
         let _: &PoolCounts = &counts;
         let mut state = PoolState {
             arena,
             blocks,
             lent_blocks,
-            borrowers,
+            borrowers: Borrowers::new(CLAIMS_MAX),
             counts,
             last_writers,
         };
@@ -220,13 +222,14 @@ impl Play {
         if self.peers[peer].is_here {
             return;
         }
-        let (number, page) = (self.next_number, SharedPage::new(PAGE_BYTES));
+        let (number, page) = (self.next_number, Arc::new(SharedPage::new(PAGE_BYTES)));
         self.next_number += 1;
         let process = Arc::new(Process::default());
-        let borrower = Borrower::new(page, process.clone());
+        self.pages.insert(number, page.clone());
+        self.state
+            .borrowers
+            .add(number, page, process.clone(), None);
         self.processes.insert(number, process);
-        self.pages.insert(number, borrower.page.clone());
-        self.state.borrowers.insert(number, borrower);
         self.peers[peer] = Peer {
             number,
             is_here: true,
@@ -295,7 +298,7 @@ impl Play {
 
     fn ask(&mut self, peer: usize) -> Result<(), String> {
         let number = self.peers[peer].number;
-        if !self.is_alive(peer) || self.state.borrowers[&number].is_full() {
+        if !self.is_alive(peer) || self.state.borrowers.is_full(number) {
             return Ok(());
         }
         if let Some(slot) = self.take(peer as u32 + 1, BlockUsers::borrowed())? {
@@ -307,11 +310,11 @@ impl Play {
     fn grant_block(&mut self, peer: usize, slot: SlotId) {
         let place = self.place(slot);
         let Peer { number, hands, .. } = &mut self.peers[peer];
-        let borrower = self.state.borrowers.get_mut(number).expect("it is here");
-        let (pair, value) = borrower.open(slot).expect("it was asked");
+        let claim = self.state.borrowers.claim(*number, slot);
+        let (word, value) = claim.expect("it was asked");
         hands.push(Hand {
             place,
-            pair,
+            word,
             value,
             is_given_back: false,
         });
@@ -322,7 +325,7 @@ impl Play {
         let (Some(slot), number) = (self.lent, self.peers[peer].number) else {
             return;
         };
-        if !self.is_alive(peer) || self.state.borrowers[&number].is_full() {
+        if !self.is_alive(peer) || self.state.borrowers.is_full(number) {
             return;
         }
         self.grant_block(peer, slot);
@@ -342,7 +345,7 @@ impl Play {
         if let Some(index) = hands.iter().position(|hand| hand.is_given_back) {
             let hand = hands.remove(index);
             self.pages[number]
-                .at::<TimelineWord>(released_at(hand.pair))
+                .at::<TimelineWord>(word_at(hand.word))
                 .store(hand.value);
         }
     }
@@ -358,9 +361,7 @@ impl Play {
         }
         it.is_leaving = true;
         let number = it.number;
-        if let Some(borrower) = self.state.borrowers.get_mut(&number) {
-            borrower.is_leaving = true;
-        }
+        self.state.borrowers.leave(number, false);
         if self.fault == Fault::FreesAtGoodbye {
             self.free(number);
             self.state_passes();
@@ -391,10 +392,9 @@ impl Play {
 
     /// As `PoolAllocator::free_deferred`.
     fn free(&mut self, number: u64) {
-        if let Some(borrower) = self.state.borrowers.remove(&number) {
-            let (_, slots) = borrower.into_slots();
-            self.pending.push(slots);
-        }
+        self.state.borrowers.leave(number, true);
+        let dead = self.state.collect_released();
+        self.pending.push(dead);
     }
 
     /// From here on nothing of it writes: what was under way never lands.
@@ -405,8 +405,8 @@ impl Play {
         let number = self.peers[peer].number;
         self.processes[&number].prove();
         self.peers[peer] = Peer::default();
-        self.reclaim();
         self.free(number);
+        self.reclaim();
     }
 
     fn lie(&mut self, peer: usize) {
@@ -422,7 +422,7 @@ impl Play {
         *lies = true;
         for hand in hands {
             self.pages[number]
-                .at::<TimelineWord>(released_at(hand.pair))
+                .at::<TimelineWord>(word_at(hand.word))
                 .store(hand.value);
         }
     }
@@ -446,18 +446,10 @@ impl Play {
 
     /// As `PoolAllocator::reclaim`.
     fn reclaim(&mut self) {
-        self.state.collect_released();
-        self.state
-            .borrowers
-            .retain(|_, borrower| !borrower.is_done());
-        let dead: Vec<u64> = self
-            .state
-            .borrowers
-            .iter()
-            .filter(|(_, b)| b.has_left_and_died())
-            .map(|(&number, _)| number)
-            .collect();
-        dead.into_iter().for_each(|number| self.free(number));
+        let dead = self.state.collect_released();
+        if !dead.is_empty() {
+            self.pending.push(dead);
+        }
         let cleared = self.cleared;
         self.state.arena.collect(|_, value| value <= cleared);
     }
@@ -524,30 +516,24 @@ impl Play {
         blocks.sort_by_key(|(place, _)| *place);
         let mut written: Vec<_> = self.written.iter().collect();
         written.sort();
-        let base = |number: u64| {
-            self.state
-                .borrowers
-                .get(&number)
-                .map(|borrower| format!("{borrower:?}"))
-        };
         let words = |number: u64| {
             let page = self.pages.get(&number)?;
             Some(
-                (0..PAIRS_MAX)
-                    .map(|pair| page.at::<TimelineWord>(released_at(pair)).load())
+                (0..CLAIMS_MAX)
+                    .map(|word| page.at::<TimelineWord>(word_at(word)).load())
                     .collect::<Vec<_>>(),
             )
         };
         let peers: Vec<_> = self
             .peers
             .iter()
-            .map(|peer| (peer, base(peer.number), words(peer.number)))
+            .map(|peer| (peer, words(peer.number)))
             .collect();
         let waiting = self.state.arena.waiting_bytes();
         let behind = self.fences - self.cleared;
         format!(
-            "{blocks:?} {written:?} {peers:?} {:?} {:?} {waiting} {behind} {:?}",
-            self.lent, self.pending, self.state.last_writers
+            "{blocks:?} {written:?} {peers:?} {:?} {:?} {:?} {waiting} {behind} {:?}",
+            self.state.borrowers, self.lent, self.pending, self.state.last_writers
         )
     }
 }

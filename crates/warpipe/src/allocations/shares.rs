@@ -4,29 +4,28 @@
 use std::any::Any;
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use super::claims::{Claims, Ended};
-use super::{
-    AllocationNotice, AllocationReply, AllocationRequest, CLAIMS_BYTES, Grant, HelloReply, Place,
-    READY_BYTES, READY_MAX, word_at,
-};
-use crate::backend::{Access, DevicePtr, PointerKind, StreamOp, TimelineWord};
+use super::CLAIMS_MAX;
+use crate::backend::{Access, DevicePtr, PointerKind, StreamOp};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
-use crate::ipc::ends::Ends;
-use crate::ipc::{
-    ClientInfo, Disconnected, OutgoingReply, Rejection, RequestHandler, ServerCore, decode,
-};
+use crate::ipc::{ClientInfo, Rejection, ServerCore};
+use crate::lend::claims::{Borrowers, Ended};
+use crate::lend::server::{Lender, Lending};
+use crate::lend::{LendReply, Offer, Place};
 use crate::memory::legacy::LegacyHandle;
 use crate::memory::pieces::Run;
+use crate::mutex::LockUnpoisoned;
 use crate::runtime::drop_after_fence::DropAfterFence;
-use crate::runtime::fence::StreamSet;
 use crate::runtime::reactor::Reactor;
-use crate::shm::page::SharedPage;
+use crate::shm::fence_words::FenceWords;
 use crate::stream::Stream;
+
+/// The most shares of a server that wait for their streams at once.
+const READY_MAX: u32 = 16_384;
 
 /// How long a run is held that no share lies in: a sender of many small tensors of one allocation
 /// exports it once.
@@ -54,29 +53,11 @@ pub struct AllocationStats {
 /// A range that is shared once.
 pub(super) struct Share {
     number: u64,
-    place: SharedPlace,
-    bytes: u64,
-    ready: Option<(u32, u64)>,
+    offer: Offer,
+    /// Where it lies, if not in memory of a legacy handle.
+    _run: Option<Arc<HeldRun>>,
     /// Keeps the memory allocated.
     _owner: Box<dyn Any + Send>,
-}
-
-enum SharedPlace {
-    Run {
-        run: Arc<HeldRun>,
-        offset: u64,
-        access: Access,
-    },
-    Legacy(LegacyHandle),
-}
-
-impl fmt::Debug for Share {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Share")
-            .field("number", &self.number)
-            .field("bytes", &self.bytes)
-            .finish_non_exhaustive()
-    }
 }
 
 /// A run that clients know by its number.
@@ -90,12 +71,10 @@ struct HeldRun {
 pub(super) struct Shares {
     device: Device,
     /// Words that the sharing streams store when the contents are complete.
-    ready: DropAfterFence<Arc<SharedPage>>,
-    ready_fd: CloseOnForkFd,
+    ready: DropAfterFence<FenceWords>,
+    lending: Lending,
     /// Never held during a driver call.
     state: Mutex<State>,
-    /// The runs that clients may have mapped.
-    runs: Ends,
 }
 
 impl fmt::Debug for Shares {
@@ -106,13 +85,12 @@ impl fmt::Debug for Shares {
     }
 }
 
-#[derive(Default)]
 struct State {
     last_share: u64,
     /// Shares since the clients' words were looked at.
     shared: usize,
     unclaimed: HashMap<u64, Share>,
-    clients: HashMap<u64, Claims<Share>>,
+    clients: Borrowers<Share>,
     last_run: u32,
     /// By the handles of its pieces. The instant is the first at which no share was seen in it.
     runs: HashMap<Vec<u64>, (Arc<HeldRun>, Option<Instant>)>,
@@ -124,13 +102,22 @@ struct State {
 
 impl Shares {
     pub(super) fn new(device: Device) -> Result<Shares> {
-        let (ready, ready_fd) = SharedPage::publish(Some(&device), READY_BYTES)?;
+        let (ready, fd) = FenceWords::published(&device, READY_MAX as usize)?;
         Ok(Shares {
+            lending: Lending::new(device.info().id, CLAIMS_MAX, (&ready, fd)),
             device,
-            ready: DropAfterFence::new(Arc::<StreamSet>::default(), Arc::new(ready))?,
-            ready_fd,
-            state: Mutex::default(),
-            runs: Ends::default(),
+            ready: DropAfterFence::new(Arc::default(), ready)?,
+            state: Mutex::new(State {
+                last_share: 0,
+                shared: 0,
+                unclaimed: HashMap::new(),
+                clients: Borrowers::new(CLAIMS_MAX),
+                last_run: 0,
+                runs: HashMap::new(),
+                unused_words: vec![],
+                next_word: 0,
+                last_ready: 0,
+            }),
         })
     }
 
@@ -150,22 +137,25 @@ impl Shares {
         owner: Box<dyn Any + Send>,
     ) -> Result<(u64, bool)> {
         // SAFETY: the caller's promise.
-        let place = unsafe { self.place(ptr, bytes, access) }?;
+        let (place, run) = unsafe { self.place(ptr, bytes, access) }?;
         let ready = self.announce(stream)?;
         let mut state = self.lock();
         state.last_share += 1;
         let number = state.last_share;
         let share = Share {
             number,
-            place,
-            bytes,
-            ready,
+            offer: Offer {
+                bytes,
+                place,
+                ready,
+            },
+            _run: run,
             _owner: owner,
         };
         state.unclaimed.insert(number, share);
         // Each look costs as much as there are shares, so it comes after as many.
         state.shared += 1;
-        let is_due = state.shared > state.clients.values().map(Claims::len).sum::<usize>();
+        let is_due = state.shared > state.clients.lent().count();
         Ok((number, is_due))
     }
 
@@ -173,7 +163,7 @@ impl Shares {
     pub(super) fn withdraw(&self, number: u64) -> Option<Share> {
         let mut state = self.lock();
         let share = state.unclaimed.remove(&number)?;
-        state.unused_words.extend(share.ready);
+        state.unused_words.extend(share.offer.ready);
         Some(share)
     }
 
@@ -184,20 +174,17 @@ impl Shares {
         if state.unclaimed.contains_key(&number) {
             return Some(false);
         }
-        let mut claimed = state.clients.values().flat_map(Claims::shares);
-        let share = claimed.find(|share| share.number == number)?;
-        let is_past = |(word, value)| self.word(word).reached(value);
-        Some(share.ready.is_none_or(is_past))
+        let share = state.clients.lent().find(|share| share.number == number)?;
+        Some(share.offer.ready.is_none_or(|ready| self.is_past(ready)))
     }
 
     pub(super) fn stats(&self) -> AllocationStats {
         let state = self.lock();
-        let claimed = || state.clients.values().flat_map(Claims::shares);
-        let all = state.unclaimed.values().chain(claimed());
+        let all = state.unclaimed.values().chain(state.clients.lent());
         AllocationStats {
             unclaimed: state.unclaimed.len(),
-            claimed: claimed().count(),
-            bytes: all.map(|share| share.bytes).sum(),
+            claimed: state.clients.lent().count(),
+            bytes: all.map(|share| share.offer.bytes).sum(),
             runs: state.runs.len(),
             clients: state.clients.len(),
         }
@@ -207,23 +194,27 @@ impl Shares {
     /// no client has a share.
     pub(super) fn has_ended(&self, reactor: &Reactor) -> bool {
         let mut state = self.lock();
-        let clients = state.clients.values_mut();
-        clients.for_each(|claims| claims.is_leaving = true);
+        state.clients.leave_all();
         let mut dropped = state.collect();
         dropped.extend(state.unclaimed.drain().map(|(_, share)| share));
-        let has_ended = state.clients.is_empty();
+        let has_ended = state.clients.len() == 0;
         drop(state);
         drop_deferred(dropped, reactor);
         has_ended
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.locked()
     }
 
     /// # Safety
     /// The memory stays allocated as long as the place is used.
-    unsafe fn place(&self, ptr: DevicePtr, bytes: u64, access: Access) -> Result<SharedPlace> {
+    unsafe fn place(
+        &self,
+        ptr: DevicePtr,
+        bytes: u64,
+        access: Access,
+    ) -> Result<(Place, Option<Arc<HeldRun>>)> {
         match self.device.backend().locate(ptr)?.kind {
             PointerKind::Device if access == Access::Read => Err(Error::argument(
                 "memory",
@@ -233,16 +224,19 @@ impl Shares {
             PointerKind::Device => {
                 // SAFETY: the caller's promise.
                 let handle = unsafe { LegacyHandle::export(&self.device, ptr, bytes) }?;
-                Ok(SharedPlace::Legacy(handle))
+                Ok((Place::Legacy(handle.to_bytes()), None))
             }
             _ => {
                 let (run, offset) = Run::around(&self.device, ptr, bytes)?;
-                let run = self.known(run)?;
-                Ok(SharedPlace::Run {
-                    run,
+                let held = self.known(run)?;
+                let place = Place::Run {
+                    run: held.number,
+                    pieces: held.run.len(),
+                    piece: held.run.piece_bytes(),
                     offset,
                     access,
-                })
+                };
+                Ok((place, Some(held)))
             }
         }
     }
@@ -286,7 +280,7 @@ impl Shares {
             return Ok(None);
         }
         let mut state = self.lock();
-        let is_past = |&(word, value): &(u32, u64)| self.word(word).reached(value);
+        let is_past = |&ready: &(u32, u64)| self.is_past(ready);
         let free = state.unused_words.iter().position(is_past);
         let word = match free {
             Some(at) => state.unused_words.swap_remove(at).0,
@@ -303,17 +297,13 @@ impl Shares {
         state.last_ready += 1;
         let value = state.last_ready;
         drop(state);
-        let Some(address) = self.ready.device_ptr(word_at(word)) else {
-            return Ok(None);
+        let signal = StreamOp::Signal {
+            word: self.ready.device_word(word as usize),
+            value,
         };
         self.ready.streams().record_use(stream);
         // SAFETY: the page is dropped only when this stream, recorded above, is past its stores.
-        let stored = unsafe {
-            stream.batch(&[StreamOp::Signal {
-                word: address,
-                value,
-            }])
-        };
+        let stored = unsafe { stream.batch(&[signal]) };
         if let Err(error) = stored {
             self.lock().unused_words.push((word, 0));
             return Err(error);
@@ -321,61 +311,14 @@ impl Shares {
         Ok(Some((word, value)))
     }
 
-    fn word(&self, index: u32) -> &TimelineWord {
-        self.ready.at(word_at(index))
+    fn is_past(&self, (word, value): (u32, u64)) -> bool {
+        self.ready.word(word as usize).reached(value)
     }
 
     /// Takes what clients have released.
     pub(super) fn collect(&self, reactor: &Reactor) {
         let dropped = self.lock().collect();
         drop_deferred(dropped, reactor);
-    }
-
-    fn open_share(&self, client: &ClientInfo, number: u64) -> Result<OutgoingReply, Rejection> {
-        let mut state = self.lock();
-        let Some(share) = state.unclaimed.remove(&number) else {
-            return OutgoingReply::new(&AllocationReply::Gone, vec![]);
-        };
-        let (bytes, place, ready) = (share.bytes, share.place(), share.ready);
-        let run = match &place {
-            &Place::Run { run, .. } => Some(run),
-            Place::Legacy(_) => None,
-        };
-        let ready = ready.filter(|&(word, value)| !self.word(word).reached(value));
-        let Some(claims) = state.clients.get_mut(&client.id) else {
-            state.unclaimed.insert(number, share);
-            return Err(Rejection::new("it is there no more"));
-        };
-        let (word, value) = match claims.open(share) {
-            Ok(claim) => claim,
-            Err(share) => {
-                state.unclaimed.insert(number, share);
-                return OutgoingReply::new(&AllocationReply::TooMany, vec![]);
-            }
-        };
-        run.into_iter()
-            .for_each(|run| self.runs.give(client.id, run));
-        let grant = Grant {
-            word,
-            value,
-            bytes,
-            place,
-            ready,
-        };
-        OutgoingReply::new(&AllocationReply::Opened(grant), vec![])
-    }
-
-    fn send_pieces(&self, number: u32, first: u32) -> Result<OutgoingReply, Rejection> {
-        let state = self.lock();
-        let held = state.runs.values().find(|(run, _)| run.number == number);
-        let run = held.map(|(run, _)| run.clone());
-        drop(state);
-        let run = run.filter(|run| first < run.run.len());
-        let Some(run) = run else {
-            return OutgoingReply::new(&AllocationReply::Gone, vec![]);
-        };
-        let fds = run.run.export(first, PIECES_AT_ONCE)?;
-        OutgoingReply::new(&AllocationReply::Pieces, fds)
     }
 }
 
@@ -394,21 +337,20 @@ impl State {
         Some(known.clone())
     }
 
-    /// Removes what clients have released, with clients that are done, and returns it. What they
-    /// have returned can be opened again.
+    /// Removes what clients have released, or had when they died, and returns it. What they have
+    /// returned can be opened again.
     fn collect(&mut self) -> Vec<Share> {
         self.shared = 0;
-        let mut dropped = vec![];
-        for claims in self.clients.values_mut() {
-            let Ended { released, returned } = claims.collect();
-            dropped.extend(released);
-            self.unclaimed
-                .extend(returned.into_iter().map(|share| (share.number, share)));
-        }
-        let done = self.clients.extract_if(|_, claims| claims.is_done());
-        dropped.extend(done.flat_map(|(_, claims)| claims.into_shares()));
+        let Ended {
+            released: mut dropped,
+            returned,
+            dead,
+        } = self.clients.collect();
+        let returned = returned.into_iter().map(|share| (share.number, share));
+        self.unclaimed.extend(returned);
+        dropped.extend(dead);
         self.unused_words
-            .extend(dropped.iter().filter_map(|share| share.ready));
+            .extend(dropped.iter().filter_map(|share| share.offer.ready));
         dropped
     }
 
@@ -428,130 +370,56 @@ impl State {
     }
 }
 
-impl Share {
-    fn place(&self) -> Place {
-        match &self.place {
-            SharedPlace::Run {
-                run,
-                offset,
-                access,
-            } => Place::Run {
-                run: run.number,
-                pieces: run.run.len(),
-                piece: run.run.piece_bytes(),
-                offset: *offset,
-                access: *access,
-            },
-            SharedPlace::Legacy(handle) => Place::Legacy(handle.to_bytes()),
-        }
-    }
-}
+impl Lender for Shares {
+    type Lent = Share;
+    type Request = u64;
+    type Refusal = ();
 
-impl RequestHandler for Shares {
-    fn on_connect(
-        &self,
-        server_core: &ServerCore,
-        client: &ClientInfo,
-        _: &[u8],
-    ) -> Result<OutgoingReply, Rejection> {
-        let owner = self.device.info().id;
-        if let Some(device) = client.device.filter(|device| device.kind != owner.kind) {
-            return Err(Rejection::new(format!(
-                "its memory is on {owner}, which {device} cannot reach"
-            )));
-        }
-        let process = server_core.process_of(client.id);
-        let process = process.ok_or_else(|| Rejection::new("it is there no more"))?;
-        let (page, fd) = SharedPage::create(None, CLAIMS_BYTES)?;
-        let reply = HelloReply {
-            owner,
-            claims_bytes: page.bytes() as u64,
-            ready_bytes: self.ready.bytes() as u64,
-        };
-        let ready_fd = CloseOnForkFd::duplicate(&self.ready_fd)?;
-        let reply = OutgoingReply::new(&reply, vec![fd, ready_fd])?;
-        self.lock()
-            .clients
-            .insert(client.id, Claims::new(page, process));
-        Ok(reply)
+    fn lending(&self) -> &Lending {
+        &self.lending
     }
 
-    fn on_request(
-        &self,
-        server_core: &ServerCore,
-        client: &ClientInfo,
-        body: &[u8],
-    ) -> Result<OutgoingReply, Rejection> {
-        match decode(body, server_core.name())? {
-            AllocationRequest::Open(number) => self.open_share(client, number),
-            AllocationRequest::Pieces { run, first } => self.send_pieces(run, first),
-        }
+    fn with_borrowers<R>(&self, call: impl FnOnce(&mut Borrowers<Share>) -> R) -> R {
+        call(&mut self.lock().clients)
     }
 
-    fn holds_anything(&self, client: &ClientInfo) -> bool {
-        self.lock()
-            .clients
-            .get(&client.id)
-            .is_some_and(Claims::has_any)
-    }
-
-    fn on_disconnect(&self, server_core: &ServerCore, client: &ClientInfo, how: Disconnected) {
-        self.runs.forget(client.id);
+    fn lend(&self, client: &ClientInfo, number: u64) -> Result<LendReply<()>, Rejection> {
         let mut state = self.lock();
-        let dead = match how {
-            // Its words report each release.
-            Disconnected::Closed => {
-                let claims = state.clients.get_mut(&client.id);
-                claims
-                    .into_iter()
-                    .for_each(|claims| claims.is_leaving = true);
-                None
-            }
-            Disconnected::ProcessDied => state.clients.remove(&client.id),
+        let Some(share) = state.unclaimed.remove(&number) else {
+            return Ok(LendReply::Gone);
         };
-        let Some(mut dead) = dead else {
-            return;
-        };
-        // Words that it stored before its death count.
-        let Ended {
-            mut released,
-            returned,
-        } = dead.collect();
-        for share in returned {
-            state.unclaimed.insert(share.number, share);
-        }
-        released.extend(dead.into_shares());
-        let words = released.iter().filter_map(|share| share.ready);
-        state.unused_words.extend(words);
+        let mut offer = share.offer.clone();
+        offer.ready = offer.ready.filter(|&ready| !self.is_past(ready));
+        let lent = (self.lending).lend(&mut state.clients, client, share, offer);
+        Ok(lent.unwrap_or_else(|share| {
+            state.unclaimed.insert(number, share);
+            LendReply::TooMany
+        }))
+    }
+
+    fn export(&self, number: u32, first: u32) -> Result<Vec<CloseOnForkFd>> {
+        let state = self.lock();
+        let held = state.runs.values().find(|(run, _)| run.number == number);
+        let held = held.map(|(run, _)| run.clone());
         drop(state);
-        drop_deferred(released, server_core.reactor());
+        held.map_or(Ok(vec![]), |held| held.run.export(first, PIECES_AT_ONCE))
     }
 
-    /// The client has not learned of the share.
-    fn take_back(&self, client: &ClientInfo, body: &[u8]) -> bool {
-        let Ok(AllocationReply::Opened(Grant { word, .. })) = decode(body, "a server") else {
-            // Descriptors of pieces are asked for again.
-            return true;
-        };
-        let mut state = self.lock();
-        let claims = state.clients.get_mut(&client.id);
-        if let Some(share) = claims.and_then(|claims| claims.take_back(word)) {
-            state.unclaimed.insert(share.number, share);
-        }
-        true
+    fn take_back(&self, share: Share) {
+        self.lock().unclaimed.insert(share.number, share);
     }
 
-    fn on_server_tick(&self, server_core: &ServerCore, _: u64) {
+    fn collect(&self, server_core: &ServerCore) {
+        Shares::collect(self, server_core.reactor());
+    }
+
+    fn on_tick(&self, server_core: &ServerCore) {
         let mut state = self.lock();
         let (dropped, ended) = (state.collect(), state.end_idle_runs(Instant::now()));
         drop(state);
         drop_deferred(dropped, server_core.reactor());
-        ended.iter().for_each(|run| self.runs.end(run.number));
-        self.runs.tell(|client, run| {
-            let notice = OutgoingReply::new(&AllocationNotice::RunEnded(run), vec![]);
-            notice.is_ok_and(|notice| server_core.tell(client, &notice))
-        });
         for run in ended {
+            self.lending.end_run(run.number);
             server_core.reactor().defer_drop(Box::new(run));
         }
     }

@@ -14,6 +14,7 @@ use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
     AccessPolicy, Address, ClientSession, IpcServer, Kind, SessionObserver, decode, encode,
 };
+use crate::lend::{LendReply, LendRequest};
 use crate::wait::Wait;
 use crate::{Device, Stream};
 
@@ -284,13 +285,13 @@ fn a_client_that_is_admitted_when_the_server_has_given_up_its_shares_opens_none(
     assert!(shares.has_ended(server.server_core().reactor()));
     let (session, _) = ClientSession::attach(&at, None, &[], Duration::ZERO).unwrap();
     session.observe(Arc::new(Unobserved)).unwrap();
-    let ask = encode(&AllocationRequest::Open(number)).unwrap();
+    let ask = encode(&LendRequest::Memory(number)).unwrap();
     let reply = session.request(&ask, WAIT).unwrap();
-    let reply = decode::<AllocationReply>(&reply.body, "ending").unwrap();
+    let reply = decode::<LendReply<()>>(&reply.body, "ending").unwrap();
     drop((server, shares));
     told.recv_timeout(WAIT).unwrap();
     assert!(
-        matches!(reply, AllocationReply::Gone),
+        matches!(reply, LendReply::Gone),
         "given up while open: {reply:?}"
     );
 }

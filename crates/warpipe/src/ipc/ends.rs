@@ -31,6 +31,14 @@ impl Ends {
             .insert(number);
     }
 
+    /// Whether a connected client has this, and has not been told of its end.
+    pub(crate) fn has(&self, client: u64, number: u32) -> bool {
+        let clients = self.clients.locked();
+        clients
+            .get(&client)
+            .is_some_and(|given| given.held.contains(&number))
+    }
+
     /// The client is told of nothing any more.
     pub(crate) fn forget(&self, client: u64) {
         self.clients.locked().remove(&client);

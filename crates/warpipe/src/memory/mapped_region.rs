@@ -1,18 +1,18 @@
 //! A region with the streams that work on it. **This module is marked for unsafe**: it makes slices
 //! of its memory.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::region::{Kept, Region};
-use super::slice::{DeviceSlice, Mapping, check_range, wait_for};
+use super::slice::{DeviceSlice, MappedMemory, check_range, wait_for};
 use super::weak_cache::WeakCache;
 use crate::backend::{Access, DeviceId, DevicePtr};
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::fork::{self, OwnerProcess};
+use crate::fork;
+use crate::mutex::LockUnpoisoned;
 use crate::runtime::drop_after_fence::DropAfterFence;
-use crate::runtime::fence::StreamSet;
 
 /// A region that this process allocated, or has imported.
 #[derive(Debug)]
@@ -41,7 +41,7 @@ struct LeasedRegion {
 pub(crate) static IMPORTS: WeakCache<ImportKey, MappedRegion> = WeakCache::new();
 
 /// A published region, as one device of this process sees it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct ImportKey {
     process: u64,
     /// The publisher's user. A generation is only the server's claim: no user must be able to pass
@@ -114,8 +114,7 @@ impl MappedRegion {
 
     /// Keeps this from now on, in the place of what it kept.
     pub(super) fn replace_lease(&self, lease: Option<Kept>) {
-        let kept = self.region.lease.lock();
-        let _former = std::mem::replace(&mut *kept.unwrap_or_else(PoisonError::into_inner), lease);
+        let _former = std::mem::replace(&mut *self.region.lease.locked(), lease);
     }
 
     /// Waits for the streams that work on it, at most `timeout`.
@@ -145,25 +144,9 @@ impl MappedRegion {
     ) -> Result<DeviceSlice> {
         self.check(name, offset, bytes)?;
         debug_assert!(access == Access::Read || self.access == Access::ReadWrite);
+        let devices = (&self.device, self.owner);
+        let memory = MappedMemory::new(devices, &self.region, self.clone());
         // SAFETY: the range lies in the region, as checked above.
-        Ok(unsafe { DeviceSlice::new(self.clone(), self.ptr() + offset, bytes, access, name) })
-    }
-}
-
-impl Mapping for MappedRegion {
-    fn device(&self) -> &Device {
-        &self.device
-    }
-
-    fn owner(&self) -> DeviceId {
-        self.owner
-    }
-
-    fn streams(&self) -> &Arc<StreamSet> {
-        self.region.streams()
-    }
-
-    fn owner_process(&self) -> OwnerProcess {
-        self.region.owner_process()
+        Ok(unsafe { DeviceSlice::new(memory, self.ptr() + offset, bytes, access, name) })
     }
 }

@@ -9,7 +9,6 @@ pub(crate) mod mapped_region;
 mod owned;
 pub(crate) mod pieces;
 mod published;
-pub(crate) mod published_wire;
 pub(crate) mod region;
 mod shared;
 pub(crate) mod slice;
@@ -20,9 +19,9 @@ pub(crate) mod weak_cache;
 
 pub use self::owned::{Export, Memory, MemoryInfo};
 pub use self::published::{Publication, Published};
-pub(crate) use self::shared::PiecesInfo;
 pub use self::shared::SharedMemory;
+pub(crate) use self::shared::{PiecesInfo, check_reach};
 pub use self::slice::DeviceSlice;
 pub use self::ticket::Ticket;
 
-crate::ipc::messages!(published_wire::TicketReply, published_wire::TicketRequest);
+crate::ipc::messages!(ticket::PublishedReply);

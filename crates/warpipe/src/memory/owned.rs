@@ -1,14 +1,14 @@
 //! Memory that this process allocated and can share.
 
 use std::ops::Deref;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
 use super::mapped_region::MappedRegion;
-use super::region::{Kept, Region};
-use super::shared::{PiecesInfo, SharedMemory};
+use super::region::Region;
+use super::shared::{SharedMemory, check_reach};
 use super::slice::{DeviceSlice, check_range};
 use crate::backend::{Access, DeviceId};
 use crate::device::Device;
@@ -69,7 +69,7 @@ pub struct MemoryInfo {
 
 fn check_import(device: &Device, info: &MemoryInfo) -> Result<()> {
     check_range("an imported descriptor", 0, info.bytes, info.mapped_bytes)?;
-    super::shared::check_reach(device, info.device)
+    check_reach(device, info.device)
 }
 
 /// A descriptor of memory, with its description.
@@ -163,51 +163,11 @@ impl Memory {
         info: &MemoryInfo,
         access: Access,
     ) -> Result<SharedMemory> {
-        let region = Memory::import_region(device, fd.as_fd(), info, access)?;
+        check_import(device, info)?;
+        let (bytes, owner) = (info.mapped_bytes, info.device);
+        let region = Region::import(device, fd.as_fd(), bytes, access, owner)?;
         let mapping = MappedRegion::of(region, device, info.device, access, info.bytes)?;
         SharedMemory::whole(&Arc::new(mapping), "an imported descriptor")
-    }
-
-    /// As [`import_fd`](Self::import_fd), of one or several pieces, for reading, which the endpoints
-    /// of `generation` share under `number`: the statistics of all processes that have them say so.
-    /// They are mapped into one range, and `held` is kept until that is unmapped.
-    pub(crate) fn import_pieces(
-        device: &Device,
-        fds: &[BorrowedFd<'_>],
-        pieces: &PiecesInfo,
-        (generation, number): ([u8; 16], u64),
-        held: Kept,
-    ) -> Result<Region> {
-        let &PiecesInfo {
-            piece_bytes,
-            bytes,
-            device: owner,
-        } = pieces;
-        let info = MemoryInfo {
-            bytes,
-            mapped_bytes: piece_bytes.saturating_mul(fds.len() as u64),
-            device: owner,
-        };
-        let mut region = match fds {
-            &[only] => Memory::import_region(device, only, &info, Access::Read)?,
-            several => {
-                check_import(device, &info)?;
-                Region::import_pieces(device, several, piece_bytes, Access::Read, owner)?
-            }
-        };
-        region.identify(generation, number);
-        region.hold(held);
-        Ok(region)
-    }
-
-    fn import_region(
-        device: &Device,
-        fd: BorrowedFd<'_>,
-        info: &MemoryInfo,
-        access: Access,
-    ) -> Result<Region> {
-        check_import(device, info)?;
-        Region::import(device, fd, info.mapped_bytes, access, info.device)
     }
 
     /// Says in this process's statistics which generation of endpoints shares the memory, and under

@@ -1,17 +1,10 @@
 //! Allocations of other code, held by the process that shares them. **This module is marked for
-//! unsafe**: it releases what it holds, and makes slices of memory by address.
+//! unsafe**: it releases what it holds.
 
-use std::any::Any;
-use std::fmt;
-use std::sync::{Arc, Mutex};
-
-use super::slice::{DeviceSlice, Mapping};
-use crate::backend::{Access, DeviceId, DevicePtr, PointerKind, Retained};
+use crate::backend::{DeviceId, DevicePtr, PointerKind, Retained};
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::fork::{CloseOnForkFd, OwnerProcess};
-use crate::runtime::drop_after_fence::DropAfterFence;
-use crate::runtime::fence::StreamSet;
+use crate::fork::CloseOnForkFd;
 
 /// The most pieces of one run.
 pub(crate) const RUN_PIECES_MAX: usize = 4096;
@@ -136,62 +129,5 @@ impl Run {
     pub(crate) fn export(&self, first: u32, most: usize) -> Result<Vec<CloseOnForkFd>> {
         let chosen = self.pieces.iter().skip(first as usize).take(most);
         chosen.map(Piece::export).collect()
-    }
-}
-
-/// Memory of another allocator of this process, with what keeps it allocated: that is dropped once
-/// the streams that were given work on it are past that.
-pub(crate) struct OwnedElsewhere {
-    device: Device,
-    owners: DropAfterFence<Mutex<Box<dyn Any + Send>>>,
-}
-
-impl fmt::Debug for OwnedElsewhere {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("OwnedElsewhere")
-            .field("device", &self.device)
-            .finish_non_exhaustive()
-    }
-}
-
-impl OwnedElsewhere {
-    /// Memory that stays allocated as long as `owners`.
-    pub(crate) fn new(device: &Device, owners: Box<dyn Any + Send>) -> Result<Arc<OwnedElsewhere>> {
-        Ok(Arc::new(OwnedElsewhere {
-            device: device.clone(),
-            owners: DropAfterFence::new(Arc::default(), Mutex::new(owners))?,
-        }))
-    }
-
-    /// A range of it.
-    ///
-    /// # Safety
-    /// `ptr..ptr + bytes` is mapped for reading on the device, and stays so as long as the owners.
-    pub(crate) unsafe fn slice(
-        self: &Arc<Self>,
-        ptr: DevicePtr,
-        bytes: u64,
-        name: &Arc<str>,
-    ) -> DeviceSlice {
-        // SAFETY: the caller's promise.
-        unsafe { DeviceSlice::new(self.clone(), ptr, bytes, Access::Read, name) }
-    }
-}
-
-impl Mapping for OwnedElsewhere {
-    fn device(&self) -> &Device {
-        &self.device
-    }
-
-    fn owner(&self) -> DeviceId {
-        self.device.info().id
-    }
-
-    fn streams(&self) -> &Arc<StreamSet> {
-        self.owners.streams()
-    }
-
-    fn owner_process(&self) -> OwnerProcess {
-        self.owners.owner_process()
     }
 }

@@ -4,16 +4,14 @@ use std::ops::{Bound, RangeBounds};
 use std::sync::Arc;
 
 use super::mapped_region::{IMPORTS, ImportKey};
-use super::owned::Memory;
-use super::published_wire::{PUBLISHED_ID, TicketReply, TicketRequest};
-use super::ticket::{Ticket, Wanted};
-use crate::backend::{Access, DeviceId};
+use super::owned::{Memory, MemoryInfo};
+use super::ticket::{PUBLISHED_ID, PublishedReply, Ticket, Wanted};
+use crate::backend::Access;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
     Address, ClientInfo, IpcServer, Kind, OutgoingReply, Rejection, RequestHandler, ServerCore,
-    decode,
 };
 use crate::options::{EndpointOptions, option_setters};
 
@@ -76,10 +74,8 @@ impl Publication {
         let domain = self.shared.domain()?;
         let memory = self.memory;
         let handler = PublishedHandler {
-            mapped: memory.mapping.region().bytes(),
-            bytes: memory.bytes(),
+            info: memory.info(),
             access: self.access,
-            owner: memory.mapping.owner,
             export: memory.mapping.region().export()?,
         };
         let at = Address {
@@ -183,45 +179,24 @@ fn offset_and_length(range: impl RangeBounds<u64>, available: u64) -> Result<(u6
     }
 }
 
-/// Answers the requests for a publication.
+/// Gives the memory to each client that is admitted. A client that wants another run of the
+/// name's owner sees by the session's generation that this is none.
 struct PublishedHandler {
-    mapped: u64,
-    bytes: u64,
+    info: MemoryInfo,
     access: Access,
-    owner: DeviceId,
     export: CloseOnForkFd,
 }
 
 impl RequestHandler for PublishedHandler {
     fn on_connect(
         &self,
-        server_core: &ServerCore,
+        _: &ServerCore,
         _: &ClientInfo,
-        body: &[u8],
+        _: &[u8],
     ) -> Result<OutgoingReply, Rejection> {
-        let TicketRequest { incarnation, id } = decode(body, server_core.name())?;
-        if id != PUBLISHED_ID
-            || incarnation.is_some_and(|wanted| wanted != server_core.generation())
-        {
-            return OutgoingReply::new(&TicketReply::Expired, vec![]);
-        }
+        let PublishedHandler { info, access, .. } = *self;
         let export = CloseOnForkFd::duplicate(&self.export)?;
-        let PublishedHandler {
-            mapped,
-            bytes,
-            access,
-            owner,
-            ..
-        } = *self;
-        OutgoingReply::new(
-            &TicketReply::Memory {
-                mapped,
-                bytes,
-                access,
-                owner,
-            },
-            vec![export],
-        )
+        OutgoingReply::new(&PublishedReply { info, access }, vec![export])
     }
 
     fn runs_on_reactor(&self) -> bool {

@@ -3,12 +3,13 @@
 
 use std::any::Any;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use crate::backend::{Access, DeviceId, DeviceKind, DevicePtr, RawRegion, unreclaimed};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
+use crate::mutex::LockUnpoisoned;
 use crate::statistics::{NO_FILE, RegionRow, Role, file_of};
 
 /// A mapped region; released when dropped. Code that enqueues work on the region keeps it alive
@@ -66,20 +67,20 @@ impl Region {
 
     /// Keeps `held` as long as the region is mapped.
     pub(crate) fn hold(&mut self, held: Kept) {
-        self.contents().held = Some(held);
+        self.contents.locked().held = Some(held);
     }
 
     /// What is [held](Self::hold), of a region that shows what it did when it was made: nobody
     /// has [claimed](Self::claim) it.
     pub(crate) fn held(&self) -> Option<Kept> {
-        let contents = self.contents();
+        let contents = self.contents.locked();
         contents.held.clone().filter(|_| !contents.is_claimed)
     }
 
     /// Claims the region for its only owner, which may [replace](Self::replace) what it shows from
     /// then on. False if it has another owner.
     pub(crate) fn claim(self: &Arc<Self>) -> bool {
-        let mut contents = self.contents();
+        let mut contents = self.contents.locked();
         // One that becomes an owner meanwhile takes it for what it shows only behind this lock.
         contents.is_claimed |= Arc::strong_count(self) == 1;
         contents.is_claimed
@@ -90,8 +91,8 @@ impl Region {
         self.row.identify(generation, number);
     }
 
-    /// Maps several of a peer's allocations of `piece` bytes each into one range; the descriptors
-    /// are checked by the backend.
+    /// Maps one or several of a peer's allocations of `piece` bytes each into one range; the
+    /// descriptors are checked by the backend.
     pub(crate) fn import_pieces(
         device: &Device,
         fds: &[BorrowedFd<'_>],
@@ -99,6 +100,9 @@ impl Region {
         access: Access,
         owner: DeviceId,
     ) -> Result<Region> {
+        if let &[only] = fds {
+            return Region::import(device, only, piece, access, owner);
+        }
         let raw = device.backend().import_pieces(fds, piece, access, owner)?;
         let row = RegionRow::open(Role::Peer, raw.bytes, owner, NO_FILE);
         Ok(Region::of(device, raw, row))
@@ -133,7 +137,7 @@ impl Region {
         owner: DeviceId,
         held: Option<Kept>,
     ) -> Result<()> {
-        let mut contents = self.contents();
+        let mut contents = self.contents.locked();
         let (backend, raw) = (self.device.backend(), &mut contents.raw);
         // SAFETY: live as long as self; the rest is the caller's promise.
         unsafe { backend.import_over(raw, fds, piece, access, owner) }?;
@@ -147,14 +151,10 @@ impl Region {
         Ok(())
     }
 
-    fn contents(&self) -> MutexGuard<'_, Contents> {
-        self.contents.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The descriptor that is the right to this memory.
     pub(crate) fn export(&self) -> Result<CloseOnForkFd> {
         // SAFETY: `raw` is live as long as self.
-        let fd = unsafe { self.device.backend().export(&self.contents().raw)? };
+        let fd = unsafe { self.device.backend().export(&self.contents.locked().raw)? };
         CloseOnForkFd::new(fd)
             .map_err(|e| Error::os("fcntl(F_DUPFD_CLOEXEC)", "a region's descriptor", e))
     }
@@ -173,6 +173,6 @@ impl Drop for Region {
         // SAFETY: allocated or imported once, released here only. That no enqueued work uses it is
         // kept by the owners: a publisher retires its arena, a subscriber its imports (see
         // `Reactor::drop_after`).
-        unsafe { unreclaimed::release(self.device.backend(), self.contents().raw) };
+        unsafe { unreclaimed::release(self.device.backend(), self.contents.locked().raw) };
     }
 }

@@ -1,6 +1,7 @@
 //! A range of device memory that this process has mapped: the view that all handles of memory
 //! share. **This module is marked for unsafe**: it copies to and from device memory by address.
 
+use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,20 +11,37 @@ use crate::backoff::Backoff;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
+use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::StreamSet;
 use crate::stream::Stream;
 
 /// Memory that stays mapped as long as this object, and until its streams are past it.
-pub(crate) trait Mapping: fmt::Debug + Send + Sync {
-    fn device(&self) -> &Device;
-
+#[derive(Clone)]
+pub(crate) struct MappedMemory {
+    device: Device,
     /// The device that the memory lies on.
-    fn owner(&self) -> DeviceId;
-
+    owner: DeviceId,
     /// The streams that the memory stays mapped for.
-    fn streams(&self) -> &Arc<StreamSet>;
+    streams: Arc<StreamSet>,
+    owner_process: OwnerProcess,
+    _kept: Arc<dyn Any + Send + Sync>,
+}
 
-    fn owner_process(&self) -> OwnerProcess;
+impl MappedMemory {
+    /// What `memory` keeps mapped on `device`, and `kept` keeps in its place.
+    pub(crate) fn new<T: Send + 'static>(
+        (device, owner): (&Device, DeviceId),
+        memory: &DropAfterFence<T>,
+        kept: Arc<dyn Any + Send + Sync>,
+    ) -> MappedMemory {
+        MappedMemory {
+            device: device.clone(),
+            owner,
+            streams: memory.streams().clone(),
+            owner_process: memory.owner_process(),
+            _kept: kept,
+        }
+    }
 }
 
 /// A range of device memory: an address, a length, a device, and the streams that work on it.
@@ -40,7 +58,7 @@ pub struct DeviceSlice {
     name: Arc<str>,
     /// The streams of this handle: readers wait for these alone.
     streams: Arc<StreamSet>,
-    mapping: Arc<dyn Mapping>,
+    mapping: MappedMemory,
 }
 
 impl fmt::Debug for DeviceSlice {
@@ -58,7 +76,7 @@ impl DeviceSlice {
     /// # Safety
     /// `ptr..ptr + bytes` lies in the memory of `mapping`, which allows `access`.
     pub(crate) unsafe fn new(
-        mapping: Arc<dyn Mapping>,
+        mapping: MappedMemory,
         ptr: DevicePtr,
         bytes: u64,
         access: Access,
@@ -77,7 +95,7 @@ impl DeviceSlice {
     /// Has readers wait for all streams of the mapping, whatever handle recorded them.
     pub(crate) fn waiting_for_all(self) -> DeviceSlice {
         DeviceSlice {
-            streams: self.mapping.streams().clone(),
+            streams: self.mapping.streams.clone(),
             ..self
         }
     }
@@ -112,12 +130,12 @@ impl DeviceSlice {
 
     /// The device that it is mapped on.
     pub fn device(&self) -> &Device {
-        self.mapping.device()
+        &self.mapping.device
     }
 
     /// The device that it lies on.
     pub fn owner(&self) -> DeviceId {
-        self.mapping.owner()
+        self.mapping.owner
     }
 
     /// Records that `stream` is given work on this memory, which is neither unmapped nor used again
@@ -125,9 +143,9 @@ impl DeviceSlice {
     /// before the work is enqueued. Without an effect in a forked child, which has no such streams.
     pub fn used_on(&self, stream: &Stream) {
         // Another thread of the parent may have held the set's lock at the fork.
-        if self.mapping.owner_process().is_current() {
+        if self.mapping.owner_process.is_current() {
             self.streams.record_use(stream);
-            self.mapping.streams().record_use(stream);
+            self.mapping.streams.record_use(stream);
         }
     }
 
@@ -147,7 +165,7 @@ impl DeviceSlice {
                 "memory given for writing, too",
             ));
         }
-        self.mapping.owner_process().check()?;
+        self.mapping.owner_process.check()?;
         stream.check_of(self.device())?;
         if bytes.is_empty() {
             return Ok(());
@@ -165,7 +183,7 @@ impl DeviceSlice {
     /// [`Error::Timeout`]; [`Error::DeviceMemory`] when the host has no room; [`Error::Driver`];
     /// [`Error::Forked`].
     pub fn to_vec(&self, timeout: Duration) -> Result<Vec<u8>> {
-        self.mapping.owner_process().check()?;
+        self.mapping.owner_process.check()?;
         wait_for(&self.streams, timeout)?;
         let mut copy = zeroed(self.bytes)?;
         // SAFETY: the slice lies in memory that is mapped as long as `mapping` (`new`).
@@ -179,7 +197,7 @@ impl DeviceSlice {
     /// [`Error::Range`]; as [`to_vec`](Self::to_vec).
     pub fn copy_to(&self, offset: u64, bytes: &mut [u8], timeout: Duration) -> Result<()> {
         check_range(&self.name, offset, bytes.len() as u64, self.bytes)?;
-        self.mapping.owner_process().check()?;
+        self.mapping.owner_process.check()?;
         wait_for(&self.streams, timeout)?;
         // SAFETY: the range lies in this slice, as checked above, and the slice in memory that is
         // mapped as long as `mapping` (`new`).
@@ -200,7 +218,7 @@ impl DeviceSlice {
         let copied = unsafe { stream.backend().download(stream.raw(), bytes, ptr) };
         if copied.is_err() {
             // A copy that was not done in time may still run: the memory stays mapped until then.
-            self.mapping.streams().record_use(&stream);
+            self.mapping.streams.record_use(&stream);
         }
         copied
     }
@@ -215,7 +233,7 @@ impl DeviceSlice {
     }
 
     pub(crate) fn owner_process(&self) -> OwnerProcess {
-        self.mapping.owner_process()
+        self.mapping.owner_process
     }
 
     /// Has `stream` wait for all work of this handle, as the last stream that works on it.
@@ -223,7 +241,7 @@ impl DeviceSlice {
     /// # Errors
     /// [`Error::Argument`] for a stream of another device; [`Error::Driver`]; [`Error::Forked`].
     pub(crate) fn gather_on(&self, stream: &Stream) -> Result<()> {
-        self.mapping.owner_process().check()?;
+        self.mapping.owner_process.check()?;
         stream.check_of(self.device())?;
         self.used_on(stream);
         self.streams.join(stream)

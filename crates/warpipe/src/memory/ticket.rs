@@ -1,5 +1,6 @@
 //! Tickets: a text that names memory, for any process that may open it.
 
+use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,16 +8,30 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::mapped_region::{IMPORTS, ImportKey, MappedRegion};
-use super::published_wire::{self, Incarnation, PUBLISHED_ID, TicketRequest};
+use super::owned::MemoryInfo;
+use super::region::Region;
 use super::shared::{SharedMemory, check_reach};
-use crate::backend::DeviceId;
+use crate::backend::{Access, DeviceId};
 use crate::device::Device;
 use crate::error::{Error, Expiry, HandleFault, Result, TicketFault};
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::handle::{self, HandleKind, text_form};
-use crate::ipc::{Address, ClientSession, Kind, encode};
+use crate::ipc::{Address, ClientSession, IncomingReply, Kind};
 use crate::origin::ProcessOrigin;
 use crate::wait::Wait;
+
+/// One run of an endpoint.
+pub(crate) type Incarnation = [u8; 16];
+
+/// The number of the one memory of a publication.
+pub(super) const PUBLISHED_ID: u64 = 0;
+
+/// A publication's first reply. The memory's descriptor goes with it.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct PublishedReply {
+    pub(super) info: MemoryInfo,
+    pub(super) access: Access,
+}
 
 /// Names memory of a process on this machine: domain, endpoint, its incarnation, the memory's
 /// number, a range of its bytes, and its device. A text ([`Display`](std::fmt::Display) and
@@ -158,24 +173,41 @@ impl Ticket {
     }
 
     fn fetch(&self, device: &Device, wait: &Wait<'_>) -> Result<Arc<MappedRegion>> {
-        let Wanted { id, .. } = self.fields.wanted;
-        let body = encode(&TicketRequest {
-            incarnation: self.fields.incarnation,
-            id,
-        })?;
-        let (session, incoming) = self.attach(device, &body, wait)?;
-        let key = ImportKey::new(session.uid(), session.generation(), id, device);
-        IMPORTS.get_or(
-            &key,
-            |_| true,
-            || match published_wire::import(incoming, device, self.name())? {
-                Some(mapping) => {
-                    mapping.region().identify(session.generation(), id);
-                    Ok(Arc::new(mapping))
-                }
-                None => Err(self.expired(Expiry::Replaced)),
-            },
-        )
+        let (session, incoming) = self.attach(device, &[], wait)?;
+        let key = ImportKey::new(session.uid(), session.generation(), PUBLISHED_ID, device);
+        let import = || {
+            let mapping = self.import(incoming, device)?;
+            let region = mapping.region();
+            region.identify(session.generation(), PUBLISHED_ID);
+            Ok(Arc::new(mapping))
+        };
+        match self.fields.wanted.id {
+            PUBLISHED_ID => IMPORTS.get_or(&key, |_| true, import),
+            _ => Err(self.expired(Expiry::Replaced)),
+        }
+    }
+
+    /// Checks and maps the memory in a publication's reply.
+    fn import(&self, incoming: IncomingReply, device: &Device) -> Result<MappedRegion> {
+        let (reply, [fd]) = incoming.open(self.name())?;
+        let PublishedReply { info, access } = reply;
+        let MemoryInfo {
+            bytes,
+            mapped_bytes,
+            device: owner,
+        } = info;
+        if bytes == 0 || bytes > mapped_bytes {
+            return Err(Error::Protocol {
+                name: self.name().to_string(),
+                field: "bytes",
+                found: bytes.to_string(),
+                allowed: format!("1 to {mapped_bytes}"),
+            });
+        }
+        check_reach(device, owner)?;
+        let region = Region::import(device, fd.as_fd(), mapped_bytes, access, owner)?;
+        fd.approve();
+        MappedRegion::of(region, device, owner, access, bytes)
     }
 
     /// Whether it can be opened as `kind` on `device` at all.
@@ -202,7 +234,7 @@ impl Ticket {
         device: &Device,
         body: &[u8],
         wait: &Wait<'_>,
-    ) -> Result<(ClientSession, crate::ipc::IncomingReply)> {
+    ) -> Result<(ClientSession, IncomingReply)> {
         let Fields {
             ref domain,
             owner,

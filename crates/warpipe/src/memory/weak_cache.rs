@@ -1,97 +1,88 @@
 //! A table of the values that this process has open, so that opening one again finds it. The table
 //! keeps no value alive.
 
-use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::collections::HashMap;
+use std::hash::Hash;
+use std::sync::{Arc, Mutex, Weak};
 
 use crate::error::Result;
 use crate::fork::per_process::PerProcess;
 
-type Cell<V> = Arc<Mutex<Weak<V>>>;
-
 /// Values by key, as long as another owner holds them.
 #[derive(Debug)]
 pub(crate) struct WeakCache<K, V> {
-    cells: PerProcess<Mutex<Cells<K, V>>>,
+    /// Never held while a value is made or dropped: both may call the driver.
+    entries: PerProcess<Mutex<Entries<K, V>>>,
 }
 
 #[derive(Debug)]
-struct Cells<K, V> {
-    by_key: BTreeMap<K, Cell<V>>,
+struct Entries<K, V> {
+    by_key: HashMap<K, Weak<V>>,
     /// How many of them there were, twice, when those without a value were removed.
     tidy_at: usize,
 }
 
-impl<K, V> Default for Cells<K, V> {
-    fn default() -> Cells<K, V> {
-        Cells {
-            by_key: BTreeMap::new(),
+impl<K, V> Default for Entries<K, V> {
+    fn default() -> Entries<K, V> {
+        Entries {
+            by_key: HashMap::new(),
             tidy_at: 0,
         }
     }
 }
 
-impl<K: Ord + Clone + Send, V: Send + Sync> WeakCache<K, V> {
+impl<K: Hash + Eq + Clone + Send, V: Send + Sync> WeakCache<K, V> {
     pub(crate) const fn new() -> WeakCache<K, V> {
         WeakCache {
-            cells: PerProcess::new(),
+            entries: PerProcess::new(),
         }
     }
 
-    /// The value of `key`, made if it is not open, or not valid any more. Concurrent callers wait
-    /// for it if they need the same key.
+    /// The value of `key`, made if it is not open, or not valid any more. Of two callers that make
+    /// it at the same time, the later one gets the other's value, and drops its own.
     pub(crate) fn get_or(
         &self,
         key: &K,
-        is_good: impl FnOnce(&V) -> bool,
+        is_good: impl Fn(&V) -> bool,
         make: impl FnOnce() -> Result<Arc<V>>,
     ) -> Result<Arc<V>> {
-        let cell = self.cell(key);
-        let mut place = lock(&cell);
-        if let Some(value) = place.upgrade().filter(|value| is_good(value)) {
-            return Ok(value);
+        let known = self.get(key);
+        if let Some(value) = known.as_ref().filter(|value| is_good(value)) {
+            return Ok(value.clone());
         }
-        let value = make()?;
-        *place = Arc::downgrade(&value);
-        Ok(value)
+        let made = make()?;
+        let mut entries = self.entries.lock();
+        let present = entries.by_key.get(key).and_then(Weak::upgrade);
+        let is_new = |it: &Arc<V>| !known.as_ref().is_some_and(|known| Arc::ptr_eq(it, known));
+        let other = present.filter(is_new);
+        if other.is_none() {
+            entries.insert(key, &made);
+        }
+        drop(entries);
+        Ok(other.filter(|other| is_good(other)).unwrap_or(made))
     }
 
     /// The value of `key`, if it is open.
     pub(crate) fn get(&self, key: &K) -> Option<Arc<V>> {
-        let cell = self.lock().by_key.get(key)?.clone();
-        lock(&cell).upgrade()
+        self.entries.lock().by_key.get(key)?.upgrade()
     }
 
     /// Adds a value that is open.
     pub(crate) fn put(&self, key: &K, value: &Arc<V>) {
-        *lock(&self.cell(key)) = Arc::downgrade(value);
-    }
-
-    fn cell(&self, key: &K) -> Cell<V> {
-        let mut cells = self.lock();
-        if let Some(cell) = cells.by_key.get(key) {
-            return cell.clone();
-        }
-        // Values without an owner are removed: the table is at most twice as long as the number of
-        // open values, and a few.
-        if cells.by_key.len() >= cells.tidy_at {
-            let is_open =
-                |cell: &Cell<V>| Arc::strong_count(cell) > 1 || lock(cell).strong_count() > 0;
-            cells.by_key.retain(|_, cell| is_open(cell));
-            cells.tidy_at = 2 * cells.by_key.len() + 2;
-        }
-        let cell = cells.by_key.entry(key.clone());
-        cell.or_insert_with(|| Arc::new(Mutex::new(Weak::new())))
-            .clone()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Cells<K, V>> {
-        self.cells.lock()
+        self.entries.lock().insert(key, value);
     }
 }
 
-fn lock<V>(cell: &Mutex<Weak<V>>) -> MutexGuard<'_, Weak<V>> {
-    cell.lock().unwrap_or_else(PoisonError::into_inner)
+impl<K: Hash + Eq + Clone, V> Entries<K, V> {
+    fn insert(&mut self, key: &K, value: &Arc<V>) {
+        // Values without an owner are removed: the table is at most twice as long as the number of
+        // open values, and a few.
+        if self.by_key.len() >= self.tidy_at {
+            self.by_key.retain(|_, value| value.strong_count() > 0);
+            self.tidy_at = 2 * self.by_key.len() + 2;
+        }
+        self.by_key.insert(key.clone(), Arc::downgrade(value));
+    }
 }
 
 #[cfg(test)]
@@ -138,11 +129,27 @@ mod tests {
         let shelf = WeakCache::<u32, u32>::new();
         let kept = shelf.get_or(&0, good, || Ok(Arc::new(0))).unwrap();
         (1..100).for_each(|key| drop(shelf.get_or(&key, good, || Ok(Arc::new(key)))));
-        assert!(shelf.lock().by_key.len() <= 4);
+        assert!(shelf.entries.lock().by_key.len() <= 4);
         assert!(Arc::ptr_eq(
             &shelf.get_or(&0, good, || panic!("it is open")).unwrap(),
             &kept
         ));
+    }
+
+    #[test]
+    fn a_value_that_is_being_made_holds_no_caller_up_and_the_first_one_is_shared() {
+        let shelf = WeakCache::<u8, u64>::new();
+        let mut first = None;
+        let second = shelf.get_or(&1, good, || {
+            // As another thread, while this one is in the driver.
+            first = Some(shelf.get_or(&1, good, || Ok(Arc::new(7))).unwrap());
+            Ok(Arc::new(8))
+        });
+        assert!(Arc::ptr_eq(&second.unwrap(), &first.unwrap()));
+        // One that is not valid for the later caller stays the other's.
+        let kept = shelf.get_or(&2, good, || Ok(Arc::new(7))).unwrap();
+        let own = shelf.get_or(&2, |value| *value == 8, || Ok(Arc::new(8)));
+        assert_eq!((*kept, *own.unwrap()), (7, 8));
     }
 
     #[test]

@@ -5,32 +5,30 @@ pub(super) mod block;
 pub(super) mod users;
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
 use std::time::Duration;
 
-use self::block::{BlockUsers, Borrower, LentBlock, PoolCounts};
-use self::users::{OverQuota, Quotas, Room, Users};
-use super::PoolNotice;
+use self::block::{BlockUsers, LentBlock, PoolCounts};
+use self::users::{Quotas, Room, Users};
 use super::last_writers::LastWriter;
-use crate::backend::{Access, DeviceId, DevicePtr, StreamOp};
+use super::{CLAIMS_MAX, PoolRefusal};
+use crate::backend::{Access, DevicePtr, StreamOp};
 use crate::backoff::Backoff;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::fork::OwnerProcess;
 use crate::ipc::domain::{Domain, EndpointName};
-use crate::ipc::ends::Ends;
-use crate::ipc::limits::QuotaPermit;
-use crate::ipc::{Kind, OutgoingReply, ServerCore};
+use crate::ipc::{Kind, ServerCore};
+use crate::lend::claims::Borrowers;
+use crate::lend::server::Lending;
 use crate::memory::DeviceSlice;
 use crate::memory::arena::{Arena, SLOTS_MAX, SlotId};
-use crate::memory::published_wire::Incarnation;
-use crate::memory::slice::Mapping;
-use crate::memory::ticket::{Ticket, Wanted};
+use crate::memory::slice::MappedMemory;
+use crate::memory::ticket::{Incarnation, Ticket, Wanted};
+use crate::mutex::LockUnpoisoned;
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::StreamSet;
 use crate::runtime::reactor::Reactor;
 use crate::shm::fence_words::FenceWords;
-use crate::shm::page::SharedPage;
 use crate::stream::Stream;
 use crate::wait::Wait;
 
@@ -40,7 +38,6 @@ const CLEAR_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The part of a pool that its handles and its server share.
 pub(super) struct PoolAllocator {
-    pub(super) owner_process: OwnerProcess,
     pub(super) name: EndpointName,
     /// The name, in the errors of its blocks.
     label: Arc<str>,
@@ -52,10 +49,9 @@ pub(super) struct PoolAllocator {
     pub(super) generation: OnceLock<Incarnation>,
     /// Set with it. Notifies peers of removed regions.
     pub(super) server_core: OnceLock<Weak<ServerCore>>,
-    /// The regions that peers may have mapped.
-    pub(super) regions: Ends,
+    pub(super) lending: Lending,
     /// The stream that clears blocks before they pass to another user.
-    scrubber: Stream,
+    pub(super) scrubber: Stream,
     memory: DropAfterFence<PoolMemory>,
 }
 
@@ -69,10 +65,7 @@ pub(super) struct PoolState {
     pub(super) arena: Arena,
     pub(super) blocks: HashMap<SlotId, BlockUsers>,
     pub(super) lent_blocks: HashMap<u64, LentBlock>,
-    pub(super) borrowers: HashMap<u64, Borrower>,
-    /// The place of each borrower in the limits of connections, kept as long as the borrower: what
-    /// this process keeps for a peer has the same limits as its connection had.
-    pub(super) permits: HashMap<u64, Arc<QuotaPermit>>,
+    pub(super) borrowers: Borrowers<SlotId>,
     pub(super) counts: PoolCounts,
     pub(super) is_closed: bool,
     pub(super) users: Users,
@@ -87,11 +80,7 @@ pub(super) enum AllocOutcome {
         /// The value of the fence word at which the block is cleared.
         cleared_at: Option<u64>,
     },
-    Full {
-        used: u64,
-        limit: u64,
-    },
-    OverQuota(OverQuota),
+    Refused(PoolRefusal),
 }
 
 impl std::fmt::Debug for PoolAllocator {
@@ -117,26 +106,26 @@ impl PoolAllocator {
             arena: Arena::new(&device, limit),
             blocks: HashMap::new(),
             lent_blocks: HashMap::new(),
-            borrowers: HashMap::new(),
-            permits: HashMap::new(),
+            borrowers: Borrowers::new(CLAIMS_MAX),
             counts: PoolCounts::default(),
             is_closed: false,
             users: Users::new(uid, quotas),
             fences: 0,
             next_lend: 1,
         };
+        let (board, fd) = FenceWords::published(&device, SLOTS_MAX)?;
+        let lending = Lending::new(device.info().id, CLAIMS_MAX, (&board, fd));
         let memory = PoolMemory {
             state: Mutex::new(state),
-            board: FenceWords::new(&device, SLOTS_MAX)?,
+            board,
         };
         let memory = DropAfterFence::new(Arc::default(), memory)?;
         Ok(Arc::new_cyclic(|me| PoolAllocator {
-            owner_process: OwnerProcess::current(),
             uid,
             me: me.clone(),
             generation: OnceLock::new(),
             server_core: OnceLock::new(),
-            regions: Ends::default(),
+            lending,
             label: name.as_str().into(),
             name,
             domain,
@@ -147,10 +136,7 @@ impl PoolAllocator {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, PoolState> {
-        self.memory
-            .state
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.memory.state.locked()
     }
 
     /// Locks the state, unless another thread holds the lock, possibly during a driver call.
@@ -174,7 +160,7 @@ impl PoolAllocator {
     /// Allocates a block for this process in a region of the user `uid`: a free one, one in a new
     /// region, or one that is released before the wait is over.
     pub(super) fn allocate(&self, uid: u32, bytes: u64, wait: &Wait<'_>) -> Result<SlotId> {
-        self.owner_process.check()?;
+        self.memory.owner_process().check()?;
         check_bytes(bytes)?;
         let (mut backoff, mut has_waited) = (Backoff::default(), false);
         loop {
@@ -183,18 +169,10 @@ impl PoolAllocator {
                     self.wait_until_clear(slot, cleared_at)?;
                     return Ok(slot);
                 }
-                AllocOutcome::Full { used, limit } if bytes > limit || wait.is_over() => {
-                    return Err(Error::MemoryLimit {
-                        name: self.name.to_string(),
-                        bytes,
-                        used,
-                        limit,
-                    });
+                AllocOutcome::Refused(refusal) => {
+                    let error = refusal.error(self.name.as_str(), bytes, wait.is_over());
+                    error.map_or(Ok(()), Err)?;
                 }
-                AllocOutcome::OverQuota(over) if over.is_final(bytes) || wait.is_over() => {
-                    return Err(over.error(self.name.as_str(), bytes));
-                }
-                AllocOutcome::Full { .. } | AllocOutcome::OverQuota(_) => {}
             }
             if !std::mem::replace(&mut has_waited, true) {
                 self.lock().counts.waits += 1;
@@ -230,7 +208,7 @@ impl PoolAllocator {
             self.reclaim(&mut state);
             // Again after each driver call, during which other blocks may have been taken.
             if let Some(over) = state.over_quota(uid, bytes) {
-                return Ok(AllocOutcome::OverQuota(over));
+                return Ok(AllocOutcome::Refused(PoolRefusal::OverQuota(over)));
             }
             if let Some(slot) = state.take_for(uid, bytes) {
                 // From here on the block belongs to this caller, also while the lock is free.
@@ -257,12 +235,12 @@ impl PoolAllocator {
                     }
                     state = self.lock();
                 }
-                Room::OverQuota(over) => return Ok(AllocOutcome::OverQuota(over)),
+                Room::OverQuota(over) => {
+                    return Ok(AllocOutcome::Refused(PoolRefusal::OverQuota(over)));
+                }
                 Room::Full => {
-                    return Ok(AllocOutcome::Full {
-                        used: state.used(),
-                        limit: state.arena.limit(),
-                    });
+                    let (used, limit) = (state.used(), state.arena.limit());
+                    return Ok(AllocOutcome::Refused(PoolRefusal::Full { used, limit }));
                 }
             }
         }
@@ -272,33 +250,15 @@ impl PoolAllocator {
     /// releases its memory; it is not what keeps users apart, since no other user ever gets this
     /// region.
     fn notify_removed(&self, region: u32) {
-        self.regions.end(region);
+        self.lending.end_run(region);
         if let Some(server_core) = self.server_core.get().and_then(Weak::upgrade) {
-            self.tell_removed(&server_core);
+            self.lending.tell_ended(&server_core);
         }
-    }
-
-    pub(super) fn tell_removed(&self, server_core: &ServerCore) {
-        self.regions.tell(|client, region| {
-            let notice = OutgoingReply::new(&PoolNotice::RegionRemoved(region), vec![]);
-            notice.is_ok_and(|notice| server_core.tell(client, &notice))
-        });
     }
 
     /// Makes a first region that holds `bytes`.
     pub(super) fn reserve(&self, bytes: u64) -> Result<()> {
-        let slot = match self.take(bytes, self.uid, BlockUsers::owned())? {
-            AllocOutcome::Block { slot, .. } => slot,
-            AllocOutcome::Full { used, limit } => {
-                return Err(Error::MemoryLimit {
-                    name: self.name.to_string(),
-                    bytes,
-                    used,
-                    limit,
-                });
-            }
-            AllocOutcome::OverQuota(over) => return Err(over.error(self.name.as_str(), bytes)),
-        };
+        let slot = self.allocate(self.uid, bytes, &Duration::ZERO.into())?;
         self.release(slot);
         self.lock().counts = PoolCounts::default();
         Ok(())
@@ -355,23 +315,6 @@ impl PoolAllocator {
         }
     }
 
-    /// Has the clearing stream store `value` at `offset` of a peer's page, behind the clearing.
-    /// Call it without the lock.
-    pub(super) fn signal_cleared(
-        &self,
-        page: &SharedPage,
-        offset: usize,
-        value: u64,
-    ) -> Result<()> {
-        let Some(word) = page.device_ptr(offset) else {
-            return Ok(());
-        };
-        self.streams().record_use(&self.scrubber);
-        // SAFETY: a peer's page is dropped only behind a fence on the recorded streams
-        // (`PoolAllocator::drop_page_deferred`).
-        unsafe { self.scrubber.batch(&[StreamOp::Signal { word, value }]) }
-    }
-
     /// Releases the owner's use of a block.
     pub(super) fn release(&self, slot: SlotId) {
         self.lock().release_owner(slot);
@@ -398,7 +341,7 @@ impl PoolAllocator {
 
     /// Lends a block. The ticket is valid as long as the owner has the block.
     pub(super) fn lend(&self, slot: SlotId, bytes: u64, access: Access) -> Result<Ticket> {
-        self.owner_process.check()?;
+        self.memory.owner_process().check()?;
         let mut state = self.lock();
         let Some(&incarnation) = self.generation.get().filter(|_| !state.is_closed) else {
             let (name, pid) = (self.name.to_string(), std::process::id() as i32);
@@ -424,50 +367,22 @@ impl PoolAllocator {
     /// The first `bytes` bytes of a block, which the caller has allocated with that length.
     pub(super) fn slice(self: &Arc<Self>, slot: SlotId, bytes: u64) -> DeviceSlice {
         let ptr = self.lock().address(slot);
+        let devices = (&self.device, self.device.info().id);
+        let mapped = MappedMemory::new(devices, &self.memory, self.clone());
         // SAFETY: the block is that long, and its region is one of the arena's, which `memory`
         // keeps, and its streams after it.
-        unsafe { DeviceSlice::new(self.clone(), ptr, bytes, Access::ReadWrite, &self.label) }
+        unsafe { DeviceSlice::new(mapped, ptr, bytes, Access::ReadWrite, &self.label) }
     }
 
     /// Takes back every block without users, and removes peers that have closed and have no block.
     pub(super) fn reclaim(&self, state: &mut PoolState) {
-        state.collect_released();
-        let done: Vec<u64> = state
-            .borrowers
-            .iter()
-            .filter(|(_, b)| b.is_done())
-            .map(|(&id, _)| id)
-            .collect();
-        done.into_iter()
-            .filter_map(|id| state.borrowers.remove(&id))
-            .for_each(|borrower| self.drop_page_deferred(borrower.page));
-        drop(state.ended_permits());
+        let dead = state.collect_released();
+        if !dead.is_empty() {
+            self.free_deferred(dead);
+        }
         state
             .arena
             .collect(|slot, value| self.memory.board.word(slot as usize).reached(value));
-    }
-
-    /// Drops a peer's page behind a fence on this process's streams.
-    pub(super) fn drop_page_deferred(&self, page: Arc<SharedPage>) {
-        page.drop_after_streams(self.streams().clone(), self.reactor());
-    }
-}
-
-impl Mapping for PoolAllocator {
-    fn device(&self) -> &Device {
-        &self.device
-    }
-
-    fn owner(&self) -> DeviceId {
-        self.device.info().id
-    }
-
-    fn streams(&self) -> &Arc<StreamSet> {
-        self.memory.streams()
-    }
-
-    fn owner_process(&self) -> OwnerProcess {
-        self.owner_process
     }
 }
 
@@ -475,15 +390,6 @@ impl PoolState {
     pub(super) fn address(&self, slot: SlotId) -> DevicePtr {
         let slot = self.arena.slot(slot);
         self.arena.chunks()[slot.region as usize].region.ptr() + slot.offset
-    }
-
-    /// The places of peers that have no blocks any more, for the caller to drop.
-    pub(super) fn ended_permits(&mut self) -> Vec<Arc<QuotaPermit>> {
-        let borrowers = &self.borrowers;
-        self.permits
-            .extract_if(|id, _| !borrowers.contains_key(id))
-            .map(|(_, permit)| permit)
-            .collect()
     }
 
     /// The user whose region the slot lies in.

@@ -5,19 +5,26 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::allocator::check_bytes;
-use super::session::{BlockGuard, LentBuffer, PoolSession, SESSIONS, wrong};
-use super::{AllocReply, AllocRequest, Hello};
+use super::{CLAIMS_MAX, PoolRefusal, PoolRequest};
 use crate::device::Device;
 use crate::error::{Error, Expiry, Result};
-use crate::ipc::{Kind, encode};
+use crate::ipc::{Kind, REPLY_TIMEOUT};
+use crate::lend::session::{Answer, Borrowed, LendSession, Terms};
 use crate::memory::DeviceSlice;
 use crate::memory::mapped_region::ImportKey;
 use crate::memory::ticket::Ticket;
-use crate::options::{Attachment, Opener};
-#[cfg(test)]
-use crate::shm::page::SharedPage;
+use crate::options::Opener;
 use crate::stream::Stream;
 use crate::wait::Wait;
+
+const TERMS: Terms = Terms {
+    lent: "blocks",
+    claims_max: CLAIMS_MAX,
+    has_streams: true,
+};
+
+/// The limit for the owner's clearing of a block.
+const CLEAR_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The pause between two requests of a peer that waits for memory.
 const RETRY_INTERVAL: Duration = Duration::from_millis(2);
@@ -30,33 +37,10 @@ impl Opener<PoolClient> {
     /// [`Error::OtherKind`], [`Error::AccessDenied`], [`Error::Refused`] (also for a device that
     /// cannot reach its memory); [`Error::Name`].
     pub fn open(self) -> Result<PoolClient> {
-        let hello = encode(&Hello { incarnation: None })?;
-        self.open_with(Kind::Pool, &hello, PoolClient::connect)
-    }
-}
-
-impl PoolClient {
-    fn connect(attachment: Attachment) -> Result<PoolClient> {
-        let Attachment {
-            name,
-            device,
-            session,
-            reply,
-        } = attachment;
-        let key = ImportKey::new(session.uid(), session.generation(), 0, &device);
-        // All handles share one session. If one exists already, this one ends here.
-        let pool_session = SESSIONS.get_or(&key, PoolSession::is_connected, || {
-            match PoolSession::of(session, reply, &device)? {
-                Some(pool_session) => Ok(Arc::new(pool_session)),
-                None => Err(wrong(
-                    name.as_str(),
-                    "reception",
-                    "expired".into(),
-                    "a welcome".into(),
-                )),
-            }
-        })?;
-        Ok(PoolClient { pool_session })
+        self.open_with(Kind::Pool, &[], |attachment| {
+            let session = LendSession::of(attachment, &TERMS)?;
+            Ok(PoolClient { session })
+        })
     }
 }
 
@@ -80,7 +64,7 @@ impl PoolClient {
 /// ```
 #[derive(Debug, Clone)]
 pub struct PoolClient {
-    pool_session: Arc<PoolSession>,
+    session: Arc<LendSession>,
 }
 
 impl PoolClient {
@@ -100,32 +84,22 @@ impl PoolClient {
 
     /// The pool's name.
     pub fn name(&self) -> &str {
-        self.pool_session.name()
+        self.session.name()
     }
 
     #[cfg(test)]
-    pub(super) fn words(&self) -> &SharedPage {
-        &self.pool_session.shared.words
-    }
-
-    #[cfg(test)]
-    pub(super) fn mapped_regions(&self) -> Vec<Arc<crate::memory::mapped_region::MappedRegion>> {
-        self.pool_session.mapped_regions()
-    }
-
-    #[cfg(test)]
-    pub(super) fn session(&self) -> &crate::ipc::ClientSession {
-        &self.pool_session.shared.session
+    pub(crate) fn session(&self) -> &LendSession {
+        &self.session
     }
 
     /// The owner's process.
     pub fn owner_pid(&self) -> i32 {
-        self.pool_session.shared.session.pid()
+        self.session.ipc().pid()
     }
 
     /// Whether the owner has closed the pool, or has died. Its blocks stay valid.
     pub fn is_owner_gone(&self) -> bool {
-        self.pool_session.shared.session.is_over()
+        self.session.ipc().is_over()
     }
 
     /// Allocates `bytes` bytes of the owner's memory, for reading and writing, in a region of this
@@ -143,46 +117,48 @@ impl PoolClient {
         let wait = wait.into();
         check_bytes(bytes)?;
         loop {
-            match self
-                .pool_session
-                .ask(AllocRequest::Block { bytes }, &wait)?
-            {
-                Ok(block) => return Ok(block),
-                Err(AllocReply::Full { used, limit }) => {
+            match ask(&self.session, PoolRequest::Block { bytes }, &wait)? {
+                Answer::Lent(block) => return Ok(LentBuffer(block)),
+                Answer::Refused(refusal) => {
                     let left = wait.slice();
-                    if left.is_zero() || bytes > limit {
-                        return Err(Error::MemoryLimit {
-                            name: self.name().to_string(),
-                            bytes,
-                            used,
-                            limit,
-                        });
+                    if let Some(error) = refusal.error(self.name(), bytes, left.is_zero()) {
+                        return Err(error);
                     }
-                    pause(left);
+                    // The owner cannot know when a device will release a block, so the peer repeats
+                    // its request.
+                    std::thread::park_timeout(left.min(RETRY_INTERVAL));
                 }
-                Err(AllocReply::OverQuota(over)) => {
-                    let left = wait.slice();
-                    if left.is_zero() || over.is_final(bytes) {
-                        return Err(over.error(self.name(), bytes));
-                    }
-                    pause(left);
+                Answer::Gone => {
+                    let found = "that there is no such block".to_string();
+                    return Err(self.session.wrong("reply", found, "a new block"));
                 }
-                Err(_) => return Err(self.pool_session.too_many()),
             }
         }
     }
 }
 
-/// The owner cannot know when a device will release a block, so the peer repeats its request.
-fn pause(left: Duration) {
-    std::thread::park_timeout(left.min(RETRY_INTERVAL));
+/// Asks for a block. The cancellation of `wait` ends this, and its time does not: a block that is
+/// there comes soon, also where it has to be cleared.
+fn ask(
+    session: &Arc<LendSession>,
+    request: PoolRequest,
+    wait: &Wait<'_>,
+) -> Result<Answer<PoolRefusal>> {
+    let answers = wait.cancellable_within(REPLY_TIMEOUT);
+    session.ask(request, &answers, &wait.cancellable_within(CLEAR_TIMEOUT))
 }
+
+/// A block of another process's pool. The drop releases it: the owner reuses it when the recorded
+/// streams are past it. It stays valid when its owner closes the pool, or dies. Its methods to read
+/// and write are those of [`DeviceSlice`].
+#[derive(Debug)]
+pub struct LentBuffer(Borrowed);
 
 impl Deref for LentBuffer {
     type Target = DeviceSlice;
 
     fn deref(&self) -> &DeviceSlice {
-        &self.slice
+        &self.0
     }
 }
 
@@ -202,28 +178,19 @@ impl LentBuffer {
         let Some(incarnation) = ticket.incarnation() else {
             return Err(ticket.expired(Expiry::Replaced));
         };
-        let pool_session = SESSIONS.get_or(
-            &ImportKey::new(ticket.owner(), incarnation, 0, device),
-            PoolSession::is_connected,
-            || {
-                let hello = encode(&Hello {
-                    incarnation: Some(incarnation),
-                })?;
-                let (session, incoming) = ticket.attach(device, &hello, &Duration::ZERO.into())?;
-                let pool_session = PoolSession::of(session, incoming, device)?;
-                pool_session
-                    .map(Arc::new)
-                    .ok_or_else(|| ticket.expired(Expiry::Replaced))
-            },
-        )?;
-        match pool_session.ask(
-            AllocRequest::Lent(ticket.wanted().id),
-            &Wait::at_most(Duration::MAX),
-        ) {
-            Ok(Ok(block)) => Ok(block),
-            Ok(Err(AllocReply::TooMany)) => Err(pool_session.too_many()),
-            Ok(Err(AllocReply::OtherUser(uid))) => Err(pool_session.other_user(uid)),
-            Ok(Err(_)) => Err(ticket.expired(Expiry::Returned)),
+        let key = ImportKey::new(ticket.owner(), incarnation, 0, device);
+        let session = LendSession::at(&key, || {
+            let (session, reply) = ticket.attach(device, &[], &Duration::ZERO.into())?;
+            LendSession::open(session, reply, device, &TERMS)
+        })?;
+        let lent = PoolRequest::Lent(ticket.wanted().id);
+        match ask(&session, lent, &Wait::at_most(Duration::MAX)) {
+            Ok(Answer::Lent(block)) => Ok(LentBuffer(block)),
+            Ok(Answer::Gone) => Err(ticket.expired(Expiry::Returned)),
+            Ok(Answer::Refused(refusal)) => {
+                let refused = refusal.error(session.name(), 0, true);
+                Err(refused.unwrap_or_else(|| ticket.expired(Expiry::Returned)))
+            }
             Err(Error::PeerGone { graceful, .. }) => {
                 Err(ticket.expired(Expiry::Gone { died: !graceful }))
             }
@@ -233,7 +200,7 @@ impl LentBuffer {
 
     /// The pool's name.
     pub fn name(&self) -> &str {
-        self.guard.pool_session.name()
+        self.0.name()
     }
 
     /// Releases the block behind the work enqueued on `stream` so far, and on the other recorded
@@ -243,38 +210,7 @@ impl LentBuffer {
     /// # Errors
     /// [`Error::Driver`], [`Error::Argument`] for a stream of another device, and the block is
     /// released as if it were dropped; [`Error::Forked`].
-    pub fn free(mut self, stream: &Stream) -> Result<()> {
-        self.slice.gather_on(stream)?;
-        self.guard.release_behind(stream)
-    }
-}
-
-impl Drop for LentBuffer {
-    fn drop(&mut self) {
-        let Ok(guard) = self.guard.get() else { return };
-        if guard.is_released {
-            return;
-        }
-        let mut fence = self.slice.streams().fence_busy();
-        if fence.is_reached() {
-            // The guard releases the block.
-            return;
-        }
-        let BlockGuard {
-            pool_session,
-            pair,
-            value,
-            ..
-        } = guard;
-        let guard = BlockGuard {
-            pool_session: pool_session.clone(),
-            pair: *pair,
-            value: *value,
-            is_released: false,
-        };
-        // The guard releases the block when it is dropped.
-        let reactor = pool_session.shared.reactor();
-        reactor.drop_value_after(fence, guard);
-        self.guard.is_released = true;
+    pub fn free(self, stream: &Stream) -> Result<()> {
+        self.0.free(stream)
     }
 }

@@ -11,9 +11,11 @@ use super::allocator::block::BlockUsers;
 use super::allocator::{AllocOutcome, PoolAllocator};
 use super::*;
 use crate::backend::testing::{Hook, Wrapped};
+use crate::backend::{Access, TimelineWord};
 use crate::error::Expiry;
 use crate::ipc::encode;
 use crate::ipc::peer::Process;
+use crate::lend::{LendRequest, word_at};
 use crate::runtime::reactor::{EventSource, Next};
 use crate::{Device, Domain, Error, Kind, Memory, Stream, Ticket};
 
@@ -339,7 +341,7 @@ fn a_client_waits_for_what_others_let_go_and_has_a_limit_of_blocks() {
         drop(lent);
         waiting.join().unwrap().unwrap();
     });
-    let blocks: Vec<_> = (0..PAIRS_MAX)
+    let blocks: Vec<_> = (0..CLAIMS_MAX)
         .map(|_| client.allocate(1, Duration::ZERO).unwrap())
         .collect();
     assert!(matches!(
@@ -444,10 +446,10 @@ fn a_pools_lock_is_free_during_the_device_call_that_clears_a_block() {
     let lent = client.allocate(2 * MIB, Duration::ZERO).unwrap();
     assert_eq!(lent.to_vec(WAIT).unwrap()[..8], [0; 8]);
     let hook = wrapped.hook();
-    // The zeros, their completion for the owner, and for the peer.
+    // The zeros, and their completion.
     assert_eq!(
         (hook.calls.load(Relaxed), hook.is_held.load(Relaxed)),
-        (3, false)
+        (2, false)
     );
 }
 
@@ -491,11 +493,9 @@ fn garbage_in_a_peers_page_frees_nothing() {
     let own = stage.pool.allocate(MIB, Duration::ZERO).unwrap();
     let lent = client.allocate(MIB, Duration::ZERO).unwrap();
     for value in [0, 2, 1 << 40, u64::MAX] {
-        (0..PAIRS_MAX).for_each(|pair| {
-            client
-                .words()
-                .at::<TimelineWord>(released_at(pair))
-                .store(value)
+        (0..CLAIMS_MAX).for_each(|word| {
+            let words = client.session().words();
+            words.at::<TimelineWord>(word_at(word)).store(value)
         });
         assert!(is_limit(stage.pool.allocate(1, Duration::ZERO)), "{value}");
     }
@@ -535,9 +535,10 @@ fn a_block_granted_after_its_client_gave_up_comes_back() {
     let stage = Stage::new("late");
     let client = stage.client();
     let held = stage.pool.allocator().lock();
-    let wish = encode(&AllocRequest::Block { bytes: MIB }).unwrap();
+    let wish = encode(&LendRequest::Memory(PoolRequest::Block { bytes: MIB })).unwrap();
     let late = client
         .session()
+        .ipc()
         .request(&wish, Duration::from_millis(10))
         .unwrap_err();
     assert!(matches!(late, Error::Timeout { .. }), "{late}");
@@ -561,9 +562,8 @@ fn a_block_of_a_peer_that_closed_gracefully_comes_back_at_its_death() {
     let allocator = stage.pool.allocator();
     let close = |process| {
         let mut state = allocator.lock();
-        let borrower = state.borrowers.values_mut().next().unwrap();
-        borrower.is_leaving = true;
-        borrower.set_process(process);
+        let mut borrowers = state.borrowers.all();
+        borrowers.next().unwrap().leave_as(process);
     };
     let (alive, writer) = rustix::pipe::pipe().unwrap();
     close(Process::of_pipe(alive));

@@ -8,6 +8,9 @@ use std::time::Duration;
 
 use super::tests::{MIB, Stage, WAIT, busy, eventually};
 use super::*;
+use crate::backend::testing::{Holding, Wrapped};
+use crate::ipc::{decode, encode};
+use crate::lend::{LendReply, LendRequest, word_at};
 use crate::{Error, LentBuffer};
 
 const NO_WAIT: Duration = Duration::ZERO;
@@ -313,13 +316,13 @@ fn a_region_without_blocks_makes_room_for_another_user_who_reads_zeros() {
     assert_eq!(stage.pool.stats().regions, 2, "and so it stays");
     two.free(&stream).unwrap();
     let (used, theirs) = (
-        client.mapped_regions().len(),
+        client.session().mapped_runs().len(),
         stage.pool.allocate_for(tenant(0), 3 * MIB, WAIT),
     );
     assert_eq!(used, 2);
     assert_eq!(theirs.unwrap().to_vec(WAIT).unwrap(), vec![0; 3 << 20]);
     assert!(
-        eventually(|| client.mapped_regions().is_empty()),
+        eventually(|| client.session().mapped_runs().is_empty()),
         "a client unmaps what it cannot use any more"
     );
     // The way back. The user's region is free again, and now in this client's way.
@@ -335,7 +338,7 @@ fn a_mapping_that_a_client_keeps_reaches_nothing_of_the_next_user() {
     let block = client.allocate(2 * MIB, Duration::ZERO).unwrap();
     block.write(&stream, 0, &[7; 8]).unwrap();
     // Against the pool's notice, and with all that its mapping reaches.
-    let [kept] = &client.mapped_regions()[..] else {
+    let [kept] = &client.session().mapped_runs()[..] else {
         panic!("one region");
     };
     let kept = kept.slice(0, 2 * MIB, crate::Access::ReadWrite, &"kept".into());
@@ -357,8 +360,9 @@ fn a_client_that_says_released_and_goes_on_writing_damages_blocks_of_its_own_use
     let block = client.allocate(MIB, Duration::ZERO).unwrap();
     // The value that releases it: the first of the session's.
     client
+        .session()
         .words()
-        .at::<crate::backend::TimelineWord>(released_at(0))
+        .at::<crate::backend::TimelineWord>(word_at(0))
         .store(1);
     assert!(eventually(|| stage.pool.usage(own_uid()).blocks == 0));
     let theirs = [(); 2].map(|()| stage.pool.allocate_for(tenant(0), MIB, WAIT).unwrap());
@@ -478,8 +482,7 @@ fn session(stage: &Stage) -> crate::Result<crate::ipc::ClientSession> {
         name: &name,
         kind: crate::Kind::Pool,
     };
-    let hello = crate::ipc::encode(&Hello { incarnation: None })?;
-    let (session, _) = crate::ipc::ClientSession::attach(&at, None, &hello, NO_WAIT)?;
+    let (session, _) = crate::ipc::ClientSession::attach(&at, None, &[], NO_WAIT)?;
     session.observe(std::sync::Arc::new(Ignorant))?;
     Ok(session)
 }
@@ -491,15 +494,15 @@ impl crate::ipc::SessionObserver for Ignorant {}
 #[test]
 fn a_session_that_closes_while_it_has_blocks_keeps_its_place_until_it_has_none() {
     let stage = stage("places", 64 * MIB, |it| it.peers_max(2));
-    let ask = crate::ipc::encode(&AllocRequest::Block { bytes: 1 }).unwrap();
+    let ask = crate::ipc::encode(&LendRequest::Memory(PoolRequest::Block { bytes: 1 })).unwrap();
     for _ in 0..2 {
         let session = session(&stage).unwrap();
         session.request(&ask, WAIT).unwrap();
     }
     let allocator = stage.pool.allocator();
     let have_left = || {
-        let state = allocator.lock();
-        state.borrowers.len() == 2 && state.borrowers.values().all(|it| it.is_leaving)
+        let mut state = allocator.lock();
+        state.borrowers.len() == 2 && state.borrowers.all().all(|it| it.is_leaving())
     };
     assert!(eventually(have_left));
     // The pool's thread has ended both sessions when it answers this.
@@ -516,10 +519,9 @@ fn a_session_that_closes_while_it_has_blocks_keeps_its_place_until_it_has_none()
             "{refused:?}"
         );
     }
-    allocator.lock().borrowers.values().for_each(|it| {
-        it.page
-            .at::<crate::backend::TimelineWord>(released_at(0))
-            .store(1)
+    allocator.lock().borrowers.all().for_each(|it| {
+        let word: &crate::backend::TimelineWord = it.page().at(word_at(0));
+        word.store(1);
     });
     assert_eq!(stage.pool.usage(own_uid()).blocks, 0);
     drop([(); 2].map(|()| session(&stage).unwrap()));
@@ -545,4 +547,75 @@ fn a_block_that_is_granted_to_a_client_that_has_been_dropped_comes_back() {
     };
     assert!(eventually(is_back), "{:?}", stage.pool.stats());
     assert_eq!(stage.pool.usage(own_uid()).blocks, 0);
+}
+
+#[test]
+fn a_session_gets_no_descriptor_of_a_region_that_it_was_lent_no_block_of() {
+    let stage = stage("uninvited", 64 * MIB, |it| it);
+    let session = session(&stage).unwrap();
+    let descriptors = |session: &crate::ipc::ClientSession, run| {
+        let pieces = encode(&LendRequest::<()>::Pieces { run, first: 0 }).unwrap();
+        let reply = session.request(&pieces, WAIT).unwrap();
+        let answer = decode::<LendReply<()>>(&reply.body, "it").unwrap();
+        assert_eq!(matches!(answer, LendReply::Pieces), !reply.fds.is_empty());
+        reply.fds.len()
+    };
+    let theirs = stage.pool.allocate_for(tenant(0), MIB, NO_WAIT).unwrap();
+    let client = client(&stage);
+    let own = client.allocate(MIB, NO_WAIT).unwrap();
+    // The tenant's region, this user's, and none.
+    let all = |session| [0, 1, 2].map(|run| descriptors(session, run));
+    assert_eq!(all(&session), [0, 0, 0], "nothing was lent to it");
+    assert_eq!(all(client.session().ipc()), [0, 1, 0]);
+    drop((theirs, own));
+}
+
+#[test]
+fn a_wait_for_a_block_that_is_being_cleared_can_be_cancelled_and_the_block_comes_back() {
+    let stage = stage("cancelled", 2 * MIB, |it| it);
+    let allocator = stage.pool.allocator();
+    // The region goes back to the device, whose next one is not trusted to be zeroed.
+    drop(stage.pool.allocate_for(tenant(0), 2 * MIB, WAIT).unwrap());
+    let (go, wait) = std::sync::mpsc::channel::<()>();
+    let until_told = move || assert!(wait.recv().is_err());
+    allocator.scrubber.call(until_told).unwrap();
+    let client = client(&stage);
+    let looks = std::cell::Cell::new(0);
+    let cancelled = || {
+        looks.set(looks.get() + 1);
+        looks.get() > 4
+    };
+    let wait = crate::Wait::at_most(WAIT).unless(&cancelled);
+    let gave_up = client.allocate(2 * MIB, wait).map(drop);
+    assert!(matches!(gave_up, Err(Error::Timeout { .. })), "{gave_up:?}");
+    assert!(looks.get() > 4, "it is asked while the block is cleared");
+    drop(go);
+    drop(client.allocate(2 * MIB, WAIT).unwrap());
+}
+
+#[test]
+fn an_import_that_the_driver_holds_up_delays_no_block_of_another_region() {
+    let stage = stage("held-up", 64 * MIB, |it| it);
+    let hook = Wrapped::new(stage.device.backend().clone(), Holding::default());
+    let device = crate::Device::from_backend(hook.clone());
+    let opener = PoolClient::opener("users").domain(&stage.domain);
+    let client = opener.device(&device).open().unwrap();
+    let first = client.allocate(MIB, NO_WAIT).unwrap();
+    hook.hook().hold("import");
+    std::thread::scope(|scope| {
+        let held_up = scope.spawn(|| client.allocate(8 * MIB, WAIT).map(drop));
+        hook.hook().wait_for(1);
+        let (tell, told) = std::sync::mpsc::channel();
+        let other = client.clone();
+        let meanwhile = scope.spawn(move || {
+            let block = other.allocate(4096, NO_WAIT);
+            let _ = tell.send(block.map(drop));
+        });
+        let block = told.recv_timeout(WAIT);
+        hook.hook().unblock();
+        block.expect("the lock is free").unwrap();
+        meanwhile.join().unwrap();
+        held_up.join().unwrap().unwrap();
+    });
+    drop(first);
 }

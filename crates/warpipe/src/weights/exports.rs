@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use twox_hash::XxHash3_128;
 
@@ -47,10 +47,6 @@ struct Exports {
 
 static EXPORTS: PerProcess<Mutex<Exports>> = PerProcess::new();
 
-fn exports() -> MutexGuard<'static, Exports> {
-    EXPORTS.get().lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl PieceFd {
     /// Of a piece that a peer has sent.
     pub(super) fn of_peer(fd: PeerFd) -> Arc<PieceFd> {
@@ -72,7 +68,7 @@ impl PieceFd {
         device: &Device,
         ptr: DevicePtr,
     ) -> Result<(DevicePtr, u64, Arc<PieceFd>)> {
-        if let Some(known) = exports().around(device.info().id, ptr)
+        if let Some(known) = EXPORTS.lock().around(device.info().id, ptr)
             && let Some(piece) = known.piece()
             && piece.is_at(ptr)?
         {
@@ -92,7 +88,7 @@ impl PieceFd {
             fd,
             exported: Some(exported),
         });
-        exports().add(base, &made);
+        EXPORTS.lock().add(base, &made);
         Ok((base, bytes, made))
     }
 
@@ -180,11 +176,17 @@ mod tests {
         assert_ne!(part(&[&first]), part(&[&elsewhere]));
         // As if the allocator had mapped the other one there meanwhile.
         let key = memory.ptr();
-        exports().pieces.insert(key, Arc::downgrade(&elsewhere));
+        EXPORTS
+            .lock()
+            .pieces
+            .insert(key, Arc::downgrade(&elsewhere));
         let (.., anew) = export(&memory);
         assert!(!Arc::ptr_eq(&anew, &elsewhere), "its handle is another one");
         assert_ne!(part(&[&anew]), part(&[&first]), "exported anew");
         drop((first, again, anew));
-        assert!(exports().pieces[&key].upgrade().is_none(), "it keeps none");
+        assert!(
+            EXPORTS.lock().pieces[&key].upgrade().is_none(),
+            "it keeps none"
+        );
     }
 }

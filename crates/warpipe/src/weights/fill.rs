@@ -239,7 +239,7 @@ impl WeightsBuilder {
         }
         if let Some(in_place) = in_place {
             let mut laid = in_place.lay(storage.bytes)?;
-            let lease = storage.add_lease(lease::grant(laid.mapping.clone())?)?;
+            let lease = storage.add_lease(lease::grant(laid.owners.clone())?)?;
             for part in laid.parts {
                 storage.add_part(Part { lease, ..part });
             }

@@ -48,7 +48,7 @@ pub(super) struct VersionReply {
 }
 
 /// The descriptors of one version.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct Held {
     pub(super) version: Version,
     pub(super) device: DeviceId,
@@ -64,7 +64,7 @@ pub(super) struct Held {
     pub(super) is_hashed: bool,
     manifest: Arc<SealedManifest>,
     /// In a keeper: say in this process's statistics that it has the memory.
-    rows: Vec<RegionRow>,
+    rows: Arc<[RegionRow]>,
 }
 
 impl Held {
@@ -85,7 +85,7 @@ impl Held {
             pieces: pieces.into(),
             is_hashed: manifest.is_hashed(),
             manifest: Arc::new(manifest.seal("weights")?),
-            rows: Vec::new(),
+            rows: Arc::default(),
         })
     }
 
@@ -107,19 +107,14 @@ impl Held {
 
     /// The same descriptors, for a version with this number.
     pub(super) fn numbered(&self, number: u64) -> Held {
+        let version = Version {
+            number,
+            ..self.version
+        };
         Held {
-            version: Version {
-                number,
-                ..self.version
-            },
-            device: self.device,
-            bytes: self.bytes,
-            parts: self.parts.clone(),
-            leases: self.leases.clone(),
-            pieces: self.pieces.clone(),
-            is_hashed: self.is_hashed,
-            manifest: self.manifest.clone(),
-            rows: Vec::new(),
+            version,
+            rows: Arc::default(),
+            ..self.clone()
         }
     }
 
@@ -209,48 +204,30 @@ pub(super) fn places(
     })
 }
 
-/// The pieces of parts that this process has, by what all processes know the parts under.
+/// The pieces of parts that this process has, and the length of each, by what all processes know the
+/// parts under.
 #[derive(Debug, Default)]
-pub(super) struct KnownParts(HashMap<PartId, KnownPart>);
-
-#[derive(Debug)]
-struct KnownPart {
-    piece_bytes: u64,
-    /// Of it, and of others.
-    pieces: Arc<[Arc<PieceFd>]>,
-    range: Range<usize>,
-}
+pub(super) struct KnownParts(HashMap<PartId, (u64, Vec<Arc<PieceFd>>)>);
 
 impl KnownParts {
     /// Adds those of a version.
     pub(super) fn add_version(&mut self, held: &Held) {
         for (number, part, range) in places(held.parts.iter().copied()) {
-            let known = KnownPart {
-                piece_bytes: part.piece_bytes,
-                pieces: held.pieces.clone(),
-                range,
-            };
-            self.0.insert(part.id(held.version.id, number), known);
+            let id = part.id(held.version.id, number);
+            self.add(id, part.piece_bytes, &held.pieces[range]);
         }
     }
 
     /// Adds one.
-    pub(super) fn add(&mut self, id: PartId, piece_bytes: u64, pieces: Arc<[Arc<PieceFd>]>) {
-        let range = 0..pieces.len();
-        let known = KnownPart {
-            piece_bytes,
-            pieces,
-            range,
-        };
-        self.0.insert(id, known);
+    pub(super) fn add(&mut self, id: PartId, piece_bytes: u64, pieces: &[Arc<PieceFd>]) {
+        self.0.insert(id, (piece_bytes, pieces.to_vec()));
     }
 
     /// The pieces of a part, if there are as many, each as long.
     pub(super) fn find(&self, id: PartId, part: Part) -> Option<&[Arc<PieceFd>]> {
-        let known = self.0.get(&id)?;
-        let found = &known.pieces[known.range.clone()];
-        let is_alike = (known.piece_bytes, found.len()) == (part.piece_bytes, part.pieces as usize);
-        is_alike.then_some(found)
+        let (piece_bytes, pieces) = self.0.get(&id)?;
+        let is_alike = (*piece_bytes, pieces.len()) == (part.piece_bytes, part.pieces as usize);
+        is_alike.then_some(pieces)
     }
 }
 
@@ -417,7 +394,7 @@ impl PartialVersion {
             pieces: self.pieces.into_iter().flatten().collect(),
             is_hashed: self.manifest.is_hashed(),
             manifest: Arc::new(self.sealed),
-            rows: Vec::new(),
+            rows: Arc::default(),
         };
         Ok(Some((held, self.manifest)))
     }

@@ -5,16 +5,18 @@
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use super::exports::PieceFd;
 use super::manifest::{ALIGNMENT, PIECES_MAX, Part};
 use super::room::check_room;
-use crate::backend::DevicePtr;
+use crate::backend::{Access, DevicePtr};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::memory::DeviceSlice;
-use crate::memory::pieces::OwnedElsewhere;
+use crate::memory::slice::MappedMemory;
+use crate::mutex::LockUnpoisoned;
+use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::tensor::Layout;
 
 /// So many pieces are exported before there is another look at the limit of descriptors.
@@ -66,8 +68,11 @@ pub struct TensorsInPlace {
     pieces: BTreeMap<DevicePtr, (u64, Arc<PieceFd>)>,
     /// How many of them were exported for these tensors.
     new_pieces: usize,
-    owners: Mutex<Vec<Box<dyn Any + Send>>>,
+    owners: Owners,
 }
+
+/// What keeps tensors allocated.
+type Owners = Mutex<Vec<Box<dyn Any + Send>>>;
 
 struct TensorInPlace {
     name: Arc<str>,
@@ -145,8 +150,7 @@ impl TensorsInPlace {
             number: self.tensors.len(),
         };
         self.tensors.insert(ptr, tensor);
-        let owners = self.owners.get_mut();
-        owners.unwrap_or_else(PoisonError::into_inner).push(owner);
+        self.owners.locked().push(owner);
         Ok(())
     }
 
@@ -249,7 +253,9 @@ impl TensorsInPlace {
             let (of_it, behind) = rest.split_at(part.pieces as usize);
             (part.base, rest) = (PieceFd::part_of(of_it), behind);
         }
-        let mapping = OwnedElsewhere::new(&self.device, Box::new(self.owners))?;
+        let owners = Arc::new(DropAfterFence::new(Arc::default(), self.owners)?);
+        let devices = (&self.device, self.device.info().id);
+        let memory = MappedMemory::new(devices, &owners, owners.clone());
         let label: Arc<str> = "weights in place".into();
         let tensors = self.tensors.into_iter().map(|(ptr, tensor)| {
             let TensorInPlace {
@@ -259,8 +265,10 @@ impl TensorsInPlace {
             } = tensor;
             let begins = begins.range(..=ptr).next_back();
             let offset = begins.map_or(0, |(base, begin)| begin + (ptr - base));
-            // SAFETY: the promise of `add`: allocated as long as the owners, which `mapping` has.
-            let slice = unsafe { mapping.slice(ptr, layout.bytes(), &label) };
+            // SAFETY: the promise of `add`: allocated as long as the owners, which `memory` keeps.
+            let slice = unsafe {
+                DeviceSlice::new(memory.clone(), ptr, layout.bytes(), Access::Read, &label)
+            };
             LaidTensor {
                 name,
                 layout,
@@ -273,7 +281,7 @@ impl TensorsInPlace {
             tensors: tensors.collect(),
             parts,
             pieces,
-            mapping,
+            owners,
         })
     }
 }
@@ -308,8 +316,8 @@ pub(super) struct LaidInPlace {
     pub(super) tensors: Vec<LaidTensor>,
     pub(super) parts: Vec<Part>,
     pub(super) pieces: Vec<Arc<PieceFd>>,
-    /// Keeps the owners.
-    pub(super) mapping: Arc<OwnedElsewhere>,
+    /// Dropped once the streams that were given work on the tensors are past that.
+    pub(super) owners: Arc<DropAfterFence<Owners>>,
 }
 
 pub(super) struct LaidTensor {

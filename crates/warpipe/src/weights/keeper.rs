@@ -6,7 +6,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use serde::{Deserialize, Serialize};
 
@@ -20,6 +20,7 @@ use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
     ClientInfo, IpcServer, Kind, OutgoingReply, Rejection, RequestHandler, ServerCore, decode,
 };
+use crate::mutex::LockUnpoisoned;
 use crate::options::{EndpointOptions, option_setters};
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::trace::{self, TraceEvent};
@@ -116,7 +117,7 @@ impl KeeperBuilder {
         let found = takeover::find(&domain, &name);
         let unanswered = found.as_ref().map_or(0, |found| found.unanswered);
         // Closed behind the lock.
-        let found = found.map(|found| core.lock().take_over(found));
+        let found = found.map(|found| core.state.locked().take_over(found));
         // In any case: offers wait for it.
         let _ = core.server.set(Arc::downgrade(server.server_core()));
         found?;
@@ -161,7 +162,7 @@ impl Keeper {
     /// [`Error::Forked`].
     pub fn version(&self) -> Result<Option<u64>> {
         self.owner_process.check()?;
-        let state = self.core.lock();
+        let state = self.core.state.locked();
         Ok(state.offered.as_ref().map(|held| held.version.number))
     }
 
@@ -174,7 +175,7 @@ impl Keeper {
     /// [`Error::Forked`].
     pub fn candidate(&self) -> Result<Option<u64>> {
         self.owner_process.check()?;
-        Ok(self.core.lock().candidate())
+        Ok(self.core.state.locked().candidate())
     }
 
     /// How many holders did not answer this keeper when it began; they may be stopped. A process is
@@ -190,7 +191,7 @@ impl Keeper {
     /// [`Error::Forked`].
     pub fn is_asked_to_end(&self) -> Result<bool> {
         self.owner_process.check()?;
-        Ok(self.core.lock().is_ending)
+        Ok(self.core.state.locked().is_ending)
     }
 }
 
@@ -333,10 +334,6 @@ impl KeeperState {
 }
 
 impl KeeperCore {
-    fn lock(&self) -> MutexGuard<'_, KeeperState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn reply_with(&self, held: &Held) -> Result<OutgoingReply, Rejection> {
         held.reply(&KeeperReply::Version(held.describe()))
     }
@@ -344,10 +341,10 @@ impl KeeperCore {
     /// Fetches the version that `endpoint` offers. Waits for another process.
     fn fetch(&self, endpoint: &str) -> Result<u64, String> {
         let endpoint = EndpointName::of_endpoint(endpoint).map_err(|error| error.to_string())?;
-        let fetched = takeover::fetch(&self.domain, &endpoint, || self.lock().known());
+        let fetched = takeover::fetch(&self.domain, &endpoint, || self.state.locked().known());
         let (held, _) = fetched.map_err(|error| error.to_string())?;
         // Closed behind the lock.
-        let (number, _replaced) = self.lock().replace(held)?;
+        let (number, _replaced) = self.state.locked().replace(held)?;
         Ok(number)
     }
 }
@@ -355,11 +352,11 @@ impl KeeperCore {
 impl KeeperCore {
     /// Says in the statistics and to the program which version is offered from now on.
     fn note_offered(&self, server: &ServerCore) {
-        if let Some(offered) = &self.lock().offered {
+        if let Some(offered) = &self.state.locked().offered {
             server.row().offer(offered.version.id);
         }
         trace::emit(|| {
-            let state = self.lock();
+            let state = self.state.locked();
             let offered = state.offered.as_ref();
             TraceEvent::WeightsOffered {
                 name: self.name.to_string(),
@@ -471,27 +468,27 @@ impl RequestHandler for KeeperHandler {
         }
         match request {
             KeeperRequest::Offered => {
-                let state = core.lock();
+                let state = core.state.locked();
                 match &state.offered {
                     Some(held) => core.reply_with(held),
                     None => nothing(state.candidate()),
                 }
             }
             KeeperRequest::Candidate => {
-                let state = core.lock();
+                let state = core.state.locked();
                 match state.candidates.last().or(state.offered.as_ref()) {
                     Some(held) => core.reply_with(held),
                     None => nothing(None),
                 }
             }
-            KeeperRequest::Pieces { version, first } => match core.lock().find(version) {
+            KeeperRequest::Pieces { version, first } => match core.state.locked().find(version) {
                 Some(held) => held.reply_pieces(&KeeperReply::Pieces, first),
                 None => OutgoingReply::new(&KeeperReply::Replaced, vec![]),
             },
             KeeperRequest::Take { name } => self.begin_offer(client.id, name),
             KeeperRequest::Checked { version, is_sound } => {
                 // Closed behind the lock.
-                let replaced = core.lock().check(version, is_sound);
+                let replaced = core.state.locked().check(version, is_sound);
                 if replaced.is_some() {
                     core.note_offered(server_core);
                     tell_offered(server_core);
@@ -500,12 +497,12 @@ impl RequestHandler for KeeperHandler {
             }
             KeeperRequest::End => {
                 // Closed behind the lock.
-                let _given_up = core.lock().end();
+                let _given_up = core.state.locked().end();
                 core.ending.ring();
                 OutgoingReply::new(&KeeperReply::Noted, vec![])
             }
             KeeperRequest::Holding { number } => {
-                core.lock().know(number);
+                core.state.locked().know(number);
                 OutgoingReply::new(&KeeperReply::Noted, vec![])
             }
         }

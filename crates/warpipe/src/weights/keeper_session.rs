@@ -14,6 +14,7 @@ use crate::ipc::{
     Address, ClientSession, IncomingReply, Kind, REPLY_TIMEOUT, SessionObserver, decode, encode,
     until_open,
 };
+use crate::mutex::LockUnpoisoned;
 
 /// Has a keeper fetch what the endpoint `offer` serves, and returns the session and the version's
 /// number. Waits up to `timeout`.
@@ -62,26 +63,22 @@ impl Keeper {
     /// [`Error::NotFound`] without a keeper; [`Error::Timeout`] when its process does not drop it;
     /// [`Error::OtherKind`], [`Error::Name`], [`Error::Handshake`].
     pub fn end(domain: &Domain, name: &str, timeout: Duration) -> Result<()> {
-        end_keeper(domain, &weights_name(name)?, timeout)
+        let name = &weights_name(name)?;
+        let keeper = KeeperSession::open(domain, name, Duration::ZERO)?;
+        match keeper.request(&KeeperRequest::End, timeout) {
+            // Its owner may drop it before the reply is sent.
+            Ok(_) | Err(Error::PeerGone { .. }) => {}
+            Err(error) => return Err(error),
+        }
+        let news = keeper.news.wait(timeout, |_| false);
+        if news.is_over {
+            return Ok(());
+        }
+        Err(Error::Timeout {
+            what: format!("the end of the keeper of {name:?}, which has given its descriptors up"),
+            waited: timeout,
+        })
     }
-}
-
-/// Has a keeper give its descriptors up, and waits up to `timeout` until it has ended.
-fn end_keeper(domain: &Domain, name: &EndpointName, timeout: Duration) -> Result<()> {
-    let keeper = KeeperSession::open(domain, name, Duration::ZERO)?;
-    match keeper.request(&KeeperRequest::End, timeout) {
-        // Its owner may drop it before the reply is sent.
-        Ok(_) | Err(Error::PeerGone { .. }) => {}
-        Err(error) => return Err(error),
-    }
-    let news = keeper.news.wait(timeout, |_| false);
-    if news.is_over {
-        return Ok(());
-    }
-    Err(Error::Timeout {
-        what: format!("the end of the keeper of {name:?}, which has given its descriptors up"),
-        waited: timeout,
-    })
 }
 
 /// Waits up to `timeout` for a version after number `after` in the reply to `request`, and gets all
@@ -95,22 +92,13 @@ pub(super) fn wait_for_version(
     timeout: Duration,
     known: &dyn Fn(&PartialVersion) -> KnownParts,
 ) -> Result<(KeeperSession, Held, Manifest)> {
-    let waited = |keeper: &KeeperSession, clock: &mut Stopwatch| {
-        loop {
-            let mut found = keeper.version_after(request, after, clock, timeout)?;
-            if !found.is_whole() {
-                found.take_known(&known(&found));
-            }
-            let left = timeout.saturating_sub(clock.elapsed());
-            // A version that is replaced meanwhile is not offered any more: the next one is.
-            match keeper.complete(found, left)? {
-                Some(whole) => return Ok(whole),
-                None if left.is_zero() => return Err(keeper.none_in_time(after, None, timeout)),
-                None => {}
-            }
+    let whole = |keeper: &KeeperSession, mut found: PartialVersion, left| {
+        if !found.is_whole() {
+            found.take_known(&known(&found));
         }
+        keeper.complete(found, left)
     };
-    let (keeper, (held, manifest)) = with_keepers(domain, name, timeout, waited)?;
+    let (keeper, (held, manifest)) = wait_for(domain, name, request, after, timeout, whole)?;
     Ok((keeper, held, manifest))
 }
 
@@ -122,25 +110,32 @@ pub(super) fn wait_for_number(
     after: u64,
     timeout: Duration,
 ) -> Result<u64> {
-    let waited = |keeper: &KeeperSession, clock: &mut Stopwatch| {
-        let found = keeper.version_after(request, after, clock, timeout)?;
-        Ok(found.version.number)
-    };
-    Ok(with_keepers(domain, name, timeout, waited)?.1)
+    let number = |_: &KeeperSession, found: PartialVersion, _| Ok(Some(found.version.number));
+    Ok(wait_for(domain, name, request, after, timeout, number)?.1)
 }
 
-/// Repeats `ask` with the next keeper when one ends, up to `timeout`.
-fn with_keepers<T>(
+/// Waits for a version, and has `take` take what is wanted of it: none if the keeper has it no more,
+/// and offers the next one. When a keeper ends, asks the next one.
+fn wait_for<T>(
     domain: &Domain,
     name: &EndpointName,
+    request: &KeeperRequest,
+    after: u64,
     timeout: Duration,
-    ask: impl Fn(&KeeperSession, &mut Stopwatch) -> Result<T>,
+    take: impl Fn(&KeeperSession, PartialVersion, Duration) -> Result<Option<T>>,
 ) -> Result<(KeeperSession, T)> {
     until_open(timeout, |clock| {
         let left = timeout.saturating_sub(clock.elapsed());
         let keeper = KeeperSession::open(domain, name, left)?;
-        let found = ask(&keeper, clock)?;
-        Ok((keeper, found))
+        loop {
+            let found = keeper.version_after(request, after, clock, timeout)?;
+            let left = timeout.saturating_sub(clock.elapsed());
+            match take(&keeper, found, left)? {
+                Some(taken) => return Ok((keeper, taken)),
+                None if left.is_zero() => return Err(keeper.none_in_time(after, None, timeout)),
+                None => {}
+            }
+        }
     })
 }
 
@@ -266,7 +261,7 @@ impl KeeperSession {
     ) -> Result<PartialVersion> {
         loop {
             // Before the question, so that a version in between is not missed.
-            let seen = self.news.lock().offered;
+            let seen = self.news.news.locked().offered;
             let left = timeout.saturating_sub(clock.elapsed());
             let candidate = match self.version(request, left)? {
                 Ok(found) if found.version.number > after => return Ok(found),
@@ -317,21 +312,17 @@ struct News {
 }
 
 impl NewsBoard {
-    fn lock(&self) -> MutexGuard<'_, News> {
-        self.news.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Waits until `is_there`, or the session is over, at most `timeout`.
     fn wait(&self, timeout: Duration, is_there: impl Fn(&News) -> bool) -> MutexGuard<'_, News> {
         let pending = |news: &mut News| !news.is_over && !is_there(news);
         let waited = self
             .changed
-            .wait_timeout_while(self.lock(), timeout, pending);
+            .wait_timeout_while(self.news.locked(), timeout, pending);
         waited.unwrap_or_else(PoisonError::into_inner).0
     }
 
     fn change(&self, change: impl FnOnce(&mut News)) {
-        change(&mut self.lock());
+        change(&mut self.news.locked());
         self.changed.notify_all();
     }
 }

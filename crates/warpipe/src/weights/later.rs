@@ -12,6 +12,7 @@ use super::manifest::{ContentHash, Manifest};
 use crate::error::{Error, Result};
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::until_open;
+use crate::mutex::LockUnpoisoned;
 
 /// How long the thread waits for a keeper that takes the hashes.
 const KEEPER_TIMEOUT: Duration = Duration::from_secs(30);
@@ -39,7 +40,7 @@ impl Unhashed {
 
     /// The manifest with the hashes, which are computed once, whatever it is published under.
     fn hash(&self, manifest: &Manifest) -> Result<Manifest> {
-        let mut known = self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = self.hashes.locked();
         if known.is_none() {
             *known = Some(self.contents.begin_to_hash(manifest.tensors())?.finish()?);
         }
@@ -76,7 +77,7 @@ impl Current {
     fn replace(&self, holder: Holder, hashed: BaseVersion) {
         let _ = self.hashed.set(hashed);
         // Ended behind the lock.
-        let _without = std::mem::replace(&mut *lock(&self.holder), holder);
+        let _without = std::mem::replace(&mut *self.holder.locked(), holder);
     }
 }
 
@@ -123,7 +124,7 @@ impl LaterHashes {
     /// Waits up to `timeout` until the keeper has the hashes.
     pub(super) fn wait(&self, timeout: Duration) -> Result<()> {
         let (progress, changed) = &*self.progress;
-        let waited = changed.wait_timeout_while(lock(progress), timeout, |it| !it.is_over);
+        let waited = changed.wait_timeout_while(progress.locked(), timeout, |it| !it.is_over);
         let mut progress = waited.unwrap_or_else(PoisonError::into_inner).0;
         if !progress.is_over {
             return Err(Error::Timeout {
@@ -135,12 +136,8 @@ impl LaterHashes {
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 fn end(progress: &(Mutex<Progress>, Condvar), done: Result<()>) {
-    let mut state = lock(&progress.0);
+    let mut state = progress.0.locked();
     (state.is_over, state.error) = (true, done.err());
     drop(state);
     progress.1.notify_all();

@@ -7,7 +7,7 @@
 
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use rustix::fs::FileType;
 use rustix::pipe::PipeFlags;
@@ -15,6 +15,7 @@ use rustix::pipe::PipeFlags;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
 use crate::fork::NoForkSection;
+use crate::mutex::LockUnpoisoned;
 use crate::os;
 use crate::runtime::closer::PeerFd;
 use crate::runtime::reactor::{EventSource, Next, Reactor, Registration};
@@ -40,7 +41,7 @@ pub(super) fn grant(owner: impl Send + 'static) -> Result<Arc<PeerFd>> {
     });
     let target = Arc::downgrade(&watch) as Weak<dyn EventSource>;
     let registration = reactor.register_hangup(reader.as_fd(), &target, 0)?;
-    *watch.lock() = Some(Granted {
+    *watch.granted.locked() = Some(Granted {
         _registration: registration,
         _reader: reader,
         _owner: Box::new(owner),
@@ -72,12 +73,6 @@ struct Granted {
     _watch: Arc<LeaseWatch>,
 }
 
-impl LeaseWatch {
-    fn lock(&self) -> std::sync::MutexGuard<'_, Option<Granted>> {
-        self.granted.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 impl fmt::Debug for LeaseWatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("LeaseWatch").finish_non_exhaustive()
@@ -86,7 +81,7 @@ impl fmt::Debug for LeaseWatch {
 
 impl EventSource for LeaseWatch {
     fn on_ready(&self, _: u64) -> Next {
-        let ended = self.lock().take();
+        let ended = self.granted.locked().take();
         if let Some(ended) = ended {
             // What owns the memory is foreign code, and its drop may call the driver.
             self.reactor.defer_drop(Box::new(ended));

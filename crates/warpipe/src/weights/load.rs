@@ -66,29 +66,22 @@ impl Weights {
         source: &Source,
         progress: impl Fn(u64) + Sync,
     ) -> Result<Weights> {
-        let layouts = source.tensors.iter().map(|from| from.tensor.layout);
-        let placed = Placement::of(layouts)?;
-        let memory = Memory::allocate(device, placed.bytes)?;
-        let lengths = source.tensors.iter().map(layout_of);
-        let lengths: Vec<u64> = lengths.map(|layout| layout.bytes()).collect();
+        let tensors = source.tensors.iter().map(|from| &from.tensor);
+        let tensors = tensors.map(|tensor| (tensor.name.as_str(), tensor.layout));
+        let lengths: Vec<u64> = tensors.clone().map(|(_, layout)| layout.bytes()).collect();
+        let builder = Weights::builder(device, tensors)?;
         let bytes_read = AtomicU64::new(0);
-        read_in_parallel(device, &lengths, |block, staging| {
-            let from = &source.tensors[block.tensor];
-            let to = placed.offsets[block.tensor] + block.begin;
-            let progress = |bytes| progress(bytes_read.fetch_add(bytes, Relaxed) + bytes);
-            let file = &source.files[from.file];
-            read_block(from, file, block, (&memory, to), staging, &progress)
-        })?;
+        if let Some(memory) = builder.memory() {
+            read_in_parallel(device, &lengths, |block, staging| {
+                let from = &source.tensors[block.tensor];
+                let to = builder.offsets()[block.tensor] + block.begin;
+                let progress = |bytes| progress(bytes_read.fetch_add(bytes, Relaxed) + bytes);
+                let file = &source.files[from.file];
+                read_block(from, file, block, (memory, to), staging, &progress)
+            })?;
+        }
         source.check_unchanged()?;
-        let named = source
-            .tensors
-            .iter()
-            .map(|from| from.tensor.name.as_str().into());
-        Weights::of(
-            memory,
-            named.zip(source.tensors.iter().map(layout_of)),
-            placed,
-        )
+        builder.finish()
     }
 
     /// Copies tensors of this process's host memory into one allocation of the device. Each layout
@@ -104,54 +97,24 @@ impl Weights {
     ) -> Result<Weights> {
         let tensors: Vec<_> = tensors.into_iter().collect();
         for (name, layout, bytes) in &tensors {
-            let is_whole = layout.offset() == 0 && layout.is_dense();
-            if !is_whole || layout.bytes() != bytes.len() as u64 {
+            if layout.bytes() != bytes.len() as u64 {
                 let found = format!("{layout:?} with {} bytes", bytes.len());
                 let allowed = format!("a dense layout of tensor {name:?}, and its bytes");
                 return Err(Error::argument("tensors", found, allowed));
             }
         }
-        let placed = Placement::of(tensors.iter().map(|tensor| tensor.1))?;
-        let memory = Memory::allocate(device, placed.bytes)?;
-        let stream = device.stream()?;
-        for ((_, _, bytes), &offset) in tensors.iter().zip(&placed.offsets) {
-            for (index, part) in bytes.chunks(WRITTEN_AT_ONCE).enumerate() {
-                memory.write(&stream, offset + (index * WRITTEN_AT_ONCE) as u64, part)?;
+        let named = tensors.iter().map(|&(name, layout, _)| (name, layout));
+        let builder = Weights::builder(device, named)?;
+        if let Some(memory) = builder.memory() {
+            let stream = device.stream()?;
+            for ((_, _, bytes), &offset) in tensors.iter().zip(builder.offsets()) {
+                for (index, part) in bytes.chunks(WRITTEN_AT_ONCE).enumerate() {
+                    memory.write(&stream, offset + (index * WRITTEN_AT_ONCE) as u64, part)?;
+                }
             }
+            stream.synchronize(COPY_TIMEOUT)?;
         }
-        stream.synchronize(COPY_TIMEOUT)?;
-        let named = tensors
-            .iter()
-            .map(|&(name, layout, _)| (name.into(), layout));
-        Weights::of(memory, named, placed)
-    }
-
-    /// Hashes a memory that is complete, and seals its manifest.
-    fn of(
-        memory: Memory,
-        tensors: impl Iterator<Item = (Arc<str>, Layout)>,
-        placed: Placement,
-    ) -> Result<Weights> {
-        let tensors = tensors.zip(placed.offsets);
-        let tensors = tensors.map(|((name, layout), offset)| TensorInfo {
-            name,
-            layout,
-            offset,
-            hash: None,
-        });
-        let tensors: Vec<TensorInfo> = tensors.collect();
-        let device = memory.device().clone();
-        let mut storage = Storage::default();
-        storage.add_memory(&memory)?;
-        storage.bytes = placed.bytes;
-        let contents = Contents {
-            memory: Some(memory),
-            lying: Vec::new(),
-        };
-        let hashes = contents.begin_to_hash(&tensors)?;
-        let mut manifest = storage.describe(tensors)?;
-        manifest.add_hashes(hashes.finish()?);
-        Weights::in_storage(&device, storage, manifest, contents)
+        builder.finish()
     }
 
     /// Weights with this manifest. The contents that have no hashes are kept, to be hashed later.
@@ -247,10 +210,6 @@ impl Weights {
     pub(super) fn memory_for_tests(&self) -> &Memory {
         self._memory.as_ref().unwrap()
     }
-}
-
-fn layout_of(from: &SourceTensor) -> Layout {
-    from.tensor.layout
 }
 
 /// Weights that a keeper has taken. As long as it lives, this process is one of those that a later

@@ -7,19 +7,22 @@
 use std::collections::HashSet;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::exports::PieceFd;
 use super::held::{Held, KnownParts, PartialVersion, places};
 use super::manifest::{Manifest, PartId};
+use crate::backend::Access;
 use crate::backoff::Backoff;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::memory::mapped_region::ImportKey;
 use crate::memory::region::{Kept, Region};
+use crate::memory::slice::check_range;
 use crate::memory::weak_cache::WeakCache;
-use crate::memory::{Memory, PiecesInfo, SharedMemory};
+use crate::memory::{PiecesInfo, SharedMemory, check_reach};
+use crate::mutex::LockUnpoisoned;
 
 /// The parts that are mapped in this process, by their publishers' user.
 static PARTS: WeakCache<ImportKey, Region> = WeakCache::new();
@@ -48,7 +51,7 @@ pub(super) fn known_parts(publisher: u32, device: &Device, version: &PartialVers
     for (id, _) in version.part_ids() {
         let region = PARTS.get(&key_of(publisher, id, device));
         if let Some(shown) = region.and_then(|region| ShownPieces::of(&region)) {
-            known.add(id, shown.piece_bytes, shown.pieces.clone());
+            known.add(id, shown.piece_bytes, &shown.pieces);
         }
     }
     known
@@ -108,9 +111,19 @@ impl HeldPart<'_> {
     }
 
     fn import(&self, device: &Device) -> Result<Arc<Region>> {
-        let (fds, shown) = (self.fds(), self.shown());
-        let region = Memory::import_pieces(device, &fds, &self.shape, self.row(), shown)?;
+        let PiecesInfo {
+            piece_bytes,
+            bytes,
+            device: owner,
+        } = self.shape;
+        let (fds, (generation, number)) = (self.fds(), self.row());
+        let mapped_bytes = piece_bytes.saturating_mul(fds.len() as u64);
+        check_range("a part of weights", 0, bytes, mapped_bytes)?;
+        check_reach(device, owner)?;
+        let mut region = Region::import_pieces(device, &fds, piece_bytes, Access::Read, owner)?;
         self.approve();
+        region.identify(generation, number);
+        region.hold(self.shown());
         Ok(Arc::new(region))
     }
 
@@ -224,11 +237,7 @@ impl Mapped {
 
     /// Whether a version's memory lies here.
     pub(super) fn is_whole(&self) -> bool {
-        self.lies().is_whole
-    }
-
-    fn lies(&self) -> MutexGuard<'_, Lying> {
-        self.lies.lock().unwrap_or_else(PoisonError::into_inner)
+        self.lies.locked().is_whole
     }
 
     /// Maps the memory of `next` in place of that of `former`, where it is another one; all of it, or
@@ -243,7 +252,7 @@ impl Mapped {
         start: Instant,
         timeout: Duration,
     ) -> Result<()> {
-        let mut lies = self.lies();
+        let mut lies = self.lies.locked();
         let number = lies.number;
         if number != former.held.version.number {
             return Err(Error::argument(

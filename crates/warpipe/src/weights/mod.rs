@@ -44,6 +44,8 @@ mod contents;
 mod exports;
 mod fill;
 mod follower;
+#[cfg(any(test, feature = "testing"))]
+mod fuzzed;
 mod held;
 mod holder;
 mod in_place;
@@ -70,6 +72,8 @@ pub use self::base::BaseVersion;
 pub use self::content::CONTENT_HASH;
 pub use self::fill::WeightsBuilder;
 pub use self::follower::Follower;
+#[cfg(any(test, feature = "testing"))]
+pub(crate) use self::fuzzed::{seeds, try_header, try_manifest};
 pub use self::in_place::TensorsInPlace;
 pub use self::keeper::{Keeper, KeeperBuilder};
 pub use self::load::{PublishedWeights, Weights};
@@ -98,71 +102,4 @@ const WEIGHTS_NAME_BYTES_MAX: usize = 200;
 fn weights_name(name: &str) -> Result<EndpointName> {
     let too_long = "it is longer than 200 bytes, the most for weights";
     EndpointName::of_at_most(WEIGHTS_NAME_BYTES_MAX, name, too_long)
-}
-
-/// Reads and checks a manifest's bytes, for `fuzzing`. An accepted manifest is the same when it is
-/// encoded once more.
-#[cfg(any(test, feature = "testing"))]
-pub(crate) fn try_manifest(bytes: &[u8]) {
-    if let Ok(manifest) = manifest::Manifest::decode(bytes) {
-        let again = manifest::Manifest::decode(&manifest.encode());
-        assert_eq!(again.map(|again| again == manifest), Ok(true));
-    }
-}
-
-/// Reads and checks a safetensors file's header, for `fuzzing`. The tensors of an accepted header
-/// fill the data.
-#[cfg(any(test, feature = "testing"))]
-pub(crate) fn try_header(bytes: &[u8]) {
-    if let Ok(tensors) = safetensors::parse(bytes, FUZZED_DATA_BYTES) {
-        let filled: u64 = tensors.iter().map(|tensor| tensor.layout.bytes()).sum();
-        assert_eq!(filled, FUZZED_DATA_BYTES);
-    }
-}
-
-/// The length of the data behind a header in `fuzzing`.
-#[cfg(any(test, feature = "testing"))]
-const FUZZED_DATA_BYTES: u64 = 28;
-
-/// A header and a manifest, for `fuzzing`.
-#[cfg(any(test, feature = "testing"))]
-pub(crate) fn seeds() -> Vec<Vec<u8>> {
-    use crate::tensor::{DType, Layout};
-    let header = r#"{"__metadata__":{"format":"pt"},"a":{"dtype":"BF16","shape":[2],
-        "data_offsets":[0,4]},"b":{"dtype":"F32","shape":[2,3],"data_offsets":[4,28]}}"#;
-    let Ok(layout) = Layout::contiguous(DType::F32, &[2, 3]) else {
-        return Vec::new();
-    };
-    let tensor = |name: &str, offset| TensorInfo {
-        name: name.into(),
-        layout,
-        offset,
-        hash: Some([7; 16]),
-    };
-    let tensors = vec![tensor("a", 0), tensor("a, tied", 0), tensor("b", 512)];
-    let parts = vec![manifest::Part::whole(512), manifest::Part::whole(4096)];
-    let manifest = manifest::Manifest::new(1024, parts, tensors);
-    let manifest = manifest.map(|manifest| manifest.with_metadata(b"{}".into()).encode());
-    // Of another version and of a publisher's allocator, not row-major, without a hash.
-    let Ok(layout) = Layout::strided(DType::F32, &[2, 3], &[1, 2], 0) else {
-        return Vec::new();
-    };
-    let turned = TensorInfo {
-        layout,
-        hash: None,
-        ..tensor("turned", 512)
-    };
-    let part = manifest::Part {
-        pieces: 2,
-        lease: 1,
-        base: Some(([3; 16], 9)),
-        ..manifest::Part::whole(512)
-    };
-    let partial = manifest::Manifest::new(1024, vec![part], vec![turned]);
-    let partial = partial.map(|manifest| manifest.with_hashing(Hashing::Later).encode());
-    vec![
-        header.into(),
-        manifest.unwrap_or_default(),
-        partial.unwrap_or_default(),
-    ]
 }

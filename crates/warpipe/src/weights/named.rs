@@ -4,7 +4,7 @@
 //! closed again: no memory is mapped, and no device is opened.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::held::PartialVersion;
@@ -16,6 +16,7 @@ use super::{WEIGHTS_NAME_BYTES_MAX, takeover, weights_name};
 use crate::device_types::DeviceId;
 use crate::error::{Error, Holder, Result};
 use crate::ipc::domain::{Author, Domain, EndpointName};
+use crate::mutex::LockUnpoisoned;
 
 /// How many processes are asked at once: a stopped one occupies a thread for a whole handshake.
 const ASKED_AT_ONCE: usize = 32;
@@ -259,7 +260,7 @@ impl Survey<'_> {
 
     fn ask_all(&self) {
         loop {
-            let next = self.left().pop_front();
+            let next = self.left.locked().pop_front();
             let Some(next) = next else { return };
             self.ask(next, self.since.elapsed() >= LIST_TIMEOUT);
         }
@@ -277,12 +278,12 @@ impl Survey<'_> {
                 };
                 match keeping {
                     Keeping::Keeper(keeper, version) => {
-                        if let Some(weights) = &mut self.found()[index] {
+                        if let Some(weights) = &mut self.found.locked()[index] {
                             (weights.keeper, weights.version) = (keeper, version);
                         }
                     }
-                    Keeping::NoKeeper => self.left().extend(candidate.questions(index)),
-                    Keeping::NoWeights => self.found()[index] = None,
+                    Keeping::NoKeeper => self.left.locked().extend(candidate.questions(index)),
+                    Keeping::NoWeights => self.found.locked()[index] = None,
                 }
             }
             Question::Holder {
@@ -294,7 +295,7 @@ impl Survey<'_> {
                     let known = weights.version.as_ref().map_or(0, |version| version.number);
                     number > known
                 };
-                if is_late || !self.found()[index].as_ref().is_some_and(is_newer) {
+                if is_late || !self.found.locked()[index].as_ref().is_some_and(is_newer) {
                     return;
                 }
                 let Ok(found) = takeover::describe(self.domain, &holder) else {
@@ -302,7 +303,7 @@ impl Survey<'_> {
                 };
                 let version = NamedVersion::of(&found, false);
                 // Another thread may have got a newer one meanwhile.
-                if let Some(weights) = &mut self.found()[index]
+                if let Some(weights) = &mut self.found.locked()[index]
                     && version.number == number
                     && is_newer(weights)
                 {
@@ -310,14 +311,6 @@ impl Survey<'_> {
                 }
             }
         }
-    }
-
-    fn left(&self) -> MutexGuard<'_, VecDeque<Question>> {
-        self.left.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn found(&self) -> MutexGuard<'_, Vec<Option<NamedWeights>>> {
-        self.found.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -10,6 +10,7 @@ use super::manifest::Manifest;
 use crate::error::{Error, Result};
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{Address, ClientSession, Kind, REPLY_TIMEOUT, SessionObserver, decode, encode};
+use crate::mutex::LockUnpoisoned;
 
 /// How many holders are asked at once: a stopped one occupies a thread for a whole handshake.
 const ASKED_AT_ONCE: usize = 32;
@@ -84,10 +85,8 @@ pub(super) fn find(domain: &Domain, weights: &EndpointName) -> Result<Found> {
         }
         search.ask_all();
     });
-    let mut found = search
-        .found
-        .into_inner()
-        .unwrap_or_else(PoisonError::into_inner);
+    let found = search.found.into_inner();
+    let mut found = found.unwrap_or_else(PoisonError::into_inner);
     match found.shortage.take() {
         Some(error) => Err(error),
         None => Ok(found),
@@ -115,9 +114,10 @@ impl Search<'_> {
         })
     }
 
-    /// Asks one holder for its version, which has to have the number in its name. `None` if the
-    /// version has been found.
-    fn ask(&self, name: &EndpointName, number: u64) -> Result<Option<Held>> {
+    /// Asks one holder for its version, which has to have the number in its name, unless the version
+    /// has been found.
+    fn ask(&self, name: &EndpointName, number: u64) -> Result<()> {
+        self.check_time()?;
         let (session, version) = attach(self.domain, name)?;
         if version.version.number != number {
             return Err(Error::Protocol {
@@ -127,62 +127,35 @@ impl Search<'_> {
                 allowed: number.to_string(),
             });
         }
-        let completing = match version.is_whole() {
-            true => None,
-            false => {
-                let completing = self.completing.lock();
-                Some(completing.unwrap_or_else(PoisonError::into_inner))
-            }
-        };
+        // Until it has been added, so that no other thread asks for the same pieces.
+        let completing = (!version.is_whole()).then(|| self.completing.locked());
         if completing.is_some() {
             self.check_time()?;
-            let found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
             let brings_hashes = version.manifest.is_hashed();
-            if found
-                .versions
-                .iter()
-                .any(|held| held.version == version.version && (held.is_hashed || !brings_hashes))
-            {
-                return Ok(None);
+            let is_same =
+                |held: &Held| held.version == version.version && (held.is_hashed || !brings_hashes);
+            if self.found.locked().versions.iter().any(is_same) {
+                return Ok(());
             }
         }
         let (held, _) = complete(&session, version)?;
-        // Before another thread looks for it.
-        if completing.is_some() {
-            let mut found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
-            let superfluous = found.add(held);
-            drop(found);
-            drop(superfluous);
-            return Ok(None);
-        }
-        Ok(Some(held))
+        // Closed behind the lock.
+        let _superfluous = self.found.locked().add(held);
+        Ok(())
     }
 
     fn ask_all(&self) {
         loop {
-            let next = self
-                .living
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .pop_front();
+            let next = self.living.locked().pop_front();
             let Some((number, name)) = next else { return };
-            let asked = self.check_time().and_then(|()| self.ask(&name, number));
-            let mut found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
-            // Closed behind the lock.
-            let _superfluous = match asked {
-                Ok(held) => held.and_then(|held| found.add(held)),
+            match self.ask(&name, number) {
                 // It ended between the look at the directory and the question.
-                Err(Error::NotFound { .. }) => None,
+                Ok(()) | Err(Error::NotFound { .. }) => {}
                 Err(error @ Error::DescriptorLimit { .. }) => {
-                    found.shortage = Some(error);
-                    None
+                    self.found.locked().shortage = Some(error);
                 }
-                Err(_) => {
-                    found.unanswered += 1;
-                    None
-                }
-            };
-            drop(found);
+                Err(_) => self.found.locked().unanswered += 1,
+            }
         }
     }
 }

@@ -567,10 +567,14 @@ fn a_reply_without_a_free_descriptor_ends_its_session_alone_and_its_block_is_ret
         let client = open();
         let held = client.allocate(4096, Duration::ZERO).unwrap();
         leave_the_reserve();
-        drop(client.allocate(4096, Duration::ZERO).unwrap());
+        // The descriptor of its region, once more.
+        client.session().ipc().request(&[0, 0, 0], LONG).unwrap();
         raise_descriptor_limit();
         leave_no_descriptor();
-        let error = client.allocate(4096, Duration::ZERO).map(drop).unwrap_err();
+        // The control: a block of a region that is mapped comes without a descriptor.
+        drop(client.allocate(4096, Duration::ZERO).unwrap());
+        let error = client.allocate(4 << 20, Duration::ZERO).map(drop);
+        let error = error.unwrap_err();
         raise_descriptor_limit();
         assert!(is_descriptor_limit(&error), "{error}");
         let over = client.allocate(4096, Duration::ZERO).map(drop).unwrap_err();

@@ -72,12 +72,11 @@ fn a_subscriber_that_comes_while_the_publisher_lacks_descriptors_is_told_and_may
     }
 }
 
-/// Of a client that expects no certain incarnation.
 fn pool_hello() -> Message {
     Message::Hello {
         device: None,
         kind: Kind::Pool,
-        body: vec![0],
+        body: vec![],
     }
 }
 
@@ -162,24 +161,31 @@ fn outlasts_unread_answers(scratch: &Scratch) -> bool {
         assert!(message::wait_readable(socket.as_fd(), LONG));
         (socket, pipes)
     });
-    let ask = packet(&Message::Request {
-        serial: 5,
-        body: vec![1, 1],
+    let request = |body: &[u8]| {
+        packet(&Message::Request {
+            serial: 5,
+            body: body.to_vec(),
+        })
+    };
+    // A block of one byte, and then the descriptor of its region.
+    let (block, pieces) = ([1, 1, 1], [0, 0, 0]);
+    silent.iter().for_each(|(socket, _)| {
+        send_raw(socket, &request(&block), &[]).unwrap();
     });
+    let ask_for_pieces = || client.session().ipc().request(&pieces, LONG).map(drop);
+    ask_for_pieces().unwrap();
     let mut outcomes = Vec::new();
     eventually("no more may be in flight", || {
         silent.iter().for_each(|(socket, _)| {
-            let _ = send_raw(socket, &ask, &[]);
+            let _ = send_raw(socket, &request(&pieces), &[]);
         });
-        let outcome = client.allocate(1, Duration::ZERO).map(drop);
+        let outcome = ask_for_pieces();
         let is_over = outcome.is_err();
         outcomes.extend(is_over.then_some(outcome));
         is_over
     });
     drop(silent);
-    eventually("it is served again", || {
-        client.allocate(1, Duration::ZERO).is_ok()
-    });
+    eventually("it is served again", || ask_for_pieces().is_ok());
     let usage = pool.usage(TENANT);
     eprintln!("{outcomes:?} {usage:?}");
     !client.is_owner_gone()

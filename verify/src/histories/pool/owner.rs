@@ -1,9 +1,8 @@
 //! The owner's acts, and the device's progress.
 
 use super::super::block::{BlockUsers, LentBlock};
-use super::super::cleared_at;
 use super::{Fault, Lent, OWNER, Play, Work};
-use crate::backend::{Access, TimelineWord};
+use crate::backend::Access;
 
 impl Play {
     /// As `PoolAllocator::allocate`: the owner waits until it is clear.
@@ -75,19 +74,6 @@ impl Play {
                 self.memory.fill(lent.place, 0);
             }
             Some(Work::Signal { slot, value }) => self.words[slot as usize].store(value),
-            Some(Work::Cleared {
-                peer,
-                number,
-                pair,
-                value,
-            }) => {
-                if let Some(peer) = self.peers[peer]
-                    .as_ref()
-                    .filter(|peer| peer.number == number)
-                {
-                    peer.page.at::<TimelineWord>(cleared_at(pair)).store(value);
-                }
-            }
             None => {}
         }
         Ok(())
@@ -96,14 +82,6 @@ impl Play {
     /// As `PoolAllocator::on_server_tick`, and what waits for the owner's streams.
     pub(super) fn tick(&mut self) {
         self.reclaim();
-        let gone = self
-            .state
-            .borrowers
-            .iter()
-            .filter(|(_, borrower)| borrower.has_left_and_died());
-        let gone: Vec<u64> = gone.map(|(&number, _)| number).collect();
-        gone.into_iter()
-            .for_each(|number| self.free_deferred(number));
         if self.stream.is_empty() && self.scrubber.is_empty() {
             std::mem::take(&mut self.pending)
                 .into_iter()
@@ -116,10 +94,8 @@ impl Play {
 
     /// As `PoolAllocator::reclaim`.
     pub(super) fn reclaim(&mut self) {
-        self.state.collect_released();
-        self.state
-            .borrowers
-            .retain(|_, borrower| !borrower.is_done());
+        let dead = self.state.collect_released();
+        self.pending.extend(dead);
         let words = &self.words;
         self.state
             .arena

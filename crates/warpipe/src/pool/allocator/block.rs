@@ -1,13 +1,9 @@
-//! Allocated blocks, their users, and the peers that borrow them.
-
-use std::sync::Arc;
+//! Allocated blocks and their users.
 
 use super::PoolState;
-use crate::backend::{Access, TimelineWord};
-use crate::ipc::peer::{DeathEvidence, Process};
+use crate::backend::Access;
+use crate::lend::claims::Ended;
 use crate::memory::arena::SlotId;
-use crate::pool::{PAIRS_MAX, released_at};
-use crate::shm::page::SharedPage;
 
 /// The users of an allocated block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,121 +46,6 @@ pub(in crate::pool) struct PoolCounts {
     pub(in crate::pool) high_water: u64,
 }
 
-/// A peer and the blocks that it has.
-#[derive(Debug)]
-pub(in crate::pool) struct Borrower {
-    pub(in crate::pool) page: Arc<SharedPage>,
-    open: Vec<OpenGrant>,
-    unused: Vec<u32>,
-    next_pair: u32,
-    values: u64,
-    /// The proof of the peer's death. It is awaited also after a graceful close: a lying peer may
-    /// still use blocks after it.
-    process: Arc<Process>,
-    /// The peer has closed gracefully.
-    pub(in crate::pool) is_leaving: bool,
-}
-
-/// A block that a peer has, with the pair of words by which the peer releases it.
-#[derive(Debug, Clone, Copy)]
-struct OpenGrant {
-    slot: SlotId,
-    pair: u32,
-    value: u64,
-}
-
-impl Borrower {
-    pub(in crate::pool) fn new(page: SharedPage, process: Arc<Process>) -> Borrower {
-        let page = Arc::new(page);
-        Borrower {
-            page,
-            open: vec![],
-            unused: vec![],
-            next_pair: 0,
-            values: 0,
-            process,
-            is_leaving: false,
-        }
-    }
-
-    /// Whether the peer has closed and is proven dead: the server reports neither any more.
-    pub(in crate::pool) fn has_left_and_died(&self) -> bool {
-        self.is_leaving && self.process.shows(DeathEvidence::Proven)
-    }
-
-    #[cfg(test)]
-    pub(in crate::pool) fn set_process(&mut self, process: Arc<Process>) {
-        self.process = process;
-    }
-
-    /// Opens a pair of words that is not in use. Returns the pair and the value that marks it
-    /// released, or `None` if all pairs are in use.
-    pub(in crate::pool) fn open(&mut self, slot: SlotId) -> Option<(u32, u64)> {
-        let pair = match self.unused.pop() {
-            Some(pair) => pair,
-            None if self.next_pair < PAIRS_MAX => {
-                self.next_pair += 1;
-                self.next_pair - 1
-            }
-            None => return None,
-        };
-        // One counter serves all pairs, so no word has held this value before.
-        self.values += 1;
-        self.open.push(OpenGrant {
-            slot,
-            pair,
-            value: self.values,
-        });
-        Some((pair, self.values))
-    }
-
-    /// Undoes [`open`](Self::open) before the peer learns of the grant. False if the pair has been
-    /// released meanwhile.
-    pub(in crate::pool) fn close(&mut self, pair: u32) -> bool {
-        let before = self.open.len();
-        self.open.retain(|open| open.pair != pair);
-        let is_closed = self.open.len() < before;
-        self.unused.extend(is_closed.then_some(pair));
-        is_closed
-    }
-
-    /// As [`close`](Self::close), and returns the pair's block.
-    pub(in crate::pool) fn take_back(&mut self, pair: u32) -> Option<SlotId> {
-        let slot = self.open.iter().find(|open| open.pair == pair)?.slot;
-        self.close(pair).then_some(slot)
-    }
-
-    pub(in crate::pool) fn is_full(&self) -> bool {
-        self.unused.is_empty() && self.next_pair >= PAIRS_MAX
-    }
-
-    pub(in crate::pool) fn has_blocks(&self) -> bool {
-        !self.open.is_empty()
-    }
-
-    /// Whether the peer has closed and has no block.
-    pub(in crate::pool) fn is_done(&self) -> bool {
-        self.is_leaving && self.open.is_empty()
-    }
-
-    /// All blocks that the peer has, whatever its words say.
-    pub(in crate::pool) fn into_slots(self) -> (Arc<SharedPage>, Vec<SlotId>) {
-        (self.page, self.open.iter().map(|open| open.slot).collect())
-    }
-
-    fn take_released(&mut self) -> Vec<SlotId> {
-        let page = &self.page;
-        // Exactly the value: an honest peer stores it, and random writes hardly ever do.
-        let is_released = |open: &mut OpenGrant| {
-            page.at::<TimelineWord>(released_at(open.pair))
-                .is(open.value)
-        };
-        let released: Vec<OpenGrant> = self.open.extract_if(.., is_released).collect();
-        self.unused.extend(released.iter().map(|open| open.pair));
-        released.into_iter().map(|open| open.slot).collect()
-    }
-}
-
 impl PoolState {
     /// Counts one more borrower of the block.
     pub(in crate::pool) fn borrow(&mut self, slot: SlotId) {
@@ -175,16 +56,18 @@ impl PoolState {
         self.update_high_water();
     }
 
-    /// Takes back the blocks that peers have released.
-    pub(in crate::pool) fn collect_released(&mut self) {
-        let released: Vec<SlotId> = self
-            .borrowers
-            .values_mut()
-            .flat_map(Borrower::take_released)
-            .collect();
+    /// Takes back the blocks that peers have released, and returns those of dead ones.
+    pub(in crate::pool) fn collect_released(&mut self) -> Vec<SlotId> {
+        let Ended {
+            released,
+            returned,
+            dead,
+        } = self.borrowers.collect();
         released
             .into_iter()
+            .chain(returned)
             .for_each(|slot| self.release_borrower(slot));
+        dead
     }
 
     pub(in crate::pool) fn release_borrower(&mut self, slot: SlotId) {

@@ -13,7 +13,7 @@ use super::super::last_writers::{LastWriter, LastWriters};
 use super::PoolState;
 use crate::error::Error;
 use crate::memory::arena::{Chunk, Growth, SlotId, needed};
-use crate::memory::published_wire::Incarnation;
+use crate::memory::ticket::Incarnation;
 
 /// The most that one user may have of a [`Pool`](crate::Pool) at once, whatever the number of its
 /// processes. A block counts until it is free again: released, with the work on it done, or the

@@ -306,7 +306,7 @@ fn known_pieces_of_another_length_are_asked_for() {
             .take(part.pieces as usize)
             .cloned()
             .collect();
-        wrong.add(id, part.piece_bytes + 512, pieces);
+        wrong.add(id, part.piece_bytes + 512, &pieces);
     }
     found.take_known(&wrong);
     assert!(!found.is_whole());

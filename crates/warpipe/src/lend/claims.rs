@@ -1,0 +1,226 @@
+//! The borrowers of a lender, what each has, and the words by which it gives that back. Pure, over
+//! pages of words.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use super::{RETURNED, word_at};
+use crate::backend::TimelineWord;
+use crate::ipc::limits::QuotaPermit;
+use crate::ipc::peer::{DeathEvidence, Process};
+use crate::shm::page::SharedPage;
+
+/// The borrowers of one lender, by the number of their session. `T` is what is lent.
+#[derive(Debug)]
+pub(crate) struct Borrowers<T> {
+    by_client: BTreeMap<u64, Borrower<T>>,
+    claims_max: u32,
+}
+
+/// A process that may have claims.
+#[derive(Debug)]
+pub(crate) struct Borrower<T> {
+    page: Arc<SharedPage>,
+    open: Vec<Claim<T>>,
+    unused: Vec<u32>,
+    next_word: u32,
+    values: u64,
+    /// The proof of its death. It is awaited also after a graceful close: its device may still work
+    /// on what it has, and a lying borrower may go on.
+    process: Arc<Process>,
+    /// Its place in the limits of connections: what is kept for a borrower counts as its connection
+    /// did.
+    _permit: Option<Arc<QuotaPermit>>,
+    /// Its session has ended gracefully.
+    is_leaving: bool,
+    is_dead: bool,
+}
+
+#[derive(Debug)]
+struct Claim<T> {
+    lent: T,
+    word: u32,
+    value: u64,
+}
+
+/// What borrowers have no more.
+#[derive(Debug)]
+pub(crate) struct Ended<T> {
+    /// Their words say that they are done with it.
+    pub(crate) released: Vec<T>,
+    /// They have not used it.
+    pub(crate) returned: Vec<T>,
+    /// They are proven dead.
+    pub(crate) dead: Vec<T>,
+}
+
+impl<T> Borrowers<T> {
+    pub(crate) fn new(claims_max: u32) -> Borrowers<T> {
+        Borrowers {
+            by_client: BTreeMap::new(),
+            claims_max,
+        }
+    }
+
+    pub(crate) fn add(
+        &mut self,
+        client: u64,
+        page: Arc<SharedPage>,
+        process: Arc<Process>,
+        permit: Option<Arc<QuotaPermit>>,
+    ) {
+        let borrower = Borrower {
+            page,
+            open: vec![],
+            unused: vec![],
+            next_word: 0,
+            values: 0,
+            process,
+            _permit: permit,
+            is_leaving: false,
+            is_dead: false,
+        };
+        self.by_client.insert(client, borrower);
+    }
+
+    /// Opens a claim: its word, and the value that ends it. Gives back what was to be lent if all
+    /// words are in use, or the borrower is gone.
+    pub(crate) fn claim(&mut self, client: u64, lent: T) -> Result<(u32, u64), T> {
+        let Some(borrower) = self.by_client.get_mut(&client) else {
+            return Err(lent);
+        };
+        borrower.claim(self.claims_max, lent)
+    }
+
+    /// Undoes [`claim`](Self::claim) before the borrower learns of it. `None` if the claim has
+    /// ended meanwhile.
+    pub(crate) fn take_back(&mut self, client: u64, word: u32) -> Option<T> {
+        let borrower = self.by_client.get_mut(&client)?;
+        let at = borrower.open.iter().position(|claim| claim.word == word)?;
+        borrower.unused.push(word);
+        Some(borrower.open.swap_remove(at).lent)
+    }
+
+    /// Its session has ended: by the proof of its death, or gracefully; then its words report each
+    /// release, unless it dies.
+    pub(crate) fn leave(&mut self, client: u64, is_dead: bool) {
+        if let Some(borrower) = self.by_client.get_mut(&client) {
+            borrower.is_leaving = true;
+            borrower.is_dead |= is_dead;
+        }
+    }
+
+    /// The lender has closed: so have all sessions.
+    pub(crate) fn leave_all(&mut self) {
+        let borrowers = self.by_client.values_mut();
+        borrowers.for_each(|borrower| borrower.is_leaving = true);
+    }
+
+    /// Takes what has ended since the last call, and removes borrowers that are gone and have
+    /// nothing. What a borrower's words said before its death counts.
+    pub(crate) fn collect(&mut self) -> Ended<T> {
+        let mut ended = Ended {
+            released: vec![],
+            returned: vec![],
+            dead: vec![],
+        };
+        self.by_client.retain(|_, borrower| {
+            borrower.collect(&mut ended);
+            if borrower.is_gone() {
+                let left = borrower.open.drain(..);
+                ended.dead.extend(left.map(|claim| claim.lent));
+            }
+            !borrower.is_leaving || borrower.has_any()
+        });
+        ended
+    }
+
+    /// Whether the borrower has the most claims that it may have, or is not there.
+    pub(crate) fn is_full(&self, client: u64) -> bool {
+        let borrower = self.by_client.get(&client);
+        borrower.is_none_or(|it| it.unused.is_empty() && it.next_word >= self.claims_max)
+    }
+
+    pub(crate) fn has_any(&self, client: u64) -> bool {
+        self.by_client.get(&client).is_some_and(Borrower::has_any)
+    }
+
+    /// Borrowers that are connected, or have claims.
+    pub(crate) fn len(&self) -> usize {
+        self.by_client.len()
+    }
+
+    /// All that is lent.
+    pub(crate) fn lent(&self) -> impl Iterator<Item = &T> {
+        let borrowers = self.by_client.values();
+        borrowers.flat_map(|borrower| borrower.open.iter().map(|claim| &claim.lent))
+    }
+
+    #[cfg(test)]
+    pub(crate) fn all(&mut self) -> impl Iterator<Item = &mut Borrower<T>> {
+        self.by_client.values_mut()
+    }
+}
+
+impl<T> Borrower<T> {
+    fn claim(&mut self, claims_max: u32, lent: T) -> Result<(u32, u64), T> {
+        let word = match self.unused.pop() {
+            Some(word) => word,
+            None if self.next_word < claims_max => {
+                self.next_word += 1;
+                self.next_word - 1
+            }
+            None => return Err(lent),
+        };
+        // One counter serves all words, so none has held this value before.
+        self.values += 1;
+        let value = self.values;
+        self.open.push(Claim { lent, word, value });
+        Ok((word, value))
+    }
+
+    /// What its words say has ended.
+    fn collect(&mut self, ended: &mut Ended<T>) {
+        let mut at = 0;
+        while let Some(claim) = self.open.get(at) {
+            let word: &TimelineWord = self.page.at(word_at(claim.word));
+            // Exactly the value: an honest borrower stores it, and random writes hardly ever do.
+            let list = if word.is(claim.value) {
+                &mut ended.released
+            } else if word.is(claim.value | RETURNED) {
+                &mut ended.returned
+            } else {
+                at += 1;
+                continue;
+            };
+            let claim = self.open.swap_remove(at);
+            self.unused.push(claim.word);
+            list.push(claim.lent);
+        }
+    }
+
+    fn has_any(&self) -> bool {
+        !self.open.is_empty()
+    }
+
+    /// Whether it is proven dead, and its server reports nothing of it any more.
+    fn is_gone(&self) -> bool {
+        self.is_dead || (self.is_leaving && self.process.shows(DeathEvidence::Proven))
+    }
+}
+
+#[cfg(test)]
+impl<T> Borrower<T> {
+    pub(crate) fn page(&self) -> &SharedPage {
+        &self.page
+    }
+
+    pub(crate) fn is_leaving(&self) -> bool {
+        self.is_leaving
+    }
+
+    pub(crate) fn leave_as(&mut self, process: Arc<Process>) {
+        self.is_leaving = true;
+        self.process = process;
+    }
+}

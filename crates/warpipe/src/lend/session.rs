@@ -1,0 +1,573 @@
+//! The borrower's side: a session with a lender, what is mapped of it, and the end of each claim.
+//! **This module is marked for unsafe**: it enqueues stores of words by address, and makes slices
+//! of legacy memory.
+
+use std::collections::HashMap;
+use std::ops::Deref;
+use std::os::fd::AsFd;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::{
+    Grant, HelloReply, LendNotice, LendReply, LendRequest, Offer, Place, RETURNED, word_at,
+};
+use crate::backend::{Access, DeviceId, StreamOp, TimelineWord};
+use crate::backoff::Backoff;
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::fork::leak_on_fork::LeakOnFork;
+use crate::ipc::{ClientSession, IncomingReply, SessionObserver, decode, encode};
+use crate::memory::DeviceSlice;
+use crate::memory::legacy::{LegacyHandle, LegacyMemory};
+use crate::memory::mapped_region::{ImportKey, MappedRegion};
+use crate::memory::pieces::RUN_PIECES_MAX;
+use crate::memory::region::Region;
+use crate::memory::slice::{MappedMemory, check_range};
+use crate::memory::weak_cache::WeakCache;
+use crate::mutex::LockUnpoisoned;
+use crate::options::Attachment;
+use crate::runtime::closer::PeerFd;
+use crate::runtime::drop_after_fence::DropAfterFence;
+use crate::shm::fence_words::FenceWords;
+use crate::shm::page::SharedPage;
+use crate::stream::Stream;
+use crate::wait::Wait;
+
+/// The sessions of this process: all that it borrows of one lender shares one page of words, and
+/// one mapping of each run.
+static SESSIONS: WeakCache<ImportKey, LendSession> = WeakCache::new();
+
+/// What the sessions of one kind of lenders differ in.
+#[derive(Debug)]
+pub(crate) struct Terms {
+    /// What a claim is on, in errors.
+    pub(crate) lent: &'static str,
+    pub(crate) claims_max: u32,
+    /// Whether streams release claims.
+    pub(crate) has_streams: bool,
+}
+
+/// This process's session with a lender.
+#[derive(Debug)]
+pub(crate) struct LendSession {
+    device: Device,
+    owner: DeviceId,
+    terms: &'static Terms,
+    ready: FenceWords,
+    runs: Arc<MappedRuns>,
+    /// Goes when this process's streams have stored their words.
+    shared: DropAfterFence<SessionParts>,
+}
+
+#[derive(Debug)]
+struct SessionParts {
+    words: Arc<SharedPage>,
+    ipc: ClientSession,
+}
+
+/// A lender's answer to a request for memory.
+pub(crate) enum Answer<R> {
+    Lent(Borrowed),
+    Gone,
+    Refused(R),
+}
+
+/// A run's number, which is the lender's, and its mapping's access.
+type RunKey = (u32, Access);
+
+/// The runs that a session has mapped. Never locked during a driver call.
+#[derive(Debug, Default)]
+struct MappedRuns {
+    table: Mutex<RunTable>,
+}
+
+#[derive(Debug, Default)]
+struct RunTable {
+    mapped: HashMap<RunKey, Arc<MappedRegion>>,
+    /// The lender has ended, and tells of no run's end any more: none is kept beyond its claims.
+    is_over: bool,
+}
+
+impl MappedRuns {
+    /// Forgets a run that the lender holds no longer. What is borrowed of it keeps it mapped, and
+    /// the reaper unmaps it.
+    fn end(&self, number: u32) {
+        let mut table = self.table.locked();
+        table.mapped.retain(|key, _| key.0 != number);
+    }
+
+    fn end_all(&self) {
+        let mut table = self.table.locked();
+        table.is_over = true;
+        table.mapped.clear();
+    }
+}
+
+/// Gives back what comes after its requester has given up, and forgets runs that have ended. Runs on
+/// the reactor's thread: CPU stores, and locks that are not held during driver calls.
+struct LendObserver {
+    words: Arc<SharedPage>,
+    claims_max: u32,
+    runs: Arc<MappedRuns>,
+}
+
+impl SessionObserver for LendObserver {
+    fn on_closed(&self, _: bool) {
+        self.runs.end_all();
+    }
+
+    /// Nothing has been enqueued on such memory.
+    fn on_stale_reply(&self, _: &[u8], incoming: IncomingReply) {
+        if let Ok(LendReply::<()>::Lent(grant)) = decode(&incoming.body, "a lender")
+            && grant.word < self.claims_max
+        {
+            let word: &TimelineWord = self.words.at(word_at(grant.word));
+            word.store(grant.value | RETURNED);
+        }
+    }
+
+    fn on_notification(&self, incoming: IncomingReply) {
+        if let Ok(LendNotice::RunEnded(number)) = decode(&incoming.body, "a lender") {
+            self.runs.end(number);
+        }
+    }
+}
+
+impl LendSession {
+    /// The session with the lender that was attached to. If this process has one already, the new
+    /// one ends here.
+    pub(crate) fn of(attachment: Attachment, terms: &'static Terms) -> Result<Arc<LendSession>> {
+        let Attachment {
+            device,
+            session,
+            reply,
+            ..
+        } = attachment;
+        let key = ImportKey::new(session.uid(), session.generation(), 0, &device);
+        LendSession::at(&key, || LendSession::open(session, reply, &device, terms))
+    }
+
+    /// The session of this key, made if there is none.
+    pub(crate) fn at(
+        key: &ImportKey,
+        open: impl FnOnce() -> Result<LendSession>,
+    ) -> Result<Arc<LendSession>> {
+        let is_connected = |session: &LendSession| !session.ipc().is_over();
+        SESSIONS.get_or(key, is_connected, || open().map(Arc::new))
+    }
+
+    /// Opens a session from the lender's first reply.
+    pub(crate) fn open(
+        ipc: ClientSession,
+        reply: IncomingReply,
+        device: &Device,
+        terms: &'static Terms,
+    ) -> Result<LendSession> {
+        let name = ipc.name().to_string();
+        let (hello, [words, ready]): (HelloReply, _) = reply.open(&name)?;
+        let claims_bytes = word_at(terms.claims_max);
+        if hello.claims_bytes != claims_bytes as u64 {
+            return Err(Error::Protocol {
+                name,
+                field: "page",
+                found: format!("{} bytes", hello.claims_bytes),
+                allowed: format!("{claims_bytes} bytes"),
+            });
+        }
+        let of_streams = terms.has_streams.then_some(device);
+        let words = Arc::new(SharedPage::open(of_streams, words, claims_bytes, &name)?);
+        let ready = FenceWords::read(ready, hello.ready_bytes, &name)?;
+        let runs = Arc::<MappedRuns>::default();
+        ipc.observe(Arc::new(LendObserver {
+            words: words.clone(),
+            claims_max: terms.claims_max,
+            runs: runs.clone(),
+        }))?;
+        Ok(LendSession {
+            device: device.clone(),
+            owner: hello.owner,
+            terms,
+            ready,
+            runs,
+            shared: DropAfterFence::new(Arc::default(), SessionParts { words, ipc })?,
+        })
+    }
+
+    pub(crate) fn ipc(&self) -> &ClientSession {
+        &self.shared.ipc
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        self.ipc().name()
+    }
+
+    fn word(&self, word: u32) -> &TimelineWord {
+        self.shared.words.at(word_at(word))
+    }
+
+    pub(crate) fn wrong(
+        &self,
+        field: &'static str,
+        found: String,
+        allowed: impl Into<String>,
+    ) -> Error {
+        Error::Protocol {
+            name: self.name().to_string(),
+            field,
+            found,
+            allowed: allowed.into(),
+        }
+    }
+
+    /// Asks for memory, and waits for the answers, and then for the contents. Memory that is not
+    /// ready in time goes back.
+    pub(crate) fn ask<R: DeserializeOwned>(
+        self: &Arc<Self>,
+        request: impl Serialize,
+        answers: &Wait<'_>,
+        contents: &Wait<'_>,
+    ) -> Result<Answer<R>> {
+        self.shared.owner_process().check()?;
+        let request = encode(&LendRequest::Memory(request))?;
+        let reply = self.ipc().request(&request, answers)?;
+        match decode(&reply.body, self.name())? {
+            LendReply::Lent(grant) => {
+                let borrowed = self.open_grant(grant, answers, contents)?;
+                Ok(Answer::Lent(borrowed))
+            }
+            LendReply::Gone => Ok(Answer::Gone),
+            LendReply::Refused(refusal) => Ok(Answer::Refused(refusal)),
+            LendReply::TooMany => {
+                let Terms {
+                    lent, claims_max, ..
+                } = self.terms;
+                let found = format!("{} in one process", claims_max + 1);
+                let allowed = format!("up to {claims_max} of {:?}; drop some", self.name());
+                Err(Error::argument(lent, found, allowed))
+            }
+            LendReply::Pieces => Err(self.wrong("reply", "pieces".into(), "memory")),
+        }
+    }
+
+    fn open_grant(
+        self: &Arc<Self>,
+        Grant { word, value, offer }: Grant,
+        answers: &Wait<'_>,
+        contents: &Wait<'_>,
+    ) -> Result<Borrowed> {
+        let claims_max = self.terms.claims_max;
+        if word >= claims_max || value >= RETURNED {
+            let found = format!("{word} and {value}");
+            return Err(self.wrong("word and value", found, format!("below {claims_max}")));
+        }
+        // From here on its drop ends the claim, also on an error.
+        let claim = Claim {
+            session: self.clone(),
+            word,
+            value,
+            is_over: false,
+        };
+        let opened = self.open_place(&offer, answers);
+        let opened = opened.and_then(|opened| {
+            self.wait_until_ready(&offer, contents)?;
+            Ok(opened)
+        });
+        let (slice, claim) = match opened {
+            Ok(Opened::Run(slice)) => (slice, Some(claim)),
+            Ok(Opened::Legacy(memory, owner)) => (self.legacy_slice(memory, owner, claim)?, None),
+            Err(error) => {
+                claim.give_back();
+                return Err(error);
+            }
+        };
+        let session = self.clone();
+        Ok(Borrowed {
+            hold: LeakOnFork::new(Hold { session, claim }),
+            slice,
+        })
+    }
+
+    fn open_place(&self, offer: &Offer, wait: &Wait<'_>) -> Result<Opened> {
+        match &offer.place {
+            Place::Legacy(bytes) => {
+                let handle = LegacyHandle::from_bytes(bytes)?;
+                if handle.bytes() != offer.bytes {
+                    let allowed = format!("{} bytes", offer.bytes);
+                    return Err(self.wrong("handle", format!("{} bytes", handle.bytes()), allowed));
+                }
+                Ok(Opened::Legacy(handle.open(&self.device)?, handle.device()))
+            }
+            &Place::Run {
+                run,
+                pieces,
+                piece,
+                offset,
+                access,
+            } => {
+                let total = piece
+                    .checked_mul(u64::from(pieces))
+                    .filter(|&total| total > 0 && pieces as usize <= RUN_PIECES_MAX);
+                let total = total.ok_or_else(|| {
+                    let found = format!("{pieces} of {piece} bytes");
+                    self.wrong("pieces", found, format!("1 to {RUN_PIECES_MAX}"))
+                })?;
+                check_range(self.name(), offset, offer.bytes, total)?;
+                let mapping = self.run((run, access), (pieces, piece), wait)?;
+                let slice = mapping.slice(offset, offer.bytes, access, &self.name().into())?;
+                Ok(Opened::Run(slice))
+            }
+        }
+    }
+
+    /// The mapping of a run, made at its first claim. Of two threads that make it at the same time,
+    /// the later one takes the other's.
+    fn run(
+        &self,
+        key: RunKey,
+        (pieces, piece): (u32, u64),
+        wait: &Wait<'_>,
+    ) -> Result<Arc<MappedRegion>> {
+        let bytes = piece * u64::from(pieces);
+        let known = self.runs.table.locked().mapped.get(&key).cloned();
+        let run = match known {
+            Some(known) => known,
+            None => {
+                let made = Arc::new(self.map(key, (pieces, piece), wait)?);
+                let mut table = self.runs.table.locked();
+                match table.is_over {
+                    true => made,
+                    false => table.mapped.entry(key).or_insert(made).clone(),
+                }
+            }
+        };
+        if run.bytes != bytes {
+            let allowed = format!("{} bytes", run.bytes);
+            return Err(self.wrong("run", format!("{bytes} bytes"), allowed));
+        }
+        Ok(run)
+    }
+
+    fn map(
+        &self,
+        (run, access): RunKey,
+        (pieces, piece): (u32, u64),
+        wait: &Wait<'_>,
+    ) -> Result<MappedRegion> {
+        let fds = self.descriptors(run, pieces, wait)?;
+        let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+        let (device, owner) = (&self.device, self.owner);
+        let region = Region::import_pieces(device, &borrowed, piece, access, owner)?;
+        fds.iter().for_each(PeerFd::approve);
+        region.identify(self.ipc().generation(), run.into());
+        MappedRegion::of(region, device, owner, access, piece * u64::from(pieces))
+    }
+
+    fn descriptors(&self, run: u32, pieces: u32, wait: &Wait<'_>) -> Result<Vec<PeerFd>> {
+        let mut fds: Vec<PeerFd> = vec![];
+        while fds.len() < pieces as usize {
+            let first = fds.len() as u32;
+            let request = encode(&LendRequest::<()>::Pieces { run, first })?;
+            let reply = self.ipc().request(&request, wait)?;
+            let count = reply.fds.len();
+            let is_right = matches!(decode(&reply.body, self.name())?, LendReply::<()>::Pieces);
+            if !is_right || count == 0 || fds.len() + count > pieces as usize {
+                let allowed = format!("descriptors of {pieces} pieces");
+                return Err(self.wrong("pieces", format!("{count} descriptors"), allowed));
+            }
+            fds.extend(reply.fds);
+        }
+        Ok(fds)
+    }
+
+    fn wait_until_ready(&self, offer: &Offer, wait: &Wait<'_>) -> Result<()> {
+        let Some((index, value)) = offer.ready else {
+            return Ok(());
+        };
+        let words = self.ready.words();
+        if index as usize >= words {
+            return Err(self.wrong("ready word", index.to_string(), format!("below {words}")));
+        }
+        let word = self.ready.word(index as usize);
+        let mut backoff = Backoff::default();
+        while !word.reached(value) {
+            // The word may have been stored just before the end.
+            if self.ipc().is_dead() && !word.reached(value) {
+                return Err(self.ipc().owner_gone());
+            }
+            if wait.is_over() {
+                return Err(Error::Timeout {
+                    what: format!("the contents of memory of {:?}", self.name()),
+                    waited: wait.limit(),
+                });
+            }
+            backoff.pause();
+        }
+        Ok(())
+    }
+
+    fn legacy_slice(
+        &self,
+        memory: LegacyMemory,
+        owner: DeviceId,
+        claim: Claim,
+    ) -> Result<DeviceSlice> {
+        let (ptr, bytes, label) = (memory.ptr(), memory.bytes(), self.name().into());
+        let claimed = ClaimedLegacy {
+            memory: Some(memory),
+            _claim: claim,
+        };
+        let claimed = Arc::new(DropAfterFence::new(Arc::default(), claimed)?);
+        let mapped = MappedMemory::new((&self.device, owner), &claimed, claimed.clone());
+        // SAFETY: the handle's range, which is open for writing as long as `claimed`.
+        Ok(unsafe { DeviceSlice::new(mapped, ptr, bytes, Access::ReadWrite, &label) })
+    }
+
+    /// The runs that are mapped now.
+    #[cfg(test)]
+    pub(crate) fn mapped_runs(&self) -> Vec<Arc<MappedRegion>> {
+        self.runs.table.locked().mapped.values().cloned().collect()
+    }
+
+    #[cfg(test)]
+    pub(crate) fn words(&self) -> &SharedPage {
+        &self.shared.words
+    }
+}
+
+/// A claim that the lender counts as this process's, until its word says that it is over.
+#[derive(Debug)]
+struct Claim {
+    session: Arc<LendSession>,
+    word: u32,
+    value: u64,
+    is_over: bool,
+}
+
+impl Claim {
+    fn end(&mut self, value: u64) {
+        if !std::mem::replace(&mut self.is_over, true) {
+            self.session.word(self.word).store(value);
+        }
+    }
+
+    /// Gives the memory back, unused.
+    fn give_back(mut self) {
+        self.end(self.value | RETURNED);
+    }
+
+    /// Has `stream` release the memory.
+    fn release_behind(&mut self, stream: &Stream) -> Result<()> {
+        let shared = &self.session.shared;
+        shared.streams().record_use(stream);
+        let Some(word) = shared.words.device_ptr(word_at(self.word)) else {
+            return Ok(());
+        };
+        let value = self.value;
+        // SAFETY: the page is dropped only when this stream, recorded above, is past its stores.
+        unsafe { stream.batch(&[StreamOp::Signal { word, value }]) }?;
+        self.is_over = true;
+        Ok(())
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        self.end(self.value);
+    }
+}
+
+/// Memory that a lender counts as this process's. The drop releases it, once the recorded streams
+/// are past it.
+#[derive(Debug)]
+pub(crate) struct Borrowed {
+    hold: LeakOnFork<Hold>,
+    slice: DeviceSlice,
+}
+
+#[derive(Debug)]
+struct Hold {
+    session: Arc<LendSession>,
+    /// What is mapped by descriptors needs nothing of the lender. `None` for a legacy handle, whose
+    /// mapping has the claim: the memory may be freed once it is released, and is not to while it is
+    /// open here.
+    claim: Option<Claim>,
+}
+
+impl Deref for Borrowed {
+    type Target = DeviceSlice;
+
+    fn deref(&self) -> &DeviceSlice {
+        &self.slice
+    }
+}
+
+impl Borrowed {
+    /// The lender's name.
+    pub(crate) fn name(&self) -> &str {
+        self.hold.session.name()
+    }
+
+    /// Releases it behind the work of `stream` so far, and of the recorded streams. After an error
+    /// it is released as if it were dropped.
+    pub(crate) fn free(mut self, stream: &Stream) -> Result<()> {
+        self.slice.gather_on(stream)?;
+        let claim = self.hold.claim.as_mut();
+        claim.map_or(Ok(()), |claim| claim.release_behind(stream))
+    }
+
+    /// Whether the contents can still be used: memory of a legacy handle is gone when its owner is,
+    /// and memory that came as descriptors stays.
+    pub(crate) fn check(&self) -> Result<()> {
+        let Hold { session, claim } = &*self.hold;
+        match claim.is_none() && session.ipc().is_dead() {
+            true => Err(session.ipc().owner_gone()),
+            false => Ok(()),
+        }
+    }
+}
+
+impl Drop for Borrowed {
+    fn drop(&mut self) {
+        if self.hold.get().is_err() {
+            return;
+        }
+        let Some(claim) = self.hold.claim.take_if(|claim| !claim.is_over) else {
+            return;
+        };
+        let mut fence = self.slice.streams().fence_busy();
+        // The claim's drop releases it.
+        if !fence.is_reached() {
+            let reactor = self.hold.session.shared.reactor();
+            reactor.drop_value_after(fence, claim);
+        }
+    }
+}
+
+/// Borrowed memory in this process.
+enum Opened {
+    Run(DeviceSlice),
+    Legacy(LegacyMemory, DeviceId),
+}
+
+/// An open legacy handle and the claim that keeps its memory allocated. Dropped by the reaper: the
+/// drop calls the driver.
+#[derive(Debug)]
+struct ClaimedLegacy {
+    /// `None` only while dropping.
+    memory: Option<LegacyMemory>,
+    _claim: Claim,
+}
+
+impl Drop for ClaimedLegacy {
+    /// Closes the handle, and then releases the claim: the memory may be freed from then on, which
+    /// is undefined for memory that is open elsewhere.
+    fn drop(&mut self) {
+        if let Some(memory) = self.memory.take() {
+            // Nobody is left to be told. No stream is recorded here: the mapping's are past it.
+            let _ = memory.close(Duration::ZERO);
+        }
+    }
+}
