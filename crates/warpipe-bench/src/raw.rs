@@ -273,7 +273,9 @@ impl Memory {
         bytes: u64,
         owner: DeviceId,
     ) -> anyhow::Result<Memory> {
-        let region = device.backend().import(fd.as_fd(), bytes, access, owner)?;
+        let region = device
+            .backend()
+            .import(&[fd.as_fd()], bytes, access, owner)?;
         Ok(Memory {
             device: device.clone(),
             region,

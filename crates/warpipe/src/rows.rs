@@ -21,7 +21,7 @@ pub struct Axis {
 }
 
 /// The rows of one copy: the argument of
-/// [`Backend::copy_rows`](crate::backend::Backend::copy_rows).
+/// [`Copies::copy_rows`](crate::backend::Copies::copy_rows)(crate::backend::Copies::copy_rows).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rows {
     to: DevicePtr,

@@ -362,11 +362,11 @@ impl Stream {
         unsafe { self.backend().may_signal_from_cpu(self.raw()) }
     }
 
-    /// Enqueues a copy from host memory, which may be reused at once ([`Backend::upload`]), or does
+    /// Enqueues a copy from host memory, which may be reused at once ([`Copies::upload`](crate::backend::Copies::upload)), or does
     /// nothing and returns [`Error::Capturing`].
     ///
     /// # Safety
-    /// As for [`Backend::upload`].
+    /// As for [`Copies::upload`](crate::backend::Copies::upload).
     #[inline]
     pub(crate) unsafe fn upload(&self, dst: DevicePtr, bytes: &[u8]) -> Result<()> {
         self.check_not_capturing()?;

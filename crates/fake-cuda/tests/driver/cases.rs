@@ -114,7 +114,7 @@ pub fn import(
     fd: BorrowedFd<'_>,
     bytes: u64,
 ) -> Result<RawRegion, Error> {
-    backend.import(fd, bytes, Access::ReadWrite, backend.info().id)
+    backend.import(&[fd], bytes, Access::ReadWrite, backend.info().id)
 }
 
 pub fn download(device: &Device, stream: &Stream, src: u64, bytes: usize) -> Vec<u8> {
@@ -440,7 +440,7 @@ fn peers_apart() {
     let device = gpu();
     let error = device
         .backend()
-        .import(fd.as_fd(), REGION_BYTES, Access::Read, owner)
+        .import(&[fd.as_fd()], REGION_BYTES, Access::Read, owner)
         .unwrap_err();
     assert!(
         matches!(&error, Error::PeerAccess { reason, .. } if reason.contains("CanAccessPeer")),
@@ -452,7 +452,7 @@ fn peers_apart() {
     };
     let error = device
         .backend()
-        .import(fd.as_fd(), REGION_BYTES, Access::Read, hidden)
+        .import(&[fd.as_fd()], REGION_BYTES, Access::Read, hidden)
         .unwrap_err();
     assert!(
         matches!(&error, Error::PeerAccess { reason, .. } if reason.contains("cuMemSetAccess")),
@@ -466,7 +466,7 @@ fn peers() {
     let device = gpu();
     let region = device
         .backend()
-        .import(fd.as_fd(), REGION_BYTES, Access::Read, owner)
+        .import(&[fd.as_fd()], REGION_BYTES, Access::Read, owner)
         .unwrap();
     assert_eq!(
         download(&device, &device.stream().unwrap(), region.ptr, 8),

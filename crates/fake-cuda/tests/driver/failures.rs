@@ -197,7 +197,7 @@ pub fn read_only() {
     let region = backend.allocate(REGION_BYTES).unwrap();
     let fd = export(backend, &region);
     let alias = backend
-        .import(fd.as_fd(), REGION_BYTES, Access::Read, backend.info().id)
+        .import(&[fd.as_fd()], REGION_BYTES, Access::Read, backend.info().id)
         .unwrap();
     let stream = device.stream().unwrap();
     assert_eq!(download(&device, &stream, alias.ptr, 8), [0; 8]);

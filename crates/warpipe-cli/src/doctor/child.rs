@@ -50,7 +50,7 @@ fn write_read_only(device: DeviceArg, bytes: u64) -> anyhow::Result<()> {
     let page = RegisteredPage::new(&device)?;
     let (input, id) = (io::stdin(), device.info().id);
     let backend = device.backend();
-    let region = backend.import(input.as_fd(), bytes, Access::Read, id)?;
+    let region = backend.import(&[input.as_fd()], bytes, Access::Read, id)?;
     // SAFETY: the region is mapped for reading until the end of this process, and the page outlives
     // the wait below.
     unsafe {

@@ -69,7 +69,7 @@ impl Scratch {
     pub fn import(&self, on: &Device, access: Access) -> warpipe::Result<Scratch> {
         let (fd, owner) = (self.export()?, self.device.info().id);
         let backend = on.backend();
-        let region = backend.import(fd.as_fd(), self.region.bytes, access, owner)?;
+        let region = backend.import(&[fd.as_fd()], self.region.bytes, access, owner)?;
         let device = on.clone();
         Ok(Scratch { device, region })
     }

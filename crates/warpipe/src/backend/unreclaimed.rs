@@ -3,7 +3,7 @@
 //!
 //! The driver may still use memory that it refuses to unregister or to unmap, so this memory stays
 //! as it is, and is counted ([`process_stats`](crate::process_stats)). So does memory
-//! when its unregistration [would block](Backend::unregister_would_block). The reaper retries with
+//! when its unregistration [would block](crate::backend::Regions::unregister_would_block). The reaper retries with
 //! each tick. Memory of a device that was reset is not retried: its addresses and handles may
 //! belong to others by now.
 
@@ -65,11 +65,11 @@ fn count_given_back(bytes: u64) {
     all.fetch_sub(bytes, Relaxed);
 }
 
-/// [`Backend::unregister`]. True if the memory may be unmapped. Else it is counted as unreclaimed
+/// [`Regions::unregister`](crate::backend::Regions::unregister). True if the memory may be unmapped. Else it is counted as unreclaimed
 /// and must stay: the retry unmaps it, once the device has released it.
 ///
 /// # Safety
-/// As for [`Backend::unregister`]; the memory is a mapping of its own, which the caller leaves to
+/// As for [`Regions::unregister`](crate::backend::Regions::unregister); the memory is a mapping of its own, which the caller leaves to
 /// this if it is false.
 #[must_use]
 pub(crate) unsafe fn unregister(backend: &Arc<dyn Backend>, base: *mut u8, bytes: usize) -> bool {
@@ -85,10 +85,10 @@ pub(crate) unsafe fn unregister(backend: &Arc<dyn Backend>, base: *mut u8, bytes
     is_free
 }
 
-/// [`Backend::release`], now or later.
+/// [`Regions::release`](crate::backend::Regions::release), now or later.
 ///
 /// # Safety
-/// As for [`Backend::release`].
+/// As for [`Regions::release`](crate::backend::Regions::release).
 pub(crate) unsafe fn release(backend: &Arc<dyn Backend>, mut region: RawRegion) {
     // SAFETY: the caller's promise.
     match unsafe { backend.release(&mut region) } {

@@ -359,7 +359,7 @@ impl LendSession {
         let fds = self.descriptors(run, pieces, wait)?;
         let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
         let (device, owner) = (&self.device, self.owner);
-        let region = Region::import_pieces(device, &borrowed, piece, access, owner)?;
+        let region = Region::import(device, &borrowed, piece, access, owner)?;
         fds.iter().for_each(PeerFd::approve);
         region.identify(self.ipc().generation(), run.into());
         MappedRegion::of(region, device, owner, access, piece * u64::from(pieces))

@@ -165,7 +165,7 @@ impl Memory {
     ) -> Result<SharedMemory> {
         check_import(device, info)?;
         let (bytes, owner) = (info.mapped_bytes, info.device);
-        let region = Region::import(device, fd.as_fd(), bytes, access, owner)?;
+        let region = Region::import(device, &[fd.as_fd()], bytes, access, owner)?;
         let mapping = MappedRegion::of(region, device, info.device, access, info.bytes)?;
         SharedMemory::whole(&Arc::new(mapping), "an imported descriptor")
     }

@@ -2,7 +2,7 @@
 //! owns raw regions.
 
 use std::any::Any;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex};
 
 use crate::backend::{Access, DeviceId, DeviceKind, DevicePtr, RawRegion, unreclaimed};
@@ -52,16 +52,17 @@ impl Region {
         Ok(Region::of(device, raw, row))
     }
 
-    /// Maps a peer's region; the descriptor is checked by the backend.
+    /// Maps a peer's allocations of `piece` bytes each into one range; the descriptors are checked by
+    /// the backend.
     pub(crate) fn import(
         device: &Device,
-        fd: BorrowedFd<'_>,
-        bytes: u64,
+        fds: &[BorrowedFd<'_>],
+        piece: u64,
         access: Access,
         owner: DeviceId,
     ) -> Result<Region> {
-        let raw = device.backend().import(fd.as_fd(), bytes, access, owner)?;
-        let row = RegionRow::open(Role::Peer, raw.bytes, owner, file_of(fd, owner));
+        let raw = device.backend().import(fds, piece, access, owner)?;
+        let row = RegionRow::open(Role::Peer, raw.bytes, owner, file_of_only(fds, owner));
         Ok(Region::of(device, raw, row))
     }
 
@@ -89,23 +90,6 @@ impl Region {
     /// Says in this process's statistics which endpoint shares the region, and under which number.
     pub(crate) fn identify(&self, generation: [u8; 16], number: u64) {
         self.row.identify(generation, number);
-    }
-
-    /// Maps one or several of a peer's allocations of `piece` bytes each into one range; the
-    /// descriptors are checked by the backend.
-    pub(crate) fn import_pieces(
-        device: &Device,
-        fds: &[BorrowedFd<'_>],
-        piece: u64,
-        access: Access,
-        owner: DeviceId,
-    ) -> Result<Region> {
-        if let &[only] = fds {
-            return Region::import(device, only, piece, access, owner);
-        }
-        let raw = device.backend().import_pieces(fds, piece, access, owner)?;
-        let row = RegionRow::open(Role::Peer, raw.bytes, owner, NO_FILE);
-        Ok(Region::of(device, raw, row))
     }
 
     fn of(device: &Device, raw: RawRegion, row: RegionRow) -> Region {
@@ -141,11 +125,7 @@ impl Region {
         let (backend, raw) = (self.device.backend(), &mut contents.raw);
         // SAFETY: live as long as self; the rest is the caller's promise.
         unsafe { backend.import_over(raw, fds, piece, access, owner) }?;
-        let file = match fds {
-            &[only] => file_of(only, owner),
-            _ => NO_FILE,
-        };
-        self.row.replace(file);
+        self.row.replace(file_of_only(fds, owner));
         let _former = std::mem::replace(&mut contents.held, held);
         drop(contents);
         Ok(())
@@ -165,6 +145,14 @@ impl Region {
 
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes
+    }
+}
+
+/// The file by which statistics tell a region; several pieces have none.
+fn file_of_only(fds: &[BorrowedFd<'_>], owner: DeviceId) -> [u64; 2] {
+    match fds {
+        &[only] => file_of(only, owner),
+        _ => NO_FILE,
     }
 }
 

@@ -205,7 +205,7 @@ impl Ticket {
             });
         }
         check_reach(device, owner)?;
-        let region = Region::import(device, fd.as_fd(), mapped_bytes, access, owner)?;
+        let region = Region::import(device, &[fd.as_fd()], mapped_bytes, access, owner)?;
         fd.approve();
         MappedRegion::of(region, device, owner, access, bytes)
     }

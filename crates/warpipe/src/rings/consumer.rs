@@ -102,7 +102,7 @@ fn import(
     access: Access,
     grant: &RingGrant,
 ) -> Result<Region> {
-    let region = Region::import(device, fd.as_fd(), bytes, access, grant.device)?;
+    let region = Region::import(device, &[fd.as_fd()], bytes, access, grant.device)?;
     fd.approve();
     Ok(region)
 }

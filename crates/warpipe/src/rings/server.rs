@@ -323,7 +323,7 @@ impl RequestHandler for RingServer {
         drop(state);
         let theirs = Region::import(
             &self.device,
-            memory.as_fd(),
+            &[memory.as_fd()],
             bytes,
             Access::ReadWrite,
             owner,

@@ -120,7 +120,7 @@ impl HeldPart<'_> {
         let mapped_bytes = piece_bytes.saturating_mul(fds.len() as u64);
         check_range("a part of weights", 0, bytes, mapped_bytes)?;
         check_reach(device, owner)?;
-        let mut region = Region::import_pieces(device, &fds, piece_bytes, Access::Read, owner)?;
+        let mut region = Region::import(device, &fds, piece_bytes, Access::Read, owner)?;
         self.approve();
         region.identify(generation, number);
         region.hold(self.shown());

@@ -75,7 +75,14 @@ fn checking_a_descriptor_calls_no_file_system() {
             }),
             ("a region", |fd| {
                 let owner: DeviceId = Device::host().info().id;
-                Region::import(&Device::host(), fd().as_fd(), 2 << 20, Access::Read, owner).is_err()
+                Region::import(
+                    &Device::host(),
+                    &[fd().as_fd()],
+                    2 << 20,
+                    Access::Read,
+                    owner,
+                )
+                .is_err()
             }),
             ("a wake channel", |fd| PeerDoorbell::adopt(fd()).is_err()),
             ("a process", |fd| {

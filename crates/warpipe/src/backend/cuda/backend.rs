@@ -1,5 +1,4 @@
-//! The CUDA implementation of [`Backend`]: opening a device, entering its context, and the calls to
-//! the other parts.
+//! The CUDA implementation of [`Backend`]: opening a device, and entering its context.
 
 pub(super) mod broadcast;
 mod gather;
@@ -7,33 +6,23 @@ mod kernels;
 pub(super) mod legacy;
 pub(super) mod memory;
 
-use std::cell::Cell;
 use std::collections::{BTreeMap, HashSet};
-use std::os::fd::{BorrowedFd, OwnedFd};
-use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
-use std::time::{Duration, Instant};
 
 use self::broadcast::Broadcast;
 use self::gather::Gather;
 use self::kernels::Kernels;
-use self::legacy::{EVENTS, IpcHandleTable};
+use self::legacy::IpcHandleTable;
 use self::memory::allocation;
 use super::context::{Current, Relaxed, enter, make_current};
 use super::device::{check_abilities, describe, driver, find};
-use super::fault::Fault;
 use super::staging::Staging;
 use super::sys::{CUcontext, CUdevice, CUresult, DEVICE_ATTRIBUTE_MPS_ENABLED, Driver};
 use super::{shutdown_gate, waits};
-use crate::backend::{
-    Access, Backend, DeviceId, DeviceInfo, DevicePtr, HostCopy, IpcBytes, PointerInfo, RawEvent,
-    RawRegion, RawStream, Retained, Rows, StreamOp, TimelineWord,
-};
-use crate::backoff::Backoff;
+use crate::backend::{Backend, DeviceInfo};
 use crate::error::{Error, Result};
 use crate::fork::per_process::PerProcess;
-use crate::kernel::Kernel;
 
 /// One GPU, through its primary context. See the [module](super).
 #[derive(Debug)]

@@ -68,7 +68,8 @@ impl CudaBackend {
             // The callers that have the memory may each wait for more of it: no wait here.
             drop(current);
             // SAFETY: the caller's promise.
-            let download = |dst: &mut [u8], src| unsafe { self.download(RawStream(stream), dst, src) };
+            let download =
+                |dst: &mut [u8], src| unsafe { self.download(RawStream(stream), dst, src) };
             return copy_at_once(ranges, download);
         };
         slow_path::count(SlowPath::StagedDownload, bytes as u64);

@@ -106,11 +106,7 @@ impl Streams for CudaBackend {
         unsafe { self.enqueue(stream.0, ops) }.map_err(|error| self.explain(error))
     }
 
-    unsafe fn call(
-        &self,
-        stream: RawStream,
-        function: Box<dyn FnOnce() + Send>,
-    ) -> Result<()> {
+    unsafe fn call(&self, stream: RawStream, function: Box<dyn FnOnce() + Send>) -> Result<()> {
         let _current = self.enter_to_enqueue()?;
         // A trait object is two words wide and the driver passes one: hence the second box.
         let argument = Box::into_raw(Box::new(function)).cast::<c_void>();

@@ -75,11 +75,7 @@ fn protection_of(access: Access) -> ProtFlags {
 
 /// Checks that each of `fds` is a sealed memfd of exactly `piece` bytes, and maps them in their
 /// order into one range.
-pub(super) fn import(
-    fds: &[BorrowedFd<'_>],
-    piece: u64,
-    access: Access,
-) -> Result<RawRegion> {
+pub(super) fn import(fds: &[BorrowedFd<'_>], piece: u64, access: Access) -> Result<RawRegion> {
     let bytes = check_pieces(fds, piece)?;
     let failed = |e| Error::os("mmap", format!("{} pieces of {piece} bytes", fds.len()), e);
     // SAFETY: a fresh mapping at an address of the kernel's choice overlaps nothing.

@@ -216,7 +216,7 @@ impl super::Imports for HostBackend {
         match self.regions.retain(ptr)? {
             Some(retained) => Ok(retained),
             None => {
-                let kind = match self.locate(ptr)?.kind {
+                let kind = match super::Ipc::locate(self, ptr)?.kind {
                     // Mapped, and not allocated here.
                     PointerKind::Vmm => PointerKind::VmmPrivate,
                     kind => kind,
@@ -426,7 +426,7 @@ impl super::Ipc for HostBackend {
 
     fn open_event(&self, handle: &IpcBytes) -> Result<RawEvent> {
         device_malloc::check_event(handle)?;
-        self.create_event()
+        super::Streams::create_event(self)
     }
 
     fn allocate_plain(&self, bytes: u64) -> Result<DevicePtr> {

@@ -104,7 +104,7 @@ impl PublisherRegions {
         let [fd] = fds else {
             return Err(self.wrong("descriptors", fds.len(), "1".into()));
         };
-        let region = Region::import(&self.device, fd.as_fd(), bytes, self.access, self.owner)?;
+        let region = Region::import(&self.device, &[fd.as_fd()], bytes, self.access, self.owner)?;
         fd.approve();
         region.identify(self.generation, id.into());
         let region = Arc::new(region);

@@ -9,6 +9,7 @@ use std::sync::{Mutex, PoisonError, RwLock};
 use super::super::fault::Fault;
 use super::super::sys::{CUfunction, CUmodule, CUstream, Driver};
 use super::CudaBackend;
+use crate::backend::RawStream;
 use crate::error::{Error, Result};
 use crate::kernel::Kernel;
 

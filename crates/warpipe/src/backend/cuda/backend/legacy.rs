@@ -74,10 +74,7 @@ impl Ipc for CudaBackend {
         Ok(unsafe { self.driver.ipc_export_event(event.0) }?)
     }
 
-    fn open_event(
-        &self,
-        handle: &IpcBytes,
-    ) -> Result<RawEvent> {
+    fn open_event(&self, handle: &IpcBytes) -> Result<RawEvent> {
         let _current = self.enter()?;
         let refused = |fault: Fault| match fault.is(&REFUSED) {
             true => Error::legacy(LegacyFault::Refused(fault.words())),
@@ -137,10 +134,7 @@ impl Ipc for CudaBackend {
         Ok(info)
     }
 
-    unsafe fn export_legacy(
-        &self,
-        base: CUdeviceptr,
-    ) -> Result<IpcBytes> {
+    unsafe fn export_legacy(&self, base: CUdeviceptr) -> Result<IpcBytes> {
         let _current = self.enter()?;
         self.driver.ipc_export_memory(base).map_err(|fault| {
             if fault.is(&[CUresult::INVALID_VALUE]) {
@@ -153,12 +147,7 @@ impl Ipc for CudaBackend {
         })
     }
 
-    fn open_legacy(
-        &self,
-        handle: &IpcBytes,
-        bytes: u64,
-        owner: DeviceId,
-    ) -> Result<CUdeviceptr> {
+    fn open_legacy(&self, handle: &IpcBytes, bytes: u64, owner: DeviceId) -> Result<CUdeviceptr> {
         if owner.kind != DeviceKind::Cuda {
             let (owner, device) = (owner.to_string(), self.info.id.to_string());
             return Err(Error::legacy(LegacyFault::Device { owner, device }));
@@ -183,10 +172,7 @@ impl Ipc for CudaBackend {
         Ok(base)
     }
 
-    unsafe fn close_legacy(
-        &self,
-        base: CUdeviceptr,
-    ) -> Result<()> {
+    unsafe fn close_legacy(&self, base: CUdeviceptr) -> Result<()> {
         let current = self.enter_unless_gone()?;
         // Before the driver can give the address to another allocation.
         let mut opened = lock(&self.ipc_handles.opened);
@@ -291,7 +277,6 @@ impl CudaBackend {
         }
         Ok(false)
     }
-
 }
 
 /// This process's interprocess events, on all devices: the driver's limit is per process.
