@@ -52,7 +52,7 @@ struct OpenEvents {
 struct OpenEvent {
     page: EventPage,
     state: Arc<EventState>,
-    /// The handles that this process has opened, and those whose streams are not past it.
+    /// The handles that this process has opened, and dropped ones with streams that are not past it.
     users: u32,
 }
 

@@ -46,7 +46,7 @@ pub(super) struct MemberMonitor {
     notices: AtomicUsize,
     /// Members that are proven dead, and may owe values behind the work of living ones.
     dead: Mutex<BTreeSet<u32>>,
-    /// By member; `None` for one whose process this process is about to get.
+    /// By member; `None` for one that this process is about to watch.
     watched_members: Mutex<BTreeMap<u32, Option<WatchedMember>>>,
 }
 

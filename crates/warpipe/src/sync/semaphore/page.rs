@@ -357,7 +357,7 @@ impl SemaphorePage {
     /// Matches free permits and waiters, so that no waiter is lost: a release looks for a waiter,
     /// stores 0, and looks again; a waiter becomes visible and then looks for a free permit. All of
     /// these are `SeqCst`, so one of the two sees the other. The creator's [`sweep`](Self::sweep)
-    /// wakes a waiter whose granter died before the wake-up.
+    /// wakes a waiter if its granter died before the wake-up.
     pub(super) fn match_waiters(&self, me: u32) {
         for _ in 0..ATTEMPTS {
             if self.oldest().is_none() {
