@@ -213,7 +213,6 @@ fn bodies(bytes: &[u8]) {
         crate::lend::try_messages,
         crate::pool::try_messages,
         crate::sync::semaphore::try_messages,
-        crate::sync::timeline::try_messages,
         crate::rings::try_messages,
         crate::weights::try_messages,
     ];

@@ -2,8 +2,9 @@
 //! at any step; the creator sweeps after them. All on the library's [`SemaphorePage`].
 
 use std::sync::atomic::Ordering::SeqCst;
+use std::time::Duration;
 
-use super::page::{CREATOR, RECHECK_INTERVAL, SemaphorePage, WaitProgress, WaitSlot, bytes_for};
+use super::page::{CREATOR, SemaphorePage, WaitProgress, WaitSlot, bytes_for};
 use crate::atomic::AtomicU64;
 use crate::shm::page::SharedPage;
 use crate::steps::{self, DONE, Model, World};
@@ -128,8 +129,8 @@ impl Semaphore {
                 self.after(room.check_wait(place, me), phase(next, at, value))
             }
             SLEEPS => {
-                room.sleep(place, RECHECK_INTERVAL, || false);
-                phase(SERVES, at, value)
+                room.sleep(place, Duration::MAX, || false);
+                phase(LOOKS, at, value)
             }
             GIVES_UP => self.after(room.cancel_wait(place, me), DONE),
             HAS => {

@@ -313,26 +313,30 @@ fn limit_of_recorders(context: &Context) -> Result<()> {
         .device(&context.device)
         .build()?;
     let text = event.handle()?.to_string();
-    let mut peer = context.peer()?;
-    for _ in 0..7 {
+    let mut peers = Vec::new();
+    for _ in 0..8 {
+        let mut peer = context.peer()?;
         peer.signals(SignalOrder::OpenEvent(text.clone()))?;
+        peers.push(peer);
+    }
+    let mut last = peers.pop().context("eight peers")?;
+    for peer in &mut peers {
         peer.signals(SignalOrder::Record)?;
     }
-    peer.signals(SignalOrder::OpenEvent(text.clone()))?;
-    peer.refuses(SignalOrder::Record, "Refused")?;
+    last.refuses(SignalOrder::Record, "Refused")?;
     event.synchronize(PATIENCE)?;
-    peer.signals(SignalOrder::Close)?;
-    let again = || -> Result<bool> {
-        peer.signals(SignalOrder::OpenEvent(text.clone()))?;
-        Ok(peer.try_ask(&Order::Signals(SignalOrder::Record))?.is_ok())
+    peers[0].signals(SignalOrder::Close)?;
+    let again = || {
+        let recorded = last.try_ask(&Order::Signals(SignalOrder::Record));
+        recorded.is_ok_and(|recorded| recorded.is_ok())
     };
-    let mut again = again;
     ensure!(
-        eventually(PATIENCE, || again().unwrap_or(false)),
-        "the lanes of importers that left are free"
+        eventually(PATIENCE, again),
+        "the lane of an importer that left is free"
     );
-    peer.signals(SignalOrder::Synchronize)?;
-    peer.dismiss()
+    last.signals(SignalOrder::Synchronize)?;
+    peers.push(last);
+    peers.into_iter().try_for_each(Peer::dismiss)
 }
 
 fn wrong_handles(context: &Context) -> Result<()> {

@@ -240,9 +240,14 @@ pub(crate) trait RequestHandler: Send + Sync {
         Err(Rejection::new("it answers no requests"))
     }
 
-    /// Whether a client sends memory of its own, once, after its admission. The sockets of other
-    /// servers let no descriptor in then.
+    /// Whether a client sends memory of its own after its admission. The sockets of other servers
+    /// let no descriptor in then.
     fn takes_memory(&self) -> bool {
+        false
+    }
+
+    /// Whether a client sends such memory more than once.
+    fn takes_memory_again(&self) -> bool {
         false
     }
 

@@ -350,7 +350,9 @@ impl ServerCore {
             Message::MemoryRequest { serial, body } => {
                 let replied = match fds.into_iter().next() {
                     Some(memory) => {
-                        let_descriptors_in(socket.as_fd(), false);
+                        if !self.handler.takes_memory_again() {
+                            let_descriptors_in(socket.as_fd(), false);
+                        }
                         self.handler.on_memory(self, &client, &body, memory)
                     }
                     None => Err(Rejection::new("no memory came with it")),

@@ -11,6 +11,8 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, poll};
+
 pub(crate) use self::handshake::PendingSession;
 use self::state::{SessionState, has_closed};
 use super::{Address, BODY_BYTES_MAX, IncomingReply, REPLY_TIMEOUT, SessionObserver};
@@ -23,6 +25,7 @@ use crate::ipc::domain::{Arrivals, Domain};
 use crate::ipc::message::{self, Message};
 use crate::ipc::peer::{DeathEvidence, ORPHAN_TIMEOUT};
 use crate::mutex::LockUnpoisoned;
+use crate::os;
 use crate::runtime::reactor::{EventSource, Reactor};
 use crate::wait::Wait;
 
@@ -104,13 +107,13 @@ impl ClientSession {
     }
 
     /// As [`request`](Self::request), with memory of this process.
-    pub(crate) fn request_with_memory(
+    pub(crate) fn request_with_memory<'w>(
         &self,
         body: &[u8],
         memory: BorrowedFd<'_>,
-        timeout: Duration,
+        wait: impl Into<Wait<'w>>,
     ) -> Result<IncomingReply> {
-        self.ask(body, Some(memory), &timeout.into())
+        self.ask(body, Some(memory), &wait.into())
     }
 
     fn ask(
@@ -198,6 +201,15 @@ impl ClientSession {
     /// Whether the session is over. The server may not be proven dead yet.
     pub(crate) fn is_over(&self) -> bool {
         self.inner.requests.locked().is_over
+    }
+
+    /// Whether the server has closed its end, as the kernel reports now: the reactor may not have
+    /// read it yet.
+    pub(crate) fn has_hung_up(&self) -> bool {
+        let socket = self.inner.socket.as_fd();
+        let mut ends = [PollFd::from_borrowed_fd(socket, PollFlags::empty())];
+        let now = os::timespec(Duration::ZERO);
+        poll(&mut ends, Some(&now)).is_ok() && ends[0].revents().contains(PollFlags::HUP)
     }
 
     /// Whether waiting for the server is pointless: it is proven dead, or has been orphaned for

@@ -12,14 +12,13 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
-use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::fs::SealFlags;
 use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::backend::{DevicePtr, TimelineWord, host, unreclaimed};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::{CloseOnForkFd, OwnerProcess};
-use crate::os::set_length;
 use crate::runtime::closer::PeerFd;
 use crate::runtime::fence::{Fence, StreamSet};
 use crate::runtime::reactor::{DropReadiness, Reactor};
@@ -133,9 +132,7 @@ impl SharedPage {
     /// Maps a page that a peer has [published](Self::publish), for reading. Whether the peer has
     /// sealed it does not matter, since nothing is registered.
     pub(crate) fn read(fd: PeerFd, bytes: usize, name: &str) -> Result<SharedPage> {
-        check_length(bytes, name)?;
-        seal::check(fd.as_fd(), bytes as u64).map_err(|found| wrong(found, name))?;
-        fd.approve();
+        SharedPage::check_unsealed(&fd, bytes, name)?;
         SharedPage::map_as(fd.as_fd(), bytes, ProtFlags::READ)
     }
 
@@ -146,15 +143,10 @@ impl SharedPage {
         device: Option<&Device>,
         bytes: usize,
     ) -> Result<(SharedPage, CloseOnForkFd)> {
-        let bytes = bytes.next_multiple_of(PAGE_BYTES);
-        let context = || format!("{bytes} bytes of shared words");
-        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        let fd = CloseOnForkFd::open(|| rustix::fs::memfd_create(c"warpipe-words", flags))
-            .map_err(|e| Error::os("memfd_create", context(), e))?;
-        set_length(&fd, bytes as u64).map_err(|e| Error::os("ftruncate", context(), e))?;
-        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
-            .map_err(|e| Error::os("fcntl(F_ADD_SEALS)", context(), e))?;
-        Ok((SharedPage::map(fd.as_fd(), bytes)?.register(device)?, fd))
+        let UnsealedPage { page, fd } = UnsealedPage::create(bytes)?;
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::SEAL)
+            .map_err(|e| Error::os("fcntl(F_ADD_SEALS)", "shared words", e))?;
+        Ok((page.register(device)?, fd))
     }
 
     /// Maps a page of `bytes` bytes that a peer made, once it has been seen to be a sealed memfd of
@@ -169,6 +161,29 @@ impl SharedPage {
         host::check_sealed_memfd(fd.as_fd(), bytes as u64).map_err(|found| wrong(found, name))?;
         fd.approve();
         SharedPage::map(fd.as_fd(), bytes)?.register(device)
+    }
+
+    /// Maps and seals words of two that a peer made and has mapped, and registers them with the
+    /// device, once they have been seen to be a memfd of `bytes` bytes.
+    pub(crate) fn seal(
+        device: &Device,
+        fd: PeerFd,
+        bytes: usize,
+        name: &str,
+    ) -> Result<SharedPage> {
+        SharedPage::check_unsealed(&fd, bytes, name)?;
+        let page = SharedPage::map(fd.as_fd(), bytes)?;
+        seal::close(fd.as_fd()).map_err(|found| wrong(found, name))?;
+        page.register(Some(device))
+    }
+
+    /// Checks that a peer's descriptor is a memfd of `bytes` bytes, which this process or another
+    /// one may [seal](Self::seal).
+    pub(crate) fn check_unsealed(fd: &PeerFd, bytes: usize, name: &str) -> Result<()> {
+        check_length(bytes, name)?;
+        seal::check(fd.as_fd(), bytes as u64).map_err(|found| wrong(found, name))?;
+        fd.approve();
+        Ok(())
     }
 
     fn map(fd: BorrowedFd<'_>, bytes: usize) -> Result<SharedPage> {
@@ -281,14 +296,20 @@ fn wrong(found: String, name: &str) -> Error {
     }
 }
 
-/// Words of two processes, mapped and not yet in use. One process makes the page and gives the
-/// other its descriptor. The other opens and [closes](Self::close) it; then the first
-/// [confirms](Self::confirm) it. From then on neither process can remove a page that the other
-/// uses.
+/// Words of two processes, which the other one has not sealed yet. The process that is to wait for
+/// them makes the page and sends the descriptor. The other one [seals](SharedPage::seal) it; then
+/// the first [confirms](Self::confirm) it. From then on neither process can remove a page that the
+/// other uses.
 #[derive(Debug)]
 pub(crate) struct UnsealedPage {
     page: SharedPage,
     fd: CloseOnForkFd,
+}
+
+impl AsFd for UnsealedPage {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
 }
 
 impl UnsealedPage {
@@ -299,32 +320,6 @@ impl UnsealedPage {
             page: SharedPage::map(fd.as_fd(), bytes)?,
             fd,
         })
-    }
-
-    /// Maps a page that a peer made, once it has been seen to be a memfd of `bytes` bytes.
-    pub(crate) fn open(fd: PeerFd, bytes: usize, name: &str) -> Result<UnsealedPage> {
-        check_length(bytes, name)?;
-        seal::check(fd.as_fd(), bytes as u64).map_err(|found| wrong(found, name))?;
-        Ok(UnsealedPage {
-            page: SharedPage::map(fd.as_fd(), bytes)?,
-            fd: fd.accept(),
-        })
-    }
-
-    /// A descriptor for the other process.
-    pub(crate) fn descriptor(&self) -> Result<CloseOnForkFd> {
-        CloseOnForkFd::duplicate(&self.fd)
-            .map_err(|e| Error::os("fcntl(F_DUPFD)", "shared words", e))
-    }
-
-    pub(crate) fn bytes(&self) -> usize {
-        self.page.bytes()
-    }
-
-    /// Seals the page, which both processes have mapped, and registers it with the device.
-    pub(crate) fn close(self, device: &Device, name: &str) -> Result<SharedPage> {
-        seal::close(self.fd.as_fd()).map_err(|found| wrong(found, name))?;
-        self.page.register(Some(device))
     }
 
     /// Whether the other process has sealed it.
@@ -363,6 +358,7 @@ mod tests {
 
     use super::*;
     use crate::backend::testing::{Holding, Wrapped};
+    use rustix::fs::MemfdFlags;
 
     #[test]
     fn a_word_that_one_mapping_writes_is_read_by_the_other() {
@@ -379,9 +375,9 @@ mod tests {
         let ours = UnsealedPage::create(2 * PAGE_BYTES).unwrap();
         let copy = || CloseOnForkFd::duplicate(&ours.fd).unwrap();
         let (earlier, held) = ([crate::hostile::holes::reopened(ours.fd.as_fd())], copy());
-        let theirs = UnsealedPage::open(copy().into(), ours.bytes(), "test").unwrap();
         assert!(!crate::hostile::holes::ways_to_remove(held.as_fd(), &earlier, 0).is_empty());
-        let theirs = theirs.close(&device, "test").unwrap();
+        let bytes = 2 * PAGE_BYTES;
+        let theirs = SharedPage::seal(&device, copy().into(), bytes, "test").unwrap();
         let ours = ours.confirm(&device, "test").unwrap();
         theirs.at::<AtomicU64>(4096).store(7, Relaxed);
         for offset in [0, 4096] {
@@ -392,7 +388,7 @@ mod tests {
         }
         assert_eq!(ours.at::<AtomicU64>(4096).load(Relaxed), 7);
         assert!(
-            UnsealedPage::open(held.into(), ours.bytes(), "test").is_err(),
+            SharedPage::seal(&device, held.into(), bytes, "test").is_err(),
             "nobody else maps it any more"
         );
     }

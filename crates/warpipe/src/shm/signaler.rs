@@ -9,12 +9,13 @@
 //! signal the later values. The copied list keeps the page of a copy that is removed meanwhile
 //! mapped.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use crate::backend::StreamOp;
 use crate::error::{Error, Result};
+use crate::mutex::LockUnpoisoned;
 use crate::runtime::fence::{Fence, StreamSet};
-use crate::runtime::reactor::Reactor;
+use crate::runtime::reactor::{EventSource, Next, Reactor};
 use crate::runtime::timed_lock::{LOCK_TIMEOUT, TimedLock};
 use crate::shm::counter::SharedCounter;
 use crate::stream::Stream;
@@ -56,6 +57,19 @@ struct SignalerState {
     late: Vec<(SharedCounter, u64)>,
     /// Kept so that its allocation is reused.
     ops: Vec<StreamOp>,
+}
+
+/// A signaler while it has late copies.
+struct LateCopies(Arc<Signaler>);
+
+impl EventSource for LateCopies {
+    fn on_ready(&self, _: u64) -> Next {
+        Next::Stop
+    }
+
+    fn on_tick(&self, _: u64) {
+        self.0.catch_up();
+    }
 }
 
 /// Why a stream did not take a value that it was to signal.
@@ -112,7 +126,7 @@ impl Signaler {
     }
 
     fn lock(&self) -> MutexGuard<'_, SignalerState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.locked()
     }
 
     /// Starts to signal a copy, too. True if the copy has every value so far; else [`catch_up`] is
@@ -127,6 +141,22 @@ impl Signaler {
         let next = state.next;
         state.late.push((copy.clone(), next));
         self.bring_up_late(&mut state)
+    }
+
+    /// As [`add`](Self::add), and has the reactor's threads call [`catch_up`](Self::catch_up).
+    pub(crate) fn add_late(
+        self: &Arc<Self>,
+        number: u64,
+        copy: &SharedCounter,
+        reactor: &Arc<Reactor>,
+    ) {
+        if self.add(number, copy) {
+            return;
+        }
+        let late = Arc::new(LateCopies(self.clone()));
+        // A full launch queue may hold up the fence thread, and never the one that ticks.
+        reactor.register_ticks(Arc::downgrade(&late) as Weak<dyn EventSource>);
+        reactor.drop_after(move || late.0.catch_up());
     }
 
     /// Brings copies up to the values that were raised before they were added, as far as these have
@@ -166,22 +196,11 @@ impl Signaler {
         streams: &StreamSet,
         choose: impl FnOnce(u64) -> Result<u64>,
     ) -> Result<u64> {
-        self.raise_behind(stream, streams, &[], choose)
+        self.raise_within(LOCK_TIMEOUT, stream, streams, &[], choose)
     }
 
-    /// As [`raise`](Self::raise), behind further operations, for which the caller answers.
-    pub(crate) fn raise_behind(
-        &self,
-        stream: &Stream,
-        streams: &StreamSet,
-        before: &[StreamOp],
-        choose: impl FnOnce(u64) -> Result<u64>,
-    ) -> Result<u64> {
-        self.raise_within(LOCK_TIMEOUT, stream, streams, before, choose)
-    }
-
-    /// As [`raise_behind`](Self::raise_behind), with a wait of its own for another thread that
-    /// raises.
+    /// As [`raise`](Self::raise), behind further operations, for which the caller answers, and with
+    /// a wait of its own for another thread that raises.
     pub(crate) fn raise_within<'w>(
         &self,
         wait: impl Into<Wait<'w>>,
@@ -277,14 +296,7 @@ impl Signaler {
         let Ok(reactor) = Reactor::of_process() else {
             return;
         };
-        let copies = copies.iter().map(|(_, copy)| copy);
-        let counters: Vec<SharedCounter> = self
-            .published
-            .iter()
-            .chain(copies)
-            .chain([&self.own])
-            .cloned()
-            .collect();
+        let counters: Vec<SharedCounter> = self.counters(copies).cloned().collect();
         reactor.call_after(Fence::behind(stream), move || {
             counters.iter().for_each(|counter| counter.bring_up(value));
         });
@@ -300,11 +312,7 @@ impl Signaler {
         let _turn = self.signal_lock.lock(wait, || "signal".into())?;
         let mut state = self.lock();
         let value = choose(state.last, self.own.words().word.load())?;
-        let copies = state.copies.iter().map(|(_, copy)| copy);
-        self.published
-            .iter()
-            .chain(copies)
-            .chain([&self.own])
+        self.counters(&state.copies)
             .for_each(|counter| counter.words().word.store(value));
         (state.last, state.next, state.stream) = (value, value, None);
         Ok(())
@@ -313,12 +321,14 @@ impl Signaler {
     /// Ends the counter and all copies. To be called when all streams are past their work.
     pub(crate) fn end(&self) {
         let state = self.lock();
-        let copies = state.copies.iter().map(|(_, copy)| copy);
-        self.published
-            .iter()
-            .chain(copies)
-            .chain([&self.own])
+        self.counters(&state.copies)
             .for_each(|counter| counter.end_at(state.last));
+    }
+
+    /// The published counter, the copies, and the own counter.
+    fn counters<'a>(&'a self, copies: &'a Copies) -> impl Iterator<Item = &'a SharedCounter> {
+        let copies = copies.iter().map(|(_, copy)| copy);
+        self.published.iter().chain(copies).chain([&self.own])
     }
 
     /// Simulates the stream of a process that dies: it has reached the published counter and some

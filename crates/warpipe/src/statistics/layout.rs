@@ -164,43 +164,36 @@ const _: () = {
     assert!(PAGE_BYTES.is_multiple_of(4096));
 };
 
+/// Each kind at its code less one.
+const KINDS: [Kind; 14] = [
+    Kind::Memory,
+    Kind::Timeline,
+    Kind::Events,
+    Kind::Pool,
+    Kind::Semaphore,
+    Kind::Member,
+    Kind::Publisher,
+    Kind::Queue,
+    Kind::Results,
+    Kind::LegacyMemory,
+    Kind::Weights,
+    Kind::WeightsHolder,
+    Kind::Allocations,
+    Kind::KernelRing,
+];
+
+/// The code of a kind; 0 for none of [`KINDS`].
 pub(super) fn kind_code(kind: Kind) -> u64 {
-    match kind {
-        Kind::Memory => 1,
-        Kind::Timeline => 2,
-        Kind::Events => 3,
-        Kind::Pool => 4,
-        Kind::Semaphore => 5,
-        Kind::Member => 6,
-        Kind::Publisher => 7,
-        Kind::Queue => 8,
-        Kind::Results => 9,
-        Kind::LegacyMemory => 10,
-        Kind::Weights => 11,
-        Kind::WeightsHolder => 12,
-        Kind::Allocations => 13,
-        Kind::KernelRing => 14,
-    }
+    (1..)
+        .zip(KINDS)
+        .find(|&(_, known)| known == kind)
+        .map_or(0, |(code, _)| code)
 }
 
 pub(super) fn kind_of(code: u64) -> Option<Kind> {
-    const KINDS: [Kind; 14] = [
-        Kind::Memory,
-        Kind::Timeline,
-        Kind::Events,
-        Kind::Pool,
-        Kind::Semaphore,
-        Kind::Member,
-        Kind::Publisher,
-        Kind::Queue,
-        Kind::Results,
-        Kind::LegacyMemory,
-        Kind::Weights,
-        Kind::WeightsHolder,
-        Kind::Allocations,
-        Kind::KernelRing,
-    ];
-    KINDS.into_iter().find(|&kind| kind_code(kind) == code)
+    KINDS
+        .get(usize::try_from(code).ok()?.checked_sub(1)?)
+        .copied()
 }
 
 /// The words of an endpoint without a device.

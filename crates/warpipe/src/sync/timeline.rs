@@ -14,10 +14,8 @@ mod server;
 mod tests;
 
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
-
-use serde::{Deserialize, Serialize};
 
 use self::server::TimelineServer;
 use crate::device::Device;
@@ -25,34 +23,20 @@ use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::domain::{Domain, EndpointName};
-use crate::ipc::{
-    ClientSession, IncomingReply, IpcServer, Kind, REPLY_TIMEOUT, SessionObserver, encode,
-};
+use crate::ipc::{ClientSession, IpcServer, Kind, SessionObserver};
 use crate::options::{Attachment, EndpointOptions, Opener, option_setters};
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::{Fence, StreamSet};
 use crate::runtime::reactor::Reactor;
 use crate::shm::counter::{COUNTER_BYTES, SharedCounter, VALUE_MAX, WaitStatus};
-use crate::shm::page::{SharedPage, UnsealedPage};
+use crate::shm::page::{PAGE_BYTES, SharedPage};
 use crate::shm::signaler::Signaler;
 use crate::stream::Stream;
+use crate::sync::pair;
 use crate::wait::Wait;
 
 /// The lane's offset in the page.
 const LANE_OFFSET: usize = 0;
-
-/// The owner's description of the page that it shares with an importer.
-#[derive(Debug, Serialize, Deserialize)]
-struct TimelineGrant {
-    bytes: u64,
-}
-
-/// The importer's one message: it has mapped and sealed that page. The answer comes when the page
-/// has the current value.
-#[derive(Debug, Serialize, Deserialize)]
-struct PageSealed;
-
-crate::ipc::messages!(TimelineGrant, PageSealed);
 
 /// The options of a timeline. See [`Timeline::builder`].
 #[derive(Debug, Clone)]
@@ -93,19 +77,16 @@ impl TimelineBuilder {
             Signaler::new(lane.clone(), 0)
                 .publishing(SharedCounter::new(&Arc::new(published), LANE_OFFSET)),
         );
-        let signalling = Arc::new(StreamSet::default());
-        let timeline_server = TimelineServer {
+        let timeline_server = Arc::new(TimelineServer {
             device: device.clone(),
-            signaler: signaler.clone(),
-            signalling: signalling.clone(),
-            drafts: Mutex::default(),
+            signaler,
+            signalling: Arc::default(),
             published: fd,
-        };
-        let server = (self.shared).serve(&name, Kind::Timeline, Arc::new(timeline_server))?;
+        });
+        let server = (self.shared).serve(&name, Kind::Timeline, timeline_server.clone())?;
         let waiting = Arc::<StreamSet>::default();
         let signals = OwnerSignals {
-            signaler,
-            signalling,
+            timeline_server,
             waiting: waiting.clone(),
             reactor,
         };
@@ -142,13 +123,15 @@ impl Timeline {
             session,
             reply,
         } = attachment;
-        let [lane, published] = map_pages(reply, &device, name.as_str())?;
+        let ((), [published]) = reply.open::<(), 1>(name.as_str())?;
+        let counter = |page| SharedCounter::new(&Arc::new(page), LANE_OFFSET);
         let death_handler = Arc::new(OwnerDeathHandler {
-            lane: lane.clone(),
-            published,
+            lane: OnceLock::new(),
+            published: counter(SharedPage::read(published, PAGE_BYTES, name.as_str())?),
         });
         session.observe(death_handler.clone())?;
-        session.request(&encode(&PageSealed)?, REPLY_TIMEOUT)?;
+        let lane = counter(pair::share(&session, &device, PAGE_BYTES, &())?);
+        death_handler.set_lane(lane.clone(), &session);
         let waiting = Arc::<StreamSet>::default();
         Ok(Timeline {
             name: name.to_string(),
@@ -262,11 +245,11 @@ impl Timeline {
     /// blocks another thread's signal (its stream's launch queue is full), and nothing was signaled;
     /// [`Error::Driver`].
     pub fn signal<'w>(&self, stream: &Stream, value: u64, wait: impl Into<Wait<'w>>) -> Result<()> {
-        let OwnerSignals {
+        let TimelineServer {
             signaler,
             signalling,
             ..
-        } = self.signals()?;
+        } = &*self.signals()?.timeline_server;
         stream.check_usable(&self.device)?;
         signaler
             .raise_within(wait, stream, signalling, &[], |last| {
@@ -281,7 +264,7 @@ impl Timeline {
     /// As for [`signal`](Self::signal), and [`Error::SignalPending`] while a stream has yet to
     /// signal an earlier value.
     pub fn signal_now<'w>(&self, value: u64, wait: impl Into<Wait<'w>>) -> Result<()> {
-        let signaler = &self.signals()?.signaler;
+        let signaler = &self.signals()?.timeline_server.signaler;
         signaler.raise_now(wait, |last, reached| {
             self.above_reached(value, last, reached)
         })
@@ -304,7 +287,7 @@ impl Timeline {
         self.owner_process.check()?;
         stream.check_usable(&self.device)?;
         let limit = match &self.role {
-            TimelineRole::Owner { signals, .. } => signals.signaler.last(),
+            TimelineRole::Owner { signals, .. } => signals.timeline_server.signaler.last(),
             TimelineRole::Importer { .. } => VALUE_MAX,
         };
         if value > limit {
@@ -446,9 +429,7 @@ impl fmt::Debug for Timeline {
 /// The owner's signals. The drop ends the timeline: first its streams complete their signals, then
 /// the lanes end, then the memory is released.
 struct OwnerSignals {
-    signaler: Arc<Signaler>,
-    /// The streams that signal it.
-    signalling: Arc<StreamSet>,
+    timeline_server: Arc<TimelineServer>,
     /// The streams of this process that wait for it.
     waiting: Arc<StreamSet>,
     reactor: Arc<Reactor>,
@@ -456,8 +437,8 @@ struct OwnerSignals {
 
 impl Drop for OwnerSignals {
     fn drop(&mut self) {
-        let signaler = self.signaler.clone();
-        let mut signalled = Fence::later(self.signalling.clone());
+        let signaler = self.timeline_server.signaler.clone();
+        let mut signalled = Fence::later(self.timeline_server.signalling.clone());
         let mut waited = Fence::later(self.waiting.clone());
         let mut has_ended = false;
         self.reactor.drop_after(move || {
@@ -473,26 +454,29 @@ impl Drop for OwnerSignals {
     }
 }
 
-/// Maps the page that the owner created for this process alone, and seals it, so that no other
-/// process maps it; and the owner's published page.
-fn map_pages(incoming: IncomingReply, device: &Device, name: &str) -> Result<[SharedCounter; 2]> {
-    let (grant, [fd, published]) = incoming.open::<TimelineGrant, 2>(name)?;
-    let bytes = usize::try_from(grant.bytes).unwrap_or(usize::MAX);
-    let published = SharedPage::read(published, bytes, name)?;
-    let own = UnsealedPage::open(fd, bytes, name)?.close(device, name)?;
-    Ok([own, published].map(|page| SharedCounter::new(&Arc::new(page), LANE_OFFSET)))
-}
-
 /// Handles the owner's end. Runs on the reactor's thread: CPU stores alone.
 struct OwnerDeathHandler {
-    lane: SharedCounter,
+    /// Set once the owner signals it.
+    lane: OnceLock<SharedCounter>,
     published: SharedCounter,
+}
+
+impl OwnerDeathHandler {
+    fn set_lane(&self, lane: SharedCounter, session: &ClientSession) {
+        let _ = self.lane.set(lane);
+        // Set first, then check: at the owner's death these happen in the opposite order.
+        if session.is_dead() {
+            self.on_orphaned();
+        }
+    }
 }
 
 impl SessionObserver for OwnerDeathHandler {
     /// The owner is dead. Its streams may have reached the importers one after the other: the last
     /// published value counts for all of them.
     fn on_orphaned(&self) {
-        self.lane.end_at(self.published.value());
+        if let Some(lane) = self.lane.get() {
+            lane.end_at(self.published.value());
+        }
     }
 }

@@ -28,7 +28,7 @@ use crate::memory::region::Region;
 use crate::runtime::closer::{PeerFd, pending_closes};
 use crate::runtime::doorbell::PeerDoorbell;
 use crate::shm::fence_words::FenceWords;
-use crate::shm::page::{PAGE_BYTES, SharedPage, UnsealedPage};
+use crate::shm::page::{PAGE_BYTES, SharedPage};
 use crate::{Device, Subscriber};
 
 /// Two descriptors of such a file: opened, and merely located.
@@ -68,7 +68,7 @@ fn checking_a_descriptor_calls_no_file_system() {
                 SharedPage::read(fd(), PAGE_BYTES, "test").is_err()
             }),
             ("a page of two", |fd| {
-                UnsealedPage::open(fd(), PAGE_BYTES, "test").is_err()
+                SharedPage::seal(&Device::host(), fd(), PAGE_BYTES, "test").is_err()
             }),
             ("the words of a history", |fd| {
                 FenceWords::read(fd(), PAGE_BYTES as u64, "test").is_err()

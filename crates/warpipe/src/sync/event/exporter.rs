@@ -1,23 +1,20 @@
 //! The exporter's side: the events of this process in one domain, served under one name to all
 //! importers.
 
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use super::event_table::EventTable;
 use super::event_table::event_slots::{EventSlot, SlotPhase};
-use super::layout::{EventPage, EventWords, PAGES_MAX};
-use super::recording::LatestRecording as _;
-use super::{EventInner, Recording};
+use super::layout::{EventPage, PAGES_MAX};
+use super::{EventInner, EventState};
 use crate::backend::IPC_EVENTS_MAX;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::per_process::PerProcess;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{AccessPolicy, Address, IpcServer, Kind};
-use crate::runtime::fence::{Fence, StreamSet};
+use crate::runtime::fence::Fence;
 use crate::runtime::reactor::{Reactor, new_generation};
-use crate::shm::counter::SharedCounter;
-use crate::shm::signaler::Signaler;
 
 /// The events of one process, domain and device that admit the same users, and their server.
 pub(super) struct EventExporter {
@@ -99,12 +96,8 @@ impl EventExporter {
         })
     }
 
-    pub(super) fn streams(&self) -> &Arc<StreamSet> {
-        &self.event_table.streams
-    }
-
-    /// Takes a slot for an event, with its number and serial.
-    pub(super) fn take(&self) -> Result<NewEvent> {
+    /// Takes a slot for an event.
+    pub(super) fn take(&self) -> Result<EventState> {
         let mut state = self.event_table.lock();
         while state.free.is_empty() && state.is_full() {
             if state.pages.len() == PAGES_MAX {
@@ -127,53 +120,17 @@ impl EventExporter {
         let slot = &mut state.slots[index as usize];
         slot.phase = SlotPhase::Live(Weak::new());
         slot.event_words.forget_latest(slot.serial);
-        Ok(NewEvent {
-            index,
-            serial: slot.serial,
-            event_words: slot.event_words.clone(),
-            signaler: slot.signaler.clone(),
-        })
-    }
-
-    /// Publishes a recording of the exporter.
-    pub(super) fn recorded(&self, index: u32, recording: Recording, now_ns: u64) {
-        self.event_table
-            .lock()
-            .publish(index, recording, now_ns, None);
+        let lane = OnceLock::from((0, slot.signaler.clone()));
+        let state = EventState::new(index, slot.serial, slot.event_words.clone());
+        Ok(EventState { lane, ..state })
     }
 
     /// How often other processes have an event open.
     #[cfg(test)]
     pub(super) fn openings(&self, index: u32) -> u32 {
-        self.event_table.lock().slots[index as usize]
-            .importers
-            .values()
-            .sum()
-    }
-
-    /// The last recording of an event by any process.
-    pub(super) fn latest(&self, index: u32) -> Option<(u64, Recording)> {
         let state = self.event_table.lock();
-        let slot = &state.slots[index as usize];
-        let importers = slot
-            .importers
-            .keys()
-            .filter_map(|&importer| state.recorded_by(slot, index, importer));
-        importers.fold(slot.event_words.latest(), |latest, importer| {
-            latest.max_by_time(Some(importer))
-        })
-    }
-
-    /// The lane of an importer that records, or its remaining state.
-    pub(super) fn lane(&self, index: u32, lane: usize) -> SharedCounter {
-        let state = self.event_table.lock();
-        let slot = &state.slots[index as usize];
-        slot.lanes[lane]
-            .and_then(|importer| state.event_words_of(index, importer))
-            .map_or_else(
-                || slot.event_words.lane(lane),
-                |event_words| event_words.lane(lane),
-            )
+        let openings = state.slot(index).openings.iter();
+        openings.map(|opening| opening.count).sum()
     }
 
     /// Sets the event that a handle resolves to within this process.
@@ -203,19 +160,12 @@ impl EventExporter {
         }
         state.slots[index as usize].phase = SlotPhase::Disconnected;
         drop(state);
-        let (exporter, fence) = (self.clone(), Fence::later(self.streams().clone()));
+        let fence = Fence::later(self.event_table.streams.clone());
+        let exporter = self.clone();
         self.reactor.call_after(fence, move || {
             exporter.event_table.lock().end(index);
         });
     }
-}
-
-/// The slot of a new event.
-pub(super) struct NewEvent {
-    pub(super) index: u32,
-    pub(super) serial: u64,
-    pub(super) event_words: EventWords,
-    pub(super) signaler: Arc<Signaler>,
 }
 
 impl Drop for EventExporter {
@@ -224,9 +174,8 @@ impl Drop for EventExporter {
         let state = std::mem::take(&mut *self.event_table.lock());
         let fence = Fence::later(self.event_table.streams.clone());
         self.reactor.call_after(fence, move || {
-            (0..state.slots.len())
-                .filter(|&index| state.slots[index].is_shared)
-                .for_each(|index| state.end_all(index));
+            let shared = state.slots.iter().filter(|slot| slot.is_shared);
+            shared.for_each(EventSlot::end_all);
         });
     }
 }

@@ -1,15 +1,17 @@
 //! The importer's side: events of one other process that this process has opened.
 
-use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
 use serde::de::DeserializeOwned;
 
-use super::Recording;
-use super::event_table::{EventRequest, LaneReply, PageReply};
+use super::event_table::{EventRequest, LaneReply, PageRequest};
 use super::handle::{HandleBody, fault};
-use super::layout::{EVENTS_PER_PAGE, EventPage, EventWords, FROM_MAX, LANES_PER_EVENT, PAGES_MAX};
+use super::layout::{
+    EVENTS_PER_PAGE, EventPage, EventWords, FROM_MAX, LANES_PER_EVENT, PAGE_BYTES, PAGES_MAX,
+};
+use super::{EventState, Recording};
 use crate::device::Device;
 use crate::error::{Error, EventHandleFault, Result};
 use crate::fork::per_process::PerProcess;
@@ -17,10 +19,12 @@ use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
     Address, ClientSession, IncomingReply, Kind, REPLY_TIMEOUT, SessionObserver, decode, encode,
 };
+use crate::mutex::LockUnpoisoned;
 use crate::runtime::fence::{Fence, StreamSet};
 use crate::runtime::reactor::{DropReadiness, EventSource, Next, Reactor};
+use crate::shm::counter::SharedCounter;
 use crate::shm::signaler::Signaler;
-use crate::wait::Wait;
+use crate::sync::pair;
 
 /// The session with another process's events, shared by all events that this process has opened
 /// there.
@@ -30,6 +34,7 @@ pub(super) struct EventImporter {
     /// The part that all handles from that exporter have in common.
     body: HandleBody,
     open_events: Arc<OpenEvents>,
+    /// Locked while a page is shared or an event is opened.
     pages: Mutex<Vec<Option<EventPage>>>,
     pub(super) streams: Arc<StreamSet>,
     device: Device,
@@ -39,16 +44,16 @@ pub(super) struct EventImporter {
 /// The open events that the reactor checks; it releases waiting streams at the exporter's death.
 #[derive(Default)]
 struct OpenEvents {
-    opened: Mutex<Vec<(u64, EventWords)>>,
-    next_id: AtomicU64,
+    /// By index and serial number.
+    opened: Mutex<HashMap<(u32, u64), OpenEvent>>,
     importer: OnceLock<Weak<EventImporter>>,
 }
 
-/// An event that was opened.
-pub(super) struct OpenedEvent {
-    pub(super) event_words: EventWords,
-    /// The key in the table of open events.
-    pub(super) open_id: u64,
+struct OpenEvent {
+    page: EventPage,
+    state: Arc<EventState>,
+    /// The handles that this process has opened, and dropped ones with streams that are not past it.
+    users: u32,
 }
 
 static IMPORTERS: PerProcess<Mutex<Vec<Weak<EventImporter>>>> = PerProcess::new();
@@ -117,22 +122,19 @@ impl EventImporter {
     }
 
     fn ask<T: DeserializeOwned>(&self, ask: &EventRequest) -> Result<T> {
-        self.ask_within(ask, REPLY_TIMEOUT.into())
-    }
-
-    fn ask_within<T: DeserializeOwned>(&self, ask: &EventRequest, wait: Wait<'_>) -> Result<T> {
-        let incoming = self.session.request(&encode(ask)?, wait)?;
+        let incoming = self.session.request(&encode(ask)?, REPLY_TIMEOUT)?;
         Ok(incoming.open::<T, 0>(self.session.name())?.0)
     }
 
     /// Opens an event: from here on its slot is not reused.
-    pub(super) fn open(&self, index: u32, serial: u64) -> Result<OpenedEvent> {
+    pub(super) fn open(self: &Arc<Self>, index: u32, serial: u64) -> Result<Arc<EventState>> {
         if index as usize >= EVENTS_PER_PAGE * PAGES_MAX {
             return Err(fault(EventHandleFault::Dropped));
         }
+        let mut pages = self.pages.locked();
         // The page comes first: the exporter reports the event there from the moment of the
         // opening.
-        let event_page = match self.page(index as usize / EVENTS_PER_PAGE) {
+        let event_page = match self.page(&mut pages, index as usize / EVENTS_PER_PAGE) {
             // A page that does not exist has no such event.
             Err(Error::Refused { .. }) => return Err(fault(EventHandleFault::Dropped)),
             event_page => event_page?,
@@ -140,38 +142,46 @@ impl EventImporter {
         if !self.ask::<bool>(&EventRequest::Open { index, serial })? {
             return Err(fault(EventHandleFault::Dropped));
         }
-        let (event_words, open) = (event_page.event_words(index), &self.open_events);
-        let open_id = open.next_id.fetch_add(1, SeqCst);
-        open.lock().push((open_id, event_words.clone()));
+        let mut opened = self.open_events.opened.locked();
+        if let Some(open) = opened.get_mut(&(index, serial)) {
+            open.users += 1;
+            // Its exporter counts it once for this process.
+            self.post_deferred(&EventRequest::Close { index, serial });
+            return Ok(open.state.clone());
+        }
+        let state = Arc::new(EventState::new(
+            index,
+            serial,
+            event_page.event_words(index),
+        ));
+        let open = OpenEvent {
+            page: event_page,
+            state: state.clone(),
+            users: 1,
+        };
+        opened.insert((index, serial), open);
+        drop(opened);
         // Insert first, then check: at the exporter's death these happen in the opposite order.
         if self.session.is_dead() {
-            event_words.lanes().for_each(|lane| lane.end());
+            state.event_words.lanes().for_each(|lane| lane.end());
         }
-        Ok(OpenedEvent {
-            event_words,
-            open_id,
-        })
+        Ok(state)
     }
 
-    /// Requests a lane for recording.
-    pub(super) fn lane(
-        &self,
-        index: u32,
-        serial: u64,
-        wait: &Wait<'_>,
-    ) -> Result<(usize, Arc<Signaler>)> {
-        let wait = wait.no_longer_than(REPLY_TIMEOUT);
-        match self.ask_within(&EventRequest::Lane { index, serial }, wait)? {
-            LaneReply::Granted { lane, from, .. }
+    /// Requests this process's lane for recording an event.
+    pub(super) fn lane(&self, index: u32, serial: u64) -> Result<(usize, Arc<Signaler>)> {
+        let opened = self.open_events.opened.locked();
+        let page = opened.get(&(index, serial)).map(|open| open.page.clone());
+        drop(opened);
+        let page = page.ok_or_else(|| self.dropped())?;
+        match self.ask(&EventRequest::Lane { index })? {
+            LaneReply::Granted { lane, from }
                 if (1..LANES_PER_EVENT).contains(&usize::from(lane)) && from <= FROM_MAX =>
             {
                 let lane = usize::from(lane);
-                let signaler = self
-                    .page(index as usize / EVENTS_PER_PAGE)?
-                    .signaler(index, lane, from);
-                Ok((lane, Arc::new(signaler)))
+                Ok((lane, Arc::new(page.signaler(index, lane, from))))
             }
-            LaneReply::Granted { lane, from, .. } => Err(Error::Protocol {
+            LaneReply::Granted { lane, from } => Err(Error::Protocol {
                 name: self.name().to_string(),
                 field: "lane",
                 found: format!("{lane} at {from}"),
@@ -179,7 +189,7 @@ impl EventImporter {
             }),
             LaneReply::Full => {
                 let text = format!(
-                    "event {index} has been recorded by {} openings of other processes; make another event",
+                    "event {index} has been recorded by {} other processes; make another event",
                     LANES_PER_EVENT - 1
                 );
                 Err(Error::Refused {
@@ -195,34 +205,25 @@ impl EventImporter {
     pub(super) fn send_recording(
         &self,
         index: u32,
-        serial: u64,
         recording: Recording,
         now_ns: u64,
     ) -> Result<()> {
         let Recording { lane, count } = recording;
         self.ask::<()>(&EventRequest::Recorded {
             index,
-            serial,
             lane: lane as u8,
             count,
             now_ns,
         })
     }
 
-    fn page(&self, number: usize) -> Result<EventPage> {
-        let mut pages = self.pages.lock().unwrap_or_else(PoisonError::into_inner);
+    fn page(&self, pages: &mut Vec<Option<EventPage>>, number: usize) -> Result<EventPage> {
         if let Some(Some(event_page)) = pages.get(number) {
             return Ok(event_page.clone());
         }
-        let incoming = self
-            .session
-            .request(&encode(&EventRequest::Page(number as u32))?, REPLY_TIMEOUT)?;
-        let (PageReply, [fd]) = incoming.open::<PageReply, 1>(self.name())?;
-        let event_page = EventPage::share(&self.device, fd, self.name())?;
-        self.session.request(
-            &encode(&EventRequest::Sealed(number as u32))?,
-            REPLY_TIMEOUT,
-        )?;
+        let request = PageRequest(number as u32);
+        let page = pair::share(&self.session, &self.device, PAGE_BYTES, &request)?;
+        let event_page = EventPage::of_importer(&self.device, page)?;
         if pages.len() <= number {
             pages.resize(number + 1, None);
         }
@@ -230,20 +231,9 @@ impl EventImporter {
         Ok(event_page)
     }
 
-    /// Closes an opened event. Pending work of its streams keeps it open.
-    pub(super) fn close(
-        self: &Arc<Self>,
-        open_id: u64,
-        index: u32,
-        serial: u64,
-        lane: Option<usize>,
-    ) {
-        let lane = lane.map(|lane| lane as u8);
-        let Ok(close) = encode(&EventRequest::Close {
-            index,
-            serial,
-            lane,
-        }) else {
+    /// Closes a handle of an opened event. Pending work of its streams keeps it open.
+    pub(super) fn close(self: &Arc<Self>, index: u32, serial: u64) {
+        let Ok(close) = encode(&EventRequest::Close { index, serial }) else {
             return;
         };
         let (importer, mut fence) = (self.clone(), Fence::later(self.streams.clone()));
@@ -251,14 +241,18 @@ impl EventImporter {
             if !fence.is_reached() {
                 return DropReadiness::Busy;
             }
-            if let Err(Error::Timeout { .. }) = importer.session.post(&close) {
-                // The exporter does not read its socket.
-                return DropReadiness::Held;
+            let mut opened = importer.open_events.opened.locked();
+            let users = opened.get_mut(&(index, serial)).map(|open| &mut open.users);
+            match users {
+                Some(users) if *users > 1 => *users -= 1,
+                _ => {
+                    if let Err(Error::Timeout { .. }) = importer.session.post(&close) {
+                        // The exporter does not read its socket.
+                        return DropReadiness::Held;
+                    }
+                    opened.remove(&(index, serial));
+                }
             }
-            importer
-                .open_events
-                .lock()
-                .retain(|(known, _)| *known != open_id);
             DropReadiness::Ready
         });
     }
@@ -326,51 +320,30 @@ impl EventImporter {
 }
 
 impl OpenEvents {
-    fn lock(&self) -> MutexGuard<'_, Vec<(u64, EventWords)>> {
-        self.opened.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// The request that undoes a grant which arrives too late.
-fn undo_request(question: &[u8], incoming: &IncomingReply) -> Option<EventRequest> {
-    let of = "events";
-    match decode(question, of).ok()? {
-        EventRequest::Open { index, serial } => decode(&incoming.body, of)
-            .is_ok_and(|opened: bool| opened)
-            .then_some(EventRequest::Close {
-                index,
-                serial,
-                lane: None,
-            }),
-        EventRequest::Lane { index, serial } => match decode(&incoming.body, of).ok()? {
-            LaneReply::Granted { lane, grant, .. } => Some(EventRequest::Return {
-                index,
-                serial,
-                lane,
-                grant,
-            }),
-            LaneReply::Full | LaneReply::Dropped => None,
-        },
-        _ => None,
+    fn for_each_lane(&self, act: impl FnMut(SharedCounter)) {
+        let opened = self.opened.locked();
+        let words = opened.values().map(|open| &open.state.event_words);
+        words.flat_map(EventWords::lanes).for_each(act);
     }
 }
 
 impl SessionObserver for OpenEvents {
+    /// An opening that was granted too late is undone. The end of the session returns a lane.
     fn on_stale_reply(&self, question: &[u8], incoming: IncomingReply) {
-        // The end of the session returns everything.
         let importer = self.importer.get().and_then(Weak::upgrade);
-        if let Some((importer, back)) = importer.zip(undo_request(question, &incoming)) {
-            importer.post_deferred(&back);
+        if let (Some(importer), Ok(EventRequest::Open { index, serial }), Ok(true)) = (
+            importer,
+            decode(question, "events"),
+            decode(&incoming.body, "events"),
+        ) {
+            importer.post_deferred(&EventRequest::Close { index, serial });
         }
     }
 
     /// An event ends with its exporter. This includes recordings of third processes: their deaths
     /// would go unreported from now on.
     fn on_orphaned(&self) {
-        self.lock()
-            .iter()
-            .flat_map(|(_, event_words)| event_words.lanes())
-            .for_each(|lane| lane.end());
+        self.for_each_lane(|lane| lane.end());
     }
 }
 
@@ -381,13 +354,11 @@ impl EventSource for OpenEvents {
 
     /// Ends the lanes again: a device may have written lower values after the end.
     fn on_tick(&self, _: u64) {
-        let open = self.lock();
-        let lanes = open
-            .iter()
-            .flat_map(|(_, event_words)| (0..LANES_PER_EVENT).map(|lane| event_words.lane(lane)));
-        lanes
-            .filter(|lane| lane.has_ended())
-            .for_each(|lane| lane.end());
+        self.for_each_lane(|lane| {
+            if lane.has_ended() {
+                lane.end();
+            }
+        });
     }
 }
 
@@ -405,7 +376,12 @@ mod tests {
         let (event_words, streams) = (importers.event_words(7), StreamSet::default());
         let (stream, late) = (device.stream().unwrap(), device.stream().unwrap());
         let open = OpenEvents::default();
-        open.lock().push((0, event_words.clone()));
+        let opened = OpenEvent {
+            page: importers,
+            state: Arc::new(EventState::new(7, 1, event_words.clone())),
+            users: 1,
+        };
+        open.opened.locked().insert((7, 1), opened);
         let maker = exporters.signaler(7, 0, 0);
         assert!(maker.add(1, &event_words.lane(0)));
         open.on_orphaned();

@@ -1,6 +1,7 @@
 //! The layout of shared events: pages of 256, each event with its last recording and eight lanes.
 //! **This module is marked for unsafe**: it lays out shared memory.
 
+use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::atomic::{AtomicU32, AtomicU64};
@@ -10,7 +11,7 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::runtime::closer::PeerFd;
 use crate::shm::counter::{COUNTER_BYTES, SharedCounter};
-use crate::shm::page::{AtomicsOnly, SharedPage, UnsealedPage};
+use crate::shm::page::{AtomicsOnly, SharedPage};
 use crate::shm::signaler::Signaler;
 
 /// The recorders of one event: its exporter (lane 0), and seven of its openings.
@@ -98,21 +99,19 @@ impl EventPage {
         })
     }
 
-    /// Opens the exporter's end of a page that an importer has sealed.
-    pub(super) fn confirm(device: &Device, draft: UnsealedPage, name: &str) -> Result<EventPage> {
+    /// Opens and seals the exporter's end of a page that an importer has made.
+    pub(super) fn seal(device: &Device, fd: PeerFd, name: &str) -> Result<EventPage> {
         Ok(EventPage {
-            page: Arc::new(draft.confirm(device, name)?),
+            page: Arc::new(SharedPage::seal(device, fd, PAGE_BYTES, name)?),
             own: None,
         })
     }
 
-    /// Opens and seals an importer's end of a page that its exporter has created for it.
-    pub(super) fn share(device: &Device, fd: PeerFd, name: &str) -> Result<EventPage> {
-        let draft = UnsealedPage::open(fd, PAGE_BYTES, name)?;
-        let own = Some(Arc::new(SharedPage::private(device, PAGE_BYTES)?));
+    /// An importer's end of a page that its exporter has sealed.
+    pub(super) fn of_importer(device: &Device, page: SharedPage) -> Result<EventPage> {
         Ok(EventPage {
-            page: Arc::new(draft.close(device, name)?),
-            own,
+            page: Arc::new(page),
+            own: Some(Arc::new(SharedPage::private(device, PAGE_BYTES)?)),
         })
     }
 
@@ -207,7 +206,7 @@ impl EventWords {
     /// Writes a recording as the exporter, unless a later one is there.
     pub(super) fn set_latest(&self, now_ns: u64, recording: Recording) {
         if now_ns >= self.head().latest_ns.load(SeqCst) {
-            self.head().latest.store(recording_word(recording), SeqCst);
+            self.head().latest.store(recording.to_bits(), SeqCst);
             self.head().latest_ns.store(now_ns, SeqCst);
         }
     }
@@ -216,7 +215,7 @@ impl EventWords {
     pub(super) fn set_importer_latest(&self, now_ns: u64, recording: Recording) {
         self.head()
             .importer_latest
-            .store(recording_word(recording), SeqCst);
+            .store(recording.to_bits(), SeqCst);
         self.head().importer_latest_ns.fetch_max(now_ns, SeqCst);
     }
 
@@ -260,21 +259,38 @@ impl EventWords {
 /// Reads a recording; `None` if there is none or its words are invalid.
 fn read_recording(time: &AtomicU64, packed: &AtomicU64) -> Option<(u64, Recording)> {
     let time = time.load(SeqCst);
-    let recording = recording_of_word(packed.load(SeqCst))?;
+    let recording = Recording::from_bits(packed.load(SeqCst))?;
     Some((time, recording))
 }
 
-/// The recording that [`recording_word`] packed; `None` for any other word.
-pub(super) fn recording_of_word(word: u64) -> Option<Recording> {
-    let (lane, count) = (
-        (word >> COUNT_BITS) as usize,
-        word & ((1 << COUNT_BITS) - 1),
-    );
-    (count > 0 && lane < LANES_PER_EVENT).then_some(Recording { lane, count })
+/// The latest of recordings with their times.
+pub(super) fn max_by_time(
+    all: impl IntoIterator<Item = Option<(u64, Recording)>>,
+) -> Option<(u64, Recording)> {
+    all.into_iter().flatten().max_by_key(|(time, _)| *time)
 }
 
-pub(super) fn recording_word(recording: Recording) -> u64 {
-    (recording.lane as u64) << COUNT_BITS | recording.count
+impl Recording {
+    /// The recording as a number that is not 0, as C has it.
+    #[doc(hidden)]
+    pub fn to_bits(self) -> u64 {
+        (self.lane as u64) << COUNT_BITS | self.count
+    }
+
+    /// The recording of [`to_bits`](Self::to_bits); `None` for a number that no recording has.
+    #[doc(hidden)]
+    pub fn from_bits(bits: u64) -> Option<Recording> {
+        let lane = (bits >> COUNT_BITS) as usize;
+        let count = bits & ((1 << COUNT_BITS) - 1);
+        (count > 0 && lane < LANES_PER_EVENT).then_some(Recording { lane, count })
+    }
+}
+
+impl fmt::Display for Recording {
+    /// Its number among those of its recorder, and the recorder's place at the event.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} of recorder {}", self.count, self.lane)
+    }
 }
 
 #[cfg(test)]

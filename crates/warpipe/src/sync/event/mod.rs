@@ -14,7 +14,6 @@ mod exporter;
 mod handle;
 mod importer;
 mod layout;
-mod recording;
 #[cfg(test)]
 mod tests;
 
@@ -22,13 +21,12 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use self::exporter::{EventExporter, NewEvent};
+use self::exporter::EventExporter;
 pub use self::handle::EventHandle;
 use self::handle::{HandleBody, fault};
 use self::importer::EventImporter;
-use self::layout::EventWords;
 pub use self::layout::Recording;
-use self::recording::LatestRecording as _;
+use self::layout::{EventWords, max_by_time};
 use crate::backend::RawEvent;
 use crate::clock::now_ns;
 use crate::device::Device;
@@ -47,7 +45,7 @@ use crate::wait::Wait;
 crate::ipc::messages!(
     event_table::EventRequest,
     event_table::LaneReply,
-    event_table::PageReply
+    event_table::PageRequest
 );
 
 #[cfg(any(test, feature = "testing"))]
@@ -91,23 +89,13 @@ impl EventBuilder {
             device: device.clone(),
         };
         let exporter = EventExporter::of(&domain, &device, &self.shared.access)?;
-        let NewEvent {
-            index,
-            serial,
-            event_words,
-            signaler,
-        } = exporter.take()?;
         let inner = Arc::new(EventInner {
             device,
             raw: Some(raw),
-            index,
-            serial,
-            event_words,
-            lane: OnceLock::from((0, signaler)),
-            recording: TimedLock::default(),
+            state: Arc::new(exporter.take()?),
             role: EventRole::Exporter(exporter.clone()),
         });
-        exporter.set_live(index, &inner);
+        exporter.set_live(inner.state.index, &inner);
         Ok(Event {
             inner: LeakOnFork::new(inner),
         })
@@ -159,19 +147,36 @@ struct EventInner {
     device: Device,
     /// CUDA's own event, for callers outside this library; this library waits for the lane.
     raw: Option<OwnedRawEvent>,
+    state: Arc<EventState>,
+    role: EventRole,
+}
+
+/// The state that this process's handles of an event share, also those that were opened apart.
+struct EventState {
     index: u32,
     serial: u64,
     event_words: EventWords,
-    /// The lane on which this handle records; an importer has it from its first recording on.
+    /// The lane on which this process records; an importer has it from its first recording on.
     lane: OnceLock<(usize, Arc<Signaler>)>,
     /// Locked while a thread records.
     recording: TimedLock,
-    role: EventRole,
+}
+
+impl EventState {
+    fn new(index: u32, serial: u64, event_words: EventWords) -> EventState {
+        EventState {
+            index,
+            serial,
+            event_words,
+            lane: OnceLock::new(),
+            recording: TimedLock::default(),
+        }
+    }
 }
 
 enum EventRole {
     Exporter(Arc<EventExporter>),
-    Importer(Arc<EventImporter>, u64),
+    Importer(Arc<EventImporter>),
 }
 
 impl Event {
@@ -192,10 +197,8 @@ impl Event {
         let EventInner {
             device,
             raw,
-            index,
-            serial,
+            state,
             role,
-            ..
         } = &**self.inner.get()?;
         let body = match role {
             EventRole::Exporter(exporter) => {
@@ -210,13 +213,13 @@ impl Event {
                     domain: path_of(&exporter.domain)?.into(),
                     endpoint,
                     generation,
-                    index: *index,
-                    serial: *serial,
+                    index: state.index,
+                    serial: state.serial,
                     device,
                     ipc,
                 }
             }
-            EventRole::Importer(importer, _) => importer.body(*index, *serial),
+            EventRole::Importer(importer) => importer.body(state.index, state.serial),
         };
         Ok(EventHandle { body })
     }
@@ -286,16 +289,11 @@ impl Event {
             raw,
             device: device.clone(),
         });
-        let opened = importer.open(body.index, body.serial)?;
         let inner = EventInner {
             device: device.clone(),
             raw,
-            index: body.index,
-            serial: body.serial,
-            event_words: opened.event_words,
-            lane: OnceLock::new(),
-            recording: TimedLock::default(),
-            role: EventRole::Importer(importer, opened.open_id),
+            state: importer.open(body.index, body.serial)?,
+            role: EventRole::Importer(importer),
         };
         Ok(Event {
             inner: LeakOnFork::new(Arc::new(inner)),
@@ -316,10 +314,11 @@ impl Event {
     }
 
     /// Records the stream's work so far (`cuEventRecord`), and returns at once. The exporter and
-    /// its importers may record; waits are for the last recording. Recordings by one handle on
+    /// its importers may record; waits are for the last recording. Recordings by one process on
     /// several streams are reached in the order of the calls. The first recording of an opened
-    /// event requests a lane from its exporter, which may take a moment. While a third process has
-    /// the event open, each recording of an opened event waits until the exporter has forwarded it.
+    /// event waits for an answer of its exporter, up to 5 s whatever `wait` says. While a third
+    /// process has the event open, each recording of an opened event waits until the exporter has
+    /// forwarded it.
     ///
     /// # Errors
     /// [`Error::PeerGone`] when its exporter has died or dropped it; [`Error::Refused`] when seven
@@ -332,22 +331,16 @@ impl Event {
     pub fn record<'w>(&self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<Recording> {
         let inner = self.inner.get()?;
         stream.check_usable(&inner.device)?;
-        let wait = wait.into();
-        let turn = inner.recording.lock(&wait, || "recording".into())?;
-        self.record_in(&turn, stream, &wait)
+        let turn = (inner.state.recording).lock(wait, || "recording".into())?;
+        self.record_in(&turn, stream)
     }
 
     /// The turn keeps the recordings of CUDA's own event and of the lane in one order.
-    fn record_in(
-        &self,
-        turn: &TimedGuard<'_>,
-        stream: &Stream,
-        wait: &Wait<'_>,
-    ) -> Result<Recording> {
-        let inner = &*self.inner;
-        let (lane, signaler) = inner.lane_in(turn, wait)?;
-        if let EventRole::Importer(importer, _) = &inner.role
-            && (importer.is_over() || inner.event_words.lane(*lane).has_ended())
+    fn record_in(&self, turn: &TimedGuard<'_>, stream: &Stream) -> Result<Recording> {
+        let (inner, state) = (&*self.inner, &self.inner.state);
+        let (lane, signaler) = inner.lane_in(turn)?;
+        if let EventRole::Importer(importer) = &inner.role
+            && (importer.is_over() || state.event_words.lane(*lane).has_ended())
         {
             return Err(importer.dropped());
         }
@@ -361,13 +354,16 @@ impl Event {
         let count = signaler.raise(stream, inner.streams(), |last| Ok(last + 1))?;
         let (recording, now_ns) = (Recording { lane: *lane, count }, now_ns());
         match &inner.role {
-            EventRole::Exporter(exporter) => exporter.recorded(inner.index, recording, now_ns),
-            EventRole::Importer(importer, _) => {
-                inner.event_words.set_importer_latest(now_ns, recording);
+            EventRole::Exporter(exporter) => {
+                let table = exporter.event_table.lock();
+                table.slot(state.index).publish(recording, now_ns);
+            }
+            EventRole::Importer(importer) => {
+                state.event_words.set_importer_latest(now_ns, recording);
                 // After that store: a third process that opens the event meanwhile learns of the
                 // recording from the exporter.
-                if inner.event_words.has_other_importers() {
-                    importer.send_recording(inner.index, inner.serial, recording, now_ns)?;
+                if state.event_words.has_other_importers() {
+                    importer.send_recording(state.index, recording, now_ns)?;
                 }
             }
         }
@@ -391,7 +387,7 @@ impl Event {
         }
         let lane = self.inner.lane(recording.lane);
         lane.wait(stream, recording.count, self.inner.streams())?;
-        if let EventRole::Importer(importer, _) = &self.inner.role
+        if let EventRole::Importer(importer) = &self.inner.role
             && importer.is_dead()
         {
             // The reactor may have ended the lane before the wait, and a third process may have
@@ -439,6 +435,7 @@ impl Event {
         // For the exporter, a recording that it has seen complete counts, whatever the recorder's
         // page says now.
         if inner
+            .state
             .event_words
             .lane(recording.lane)
             .wait_status(recording.count)
@@ -448,7 +445,7 @@ impl Event {
         }
         let lane = inner.lane(recording.lane);
         let mut wait_status = lane.wait_status(recording.count);
-        if let (WaitStatus::Pending, EventRole::Importer(importer, _)) = (wait_status, &inner.role)
+        if let (WaitStatus::Pending, EventRole::Importer(importer)) = (wait_status, &inner.role)
             && importer.is_dead()
         {
             lane.end();
@@ -475,8 +472,12 @@ impl Event {
 
     fn label(&self) -> String {
         match &self.inner.role {
-            EventRole::Exporter(exporter) => format!("{}#{}", exporter.name, self.inner.index),
-            EventRole::Importer(importer, _) => format!("{}#{}", importer.name(), self.inner.index),
+            EventRole::Exporter(exporter) => {
+                format!("{}#{}", exporter.name, self.inner.state.index)
+            }
+            EventRole::Importer(importer) => {
+                format!("{}#{}", importer.name(), self.inner.state.index)
+            }
         }
     }
 }
@@ -485,40 +486,52 @@ impl EventInner {
     /// The lane on which a recording is waited for.
     fn lane(&self, lane: usize) -> SharedCounter {
         match &self.role {
-            EventRole::Exporter(exporter) if lane != 0 => exporter.lane(self.index, lane),
-            _ => self.event_words.lane(lane),
+            EventRole::Exporter(exporter) if lane != 0 => exporter
+                .event_table
+                .lock()
+                .slot(self.state.index)
+                .lane(lane),
+            _ => self.state.event_words.lane(lane),
         }
     }
 
     fn latest(&self) -> Option<Recording> {
         let latest = match &self.role {
-            EventRole::Exporter(exporter) => exporter.latest(self.index),
-            EventRole::Importer(..) => self
-                .event_words
-                .latest()
-                .max_by_time(self.event_words.importer_latest()),
+            EventRole::Exporter(exporter) => {
+                exporter.event_table.lock().slot(self.state.index).latest()
+            }
+            EventRole::Importer(..) => {
+                let words = &self.state.event_words;
+                max_by_time([words.latest(), words.importer_latest()])
+            }
         };
         latest.map(|(_, recording)| recording)
     }
 
     fn streams(&self) -> &Arc<StreamSet> {
         match &self.role {
-            EventRole::Exporter(exporter) => exporter.streams(),
-            EventRole::Importer(importer, _) => &importer.streams,
+            EventRole::Exporter(exporter) => &exporter.event_table.streams,
+            EventRole::Importer(importer) => &importer.streams,
         }
     }
 
-    /// The lane of this handle's recordings, requested once.
-    fn lane_in(&self, _turn: &TimedGuard<'_>, wait: &Wait<'_>) -> Result<&(usize, Arc<Signaler>)> {
-        match (self.lane.get(), &self.role) {
+    /// The lane of this process's recordings, requested once.
+    fn lane_in(&self, _turn: &TimedGuard<'_>) -> Result<&(usize, Arc<Signaler>)> {
+        let EventState {
+            index,
+            serial,
+            lane,
+            ..
+        } = &*self.state;
+        match (lane.get(), &self.role) {
             (Some(lane), _) => Ok(lane),
-            (None, EventRole::Importer(importer, _)) => {
-                let lane = importer.lane(self.index, self.serial, wait)?;
-                Ok(self.lane.get_or_init(|| lane))
+            (None, EventRole::Importer(importer)) => {
+                let granted = importer.lane(*index, *serial)?;
+                Ok(lane.get_or_init(|| granted))
             }
             // An exporter has its own lane from the beginning.
             (None, EventRole::Exporter(_)) => Err(Error::EventNotRecorded {
-                event: self.index.to_string(),
+                event: index.to_string(),
             }),
         }
     }
@@ -536,17 +549,10 @@ impl fmt::Debug for Event {
 impl Drop for EventInner {
     fn drop(&mut self) {
         drop(self.raw.take());
-        let lane = self.lane.take();
+        let EventState { index, serial, .. } = *self.state;
         match &self.role {
-            EventRole::Exporter(exporter) => exporter.release(self.index),
-            EventRole::Importer(importer, open_id) => {
-                importer.close(
-                    *open_id,
-                    self.index,
-                    self.serial,
-                    lane.map(|(lane, _)| lane),
-                );
-            }
+            EventRole::Exporter(exporter) => exporter.release(index),
+            EventRole::Importer(importer) => importer.close(index, serial),
         }
     }
 }

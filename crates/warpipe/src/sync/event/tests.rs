@@ -136,10 +136,13 @@ fn a_reused_slot_holds_an_event_that_was_never_recorded() {
     stream.call(move || assert!(held.recv().is_err())).unwrap();
     let event = stage.create();
     event.record(&stream, WAIT).unwrap();
-    let index = event.inner.index;
+    let index = event.inner.state.index;
     drop(event);
     let event = stage.create();
-    assert_eq!((event.inner.index, event.inner.serial), (index, 2));
+    assert_eq!(
+        (event.inner.state.index, event.inner.state.serial),
+        (index, 2)
+    );
     assert!(matches!(event.query(), Err(Error::EventNotRecorded { .. })));
     let quick = stage.device.stream().unwrap();
     let recording = event.record(&quick, WAIT).unwrap();
@@ -232,6 +235,7 @@ fn no_page_of_an_event_can_be_removed_and_no_importer_has_anothers() {
     let pages = opened_by_others.each_ref().map(|opened| {
         let word = opened
             .inner
+            .state
             .event_words
             .page()
             .at::<std::sync::atomic::AtomicU64>(0);
@@ -252,7 +256,7 @@ fn an_importer_that_scribbles_deceives_itself_alone() {
     for value in [u64::MAX, 0, i64::MAX as u64, 1 << 56 | 7, 7 << 56 | 7] {
         let ((writing, go), reading) = (stage.held(), stage.stream());
         let recording = event.record(&writing, WAIT).unwrap();
-        let page = wrong.inner.event_words.page();
+        let page = wrong.inner.state.event_words.page();
         (0..page.bytes() / 8).for_each(|word| page.at::<AtomicU64>(8 * word).store(value, SeqCst));
         assert_eq!(
             (honest.wait(&reading).unwrap(), event.inner.latest()),
@@ -302,12 +306,15 @@ fn no_wait_lasts_for_ever_for_an_importer_that_lied_and_left() {
         count: last.count + 5,
         ..last
     };
-    liar.inner.event_words.set_importer_latest(now_ns(), lie);
-    let EventRole::Importer(importer, _) = &liar.inner.role else {
+    liar.inner
+        .state
+        .event_words
+        .set_importer_latest(now_ns(), lie);
+    let EventRole::Importer(importer) = &liar.inner.role else {
         panic!("an importer")
     };
     importer
-        .send_recording(liar.inner.index, liar.inner.serial, lie, now_ns())
+        .send_recording(liar.inner.state.index, lie, now_ns())
         .unwrap();
     let streams = [stage.stream(), stage.stream()];
     assert_eq!(event.wait(&streams[0]).unwrap(), lie);
@@ -426,28 +433,22 @@ fn a_recording_that_the_driver_blocks_delays_no_importer_and_times_another_threa
 }
 
 #[test]
-fn lanes_and_openings_granted_too_late_are_returned() {
+fn lanes_and_openings_granted_too_late_are_not_lost() {
     let stage = Stage::new("given-back");
     let (event, stream) = (stage.create(), stage.stream());
     let opened = stage.opened(&event);
-    let (EventRole::Importer(importer, _), EventRole::Exporter(exporter)) =
+    let (EventRole::Importer(importer), EventRole::Exporter(exporter)) =
         (&opened.inner.role, &event.inner.role)
     else {
         unreachable!()
     };
-    let (index, serial) = (event.inner.index, event.inner.serial);
+    let (index, serial) = (event.inner.state.index, event.inner.state.serial);
     for _ in 1..LANES_PER_EVENT {
         importer.ask_and_give_up(&EventRequest::Open { index, serial });
-        importer.ask_and_give_up(&EventRequest::Lane { index, serial });
+        importer.ask_and_give_up(&EventRequest::Lane { index });
     }
+    opened.record(&stream, WAIT).unwrap();
     let start = std::time::Instant::now();
-    while let Err(error) = opened.record(&stream, WAIT) {
-        assert!(
-            matches!(error, Error::Refused { .. }) && start.elapsed() < 3 * WAIT,
-            "{error}"
-        );
-        std::thread::yield_now();
-    }
     while exporter.openings(index) > 1 {
         assert!(
             start.elapsed() < 3 * WAIT,
@@ -457,4 +458,46 @@ fn lanes_and_openings_granted_too_late_are_returned() {
         std::thread::yield_now();
     }
     event.synchronize(WAIT).unwrap();
+}
+
+#[test]
+fn handles_that_a_process_has_opened_apart_record_in_the_order_of_their_calls() {
+    let stage = Stage::new("apart");
+    let event = stage.create();
+    let first = stage.opened(&event);
+    let EventRole::Importer(importer) = &first.inner.role else {
+        panic!("an importer")
+    };
+    let importer = importer.clone();
+    let again = || {
+        let handle = event.handle().unwrap();
+        Event::of_importer(importer.clone(), &handle, &stage.device).unwrap()
+    };
+    let ((slow, go), quick) = (stage.held(), stage.stream());
+    first.record(&slow, WAIT).unwrap();
+    let second = again();
+    let recording = second.record(&quick, WAIT).unwrap();
+    // Also behind a handle that is dropped while its recording is under way.
+    drop((first, second));
+    let third = again();
+    assert!(!third.query().unwrap() && !event.check(recording).unwrap());
+    let last = third.record(&quick, WAIT).unwrap();
+    assert_eq!(last.count, recording.count + 1);
+    drop(go);
+    event.synchronize(WAIT).unwrap();
+    assert!(third.check(last).unwrap() && event.check(recording).unwrap());
+}
+
+#[test]
+fn the_first_recording_of_an_opened_event_needs_no_wait_and_asks_for_no_cancellation() {
+    let stage = Stage::new("zero");
+    let event = stage.create();
+    for wait in [
+        Wait::from(Duration::ZERO),
+        Wait::at_most(WAIT).unless(&|| panic!("no wait")),
+    ] {
+        let opened = stage.opened(&event);
+        opened.record(&stage.stream(), wait).unwrap();
+        event.synchronize(WAIT).unwrap();
+    }
 }

@@ -149,12 +149,7 @@ fn connecting_to_a_member_waits_for_another_thread_that_does_no_longer_than_its_
         .release(&first)
         .unwrap();
     // As a thread does when its member does not answer.
-    let connecting = member
-        .local
-        .signals()
-        .connecting
-        .lock(PATIENCE, String::new)
-        .unwrap();
+    let connecting = member.local.block_connecting();
     let (semaphore, on) = (member.clone(), second.clone());
     let late = in_time(move || semaphore.acquire(&on, SHORT).unwrap_err());
     assert!(matches!(late, Error::Timeout { .. }), "{late}");

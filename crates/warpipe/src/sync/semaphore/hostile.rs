@@ -196,39 +196,46 @@ impl RequestHandler for LastHolder {
         OutgoingReply::new(&welcome, vec![CloseOnForkFd::duplicate(&self.page)?])
     }
 
-    fn on_request(
+    fn takes_memory(&self) -> bool {
+        true
+    }
+
+    fn takes_memory_again(&self) -> bool {
+        true
+    }
+
+    fn on_memory(
         &self,
         server_core: &ServerCore,
         client: &ClientInfo,
         body: &[u8],
+        _: PeerFd,
     ) -> Result<OutgoingReply, Rejection> {
-        let lives = self.lifeline.lock().unwrap().is_some();
-        match decode(body, "turns")? {
-            SemaphoreRequest::Page { .. } if lives => {
-                let words = crate::shm::seal::memfd(c"words", signals::bytes_for(1) as u64)?;
-                let ends = self.ends.each_ref().map(CloseOnForkFd::duplicate);
-                let fds = [Ok(words)].into_iter().chain(ends);
-                let fds = fds.collect::<std::result::Result<_, _>>()?;
-                OutgoingReply::new(&MemberPresence(true), fds)
-            }
-            SemaphoreRequest::Page { .. } => OutgoingReply::new(&MemberPresence(false), vec![]),
-            SemaphoreRequest::Mapped { .. } => {
-                let notice = SemaphoreNotice::Gone { member: OTHER };
-                let notice = OutgoingReply::new(&notice, vec![])?;
-                match self.end {
-                    MemberEnd::OutlivesTheCreator => {}
-                    MemberEnd::Leaves => assert!(server_core.tell(client.id, &notice)),
-                    MemberEnd::DiesUntold | MemberEnd::DiesTold => {
-                        drop(self.lifeline.lock().unwrap().take());
-                    }
-                }
-                self.told.send(()).unwrap();
-                match self.end {
-                    MemberEnd::DiesUntold => Err(Rejection::new("member 7 does not answer")),
-                    _ => Ok(OutgoingReply::default()),
-                }
-            }
+        let SemaphoreRequest { .. } = decode(body, "turns")?;
+        let mut lifeline = self.lifeline.lock().unwrap();
+        let mut presence = MemberPresence {
+            is_here: lifeline.is_some(),
+            is_told: true,
+        };
+        if !presence.is_here {
+            return OutgoingReply::new(&presence, vec![]);
         }
+        let notice = SemaphoreNotice::Gone { member: OTHER };
+        match self.end {
+            MemberEnd::OutlivesTheCreator => {}
+            MemberEnd::Leaves => {
+                let notice = OutgoingReply::new(&notice, vec![])?;
+                assert!(server_core.tell(client.id, &notice));
+                // Its process lives, and the creator has it as a member no more.
+                std::mem::forget(lifeline.take());
+            }
+            MemberEnd::DiesUntold | MemberEnd::DiesTold => drop(lifeline.take()),
+        }
+        presence.is_told = self.end != MemberEnd::DiesUntold;
+        self.told.send(()).unwrap();
+        let ends = self.ends.each_ref().map(CloseOnForkFd::duplicate);
+        let ends = ends.into_iter().collect::<std::result::Result<_, _>>()?;
+        OutgoingReply::new(&presence, ends)
     }
 }
 
@@ -341,6 +348,7 @@ fn descriptors_that_are_no_pidfd_or_no_lifeline_are_not_taken_for_a_members_deat
             "{error}"
         );
     }
+    monitor.expect_member(2);
     let error = monitor
         .watch_member(2, fds(&readable, &end), "turns")
         .unwrap_err();

@@ -1,29 +1,33 @@
 //! The state that one process's handles and permits of a semaphore share. **This module is marked
 //! for unsafe**: it passes words for streams to the device.
 
-use std::sync::atomic::Ordering::SeqCst;
-use std::sync::atomic::{AtomicBool, AtomicU32};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::os::fd::AsFd;
+use std::sync::atomic::AtomicU32;
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use super::SPINS;
 use super::member_monitor::MemberMonitor;
-use super::page::{
-    CREATOR, IN_FLIGHT_MAX, RECHECK_INTERVAL, SemaphorePage, WaitProgress, WaitSlot,
-};
-use super::server::{MemberPresence, PageOffer, SemaphoreRequest, SemaphoreServer};
+use super::page::{CREATOR, IN_FLIGHT_MAX, SemaphorePage, WaitProgress, WaitSlot};
+use super::server::{Introduction, MemberPresence, SemaphoreRequest, SemaphoreServer};
 use super::signals::{MemberSignals, wait_until};
 use crate::backend::StreamOp;
 use crate::backoff::Backoff;
+use crate::clock::Stopwatch;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
 use crate::ipc::{ClientSession, IpcServer, REPLY_TIMEOUT, decode, encode};
+use crate::mutex::LockUnpoisoned;
 use crate::runtime::closer::PeerFd;
 use crate::runtime::fence::Fence;
 use crate::runtime::reactor::{DropReadiness, Reactor};
+use crate::shm::page::UnsealedPage;
 use crate::stream::Stream;
 use crate::wait::Wait;
+
+/// The pause before the creator is asked again to tell a member that did not read its messages.
+const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The role of this process for the semaphore.
 #[derive(Debug)]
@@ -49,20 +53,29 @@ pub(super) struct LocalSemaphore {
     signals: Arc<MemberSignals>,
     monitor: Arc<MemberMonitor>,
     reactor: Arc<Reactor>,
-    /// A background thread is connecting to members for callers that do not wait; the last failure
-    /// is kept.
-    is_connecting: AtomicBool,
-    connecting: Mutex<Option<Error>>,
+    connecting: Mutex<Connecting>,
+    /// Notified at the end of each attempt.
+    connected: Condvar,
     /// `None` only while dropping.
     pub(super) role: Option<SemaphoreRole>,
 }
 
-/// The attempt of the one background thread. It is over when this is dropped, also by a panic.
-struct BackgroundConnect(Arc<LocalSemaphore>);
+/// The attempt to connect to members.
+#[derive(Debug, Default)]
+struct Connecting {
+    /// A thread is at it.
+    is_running: bool,
+    /// Why the last one failed, until a caller is told.
+    error: Option<Error>,
+}
 
-impl Drop for BackgroundConnect {
+/// The one thread that connects. Its attempt is over when this is dropped, also by a panic.
+pub(super) struct ConnectingThread(Arc<LocalSemaphore>);
+
+impl Drop for ConnectingThread {
     fn drop(&mut self) {
-        self.0.is_connecting.store(false, SeqCst);
+        self.0.connecting.locked().is_running = false;
+        self.0.connected.notify_all();
     }
 }
 
@@ -104,8 +117,8 @@ impl LocalSemaphore {
             reactor: signals.reactor().clone(),
             signals,
             monitor,
-            is_connecting: AtomicBool::new(false),
-            connecting: Mutex::new(None),
+            connecting: Mutex::default(),
+            connected: Condvar::new(),
             role: Some(role),
         }
     }
@@ -155,7 +168,8 @@ impl LocalSemaphore {
         // A permit may have become free while no waiter was visible.
         self.shared_page.match_waiters(self.member);
         loop {
-            let left = match backoff.is_spinning() {
+            let is_spinning = backoff.step().is_zero();
+            let left = match is_spinning {
                 true => wait.time_left(),
                 false => {
                     let place = HeldPlace { local: self, slot };
@@ -177,11 +191,9 @@ impl LocalSemaphore {
                     self.check_open()?;
                     return Err(self.no_permit(wait));
                 }
-                WaitProgress::Waiting if backoff.step().is_zero() => std::hint::spin_loop(),
+                WaitProgress::Waiting if is_spinning => std::hint::spin_loop(),
                 WaitProgress::Waiting => {
-                    self.shared_page
-                        .sleep(slot, left.min(RECHECK_INTERVAL), || self.is_over());
-                    self.shared_page.match_waiters(self.member);
+                    self.shared_page.sleep(slot, left, || self.is_over());
                 }
             }
         }
@@ -220,24 +232,19 @@ impl LocalSemaphore {
     /// Makes sure that this process's streams can wait for all members that are to signal this
     /// permit, and that it learns of their deaths. The first time with each member takes a few
     /// messages. A member that ends meanwhile owes nothing any more.
-    pub(super) fn connect_signallers(&self, permit: u32, wait: &Wait<'_>) -> Result<()> {
-        for (_, member) in self.shared_page.in_flight(permit) {
-            let mut is_settled = self.is_connected_to(member);
-            while !is_settled {
-                // Free between two attempts, since other members may be connected to meanwhile.
-                let _one = self
-                    .signals
-                    .connecting
-                    .lock(wait, String::new)
-                    .map_err(|_| self.no_answer(wait.limit()))?;
-                is_settled = self.is_connected_to(member) || self.connect(member, wait)?;
-                if !is_settled && wait.is_over() {
-                    let what = format!("member {member} of {:?} to share its signals", self.name);
-                    return Err(Error::Timeout {
-                        what,
-                        waited: wait.limit(),
-                    });
-                }
+    pub(super) fn connect_signallers(self: &Arc<Self>, permit: u32, wait: &Wait<'_>) -> Result<()> {
+        while !self.is_connected_to_signallers(permit) {
+            self.start_connecting(permit)?;
+            let slice = wait.slice();
+            let connecting = self.connecting.locked();
+            let waited = self
+                .connected
+                .wait_timeout_while(connecting, slice, |connecting| connecting.is_running);
+            drop(waited);
+            if slice.is_zero() && !self.is_connected_to_signallers(permit) {
+                let what = format!("a member of {:?} to share its signals", self.name);
+                let waited = wait.limit();
+                return Err(Error::Timeout { what, waited });
             }
         }
         Ok(())
@@ -245,11 +252,9 @@ impl LocalSemaphore {
 
     /// Keeps this process from connecting to members.
     #[cfg(test)]
-    pub(super) fn block_connecting(&self) -> crate::runtime::timed_lock::TimedGuard<'_> {
-        self.signals
-            .connecting
-            .lock(REPLY_TIMEOUT, String::new)
-            .unwrap()
+    pub(super) fn block_connecting(self: &Arc<Self>) -> ConnectingThread {
+        self.connecting.locked().is_running = true;
+        ConnectingThread(self.clone())
     }
 
     /// Whether this process's streams can wait for all members that are to signal this permit.
@@ -267,30 +272,19 @@ impl LocalSemaphore {
     ///
     /// # Errors
     /// Why the last member could not be connected: reported once.
-    pub(super) fn connect_in_background(self: &Arc<Self>, permit: u32) -> Result<()> {
-        if let Some(error) = self
-            .connecting
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take()
-        {
+    pub(super) fn start_connecting(self: &Arc<Self>, permit: u32) -> Result<()> {
+        let mut connecting = self.connecting.locked();
+        if let Some(error) = connecting.error.take() {
             return Err(error);
         }
-        if self.is_connecting.swap(true, SeqCst) {
+        if std::mem::replace(&mut connecting.is_running, true) {
             return Ok(());
         }
-        let connecting = BackgroundConnect(self.clone());
+        drop(connecting);
+        let thread = ConnectingThread(self.clone());
         let connect = move || {
-            let local = &connecting.0;
-            match local.connect_signallers(permit, &REPLY_TIMEOUT.into()) {
-                Ok(()) | Err(Error::Timeout { .. }) => {}
-                Err(error) => {
-                    *local
-                        .connecting
-                        .lock()
-                        .unwrap_or_else(PoisonError::into_inner) = Some(error)
-                }
-            }
+            let result = thread.0.connect_all(permit);
+            thread.0.connecting.locked().error = result.err();
         };
         std::thread::Builder::new()
             .name("warpipe-connect".into())
@@ -303,39 +297,48 @@ impl LocalSemaphore {
             })
     }
 
-    fn no_answer(&self, waited: Duration) -> Error {
-        let what = format!(
-            "another thread that gets to know a member of {:?}",
-            self.name
-        );
-        Error::Timeout { what, waited }
+    /// Connects to the members that are to signal this permit; gives up one that does not answer.
+    fn connect_all(&self, permit: u32) -> Result<()> {
+        let mut clock = Stopwatch::default();
+        for (_, member) in self.shared_page.in_flight(permit) {
+            let mut is_settled = self.is_connected_to(member);
+            while !is_settled && clock.elapsed() < REPLY_TIMEOUT {
+                is_settled = match self.connect(member) {
+                    Err(Error::Timeout { .. }) => false,
+                    settled => settled?,
+                };
+            }
+        }
+        Ok(())
     }
 
+    /// Whether this process's streams can wait for the member's and it learns of the member's
+    /// death, or the member has ended.
     fn is_connected_to(&self, member: u32) -> bool {
         self.monitor.watches(member) && self.signals.is_connected(member)
+            || self.monitor.is_dead(member)
     }
 
     /// One attempt to connect to a member. True once it is connected to, or has ended; false if it
     /// has not answered in time, or the creator cannot tell it.
-    fn connect(&self, member: u32, wait: &Wait<'_>) -> Result<bool> {
-        let Some(PageOffer { page, process }) = self.offer(member, wait)? else {
+    fn connect(&self, member: u32) -> Result<bool> {
+        let draft = self.signals.draft()?;
+        // First: from here on the member's end ends this attempt.
+        self.monitor.expect_member(member);
+        let Some(Introduction { is_told, process }) = self.introduce(member, &draft)? else {
             // A dead member's promises behind the work of living ones must be completed even if the
             // creator dies now.
-            self.monitor.handle_death(member);
+            self.monitor.remove_member(member);
             return Ok(true);
         };
-        // First: from here on the member's end ends this attempt.
         if let Some(process) = process {
             self.monitor.watch_member(member, process, &self.name)?;
         }
-        let has_ended = || wait.is_over() || self.is_over() || self.monitor.has_ended(member);
-        let draft = self.signals.map(page)?;
-        let is_connected = if self.announce_mapped(member, wait)? {
-            let limit = wait.time_left().min(REPLY_TIMEOUT);
-            self.signals.connect(member, draft, limit, &has_ended)?
+        let has_ended = || self.is_over() || self.monitor.has_ended(member);
+        let is_connected = if is_told {
+            (self.signals).connect(member, draft, REPLY_TIMEOUT, &has_ended)?
         } else {
-            // It is about to be proven dead, or does not read its messages.
-            wait_until(wait.time_left().min(RECHECK_INTERVAL), &has_ended);
+            wait_until(RETRY_INTERVAL, &has_ended);
             false
         };
         self.check_open()?;
@@ -347,60 +350,38 @@ impl LocalSemaphore {
         Ok(is_connected)
     }
 
-    /// Has the creator tell a member of the page that this process has mapped. False if it could
-    /// not.
-    fn announce_mapped(&self, member: u32, wait: &Wait<'_>) -> Result<bool> {
-        match &self.role {
-            Some(SemaphoreRole::Creator {
-                server,
-                semaphore_server,
-            }) => Ok(semaphore_server
-                .forward(server.server_core(), CREATOR, member)
-                .is_ok()),
-            Some(SemaphoreRole::Member { session }) => {
-                match session.request(&encode(&SemaphoreRequest::Mapped { member })?, wait) {
-                    Ok(_) => Ok(true),
-                    Err(Error::Refused { .. }) => Ok(false),
-                    Err(error) => Err(error),
-                }
-            }
-            None => Err(Error::Forked),
-        }
-    }
-
-    /// Requests a page to share with a member from the creator. `None` if the member is gone.
-    fn offer(&self, member: u32, wait: &Wait<'_>) -> Result<Option<PageOffer<PeerFd>>> {
+    /// Has the creator give a member a page to share with this process. `None` if the member is
+    /// gone.
+    fn introduce(&self, member: u32, page: &UnsealedPage) -> Result<Option<Introduction<PeerFd>>> {
         match &self.role {
             Some(SemaphoreRole::Creator {
                 server,
                 semaphore_server,
             }) => {
-                let offer = semaphore_server.offer(server.server_core(), CREATOR, member)?;
-                let process = |process: [CloseOnForkFd; 3]| process.map(PeerFd::from);
-                Ok(offer.map(|offer| PageOffer {
-                    page: offer.page.into(),
-                    process: offer.process.map(process),
+                let page = CloseOnForkFd::duplicate(page)
+                    .map_err(|e| Error::os("fcntl(F_DUPFD)", "a page of two members", e))?;
+                let server_core = server.server_core();
+                let made = semaphore_server.introduce(server_core, CREATOR, member, page.into())?;
+                Ok(made.map(|Introduction { is_told, process }| Introduction {
+                    is_told,
+                    process: process.map(|process| process.map(PeerFd::from)),
                 }))
             }
             Some(SemaphoreRole::Member { session }) => {
-                let request = encode(&SemaphoreRequest::Page { member })?;
-                let incoming = session.request(&request, wait)?;
-                let MemberPresence(is_here) = decode(&incoming.body, &self.name)?;
-                let mut fds = incoming.fds.into_iter();
-                let page = fds.next();
-                let process = <[PeerFd; 3]>::try_from(fds.collect::<Vec<_>>()).ok();
-                let is_whole = page.is_some() && (process.is_some() || member == CREATOR);
-                if is_here && !is_whole {
+                let request = encode(&SemaphoreRequest { member })?;
+                let incoming =
+                    session.request_with_memory(&request, page.as_fd(), REPLY_TIMEOUT)?;
+                let MemberPresence { is_here, is_told } = decode(&incoming.body, &self.name)?;
+                let process = <[PeerFd; 3]>::try_from(incoming.fds).ok();
+                if is_here && process.is_none() && member != CREATOR {
                     return Err(Error::Protocol {
                         name: self.name.clone(),
                         field: "descriptors",
                         found: "too few".into(),
-                        allowed: "a page, a pidfd and a lifeline".into(),
+                        allowed: "a pidfd and a lifeline".into(),
                     });
                 }
-                Ok(page
-                    .filter(|_| is_here)
-                    .map(|page| PageOffer { page, process }))
+                Ok(is_here.then_some(Introduction { is_told, process }))
             }
             None => Err(Error::Forked),
         }

@@ -7,7 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use super::page::{CREATOR, SemaphorePage};
 use super::signals::MemberSignals;
@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::ipc::peer::{DeathEvidence, ORPHAN_TIMEOUT, Process};
 use crate::ipc::{IncomingReply, SessionObserver, decode};
+use crate::mutex::LockUnpoisoned;
 use crate::runtime::closer::PeerFd;
 use crate::runtime::reactor::{EventSource, Next, Registration};
 
@@ -32,6 +33,8 @@ pub(super) enum SemaphoreNotice {
 /// The most notifications that the control thread has not handled: two for each possible member.
 const NOTICES_MAX: usize = 512;
 
+type WatchedMember = (Registration, Arc<Process>);
+
 /// Watches the creator, and the members that this process's streams wait for.
 pub(super) struct MemberMonitor {
     shared_page: Arc<SemaphorePage>,
@@ -43,8 +46,8 @@ pub(super) struct MemberMonitor {
     notices: AtomicUsize,
     /// Members that are proven dead, and may owe values behind the work of living ones.
     dead: Mutex<BTreeSet<u32>>,
-    /// By member.
-    watched_members: Mutex<BTreeMap<u32, (Registration, Arc<Process>)>>,
+    /// By member; `None` for one that this process is about to watch.
+    watched_members: Mutex<BTreeMap<u32, Option<WatchedMember>>>,
 }
 
 impl std::fmt::Debug for MemberMonitor {
@@ -83,22 +86,39 @@ impl MemberMonitor {
 
     /// Whether this process will learn of the member's death.
     pub(super) fn watches(&self, member: u32) -> bool {
-        member == self.member || member == CREATOR || self.watched_members().contains_key(&member)
+        member == self.member
+            || member == CREATOR
+            || matches!(self.watched_members.locked().get(&member), Some(Some(_)))
     }
 
-    /// Whether a member that is watched has left, or is dead. Ask again behind what is to end with
-    /// it: its end may have been handled before that was there.
+    /// Whether a member has left or is dead, since [`expect_member`](Self::expect_member). Ask again
+    /// behind what is to end with it: its end may have been handled before that was there.
     pub(super) fn has_ended(&self, member: u32) -> bool {
         if member == self.member || member == CREATOR {
             return false;
         }
-        let members = self.watched_members();
-        let process = members.get(&member).map(|(_, process)| process.clone());
+        let members = self.watched_members.locked();
+        let watched = members.get(&member);
+        let watched = watched.map(|watched| watched.as_ref().map(|(_, process)| process.clone()));
         drop(members);
-        process.is_none_or(|process| process.shows(DeathEvidence::Orphaned(ORPHAN_TIMEOUT)))
+        let is_dead =
+            |process: Arc<Process>| process.shows(DeathEvidence::Orphaned(ORPHAN_TIMEOUT));
+        watched.is_none_or(|process| process.is_some_and(is_dead))
     }
 
-    /// Starts to watch a member. Calls [`EventSource::on_ready`] at once if it is dead already.
+    /// Notes whether the member leaves, from now on.
+    pub(super) fn expect_member(&self, member: u32) {
+        self.watched_members.locked().entry(member).or_default();
+    }
+
+    /// Whether the member is known to be dead, or to have left, and values that it owed are not yet
+    /// due.
+    pub(super) fn is_dead(&self, member: u32) -> bool {
+        self.dead.locked().contains(&member)
+    }
+
+    /// Starts to watch an expected member, unless it has left. Calls [`EventSource::on_ready`] at
+    /// once if it is dead already.
     pub(super) fn watch_member(&self, member: u32, process: [PeerFd; 3], name: &str) -> Result<()> {
         let process = Process::relayed(process).map_err(|fault| Error::Protocol {
             name: name.to_string(),
@@ -111,7 +131,10 @@ impl MemberMonitor {
             &self.watched(),
             member.into(),
         )?;
-        let forgotten = self.watched_members().insert(member, (watch, process));
+        let mut members = self.watched_members.locked();
+        let expected = members.get_mut(&member);
+        let forgotten = expected.map(|expected| expected.replace((watch, process)));
+        drop(members);
         drop(forgotten);
         Ok(())
     }
@@ -119,26 +142,16 @@ impl MemberMonitor {
     /// The member is gone: its owed values are stored, and its state is removed. Not on the
     /// reactor's thread.
     pub(super) fn remove_member(&self, member: u32) {
-        let forgotten = self.watched_members().remove(&member);
+        let forgotten = self.watched_members.locked().remove(&member);
         drop(forgotten);
         self.handle_death(member);
         self.signals.remove_member(member);
     }
 
-    fn watched_members(&self) -> MutexGuard<'_, BTreeMap<u32, (Registration, Arc<Process>)>> {
-        self.watched_members
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn dead(&self) -> MutexGuard<'_, BTreeSet<u32>> {
-        self.dead.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The member is proven dead, or has left and owes nothing.
     pub(super) fn handle_death(&self, member: u32) {
         self.signals.end_waits(member);
-        self.dead().insert(member);
+        self.dead.locked().insert(member);
         self.complete_dead_signals();
     }
 
@@ -155,7 +168,7 @@ impl MemberMonitor {
     }
 
     fn complete_dead_signals(&self) {
-        let mut dead = self.dead();
+        let mut dead = self.dead.locked();
         if !dead.is_empty() {
             self.shared_page
                 .complete_dead_signals(|member| dead.contains(&member));

@@ -317,7 +317,7 @@ impl Semaphore {
             let index = permit.index;
             // Handed on first: other members may be connected to them.
             drop(permit);
-            return self.local.connect_in_background(index).map(|()| None);
+            return self.local.start_connecting(index).map(|()| None);
         }
         self.join(permit, stream, &REPLY_TIMEOUT.into()).map(Some)
     }

@@ -28,9 +28,6 @@ pub(super) const IN_FLIGHT_MAX: u64 = 8;
 /// The creator's number. Other members are counted from 1.
 pub(super) const CREATOR: u32 = u32::MAX;
 
-/// The longest sleep of a waiter between two checks.
-pub(super) const RECHECK_INTERVAL: Duration = Duration::from_millis(100);
-
 /// Attempts to match a permit and a waiter before the next caller takes over. Each attempt fails
 /// only because another member has just succeeded; honest members do not come near the limit.
 const ATTEMPTS: u32 = 512;
@@ -137,6 +134,20 @@ impl SemaphorePage {
     #[cfg(test)]
     pub(super) fn first_word(&self) -> &AtomicU64 {
         self.page.at(0)
+    }
+
+    /// How often a waiter has been woken.
+    #[cfg(test)]
+    pub(super) fn wake_ups(&self, slot: WaitSlot) -> u32 {
+        self.in_slot::<AtomicU32>(slot.index, FUTEX).load(SeqCst)
+    }
+
+    /// Does what a member does that dies between the grant and the wake-up.
+    #[cfg(test)]
+    pub(super) fn grant_without_wake_up(&self, permit: u32) {
+        let (slot, seen) = self.oldest().unwrap();
+        let granted = state(member_of(seen), GRANTED, permit, 0);
+        self.slot_state(slot).store(granted, SeqCst);
     }
 
     /// Writes one value everywhere.
@@ -345,8 +356,8 @@ impl SemaphorePage {
 
     /// Matches free permits and waiters, so that no waiter is lost: a release looks for a waiter,
     /// stores 0, and looks again; a waiter becomes visible and then looks for a free permit. All of
-    /// these are `SeqCst`, so one of the two sees the other. A waiter that was not woken, because
-    /// its granter died before the wake-up, checks by itself every [`RECHECK_INTERVAL`].
+    /// these are `SeqCst`, so one of the two sees the other. The creator's [`sweep`](Self::sweep)
+    /// wakes a waiter if its granter died before the wake-up.
     pub(super) fn match_waiters(&self, me: u32) {
         for _ in 0..ATTEMPTS {
             if self.oldest().is_none() {
@@ -455,6 +466,10 @@ impl SemaphorePage {
             let seen = self.slot_state(slot).load(SeqCst);
             let ours = state(CREATOR, CLAIMED, 0, 0);
             let is_dead = phase_of(seen) != FREE && !is_present(member_of(seen));
+            if phase_of(seen) == GRANTED && !is_dead {
+                // Its granter may have died before the wake-up.
+                self.ring(slot);
+            }
             // It fails if the wait has just been granted: the next sweep, or this one's second
             // pass, takes that back.
             let is_taken = |seen| {

@@ -127,6 +127,18 @@ fn a_permit_that_a_dead_member_has_handed_over_stays_with_the_living_one() {
 }
 
 #[test]
+fn a_waiter_whose_granter_died_before_the_wake_up_is_woken_by_the_sweep() {
+    let shared_page = shared_page(1);
+    shared_page.take_free(1, 0).unwrap();
+    let slot = shared_page.begin_wait(2).unwrap();
+    shared_page.grant_without_wake_up(0);
+    assert_eq!(shared_page.wake_ups(slot), 0);
+    shared_page.sweep(|member| member == 2);
+    assert!(shared_page.wake_ups(slot) > 0);
+    assert_eq!(granted(shared_page.check_wait(slot, 2)), 0);
+}
+
+#[test]
 fn what_the_dead_owe_is_stored_only_behind_what_the_living_do() {
     let shared_page = shared_page(1);
     for member in [1, 2, 3] {

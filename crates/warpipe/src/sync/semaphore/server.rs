@@ -1,7 +1,7 @@
 //! The creator's side: admits members, and takes back the permits of dead ones.
 
-use std::collections::{BTreeSet, HashMap};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use serde::{Deserialize, Serialize};
 
@@ -12,9 +12,11 @@ use crate::backend::DeviceKind;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
 use crate::ipc::{
-    ClientInfo, Disconnected, OutgoingReply, Rejection, RequestHandler, ServerCore, decode,
+    ClientInfo, Disconnected, OutgoingReply, Rejection, RequestHandler, ServerCore, decode, encode,
 };
-use crate::shm::seal;
+use crate::mutex::LockUnpoisoned;
+use crate::runtime::closer::PeerFd;
+use crate::shm::page::SharedPage;
 
 /// The body of the admission, beside the page's descriptor.
 #[derive(Debug, Serialize, Deserialize)]
@@ -24,25 +26,28 @@ pub(super) struct SemaphoreWelcome {
     pub(super) permits: u32,
 }
 
-/// A member's request about another member. Its own streams are about to wait for that one's.
+/// A member's request: its own streams are about to wait for those of another one. With it comes
+/// the page that the two are to share, which the requester has mapped. Answered with
+/// [`MemberPresence`].
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) enum SemaphoreRequest {
-    /// Requests a page to share with it, and its process; answered with [`MemberPresence`].
-    Page { member: u32 },
-    /// The requester has mapped that page, so the other member may get it. Answered with an empty
-    /// reply.
-    Mapped { member: u32 },
+pub(super) struct SemaphoreRequest {
+    pub(super) member: u32,
 }
 
-/// Whether the member is present. If so, a page comes with the answer, and also its pidfd and
-/// lifeline unless it is the creator. An absent member owes no signal.
+/// Whether the member is present, and has been told of the page. If it is present, its pidfd and
+/// lifeline come with the answer, unless it is the creator. An absent member owes no signal.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct MemberPresence(pub(super) bool);
+pub(super) struct MemberPresence {
+    pub(super) is_here: bool,
+    pub(super) is_told: bool,
+}
 
-/// A page for two members, and the descriptors that prove the other member's death.
-pub(super) struct PageOffer<F> {
-    pub(super) page: F,
-    /// Its pidfd and lifeline; `None` for the creator.
+/// A present member that another one has a page for.
+pub(super) struct Introduction<F> {
+    /// The member got the page. If not, it is about to be proven dead, or does not read its
+    /// messages.
+    pub(super) is_told: bool,
+    /// The descriptors that prove its death; `None` for the creator.
     pub(super) process: Option<[F; 3]>,
 }
 
@@ -58,9 +63,6 @@ pub(super) struct SemaphoreServer {
     /// The creator's own signals.
     signals: Arc<MemberSignals>,
     monitor: Arc<MemberMonitor>,
-    /// By requester: a page that it has not mapped yet, and the member that will signal there.
-    /// One for each requester.
-    offers: Mutex<HashMap<u32, (u32, CloseOnForkFd)>>,
 }
 
 impl SemaphoreServer {
@@ -78,77 +80,48 @@ impl SemaphoreServer {
             members: Mutex::default(),
             signals,
             monitor,
-            offers: Mutex::default(),
         }
     }
 
-    fn offers(&self) -> MutexGuard<'_, HashMap<u32, (u32, CloseOnForkFd)>> {
-        self.offers.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Creates a page for `asker`: its streams are to wait for those of `member`. `None` if
-    /// `member` is absent.
-    pub(super) fn offer(
+    /// Has `member` signal to `asker`, on a page that the latter has mapped. `None` if `member` is
+    /// absent.
+    pub(super) fn introduce(
         &self,
         server_core: &ServerCore,
         asker: u32,
         member: u32,
-    ) -> Result<Option<PageOffer<CloseOnForkFd>>> {
-        let process = match member {
-            CREATOR => None,
-            _ => {
-                let members = self.members();
-                let process = if members.contains(&member) {
-                    server_core.process_of(member.into())
-                } else {
-                    None
-                };
-                let Some(process) = process else {
-                    self.sweep(&members);
-                    return Ok(None);
-                };
-                Some(
-                    process
-                        .relay()
-                        .map_err(|e| Error::os("fcntl(F_DUPFD)", "a member's lifeline", e))?,
-                )
-            }
-        };
-        let page = seal::memfd(
-            c"warpipe-words",
-            super::signals::bytes_for(self.shared_page.permits()) as u64,
-        )?;
-        let copy = CloseOnForkFd::duplicate(&page)
-            .map_err(|e| Error::os("fcntl(F_DUPFD)", "a page of two members", e))?;
-        self.offers().insert(asker, (member, copy));
-        Ok(Some(PageOffer { page, process }))
-    }
-
-    /// The requester has mapped its page: the other member may get it now.
-    pub(super) fn forward(
-        &self,
-        server_core: &ServerCore,
-        asker: u32,
-        member: u32,
-    ) -> Result<(), Rejection> {
-        let offered = self.offers().remove(&asker).filter(|(of, _)| *of == member);
-        let (_, page) = offered.ok_or_else(|| Rejection::new("it was offered no such page"))?;
+        page: PeerFd,
+    ) -> Result<Option<Introduction<CloseOnForkFd>>> {
         if member == CREATOR {
-            return Ok(self.signals.add_listener(asker, page.into())?);
+            self.signals.add_listener(asker, page)?;
+            let (is_told, process) = (true, None);
+            return Ok(Some(Introduction { is_told, process }));
         }
-        let is_told = server_core.tell(
-            member.into(),
-            &OutgoingReply::new(&SemaphoreNotice::Serve { member: asker }, vec![page])?,
-        );
-        if is_told {
-            Ok(())
-        } else {
-            Err(Rejection::new(format!("member {member} does not answer")))
-        }
+        let bytes = super::signals::bytes_for(self.shared_page.permits());
+        SharedPage::check_unsealed(&page, bytes, server_core.name())?;
+        let members = self.members();
+        let is_member = members.contains(&member);
+        let process = server_core.process_of(member.into());
+        let Some(process) = process.filter(|_| is_member) else {
+            self.sweep(&members);
+            return Ok(None);
+        };
+        drop(members);
+        let process = process
+            .relay()
+            .map_err(|e| Error::os("fcntl(F_DUPFD)", "a member's lifeline", e))?;
+        let notice = encode(&SemaphoreNotice::Serve { member: asker })?;
+        let notice = OutgoingReply {
+            body: notice,
+            fds: vec![page.accept()],
+        };
+        let is_told = server_core.tell(member.into(), &notice);
+        let process = Some(process);
+        Ok(Some(Introduction { is_told, process }))
     }
 
     fn members(&self) -> MutexGuard<'_, BTreeSet<u32>> {
-        self.members.lock().unwrap_or_else(PoisonError::into_inner)
+        self.members.locked()
     }
 
     fn sweep(&self, members: &BTreeSet<u32>) {
@@ -190,28 +163,30 @@ impl RequestHandler for SemaphoreServer {
         Ok(answer)
     }
 
-    fn on_request(
+    fn takes_memory(&self) -> bool {
+        true
+    }
+
+    fn takes_memory_again(&self) -> bool {
+        true
+    }
+
+    fn on_memory(
         &self,
         server_core: &ServerCore,
         client: &ClientInfo,
         body: &[u8],
+        page: PeerFd,
     ) -> Result<OutgoingReply, Rejection> {
         let asker = u32::try_from(client.id).unwrap_or(CREATOR);
-        match decode(body, server_core.name())? {
-            SemaphoreRequest::Page { member } => {
-                let offer = self.offer(server_core, asker, member)?;
-                let is_here = MemberPresence(offer.is_some());
-                let fds = offer.into_iter();
-                let fds = fds.flat_map(|PageOffer { page, process }| {
-                    [page].into_iter().chain(process.into_iter().flatten())
-                });
-                OutgoingReply::new(&is_here, fds.collect())
-            }
-            SemaphoreRequest::Mapped { member } => {
-                self.forward(server_core, asker, member)?;
-                Ok(OutgoingReply::default())
-            }
-        }
+        let SemaphoreRequest { member } = decode(body, server_core.name())?;
+        let introduction = self.introduce(server_core, asker, member, page)?;
+        let presence = MemberPresence {
+            is_here: introduction.is_some(),
+            is_told: introduction.as_ref().is_some_and(|made| made.is_told),
+        };
+        let process = introduction.and_then(|made| made.process);
+        OutgoingReply::new(&presence, process.into_iter().flatten().collect())
     }
 
     /// Its permits stay with it: its device work under them may continue.
@@ -242,7 +217,6 @@ impl RequestHandler for SemaphoreServer {
         let Ok(member) = u32::try_from(client.id) else {
             return;
         };
-        self.offers().remove(&member);
         self.monitor.remove_member(member);
         for other in others {
             // A member that does not read its messages keeps a page that has no use any more.

@@ -11,8 +11,8 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering::SeqCst;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::backend::StreamOp;
@@ -20,10 +20,11 @@ use crate::backoff::Backoff;
 use crate::clock::Stopwatch;
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::mutex::LockUnpoisoned;
 use crate::runtime::closer::PeerFd;
 use crate::runtime::fence::StreamSet;
 use crate::runtime::reactor::Reactor;
-use crate::runtime::timed_lock::TimedLock;
+use crate::runtime::timed_lock::LOCK_TIMEOUT;
 use crate::shm::counter::{COUNTER_BYTES, SharedCounter, VALUE_MAX};
 use crate::shm::page::{SharedPage, UnsealedPage};
 use crate::shm::signaler::Signaler;
@@ -98,14 +99,10 @@ pub(super) struct MemberSignals {
     streams: Arc<StreamSet>,
     reactor: Arc<Reactor>,
     /// This member's releases, for each permit.
-    signalers: Vec<Signaler>,
+    signalers: Vec<Arc<Signaler>>,
     listeners: Mutex<Vec<(u32, PairPage)>>,
     /// No driver call is made under this lock: the reactor takes it.
     heard: Mutex<BTreeMap<u32, HeardMember>>,
-    /// A listener lacks counts from before it was added.
-    has_lagging_listener: AtomicBool,
-    /// One thread at a time connects to another member.
-    pub(super) connecting: TimedLock,
 }
 
 impl MemberSignals {
@@ -121,7 +118,8 @@ impl MemberSignals {
             permits as usize * COUNTER_BYTES,
         )?);
         let signalers = (0..permits as usize)
-            .map(|permit| Signaler::new(SharedCounter::new(&own, permit * COUNTER_BYTES), 0));
+            .map(|permit| Signaler::new(SharedCounter::new(&own, permit * COUNTER_BYTES), 0))
+            .map(Arc::new);
         Ok(Arc::new(MemberSignals {
             member,
             name: name.to_string(),
@@ -131,8 +129,6 @@ impl MemberSignals {
             signalers: signalers.collect(),
             listeners: Mutex::default(),
             heard: Mutex::default(),
-            has_lagging_listener: AtomicBool::new(false),
-            connecting: TimedLock::default(),
         }))
     }
 
@@ -153,22 +149,13 @@ impl MemberSignals {
         self.signalers.len() as u32
     }
 
-    fn listeners(&self) -> MutexGuard<'_, Vec<(u32, PairPage)>> {
-        self.listeners
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn heard(&self) -> MutexGuard<'_, BTreeMap<u32, HeardMember>> {
-        self.heard.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Signals a release of `permit` behind the stream's work, after `before`. The permit is not
     /// handed on here.
     pub(super) fn release(&self, permit: u32, stream: &Stream, before: &[StreamOp]) -> Result<()> {
         let signaler = &self.signalers[permit as usize];
-        let count = signaler.raise_behind(stream, &self.streams, before, |last| Ok(last + 1))?;
-        for (_, pair_page) in self.listeners().iter() {
+        let next = |last| Ok(last + 1);
+        let count = signaler.raise_within(LOCK_TIMEOUT, stream, &self.streams, before, next)?;
+        for (_, pair_page) in self.listeners.locked().iter() {
             pair_page.promised(permit).fetch_max(count, SeqCst);
         }
         Ok(())
@@ -187,7 +174,7 @@ impl MemberSignals {
                 let signaler = &self.signalers[permit as usize];
                 signaler.own().wait_op(signaler.last())
             } else {
-                self.heard().get(&signaller).and_then(|heard| {
+                self.heard.locked().get(&signaller).and_then(|heard| {
                     // No lane reaches a larger value, not even by its end: such a promise is
                     // garbage.
                     let promised = heard.pair_page.promised(permit).load(SeqCst).min(VALUE_MAX);
@@ -201,12 +188,12 @@ impl MemberSignals {
 
     /// Whether this process's streams can wait for the member's.
     pub(super) fn is_connected(&self, member: u32) -> bool {
-        member == self.member || self.heard().contains_key(&member)
+        member == self.member || self.heard.locked().contains_key(&member)
     }
 
-    /// Maps the page that this member and another share.
-    pub(super) fn map(&self, fd: PeerFd) -> Result<UnsealedPage> {
-        UnsealedPage::open(fd, bytes_for(self.permits()), &self.name)
+    /// Makes a page that this member and one that signals to it are to share.
+    pub(super) fn draft(&self) -> Result<UnsealedPage> {
+        UnsealedPage::create(bytes_for(self.permits()))
     }
 
     /// Waits until `member` has sealed the page and signals there. False if the time is over before,
@@ -235,7 +222,7 @@ impl MemberSignals {
             self.drop_page_deferred(pair_page);
             return Ok(false);
         }
-        let earlier = self.heard().insert(
+        let earlier = self.heard.locked().insert(
             member,
             HeardMember {
                 pair_page,
@@ -250,40 +237,34 @@ impl MemberSignals {
 
     /// Starts to signal to a member, on a page that it has mapped. Runs on the control thread: it
     /// calls the driver.
-    pub(super) fn add_listener(self: &Arc<Self>, member: u32, fd: PeerFd) -> Result<()> {
+    pub(super) fn add_listener(&self, member: u32, fd: PeerFd) -> Result<()> {
         self.remove_listener(member);
-        if self.listeners().len() >= LISTENERS_MAX {
+        if self.listeners.locked().len() >= LISTENERS_MAX {
             return Err(Error::argument(
                 "listener",
                 member,
                 format!("one of {LISTENERS_MAX}"),
             ));
         }
-        let draft = UnsealedPage::open(fd, bytes_for(self.permits()), &self.name)?;
+        let page = SharedPage::seal(&self.device, fd, bytes_for(self.permits()), &self.name)?;
         let pair_page = PairPage {
-            page: Arc::new(draft.close(&self.device, &self.name)?),
+            page: Arc::new(page),
             permits: self.permits(),
         };
-        self.listeners().push((member, pair_page.clone()));
-        let mut has_all = true;
+        self.listeners.locked().push((member, pair_page.clone()));
         for (permit, signaler) in (0..).zip(&self.signalers) {
-            has_all &= signaler.add(member.into(), &pair_page.lane(permit));
+            signaler.add_late(member.into(), &pair_page.lane(permit), &self.reactor);
             pair_page
                 .promised(permit)
                 .fetch_max(signaler.last(), SeqCst);
         }
         pair_page.is_served().store(1, SeqCst);
-        if !has_all {
-            self.has_lagging_listener.store(true, SeqCst);
-            let signals = self.clone();
-            self.reactor.drop_after(move || signals.catch_up());
-        }
         Ok(())
     }
 
     /// Stops the signals to a member.
     fn remove_listener(&self, member: u32) {
-        let mut listeners = self.listeners();
+        let mut listeners = self.listeners.locked();
         let Some(index) = listeners
             .iter()
             .position(|(listener, _)| *listener == member)
@@ -301,13 +282,11 @@ impl MemberSignals {
     /// Runs on the reactor's thread, which no driver call blocks: CPU stores alone. A dead member's
     /// device may have written a lower value after its page was raised.
     pub(super) fn tick(&self) {
-        self.heard()
+        self.heard
+            .locked()
             .values()
             .filter(|heard| heard.is_dead)
             .for_each(|heard| heard.pair_page.end_waits());
-        if self.has_lagging_listener.swap(false, SeqCst) && !self.catch_up() {
-            self.has_lagging_listener.store(true, SeqCst);
-        }
     }
 
     /// Whether listeners have every count that this process's streams have reached.
@@ -322,7 +301,7 @@ impl MemberSignals {
     /// The member is proven dead, or has completed all its signals: streams that wait for it are
     /// released. CPU stores alone.
     pub(super) fn end_waits(&self, member: u32) {
-        if let Some(heard) = self.heard().get_mut(&member) {
+        if let Some(heard) = self.heard.locked().get_mut(&member) {
             heard.is_dead = true;
             heard.pair_page.end_waits();
         }
@@ -332,7 +311,7 @@ impl MemberSignals {
     pub(super) fn remove_member(&self, member: u32) {
         self.end_waits(member);
         self.remove_listener(member);
-        let heard = self.heard().remove(&member);
+        let heard = self.heard.locked().remove(&member);
         heard
             .into_iter()
             .for_each(|heard| self.drop_page_deferred(heard.pair_page));
@@ -347,14 +326,15 @@ impl MemberSignals {
     /// For tests: the pages shared with `member`, in either role.
     #[cfg(test)]
     pub(super) fn shared_with(&self, member: u32) -> Vec<Arc<SharedPage>> {
-        let listeners = self.listeners();
+        let listeners = self.listeners.locked();
         let served = listeners
             .iter()
             .filter(|(listener, _)| *listener == member)
             .map(|(_, pair_page)| pair_page.page.clone());
         served
             .chain(
-                self.heard()
+                self.heard
+                    .locked()
                     .get(&member)
                     .map(|heard| heard.pair_page.page.clone()),
             )

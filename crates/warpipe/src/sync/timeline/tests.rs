@@ -2,9 +2,12 @@
 
 use std::sync::mpsc::{Sender, channel};
 
+use std::os::fd::AsFd;
+
 use super::*;
 use crate::backend::testing::{Holding, Wrapped};
 use crate::ipc::{Address, ClientSession};
+use crate::shm::page::UnsealedPage;
 
 const WAIT: Duration = Duration::from_secs(10);
 
@@ -331,7 +334,7 @@ fn importers_agree_on_the_last_value_of_an_owner_that_died_between_their_copies(
     let TimelineRole::Owner { signals, .. } = &owner.role else {
         panic!("the owner")
     };
-    signals.signaler.reach_in_part(4, 1);
+    signals.timeline_server.signaler.reach_in_part(4, 1);
     for importer in &importers {
         let TimelineRole::Importer { death_handler, .. } = &importer.role else {
             panic!("an opened timeline")
@@ -343,7 +346,7 @@ fn importers_agree_on_the_last_value_of_an_owner_that_died_between_their_copies(
 }
 
 #[test]
-fn an_importer_that_does_not_seal_its_page_gets_no_signals() {
+fn an_importer_whose_page_is_none_gets_no_signals_and_a_second_page_takes_the_place_of_the_first() {
     let stage = Stage::new("unsealed");
     let (owner, honest) = (stage.create(), stage.open());
     let name = EndpointName::new("steps").unwrap();
@@ -354,30 +357,29 @@ fn an_importer_that_does_not_seal_its_page_gets_no_signals() {
     };
     let (session, incoming) =
         ClientSession::attach(&at, Some(stage.device.info().id), &[], Duration::ZERO).unwrap();
-    let (TimelineGrant { bytes }, [fd, _]) = incoming.open::<TimelineGrant, 2>("steps").unwrap();
-    let draft = UnsealedPage::open(fd, bytes as usize, "steps").unwrap();
-    let lane = SharedCounter::new(
-        &Arc::new(SharedPage::private(&stage.device, COUNTER_BYTES).unwrap()),
-        LANE_OFFSET,
-    );
-    let published = lane.clone();
+    let ((), [published]) = incoming.open::<(), 1>("steps").unwrap();
+    let published = SharedPage::read(published, PAGE_BYTES, "steps").unwrap();
+    let published = SharedCounter::new(&Arc::new(published), LANE_OFFSET);
+    let lane = OnceLock::new();
     session
         .observe(Arc::new(OwnerDeathHandler { lane, published }))
         .unwrap();
+    let longer = UnsealedPage::create(2 * PAGE_BYTES).unwrap();
     let refused = session
-        .request(&encode(&PageSealed).unwrap(), WAIT)
+        .request_with_memory(&[], longer.as_fd(), WAIT)
         .unwrap_err();
-    assert!(
-        matches!(&refused, Error::Refused { text, .. } if text.contains("holes")),
-        "{refused}"
-    );
-    let again = session
-        .request(&encode(&PageSealed).unwrap(), WAIT)
-        .unwrap_err();
-    assert!(matches!(again, Error::Refused { .. }), "{again}");
-    drop(draft);
+    assert!(matches!(refused, Error::Refused { .. }), "{refused}");
     owner.signal_now(1, WAIT).unwrap();
-    honest.wait_host(1, WAIT).unwrap();
+    let pages = [(); 2].map(|()| UnsealedPage::create(PAGE_BYTES).unwrap());
+    for page in &pages {
+        // A kernel that can lets no second descriptor in.
+        let _ = session.request_with_memory(&[], page.as_fd(), WAIT);
+    }
+    owner.signal_now(2, WAIT).unwrap();
+    drop(pages);
+    drop(session);
+    owner.signal_now(3, WAIT).unwrap();
+    honest.wait_host(3, WAIT).unwrap();
 }
 
 #[test]

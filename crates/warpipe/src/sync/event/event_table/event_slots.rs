@@ -2,40 +2,41 @@
 //! made here: the reactor's thread uses the slots, too.
 
 use std::collections::HashMap;
-use std::collections::hash_map::Entry;
 use std::sync::{Arc, Weak};
 
-use super::super::layout::{EVENTS_PER_PAGE, EventPage, EventWords, FROM_MAX, LANES_PER_EVENT};
-use super::super::recording::LatestRecording as _;
+use super::super::layout::{
+    EVENTS_PER_PAGE, EventPage, EventWords, FROM_MAX, LANES_PER_EVENT, max_by_time,
+};
 use super::super::{EventInner, Recording};
-use super::recorder_watch::RecorderWatch;
-use super::{EventTable, LaneReply};
+use super::LaneReply;
 use crate::clock::now_ns;
+use crate::ipc::peer::Process;
 use crate::ipc::{Disconnected, Rejection, ServerCore};
+use crate::runtime::reactor::Reactor;
 use crate::shm::counter::SharedCounter;
-use crate::shm::page::UnsealedPage;
 use crate::shm::signaler::Signaler;
 
 #[derive(Default)]
 pub(in crate::sync::event) struct ExporterState {
     /// The exporter's own pages.
     pub(in crate::sync::event) pages: Vec<EventPage>,
-    /// Pages that importers have not sealed, and pages that are shared with them; by client and
-    /// number.
-    pub(in crate::sync::event) drafts: HashMap<(u64, u32), UnsealedPage>,
+    /// Pages that are shared with importers, by client and number.
     pub(in crate::sync::event) shared: HashMap<(u64, u32), EventPage>,
     pub(in crate::sync::event) slots: Vec<EventSlot>,
     pub(in crate::sync::event) free: Vec<u32>,
-    /// The clients that have a lane.
-    recorders: HashMap<u64, RecorderWatch>,
-    /// Signalers with latest counts that have not reached all late importers.
-    pub(in crate::sync::event) lagging: Vec<Arc<Signaler>>,
+    /// The processes of clients that have a lane.
+    pub(in crate::sync::event) recorders: HashMap<u64, Arc<Process>>,
 }
 
-/// A signaler of an event, and an importer's lane that it signals from now on.
-pub(in crate::sync::event) struct NewListener {
-    pub(in crate::sync::event) signaler: Arc<Signaler>,
-    pub(in crate::sync::event) lane: SharedCounter,
+/// A client's use of an event.
+pub(in crate::sync::event) struct Opening {
+    client: u64,
+    /// The event's words in the page that is shared with the client.
+    words: EventWords,
+    /// How often the client has opened it.
+    pub(in crate::sync::event) count: u32,
+    /// The client's lane, once it has recorded.
+    lane: Option<usize>,
 }
 
 pub(in crate::sync::event) struct EventSlot {
@@ -45,13 +46,7 @@ pub(in crate::sync::event) struct EventSlot {
     /// The signaler of lane 0. It outlives the event: pending signals of its streams belong to its
     /// count.
     pub(in crate::sync::event) signaler: Arc<Signaler>,
-    /// How often each importer has the event open.
-    pub(in crate::sync::event) importers: HashMap<u64, u32>,
-    /// The importer that has each lane.
-    pub(in crate::sync::event) lanes: [Option<u64>; LANES_PER_EVENT],
-    /// The numbers of the last grants, of each lane and overall.
-    pub(in crate::sync::event) grants: [u64; LANES_PER_EVENT],
-    pub(in crate::sync::event) granted: u64,
+    pub(in crate::sync::event) openings: Vec<Opening>,
     /// Whether any importer has ever opened it.
     pub(in crate::sync::event) is_shared: bool,
     /// Recordings of importers are being forwarded.
@@ -67,9 +62,161 @@ pub(in crate::sync::event) enum SlotPhase {
     Ended,
 }
 
+impl Opening {
+    /// The last recording that the client claims, if it may record.
+    fn recorded(&self) -> Option<(u64, Recording)> {
+        // A peer's time is at most the present time.
+        let recorded =
+            (self.words.importer_latest()).map(|(at_ns, last)| (at_ns.min(now_ns()), last));
+        recorded.filter(|(_, recording)| self.lane == Some(recording.lane))
+    }
+}
+
 impl EventSlot {
     fn is_live_with(&self, serial: u64) -> bool {
         self.serial == serial && matches!(self.phase, SlotPhase::Live(_))
+    }
+
+    pub(in crate::sync::event) fn opening_of(&self, client: u64) -> Option<&Opening> {
+        (self.openings.iter()).find(|opening| opening.client == client)
+    }
+
+    /// The opening that has a lane.
+    fn holder(&self, lane: usize) -> Option<&Opening> {
+        (self.openings.iter()).find(|opening| opening.lane == Some(lane))
+    }
+
+    pub(in crate::sync::event) fn is_recorder(&self, client: u64, lane: usize) -> bool {
+        self.holder(lane)
+            .is_some_and(|holder| holder.client == client)
+    }
+
+    /// The words of a lane: those of its holder, or else what has remained.
+    pub(in crate::sync::event) fn lane(&self, lane: usize) -> SharedCounter {
+        let words = self.holder(lane).map(|holder| &holder.words);
+        words.unwrap_or(&self.event_words).lane(lane)
+    }
+
+    /// The last recording by any process.
+    pub(in crate::sync::event) fn latest(&self) -> Option<(u64, Recording)> {
+        let importers = self.openings.iter().map(Opening::recorded);
+        max_by_time(importers.chain([self.event_words.latest()]))
+    }
+
+    /// Writes a recording to the exporter's page and to all importers' pages but that of its
+    /// recorder.
+    pub(in crate::sync::event) fn publish(&self, recording: Recording, now_ns: u64) {
+        self.event_words.set_latest(now_ns, recording);
+        (self.openings.iter())
+            .filter(|opening| opening.lane != Some(recording.lane))
+            .for_each(|opening| opening.words.set_latest(now_ns, recording));
+    }
+
+    /// Forwards the progress of importers' recordings; true once nothing is left to forward.
+    pub(in crate::sync::event) fn forward(&self) -> bool {
+        let mut is_done = true;
+        for (number, holder) in (1..LANES_PER_EVENT).filter_map(|n| Some((n, self.holder(n)?))) {
+            let lane = holder.words.lane(number);
+            let value = lane.value();
+            if lane.has_ended() || value > FROM_MAX {
+                continue;
+            }
+            let others = (self.openings.iter()).filter(|opening| opening.client != holder.client);
+            let others = others.map(|opening| &opening.words);
+            for copy in others.chain([&self.event_words]) {
+                let copy = copy.lane(number);
+                copy.copy_pid(&lane);
+                copy.bring_up(value);
+            }
+            is_done &= (holder.recorded()).is_none_or(|(_, last)| last.count <= value);
+        }
+        is_done
+    }
+
+    /// Ends a lane, at the exporter's copy of its count, in all pages.
+    fn end_lane(&self, number: usize) {
+        let (held, mirror) = (self.lane(number), self.event_words.lane(number));
+        let value = held.value().max(mirror.value());
+        let openings = self
+            .openings
+            .iter()
+            .map(|opening| opening.words.lane(number));
+        for lane in openings.chain([mirror]) {
+            lane.copy_pid(&held);
+            lane.end_at(value);
+        }
+    }
+
+    pub(in crate::sync::event) fn end_all(&self) {
+        self.signaler.end();
+        (1..LANES_PER_EVENT).for_each(|lane| self.end_lane(lane));
+    }
+
+    /// Takes over a client's lane: its progress and its last recording.
+    fn take_over_lane(&mut self, client: u64) {
+        let Some(opening) = self.opening_of(client) else {
+            return;
+        };
+        let (recorded, Some(number)) = (opening.recorded(), opening.lane) else {
+            return;
+        };
+        let claimed = opening.words.lane(number).value();
+        self.forward();
+        if let Some((now_ns, recording)) = recorded {
+            self.publish(recording, now_ns);
+        }
+        // An importer that leaves has completed its recordings, or has lied: no wait for them lasts
+        // for ever.
+        let reached = self.event_words.lane(number).value();
+        if claimed > FROM_MAX || recorded.is_some_and(|(_, last)| last.count > reached) {
+            self.end_lane(number);
+        }
+    }
+
+    /// Removes a client that has the event open no more.
+    fn remove(&mut self, client: u64) {
+        self.take_over_lane(client);
+        self.openings.retain(|opening| opening.client != client);
+        drop(self.signaler.remove(client));
+        self.tell_of_others();
+    }
+
+    fn tell_of_others(&self) {
+        let many = self.openings.len() > 1;
+        (self.openings.iter()).for_each(|opening| opening.words.set_other_importers(many));
+    }
+
+    /// Adds a client's first opening, and writes the event's recordings to its page; later ones
+    /// follow.
+    fn add(&mut self, client: u64, words: EventWords, reactor: &Arc<Reactor>) {
+        // The slot may hold words of an earlier event. No stream waits there: importers closed it
+        // behind their streams, and the exporter's streams are past it.
+        if !words.is_of(self.serial) {
+            words.lanes().for_each(|lane| lane.reset());
+            words.forget_latest(self.serial);
+        }
+        self.is_shared = true;
+        self.openings.push(Opening {
+            client,
+            words: words.clone(),
+            count: 1,
+            lane: None,
+        });
+        self.tell_of_others();
+        // After that: a recorder that has not seen the flag has recorded before, and that recording
+        // is forwarded here.
+        if let Some((now_ns, recording)) = self.latest() {
+            words.set_latest(now_ns, recording);
+        }
+        for number in 1..LANES_PER_EVENT {
+            let (mirror, lane) = (self.event_words.lane(number), words.lane(number));
+            if mirror.has_ended() {
+                lane.end_at(mirror.value())
+            } else {
+                lane.bring_up(mirror.value())
+            }
+        }
+        self.signaler.add_late(client, &words.lane(0), reactor);
     }
 }
 
@@ -87,148 +234,51 @@ impl ExporterState {
             serial: 1,
             phase: SlotPhase::Free,
             signaler: Arc::new(event_page.signaler(index, 0, 0)),
-            importers: HashMap::new(),
-            lanes: [None; LANES_PER_EVENT],
-            grants: [0; LANES_PER_EVENT],
-            granted: 0,
+            openings: Vec::new(),
             is_shared: false,
             is_forwarding: false,
         });
         index
     }
 
-    /// An event's words in the page that an importer shares with this process.
-    pub(in crate::sync::event) fn event_words_of(
-        &self,
+    pub(in crate::sync::event) fn slot(&self, index: u32) -> &EventSlot {
+        &self.slots[index as usize]
+    }
+
+    /// The slot of an event that a client has open.
+    pub(in crate::sync::event) fn opened(
+        &mut self,
+        client: u64,
         index: u32,
-        importer: u64,
-    ) -> Option<EventWords> {
-        self.shared
-            .get(&(importer, index / EVENTS_PER_PAGE as u32))
-            .map(|event_page| event_page.event_words(index))
-    }
-
-    /// An event's words in the pages of all importers that have it open.
-    fn all_event_words(&self, index: u32) -> impl Iterator<Item = (u64, EventWords)> + '_ {
-        let importers = self.slots[index as usize].importers.keys();
-        importers
-            .filter_map(move |&importer| Some((importer, self.event_words_of(index, importer)?)))
-    }
-
-    /// The last recording that an importer claims, if it may record.
-    pub(in crate::sync::event) fn recorded_by(
-        &self,
-        slot: &EventSlot,
-        index: u32,
-        importer: u64,
-    ) -> Option<(u64, Recording)> {
-        // A peer's time is at most the present time.
-        let recorded = self
-            .event_words_of(index, importer)?
-            .importer_latest()
-            .map(|(at_ns, last)| (at_ns.min(now_ns()), last));
-        recorded.filter(|(_, recording)| slot.lanes[recording.lane] == Some(importer))
-    }
-
-    /// Writes a recording to the exporter's page and to all importers' pages but that of its
-    /// recorder.
-    pub(in crate::sync::event) fn publish(
-        &self,
-        index: u32,
-        recording: Recording,
-        now_ns: u64,
-        but: Option<u64>,
-    ) {
-        self.slots[index as usize]
-            .event_words
-            .set_latest(now_ns, recording);
-        let others = self
-            .all_event_words(index)
-            .filter(|(importer, _)| Some(*importer) != but);
-        others.for_each(|(_, event_words)| event_words.set_latest(now_ns, recording));
-    }
-
-    /// Forwards the progress of importers' recordings; true once nothing is left to forward.
-    pub(in crate::sync::event) fn forward(&self, index: u32) -> bool {
-        let slot = &self.slots[index as usize];
-        let mut is_done = true;
-        for (number, holder) in slot.lanes.iter().enumerate() {
-            let Some((holder, event_words)) =
-                holder.and_then(|importer| Some((importer, self.event_words_of(index, importer)?)))
-            else {
-                continue;
-            };
-            let (lane, mirror) = (event_words.lane(number), slot.event_words.lane(number));
-            let value = lane.value();
-            if lane.has_ended() || value > FROM_MAX {
-                continue;
-            }
-            let others = self
-                .all_event_words(index)
-                .filter(|(importer, _)| *importer != holder)
-                .map(|(_, event_words)| event_words.lane(number));
-            for copy in others.chain([mirror]) {
-                copy.copy_pid(&lane);
-                copy.bring_up(value);
-            }
-            let recorded = self.recorded_by(slot, index, holder);
-            is_done &= recorded.is_none_or(|(_, last)| last.lane != number || last.count <= value);
-        }
-        is_done
-    }
-
-    /// Ends a lane, at the exporter's copy of its count, in all pages.
-    fn end_lane(&self, index: u32, number: usize) {
-        let slot = &self.slots[index as usize];
-        let holder = slot.lanes[number].and_then(|importer| self.event_words_of(index, importer));
-        let (mirror, holders) = (
-            slot.event_words.lane(number),
-            holder.map(|event_words| event_words.lane(number)),
-        );
-        let value = holders
-            .as_ref()
-            .map_or(0, SharedCounter::value)
-            .max(mirror.value());
-        for lane in self
-            .all_event_words(index)
-            .map(|(_, event_words)| event_words.lane(number))
-            .chain([mirror])
-        {
-            holders.iter().for_each(|holder| lane.copy_pid(holder));
-            lane.end_at(value);
-        }
+    ) -> Option<&mut EventSlot> {
+        let slot = self.slots.get_mut(index as usize)?;
+        slot.opening_of(client).is_some().then_some(slot)
     }
 
     /// Ends the lanes of an importer that is proven dead: its pending recordings never come.
     pub(in crate::sync::event) fn end_lanes_of(&self, client: u64) {
-        for index in 0..self.slots.len() {
-            let lanes = self.slots[index].lanes;
-            (0..LANES_PER_EVENT)
-                .filter(|&lane| lanes[lane] == Some(client))
-                .for_each(|lane| self.end_lane(index as u32, lane));
+        for slot in &self.slots {
+            if let Some(lane) = slot.opening_of(client).and_then(|opening| opening.lane) {
+                slot.end_lane(lane);
+            }
         }
-    }
-
-    pub(in crate::sync::event) fn end_all(&self, index: usize) {
-        self.slots[index].signaler.end();
-        (1..LANES_PER_EVENT).for_each(|lane| self.end_lane(index as u32, lane));
     }
 
     /// Ends a dropped event once its own work is done: remaining waits are released.
     pub(in crate::sync::event) fn end(&mut self, index: u32) {
-        self.end_all(index as usize);
-        self.slots[index as usize].phase = SlotPhase::Ended;
+        let slot = &mut self.slots[index as usize];
+        slot.end_all();
+        slot.phase = SlotPhase::Ended;
         self.clear(index);
     }
 
     /// Resets an ended event's slot, once no importer's stream can wait there.
-    pub(in crate::sync::event) fn clear(&mut self, index: u32) {
+    fn clear(&mut self, index: u32) {
         let slot = &mut self.slots[index as usize];
-        if !matches!(slot.phase, SlotPhase::Ended) || !slot.importers.is_empty() {
+        if !matches!(slot.phase, SlotPhase::Ended) || !slot.openings.is_empty() {
             return;
         }
         slot.event_words.lanes().for_each(|lane| lane.reset());
-        slot.lanes = [None; LANES_PER_EVENT];
         slot.is_shared = false;
         slot.signaler =
             Arc::new(self.pages[index as usize / EVENTS_PER_PAGE].signaler(index, 0, 0));
@@ -242,221 +292,98 @@ impl ExporterState {
         self.free.push(index);
     }
 
-    /// Counts an opening. An importer's first opening writes the event's recordings to its page,
-    /// and later ones follow.
-    ///
-    /// It returns the lane to signal for this importer.
+    /// Counts an opening. False if there is no such event, or the client shares no page for it.
     pub(in crate::sync::event) fn open(
         &mut self,
         client: u64,
         index: u32,
         serial: u64,
-    ) -> Option<Option<NewListener>> {
-        let event_words = self.event_words_of(index, client)?;
-        let slot = self
-            .slots
-            .get_mut(index as usize)
-            .filter(|slot| slot.is_live_with(serial))?;
-        slot.is_shared = true;
-        let count = slot.importers.entry(client).or_default();
-        *count += 1;
-        if *count > 1 {
-            return Some(None);
-        }
-        // The slot may hold words of an earlier event. No stream waits there: importers closed it
-        // behind their streams, and the exporter's streams are past it.
-        if !event_words.is_of(serial) {
-            event_words.lanes().for_each(|lane| lane.reset());
-            event_words.forget_latest(serial);
-        }
-        let (signaler, own) = (slot.signaler.clone(), slot.event_words.clone());
-        let many = slot.importers.len() > 1;
-        self.all_event_words(index)
-            .for_each(|(_, event_words)| event_words.set_other_importers(many));
-        // After that: a recorder that has not seen the flag has recorded before, and that recording
-        // is forwarded here.
-        let known: Vec<_> = {
-            let slot = &self.slots[index as usize];
-            slot.importers
-                .keys()
-                .filter_map(|&importer| self.recorded_by(slot, index, importer))
-                .collect()
+        reactor: &Arc<Reactor>,
+    ) -> bool {
+        let page = self.shared.get(&(client, index / EVENTS_PER_PAGE as u32));
+        let slot = (self.slots.get_mut(index as usize)).filter(|slot| slot.is_live_with(serial));
+        let Some((slot, page)) = slot.zip(page) else {
+            return false;
         };
-        let latest = known.into_iter().fold(own.latest(), |latest, importer| {
-            latest.max_by_time(Some(importer))
-        });
-        latest
-            .into_iter()
-            .for_each(|(now_ns, recording)| event_words.set_latest(now_ns, recording));
-        for number in 1..LANES_PER_EVENT {
-            let (mirror, lane) = (own.lane(number), event_words.lane(number));
-            if mirror.has_ended() {
-                lane.end_at(mirror.value())
-            } else {
-                lane.bring_up(mirror.value())
-            }
+        let mut openings = slot.openings.iter_mut();
+        if let Some(opening) = openings.find(|opening| opening.client == client) {
+            opening.count += 1;
+        } else {
+            slot.add(client, page.event_words(index), reactor);
         }
-        Some(Some(NewListener {
-            signaler,
-            lane: event_words.lane(0),
-        }))
+        true
     }
 
+    /// The lane of a client, granted with its first recording.
     pub(in crate::sync::event) fn lane(
         &mut self,
-        event_table: &Weak<EventTable>,
         server_core: &ServerCore,
         client: u64,
         index: u32,
-        serial: u64,
     ) -> Result<LaneReply, Rejection> {
-        let known =
-            |slot: &&EventSlot| slot.is_live_with(serial) && slot.importers.contains_key(&client);
-        let Some((slot, event_words)) = self
-            .slots
-            .get(index as usize)
-            .filter(known)
-            .zip(self.event_words_of(index, client))
-        else {
+        let slot = self.opened(client, index);
+        let Some(slot) = slot.filter(|slot| matches!(slot.phase, SlotPhase::Live(_))) else {
             return Ok(LaneReply::Dropped);
         };
-        let is_sound = |lane: SharedCounter| !lane.has_ended() && lane.value() <= FROM_MAX;
-        let is_free =
-            |lane: &usize| slot.lanes[*lane].is_none() && is_sound(slot.event_words.lane(*lane));
-        let Some(number) = (1..LANES_PER_EVENT).find(is_free) else {
+        let is_free = |&lane: &usize| {
+            let mirror = slot.event_words.lane(lane);
+            slot.holder(lane).is_none() && !mirror.has_ended() && mirror.value() <= FROM_MAX
+        };
+        let own = slot.opening_of(client).and_then(|opening| opening.lane);
+        let Some(number) = own.or_else(|| (1..LANES_PER_EVENT).find(is_free)) else {
             return Ok(LaneReply::Full);
         };
-        let from = slot.event_words.lane(number).value();
-        event_words.lane(number).bring_up(from);
-        if let Entry::Vacant(vacant) = self.recorders.entry(client) {
-            vacant.insert(RecorderWatch::of(server_core, event_table, client)?);
+        // A lane that the client has already stands where its own page says.
+        let from = slot.lane(number).value();
+        let mut openings = slot.openings.iter_mut();
+        if let Some(opening) = openings.find(|opening| opening.client == client) {
+            opening.words.lane(number).bring_up(from);
+            opening.lane = Some(number);
         }
-        let slot = &mut self.slots[index as usize];
-        slot.granted += 1;
-        slot.lanes[number] = Some(client);
-        slot.grants[number] = slot.granted;
-        Ok(LaneReply::Granted {
-            lane: number as u8,
-            from,
-            grant: slot.granted,
-        })
+        let process = server_core
+            .process_of(client)
+            .ok_or_else(|| Rejection::new("it is there no more"))?;
+        self.recorders.insert(client, process);
+        let lane = number as u8;
+        Ok(LaneReply::Granted { lane, from })
     }
 
-    /// Takes back a lane that an importer has not used, unless it has been granted anew since then.
-    pub(in crate::sync::event) fn return_lane(
-        &mut self,
-        client: u64,
-        (index, serial): (u32, u64),
-        lane: usize,
-        grant: u64,
-    ) {
-        let slot = self
-            .slots
-            .get(index as usize)
-            .filter(|slot| slot.serial == serial);
-        if slot.is_some_and(|slot| {
-            slot.lanes.get(lane) == Some(&Some(client)) && slot.grants[lane] == grant
-        }) {
-            self.take_over_lane(client, index, lane);
+    /// Closes one opening.
+    pub(in crate::sync::event) fn close(&mut self, client: u64, index: u32, serial: u64) {
+        let slot = self.opened(client, index);
+        let Some(slot) = slot.filter(|slot| slot.serial == serial) else {
+            return;
+        };
+        let mut openings = slot.openings.iter_mut();
+        if let Some(opening) = openings.find(|opening| opening.client == client) {
+            opening.count -= 1;
+            if opening.count == 0 {
+                slot.remove(client);
+                self.clear(index);
+            }
         }
-    }
-
-    /// Takes over an importer's lane: its progress and its last recording.
-    fn take_over_lane(&mut self, client: u64, index: u32, number: usize) {
-        let slot = &self.slots[index as usize];
-        let recorded = self.recorded_by(slot, index, client);
-        self.forward(index);
-        if let Some((now_ns, recording)) =
-            recorded.filter(|(_, recording)| recording.lane == number)
-        {
-            self.publish(index, recording, now_ns, None);
-        }
-        // An importer that leaves has completed its recordings, or has lied: no wait for them lasts
-        // for ever.
-        let reached = self.slots[index as usize].event_words.lane(number).value();
-        let is_short =
-            recorded.is_some_and(|(_, last)| last.lane == number && last.count > reached);
-        if is_short
-            || self
-                .event_words_of(index, client)
-                .is_some_and(|event_words| event_words.lane(number).value() > FROM_MAX)
-        {
-            self.end_lane(index, number);
-        }
-        self.slots[index as usize].lanes[number] = None;
-    }
-
-    /// Closes one opening. Returns the event's signaler if it was the importer's last.
-    pub(in crate::sync::event) fn close(
-        &mut self,
-        client: u64,
-        index: u32,
-        serial: u64,
-        lane: Option<u8>,
-    ) -> Option<Arc<Signaler>> {
-        let slot = self
-            .slots
-            .get_mut(index as usize)
-            .filter(|slot| slot.serial == serial)?;
-        let count = slot.importers.get_mut(&client)?;
-        *count -= 1;
-        let is_last = *count == 0;
-        if let Some(number) = lane
-            .map(usize::from)
-            .filter(|&lane| slot.lanes.get(lane) == Some(&Some(client)))
-        {
-            self.take_over_lane(client, index, number);
-        }
-        let signaler = is_last.then(|| self.remove_importer(client, index));
-        self.clear(index);
-        signaler
-    }
-
-    /// Removes an importer that has an event open no more.
-    fn remove_importer(&mut self, client: u64, index: u32) -> Arc<Signaler> {
-        let lanes = self.slots[index as usize].lanes;
-        (0..LANES_PER_EVENT)
-            .filter(|&lane| lanes[lane] == Some(client))
-            .for_each(|lane| self.take_over_lane(client, index, lane));
-        let slot = &mut self.slots[index as usize];
-        slot.importers.remove(&client);
-        let (signaler, many) = (slot.signaler.clone(), slot.importers.len() > 1);
-        self.all_event_words(index)
-            .for_each(|(_, event_words)| event_words.set_other_importers(many));
-        signaler
     }
 
     /// Removes a client. The pending recordings of a dead client's device never come. Returns the
-    /// signalers that signal to it, and the pages shared with it.
+    /// pages shared with it.
     pub(in crate::sync::event) fn gone(
         &mut self,
         client: u64,
         disconnected: Disconnected,
-    ) -> (Vec<Arc<Signaler>>, Vec<EventPage>) {
+    ) -> Vec<EventPage> {
         if disconnected == Disconnected::ProcessDied {
             self.end_lanes_of(client);
         }
         self.recorders.remove(&client);
-        let mut signalers = Vec::new();
         for index in 0..self.slots.len() as u32 {
-            if self.slots[index as usize].importers.contains_key(&client) {
-                signalers.push(self.remove_importer(client, index));
+            if let Some(slot) = self.opened(client, index) {
+                slot.remove(client);
                 self.clear(index);
             }
         }
-        self.drafts.retain(|(importer, _), _| *importer != client);
-        (
-            signalers,
-            self.shared
-                .extract_if(|(importer, _), _| *importer == client)
-                .map(|(_, event_page)| event_page)
-                .collect(),
-        )
-    }
-
-    /// Brings late importers up to date; true once all have every earlier recording.
-    pub(in crate::sync::event) fn catch_up(&mut self) -> bool {
-        self.lagging.retain(|signaler| !signaler.catch_up());
-        self.lagging.is_empty()
+        self.shared
+            .extract_if(|(importer, _), _| *importer == client)
+            .map(|(_, event_page)| event_page)
+            .collect()
     }
 }
