@@ -70,7 +70,7 @@ impl AllocationClient {
     pub fn open_share<'w>(&self, number: u64, wait: impl Into<Wait<'w>>) -> Result<OpenAllocation> {
         let wait = wait.into();
         match self.session.ask(number, &wait, &wait)? {
-            Answer::Lent(borrowed) => Ok(OpenAllocation(borrowed)),
+            Answer::Lent(borrowed) => Ok(OpenAllocation { borrowed }),
             Answer::Gone | Answer::Refused(()) => Err(Error::NotFound {
                 name: format!("{}, share {number}", self.name()),
                 kind: Kind::Allocations,
@@ -86,13 +86,15 @@ impl AllocationClient {
 /// once the recorded streams are past it. Its methods to read and write are those of
 /// [`DeviceSlice`].
 #[derive(Debug)]
-pub struct OpenAllocation(Borrowed);
+pub struct OpenAllocation {
+    borrowed: Borrowed,
+}
 
 impl Deref for OpenAllocation {
     type Target = DeviceSlice;
 
     fn deref(&self) -> &DeviceSlice {
-        &self.0
+        &self.borrowed
     }
 }
 
@@ -103,6 +105,6 @@ impl OpenAllocation {
     /// # Errors
     /// [`Error::PeerGone`].
     pub fn check(&self) -> Result<()> {
-        self.0.check()
+        self.borrowed.check()
     }
 }

@@ -118,7 +118,7 @@ impl PoolClient {
         check_bytes(bytes)?;
         loop {
             match ask(&self.session, PoolRequest::Block { bytes }, &wait)? {
-                Answer::Lent(block) => return Ok(LentBuffer(block)),
+                Answer::Lent(borrowed) => return Ok(LentBuffer { borrowed }),
                 Answer::Refused(refusal) => {
                     let left = wait.slice();
                     if let Some(error) = refusal.error(self.name(), bytes, left.is_zero()) {
@@ -152,13 +152,15 @@ fn ask(
 /// streams are past it. It stays valid when its owner closes the pool, or dies. Its methods to read
 /// and write are those of [`DeviceSlice`].
 #[derive(Debug)]
-pub struct LentBuffer(Borrowed);
+pub struct LentBuffer {
+    borrowed: Borrowed,
+}
 
 impl Deref for LentBuffer {
     type Target = DeviceSlice;
 
     fn deref(&self) -> &DeviceSlice {
-        &self.0
+        &self.borrowed
     }
 }
 
@@ -185,7 +187,7 @@ impl LentBuffer {
         })?;
         let lent = PoolRequest::Lent(ticket.wanted().id);
         match ask(&session, lent, &Wait::at_most(Duration::MAX)) {
-            Ok(Answer::Lent(block)) => Ok(LentBuffer(block)),
+            Ok(Answer::Lent(borrowed)) => Ok(LentBuffer { borrowed }),
             Ok(Answer::Gone) => Err(ticket.expired(Expiry::Returned)),
             Ok(Answer::Refused(refusal)) => {
                 let refused = refusal.error(session.name(), 0, true);
@@ -200,7 +202,7 @@ impl LentBuffer {
 
     /// The pool's name.
     pub fn name(&self) -> &str {
-        self.0.name()
+        self.borrowed.name()
     }
 
     /// Releases the block behind the work enqueued on `stream` so far, and on the other recorded
@@ -211,6 +213,6 @@ impl LentBuffer {
     /// [`Error::Driver`], [`Error::Argument`] for a stream of another device, and the block is
     /// released as if it were dropped; [`Error::Forked`].
     pub fn free(self, stream: &Stream) -> Result<()> {
-        self.0.free(stream)
+        self.borrowed.free(stream)
     }
 }
