@@ -276,7 +276,11 @@ pub(crate) struct Violation {
     pub(crate) allowed: String,
 }
 
-fn violation(field: &'static str, found: impl ToString, allowed: impl ToString) -> Violation {
+pub(crate) fn violation(
+    field: &'static str,
+    found: impl ToString,
+    allowed: impl ToString,
+) -> Violation {
     Violation {
         field,
         found: found.to_string(),

@@ -14,6 +14,7 @@
 
 mod builder;
 pub(crate) mod entry;
+mod link_end;
 mod observer;
 mod publisher;
 mod publisher_core;

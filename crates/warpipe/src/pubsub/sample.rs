@@ -188,7 +188,7 @@ impl Sample {
         Err(Error::SampleLost {
             name: link.name.clone(),
             sequence: self.sequence(),
-            pid: link.peer.pid,
+            pid: link.end.peer.pid,
         })
     }
 

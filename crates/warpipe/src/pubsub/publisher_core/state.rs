@@ -83,7 +83,7 @@ impl PublisherState {
 
     /// Adds a link, with its row of the statistics page.
     pub(super) fn add(&mut self, mut link: SubscriberLink) {
-        link.row = Some(self.row.link(link.peer.pid, link.peer.uid));
+        link.row = Some(self.row.link(link.end.peer.pid, link.end.peer.uid));
         self.links.add(link);
     }
 

@@ -134,7 +134,7 @@ impl Subscriber {
         let rung = std::mem::take(&mut self.rung);
         for source in (0..4).filter(|source| rung & 1 << source != 0) {
             match source {
-                DOORBELL => self.doorbell.drain(),
+                DOORBELL => self.at.doorbell.drain(),
                 WAKE => self.drain_wake(),
                 TIMER => self.drain_timer(),
                 _ => self.arrivals.iter().for_each(Arrivals::drain),
@@ -144,7 +144,7 @@ impl Subscriber {
 
     /// Drains every source.
     pub(super) fn drain(&self) {
-        self.doorbell.drain();
+        self.at.doorbell.drain();
         self.drain_wake();
         self.drain_timer();
         self.arrivals.iter().for_each(Arrivals::drain);
@@ -158,11 +158,11 @@ impl Subscriber {
 
     fn drain_wake(&self) {
         if let Some(attached) = &self.attached {
-            attached.link.drain_wake();
-            if attached.link.peer_doorbell.is_closed() {
+            attached.quiet();
+            if attached.link.end.peer_doorbell.is_closed() {
                 // The closed doorbell would be readable for ever; the local doorbell reports the
                 // end itself.
-                let _ = epoll::delete(&self.readable, attached.link.peer_doorbell.as_fd());
+                let _ = epoll::delete(&self.readable, attached.link.end.peer_doorbell.as_fd());
             }
         }
     }
@@ -180,7 +180,7 @@ impl AsFd for Subscriber {
             .as_ref()
             .is_none_or(|at| at.taken.is_some() || at.ring.may_have_news())
         {
-            self.doorbell.ring();
+            self.at.doorbell.ring();
         }
         self.readable.as_fd()
     }
