@@ -10,8 +10,8 @@ mod tests;
 mod wait;
 
 use std::os::fd::AsFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use rustix::event::epoll;
@@ -20,7 +20,7 @@ pub use builder::SubscriberBuilder;
 pub(crate) use raw_sample::{CompletionWait, RawSample, Replies};
 
 use self::link_receiver::{EndedLink, LinkReceiver};
-use self::wait::{ARRIVALS, DOORBELL, WAKE, watch_descriptor};
+use self::wait::{ARRIVALS, DOORBELL, TickRinger, WAKE, watch_descriptor};
 use super::publisher_link::{ConnectOptions, PublisherLink};
 use super::sample::{PreviousPublisher, Sample};
 use crate::device::Device;
@@ -37,6 +37,7 @@ use crate::options::EndpointOptions;
 use crate::pubsub::ring::ReceiverRing;
 use crate::runtime::attempt::Attempt;
 use crate::runtime::doorbell::LocalDoorbell;
+use crate::runtime::reactor::Reactor;
 use crate::runtime::spin::Polls;
 use crate::statistics::{self, EndpointRow, EndpointWords, Role};
 use crate::stream::Stream;
@@ -95,9 +96,8 @@ pub struct Subscriber {
     /// Publishers are asked to ring for their samples: the attached one, and every one that is
     /// attached next.
     is_asleep: AtomicBool,
-    /// Ends the sleep of an event loop when only another poll can help. Made when it is first
-    /// needed.
-    timer: Option<CloseOnForkFd>,
+    /// Ends the sleeps of an event loop while only another poll can help.
+    ringer: Option<Arc<TickRinger>>,
     /// The sources that have ended a sleep and are not drained, a bit for each.
     rung: u8,
     attached: Option<LeakOnFork<LinkReceiver>>,
@@ -169,7 +169,7 @@ impl Subscriber {
             readable,
             is_polled: AtomicBool::new(false),
             is_asleep: AtomicBool::new(false),
-            timer: None,
+            ringer: None,
             rung: 0,
             attached: None,
             attempt: None,
@@ -328,8 +328,13 @@ impl Subscriber {
     /// Ends a wait without a sample.
     fn end_wait<T>(&mut self, wait: &Wait<'_>) -> Result<T> {
         self.wake_up();
-        if self.is_polled.load(Ordering::Relaxed) && self.must_look_again() {
-            self.set_timer(RETRY)?;
+        if !(self.is_polled.load(Ordering::Relaxed) && self.must_look_again()) {
+            self.ringer = None;
+        } else if self.ringer.is_none() {
+            let (reactor, doorbell) = (Reactor::of_process()?, self.at.doorbell.clone());
+            let ringer = self.ringer.insert(Arc::new(TickRinger(doorbell)));
+            let me: Weak<TickRinger> = Arc::downgrade(ringer);
+            reactor.register_ticks(me);
         }
         Err(self.nothing_within(wait))
     }
