@@ -281,9 +281,6 @@ impl PublisherCore {
         // The segment alone: a deferred drop that waits for a stream must not keep descriptors.
         let segment = link.ring.segment().clone();
         state.history.forget(&segment);
-        if let Some(partner) = link.partner.take() {
-            self.reactor.defer_drop(Box::new(partner));
-        }
         drop(link);
         let mut past = self.past_signals();
         self.reactor.drop_after(move || {

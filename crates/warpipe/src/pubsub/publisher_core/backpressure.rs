@@ -19,24 +19,21 @@ use crate::runtime::doorbell::{LocalDoorbell, PeerDoorbell};
 use crate::wait::{SLICE, Wait};
 
 impl PublisherCore {
-    /// Waits until every recipient that may not miss a sample has room for one and no other thread
-    /// sends. Takes the send turn.
-    pub(super) fn make_room(&self, to: Recipients) -> Result<SendTurn<'_>> {
-        self.make_room_within(to, None)
-    }
-
     /// Waits at most `timeout` until a send would not have to wait. Sends nothing.
     pub(in crate::pubsub) fn wait_for_room(&self, to: Recipients, timeout: Duration) -> Result<()> {
-        match self.make_room_within(to, Some(&timeout.into())) {
+        match self.make_room(to, Some(&timeout.into())) {
             // A policy that fails is applied by the send itself.
             Ok(_) | Err(Error::Full { .. }) => Ok(()),
             Err(error) => Err(error),
         }
     }
 
+    /// Waits until every recipient that may not miss a sample has room for one and no other thread
+    /// sends. Takes the send turn.
+    ///
     /// `wait` replaces the timeout of the subscribers' policies, and that of the lock for sending. A
     /// thread that had to wait asks whether it is cancelled before it takes its turn.
-    pub(super) fn make_room_within(
+    pub(super) fn make_room(
         &self,
         to: Recipients,
         wait: Option<&Wait<'_>>,

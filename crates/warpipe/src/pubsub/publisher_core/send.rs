@@ -61,7 +61,7 @@ impl PublisherCore {
         wait: Option<&Wait<'_>>,
     ) -> Result<u64, SendFailure> {
         self.admit(stream)?;
-        let mut turn = self.make_room_within(to, wait)?;
+        let mut turn = self.make_room(to, wait)?;
         let delivery = self.deliver(&mut turn.state, slot, layout, metadata, stream, to)?;
         turn.state.arena.release(slot);
         Ok(delivery.sequence)
@@ -228,7 +228,7 @@ impl PublisherCore {
                 .placed_mut()
                 .for_each(SubscriberLink::look_whether_it_sleeps);
         }
-        history.add(slot, description, arena);
+        history.add(slot, packed, arena);
         delivery
     }
 

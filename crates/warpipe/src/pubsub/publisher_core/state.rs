@@ -12,7 +12,7 @@ use crate::error::Result;
 use crate::memory::arena::{Arena, SlotId};
 use crate::memory::region::Region;
 use crate::pubsub::builder::PublisherBuilder;
-use crate::pubsub::entry::{BorrowedDescription, Metadata, PackedEntry};
+use crate::pubsub::entry::{Description, Metadata, PackedEntry};
 use crate::pubsub::subscriber_link::SubscriberLink;
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::statistics::EndpointRow;
@@ -111,19 +111,18 @@ impl PublisherState {
         layout: &'a Layout,
         metadata: &'a Metadata,
         is_stamped: bool,
-    ) -> BorrowedDescription<'a> {
+    ) -> Description<'a> {
         let sequence = self.next_sequence;
         self.next_sequence += 1;
         self.row.count(sequence, layout.bytes());
         let slot = self.arena.slot(slot);
-        BorrowedDescription {
+        Description {
             sequence,
             sent_ns: if is_stamped { now_ns() } else { 0 },
             region: self.arena.chunks()[slot.region as usize].id,
             slot: slot.offset,
             layout,
             metadata,
-            completion: None,
         }
     }
 

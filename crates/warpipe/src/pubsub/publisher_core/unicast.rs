@@ -98,7 +98,7 @@ impl PublisherCore {
         to: Option<u64>,
     ) -> Result<(RetainedSlot, Option<u64>), SendFailure> {
         self.admit(stream)?;
-        let mut turn = self.make_room(Recipients::Nobody)?;
+        let mut turn = self.make_room(Recipients::Nobody, None)?;
         let to = to
             .filter(|&id| {
                 turn.state

@@ -161,13 +161,19 @@ impl PublisherLink {
         // stored.
         let reached = self.segment.entry(position).ready.reached(position);
         if self.monitor.has_lost(position) || ring::was_given_up(&self.segment, position) {
-            return Err(Error::SampleLost {
-                name: self.name.clone(),
-                sequence,
-                pid: self.end.peer.pid,
-            });
+            return Err(self.lost(sequence));
         }
         Ok(reached)
+    }
+
+    /// The error for a sample with data that will never be complete.
+    #[cold]
+    pub(in crate::pubsub) fn lost(&self, sequence: u64) -> Error {
+        Error::SampleLost {
+            name: self.name.clone(),
+            sequence,
+            pid: self.end.peer.pid,
+        }
     }
 
     /// Waits on the CPU until the sample's data is complete.
