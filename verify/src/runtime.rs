@@ -11,16 +11,6 @@ pub(crate) mod fence {
     }
 }
 
-pub(crate) mod doorbell {
-    /// A sleeper on it looks at other words.
-    #[derive(Debug, Default)]
-    pub(crate) struct LocalDoorbell;
-
-    impl LocalDoorbell {
-        pub(crate) fn ring(&self) {}
-    }
-}
-
 pub(crate) mod heartbeat {
     use std::time::Duration;
 
@@ -48,22 +38,4 @@ pub(crate) mod releasable;
 
 pub(crate) mod reactor {
     pub(crate) const TICK: std::time::Duration = std::time::Duration::from_millis(100);
-
-    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-    pub(crate) enum Next {
-        Stop,
-    }
-
-    pub(crate) trait EventSource: Send + Sync {
-        fn on_ready(&self, tag: u64) -> Next;
-    }
-
-    #[derive(Debug)]
-    pub(crate) struct Reactor;
-
-    impl Reactor {
-        pub(crate) fn defer_drop(&self, deferred: Box<dyn Send>) {
-            drop(deferred);
-        }
-    }
 }

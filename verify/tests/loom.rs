@@ -141,11 +141,11 @@ catch! {
     a_bell_that_is_not_rung: room::HANDED_ON, "sync/semaphore/page.rs", "futex.fetch_add(1, SeqCst)", Rmw, Omitted;
     a_permit_taken_in_two_steps: room::TAKEN, "sync/semaphore/page.rs", "owner.compare_exchange(0, me.into()", Rmw, Split;
     a_permit_granted_in_two_steps: room::WITHDRAWN, "sync/semaphore/page.rs", "compare_exchange(seen, granted", Rmw, Split;
-    a_sample_held_in_no_order: rescue::LET_GO, "pubsub/publisher_link/monitor.rs", "self.held[index].store(position", Store, Order(Relaxed);
+    a_sample_held_in_no_order: rescue::LET_GO, "pubsub/publisher_link/monitor.rs", "self.held[self.index(position)].store(position", Store, Order(Relaxed);
     a_look_at_the_dead_in_no_order: rescue::LET_GO, "pubsub/publisher_link/monitor.rs", "self.dead.load(SeqCst)", Load, Order(Relaxed);
-    a_death_told_in_no_order: rescue::LET_GO, "pubsub/publisher_link/monitor.rs", "let position = held.load(SeqCst)", Load, Order(Relaxed);
+    a_death_told_in_no_order: rescue::LET_GO, "pubsub/publisher_link/monitor.rs", "held.load(SeqCst)", Load, Order(Relaxed);
     a_death_that_is_not_told: rescue::LET_GO, "pubsub/publisher_link/monitor.rs", "self.dead.store(true", Store, Omitted;
-    a_loss_that_is_not_noted: rescue::LOST, "pubsub/publisher_link/monitor.rs", "self.lost[index].fetch_max(position", Rmw, Omitted;
+    a_loss_that_is_not_noted: rescue::LOST, "pubsub/publisher_link/monitor.rs", "self.lost[self.index(position)].fetch_max(position", Rmw, Omitted;
     an_object_opened_before_it_is_written: table::SHARED, "handle/table.rs", "slot.state.store(state | OPEN, Release)", Store, Order(Relaxed);
     an_object_left_in_two_steps: table::SHARED, "handle/table.rs", "self.slot.state.fetch_sub(units, AcqRel)", Rmw, Split;
     an_object_used_without_a_word: table::SHARED, "handle/table.rs", "self.state.compare_exchange(state, next, AcqRel, Acquire)", Rmw, Omitted;

@@ -98,9 +98,17 @@ impl CloseOnForkFd {
         OPEN.insert(self.as_fd().as_raw_fd());
     }
 
-    /// Whether this still is the process that made it.
+    /// Whether it has not been [taken](Self::take), and this still is the process that made it.
     pub(crate) fn is_own(&self) -> bool {
-        self.owner_process.is_current()
+        self.fd.is_some() && self.owner_process.is_current()
+    }
+
+    /// Takes the descriptor out, for an owner that is being dropped.
+    pub(crate) fn take(&mut self) -> CloseOnForkFd {
+        CloseOnForkFd {
+            fd: self.fd.take(),
+            owner_process: self.owner_process,
+        }
     }
 
     /// Gives the descriptor to code that closes it elsewhere. A child that is forked from here on

@@ -386,19 +386,19 @@ fn entry_seeds() -> Vec<Vec<u8>> {
     ];
     let seed = |layout: Layout| {
         let metadata = Metadata::new(b"some of the user's").unwrap_or_default();
-        let completion = Some(Completion { word: 1, value: 2 });
-        Description {
+        let description = Description {
             sequence: 1,
             sent_ns: 2,
             region: 0,
             slot: 512,
-            layout,
-            metadata,
-            completion,
-        }
-        .borrow()
-        .packed()
-        .write(entry);
+            layout: &layout,
+            metadata: &metadata,
+        };
+        let completion = Completion { word: 1, value: 2 };
+        description
+            .packed()
+            .with_completion(completion)
+            .write(entry);
         let words = entry.words.iter().map(|word| word.load(Relaxed));
         std::iter::once(1 << 20)
             .chain(words)

@@ -71,12 +71,15 @@ impl Play {
             sent_ns,
             region,
             slot,
-            layout,
-            metadata,
-            completion,
+            layout: &layout,
+            metadata: &metadata,
         };
-        let entry = self.segment.entry(1);
-        told.borrow().packed().write(entry);
+        let (packed, entry) = (told.packed(), self.segment.entry(1));
+        let packed = match completion {
+            Some(completion) => packed.with_completion(completion),
+            None => packed,
+        };
+        packed.write(entry);
         self.copy.copy(entry);
         let found = self
             .copy

@@ -1,13 +1,10 @@
 //! The rescue: a publisher is proven dead while its sample is being sent.
 
 use std::sync::Arc;
-use std::sync::Weak;
 use std::time::Duration;
 
 use super::monitor::PublisherMonitor;
 use crate::models::Model;
-use crate::runtime::doorbell::LocalDoorbell;
-use crate::runtime::reactor::EventSource;
 use crate::shm::segment::Segment;
 
 pub const LET_GO: Model = Model {
@@ -29,19 +26,18 @@ pub const LOST: Model = Model {
 const POSITION: u64 = 1;
 
 fn monitor(segment: &Arc<Segment>) -> Arc<PublisherMonitor> {
-    let monitor = PublisherMonitor::new(segment, &Arc::new(LocalDoorbell::default()), None);
-    monitor.set_link(Weak::new());
+    let monitor = PublisherMonitor::new(segment, None);
     // Its words are made.
-    monitor.hold(0, 0);
-    let _ = (monitor.has_lost(0, POSITION), monitor.link_state());
+    monitor.hold(0);
+    let _ = (monitor.has_lost(POSITION), monitor.link_state());
     Arc::new(monitor)
 }
 
 /// As `PublisherLink::admit` does: whether the sample is handed out.
 fn admit(monitor: &PublisherMonitor) -> bool {
-    if monitor.hold(0, POSITION) {
-        monitor.release_wait(0, POSITION);
-        return !monitor.has_lost(0, POSITION);
+    if monitor.hold(POSITION) {
+        monitor.release_wait(POSITION);
+        return !monitor.has_lost(POSITION);
     }
     true
 }
@@ -49,7 +45,7 @@ fn admit(monitor: &PublisherMonitor) -> bool {
 /// As `PublisherLink::completion`: `None` if it is lost.
 fn completion(monitor: &PublisherMonitor, segment: &Segment) -> Option<bool> {
     let reached = segment.entry(POSITION).ready.reached(POSITION);
-    if monitor.has_lost(0, POSITION) {
+    if monitor.has_lost(POSITION) {
         None
     } else {
         Some(reached)
@@ -67,7 +63,7 @@ fn let_go() {
     let monitor = monitor(&segment);
     let reactor = monitor.clone();
     let thread = loom::thread::spawn(move || {
-        reactor.on_ready(0);
+        reactor.rescue();
     });
     if admit(&monitor) {
         await_ready(&segment);
@@ -90,7 +86,7 @@ fn whole(is_complete: bool) {
         if is_complete {
             words.entry(POSITION).ready.store(POSITION);
         }
-        reactor.on_ready(0);
+        reactor.rescue();
     });
     let is_handed_out = admit(&monitor);
     if is_handed_out {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::models::Model;
-use crate::pubsub::entry::{Description, Metadata};
+use crate::pubsub::entry::{Description, Metadata, PackedEntry};
 use crate::pubsub::ring::{ReceiverRing, RingSpace, SenderRing};
 use crate::shm::segment::Segment;
 use crate::tensor::Layout;
@@ -38,8 +38,8 @@ pub const DROPPED: Model = Model {
 const SENDER: bool = true;
 const RECEIVER: bool = false;
 
-pub(super) fn description(sequence: u64) -> Description {
-    let layout = Layout::bytes_only(8).expect("eight bytes");
+pub(super) fn packed(sequence: u64) -> PackedEntry {
+    let layout = &Layout::bytes_only(8).expect("eight bytes");
     let (sent_ns, slot) = (sequence ^ 0xff, 512 * sequence);
     Description {
         sequence,
@@ -47,9 +47,9 @@ pub(super) fn description(sequence: u64) -> Description {
         region: 0,
         slot,
         layout,
-        metadata: Metadata::EMPTY,
-        completion: None,
+        metadata: &Metadata::EMPTY,
     }
+    .packed()
 }
 
 struct Sender {
@@ -82,7 +82,7 @@ impl Sender {
             self.sequence += 1;
             // As a stream that is done at once, and as one that is done later.
             let is_complete = self.sequence % 2 == 0;
-            let packed = description(self.sequence).borrow().packed();
+            let packed = packed(self.sequence);
             if self.is_for_many {
                 self.ring
                     .publish_to_one_of_many(position, &packed, is_complete);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Acquire;
 
 use super::Socket;
-use super::ring::description;
+use super::ring::packed;
 use crate::models::Model;
 use crate::pubsub::ring::{ReceiverRing, RingSpace, SenderRing, count_release, fence_published};
 use crate::shm::segment::Segment;
@@ -41,7 +41,7 @@ fn publish(ring: &mut SenderRing, sequence: u64, socket: &Socket) {
     let RingSpace::At(position) = ring.space() else {
         panic!("an empty ring")
     };
-    if ring.publish(position, &description(sequence).borrow().packed(), false) {
+    if ring.publish(position, &packed(sequence), false) {
         socket.ring();
     }
 }
@@ -51,7 +51,7 @@ fn publish_to_one_of_many(ring: &mut SenderRing, sequence: u64, socket: &Socket)
     let RingSpace::At(position) = ring.space() else {
         panic!("an empty ring")
     };
-    ring.publish_to_one_of_many(position, &description(sequence).borrow().packed(), false);
+    ring.publish_to_one_of_many(position, &packed(sequence), false);
     fence_published();
     if ring.is_receiver_asleep() {
         socket.ring();

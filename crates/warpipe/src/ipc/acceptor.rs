@@ -155,18 +155,11 @@ impl Acceptor {
     /// Starts to accept connections. The owner calls [`tick`](Self::tick) from then on.
     pub(crate) fn listen(&self) -> Result<()> {
         let mut state = self.state.locked();
-        if state.is_closed {
+        if state.is_closed || state.listener.is_some() {
             return Ok(());
         }
-        if state.listener.is_some() {
-            return Ok(());
-        }
-        let listener = self.claim.listener();
-        state.listener = Some(self.reactor.register(
-            listener.as_fd(),
-            &self.event_source(),
-            LISTENER,
-        )?);
+        let (listener, me) = (self.claim.listener(), self.event_source());
+        state.listener = Some(self.reactor.register(listener.as_fd(), &me, LISTENER)?);
         Ok(())
     }
 
@@ -241,10 +234,6 @@ impl Acceptor {
             .retain(|_, pending| pending.clock.ran() <= limit);
     }
 
-    fn send_refusal(&self, socket: &PeerSocket, message: &Message) {
-        send_refusal(self.name(), socket, message);
-    }
-
     fn event_source(&self) -> Weak<dyn EventSource> {
         self.me.clone()
     }
@@ -274,7 +263,7 @@ impl Acceptor {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         match self.screen(id, &socket) {
             Ok(pending) => _ = self.advance(id, pending),
-            Err(refusal) => self.send_refusal(&socket, &refusal),
+            Err(refusal) => send_refusal(self.name(), &socket, &refusal),
         }
     }
 
@@ -330,7 +319,7 @@ impl Acceptor {
                 self.offer(hello, connection);
             }
             Ok(None) | Err(None) => {}
-            Err(Some(refusal)) => self.send_refusal(&socket, &refusal),
+            Err(Some(refusal)) => send_refusal(self.name(), &socket, &refusal),
         }
         Next::Stop
     }
@@ -351,7 +340,7 @@ impl Acceptor {
         drop(state);
         if let Some(evicted) = evicted {
             let reason = "too many connect and say nothing; try again";
-            self.send_refusal(&evicted.socket, &refusal(false, reason));
+            send_refusal(self.name(), &evicted.socket, &refusal(false, reason));
         }
     }
 

@@ -105,33 +105,25 @@ impl ClientHandshake {
     /// The server's next message; `None` while there is none. One that ends the handshake is an
     /// error.
     pub(crate) fn receive(&self) -> Result<Option<(Message, Vec<PeerFd>)>> {
-        let name = || self.name.clone();
-        match message::receive(self.socket.as_fd(), &self.name)? {
-            Received::Nothing => Ok(None),
-            Received::End | Received::Message(Message::Close(_), _) => {
-                Err(self.fault(HandshakeFault::Closed))
-            }
-            Received::Message(Message::OtherKind { found }, _) => Err(Error::OtherKind {
-                name: name(),
+        let (message, fds) = match message::receive(self.socket.as_fd(), &self.name)? {
+            Received::Nothing => return Ok(None),
+            Received::End => return Err(self.fault(HandshakeFault::Closed)),
+            Received::Message(message, fds) => (message, fds),
+        };
+        let name = self.name.clone();
+        Err(match message {
+            Message::Close(_) => self.fault(HandshakeFault::Closed),
+            Message::OtherKind { found } => Error::OtherKind {
+                name,
                 wanted: self.kind,
                 found: found.to_string(),
-            }),
-            Received::Message(Message::Full { limit, max }, _) => {
-                Err(self.fault(HandshakeFault::Full { limit, max }))
-            }
-            Received::Message(Message::NoRoom { text }, _) => {
-                Err(self.fault(HandshakeFault::NoRoom(text)))
-            }
-            Received::Message(Message::Refused { denied, text }, _) => Err(if denied {
-                Error::AccessDenied {
-                    name: name(),
-                    detail: text,
-                }
-            } else {
-                self.fault(HandshakeFault::Refused(text))
-            }),
-            Received::Message(message, fds) => Ok(Some((message, fds))),
-        }
+            },
+            Message::Full { limit, max } => self.fault(HandshakeFault::Full { limit, max }),
+            Message::NoRoom { text } => self.fault(HandshakeFault::NoRoom(text)),
+            Message::Refused { denied: true, text } => Error::AccessDenied { name, detail: text },
+            Message::Refused { text, .. } => self.fault(HandshakeFault::Refused(text)),
+            message => return Ok(Some((message, fds))),
+        })
     }
 
     /// Waits for the server's next message. Cancellation ends the handshake early.

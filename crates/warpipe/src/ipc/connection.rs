@@ -6,10 +6,11 @@
 
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use super::limits::QuotaPermit;
 use super::message::{self, Received};
-use super::peer::{DeathEvidence, ORPHAN_TIMEOUT, Peer};
+use super::peer::{DeathEvidence, Peer};
 use crate::error::Result;
 use crate::runtime::closer::PeerSocket;
 use crate::runtime::reactor::{EventSource, Next, Reactor, Registration};
@@ -57,42 +58,21 @@ impl ConnectionEvent {
     }
 }
 
-/// Registers for the suspicion that a peer has ended.
-pub(crate) fn watch_suspicion(
-    peer: &Peer,
-    user: &Weak<dyn EventSource>,
-    id: u64,
-) -> Result<Registration> {
-    peer.watch(
-        DeathEvidence::Suspect,
-        user,
-        ConnectionEvent::Suspect.tag(id),
-    )
-}
-
-/// Registers for a connection's messages.
-pub(crate) fn watch_socket(
-    reactor: &Arc<Reactor>,
-    socket: BorrowedFd<'_>,
-    user: &Weak<dyn EventSource>,
-    id: u64,
-) -> Result<Registration> {
-    reactor.register(socket, user, ConnectionEvent::Message.tag(id))
-}
-
 /// Registers for a connection's messages, and for the evidence of the peer's death.
 pub(crate) fn watch(
     reactor: &Arc<Reactor>,
     (socket, peer): (BorrowedFd<'_>, &Peer),
     user: &Weak<dyn EventSource>,
     id: u64,
+    orphan_timeout: Duration,
 ) -> Result<[Registration; 4]> {
-    let orphaned = DeathEvidence::Orphaned(ORPHAN_TIMEOUT);
+    use ConnectionEvent::{Message, Orphaned, Proven, Suspect};
+    let orphaned = DeathEvidence::Orphaned(orphan_timeout);
     Ok([
-        watch_socket(reactor, socket, user, id)?,
-        watch_suspicion(peer, user, id)?,
-        peer.watch(orphaned, user, ConnectionEvent::Orphaned.tag(id))?,
-        peer.watch(DeathEvidence::Proven, user, ConnectionEvent::Proven.tag(id))?,
+        reactor.register(socket, user, Message.tag(id))?,
+        peer.watch(DeathEvidence::Suspect, user, Suspect.tag(id))?,
+        peer.watch(orphaned, user, Orphaned.tag(id))?,
+        peer.watch(DeathEvidence::Proven, user, Proven.tag(id))?,
     ])
 }
 
@@ -117,17 +97,13 @@ pub(crate) fn dispatch(user: &impl ConnectionUser, tag: u64) -> Next {
     let id = tag >> 2;
     match ConnectionEvent::ALL[(tag & 3) as usize] {
         ConnectionEvent::Message => return user.on_message(id),
-        ConnectionEvent::Suspect => return close(user, id),
+        ConnectionEvent::Suspect => {
+            read_out(user, id);
+            user.on_close(id);
+        }
         ConnectionEvent::Orphaned => user.on_orphaned(id),
         ConnectionEvent::Proven => user.on_proven(id),
     }
-    Next::Stop
-}
-
-/// Closes the connection of a suspect peer, behind its last messages.
-fn close(user: &impl ConnectionUser, id: u64) -> Next {
-    read_out(user, id);
-    user.on_close(id);
     Next::Stop
 }
 

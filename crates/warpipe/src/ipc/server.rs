@@ -23,7 +23,7 @@ use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::HANDSHAKE_TIMEOUT;
 use crate::ipc::limits::QuotaPermit;
 use crate::ipc::message::{self, CloseReason, Message, Received};
-use crate::ipc::peer::Process;
+use crate::ipc::peer::{ORPHAN_TIMEOUT, Process};
 use crate::mutex::LockUnpoisoned;
 use crate::os::{is_shortage, let_descriptors_in};
 use crate::runtime::closer::{PeerFd, PeerSocket};
@@ -163,48 +163,41 @@ impl ServerCore {
         &self.reactor
     }
 
+    /// Looks at a client's session, if it has one.
+    fn with<T>(&self, id: u64, look: impl FnOnce(&ServedSession) -> T) -> Option<T> {
+        self.sessions.locked().get(&id).map(look)
+    }
+
+    fn with_open<T>(&self, id: u64, look: impl FnOnce(&ServedSession) -> T) -> Option<T> {
+        let sessions = self.sessions.locked();
+        let session = sessions.get(&id);
+        session
+            .filter(|session| session.phase == SessionPhase::Open)
+            .map(look)
+    }
+
     /// A client's process, for other modules to watch.
     pub(crate) fn process_of(&self, id: u64) -> Option<Arc<Process>> {
-        self.sessions
-            .locked()
-            .get(&id)?
-            .connection
-            .peer
-            .process()
-            .cloned()
+        self.with(id, |session| session.connection.peer.process().cloned())?
     }
 
     /// Whether two clients are known to be of one process.
     pub(crate) fn are_of_one_process(&self, one: u64, other: u64) -> bool {
-        let sessions = self.sessions.locked();
-        let [one, other] = [one, other].map(|id| sessions.get(&id));
-        one.zip(other)
-            .is_some_and(|(one, other)| one.connection.peer.id == other.connection.peer.id)
+        let process = |id| self.with(id, |session| session.connection.peer.id);
+        process(one).is_some_and(|one| process(other) == Some(one))
     }
 
     /// The place of a client in the limits. A handler that keeps anything for a client beyond the
     /// end of its session holds this as long, so that such sessions are limited, too.
     pub(crate) fn permit_of(&self, id: u64) -> Option<Arc<QuotaPermit>> {
-        Some(
-            self.sessions
-                .locked()
-                .get(&id)?
-                .connection
-                .quota_permit
-                .clone(),
-        )
+        self.with(id, |session| session.connection.quota_permit.clone())
     }
 
     /// Sends a notification to a client, without waiting. False if the client is not connected, or
     /// does not read its socket.
     pub(crate) fn tell(&self, id: u64, reply: &OutgoingReply) -> bool {
-        let socket = match self.sessions.locked().get(&id) {
-            Some(session) if session.phase == SessionPhase::Open => {
-                session.connection.socket.clone()
-            }
-            _ => return false,
-        };
-        send_reply(&socket, NOTIFICATION, reply).is_ok()
+        self.with_open(id, |session| session.connection.socket.clone())
+            .is_some_and(|socket| send_reply(&socket, NOTIFICATION, reply).is_ok())
     }
 
     /// Sends a notification without descriptors to every client, without waiting. A client that
@@ -216,11 +209,7 @@ impl ServerCore {
         }
     }
 
-    /// Ends a connection with a reason.
-    fn refuse(&self, socket: &PeerSocket, reason: impl ToString) {
-        self.say(socket, &refusal(false, reason));
-    }
-
+    /// Sends the last message of a connection.
     fn say(&self, socket: &PeerSocket, message: &Message) {
         acceptor::send_refusal(self.name(), socket, message);
     }
@@ -230,8 +219,7 @@ impl ServerCore {
     }
 
     fn socket_of(&self, id: u64) -> Option<Arc<PeerSocket>> {
-        let sessions = self.sessions.locked();
-        Some(sessions.get(&id)?.connection.socket.clone())
+        self.with(id, |session| session.connection.socket.clone())
     }
 
     fn watched(&self) -> Weak<dyn EventSource> {
@@ -262,10 +250,11 @@ impl ServerCore {
             device: hello.device,
         };
         // Its events come on this thread, so none before the handler has decided.
-        let ends = (socket.as_fd(), &connection.peer);
-        let _registrations = match connection::watch(&self.reactor, ends, &self.watched(), id) {
+        let (ends, me) = ((socket.as_fd(), &connection.peer), self.watched());
+        let watched = connection::watch(&self.reactor, ends, &me, id, ORPHAN_TIMEOUT);
+        let _registrations = match watched {
             Ok(registrations) => registrations,
-            Err(error) => return self.refuse(&socket, error),
+            Err(error) => return self.say(&socket, &refusal(false, error)),
         };
         let session = ServedSession {
             _registrations,
@@ -413,9 +402,7 @@ impl ServerCore {
 
     /// The client of an open session.
     fn open_client(&self, id: u64) -> Option<ClientInfo> {
-        let sessions = self.sessions.locked();
-        let session = sessions.get(&id)?;
-        (session.phase == SessionPhase::Open).then(|| session.client.clone())
+        self.with_open(id, |session| session.client.clone())
     }
 }
 
@@ -437,7 +424,7 @@ impl ConnectionUser for ServerCore {
                 Err(error) => Some(error.to_string()),
             };
             if let Some(reason) = end {
-                self.refuse(&socket, reason);
+                self.say(&socket, &refusal(false, reason));
             }
             self.on_close(id);
             Next::Stop
@@ -476,12 +463,7 @@ impl ConnectionUser for ServerCore {
     }
 
     fn on_orphaned(&self, id: u64) {
-        let client = self
-            .sessions
-            .locked()
-            .get(&id)
-            .map(|session| session.client.clone());
-        if let Some(client) = client {
+        if let Some(client) = self.with(id, |session| session.client.clone()) {
             self.handler.on_orphaned(self, &client);
         }
     }

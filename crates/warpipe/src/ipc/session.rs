@@ -78,8 +78,8 @@ impl ClientSession {
         wait: &Wait<'_>,
     ) -> Result<(ClientSession, IncomingReply)> {
         let pending = PendingSession::begin(at, device, body, true)?;
-        let admitted = pending.wait(wait)?;
-        Ok(pending.enter(admitted))
+        let admitted = pending.wait_for_admission(wait)?;
+        pending.enter(admitted)
     }
 
     /// Starts to receive the server's notifications and its end. If the server has ended already,
@@ -89,7 +89,7 @@ impl ClientSession {
         let me = Arc::downgrade(&self.inner) as Weak<dyn EventSource>;
         let reactor = &self.inner.reactor;
         let ends = (self.inner.socket.as_fd(), &self.inner.peer);
-        let all = connection::watch(reactor, ends, &me, 0)?;
+        let all = connection::watch(reactor, ends, &me, 0, ORPHAN_TIMEOUT)?;
         self.inner.registrations.locked().extend(all);
         Ok(())
     }
@@ -132,19 +132,13 @@ impl ClientSession {
         }
         let serial = inner.next_serial.fetch_add(1, SeqCst);
         inner.add_request(serial, wait)?;
-        let (request, fds) = (body.to_vec(), Vec::from_iter(memory));
+        let (request, fds) = (body, Vec::from_iter(memory));
+        let body = request.to_vec();
         let message = match memory {
-            None => Message::Request {
-                serial,
-                body: request,
-            },
-            Some(_) => Message::MemoryRequest {
-                serial,
-                body: request,
-            },
+            None => Message::Request { serial, body },
+            Some(_) => Message::MemoryRequest { serial, body },
         };
-        let sent = message::send(inner.socket.as_fd(), &message, &fds);
-        match sent {
+        match message::send(inner.socket.as_fd(), &message, &fds) {
             // The server has closed. The reactor reads the messages that it sent before, its
             // graceful close for one, and then ends this wait.
             Err(error) if has_closed(error) => {
@@ -157,7 +151,7 @@ impl ClientSession {
             }
             Ok(()) => {}
         }
-        inner.wait_for((serial, body), wait)
+        inner.wait_for((serial, request), wait)
     }
 
     /// Sends a request without waiting for its reply: for threads that must not wait.
@@ -168,11 +162,9 @@ impl ClientSession {
         if inner.requests.locked().is_over {
             return Err(inner.owner_gone());
         }
-        let request = Message::Request {
-            serial: inner.next_serial.fetch_add(1, SeqCst),
-            body: body.to_vec(),
-        };
-        inner.send(&request).map_err(|error| inner.unsent(error))
+        let (serial, body) = (inner.next_serial.fetch_add(1, SeqCst), body.to_vec());
+        let sent = inner.send(&Message::Request { serial, body });
+        sent.map_err(|error| inner.unsent(error))
     }
 
     pub(crate) fn name(&self) -> &str {

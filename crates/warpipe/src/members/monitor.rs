@@ -322,8 +322,8 @@ impl DirectoryMonitor {
 
     fn await_answer(&mut self, name: EndpointName, call: PendingSession) {
         let unresponsive = UnresponsiveMember {
-            pid: call.peer().pid,
-            uid: call.peer().uid,
+            pid: call.peer.pid,
+            uid: call.peer.uid,
             clock: Uptime::default(),
         };
         self.shared
@@ -357,7 +357,7 @@ impl DirectoryMonitor {
             };
             self.shared.table().unresponsive.remove(&name);
             let admitted = answer.and_then(|granted| {
-                let (session, incoming) = call.enter(granted);
+                let (session, incoming) = call.enter(granted)?;
                 MemberEntry::open(name, session, incoming)
             });
             match admitted {

@@ -127,12 +127,8 @@ fn arrivals(path: &Path) -> Result<Option<Inotify>> {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
         _ => Path::new("."),
     };
-    let inotify = Inotify::new(
-        folder,
-        inotify::WatchFlags::MOVED_TO | inotify::WatchFlags::CLOSE_WRITE,
-    );
-    inotify
-        .map_err(|(call, error)| Error::os(call, format!("watching {}", folder.display()), error))
+    let wanted = inotify::WatchFlags::MOVED_TO | inotify::WatchFlags::CLOSE_WRITE;
+    Inotify::new(folder, wanted, format!("watching {}", folder.display()))
 }
 
 /// The most temporary files of dead writers that are skipped.

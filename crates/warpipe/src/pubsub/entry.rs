@@ -38,32 +38,18 @@ impl std::fmt::Debug for Metadata {
     }
 }
 
-/// A sample's description.
-#[derive(Debug, Clone)]
-pub(crate) struct Description {
+/// A sample's description, of what the sender's call was given: a copy would take longer than the
+/// words of the entry do.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Description<'a> {
     pub(crate) sequence: u64,
     /// 0 for none.
     pub(crate) sent_ns: u64,
     pub(crate) region: u32,
     /// Where the slot begins in its region, in bytes.
     pub(crate) slot: u64,
-    pub(crate) layout: Layout,
-    pub(crate) metadata: Metadata,
-    /// Set on a sample of the history, which was sent before this link existed.
-    pub(crate) completion: Option<Completion>,
-}
-
-/// A [`Description`] of what the sender's call was given: a copy would take longer than the words of
-/// the entry do.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct BorrowedDescription<'a> {
-    pub(crate) sequence: u64,
-    pub(crate) sent_ns: u64,
-    pub(crate) region: u32,
-    pub(crate) slot: u64,
     pub(crate) layout: &'a Layout,
     pub(crate) metadata: &'a Metadata,
-    pub(crate) completion: Option<Completion>,
 }
 
 /// A word of the publisher that was signalled with the sample when it was sent. If the publisher is
@@ -103,6 +89,7 @@ fn pack(region: u32, meta: u16, dtype: DType, rank: usize, flags: u64) -> u64 {
 
 /// A description in the words of an entry: packed once for a sample, and written for each
 /// subscriber.
+#[derive(Clone)]
 pub(crate) struct PackedEntry {
     sequence: u64,
     words: [u64; WORDS_MAX],
@@ -133,7 +120,7 @@ impl PackedEntry {
 
     /// Packs another description in place of the last one.
     #[inline]
-    pub(crate) fn pack(&mut self, description: BorrowedDescription<'_>) {
+    pub(crate) fn pack(&mut self, description: Description<'_>) {
         self.sequence = description.sequence;
         let mut length = 0;
         description.put_words(|value| {
@@ -144,35 +131,19 @@ impl PackedEntry {
         });
         self.length = length;
     }
-}
 
-impl Description {
-    pub(crate) fn borrow(&self) -> BorrowedDescription<'_> {
-        BorrowedDescription {
-            sequence: self.sequence,
-            sent_ns: self.sent_ns,
-            region: self.region,
-            slot: self.slot,
-            layout: &self.layout,
-            metadata: &self.metadata,
-            completion: self.completion,
-        }
+    /// The same sample for a link that did not exist when it was sent.
+    pub(crate) fn with_completion(mut self, completion: Completion) -> PackedEntry {
+        let end = [u64::from(completion.word), completion.value];
+        self.words[0] |= COMPLETED << 56;
+        let room = self.words.iter_mut().skip(self.length);
+        room.zip(end).for_each(|(word, value)| *word = value);
+        self.length += end.len();
+        self
     }
 }
 
-impl BorrowedDescription<'_> {
-    pub(crate) fn into_description(self) -> Description {
-        Description {
-            sequence: self.sequence,
-            sent_ns: self.sent_ns,
-            region: self.region,
-            slot: self.slot,
-            layout: *self.layout,
-            metadata: self.metadata.clone(),
-            completion: self.completion,
-        }
-    }
-
+impl Description<'_> {
     /// As an entry has it.
     pub(crate) fn packed(self) -> PackedEntry {
         let mut packed = PackedEntry::default();
@@ -188,7 +159,6 @@ impl BorrowedDescription<'_> {
         let is_plain = layout.is_contiguous() && !layout.shape().contains(&0);
         let flag = |is_set: bool, flag: u64| if is_set { flag } else { 0 };
         let flags = flag(is_plain, CONTIGUOUS)
-            | flag(self.completion.is_some(), COMPLETED)
             | flag(self.sent_ns != 0, STAMPED)
             | flag(layout.offset() != 0, SHIFTED);
         let metadata = self.metadata.as_bytes();
@@ -217,10 +187,6 @@ impl BorrowedDescription<'_> {
             let mut word = [0; 8];
             word[..chunk.len()].copy_from_slice(chunk);
             put(u64::from_le_bytes(word));
-        }
-        if let Some(Completion { word, value }) = self.completion {
-            put(word.into());
-            put(value);
         }
     }
 }
@@ -276,7 +242,11 @@ pub(crate) struct Violation {
     pub(crate) allowed: String,
 }
 
-fn violation(field: &'static str, found: impl ToString, allowed: impl ToString) -> Violation {
+pub(crate) fn violation(
+    field: &'static str,
+    found: impl ToString,
+    allowed: impl ToString,
+) -> Violation {
     Violation {
         field,
         found: found.to_string(),

@@ -10,10 +10,12 @@
 //! subscriber, the subscriber a `PublisherLink`. A link *with replies* has a second ring in the other
 //! direction (a [`queue`](crate::queue)'s). Each process then has both types for it, *partners*: the
 //! `SubscriberLink` of the ring that it fills, which reads the socket for both, and the
-//! `PublisherLink` of the other ring. Formats: `docs/design/protocol.md`. Deaths: `docs/design/recovery.md`.
+//! `PublisherLink` of the other ring. Each end of a ring has a `LinkEnd`: those of one process share
+//! the connection. Formats: `docs/design/protocol.md`. Deaths: `docs/design/recovery.md`.
 
 mod builder;
 pub(crate) mod entry;
+mod link_end;
 mod observer;
 mod publisher;
 mod publisher_core;

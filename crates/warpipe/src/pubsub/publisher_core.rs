@@ -23,7 +23,7 @@ pub(super) use links::Recipients;
 pub use memory::{SlotHold, SlotReturn};
 pub(crate) use unicast::{Forwarded, RetainedSlot};
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use self::slot_fences::SlotFences;
@@ -79,7 +79,8 @@ pub(super) struct PublisherCore {
     streams: Arc<StreamSet>,
     /// `None` for the sender of a link's replies, which has no name.
     acceptor: Option<Arc<Acceptor>>,
-    doorbell: LocalDoorbell,
+    /// Made for the first thread that sleeps on it.
+    doorbell: OnceLock<LocalDoorbell>,
 }
 
 /// Why a sample was not sent, and whether the failure came before or after it was announced.
@@ -140,7 +141,6 @@ impl PublisherCore {
     ) -> Result<Arc<PublisherCore>> {
         let reactor = Reactor::of_process()?;
         let fences = SlotFences::new(&device, options.history > 0)?;
-        let doorbell = LocalDoorbell::new()?;
         let generation = new_generation();
         let row = EndpointRow::open(&EndpointWords {
             kind: options.kind,
@@ -172,7 +172,7 @@ impl PublisherCore {
                 };
                 Acceptor::new(claim, acceptor, &reactor, me.clone())
             }),
-            doorbell,
+            doorbell: OnceLock::new(),
             name: options.name.clone(),
             options,
             device,

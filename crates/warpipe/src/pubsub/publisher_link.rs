@@ -7,8 +7,7 @@ mod monitor;
 mod regions;
 mod samples;
 
-use crate::ipc::Kind;
-use std::os::fd::AsFd;
+use std::ops::Deref;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
@@ -26,16 +25,17 @@ use crate::clock::now_ns;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
-use crate::ipc::PeerState;
-use crate::ipc::connection::{self, ConnectionUser, watch_socket, watch_suspicion};
+use crate::ipc::connection::{self, ConnectionEvent, ConnectionUser};
 use crate::ipc::message::{self, CloseReason, Message, Received};
-use crate::ipc::peer::{DeathEvidence, Peer};
+use crate::ipc::peer::{DeathEvidence, ORPHAN_TIMEOUT};
+use crate::ipc::{Kind, PeerState};
 use crate::mutex::LockUnpoisoned;
 use crate::pubsub::entry::Violation;
-use crate::runtime::closer::{PeerFd, PeerSocket};
-use crate::runtime::doorbell::{LocalDoorbell, PeerDoorbell};
+use crate::pubsub::link_end::LinkEnd;
+use crate::runtime::closer::PeerFd;
+use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::drop_after_fence::DropAfterFence;
-use crate::runtime::heartbeat::PeerHeartbeat;
+use crate::runtime::fence::StreamSet;
 use crate::runtime::reactor::{EventSource, Next, Reactor, Registration, new_generation};
 use crate::shm::segment::Segment;
 use crate::statistics;
@@ -63,55 +63,59 @@ impl LinkFault {
     }
 }
 
-/// The memory of the link, dropped when no stream uses it any more. The monitor runs until then: a
-/// stream may wait for this link's publisher, and is released by that publisher's death.
+/// The receiving end of one link, shared by its subscriber and all its samples. The end itself is
+/// dropped when no stream uses its memory any more. It sees the publisher's death until then: a
+/// stream may wait for this link's publisher, and is released by that death.
+///
+/// Its streams are those that have waited for, read or released a sample.
 #[derive(Debug)]
-struct LinkMemory {
-    /// Declared first: the registration ends before its descriptor is closed.
-    death: OnceLock<Registration>,
-    #[expect(dead_code, reason = "held, not used: its death is watched for")]
-    peer: Arc<Peer>,
-    monitor: Arc<PublisherMonitor>,
-    segment: Arc<Segment>,
-    regions: PublisherRegions,
-    /// Held until the memory is dropped, so that the publisher sees the end of the socket only
-    /// after the last release.
-    socket: Arc<PeerSocket>,
-    /// The stream for copies to the host, made for the first copy: a stream for each copy would
-    /// cost more than the hand-over.
-    copies: OnceLock<Stream>,
+pub(crate) struct PublisherLink(DropAfterFence<Arc<ReceiverEnd>>);
+
+impl Deref for PublisherLink {
+    type Target = ReceiverEnd;
+
+    #[inline]
+    fn deref(&self) -> &ReceiverEnd {
+        &self.0
+    }
 }
 
-/// The receiving end of one link, shared by its subscriber and all its samples.
+/// See [`PublisherLink`].
 #[derive(Debug)]
-pub(crate) struct PublisherLink {
+pub(crate) struct ReceiverEnd {
     /// Declared first: the registrations end before their descriptors are closed.
-    registrations: OnceLock<[Registration; 2]>,
-    me: Weak<PublisherLink>,
-    /// Changes of the publisher's regions that it has announced and that have not been made here yet.
-    changes: AtomicUsize,
+    registrations: OnceLock<Vec<Registration>>,
+    me: Weak<ReceiverEnd>,
     pub(super) owner_process: OwnerProcess,
     pub(super) name: String,
-    pub(super) peer: Arc<Peer>,
     pub(super) lossless: bool,
     /// The publisher's.
     pub(super) generation: [u8; 16],
     /// That of the publisher that gave the samples their numbers.
     pub(super) source: [u8; 16],
     device: Device,
-    pub(super) peer_doorbell: Arc<PeerDoorbell>,
     doorbell: Arc<LocalDoorbell>,
     /// The ring of the replies, until its sender takes it.
     replies: Mutex<Option<Segment>>,
-    ring: RingKind,
-    /// Of a link with replies, once there is one; and the number of the link there.
+    /// Of a link without replies.
+    reads_socket: bool,
+    /// Of a link with replies, once there is one: the sender of the other ring; and the number of
+    /// the link there.
     other_end: OnceLock<(Weak<dyn OtherEnd>, u64)>,
-    peer_heartbeat: PeerHeartbeat,
     fault: Mutex<LinkFault>,
     set_aside: SetAside,
+    monitor: PublisherMonitor,
+    segment: Arc<Segment>,
+    streams: Arc<StreamSet>,
+    regions: PublisherRegions,
+    /// Changes of the publisher's regions that it has announced and that have not been made here yet.
+    changes: AtomicUsize,
+    /// The publisher sees the end of the socket only after the last release.
+    pub(super) end: LinkEnd,
+    /// The stream for copies to the host, made for the first copy: a stream for each copy would
+    /// cost more than the hand-over.
+    copies: OnceLock<Stream>,
     reactor: Arc<Reactor>,
-    /// Its streams are those that have waited for, read or released a sample.
-    memory: DropAfterFence<LinkMemory>,
 }
 
 /// The sender of the other ring of a link with replies. It reads the socket for both.
@@ -123,101 +127,75 @@ pub(in crate::pubsub) trait OtherEnd: Send + Sync {
     fn pass_on_wake(&self);
 }
 
-/// The parts of a receiver's end beside its memory.
-pub(in crate::pubsub) struct ReceiverEnd<'a> {
-    pub(in crate::pubsub) doorbell: &'a Arc<LocalDoorbell>,
-    pub(in crate::pubsub) socket: Arc<PeerSocket>,
-    pub(in crate::pubsub) peer: Arc<Peer>,
-    pub(in crate::pubsub) orphan_timeout: Duration,
-}
-
-/// The ring of a receiver.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum RingKind {
-    /// The only ring of its link.
-    Single,
-    /// The samples of a link with replies.
-    Samples,
-    Replies,
-}
-
 impl PublisherLink {
     fn assemble(
         welcome: Welcome,
-        end: ReceiverEnd<'_>,
-        ring: RingKind,
-        reactor: Arc<Reactor>,
+        end: LinkEnd,
+        doorbell: &Arc<LocalDoorbell>,
+        other_end: Option<(Weak<dyn OtherEnd>, u64)>,
+        orphan_timeout: Duration,
     ) -> Result<Arc<PublisherLink>> {
         let segment = Arc::new(welcome.segment);
         let heartbeat = &segment.header().receiver.heartbeat_ns;
         heartbeat.store(now_ns(), Relaxed);
-        let monitor = PublisherMonitor::new(&segment, end.doorbell, welcome.completions);
-        let regions = welcome.regions;
-        let (name, device) = (regions.name.clone(), regions.device.clone());
-        let generation = regions.generation;
-        let memory = LinkMemory {
-            death: OnceLock::new(),
-            peer: end.peer.clone(),
-            monitor: Arc::new(monitor),
-            segment,
-            regions,
-            socket: end.socket,
-            copies: OnceLock::new(),
-        };
-        let memory = DropAfterFence::new(Arc::default(), memory)?;
-        let link = Arc::new_cyclic(|me: &Weak<PublisherLink>| PublisherLink {
+        let (regions, reactor) = (welcome.regions, Reactor::of_process()?);
+        let streams = Arc::<StreamSet>::default();
+        let end = Arc::new_cyclic(|me| ReceiverEnd {
             registrations: OnceLock::new(),
             me: me.clone(),
-            changes: AtomicUsize::new(0),
             owner_process: OwnerProcess::current(),
-            name,
-            peer: end.peer,
+            name: regions.name.clone(),
             lossless: welcome.lossless,
-            generation,
+            generation: regions.generation,
             source: welcome.source,
-            device,
-            peer_doorbell: welcome.peer_doorbell,
-            doorbell: end.doorbell.clone(),
+            device: regions.device.clone(),
+            doorbell: doorbell.clone(),
+            reads_socket: welcome.replies.is_none() && other_end.is_none(),
             replies: Mutex::new(welcome.replies),
-            ring,
-            other_end: OnceLock::new(),
-            peer_heartbeat: PeerHeartbeat::default(),
+            other_end: other_end.map_or_else(OnceLock::new, OnceLock::from),
             fault: Mutex::default(),
             set_aside: SetAside::default(),
+            monitor: PublisherMonitor::new(&segment, welcome.completions),
+            segment,
+            streams: streams.clone(),
+            regions,
+            changes: AtomicUsize::new(0),
+            end,
+            copies: OnceLock::new(),
             reactor,
-            memory,
         });
-        link.watch(end.orphan_timeout)?;
-        Ok(link)
+        let link = PublisherLink(DropAfterFence::new(streams, end)?);
+        link.watch(orphan_timeout)?;
+        Ok(Arc::new(link))
     }
 
-    /// The receiver on `device` of replies from the device `owner`. `other` reads the socket.
+    /// The receiver on `device` of replies from the device `owner`, over the link of `end`. `other`
+    /// reads the socket.
     pub(in crate::pubsub) fn of_replies(
         segment: Segment,
-        peer_doorbell: &Arc<PeerDoorbell>,
+        end: &LinkEnd,
+        doorbell: &Arc<LocalDoorbell>,
         name: &str,
         device: &Device,
         owner: DeviceId,
-        end: ReceiverEnd<'_>,
         other: (Weak<dyn OtherEnd>, u64),
     ) -> Result<Arc<PublisherLink>> {
         let generation = new_generation();
         let welcome = Welcome {
             segment,
             replies: None,
-            peer_doorbell: peer_doorbell.clone(),
             lossless: true,
             regions: PublisherRegions::new(name, device, generation, owner, Access::Read),
             region_count: 0,
             completions: None,
             source: generation,
         };
-        let reactor = Reactor::of_process()?;
-        let link = PublisherLink::assemble(welcome, end, RingKind::Replies, reactor)?;
-        let _ = link.other_end.set(other);
-        Ok(link)
+        let end = end.of_replies();
+        PublisherLink::assemble(welcome, end, doorbell, Some(other), ORPHAN_TIMEOUT)
     }
+}
 
+impl ReceiverEnd {
     /// The ring of the replies, once: `other`, their sender, reads the socket from now on.
     pub(in crate::pubsub) fn take_replies(
         &self,
@@ -228,30 +206,28 @@ impl PublisherLink {
         Some(replies)
     }
 
-    /// Begins to read the publisher's messages, and to watch for its death.
-    fn watch(self: &Arc<Self>, orphan_timeout: Duration) -> Result<()> {
-        let me: Weak<dyn EventSource> = Arc::downgrade(self) as Weak<dyn EventSource>;
-        self.monitor().set_link(Arc::downgrade(self));
-        let monitor: Weak<dyn EventSource> =
-            Arc::downgrade(&self.memory.monitor) as Weak<dyn EventSource>;
-        if self.ring == RingKind::Single {
-            let both = [
-                watch_socket(&self.reactor, self.socket().as_fd(), &me, 0)?,
-                watch_suspicion(&self.peer, &me, 0)?,
-            ];
-            let _ = self.registrations.set(both);
-        }
-        let death = self
-            .peer
-            .watch(DeathEvidence::Orphaned(orphan_timeout), &monitor, 0)?;
-        let _ = self.memory.death.set(death);
+    /// Begins to watch for the publisher's death, and to read its messages, unless the sender of the
+    /// other ring does.
+    fn watch(&self, orphan_timeout: Duration) -> Result<()> {
+        let (me, peer): (Weak<dyn EventSource>, _) = (self.me.clone(), &*self.end.peer);
+        let registrations = match self.reads_socket {
+            true => {
+                let ends = (self.end.socket(), peer);
+                connection::watch(&self.reactor, ends, &me, 0, orphan_timeout)?.into()
+            }
+            false => {
+                let tag = ConnectionEvent::Orphaned.tag(0);
+                vec![peer.watch(DeathEvidence::Orphaned(orphan_timeout), &me, tag)?]
+            }
+        };
+        let _ = self.registrations.set(registrations);
         self.reactor.register_ticks(me);
         Ok(())
     }
 
     /// Drains the wake channel. A ring may have been meant for the sender of the other ring.
     pub(super) fn drain_wake(&self) {
-        self.peer_doorbell.drain();
+        self.end.peer_doorbell.drain();
         if let Some((other, _)) = self.other_end() {
             other.pass_on_wake();
         }
@@ -264,15 +240,11 @@ impl PublisherLink {
 
     /// The sender of the other ring has drained the wake channel. Returns whether this end sleeps.
     pub(super) fn pass_on_wake(&self) -> bool {
-        let is_asleep = self.segment().header().receiver.asleep.load(Relaxed) != 0;
+        let is_asleep = self.segment.header().receiver.asleep.load(Relaxed) != 0;
         if is_asleep {
             self.doorbell.ring();
         }
         is_asleep
-    }
-
-    pub(super) fn socket(&self) -> &Arc<PeerSocket> {
-        &self.memory.socket
     }
 
     /// Whether no more samples come over it.
@@ -281,36 +253,37 @@ impl PublisherLink {
     }
 
     pub(super) fn segment(&self) -> &Arc<Segment> {
-        &self.memory.segment
+        &self.segment
     }
 
     pub(super) fn regions(&self) -> MutexGuard<'_, Vec<OpenRegion>> {
-        self.memory.regions.open()
+        self.regions.open()
     }
 
     #[inline]
     pub(super) fn link_state(&self) -> SenderState {
-        self.monitor().link_state()
+        self.monitor.link_state()
     }
 
-    #[inline]
-    fn monitor(&self) -> &PublisherMonitor {
-        &self.memory.monitor
+    fn set_link_state(&self, link_state: SenderState) {
+        self.monitor.set_link_state(link_state);
+        self.doorbell.ring();
     }
 
     /// Samples that the publisher did not give to this subscriber because of its policy.
     pub(super) fn dropped(&self) -> u64 {
-        self.segment().header().sender.dropped.load(Relaxed)
+        self.segment.header().sender.dropped.load(Relaxed)
     }
 
     pub(super) fn peer_state(&self) -> PeerState {
-        match self.link_state() {
-            _ if self.is_dead() || self.peer.is_proven_dead() => PeerState::Dead,
-            SenderState::Suspect | SenderState::Failed => PeerState::Suspect,
-            SenderState::Closed | SenderState::Evicted => PeerState::Leaving,
-            SenderState::Open if self.peer_heartbeat.is_stalled() => PeerState::Stalled,
-            SenderState::Open => PeerState::Alive,
+        if self.is_dead() {
+            return PeerState::Dead;
         }
+        self.end.peer_state(match self.link_state() {
+            SenderState::Suspect | SenderState::Failed => Some(PeerState::Suspect),
+            SenderState::Closed | SenderState::Evicted => Some(PeerState::Leaving),
+            SenderState::Open => None,
+        })
     }
 
     /// Why no more samples will come.
@@ -327,14 +300,14 @@ impl PublisherLink {
             },
             (None, link_state) => {
                 let graceful = link_state == SenderState::Closed;
-                Error::peer_gone(Kind::Publisher, name, self.peer.pid, graceful)
+                Error::peer_gone(Kind::Publisher, name, self.end.peer.pid, graceful)
             }
         }
     }
 
     /// Whether the publisher is proven dead and the streams that waited for it have been released.
     pub(super) fn is_dead(&self) -> bool {
-        self.monitor().is_dead()
+        self.monitor.is_dead()
     }
 
     /// Closes the link because of `error`. Nothing else of this process is touched.
@@ -347,8 +320,8 @@ impl PublisherLink {
             fault.keep(error);
         }
         drop(fault);
-        self.say_close(close_reason);
-        self.monitor().set_link_state(SenderState::Failed);
+        self.end.say_close(close_reason);
+        self.set_link_state(SenderState::Failed);
     }
 
     pub(super) fn violation(&self, violation: Violation) -> Error {
@@ -362,31 +335,7 @@ impl PublisherLink {
 
     /// Asks for no more samples. Samples that are held stay valid.
     pub(super) fn leave(&self) {
-        self.say_close(CloseReason::Closed);
-    }
-
-    fn say_close(&self, close_reason: CloseReason) {
-        let close = match self.ring {
-            RingKind::Replies => Message::CloseReplies(close_reason),
-            RingKind::Single | RingKind::Samples => Message::Close(close_reason),
-        };
-        let _ = message::send(self.socket().as_fd().as_fd(), &close, &[]);
-    }
-
-    /// The publisher is dead.
-    fn on_death(&self) {
-        trace::emit(|| TraceEvent::OwnerDied {
-            name: self.name.clone(),
-            pid: self.peer.pid,
-        });
-        match self.ring {
-            RingKind::Single => connection::read_out(self, 0),
-            RingKind::Samples | RingKind::Replies => {
-                if let Some((other, link)) = self.other_end() {
-                    other.read_out(link);
-                }
-            }
-        }
+        self.end.say_close(CloseReason::Closed);
     }
 
     fn record_close(&self, close_reason: CloseReason) {
@@ -394,49 +343,42 @@ impl PublisherLink {
             CloseReason::Closed => {
                 trace::emit(|| TraceEvent::OwnerClosed {
                     name: self.name.clone(),
-                    pid: self.peer.pid,
+                    pid: self.end.peer.pid,
                 });
-                self.monitor().set_link_state(SenderState::Closed);
+                self.set_link_state(SenderState::Closed);
             }
             CloseReason::Evicted(reason) | CloseReason::Failed(reason) => {
-                let error = Error::Evicted {
-                    name: self.name.clone(),
-                    reason,
-                };
-                self.fault.locked().keep(error);
-                self.monitor().set_link_state(SenderState::Evicted);
+                let name = self.name.clone();
+                self.fault.locked().keep(Error::Evicted { name, reason });
+                self.set_link_state(SenderState::Evicted);
             }
         }
     }
-}
 
-impl PublisherLink {
     /// Takes a message of the publisher over this ring; returns one that is not due.
     pub(in crate::pubsub) fn handle_message(
         &self,
         message: Message,
         fds: Vec<PeerFd>,
     ) -> Result<(), Message> {
-        match (message, self.ring) {
+        match message {
             // Each brings a descriptor: a publisher that goes on sending them is not read.
-            (region @ Message::Region { .. }, _) if self.has_ended() => return Err(region),
+            Message::Region { .. } if self.has_ended() => return Err(message),
             // Not needed.
-            (Message::CloseRegion { .. }, _) if self.link_state() == SenderState::Failed => {}
-            (Message::Region { id, bytes }, _) => {
-                self.change_soon(move |link| link.memory.regions.map(id, bytes, &fds))
+            Message::CloseRegion { .. } if self.link_state() == SenderState::Failed => {}
+            Message::Region { id, bytes } => {
+                self.change_soon(move |link| link.regions.map(id, bytes, &fds))
             }
-            (Message::CloseRegion { id }, _) => self.change_soon(move |link| link.close_region(id)),
-            (Message::Close(reason), RingKind::Single | RingKind::Samples)
-            | (Message::CloseReplies(reason), RingKind::Replies) => self.record_close(reason),
-            (other, _) => return Err(other),
+            Message::CloseRegion { id } => self.change_soon(move |link| link.close_region(id)),
+            other => self.record_close(self.end.closed_by(other)?),
         }
         Ok(())
     }
 }
 
-impl ConnectionUser for PublisherLink {
+impl ConnectionUser for ReceiverEnd {
     fn on_message(&self, _: u64) -> Next {
-        connection::read(self.socket().as_fd().as_fd(), &self.name, |received| {
+        connection::read(self.end.socket(), &self.name, |received| {
             if self.link_state() == SenderState::Failed {
                 // Further messages of this publisher are not needed, however many it sends.
                 return Next::Stop;
@@ -457,20 +399,35 @@ impl ConnectionUser for PublisherLink {
     }
 
     fn on_close(&self, _: u64) {
-        self.monitor().set_link_state(SenderState::Suspect);
+        self.set_link_state(SenderState::Suspect);
+    }
+
+    /// The publisher's messages are read before its end is reported, in whatever order the two events
+    /// arrive: its `Close` lies in the socket, behind at most a socket buffer of messages.
+    fn on_orphaned(&self, _: u64) {
+        trace::emit(|| TraceEvent::OwnerDied {
+            name: self.name.clone(),
+            pid: self.end.peer.pid,
+        });
+        if self.reads_socket {
+            connection::read_out(self, 0);
+        } else if let Some((other, link)) = self.other_end() {
+            other.read_out(link);
+        }
+        self.monitor.rescue();
+        self.on_close(0);
     }
 }
 
-impl EventSource for PublisherLink {
+impl EventSource for ReceiverEnd {
     fn on_ready(&self, tag: u64) -> Next {
         connection::dispatch(self, tag)
     }
 
     fn on_tick(&self, now_ns: u64) {
-        let header = self.segment().header();
-        header.receiver.heartbeat_ns.store(now_ns, Relaxed);
-        self.peer_heartbeat
-            .tick(header.sender.heartbeat_ns.load(Relaxed));
+        let header = self.segment.header();
+        let (own, peers) = (&header.receiver.heartbeat_ns, &header.sender.heartbeat_ns);
+        self.end.beat(now_ns, own, peers);
         statistics::beat(now_ns);
     }
 }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Release, SeqCst};
 
 use crate::atomic::{self, fence};
-use crate::pubsub::entry::{PackedEntry, UntrustedEntry, Violation};
+use crate::pubsub::entry::{PackedEntry, UntrustedEntry, Violation, violation};
 use crate::shm::segment::Segment;
 
 const PUBLISHED: u64 = 0;
@@ -435,12 +435,11 @@ impl ReceiverRing {
                     }
                 }
                 _ => {
-                    let found = format!("taken at {position}");
-                    return Err(Violation {
-                        field: "state",
-                        found,
-                        allowed: "published, revoked or skipped".into(),
-                    });
+                    let (found, allowed) = (
+                        format!("taken at {position}"),
+                        "published, revoked or skipped",
+                    );
+                    return Err(violation("state", found, allowed));
                 }
             }
         }
@@ -457,11 +456,7 @@ impl ReceiverRing {
     fn jump(&mut self, position: u64, depth: u64) -> Result<(), Violation> {
         if !(position - self.cursor).is_multiple_of(depth) {
             let allowed = format!("{} and a multiple of {depth} more", self.cursor);
-            return Err(Violation {
-                field: "position",
-                found: position.to_string(),
-                allowed,
-            });
+            return Err(violation("position", position, allowed));
         }
         self.cursor = (self.cursor + 1).max(position - depth + 1);
         Ok(())

@@ -185,11 +185,7 @@ impl Sample {
         if self.receipt.is_set_aside || link.admit(*position, stream)? {
             return Ok(());
         }
-        Err(Error::SampleLost {
-            name: link.name.clone(),
-            sequence: self.sequence(),
-            pid: link.peer.pid,
-        })
+        Err(link.lost(self.sequence()))
     }
 
     /// Whether the data is complete, as the CPU sees it now.

@@ -10,8 +10,8 @@ mod tests;
 mod wait;
 
 use std::os::fd::AsFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use rustix::event::epoll;
@@ -20,7 +20,7 @@ pub use builder::SubscriberBuilder;
 pub(crate) use raw_sample::{CompletionWait, RawSample, Replies};
 
 use self::link_receiver::{EndedLink, LinkReceiver};
-use self::wait::{ARRIVALS, DOORBELL, WAKE, watch_descriptor};
+use self::wait::{ARRIVALS, DOORBELL, TickRinger, WAKE, watch_descriptor};
 use super::publisher_link::{ConnectOptions, PublisherLink};
 use super::sample::{PreviousPublisher, Sample};
 use crate::device::Device;
@@ -37,6 +37,7 @@ use crate::options::EndpointOptions;
 use crate::pubsub::ring::ReceiverRing;
 use crate::runtime::attempt::Attempt;
 use crate::runtime::doorbell::LocalDoorbell;
+use crate::runtime::reactor::Reactor;
 use crate::runtime::spin::Polls;
 use crate::statistics::{self, EndpointRow, EndpointWords, Role};
 use crate::stream::Stream;
@@ -84,10 +85,7 @@ const RETRY: Duration = Duration::from_millis(100);
 pub struct Subscriber {
     owner_process: OwnerProcess,
     options: SubscriberBuilder,
-    name: EndpointName,
-    domain: Domain,
-    device: Device,
-    doorbell: Arc<LocalDoorbell>,
+    at: ConnectOptions,
     /// Signals that a new publisher may have appeared. Only with `reconnect`.
     arrivals: Option<Arrivals>,
     /// Everything that can end a wait, in one descriptor.
@@ -98,9 +96,8 @@ pub struct Subscriber {
     /// Publishers are asked to ring for their samples: the attached one, and every one that is
     /// attached next.
     is_asleep: AtomicBool,
-    /// Ends the sleep of an event loop when only another poll can help. Made when it is first
-    /// needed.
-    timer: Option<CloseOnForkFd>,
+    /// Ends the sleeps of an event loop while only another poll can help.
+    ringer: Option<Arc<TickRinger>>,
     /// The sources that have ended a sleep and are not drained, a bit for each.
     rung: u8,
     attached: Option<LeakOnFork<LinkReceiver>>,
@@ -154,18 +151,25 @@ impl Subscriber {
             depth: 0,
             memory_max: 0,
         });
+        let at = ConnectOptions {
+            domain,
+            name,
+            device,
+            doorbell,
+            timeout: options.shared.handshake_timeout,
+            orphan_timeout: options.orphan_timeout,
+            kind: options.kind,
+            has_replies: options.has_replies,
+        };
         let mut subscriber = Subscriber {
             owner_process: OwnerProcess::current(),
             options,
-            name,
-            domain,
-            device,
-            doorbell,
+            at,
             arrivals,
             readable,
             is_polled: AtomicBool::new(false),
             is_asleep: AtomicBool::new(false),
-            timer: None,
+            ringer: None,
             rung: 0,
             attached: None,
             attempt: None,
@@ -178,7 +182,10 @@ impl Subscriber {
     }
 
     fn attach_first(&mut self) -> Result<()> {
-        let (patience, domain) = (self.options.wait.unwrap_or_default(), self.domain.clone());
+        let (patience, domain) = (
+            self.options.wait.unwrap_or_default(),
+            self.at.domain.clone(),
+        );
         // Of this wait alone, unless the subscriber keeps one to reconnect.
         let mut arrivals = self.arrivals.take();
         let keeps = arrivals.is_some();
@@ -190,26 +197,13 @@ impl Subscriber {
     }
 
     fn attach(&mut self) -> Result<()> {
-        let attached = self.connect_options().attach();
+        let attached = self.at.attach();
         let link = attached.inspect_err(|_| statistics::write_slow_paths())?;
         self.attached_by(link)
     }
 
-    fn connect_options(&self) -> ConnectOptions {
-        ConnectOptions {
-            domain: self.domain.clone(),
-            name: self.name.clone(),
-            device: self.device.clone(),
-            doorbell: self.doorbell.clone(),
-            timeout: self.options.shared.handshake_timeout,
-            orphan_timeout: self.options.orphan_timeout,
-            kind: self.options.kind,
-            has_replies: self.options.has_replies,
-        }
-    }
-
     fn attached_by(&mut self, link: Arc<PublisherLink>) -> Result<()> {
-        watch_descriptor(&self.readable, link.peer_doorbell.as_fd(), WAKE)
+        watch_descriptor(&self.readable, link.end.peer_doorbell.as_fd(), WAKE)
             .inspect_err(|_| link.leave())?;
         let ring = ReceiverRing::new(link.segment().clone());
         // Set before this ring is first polled: an end that is about to sleep polls once more after
@@ -217,7 +211,7 @@ impl Subscriber {
         if self.is_asleep.load(Ordering::Relaxed) {
             ring.fall_asleep();
         }
-        self.row.set_domain(self.domain.identity());
+        self.row.set_domain(self.at.domain.identity());
         self.row.attach_to(link.generation);
         // The numbers of the link before go on.
         let last_received = match &self.ended {
@@ -231,7 +225,7 @@ impl Subscriber {
 
     /// The name of the publisher that this subscribes to.
     pub fn name(&self) -> &str {
-        self.name.as_str()
+        self.at.name.as_str()
     }
 
     /// The state of its publisher; `None` while there is none.
@@ -245,7 +239,7 @@ impl Subscriber {
     pub fn publisher_pid(&self) -> Option<i32> {
         self.attached
             .as_ref()
-            .map(|attached| attached.link.peer.pid)
+            .map(|attached| attached.link.end.peer.pid)
     }
 
     /// Random bytes that name the incarnation of the publisher that gave the samples their numbers:
@@ -264,8 +258,8 @@ impl Subscriber {
     fn not_found(&self) -> Error {
         Error::NotFound {
             kind: self.options.kind,
-            name: self.name.to_string(),
-            domain: self.domain.path().to_owned(),
+            name: self.at.name.to_string(),
+            domain: self.at.domain.path().to_owned(),
             was_there: false,
         }
     }
@@ -334,8 +328,13 @@ impl Subscriber {
     /// Ends a wait without a sample.
     fn end_wait<T>(&mut self, wait: &Wait<'_>) -> Result<T> {
         self.wake_up();
-        if self.is_polled.load(Ordering::Relaxed) && self.must_look_again() {
-            self.set_timer(RETRY)?;
+        if !(self.is_polled.load(Ordering::Relaxed) && self.must_look_again()) {
+            self.ringer = None;
+        } else if self.ringer.is_none() {
+            let (reactor, doorbell) = (Reactor::of_process()?, self.at.doorbell.clone());
+            let ringer = self.ringer.insert(Arc::new(TickRinger(doorbell)));
+            let me: Weak<TickRinger> = Arc::downgrade(ringer);
+            reactor.register_ticks(me);
         }
         Err(self.nothing_within(wait))
     }
@@ -359,14 +358,14 @@ impl Subscriber {
                 Some(pid) => format!("process {pid} publishes it, and has sent no other"),
                 None => "it has no publisher now".into(),
             };
-            format!("a sample of {:?} ({cause})", self.name)
+            format!("a sample of {:?} ({cause})", self.at.name)
         })
     }
 
     /// Checked once for each receive: a thread that waits in it begins no capture.
     fn check_stream(&self, stream: &Stream) -> Result<()> {
         self.owner_process.check()?;
-        stream.check_usable(&self.device)
+        stream.check_usable(&self.at.device)
     }
 
     /// Polls once, for a stream that was [checked](Self::check_stream). With `reconnect`, also
@@ -406,14 +405,22 @@ impl Subscriber {
 
     /// Begins the handshake with the next publisher.
     fn reconnect(&self) -> Result<Attempt<Arc<PublisherLink>>> {
-        let options = self.connect_options();
-        let socket = self.domain.connect(&self.name, self.options.kind, None)?;
+        let options = self.at.clone();
+        let socket = self
+            .at
+            .domain
+            .connect(&self.at.name, self.options.kind, None)?;
         let reach = move |is_cancelled: &AtomicBool| {
             let limit = HandshakeLimit::new(options.timeout);
             options.shake_hands(socket, limit, is_cancelled)
         };
         let leave = |link: Arc<PublisherLink>| link.leave();
-        Attempt::start(self.name.as_str(), self.doorbell.clone(), reach, leave)
+        Attempt::start(
+            self.at.name.as_str(),
+            self.at.doorbell.clone(),
+            reach,
+            leave,
+        )
     }
 
     /// Polls the attached publisher once; `None` when that publisher is at its end and another one
@@ -435,9 +442,8 @@ impl Subscriber {
         if let Some(old) = self.attached.take() {
             self.row.detach();
             self.dropped_before = self.dropped_before.saturating_add(old.link.dropped());
-            old.link.leave();
             let publisher = PreviousPublisher {
-                pid: old.link.peer.pid,
+                pid: old.link.end.peer.pid,
                 graceful: matches!(end, Error::PeerGone { graceful: true, .. }),
             };
             let ended = self.ended.get_or_insert(EndedLink {
@@ -451,7 +457,7 @@ impl Subscriber {
             if ended.generation == old.link.generation {
                 ended.publisher = publisher;
             }
-            let _ = epoll::delete(&self.readable, old.link.peer_doorbell.as_fd());
+            let _ = epoll::delete(&self.readable, old.link.end.peer_doorbell.as_fd());
         }
     }
 }
@@ -460,15 +466,7 @@ impl Subscriber {
     /// Makes the descriptor of [`AsFd`] readable once: for a caller that keeps a sample aside for
     /// an event loop.
     pub fn ring(&self) {
-        self.doorbell.ring();
-    }
-}
-
-impl Drop for Subscriber {
-    fn drop(&mut self) {
-        if let Some(Ok(attached)) = self.attached.as_ref().map(LeakOnFork::get) {
-            attached.link.leave();
-        }
+        self.at.doorbell.ring();
     }
 }
 

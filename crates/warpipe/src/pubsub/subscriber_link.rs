@@ -18,14 +18,12 @@ use crate::ipc::PeerState;
 use crate::ipc::acceptor::refusal;
 use crate::ipc::limits::QuotaPermit;
 use crate::ipc::message::{self, CloseReason, Message};
-use crate::ipc::peer::Peer;
 use crate::memory::arena::{Chunk, SlotId};
 use crate::pubsub::entry::PackedEntry;
+use crate::pubsub::link_end::LinkEnd;
 use crate::pubsub::publisher_link::PublisherLink;
 use crate::pubsub::ring::{RingSpace, SenderRing};
-use crate::runtime::closer::PeerSocket;
-use crate::runtime::doorbell::PeerDoorbell;
-use crate::runtime::heartbeat::{PeerHeartbeat, Uptime};
+use crate::runtime::heartbeat::Uptime;
 use crate::runtime::reactor::Registration;
 use crate::shm::segment::{Header, Segment};
 use crate::statistics::{LinkRow, LinkState, LinkWords};
@@ -74,15 +72,11 @@ pub(super) struct SubscriberLink {
     sleeps: bool,
     /// Declared before the descriptors: a registration ends before its descriptor is closed.
     pub(super) registrations: Vec<Registration>,
-    pub(super) peer: Arc<Peer>,
     /// Samples that the subscriber has set aside: the slots of positions that it has not returned.
     /// `None` where it may not.
     set_aside: Option<HashMap<u64, SlotId>>,
     /// Counts from the welcome on.
     pub(super) clock: Uptime,
-    peer_heartbeat: PeerHeartbeat,
-    /// Shared, so that a sender can sleep on it without the publisher's lock.
-    pub(super) peer_doorbell: Arc<PeerDoorbell>,
     /// The regions that it was told of and is to keep open.
     regions: Vec<u32>,
     /// Those that it was asked to close and has not closed.
@@ -97,15 +91,13 @@ pub(super) struct SubscriberLink {
     pub(super) quota_permit: Option<Arc<QuotaPermit>>,
     /// This end has closed it: what was sent before stays, whatever becomes of the socket.
     has_closed: bool,
-    /// Its ring is that of the replies, and the subscriber is the publisher of the other one.
-    pub(super) sends_replies: bool,
     /// The receiver of the link's other ring.
     pub(super) partner: Option<Arc<PublisherLink>>,
     /// The ring of the replies, and the device of their sender, until the link is live.
     pub(super) replies: Option<(Segment, DeviceId)>,
     /// The positions that were taken back when it left.
     pub(super) untaken: Vec<u64>,
-    pub(super) socket: Arc<PeerSocket>,
+    pub(super) end: LinkEnd,
     /// The segment's file, until the link is live.
     pub(super) segment_fd: Option<CloseOnForkFd>,
     /// Its row of this process's statistics page, once it is in the list.
@@ -118,10 +110,8 @@ impl SubscriberLink {
     /// A link that has not sent anything. Drop it on the reaper: it holds registered memory.
     pub(super) fn new(
         id: u64,
-        peer: Arc<Peer>,
-        socket: Arc<PeerSocket>,
+        end: LinkEnd,
         segment: Segment,
-        peer_doorbell: Arc<PeerDoorbell>,
         policy: Policy,
         may_set_aside: bool,
     ) -> SubscriberLink {
@@ -129,15 +119,13 @@ impl SubscriberLink {
             id,
             phase: LinkPhase::Attaching,
             policy,
-            is_local: peer.is_own(),
-            is_foreign: peer.uid != rustix::process::geteuid().as_raw(),
-            peer,
+            is_local: end.peer.is_own(),
+            is_foreign: end.peer.uid != rustix::process::geteuid().as_raw(),
             ring: SenderRing::new(Arc::new(segment)),
             set_aside: may_set_aside.then(HashMap::new),
             free: Cell::new(0),
             placed: 0,
             clock: Uptime::default(),
-            peer_heartbeat: PeerHeartbeat::default(),
             registrations: Vec::new(),
             in_flight: VecDeque::new(),
             regions: Vec::new(),
@@ -147,24 +135,13 @@ impl SubscriberLink {
             dropped: 0,
             quota_permit: None,
             has_closed: false,
-            sends_replies: false,
             partner: None,
             replies: None,
             untaken: Vec::new(),
             sleeps: false,
-            peer_doorbell,
-            socket,
+            end,
             segment_fd: None,
             row: None,
-        }
-    }
-
-    /// Whether the peer closes this ring.
-    pub(super) fn is_close(&self, message: &Message) -> bool {
-        match message {
-            Message::Close(_) => !self.sends_replies,
-            Message::CloseReplies(_) => self.sends_replies,
-            _ => false,
         }
     }
 
@@ -182,17 +159,8 @@ impl SubscriberLink {
 
     /// Sends nothing more. What was sent can still be taken.
     pub(super) fn close(&mut self) {
-        self.say_close(CloseReason::Closed);
+        self.end.say_close(CloseReason::Closed);
         self.has_closed = true;
-    }
-
-    /// Tells the peer that this ring closes.
-    fn say_close(&self, close_reason: CloseReason) {
-        let close = match self.sends_replies {
-            true => Message::CloseReplies(close_reason),
-            false => Message::Close(close_reason),
-        };
-        let _ = message::send(self.socket(), &close, &[]);
     }
 
     /// Sends `welcome` with the link's descriptors, `their_wake` is the peer's end of the wake channel,
@@ -205,17 +173,13 @@ impl SubscriberLink {
         chunks: &[Chunk],
     ) -> Result<(), Errno> {
         let fds = self.segment_fd.iter().chain([&their_wake]).map(AsFd::as_fd);
-        message::send(self.socket(), welcome, &fds.collect::<Vec<_>>())?;
+        message::send(self.end.socket(), welcome, &fds.collect::<Vec<_>>())?;
         let heartbeat = &self.header().sender.heartbeat_ns;
         heartbeat.store(now_ns(), Relaxed);
         if let Some((bytes, fd)) = completions {
-            message::send(self.socket(), &Message::Completions { bytes }, &[fd])?;
+            message::send(self.end.socket(), &Message::Completions { bytes }, &[fd])?;
         }
         self.announce(chunks)
-    }
-
-    pub(super) fn socket(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
     }
 
     pub(super) fn is_live(&self) -> bool {
@@ -252,7 +216,7 @@ impl SubscriberLink {
 
     /// Ends a link that has not been live, with the reason.
     pub(super) fn refuse(&mut self, reason: impl ToString) {
-        let _ = message::send(self.socket(), &refusal(false, reason), &[]);
+        let _ = message::send(self.end.socket(), &refusal(false, reason), &[]);
         self.leave(None);
     }
 
@@ -263,7 +227,7 @@ impl SubscriberLink {
     /// Either [`is_shortage`](crate::os::is_shortage), and the rest is repeated later; or the
     /// subscriber does not read its socket.
     pub(super) fn announce(&mut self, chunks: &[Chunk]) -> Result<(), Errno> {
-        let socket = self.socket.clone();
+        let socket = self.end.socket.clone();
         let is_gone = |id: u32| chunks.binary_search_by_key(&id, |chunk| chunk.id).is_err();
         while let Some(index) = self.regions.iter().position(|&id| is_gone(id)) {
             let id = self.regions[index];
@@ -299,7 +263,7 @@ impl SubscriberLink {
     /// Ends the subscription: takes back the samples that were not taken, and waits for the rest.
     pub(super) fn leave(&mut self, close_reason: Option<CloseReason>) {
         if let Some(close_reason) = close_reason {
-            self.say_close(close_reason);
+            self.end.say_close(close_reason);
         }
         self.phase = LinkPhase::Leaving;
         if !self.has_closed {
@@ -458,7 +422,7 @@ impl SubscriberLink {
     #[inline]
     pub(super) fn wake_sleeper(&mut self) {
         if std::mem::take(&mut self.sleeps) {
-            self.peer_doorbell.ring();
+            self.end.peer_doorbell.ring();
         }
     }
 
@@ -535,14 +499,13 @@ impl SubscriberLink {
     /// Called with each tick: writes this end's heartbeat, and checks the subscriber's.
     pub(super) fn beat(&self, now_ns: u64) {
         let header = self.header();
-        header.sender.heartbeat_ns.store(now_ns, Relaxed);
-        self.peer_heartbeat
-            .tick(header.receiver.heartbeat_ns.load(Relaxed));
+        let (own, peers) = (&header.sender.heartbeat_ns, &header.receiver.heartbeat_ns);
+        self.end.beat(now_ns, own, peers);
     }
 
     /// How long the subscriber has given no sign of life.
     pub(super) fn silence(&self) -> Duration {
-        self.peer_heartbeat.silence()
+        self.end.peer_heartbeat.silence()
     }
 
     /// Samples given and not yet released.
@@ -573,17 +536,15 @@ impl SubscriberLink {
     }
 
     pub(super) fn info(&self) -> SubscriberInfo {
-        let state = match self.phase {
-            _ if self.peer.is_proven_dead() => PeerState::Dead,
-            LinkPhase::Suspect => PeerState::Suspect,
-            LinkPhase::Leaving => PeerState::Leaving,
-            _ if self.peer_heartbeat.is_stalled() => PeerState::Stalled,
-            _ => PeerState::Alive,
+        let ended = match self.phase {
+            LinkPhase::Suspect => Some(PeerState::Suspect),
+            LinkPhase::Leaving => Some(PeerState::Leaving),
+            LinkPhase::Attaching | LinkPhase::Joining | LinkPhase::Live => None,
         };
         SubscriberInfo {
-            pid: self.peer.pid,
-            uid: self.peer.uid,
-            state,
+            pid: self.end.peer.pid,
+            uid: self.end.peer.uid,
+            state: self.end.peer_state(ended),
             silent_for: self.silence(),
             in_flight: self.in_flight() as u32,
             dropped: self.dropped,

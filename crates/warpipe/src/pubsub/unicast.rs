@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::observer::LinkedSubscriber;
 use super::publisher::{Publisher, SampleMut, SendError};
-use super::publisher_core::{Recipients, RetainedSlot, SendFailure};
+use super::publisher_core::{Recipients, RetainedSlot};
 use crate::error::Result;
 use crate::pubsub::entry::Metadata;
 use crate::stream::Stream;
@@ -54,41 +54,30 @@ impl SampleMut {
     /// [`send`](SampleMut::send) to one subscriber, with `limit` as in
     /// [`send_within`](SampleMut::send_within).
     pub(crate) fn send_to(
-        mut self,
+        self,
         to: u64,
         metadata: &Metadata,
         stream: &Stream,
         limit: Option<Duration>,
     ) -> Result<u64, SendError> {
-        let gathered = self.gather(stream);
-        let slot = self
-            .slot
-            .take()
-            .expect("a loan has its slot until it is consumed");
-        let sent = gathered.and_then(|()| {
-            let to = Recipients::One(to);
-            let wait = limit.map(Wait::from);
-            self.core
-                .send_to(slot, &self.layout, metadata, stream, to, wait.as_ref())
-        });
-        sent.map_err(|unsent| self.unsent(slot, unsent, stream))
+        let wait = limit.map(Wait::from);
+        self.hand_over(stream, |loan, slot| {
+            let (to, wait) = (Recipients::One(to), wait.as_ref());
+            loan.core
+                .send_to(slot, &loan.layout, metadata, stream, to, wait)
+        })
     }
 
     /// Keeps the sample behind the work on `stream`, and gives it to one subscriber at once if it
     /// has room. Returns the position there.
     pub(crate) fn post(
-        mut self,
+        self,
         to: Option<u64>,
         metadata: &Metadata,
         stream: &Stream,
     ) -> Result<(RetainedSlot, Option<u64>), SendError> {
-        let gathered = self.gather(stream);
-        let slot = self
-            .slot
-            .take()
-            .expect("a loan has its slot until it is consumed");
-        let posted =
-            gathered.and_then(|()| self.core.post(slot, &self.layout, metadata, stream, to));
-        posted.map_err(|unsent: SendFailure| self.unsent(slot, unsent, stream))
+        self.hand_over(stream, |loan, slot| {
+            loan.core.post(slot, &loan.layout, metadata, stream, to)
+        })
     }
 }

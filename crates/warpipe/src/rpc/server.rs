@@ -68,7 +68,8 @@ impl ServerBuilder {
         self
     }
 
-    /// The most clients at once: 256 by default. Each takes five descriptors.
+    /// The most clients at once: 256 by default. Each takes four descriptors, and a fifth
+    /// once a reply has waited for room.
     pub fn clients_max(mut self, clients: usize) -> Self {
         self.clients_max = clients;
         self

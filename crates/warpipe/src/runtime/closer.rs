@@ -47,29 +47,26 @@ const STACK_BYTES: usize = 128 << 10;
 /// A connected socket with its other end in another process.
 #[derive(Debug)]
 pub(crate) struct PeerSocket {
-    /// `None` only while dropping.
-    fd: Option<CloseOnForkFd>,
+    fd: CloseOnForkFd,
 }
 
 impl From<CloseOnForkFd> for PeerSocket {
     fn from(fd: CloseOnForkFd) -> PeerSocket {
-        PeerSocket { fd: Some(fd) }
+        PeerSocket { fd }
     }
 }
 
 impl AsFd for PeerSocket {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_ref().expect("present until dropped").as_fd()
+        self.fd.as_fd()
     }
 }
 
 impl Drop for PeerSocket {
     fn drop(&mut self) {
         // In a forked child the connection is the parent's.
-        if let Some(fd) = self.fd.take_if(|fd| fd.is_own())
-            && !end(fd.as_fd())
-        {
-            enqueue(peer_of(fd.as_fd()), fd);
+        if self.fd.is_own() && !end(self.fd.as_fd()) {
+            enqueue(peer_of(self.fd.as_fd()), self.fd.take());
         }
     }
 }
@@ -79,8 +76,7 @@ impl Drop for PeerSocket {
 /// hold some.
 #[derive(Debug)]
 pub(crate) struct Listener {
-    /// `None` only while dropping.
-    fd: Option<CloseOnForkFd>,
+    fd: CloseOnForkFd,
     /// The listener lets no descriptors in for the time being.
     is_refusing: AtomicBool,
 }
@@ -88,7 +84,7 @@ pub(crate) struct Listener {
 impl Listener {
     pub(crate) fn new(fd: CloseOnForkFd) -> Listener {
         Listener {
-            fd: Some(fd),
+            fd,
             is_refusing: AtomicBool::new(false),
         }
     }
@@ -134,15 +130,15 @@ impl Listener {
 
 impl AsFd for Listener {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_ref().expect("present until dropped").as_fd()
+        self.fd.as_fd()
     }
 }
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        if let Some(fd) = self.fd.take_if(|fd| fd.is_own()) {
-            let _ = rustix::net::shutdown(&fd, Shutdown::Both);
-            enqueue(None, fd);
+        if self.fd.is_own() {
+            let _ = rustix::net::shutdown(&self.fd, Shutdown::Both);
+            enqueue(None, self.fd.take());
         }
     }
 }
@@ -150,8 +146,7 @@ impl Drop for Listener {
 /// A descriptor that a peer sent. Dropping it never blocks, whatever file it is.
 #[derive(Debug)]
 pub(crate) struct PeerFd {
-    /// `None` only while dropping.
-    fd: Option<CloseOnForkFd>,
+    fd: CloseOnForkFd,
     /// The sender's user, if it is known.
     uid: Option<u32>,
     is_approved: AtomicBool,
@@ -160,7 +155,7 @@ pub(crate) struct PeerFd {
 impl From<CloseOnForkFd> for PeerFd {
     fn from(fd: CloseOnForkFd) -> PeerFd {
         PeerFd {
-            fd: Some(fd),
+            fd,
             uid: None,
             is_approved: AtomicBool::new(false),
         }
@@ -189,7 +184,7 @@ impl PeerFd {
 
     /// As [`approve`](Self::approve), and takes the descriptor.
     pub(crate) fn accept(mut self) -> CloseOnForkFd {
-        let fd = self.fd.take().expect("present until dropped");
+        let fd = self.fd.take();
         let _section = NoForkSection::enter();
         fd.close_in_child();
         fd
@@ -198,15 +193,14 @@ impl PeerFd {
 
 impl AsFd for PeerFd {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_ref().expect("present until dropped").as_fd()
+        self.fd.as_fd()
     }
 }
 
 impl Drop for PeerFd {
     fn drop(&mut self) {
-        let is_approved = self.is_approved.load(Relaxed);
-        if let Some(fd) = self.fd.take_if(|fd| fd.is_own() && !is_approved) {
-            enqueue(self.uid, fd);
+        if self.fd.is_own() && !self.is_approved.load(Relaxed) {
+            enqueue(self.uid, self.fd.take());
         }
     }
 }

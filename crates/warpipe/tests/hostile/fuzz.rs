@@ -124,11 +124,15 @@ fn a_description_arrives_as_it_was_written() {
             sent_ns,
             region,
             slot,
-            layout,
-            metadata: metadata.clone(),
-            completion,
+            layout: &layout,
+            metadata: &metadata,
         };
-        written.borrow().packed().write(segment.entry(1));
+        let packed = written.packed();
+        let packed = match completion {
+            Some(completion) => packed.with_completion(completion),
+            None => packed,
+        };
+        packed.write(segment.entry(1));
         copy.copy(segment.entry(1));
         let fits = slot.checked_add(layout.bytes()).unwrap();
         let read = copy.check(fits).unwrap();
@@ -179,11 +183,9 @@ fn an_entry_of_nonsense_is_refused_or_keeps_every_bound() {
                 sent_ns: 0,
                 region: 0,
                 slot: 0,
-                layout,
-                metadata,
-                completion: None,
+                layout: &layout,
+                metadata: &metadata,
             }
-            .borrow()
             .packed()
             .write(entry);
             for _ in 0..random.u64(..3) {

@@ -590,10 +590,10 @@ fn a_reply_without_a_free_descriptor_ends_its_session_alone_and_its_block_is_ret
 }
 
 #[test]
-fn a_worker_takes_five_descriptors_and_two_of_its_queue() {
+fn a_worker_takes_four_descriptors_and_two_of_its_queue() {
     alone(
         module_path!(),
-        "a_worker_takes_five_descriptors_and_two_of_its_queue",
+        "a_worker_takes_four_descriptors_and_two_of_its_queue",
         || {
             let (scratch, device) = (Scratch::new(), Device::host());
             let queue = Queue::builder("q").domain(&scratch.domain).device(&device);
@@ -608,7 +608,7 @@ fn a_worker_takes_five_descriptors_and_two_of_its_queue() {
             let before = settled_descriptors();
             let others = [worker(), worker()];
             queue.wait_for_workers(3, LONG).unwrap();
-            assert_eq!(settled_descriptors() - before, 2 * (5 + 2));
+            assert_eq!(settled_descriptors() - before, 2 * (4 + 2));
             drop((first, others));
         },
     );

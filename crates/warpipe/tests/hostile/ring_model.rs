@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use crate::pubsub::entry::{Description, Metadata};
+use crate::pubsub::entry::{Description, Metadata, PackedEntry};
 use crate::pubsub::ring::{ReceiverRing, RingSpace, SenderRing};
 use crate::shm::segment::Segment;
 use crate::{Device, Layout};
@@ -103,11 +103,8 @@ impl Play {
                     "position {position} overwrites one of {used:?}"
                 );
                 self.sequence += 1;
-                self.sender.publish(
-                    position,
-                    &description(self.sequence).borrow().packed(),
-                    false,
-                );
+                let packed = packed(self.sequence, 0, 0, &Metadata::EMPTY);
+                self.sender.publish(position, &packed, false);
                 self.last_position = position;
                 self.waiting.push((position, self.sequence, complete));
                 if complete {
@@ -183,17 +180,17 @@ impl Play {
     }
 }
 
-fn description(sequence: u64) -> Description {
-    let layout = Layout::bytes_only(8).unwrap();
+fn packed(sequence: u64, sent_ns: u64, slot: u64, metadata: &Metadata) -> PackedEntry {
+    let layout = &Layout::bytes_only(8).unwrap();
     Description {
         sequence,
-        sent_ns: 0,
+        sent_ns,
         region: 0,
-        slot: 0,
+        slot,
         layout,
-        metadata: Metadata::EMPTY,
-        completion: None,
+        metadata,
     }
+    .packed()
 }
 
 fn play_all(depth: u32, length: u32) {
@@ -286,14 +283,9 @@ fn under_drop_oldest_two_threads_lose_nothing_that_was_not_dropped() {
 }
 
 /// The contents of a sample's entry words: a reader of another sample's words would notice.
-fn fingerprint(sequence: u64) -> Description {
+fn fingerprint(sequence: u64) -> (u64, u64, Metadata) {
     let metadata = Metadata::new(&[sequence as u8; 256]).unwrap();
-    Description {
-        sent_ns: sequence ^ 0xffff,
-        slot: 512 * (sequence % 100),
-        metadata,
-        ..description(sequence)
-    }
+    (sequence ^ 0xffff, 512 * (sequence % 100), metadata)
 }
 
 fn send_all(segment: &Arc<Segment>) -> (u64, Vec<u64>) {
@@ -313,7 +305,9 @@ fn send_all(segment: &Arc<Segment>) -> (u64, Vec<u64>) {
             match room {
                 RingSpace::At(position) => {
                     at.insert(position, sequence);
-                    sender.publish(position, &fingerprint(sequence).borrow().packed(), false);
+                    let (sent_ns, slot, metadata) = fingerprint(sequence);
+                    let packed = packed(sequence, sent_ns, slot, &metadata);
+                    sender.publish(position, &packed, false);
                     segment.entry(position).ready.store(position);
                 }
                 RingSpace::Full => dropped.push(sequence),
@@ -331,13 +325,9 @@ fn receive_all(segment: &Arc<Segment>, done: &AtomicBool) -> Vec<u64> {
         match receiver.take(|_| true).unwrap() {
             Some(position) => {
                 let read = receiver.copy().check(1 << 20).unwrap();
-                let wanted = fingerprint(read.sequence);
-                assert_eq!(
-                    (read.sent_ns, read.slot),
-                    (wanted.sent_ns, wanted.slot),
-                    "of one piece"
-                );
-                assert_eq!(read.metadata.as_bytes(), wanted.metadata.as_bytes());
+                let (sent_ns, slot, metadata) = fingerprint(read.sequence);
+                assert_eq!((read.sent_ns, read.slot), (sent_ns, slot), "of one piece");
+                assert_eq!(read.metadata.as_bytes(), metadata.as_bytes());
                 received.push(read.sequence);
                 held.push(position);
                 // Some are held for a while, and released in another order than they came.

@@ -87,12 +87,10 @@ impl Fake {
             sent_ns: 0,
             region: 0,
             slot: 512,
-            layout,
-            metadata,
-            completion: None,
+            layout: &layout,
+            metadata: &metadata,
         };
-        self.ring
-            .publish(position, &description.borrow().packed(), false);
+        self.ring.publish(position, &description.packed(), false);
         spoil(self.segment.entry(position));
         self.segment.entry(position).ready.store(position);
     }

@@ -62,10 +62,12 @@ impl Inotify {
     pub(crate) fn new(
         directory: &Path,
         wanted: WatchFlags,
-    ) -> std::result::Result<Option<Inotify>, (&'static str, Errno)> {
+        what: impl Into<String>,
+    ) -> Result<Option<Inotify>> {
         match Inotify::make(directory, wanted) {
+            Ok(made) => Ok(Some(made)),
             Err((_, Errno::MFILE | Errno::NFILE | Errno::NOSPC | Errno::ACCESS)) => Ok(None),
-            made => made.map(Some),
+            Err((call, error)) => Err(Error::os(call, what, error)),
         }
     }
 
@@ -74,11 +76,7 @@ impl Inotify {
         wanted: WatchFlags,
     ) -> std::result::Result<Inotify, (&'static str, Errno)> {
         #[cfg(test)]
-        if tests::IS_REFUSED.load(std::sync::atomic::Ordering::SeqCst) {
-            return Err(("inotify_init", Errno::MFILE));
-        }
-        #[cfg(test)]
-        tests::MADE.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+        tests::count()?;
         let flags = inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK;
         let instance = CloseOnForkFd::open(|| inotify::init(flags))
             .map_err(|error| ("inotify_init", error))?;
@@ -139,9 +137,7 @@ impl DirectoryWatch {
         if let Some(known) = known() {
             return Ok(known);
         }
-        let inotify = Inotify::new(path, WatchFlags::MOVED_TO);
-        let inotify =
-            inotify.map_err(|(call, error)| Error::os(call, "watching the domain", error))?;
+        let inotify = Inotify::new(path, WatchFlags::MOVED_TO, "watching the domain")?;
         let made = Arc::new(DirectoryWatch {
             watch: LeakOnFork::new(OnceLock::new()),
             inotify,
@@ -226,6 +222,14 @@ pub(crate) mod tests {
 
     /// Simulates a user that has reached its limit of instances.
     pub(super) static IS_REFUSED: AtomicBool = AtomicBool::new(false);
+
+    pub(super) fn count() -> std::result::Result<(), (&'static str, Errno)> {
+        if IS_REFUSED.load(Ordering::SeqCst) {
+            return Err(("inotify_init", Errno::MFILE));
+        }
+        MADE.fetch_add(1, Ordering::SeqCst);
+        Ok(())
+    }
 
     #[test]
     fn without_an_instance_a_directory_is_looked_at_with_each_tick() {

@@ -1,6 +1,5 @@
 //! A session until the server has admitted its client.
 
-use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::time::Duration;
@@ -12,18 +11,13 @@ use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::client_handshake::{ClientHandshake, HandshakeLimit};
 use crate::ipc::message::Message;
-use crate::ipc::peer::Peer;
 use crate::ipc::{Address, IncomingReply, NOTIFICATION, REPLY_TIMEOUT};
 use crate::runtime::closer::PeerFd;
 use crate::runtime::reactor::Reactor;
 use crate::wait::Wait;
 
-/// A session that the server has not opened yet.
-#[derive(Debug)]
-pub(crate) struct PendingSession {
-    handshake: ClientHandshake,
-    reactor: Arc<Reactor>,
-}
+/// A session that the server has not opened yet. Readable once the server has replied.
+pub(crate) type PendingSession = ClientHandshake;
 
 /// The server's first reply, which admits the client.
 #[derive(Debug)]
@@ -32,7 +26,7 @@ pub(crate) struct Admitted {
     incoming: IncomingReply,
 }
 
-impl PendingSession {
+impl ClientHandshake {
     /// Connects and sends the client's `Hello`. The whole handshake takes at most
     /// [`REPLY_TIMEOUT`]; `waits` for room in the server's backlog.
     pub(crate) fn begin(
@@ -42,26 +36,25 @@ impl PendingSession {
         waits: bool,
     ) -> Result<PendingSession> {
         let limit = HandshakeLimit::new(REPLY_TIMEOUT);
-        let reactor = Reactor::of_process()?;
         let room = waits.then_some(&limit);
         let socket = at.domain.connect(at.name, at.kind, room)?;
         let handshake = ClientHandshake::new(at, socket, limit)?;
         handshake.hello(device, body)?;
-        Ok(PendingSession { handshake, reactor })
+        Ok(handshake)
     }
 
     /// Reads the server's reply; `None` while there is none.
     pub(crate) fn poll(&self) -> Result<Option<Admitted>> {
-        let answer = self.handshake.receive().map_err(refused)?;
+        let answer = self.receive().map_err(refused)?;
         answer.map(|answer| self.admitted(answer)).transpose()
     }
 
     /// Waits for the server's reply, for as long as the handshake may take; `wait` may be cancelled.
-    pub(super) fn wait(&self, wait: &Wait<'_>) -> Result<Admitted> {
+    pub(super) fn wait_for_admission(&self, wait: &Wait<'_>) -> Result<Admitted> {
         let cancellation = wait.cancellable_within(Duration::MAX);
-        match self.handshake.wait(|| cancellation.is_over()) {
+        match self.wait(|| cancellation.is_over()) {
             Err(_) if cancellation.is_over() => {
-                Err(wait.timed_out(|| format!("an answer of {:?}", self.handshake.name)))
+                Err(wait.timed_out(|| format!("an answer of {:?}", self.name)))
             }
             answer => self.admitted(answer.map_err(refused)?),
         }
@@ -72,23 +65,23 @@ impl PendingSession {
             generation, body, ..
         } = message
         else {
-            return Err(self.handshake.fault(message.unexpected("SessionOpened")));
+            return Err(self.fault(message.unexpected("SessionOpened")));
         };
-        self.handshake.adopt_lifeline(&mut fds)?;
+        self.adopt_lifeline(&mut fds)?;
         Ok(Admitted {
             generation,
             incoming: IncomingReply { body, fds },
         })
     }
 
-    pub(crate) fn enter(self, admitted: Admitted) -> (ClientSession, IncomingReply) {
+    pub(crate) fn enter(self, admitted: Admitted) -> Result<(ClientSession, IncomingReply)> {
         let ClientHandshake {
             socket,
             peer,
             name,
             kind,
             ..
-        } = self.handshake;
+        } = self;
         let inner = Arc::new(SessionState {
             registrations: Mutex::default(),
             name,
@@ -102,19 +95,10 @@ impl PendingSession {
             next_serial: AtomicU64::new(NOTIFICATION + 1),
             requests: Mutex::default(),
             replied: Condvar::new(),
-            reactor: self.reactor,
+            reactor: Reactor::of_process()?,
         });
-        (
-            ClientSession {
-                inner: LeakOnFork::new(inner),
-            },
-            admitted.incoming,
-        )
-    }
-
-    /// The server's process, as the kernel reports it.
-    pub(crate) fn peer(&self) -> &Peer {
-        &self.handshake.peer
+        let inner = LeakOnFork::new(inner);
+        Ok((ClientSession { inner }, admitted.incoming))
     }
 }
 
@@ -126,12 +110,5 @@ fn refused(error: Error) -> Error {
             fault: HandshakeFault::Refused(text),
         } => Error::Refused { name, text },
         other => other,
-    }
-}
-
-impl AsFd for PendingSession {
-    /// Readable once the server has replied.
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.handshake.as_fd()
     }
 }

@@ -193,10 +193,9 @@ impl SessionState {
     /// Takes a reply. Goes to the observer if the caller has given up.
     pub(super) fn on_reply(&self, serial: u64, answer: Result<IncomingReply>) {
         if serial == NOTIFICATION {
-            return answer
-                .into_iter()
-                .zip(self.observer())
-                .for_each(|(incoming, observer)| observer.on_notification(incoming));
+            return answer.into_iter().for_each(|incoming| {
+                self.tell(|observer| observer.on_notification(incoming));
+            });
         }
         let mut requests = self.requests.locked();
         let request = match requests.open.get_mut(&serial) {
@@ -211,8 +210,8 @@ impl SessionState {
         requests.open.remove(&serial);
         drop(requests);
         self.replied.notify_all();
-        if let (Ok(incoming), Some(observer)) = (answer, self.observer()) {
-            observer.on_stale_reply(&request, incoming);
+        if let Ok(incoming) = answer {
+            self.tell(|observer| observer.on_stale_reply(&request, incoming));
         }
         // After the observer: what it has given back, the server sees before the close.
         let last = self
@@ -251,17 +250,21 @@ impl SessionState {
         let _ = self.cause.set(EndCause::NoRoom(code));
         // First: what the server can no longer send, it takes back itself.
         let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
-        if let Some(observer) = self.observer() {
+        self.tell(|observer| {
             for body in message::unread_replies(self.socket.as_fd()) {
                 let fds = Vec::new();
                 observer.on_stale_reply(&[], IncomingReply { body, fds });
             }
-        }
+        });
         self.on_close(0);
     }
 
-    fn observer(&self) -> Option<Arc<dyn SessionObserver>> {
-        self.observer.locked().clone()
+    /// Calls the observer, if there is one, without a lock.
+    fn tell(&self, call: impl FnOnce(&dyn SessionObserver)) {
+        let observer = self.observer.locked().clone();
+        if let Some(observer) = observer {
+            call(&*observer);
+        }
     }
 }
 
@@ -321,9 +324,7 @@ impl ConnectionUser for SessionState {
                 pid: self.peer.pid,
             });
         }
-        self.observer()
-            .into_iter()
-            .for_each(|observer| observer.on_closed(graceful));
+        self.tell(|observer| observer.on_closed(graceful));
         if let Some(me) = self.requests.locked().take_dropped_if(|_| true) {
             self.reactor.drop_on_reaper(me);
         }
@@ -338,16 +339,12 @@ impl ConnectionUser for SessionState {
                 pid: self.peer.pid,
             });
         }
-        self.observer()
-            .into_iter()
-            .for_each(|observer| observer.on_orphaned());
+        self.tell(|observer| observer.on_orphaned());
     }
 
     fn on_proven(&self, id: u64) {
         self.on_orphaned(id);
-        self.observer()
-            .into_iter()
-            .for_each(|observer| observer.on_proven_dead());
+        self.tell(|observer| observer.on_proven_dead());
     }
 }
 

@@ -21,10 +21,10 @@ use crate::wait::Wait;
 pub struct SampleMut {
     pub(in crate::pubsub) core: Arc<PublisherCore>,
     /// `None` once it is sent or discarded.
-    pub(in crate::pubsub) slot: Option<SlotId>,
+    pub(super) slot: Option<SlotId>,
     pub(super) address: DevicePtr,
     pub(in crate::pubsub) layout: Layout,
-    pub(in crate::pubsub) metadata: Metadata,
+    pub(super) metadata: Metadata,
     /// The stream that last got work on this loan. A dropped loan returns behind this stream and
     /// `earlier`.
     pub(super) behind: Option<Stream>,
@@ -136,22 +136,32 @@ impl SampleMut {
     }
 
     #[inline]
-    fn send_by(mut self, stream: &Stream, wait: Option<&Wait<'_>>) -> Result<u64, SendError> {
-        let gathered = self.gather(stream);
+    fn send_by(self, stream: &Stream, wait: Option<&Wait<'_>>) -> Result<u64, SendError> {
+        self.hand_over(stream, |loan, slot| {
+            let (layout, metadata) = (&loan.layout, &loan.metadata);
+            loan.core.send(slot, layout, metadata, stream, wait)
+        })
+    }
+
+    /// Has `stream` wait for all work on the loan, and gives the slot to `give`. If that fails, the
+    /// loan goes back to the caller.
+    #[inline]
+    pub(in crate::pubsub) fn hand_over<T>(
+        mut self,
+        stream: &Stream,
+        give: impl FnOnce(&SampleMut, SlotId) -> Result<T, SendFailure>,
+    ) -> Result<T, SendError> {
         let slot = self
             .slot
             .take()
             .expect("a loan has its slot until it is consumed");
-        let sent = gathered.and_then(|()| {
-            self.core
-                .send(slot, &self.layout, &self.metadata, stream, wait)
-        });
-        sent.map_err(|unsent| self.unsent(slot, unsent, stream))
+        let given = self.gather(stream).and_then(|()| give(&self, slot));
+        given.map_err(|unsent| self.unsent(slot, unsent, stream))
     }
 
     /// Makes `stream` wait for the other streams that got work on the loan.
     #[inline]
-    pub(in crate::pubsub) fn gather(&self, stream: &Stream) -> Result<(), SendFailure> {
+    fn gather(&self, stream: &Stream) -> Result<(), SendFailure> {
         stream.check_of(&self.core.device)?;
         let earlier = self.behind.iter().chain(&self.earlier);
         for other in earlier.filter(|other| !other.is_same(stream)) {
@@ -174,12 +184,7 @@ impl SampleMut {
         self.earlier.extend(self.behind.replace(stream.clone()));
     }
 
-    pub(in crate::pubsub) fn unsent(
-        mut self,
-        slot: SlotId,
-        unsent: SendFailure,
-        stream: &Stream,
-    ) -> SendError {
+    fn unsent(mut self, slot: SlotId, unsent: SendFailure, stream: &Stream) -> SendError {
         match unsent {
             SendFailure::BeforePublish(error) => {
                 self.slot = Some(slot);

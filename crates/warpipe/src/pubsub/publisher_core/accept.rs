@@ -10,7 +10,8 @@
 use std::os::fd::AsFd;
 use std::sync::{Arc, Weak};
 
-use super::super::publisher_link::{OtherEnd, PublisherLink, ReceiverEnd};
+use super::super::link_end::LinkEnd;
+use super::super::publisher_link::{OtherEnd, PublisherLink};
 use super::super::subscriber_link::{LinkPhase, SubscriberLink, share_memory};
 use super::PublisherCore;
 use super::state::PublisherState;
@@ -50,15 +51,9 @@ impl PublisherCore {
             Segment::create_rings(&self.device, depth, replies, self.generation)
                 .map_err(|error| refusal_for(&error))?;
         let (wake, their_wake) = PeerDoorbell::pair().map_err(|error| refusal_for(&error))?;
-        let mut link = SubscriberLink::new(
-            connection.id,
-            Arc::new(connection.peer),
-            connection.socket,
-            rings.0,
-            Arc::new(wake),
-            policy,
-            self.options.kind == Kind::Results,
-        );
+        let end = LinkEnd::new(connection.peer, wake, connection.socket);
+        let may_set_aside = self.options.kind == Kind::Results;
+        let mut link = SubscriberLink::new(connection.id, end, rings.0, policy, may_set_aside);
         link.quota_permit = Some(connection.quota_permit);
         link.replies = rings.1.map(|ring| (ring, device));
         link.segment_fd = Some(segment_fd);
@@ -75,7 +70,7 @@ impl PublisherCore {
             replies,
         };
         let welcomed = link.welcome(&welcome, their_wake, self.fences.published(), chunks);
-        let pid = link.peer.pid;
+        let pid = link.end.peer.pid;
         match welcomed.is_ok() && !state.closed && self.watch(&mut link).is_ok() {
             true => state.add(link),
             false => self.reactor.defer_drop(Box::new(link)),
@@ -89,8 +84,8 @@ impl PublisherCore {
     /// Begins to read a link's socket, and to watch for its peer's death.
     fn watch(&self, link: &mut SubscriberLink) -> Result<()> {
         let this: Weak<dyn EventSource> = self.this.clone();
-        let ends = (link.socket(), &*link.peer);
-        let all = connection::watch(&self.reactor, ends, &this, link.id)?;
+        let ends = (link.end.socket(), &*link.end.peer);
+        let all = connection::watch(&self.reactor, ends, &this, link.id, ORPHAN_TIMEOUT)?;
         link.registrations.extend(all);
         Ok(())
     }
@@ -100,17 +95,10 @@ impl PublisherCore {
         let segment = partner
             .take_replies((self.this.clone(), REPLIES))
             .ok_or_else(|| self.fault(HandshakeFault::Segment("no ring for replies".into())))?;
-        let mut link = SubscriberLink::new(
-            REPLIES,
-            partner.peer.clone(),
-            partner.socket().clone(),
-            segment,
-            partner.peer_doorbell.clone(),
-            self.options.policy_for(&partner.peer),
-            true,
-        );
+        let policy = self.options.policy_for(&partner.end.peer);
+        let end = partner.end.of_replies();
+        let mut link = SubscriberLink::new(REPLIES, end, segment, policy, true);
         link.phase = LinkPhase::Live;
-        link.sends_replies = true;
         link.partner = Some(partner);
         // Its socket may be readable at once.
         let mut state = self.lock();
@@ -126,23 +114,17 @@ impl PublisherCore {
         else {
             return Ok(());
         };
-        let end = ReceiverEnd {
-            doorbell: &observer.doorbell,
-            socket: link.socket.clone(),
-            peer: link.peer.clone(),
-            orphan_timeout: ORPHAN_TIMEOUT,
-        };
         link.partner = Some(PublisherLink::of_replies(
             segment,
-            &link.peer_doorbell,
+            &link.end,
+            &observer.doorbell,
             &self.name,
             &self.device,
             device,
-            end,
             (self.this.clone(), link.id),
         )?);
         // Of the memory in which the replies lie.
-        os::let_descriptors_in(link.socket(), true);
+        os::let_descriptors_in(link.end.socket(), true);
         Ok(())
     }
 
@@ -191,14 +173,15 @@ impl PublisherCore {
                 }
             }
             Message::RegionClosed { id } if link.remove_closed_region(id) => {}
-            close if link.is_close(&close) => {
-                self.trace_left(link, &"it has closed");
-                link.leave(None);
-            }
             other => {
-                let refused = match &link.partner {
-                    Some(partner) => partner.handle_message(other, fds),
-                    None => Err(other),
+                let refused = match (link.end.closed_by(other), &link.partner) {
+                    (Ok(_), _) => {
+                        self.trace_left(link, &"it has closed");
+                        link.leave(None);
+                        return Ok(());
+                    }
+                    (Err(other), Some(partner)) => partner.handle_message(other, fds),
+                    (Err(other), None) => Err(other),
                 };
                 refused.map_err(|other| self.fault(other.unexpected("RegionClosed or Close")))?;
             }
@@ -229,7 +212,7 @@ impl PublisherCore {
         let received =
             registered.and_then(|()| self.receive_replies(link).map_err(OpenError::Local));
         match received {
-            Ok(()) if message::send(link.socket(), &Message::Attached, &[]).is_err() => {
+            Ok(()) if message::send(link.end.socket(), &Message::Attached, &[]).is_err() => {
                 link.leave(None);
                 if let Some(partner) = &link.partner {
                     partner.on_close(id);
@@ -239,8 +222,8 @@ impl PublisherCore {
                 trace::emit(|| TraceEvent::SubscriberAttached {
                     name: self.name.to_string(),
                     subscriber: link.id,
-                    pid: link.peer.pid,
-                    uid: link.peer.uid,
+                    pid: link.end.peer.pid,
+                    uid: link.end.peer.uid,
                 });
                 link.phase = LinkPhase::Joining;
                 state.history.has_joiners = true;
@@ -258,7 +241,7 @@ impl PublisherCore {
         trace::emit(|| TraceEvent::SubscriberLeft {
             name: self.name.to_string(),
             subscriber: link.id,
-            pid: link.peer.pid,
+            pid: link.end.peer.pid,
             reason: reason.to_string(),
         });
     }
@@ -298,9 +281,6 @@ impl PublisherCore {
         // The segment alone: a deferred drop that waits for a stream must not keep descriptors.
         let segment = link.ring.segment().clone();
         state.history.forget(&segment);
-        if let Some(partner) = link.partner.take() {
-            self.reactor.defer_drop(Box::new(partner));
-        }
         drop(link);
         let mut past = self.past_signals();
         self.reactor.drop_after(move || {
@@ -351,7 +331,7 @@ impl PublisherCore {
                 trace::emit(|| TraceEvent::SubscriberEvicted {
                     name: self.name.to_string(),
                     subscriber: link.id,
-                    pid: link.peer.pid,
+                    pid: link.end.peer.pid,
                     silent_ms: silence.as_millis() as u64,
                 });
                 link.leave(Some(CloseReason::Evicted(format!(
@@ -380,7 +360,7 @@ impl OtherEnd for PublisherCore {
 
     fn pass_on_wake(&self) {
         if self.lock().sleepers > 0 {
-            self.doorbell.ring();
+            self.ring();
         }
     }
 }
@@ -393,7 +373,7 @@ impl ConnectionUser for PublisherCore {
             let Some(link) = state.links.find(id).filter(|link| link.reads_socket()) else {
                 return Next::Stop;
             };
-            let handled = match message::receive(link.socket(), &self.name) {
+            let handled = match message::receive(link.end.socket(), &self.name) {
                 Ok(Received::Nothing) => return Next::Keep,
                 Ok(Received::End) => {
                     drop(state);
@@ -441,7 +421,7 @@ impl ConnectionUser for PublisherCore {
                 trace::emit(|| TraceEvent::SubscriberSuspect {
                     name: self.name.to_string(),
                     subscriber: id,
-                    pid: link.peer.pid,
+                    pid: link.end.peer.pid,
                 });
                 link.leave(None);
                 link.phase = LinkPhase::Suspect;
@@ -459,7 +439,7 @@ impl ConnectionUser for PublisherCore {
             trace::emit(|| TraceEvent::SubscriberDied {
                 name: self.name.to_string(),
                 subscriber: id,
-                pid: link.peer.pid,
+                pid: link.end.peer.pid,
             });
             link.ring.mark_receiver_dead();
             link.leave(None);

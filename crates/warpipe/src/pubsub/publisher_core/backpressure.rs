@@ -15,28 +15,25 @@ use crate::backoff::Backoff;
 use crate::clock::Stopwatch;
 use crate::error::{Error, Result};
 use crate::ipc::Kind;
-use crate::runtime::doorbell::PeerDoorbell;
+use crate::runtime::doorbell::{LocalDoorbell, PeerDoorbell};
 use crate::wait::{SLICE, Wait};
 
 impl PublisherCore {
-    /// Waits until every recipient that may not miss a sample has room for one and no other thread
-    /// sends. Takes the send turn.
-    pub(super) fn make_room(&self, to: Recipients) -> Result<SendTurn<'_>> {
-        self.make_room_within(to, None)
-    }
-
     /// Waits at most `timeout` until a send would not have to wait. Sends nothing.
     pub(in crate::pubsub) fn wait_for_room(&self, to: Recipients, timeout: Duration) -> Result<()> {
-        match self.make_room_within(to, Some(&timeout.into())) {
+        match self.make_room(to, Some(&timeout.into())) {
             // A policy that fails is applied by the send itself.
             Ok(_) | Err(Error::Full { .. }) => Ok(()),
             Err(error) => Err(error),
         }
     }
 
+    /// Waits until every recipient that may not miss a sample has room for one and no other thread
+    /// sends. Takes the send turn.
+    ///
     /// `wait` replaces the timeout of the subscribers' policies, and that of the lock for sending. A
     /// thread that had to wait asks whether it is cancelled before it takes its turn.
-    pub(super) fn make_room_within(
+    pub(super) fn make_room(
         &self,
         to: Recipients,
         wait: Option<&Wait<'_>>,
@@ -66,7 +63,7 @@ impl PublisherCore {
                 }
                 continue;
             };
-            let pid = full.peer.pid;
+            let pid = full.end.peer.pid;
             let Policy::Block { timeout } = full.policy else {
                 return Err(Error::Full {
                     name: self.name.clone(),
@@ -169,10 +166,17 @@ impl PublisherCore {
             return slept.unwrap_or_else(PoisonError::into_inner).0;
         }
         state.has_leader = true;
+        // Under the lock: what changes the state from here on rings it. Without room for it, this end
+        // looks again after a slice.
+        if self.doorbell.get().is_none()
+            && let Ok(made) = LocalDoorbell::new()
+        {
+            let _ = self.doorbell.set(made);
+        }
         let peer_doorbells: Vec<Arc<PeerDoorbell>> = state
             .links
             .iter()
-            .map(|link| link.peer_doorbell.clone())
+            .map(|link| link.end.peer_doorbell.clone())
             .collect();
         drop(state);
         let has_drained = self.sleep_on_doorbells(&peer_doorbells, limit);
@@ -188,6 +192,14 @@ impl PublisherCore {
         state
     }
 
+    /// Wakes the thread that sleeps on the doorbells. Call it behind the change of the state.
+    pub(super) fn ring(&self) {
+        self.doorbell
+            .get()
+            .into_iter()
+            .for_each(LocalDoorbell::ring);
+    }
+
     /// Sleeps until a doorbell rings, and drains only those that rang: with many subscribers,
     /// draining all of them would cost more than the rest of a send. A doorbell that rings later
     /// makes the next sleep short. Returns whether a subscriber rang.
@@ -201,7 +213,8 @@ impl PublisherCore {
             .iter()
             .map(|peer_doorbell| PollFd::new(*peer_doorbell, PollFlags::IN))
             .collect();
-        polls.push(PollFd::new(&self.doorbell, PollFlags::IN));
+        let own = self.doorbell.get();
+        polls.extend(own.map(|doorbell| PollFd::new(doorbell, PollFlags::IN)));
         if rustix::event::poll(&mut polls, Some(&crate::os::timespec(limit))).is_err() {
             return false;
         }
@@ -209,8 +222,8 @@ impl PublisherCore {
         let rung = open.iter().zip(&polls).filter(|(_, poll)| rang(poll));
         let drained = rung.map(|(peer_doorbell, _)| peer_doorbell.drain());
         let has_drained = drained.count() > 0;
-        if polls.last().is_some_and(rang) {
-            self.doorbell.drain();
+        if let Some(own) = own.filter(|_| polls.last().is_some_and(rang)) {
+            own.drain();
         }
         has_drained
     }

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use super::links::Links;
 use super::slot_fences::SlotFences;
 use crate::memory::arena::{Arena, SlotId};
-use crate::pubsub::entry::{BorrowedDescription, Completion, Description};
+use crate::pubsub::entry::{Completion, PackedEntry};
 use crate::pubsub::ring;
 use crate::pubsub::subscriber_link::{LinkPhase, SubscriberLink};
 use crate::shm::segment::Segment;
@@ -35,7 +35,7 @@ pub(super) struct History {
 /// A sample of the history.
 struct HistoryEntry {
     slot: SlotId,
-    description: Description,
+    packed: PackedEntry,
     /// Its data will never be complete.
     is_lost: bool,
 }
@@ -65,19 +65,14 @@ impl History {
 
     /// Adds a sample, and forgets the oldest beyond the limit.
     #[inline]
-    pub(super) fn add(
-        &mut self,
-        slot: SlotId,
-        description: BorrowedDescription<'_>,
-        arena: &mut Arena,
-    ) {
+    pub(super) fn add(&mut self, slot: SlotId, packed: &PackedEntry, arena: &mut Arena) {
         if !self.is_kept() {
             return;
         }
         arena.hold(slot);
         self.entries.push_back(HistoryEntry {
             slot,
-            description: description.into_description(),
+            packed: packed.clone(),
             is_lost: false,
         });
         while self.entries.len() > self.limit {
@@ -143,16 +138,12 @@ impl History {
             arena.hold(slot);
             // The `ready` word of a late subscriber follows the slot's fence word: if this
             // process is killed in between, the fence word decides.
-            let completion = Some(Completion {
-                word: slot,
-                value: fence,
-            })
-            .filter(|_| !is_lost);
-            let description = BorrowedDescription {
-                completion,
-                ..entry.description.borrow()
+            let (word, value) = (slot, fence);
+            let packed = match is_lost {
+                true => entry.packed.clone(),
+                false => (entry.packed.clone()).with_completion(Completion { word, value }),
             };
-            link.publish(position, slot, &description.packed(), false);
+            link.publish(position, slot, &packed, false);
         }
     }
 

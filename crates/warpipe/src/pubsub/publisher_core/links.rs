@@ -158,7 +158,7 @@ impl Links {
                 // What it has mapped counts until it has released its samples.
                 Err(_) if !link.is_staying() => {}
                 Err(error) if is_shortage(error) => {
-                    let context = format!("memory of {name:?}, to process {}", link.peer.pid);
+                    let context = format!("memory of {name:?}, to process {}", link.end.peer.pid);
                     own = Err(Error::os("sendmsg", context, error));
                 }
                 Err(_) => link.leave(Some(CloseReason::Evicted(
@@ -184,7 +184,7 @@ impl Links {
         let mut partners = Vec::new();
         for link in &mut self.list {
             link.close();
-            if link.has_partner_ended() || !link.sends_replies {
+            if link.has_partner_ended() || !link.end.is_of_replies {
                 link.registrations.clear();
                 partners.extend(link.partner.take());
             }

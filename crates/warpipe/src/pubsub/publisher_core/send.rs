@@ -9,7 +9,6 @@
 use std::sync::Arc;
 
 use super::links::Recipients;
-use super::send_turn::SendTurn;
 use super::state::PublisherState;
 use super::{PublisherCore, SendFailure};
 use crate::backend::DeviceKind;
@@ -19,6 +18,7 @@ use crate::nvtx;
 use crate::pubsub::entry::Metadata;
 use crate::pubsub::ring;
 use crate::pubsub::subscriber_link::SubscriberLink;
+use crate::runtime::releasable::ReleasableGuard;
 use crate::shm::segment::Segment;
 use crate::stream::Stream;
 use crate::tensor::Layout;
@@ -61,9 +61,9 @@ impl PublisherCore {
         wait: Option<&Wait<'_>>,
     ) -> Result<u64, SendFailure> {
         self.admit(stream)?;
-        let mut turn = self.make_room_within(to, wait)?;
-        let delivery = self.deliver(&mut turn, slot, layout, metadata, stream, to)?;
-        turn.arena.release(slot);
+        let mut turn = self.make_room(to, wait)?;
+        let delivery = self.deliver(&mut turn.state, slot, layout, metadata, stream, to)?;
+        turn.state.arena.release(slot);
         Ok(delivery.sequence)
     }
 
@@ -102,7 +102,7 @@ impl PublisherCore {
     /// queue blocks, and then found it usable.
     pub(super) fn deliver(
         &self,
-        turn: &mut SendTurn<'_>,
+        turn: &mut ReleasableGuard<'_, PublisherState>,
         slot: SlotId,
         layout: &Layout,
         metadata: &Metadata,
@@ -119,11 +119,12 @@ impl PublisherCore {
             return Ok(delivery);
         }
         let signals = std::mem::take(&mut turn.signals);
-        // SAFETY: the words lie in link segments and the fence words, which are dropped only when
-        // this turn is over and this stream, recorded by the caller, is proven to be past them
-        // (`close`, `drop_link`).
-        let enqueue =
-            |turn: &mut SendTurn<'_>| turn.unlocked(|| unsafe { stream.batch_at_once(&signals) });
+        let enqueue = |turn: &mut ReleasableGuard<'_, PublisherState>| {
+            // SAFETY: the words lie in link segments and the fence words, which are dropped only when
+            // this turn is over and this stream, recorded by the caller, is proven to be past them
+            // (`close`, `drop_link`).
+            turn.unlocked(|| unsafe { stream.batch_at_once(&signals) })
+        };
         // `ready` orders the devices, so the entries may be published before the driver call: a
         // subscriber on another core enqueues its wait and its kernels meanwhile.
         let early = self.signals_first(turn).then(|| enqueue(turn));
@@ -227,7 +228,7 @@ impl PublisherCore {
                 .placed_mut()
                 .for_each(SubscriberLink::look_whether_it_sleeps);
         }
-        history.add(slot, description, arena);
+        history.add(slot, packed, arena);
         delivery
     }
 

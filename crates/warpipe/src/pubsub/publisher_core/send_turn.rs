@@ -3,7 +3,6 @@
 //! without the lock of the state. All other threads may read the state, take samples back and free
 //! slots meanwhile.
 
-use std::ops::{Deref, DerefMut};
 use std::sync::MutexGuard;
 
 use super::PublisherCore;
@@ -13,11 +12,12 @@ use crate::runtime::releasable::ReleasableGuard;
 use crate::runtime::timed_lock::{LOCK_TIMEOUT, TimedGuard};
 use crate::wait::Wait;
 
-/// The right to send. The state is locked except during driver calls: see [`SendTurn::unlocked`].
+/// The right to send. The state is locked except during driver calls: links may leave and end
+/// meanwhile, places and history stay.
 pub(super) struct SendTurn<'a> {
     core: &'a PublisherCore,
     /// Declared before the lock for sending: unlocked before that.
-    state: ReleasableGuard<'a, PublisherState>,
+    pub(super) state: ReleasableGuard<'a, PublisherState>,
     _sending: TimedGuard<'a>,
 }
 
@@ -33,29 +33,6 @@ impl<'a> SendTurn<'a> {
             state: ReleasableGuard::new(&core.state, state),
             _sending: sending,
         }
-    }
-
-    /// Makes a driver call without the lock of the state. Links may leave and end meanwhile; places
-    /// and history stay.
-    #[inline]
-    pub(super) fn unlocked<T>(&mut self, call: impl FnOnce() -> T) -> T {
-        self.state.unlocked(call)
-    }
-}
-
-impl Deref for SendTurn<'_> {
-    type Target = PublisherState;
-
-    #[inline]
-    fn deref(&self) -> &PublisherState {
-        &self.state
-    }
-}
-
-impl DerefMut for SendTurn<'_> {
-    #[inline]
-    fn deref_mut(&mut self) -> &mut PublisherState {
-        &mut self.state
     }
 }
 

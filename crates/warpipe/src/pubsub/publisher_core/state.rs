@@ -12,7 +12,7 @@ use crate::error::Result;
 use crate::memory::arena::{Arena, SlotId};
 use crate::memory::region::Region;
 use crate::pubsub::builder::PublisherBuilder;
-use crate::pubsub::entry::{BorrowedDescription, Metadata, PackedEntry};
+use crate::pubsub::entry::{Description, Metadata, PackedEntry};
 use crate::pubsub::subscriber_link::SubscriberLink;
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::statistics::EndpointRow;
@@ -83,7 +83,7 @@ impl PublisherState {
 
     /// Adds a link, with its row of the statistics page.
     pub(super) fn add(&mut self, mut link: SubscriberLink) {
-        link.row = Some(self.row.link(link.peer.pid, link.peer.uid));
+        link.row = Some(self.row.link(link.end.peer.pid, link.end.peer.uid));
         self.links.add(link);
     }
 
@@ -111,19 +111,18 @@ impl PublisherState {
         layout: &'a Layout,
         metadata: &'a Metadata,
         is_stamped: bool,
-    ) -> BorrowedDescription<'a> {
+    ) -> Description<'a> {
         let sequence = self.next_sequence;
         self.next_sequence += 1;
         self.row.count(sequence, layout.bytes());
         let slot = self.arena.slot(slot);
-        BorrowedDescription {
+        Description {
             sequence,
             sent_ns: if is_stamped { now_ns() } else { 0 },
             region: self.arena.chunks()[slot.region as usize].id,
             slot: slot.offset,
             layout,
             metadata,
-            completion: None,
         }
     }
 

@@ -803,7 +803,16 @@ fn a_message_that_comes_while_a_publisher_closes_makes_the_end_no_fault() {
 
 /// Sends a message over the only link of `of`, as the process at that end.
 fn say_as(of: &Publisher, message: &Message, fds: &[BorrowedFd<'_>]) {
-    let socket = of.core.lock().links.iter().next().unwrap().socket.clone();
+    let socket = of
+        .core
+        .lock()
+        .links
+        .iter()
+        .next()
+        .unwrap()
+        .end
+        .socket
+        .clone();
     message::send(socket.as_fd().as_fd(), message, fds).unwrap();
 }
 

@@ -65,11 +65,9 @@ impl Drop for RetainedSlot {
 impl PublisherCore {
     /// Wakes every thread that waits for a change, and notifies the observer.
     pub(super) fn notify(&self) {
-        self.doorbell.ring();
-        self.options
-            .observer
-            .iter()
-            .for_each(|observer| observer.tell());
+        self.ring();
+        let observer = self.options.observer.iter();
+        observer.for_each(|observer| observer.tell());
     }
 
     /// The subscribers that can be chosen.
@@ -78,7 +76,7 @@ impl PublisherCore {
         let live = state.links.live();
         live.map(|link| LinkedSubscriber {
             id: link.id,
-            pid: link.peer.pid,
+            pid: link.end.peer.pid,
             replies: link.partner.clone(),
         })
         .collect()
@@ -100,15 +98,16 @@ impl PublisherCore {
         to: Option<u64>,
     ) -> Result<(RetainedSlot, Option<u64>), SendFailure> {
         self.admit(stream)?;
-        let mut turn = self.make_room(Recipients::Nobody)?;
+        let mut turn = self.make_room(Recipients::Nobody, None)?;
         let to = to
             .filter(|&id| {
-                turn.links
+                turn.state
+                    .links
                     .find_live(id)
                     .is_some_and(|link| link.room().is_some())
             })
             .map_or(Recipients::Nobody, Recipients::One);
-        let delivery = self.deliver(&mut turn, slot, layout, metadata, stream, to)?;
+        let delivery = self.deliver(&mut turn.state, slot, layout, metadata, stream, to)?;
         let retained = RetainedSlot {
             core: LeakOnFork::new(self.this.upgrade().ok_or(Error::Forked)?),
             slot,
@@ -129,6 +128,7 @@ impl PublisherCore {
             return Ok(Forwarded::NotYet);
         };
         let mut turn = SendTurn::begin(self, sending, self.lock());
+        let turn = &mut turn.state;
         turn.reclaim(&self.fences, false);
         if turn.closed {
             return Ok(Forwarded::NoRoom);
@@ -140,7 +140,7 @@ impl PublisherCore {
             return Ok(Forwarded::NotYet);
         }
         let description = turn.describe(slot, layout, metadata, self.options.timestamps);
-        let PublisherState { arena, links, .. } = &mut *turn;
+        let PublisherState { arena, links, .. } = &mut **turn;
         if let Some(link) = links.find(to) {
             arena.hold(slot);
             link.publish(position, slot, &description.packed(), true);

@@ -7,14 +7,15 @@ use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
+use super::PublisherLink;
 use super::regions::PublisherRegions;
-use super::{PublisherLink, ReceiverEnd, RingKind};
 use crate::device::Device;
 use crate::error::{Error, HandshakeFault, Result};
 use crate::ipc::client_handshake::{ClientHandshake, HandshakeLimit};
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::message::Message;
 use crate::ipc::{Address, Kind};
+use crate::pubsub::link_end::LinkEnd;
 use crate::runtime::closer::{PeerFd, PeerSocket};
 use crate::runtime::doorbell::{LocalDoorbell, PeerDoorbell};
 use crate::runtime::reactor::Reactor;
@@ -26,7 +27,6 @@ pub(super) struct Welcome {
     pub(super) segment: Segment,
     /// The ring of the replies, of which this end is the sender.
     pub(super) replies: Option<Segment>,
-    pub(super) peer_doorbell: Arc<PeerDoorbell>,
     pub(super) lossless: bool,
     pub(super) regions: PublisherRegions,
     /// How many regions it announces before it waits for this end.
@@ -66,7 +66,6 @@ impl ConnectOptions {
         limit: HandshakeLimit,
         is_cancelled: &AtomicBool,
     ) -> Result<Arc<PublisherLink>> {
-        let reactor = Reactor::of_process()?;
         let at = Address {
             domain: &self.domain,
             name: &self.name,
@@ -79,25 +78,16 @@ impl ConnectOptions {
         };
         let device = self.device.info().id;
         handshake.client.hello(Some(device), &[])?;
-        let mut welcome = handshake.welcome()?;
+        let (mut welcome, peer_doorbell) = handshake.welcome()?;
         if let Err(error) = handshake.settle(&mut welcome) {
             // Not on this thread: unregistering memory may make the driver wait for a stream that
             // waits for a peer.
-            reactor.defer_drop(Box::new(welcome));
+            Reactor::of_process()?.defer_drop(Box::new(welcome));
             return Err(error);
         }
         let ClientHandshake { socket, peer, .. } = handshake.client;
-        let end = ReceiverEnd {
-            doorbell: &self.doorbell,
-            socket: Arc::new(socket),
-            peer: Arc::new(peer),
-            orphan_timeout: self.orphan_timeout,
-        };
-        let ring = match self.has_replies {
-            true => RingKind::Samples,
-            false => RingKind::Single,
-        };
-        PublisherLink::assemble(welcome, end, ring, reactor)
+        let end = LinkEnd::new(peer, peer_doorbell, Arc::new(socket));
+        PublisherLink::assemble(welcome, end, &self.doorbell, None, self.orphan_timeout)
     }
 }
 
@@ -148,7 +138,7 @@ impl LinkHandshake<'_> {
         }
     }
 
-    fn welcome(&self) -> Result<Welcome> {
+    fn welcome(&self) -> Result<(Welcome, PeerDoorbell)> {
         let (message, mut fds) = self.receive()?;
         let Message::Welcome {
             generation,
@@ -173,7 +163,7 @@ impl LinkHandshake<'_> {
             return Err(self.fault(fault));
         }
         self.client.adopt_lifeline(&mut fds)?;
-        let Ok([memory, peer_doorbell]) = <[PeerFd; 2]>::try_from(fds) else {
+        let Ok([memory, wake]) = <[PeerFd; 2]>::try_from(fds) else {
             let (found, wanted) = (0, 2);
             return Err(self.fault(HandshakeFault::Descriptors { found, wanted }));
         };
@@ -187,17 +177,16 @@ impl LinkHandshake<'_> {
             OpenError::Local(error) => error,
         })?;
         memory.approve();
-        let peer_doorbell =
-            PeerDoorbell::adopt(peer_doorbell).map_err(|fault| self.fault(fault))?;
-        Ok(Welcome {
+        let peer_doorbell = PeerDoorbell::adopt(wake).map_err(|fault| self.fault(fault))?;
+        let welcome = Welcome {
             segment,
             replies,
-            peer_doorbell: Arc::new(peer_doorbell),
             lossless,
             regions: PublisherRegions::new(&self.client.name, device, generation, owner, access),
             region_count: regions as usize,
             completions: None,
             source,
-        })
+        };
+        Ok((welcome, peer_doorbell))
     }
 }

@@ -1,17 +1,12 @@
-//! Watches a publisher's life: keeps the positions that this process's streams wait for, and
-//! releases the streams on the publisher's proven death.
-//!
-//! The monitor is kept until those streams are past the link, which may be long after the
-//! subscriber and its samples are gone.
+//! What a receiver knows of the life of its link's sender: the positions that this process's streams
+//! wait for, and the streams' release at the sender's proven death. A table without a call of the
+//! driver or the system.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
-use std::sync::{Arc, OnceLock, Weak};
 
-use super::PublisherLink;
 use crate::atomic::{AtomicBool, AtomicU8, AtomicU64};
 use crate::pubsub::entry::Completion;
-use crate::runtime::doorbell::LocalDoorbell;
-use crate::runtime::reactor::{EventSource, Next};
 use crate::shm::fence_words::FenceWords;
 use crate::shm::segment::Segment;
 
@@ -46,9 +41,6 @@ impl SenderState {
 #[derive(Debug)]
 pub(super) struct PublisherMonitor {
     segment: Arc<Segment>,
-    doorbell: Arc<LocalDoorbell>,
-    /// Reads the publisher's last messages.
-    link: OnceLock<Weak<PublisherLink>>,
     link_state: AtomicU8,
     /// The publisher is proven dead, or [orphaned](crate::ipc::peer::DeathEvidence::Orphaned), and
     /// stuck streams are rescued.
@@ -71,29 +63,11 @@ struct Completions {
     entries: Vec<[AtomicU64; 3]>,
 }
 
-impl Completions {
-    /// Whether the data at a position is complete, as far as this process knows.
-    fn is_complete(&self, index: usize, position: u64) -> bool {
-        let [at, word, value] = &self.entries[index];
-        at.load(SeqCst) == position
-            && self
-                .fence_words
-                .word(word.load(SeqCst) as usize)
-                .reached(value.load(SeqCst))
-    }
-}
-
 impl PublisherMonitor {
-    pub(super) fn new(
-        segment: &Arc<Segment>,
-        doorbell: &Arc<LocalDoorbell>,
-        completions: Option<FenceWords>,
-    ) -> PublisherMonitor {
+    pub(super) fn new(segment: &Arc<Segment>, completions: Option<FenceWords>) -> PublisherMonitor {
         let words = || (0..segment.depth()).map(|_| AtomicU64::new(0));
         PublisherMonitor {
             segment: segment.clone(),
-            doorbell: doorbell.clone(),
-            link: OnceLock::new(),
             link_state: AtomicU8::new(SenderState::Open as u8),
             dead: AtomicBool::new(false),
             held: words().collect(),
@@ -105,18 +79,14 @@ impl PublisherMonitor {
         }
     }
 
-    pub(super) fn set_link(&self, link: Weak<PublisherLink>) {
-        let _ = self.link.set(link);
+    #[inline]
+    fn index(&self, position: u64) -> usize {
+        self.segment.index(position) as usize
     }
 
     /// Records the publisher's own word for a sample of the history, before the sample is
     /// [held](Self::hold). Returns whether there is such a word.
-    pub(super) fn note_completion(
-        &self,
-        index: usize,
-        position: u64,
-        completion: Completion,
-    ) -> bool {
+    pub(super) fn note_completion(&self, position: u64, completion: Completion) -> bool {
         let Some(Completions {
             fence_words,
             entries,
@@ -126,12 +96,21 @@ impl PublisherMonitor {
         };
         let is_there = (completion.word as usize) < fence_words.words();
         if is_there {
-            let [at, word, value] = &entries[index];
+            let [at, word, value] = &entries[self.index(position)];
             word.store(completion.word.into(), SeqCst);
             value.store(completion.value, SeqCst);
             at.store(position, SeqCst);
         }
         is_there
+    }
+
+    /// Whether the publisher's own word says that the data at a position is complete.
+    fn is_complete(&self, position: u64) -> bool {
+        self.completions.as_ref().is_some_and(|completions| {
+            let [at, word, value] = &completions.entries[self.index(position)];
+            let word = || completions.fence_words.word(word.load(SeqCst) as usize);
+            at.load(SeqCst) == position && word().reached(value.load(SeqCst))
+        })
     }
 
     #[inline]
@@ -141,22 +120,17 @@ impl PublisherMonitor {
 
     /// Moves away from `Open`, once.
     pub(super) fn set_link_state(&self, link_state: SenderState) {
-        let _ = self.link_state.compare_exchange(
-            SenderState::Open as u8,
-            link_state as u8,
-            SeqCst,
-            SeqCst,
-        );
-        self.doorbell.ring();
+        let (open, now) = (SenderState::Open as u8, link_state as u8);
+        let _ = self.link_state.compare_exchange(open, now, SeqCst, SeqCst);
     }
 
     /// Records a position that is handed out. Returns whether the publisher is dead, so that no
     /// rescue will follow.
     #[inline]
-    pub(super) fn hold(&self, index: usize, position: u64) -> bool {
+    pub(super) fn hold(&self, position: u64) -> bool {
         // The table is written before `dead` is read; `rescue` sets `dead` first and then reads the
         // table. So one of the two sees the other, and no stream is left waiting.
-        self.held[index].store(position, SeqCst);
+        self.held[self.index(position)].store(position, SeqCst);
         self.is_dead()
     }
 
@@ -166,23 +140,19 @@ impl PublisherMonitor {
     }
 
     #[inline]
-    pub(super) fn has_lost(&self, index: usize, position: u64) -> bool {
-        self.lost[index].load(SeqCst) == position
+    pub(super) fn has_lost(&self, position: u64) -> bool {
+        self.lost[self.index(position)].load(SeqCst) == position
     }
 
     /// Releases the streams that wait for a position of a dead publisher, and marks the position
     /// lost unless its data was complete. The mark and the word move forward only: the reactor, and
     /// threads that receive, may handle two positions of one entry if the publisher has used it
     /// again before it was free.
-    pub(super) fn release_wait(&self, index: usize, position: u64) {
+    pub(super) fn release_wait(&self, position: u64) {
         let entry = self.segment.entry(position);
         if !entry.ready.reached(position) {
-            if !self
-                .completions
-                .as_ref()
-                .is_some_and(|completions| completions.is_complete(index, position))
-            {
-                self.lost[index].fetch_max(position, SeqCst);
+            if !self.is_complete(position) {
+                self.lost[self.index(position)].fetch_max(position, SeqCst);
             }
             entry.ready.bring_up(position);
         }
@@ -190,35 +160,11 @@ impl PublisherMonitor {
 
     /// The publisher is proven dead: samples that are ready by now are whole and count. A stream
     /// that waits for any other sample is released, and that sample is lost.
-    fn rescue(&self) {
+    pub(super) fn rescue(&self) {
         self.dead.store(true, SeqCst);
-        for (index, held) in self.held.iter().enumerate() {
-            let position = held.load(SeqCst);
-            if position != 0 {
-                self.release_wait(index, position);
-            }
-        }
-    }
-}
-
-impl EventSource for PublisherMonitor {
-    /// The publisher is proven dead, or it is an orphan's parent and the orphan timeout has passed.
-    fn on_ready(&self, _: u64) -> Next {
-        // The publisher's messages are read before its end is reported, in whatever order the
-        // two events arrive: its `Close` lies in the socket, behind at most a socket buffer of
-        // messages.
-        if let Some(link) = self.link.get().and_then(Weak::upgrade) {
-            link.on_death();
-            // This may be the last holder of the link, and dropping the link calls the driver.
-            let reactor = link.reactor.clone();
-            Arc::into_inner(link)
-                .into_iter()
-                .for_each(|last| reactor.defer_drop(Box::new(last)));
-        }
-        self.rescue();
-        self.set_link_state(SenderState::Suspect);
-        self.doorbell.ring();
-        Next::Stop
+        let held = self.held.iter().map(|held| held.load(SeqCst));
+        held.filter(|&position| position != 0)
+            .for_each(|position| self.release_wait(position));
     }
 }
 
@@ -235,14 +181,7 @@ mod tests {
         let segment = Arc::new(Segment::create(&device, DEPTH, [7; 16]).unwrap().0);
         let (fence_words, fd) = FenceWords::published(&device, 4).unwrap();
         let copy = FenceWords::read(fd.into(), fence_words.bytes(), "test").unwrap();
-        (
-            PublisherMonitor::new(
-                &segment,
-                &Arc::new(LocalDoorbell::new().unwrap()),
-                Some(copy),
-            ),
-            fence_words,
-        )
+        (PublisherMonitor::new(&segment, Some(copy)), fence_words)
     }
 
     #[test]
@@ -250,29 +189,23 @@ mod tests {
      {
         let (monitor, fence_words) = monitor();
         for position in [1, 2] {
-            let index = monitor.segment.index(position) as usize;
             assert!(monitor.note_completion(
-                index,
                 position,
                 Completion {
                     word: position as u32,
                     value: 9
                 }
             ));
-            assert!(!monitor.hold(index, position));
+            assert!(!monitor.hold(position));
         }
         fence_words.word(1).store(9);
         fence_words.word(2).store(8);
         monitor.rescue();
         for (position, is_lost) in [(1, false), (2, true)] {
-            assert_eq!(
-                monitor.has_lost(monitor.segment.index(position) as usize, position),
-                is_lost
-            );
+            assert_eq!(monitor.has_lost(position), is_lost);
             assert!(monitor.segment.entry(position).ready.reached(position));
         }
         assert!(!monitor.note_completion(
-            0,
             2,
             Completion {
                 word: u32::MAX,
@@ -286,16 +219,15 @@ mod tests {
     {
         let (monitor, _) = monitor();
         let (first, second) = (2, 2 + u64::from(DEPTH));
-        let index = monitor.segment.index(first) as usize;
-        assert!(!monitor.hold(index, first));
+        assert!(!monitor.hold(first));
         monitor.rescue();
-        assert!(monitor.hold(index, second));
-        monitor.release_wait(index, second);
+        assert!(monitor.hold(second));
+        monitor.release_wait(second);
         // The publisher's device writes on, and another thread handles the first position again.
         monitor.segment.entry(first).ready.store(0);
-        monitor.release_wait(index, first);
+        monitor.release_wait(first);
         assert!(
-            monitor.has_lost(index, second),
+            monitor.has_lost(second),
             "what was noted of the second stays"
         );
     }

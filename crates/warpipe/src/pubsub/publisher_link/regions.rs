@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use rustix::io::Errno;
 
-use super::{PublisherLink, SenderState};
+use super::{ReceiverEnd, SenderState};
 use crate::backend::{Access, DeviceId};
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -122,16 +122,16 @@ impl PublisherRegions {
     }
 }
 
-impl PublisherLink {
+impl ReceiverEnd {
     /// Leaves a change of the regions to the control thread: one for each task, so that a publisher
     /// that announces without end does not keep it from others' tasks.
     pub(super) fn change_soon(
         &self,
-        change: impl FnOnce(&PublisherLink) -> Result<()> + Send + 'static,
+        change: impl FnOnce(&ReceiverEnd) -> Result<()> + Send + 'static,
     ) {
         if self.changes.fetch_add(1, SeqCst) >= OPEN_MAX {
             let allowed = format!("{OPEN_MAX} at a time");
-            return self.fail(self.memory.regions.wrong("region changes", "more", allowed));
+            return self.fail(self.regions.wrong("region changes", "more", allowed));
         }
         let link = self.me.clone();
         self.reactor.run_on_control_thread(Box::new(move || {
@@ -145,6 +145,8 @@ impl PublisherLink {
             }
             link.changes.fetch_sub(1, SeqCst);
             link.doorbell.ring();
+            // This may be the last holder of the link, and dropping the link calls the driver.
+            link.reactor.clone().drop_on_reaper(link);
         }));
     }
 
@@ -156,11 +158,11 @@ impl PublisherLink {
     /// Unmaps a region once no sample in it is held and the streams are past their work, and tells
     /// the publisher.
     pub(super) fn close_region(&self, id: u32) -> Result<()> {
-        let region = self.memory.regions.take_out(id)?;
-        let closing = self.memory.regions.closing.clone();
+        let region = self.regions.take_out(id)?;
+        let closing = self.regions.closing.clone();
         closing.fetch_add(1, SeqCst);
-        let socket = self.socket().clone();
-        let mut fence = Fence::later(self.memory.streams().clone());
+        let socket = self.end.socket.clone();
+        let mut fence = Fence::later(self.streams.clone());
         self.reactor.drop_after(move || {
             if Arc::strong_count(&region) > 1 {
                 return DropReadiness::Held;
@@ -168,7 +170,7 @@ impl PublisherLink {
             if !fence.is_reached() {
                 return DropReadiness::Busy;
             }
-            match message::send(socket.as_fd().as_fd(), &Message::RegionClosed { id }, &[]) {
+            match message::send(socket.as_fd(), &Message::RegionClosed { id }, &[]) {
                 // Said again later: until then the publisher counts the region.
                 Err(error) if error == Errno::AGAIN || is_shortage(error) => DropReadiness::Held,
                 _ => {

@@ -6,7 +6,6 @@
 //! it.
 
 use std::collections::VecDeque;
-use std::os::fd::AsFd;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
@@ -20,7 +19,7 @@ use crate::error::{Error, Result};
 use crate::ipc::message::{self, Message};
 use crate::mutex::LockUnpoisoned;
 use crate::os::is_shortage;
-use crate::pubsub::entry::{Completion, Violation};
+use crate::pubsub::entry::{Completion, Violation, violation};
 use crate::pubsub::ring::{self, count_release};
 use crate::runtime::fence::Fence;
 use crate::runtime::reactor::DropReadiness;
@@ -44,21 +43,19 @@ impl PublisherLink {
     /// the data never will be complete.
     #[inline]
     pub(in crate::pubsub) fn admit(&self, position: u64, stream: &Stream) -> Result<bool> {
-        let index = self.segment().index(position) as usize;
-        let entry = self.segment().entry(position);
-        if self.monitor().hold(index, position) {
+        if self.monitor.hold(position) {
             // No rescue follows: the state that a death between publishing and signalling left is
             // judged here.
-            self.monitor().release_wait(index, position);
-            return Ok(!self.monitor().has_lost(index, position));
+            self.monitor.release_wait(position);
+            return Ok(!self.monitor.has_lost(position));
         }
         // Work that is launched after the CPU has seen the word is ordered behind the data without
         // a wait on the device.
-        if entry.ready.reached(position) {
+        if self.segment.entry(position).ready.reached(position) {
             return Ok(true);
         }
         let wait = StreamOp::Wait {
-            word: self.segment().ready_word(position),
+            word: self.segment.ready_word(position),
             value: position,
         };
         self.record_use(stream);
@@ -75,35 +72,34 @@ impl PublisherLink {
         position: u64,
         completion: Completion,
     ) -> Result<(), Violation> {
-        let index = self.segment().index(position) as usize;
-        if self.monitor().note_completion(index, position, completion) {
+        if self.monitor.note_completion(position, completion) {
             return Ok(());
         }
-        Err(Violation {
-            field: "completion",
-            found: format!("word {}", completion.word),
-            allowed: "one that the publisher has sent".into(),
-        })
+        let found = format!("word {}", completion.word);
+        Err(violation(
+            "completion",
+            found,
+            "one that the publisher has sent",
+        ))
     }
 
     /// Records that the sample at `position` is out of the ring and not admitted to any stream: if
     /// its sender dies first, [`completion`](Self::completion) reports the loss.
     pub(in crate::pubsub) fn keep(&self, position: u64) {
-        let index = self.segment().index(position) as usize;
-        if self.monitor().hold(index, position) {
+        if self.monitor.hold(position) {
             // A position that the rescue did not see is released here.
-            self.monitor().release_wait(index, position);
+            self.monitor.release_wait(position);
         }
     }
 
     fn record_use(&self, stream: &Stream) {
-        self.memory.streams().record_use(stream);
+        self.streams.record_use(stream);
     }
 
     /// Enqueues the release of `position` behind the stream's work.
     pub(in crate::pubsub) fn release(&self, position: u64, stream: &Stream) -> Result<()> {
         let op = StreamOp::Signal {
-            word: self.segment().released_word(position),
+            word: self.segment.released_word(position),
             value: position,
         };
         self.record_use(stream);
@@ -118,12 +114,7 @@ impl PublisherLink {
     /// limit: the sender waits for the slot, and this end keeps the link for it.
     pub(in crate::pubsub) fn give_back(self: &Arc<Self>, position: u64) {
         if !self.release_if_complete(position) {
-            let me = self.clone();
-            self.reactor
-                .drop_after(move || match me.release_if_complete(position) {
-                    false => DropReadiness::Held,
-                    true => DropReadiness::Ready,
-                });
+            self.try_until(move |me| me.release_if_complete(position));
         }
     }
 
@@ -135,9 +126,18 @@ impl PublisherLink {
             .drop_after(move || fence.is_reached() && me.release_if_complete(position));
     }
 
+    /// Has the fence thread call `done` until it returns true, however long the peer takes.
+    fn try_until(self: &Arc<Self>, done: impl Fn(&PublisherLink) -> bool + Send + 'static) {
+        let me = self.clone();
+        self.reactor.drop_after(move || match done(&me) {
+            false => DropReadiness::Held,
+            true => DropReadiness::Ready,
+        });
+    }
+
     /// Releases a sample with the CPU if its data is complete. Returns whether it is.
     fn release_if_complete(&self, position: u64) -> bool {
-        let entry = self.segment().entry(position);
+        let entry = self.segment.entry(position);
         let is_complete = entry.ready.reached(position);
         if is_complete {
             entry.released.store(position);
@@ -149,28 +149,31 @@ impl PublisherLink {
     /// Counts a release and wakes the publisher if it waits for one.
     #[inline]
     fn notify_release(&self) {
-        if count_release(self.segment()) {
-            self.peer_doorbell.ring();
+        if count_release(&self.segment) {
+            self.end.peer_doorbell.ring();
         }
     }
 
     /// Whether the sample's data is complete; an error if it never will be.
     #[inline]
     pub(in crate::pubsub) fn completion(&self, position: u64, sequence: u64) -> Result<bool> {
-        let index = self.segment().index(position) as usize;
-        let entry = self.segment().entry(position);
         // `ready` first: a rescue, and a sender that gives up, mark the loss before the word is
         // stored.
-        let reached = entry.ready.reached(position);
-        if self.monitor().has_lost(index, position) || ring::was_given_up(self.segment(), position)
-        {
-            return Err(Error::SampleLost {
-                name: self.name.clone(),
-                sequence,
-                pid: self.peer.pid,
-            });
+        let reached = self.segment.entry(position).ready.reached(position);
+        if self.monitor.has_lost(position) || ring::was_given_up(&self.segment, position) {
+            return Err(self.lost(sequence));
         }
         Ok(reached)
+    }
+
+    /// The error for a sample with data that will never be complete.
+    #[cold]
+    pub(in crate::pubsub) fn lost(&self, sequence: u64) -> Error {
+        Error::SampleLost {
+            name: self.name.clone(),
+            sequence,
+            pid: self.end.peer.pid,
+        }
     }
 
     /// Waits on the CPU until the sample's data is complete.
@@ -183,7 +186,7 @@ impl PublisherLink {
     ) -> Result<()> {
         self.owner_process.check()?;
         if !self.completion(position, sequence)? {
-            let word = &self.segment().entry(position).ready;
+            let word = &self.segment.entry(position).ready;
             if !self.device.backend().wait_word(word, position, timeout)? {
                 let what = format!("the data of sample {sequence} of {:?}", self.name);
                 return Err(Error::Timeout {
@@ -198,7 +201,7 @@ impl PublisherLink {
 
     /// Waits on the CPU until the data may be complete, or never will be, or `limit` has passed.
     pub(in crate::pubsub) fn wait_for_completion(&self, position: u64, limit: Duration) {
-        let word = &self.segment().entry(position).ready;
+        let word = &self.segment.entry(position).ready;
         // The caller checks the word again, whatever the result.
         let _ = self.device.backend().wait_word(word, position, limit);
     }
@@ -206,11 +209,11 @@ impl PublisherLink {
     /// The stream for copies to the host. It only ever copies complete data, so it never waits for
     /// anything but other copies.
     pub(in crate::pubsub) fn copies(&self) -> Result<&Stream> {
-        if let Some(stream) = self.memory.copies.get() {
+        if let Some(stream) = self.copies.get() {
             return Ok(stream);
         }
         let made = self.device.stream()?;
-        let stream = self.memory.copies.get_or_init(|| made);
+        let stream = self.copies.get_or_init(|| made);
         // A copy that was not done in time goes on: the memory stays mapped until it is.
         self.record_use(stream);
         Ok(stream)
@@ -220,14 +223,14 @@ impl PublisherLink {
     /// holds a part of the link counts, too.
     pub(in crate::pubsub) fn is_crowded(self: &Arc<Self>) -> bool {
         let in_the_ring = Arc::strong_count(self).saturating_sub(self.set_aside.kept.load(Relaxed));
-        in_the_ring > self.segment().depth() as usize / 2
+        in_the_ring > self.segment.depth() as usize / 2
     }
 
     /// Gives the entry of a sample with complete data back, and keeps its slot. No stream waits for
     /// the sample or has been given its release.
     pub(in crate::pubsub) fn set_aside(&self, position: u64) {
         self.set_aside.kept.fetch_add(1, Relaxed);
-        ring::set_aside(self.segment(), position);
+        ring::set_aside(&self.segment, position);
         self.notify_release();
     }
 
@@ -239,13 +242,8 @@ impl PublisherLink {
             return self.return_slot(position);
         }
         let me = self.clone();
-        self.reactor.drop_after(move || {
-            let is_past = fence.is_reached();
-            if is_past {
-                me.return_slot(position);
-            }
-            is_past
-        });
+        self.reactor
+            .call_after(fence, move || me.return_slot(position));
     }
 
     /// Returns the slot of a sample that was set aside.
@@ -257,13 +255,7 @@ impl PublisherLink {
             return;
         }
         // The publisher does not read now: another try, for all that are due by then.
-        let me = self.clone();
-        self.reactor.drop_after(
-            move || match me.send_returns(&mut me.set_aside.due.locked()) {
-                false => DropReadiness::Held,
-                true => DropReadiness::Ready,
-            },
-        );
+        self.try_until(|me| me.send_returns(&mut me.set_aside.due.locked()));
     }
 
     /// Tells the publisher of all slots that are due. False if it has to be tried again.
@@ -272,7 +264,7 @@ impl PublisherLink {
             let next = due.len().min(POSITIONS_MAX);
             let positions = due.range(..next).copied().collect();
             let message = Message::Returned { positions };
-            match message::send(self.socket().as_fd().as_fd(), &message, &[]) {
+            match message::send(self.end.socket(), &message, &[]) {
                 Err(Errno::AGAIN) => return false,
                 Err(error) if is_shortage(error) => return false,
                 // The publisher that has gone needs no slot.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::error::{Error, Result};
 use crate::memory::region::Region;
-use crate::pubsub::entry::{CheckedEntry, Violation};
+use crate::pubsub::entry::{CheckedEntry, Violation, violation};
 use crate::pubsub::publisher_link::{OpenRegion, PublisherLink, SenderState};
 use crate::pubsub::ring::ReceiverRing;
 use crate::pubsub::sample::{Discontinuity, PreviousPublisher, Sample, SampleSlot, TakenSample};
@@ -20,7 +20,7 @@ const REGION_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A subscriber's link to its present publisher, or a receiver of replies.
 #[derive(Debug)]
-pub(super) struct LinkReceiver {
+pub(crate) struct LinkReceiver {
     pub(super) link: Arc<PublisherLink>,
     pub(super) ring: ReceiverRing,
     /// The link's regions, by their ids, as they were when one was last looked for in vain.
@@ -135,11 +135,7 @@ impl LinkReceiver {
     /// that a thread that polls sees the next sample early.
     #[inline]
     pub(super) fn is_quiet(&self) -> bool {
-        // The state before the ring, as in `poll`.
-        self.taken.is_none()
-            && self.region_missing.is_none()
-            && self.link.link_state() == SenderState::Open
-            && !self.ring.may_have_news()
+        self.taken.is_none() && self.region_missing.is_none() && !self.may_have_news()
     }
 
     pub(super) fn poll(
@@ -147,25 +143,7 @@ impl LinkReceiver {
         stream: &Stream,
         ended: &mut Option<EndedLink>,
     ) -> Result<Option<Sample>> {
-        loop {
-            // Read before the ring: samples sent before the end must be found before the end is
-            // reported.
-            let link_state = self.link.link_state();
-            if link_state == SenderState::Failed {
-                return Err(self.link.why_over());
-            }
-            let taken = match self
-                .taken
-                .take()
-                .map_or_else(|| self.next(), |it| Ok(Some(it)))
-            {
-                Ok(Some(next)) => next,
-                Ok(None) if link_state == SenderState::Open || self.is_region_due() => {
-                    return self.wait_for_region();
-                }
-                Ok(None) => return Err(self.link.why_over()),
-                Err(violation) => return Err(self.fail(violation)),
-            };
+        while let Some(taken) = self.take_next()? {
             match self.link.admit(taken.position, stream) {
                 Ok(true) => {
                     let gap = self.break_before(taken.checked.sequence, ended);
@@ -182,6 +160,30 @@ impl LinkReceiver {
                     return Err(error);
                 }
             }
+        }
+        Ok(None)
+    }
+
+    /// The next sample that belongs to this end, if there is one. The error at the link's end comes
+    /// behind the last sample.
+    #[inline]
+    pub(super) fn take_next(&mut self) -> Result<Option<TakenSample>> {
+        // Read before the ring: samples sent before the end must be found before the end is
+        // reported.
+        let link_state = self.link.link_state();
+        if link_state == SenderState::Failed {
+            return Err(self.link.why_over());
+        }
+        if let Some(taken) = self.taken.take() {
+            return Ok(Some(taken));
+        }
+        match self.next() {
+            Ok(None) if link_state == SenderState::Open || self.is_region_due() => {
+                self.check_missing_region().map(|()| None)
+            }
+            Ok(None) => Err(self.link.why_over()),
+            Ok(taken) => Ok(taken),
+            Err(violation) => Err(self.fail(violation)),
         }
     }
 
@@ -221,7 +223,7 @@ impl LinkReceiver {
     /// Takes and checks the next sample in the ring that this subscriber has not received before.
     pub(super) fn next(&mut self) -> Result<Option<TakenSample>, Violation> {
         loop {
-            let Some(position) = self.take()? else {
+            let Some(position) = self.take_entry()? else {
                 return Ok(None);
             };
             let (slot, checked) = self.check()?;
@@ -254,7 +256,7 @@ impl LinkReceiver {
         self.link.give_back(position);
     }
 
-    fn take(&mut self) -> Result<Option<u64>, Violation> {
+    fn take_entry(&mut self) -> Result<Option<u64>, Violation> {
         let LinkReceiver {
             link,
             ring,
@@ -297,17 +299,16 @@ impl LinkReceiver {
 
     /// There is no sample to take: either none was sent, or its region has not arrived yet, which
     /// is tolerated for a while.
-    pub(super) fn wait_for_region(&mut self) -> Result<Option<Sample>> {
+    pub(super) fn check_missing_region(&self) -> Result<()> {
         match &self.region_missing {
             Some(missing) if missing.clock.ran() > REGION_TIMEOUT && !self.is_region_due() => {
-                let allowed = format!("one of the {} that are open", self.regions.len());
-                Err(self.fail(Violation {
-                    field: "region",
-                    found: format!("{}, never announced or closed", missing.id),
-                    allowed,
-                }))
+                Err(self.fail(violation(
+                    "region",
+                    format!("{}, never announced or closed", missing.id),
+                    format!("one of the {} that are open", self.regions.len()),
+                )))
             }
-            _ => Ok(None),
+            _ => Ok(()),
         }
     }
 
@@ -315,10 +316,9 @@ impl LinkReceiver {
     fn check(&mut self) -> Result<(SampleSlot, CheckedEntry), Violation> {
         let copy = self.ring.copy();
         let known = &self.regions[self.region];
-        let region = known.region.upgrade().ok_or_else(|| Violation {
-            field: "region",
-            found: format!("{}, which was closed", known.id),
-            allowed: "one that is open".into(),
+        let region = known.region.upgrade().ok_or_else(|| {
+            let found = format!("{}, which was closed", known.id);
+            violation("region", found, "one that is open")
         })?;
         let checked = copy.check(region.bytes())?;
         let slot = SampleSlot {
@@ -331,31 +331,29 @@ impl LinkReceiver {
             last => checked.sequence > last,
         };
         if !follows {
-            let allowed = if self.link.lossless {
-                "the next after"
-            } else {
-                "more than"
+            let allowed = match self.link.lossless {
+                true => "the next after",
+                false => "more than",
             };
             let allowed = format!("{allowed} {}", self.last_sequence);
-            return Err(Violation {
-                field: "sequence",
-                found: checked.sequence.to_string(),
-                allowed,
-            });
+            return Err(violation("sequence", checked.sequence, allowed));
         }
         Ok((slot, checked))
     }
 
-    pub(super) fn fail(&self, violation: Violation) -> Error {
+    /// Closes the link because of the sender's violation.
+    pub(crate) fn fail(&self, violation: Violation) -> Error {
         self.link.fail(self.link.violation(violation));
         self.link.why_over()
     }
 }
 
 impl Drop for LinkReceiver {
+    /// Asks for no more samples.
     fn drop(&mut self) {
         if let Some(taken) = self.taken.take() {
             self.link.give_back(taken.position);
         }
+        self.link.leave();
     }
 }

@@ -112,39 +112,50 @@ impl Drop for RawSample {
 impl LinkReceiver {
     /// The next sample, if there is one, without a stream. The error at the end is the same as from
     /// `receive`.
-    fn take_raw(&mut self) -> Result<Option<RawSample>> {
-        // Read before the ring, as in `poll`.
-        let link_state = self.link.link_state();
-        if link_state == SenderState::Failed {
-            return Err(self.link.why_over());
-        }
-        match self.next() {
-            Ok(Some(taken)) => {
-                self.link.keep(taken.position);
-                Ok(Some(RawSample {
-                    link: LeakOnFork::new(self.link.clone()),
-                    taken: Some(taken),
-                }))
+    pub(crate) fn take(&mut self) -> Result<Option<RawSample>> {
+        let taken = self.take_next()?;
+        Ok(taken.map(|taken| {
+            self.link.keep(taken.position);
+            RawSample {
+                link: LeakOnFork::new(self.link.clone()),
+                taken: Some(taken),
             }
-            Ok(None) if link_state == SenderState::Open || self.is_region_due() => {
-                self.wait_for_region().map(|_| None)
-            }
-            Ok(None) => Err(self.link.why_over()),
-            Err(violation) => Err(self.fail(violation)),
+        }))
+    }
+
+    /// Whether [`take`](Self::take) is worth a call; cheap.
+    #[inline]
+    pub(crate) fn may_have_news(&self) -> bool {
+        self.ring.may_have_news() || self.link.link_state() != SenderState::Open
+    }
+
+    /// Sets whether the sender is asked to ring [`descriptor`](Self::descriptor) with each sample.
+    pub(crate) fn set_asleep(&self, asleep: bool) {
+        match asleep {
+            true => self.ring.fall_asleep(),
+            false => self.ring.wake_up(),
         }
     }
 
-    #[inline]
-    fn may_have_news(&self) -> bool {
-        self.ring.may_have_news() || self.link.link_state() != SenderState::Open
+    /// A descriptor that is readable when this end is rung. The observer's doorbell reports changes
+    /// of the link.
+    pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
+        self.link.end.peer_doorbell.as_fd()
+    }
+
+    /// Drains the descriptor.
+    pub(crate) fn quiet(&self) {
+        self.link.drain_wake();
+    }
+
+    /// Whether the sender is proven dead.
+    pub(crate) fn is_sender_dead(&self) -> bool {
+        self.link.is_dead()
     }
 }
 
 /// Receives the replies of one subscriber, over its link's second ring. Dropped, it asks for no more.
-#[derive(Debug)]
-pub(crate) struct Replies {
-    attached: LeakOnFork<LinkReceiver>,
-}
+pub(crate) type Replies = LeakOnFork<LinkReceiver>;
 
 impl LinkedSubscriber {
     /// The receiver of its replies; `None` if it sends none. There is one for each subscriber.
@@ -161,68 +172,16 @@ impl LinkedSubscriber {
             memory_max: 0,
         }));
         let ring = ReceiverRing::new(link.segment().clone());
-        Some(Replies {
-            attached: LeakOnFork::new(LinkReceiver::new(link, ring, 0, row)),
-        })
-    }
-}
-
-impl Replies {
-    /// As [`LinkReceiver::take_raw`].
-    pub(crate) fn take(&mut self) -> Result<Option<RawSample>> {
-        self.attached.take_raw()
-    }
-
-    /// Whether [`take`](Self::take) is worth a call; cheap.
-    #[inline]
-    pub(crate) fn may_have_news(&self) -> bool {
-        self.attached.may_have_news()
-    }
-
-    /// Sets whether the subscriber is asked to ring [`descriptor`](Self::descriptor) with each reply.
-    pub(crate) fn set_asleep(&self, asleep: bool) {
-        match asleep {
-            true => self.attached.ring.fall_asleep(),
-            false => self.attached.ring.wake_up(),
-        }
-    }
-
-    /// A descriptor that is readable when this end is rung. The observer's doorbell reports changes
-    /// of the link.
-    pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
-        self.attached.link.peer_doorbell.as_fd()
-    }
-
-    /// Drains the descriptor.
-    pub(crate) fn quiet(&self) {
-        self.attached.link.drain_wake();
-    }
-
-    /// Whether the subscriber is proven dead.
-    pub(crate) fn is_sender_dead(&self) -> bool {
-        self.attached.link.is_dead()
-    }
-
-    /// Closes the ring because of the subscriber's violation.
-    pub(crate) fn fail(&self, violation: Violation) -> Error {
-        self.attached.fail(violation)
-    }
-}
-
-impl Drop for Replies {
-    fn drop(&mut self) {
-        if let Ok(attached) = self.attached.get() {
-            attached.link.leave();
-        }
+        Some(Replies::new(LinkReceiver::new(link, ring, 0, row)))
     }
 }
 
 impl Subscriber {
-    /// As [`LinkReceiver::take_raw`].
+    /// As [`LinkReceiver::take`].
     #[cfg(test)]
     pub(crate) fn take_raw_sample(&mut self) -> Result<Option<RawSample>> {
         match &mut self.attached {
-            Some(attached) => attached.take_raw(),
+            Some(attached) => attached.take(),
             None => Err(self.not_found()),
         }
     }
@@ -330,10 +289,10 @@ mod tests {
             clock: Uptime::default(),
         });
         missing.clock.freeze(Duration::from_secs(60));
-        assert!(attached.wait_for_region().unwrap().is_none());
+        attached.check_missing_region().unwrap();
         let missing = attached.region_missing.as_ref().unwrap();
         missing.clock.advance(Duration::from_secs(60));
-        let late = attached.wait_for_region().unwrap_err();
+        let late = attached.check_missing_region().unwrap_err();
         assert!(
             matches!(
                 late,

@@ -2,6 +2,7 @@
 
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -13,19 +14,34 @@ use crate::fork::CloseOnForkFd;
 use crate::ipc::domain::Arrivals;
 use crate::os::timespec;
 use crate::pubsub::sample::Sample;
+use crate::runtime::doorbell::LocalDoorbell;
+use crate::runtime::reactor::{EventSource, Next};
 use crate::runtime::spin::Polls;
 use crate::stream::Stream;
 use crate::wait::{SLICE, Wait};
 
 /// The sources of events in a subscriber's one descriptor: its own process, its publisher, the
-/// domain, its timer.
+/// domain.
 pub(super) const DOORBELL: u64 = 0;
 pub(super) const WAKE: u64 = 1;
 pub(super) const ARRIVALS: u64 = 2;
-const TIMER: u64 = 3;
 
 /// Looks at the ring that make one poll.
 const LOOKS: u32 = 8;
+
+/// Rings a doorbell at each tick.
+#[derive(Debug)]
+pub(super) struct TickRinger(pub(super) Arc<LocalDoorbell>);
+
+impl EventSource for TickRinger {
+    fn on_ready(&self, _: u64) -> Next {
+        Next::Stop
+    }
+
+    fn on_tick(&self, _: u64) {
+        self.0.ring();
+    }
+}
 
 impl Subscriber {
     /// How long a sleep may last before the next poll without a wake-up.
@@ -43,31 +59,6 @@ impl Subscriber {
         self.attached
             .as_ref()
             .is_none_or(|attached| attached.region_missing.is_some())
-    }
-
-    /// `timerfd_settime`: makes the descriptor readable after `pause`.
-    pub(super) fn set_timer(&mut self, pause: Duration) -> Result<()> {
-        use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags};
-        let failed = |call| move |e| Error::os(call, "a subscriber's timer", e);
-        let timer = match &self.timer {
-            Some(timer) => timer,
-            None => {
-                let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
-                let timer = CloseOnForkFd::open(|| {
-                    rustix::time::timerfd_create(TimerfdClockId::Monotonic, flags)
-                });
-                let timer = timer.map_err(failed("timerfd_create"))?;
-                watch_descriptor(&self.readable, timer.as_fd(), TIMER)?;
-                self.timer.insert(timer)
-            }
-        };
-        let once = Itimerspec {
-            it_interval: timespec(Duration::ZERO),
-            it_value: timespec(pause),
-        };
-        rustix::time::timerfd_settime(timer, TimerfdTimerFlags::empty(), &once)
-            .map_err(failed("timerfd_settime"))?;
-        Ok(())
     }
 
     pub(super) fn poll_while(
@@ -119,7 +110,7 @@ impl Subscriber {
     /// [`drain_rung`](Self::drain_rung) before the next sleep: each of those system calls here would
     /// be part of a sample's latency.
     pub(super) fn sleep(&mut self, limit: Duration) {
-        let mut room = [const { MaybeUninit::uninit() }; 4];
+        let mut room = [const { MaybeUninit::uninit() }; 3];
         let Ok((events, _)) = epoll::wait(&self.readable, &mut room, Some(&timespec(limit))) else {
             return;
         };
@@ -132,11 +123,10 @@ impl Subscriber {
     /// [`fall_asleep`](Self::fall_asleep): behind it, a ring for a sample could be lost.
     pub(super) fn drain_rung(&mut self) {
         let rung = std::mem::take(&mut self.rung);
-        for source in (0..4).filter(|source| rung & 1 << source != 0) {
+        for source in (0..3).filter(|source| rung & 1 << source != 0) {
             match source {
-                DOORBELL => self.doorbell.drain(),
+                DOORBELL => self.at.doorbell.drain(),
                 WAKE => self.drain_wake(),
-                TIMER => self.drain_timer(),
                 _ => self.arrivals.iter().for_each(Arrivals::drain),
             }
         }
@@ -144,25 +134,18 @@ impl Subscriber {
 
     /// Drains every source.
     pub(super) fn drain(&self) {
-        self.doorbell.drain();
+        self.at.doorbell.drain();
         self.drain_wake();
-        self.drain_timer();
         self.arrivals.iter().for_each(Arrivals::drain);
-    }
-
-    fn drain_timer(&self) {
-        if let Some(timer) = &self.timer {
-            let _ = rustix::io::read(timer, &mut [0u8; 8]);
-        }
     }
 
     fn drain_wake(&self) {
         if let Some(attached) = &self.attached {
-            attached.link.drain_wake();
-            if attached.link.peer_doorbell.is_closed() {
+            attached.quiet();
+            if attached.link.end.peer_doorbell.is_closed() {
                 // The closed doorbell would be readable for ever; the local doorbell reports the
                 // end itself.
-                let _ = epoll::delete(&self.readable, attached.link.peer_doorbell.as_fd());
+                let _ = epoll::delete(&self.readable, attached.link.end.peer_doorbell.as_fd());
             }
         }
     }
@@ -170,7 +153,7 @@ impl Subscriber {
 
 impl AsFd for Subscriber {
     /// A descriptor that is readable when a sample, or the end, may have come (an epoll descriptor;
-    /// it nests). With [`reconnect`](super::SubscriberBuilder::reconnect) also every 100 ms while
+    /// it nests). With [`reconnect`](super::SubscriberBuilder::reconnect) also every 200 ms while
     /// there is no publisher.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.is_polled.store(true, Ordering::Relaxed);
@@ -180,7 +163,7 @@ impl AsFd for Subscriber {
             .as_ref()
             .is_none_or(|at| at.taken.is_some() || at.ring.may_have_news())
         {
-            self.doorbell.ring();
+            self.at.doorbell.ring();
         }
         self.readable.as_fd()
     }
