@@ -25,15 +25,6 @@ impl PublisherCore {
         self.make_room_within(to, None)
     }
 
-    /// Waits at most `timeout` until a send would not have to wait. Sends nothing.
-    pub(in crate::pubsub) fn wait_for_room(&self, to: Recipients, timeout: Duration) -> Result<()> {
-        match self.make_room_within(to, Some(&timeout.into())) {
-            // A policy that fails is applied by the send itself.
-            Ok(_) | Err(Error::Full { .. }) => Ok(()),
-            Err(error) => Err(error),
-        }
-    }
-
     /// `wait` replaces the timeout of the subscribers' policies, and that of the lock for sending. A
     /// thread that had to wait asks whether it is cancelled before it takes its turn.
     pub(super) fn make_room_within(

@@ -11,6 +11,7 @@ use super::super::super::{Queue, Worker};
 use super::*;
 use crate::ipc::message::wait_readable;
 use crate::runtime::heartbeat::Uptime;
+use crate::tensor::Layout;
 
 /// Longer than any of these tests waits.
 const LONG: Duration = Duration::from_secs(600);
@@ -301,18 +302,23 @@ fn a_wait_for_a_job_ends_when_its_queue_is_dropped() {
 }
 
 #[test]
-fn a_wait_for_room_submits_nothing() {
+fn a_cancelled_submit_submits_nothing_although_there_is_room_and_gives_its_loan_back() {
     let fixture = QueueFixture::new("room");
     let queue = fixture.build(|it| it.limit(1));
-    queue.wait_for_room(Duration::ZERO).unwrap();
-    let handle = queue.submit_bytes(b"1", &fixture.stream).unwrap();
-    assert!(matches!(
-        queue.wait_for_room(Duration::ZERO),
-        Err(Error::QueueFull { .. })
-    ));
-    assert!(handle.cancel().unwrap());
-    queue.wait_for_room(Duration::ZERO).unwrap();
+    let first = queue.submit_bytes(b"1", &fixture.stream).unwrap();
+    let loan = queue.loan(&Layout::bytes_only(1).unwrap()).unwrap();
+    let cancelled = || {
+        first.cancel().unwrap();
+        true
+    };
+    let wait = Wait::at_most(LONG).unless(&cancelled);
+    let refused = queue.submit_within(loan, &fixture.stream, wait);
+    let refused = refused.unwrap_err();
+    assert!(matches!(refused.error, Error::QueueFull { .. }));
     assert_eq!(queue.state().unwrap().waiting, 0);
+    let loan = *refused.loan.unwrap();
+    let stream = &fixture.stream;
+    queue.submit_within(loan, stream, Duration::ZERO).unwrap();
 }
 
 #[test]
