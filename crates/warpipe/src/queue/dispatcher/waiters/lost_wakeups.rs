@@ -322,6 +322,33 @@ fn a_cancelled_submit_submits_nothing_although_there_is_room_and_gives_its_loan_
 }
 
 #[test]
+fn an_expired_job_that_cannot_be_answered_is_no_timeout_of_the_next_lease() {
+    let fixture = QueueFixture::new("expired");
+    let (queue, stream) = (fixture.build(|it| it.prefetch(256)), &fixture.stream);
+    let builder = Worker::builder("jobs").domain(&fixture.domain);
+    let builder = builder.device(&fixture.device);
+    let mut worker = builder.answer_timeout(Duration::ZERO).build().unwrap();
+    let room = 64;
+    (0..room).for_each(|_| drop(queue.submit_bytes(b"job", stream).unwrap()));
+    let leases: Vec<_> = (0..room)
+        .map(|_| worker.lease(stream, SOON).unwrap())
+        .collect();
+    let loan = queue.loan(&Layout::bytes_only(1).unwrap()).unwrap();
+    queue.submit_before(loan, stream, 1, &SOON.into()).unwrap();
+    // Until this is dropped nothing takes answers.
+    let state = queue.dispatcher.lock();
+    for lease in leases {
+        lease.complete(stream).unwrap();
+    }
+    let late = worker.lease(stream, Duration::from_millis(1)).unwrap_err();
+    assert!(late.to_string().starts_with("a job of"), "{late}");
+    drop(state);
+    // Its failure could not be told, either.
+    let end = worker.lease(stream, SOON);
+    assert!(matches!(end, Err(Error::LinkClosed { .. })), "{end:?}");
+}
+
+#[test]
 fn a_shutdown_and_a_wait_of_other_threads_end_with_the_last_job() {
     let fixture = QueueFixture::new("end");
     let queue = fixture.queue();
