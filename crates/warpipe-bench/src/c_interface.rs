@@ -210,7 +210,12 @@ impl C {
                     &self.layout,
                     &mut loan,
                 ))?;
-                check(warpipe_c::warpipe_loan_send(loan, self.stream, null_mut()))?;
+                check(warpipe_c::warpipe_loan_send(
+                    loan,
+                    self.stream,
+                    warpipe_c::WARPIPE_USUAL_TIMEOUT,
+                    null_mut(),
+                ))?;
             }
             for _ in 0..BURST {
                 let mut sample: *mut warpipe_sample = null_mut();

@@ -7,9 +7,9 @@
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use warpipe::{AnswerHandle, Error as Local, Lease, Loan, Sample, Stream, Worker};
+use warpipe::{AnswerError, AnswerHandle, Error as Local, Lease, Loan, Sample, Stream, Worker};
 use zenoh::bytes::ZBytes;
 
 use crate::error::Result;
@@ -266,7 +266,7 @@ impl QueueExport {
             if sent_on != Some(lane.lane) {
                 sent_on = Some(lane.lane);
                 if let Err(reason) = self.send(&lane, &job, &input, number, &metadata, stream) {
-                    self.reply(&job, |answer| answer.fail(&reason));
+                    self.reply(&job, |answer, wait| answer.fail(&reason, wait));
                 }
             }
             // However long the job was on its way: if the lane has ended, that was just now.
@@ -279,7 +279,7 @@ impl QueueExport {
     fn reply(
         &self,
         job: &Job,
-        mut reply: impl FnMut(AnswerHandle) -> std::result::Result<(), warpipe::AnswerError>,
+        mut reply: impl FnMut(AnswerHandle, Duration) -> std::result::Result<(), AnswerError>,
     ) {
         let mut tries = 0;
         while let Some(answer) = job.take() {
@@ -292,7 +292,7 @@ impl QueueExport {
     }
 
     fn give_back(&self, job: &Job, number: u64) {
-        self.reply(job, AnswerHandle::requeue);
+        self.reply(job, |answer, wait| answer.requeue(wait));
         if let Some(lane) = self.lane() {
             let lane_id = lane.lane;
             let _ = lane.send(&Message::Taken {
@@ -493,7 +493,7 @@ impl QueueExport {
             let reason = format!("its result has {bytes} bytes, the bridge takes {most}");
             return Ok(Output::Refused(reason));
         }
-        for _ in 0..tries(is_behind) {
+        for _ in 0..slices(is_behind) {
             let Some(handle) = job.take() else {
                 return Ok(Output::Unwanted);
             };
@@ -531,7 +531,7 @@ impl QueueExport {
         match (whole.tag, &whole.target.fate) {
             (_, ResultFate::LeftOut) => return Ok(false),
             (_, ResultFate::Refused(reason)) => {
-                let reply = |answer: AnswerHandle| answer.fail(reason);
+                let reply = |answer: AnswerHandle, wait| answer.fail(reason, wait);
                 if !self.reply_once(job.as_deref(), is_behind, reply) {
                     return Ok(false);
                 }
@@ -542,9 +542,9 @@ impl QueueExport {
                 },
                 _,
             ) => {
-                let reply = |answer: AnswerHandle| match is_final {
-                    true => answer.reject(&reason),
-                    false => answer.fail(&reason),
+                let reply = |answer: AnswerHandle, wait| match is_final {
+                    true => answer.reject(&reason, wait),
+                    false => answer.fail(&reason, wait),
                 };
                 if !self.reply_once(job.as_deref(), is_behind, reply) {
                     return Ok(false);
@@ -556,7 +556,9 @@ impl QueueExport {
             ) {
                 (Some((job, answer)), Some(mut loan)) => {
                     let _ = loan.set_metadata(&whole.metadata);
-                    let back = complete(answer, loan, &whole.target.target.stream, is_behind);
+                    let back = try_reply(answer, is_behind, |answer, wait| {
+                        answer.complete(Some(loan), &whole.target.target.stream, wait)
+                    });
                     let is_answered = back.is_none();
                     job.put(back);
                     if !is_answered {
@@ -567,7 +569,7 @@ impl QueueExport {
                 }
                 // The queue's owner has gone: its slot could not be had.
                 (Some((job, answer)), None) => {
-                    let back = try_reply(answer, is_behind, AnswerHandle::requeue);
+                    let back = try_reply(answer, is_behind, |answer, wait| answer.requeue(wait));
                     let is_answered = back.is_none();
                     job.put(back);
                     if !is_answered {
@@ -593,7 +595,7 @@ impl QueueExport {
         &self,
         job: Option<&Job>,
         is_behind: bool,
-        reply: impl FnMut(AnswerHandle) -> std::result::Result<(), warpipe::AnswerError>,
+        reply: impl FnOnce(AnswerHandle, Duration) -> std::result::Result<(), AnswerError>,
     ) -> bool {
         let taken = job.and_then(|job| job.take().map(|answer| (job, answer)));
         let Some((job, answer)) = taken else {
@@ -628,61 +630,31 @@ impl Job {
     }
 }
 
-/// How often an answer, or memory for it, is tried that has no room, a slice apart: the outcomes
-/// behind it wait meanwhile. Only once behind one that was left out.
-fn tries(is_behind: bool) -> u32 {
+/// How many slices an answer, or memory for it, is waited for that has no room: the outcomes behind it
+/// wait meanwhile. Only one behind one that was left out.
+fn slices(is_behind: bool) -> u32 {
     if is_behind { 1 } else { 10 }
 }
 
 /// How often all of that is tried when the export has ended.
 const LAST_TRIES: u32 = 5;
 
-/// Answers without a result. The handle comes back if there was no room.
+/// Answers. The handle comes back if there was no room.
 fn try_reply(
-    mut answer: AnswerHandle,
+    answer: AnswerHandle,
     is_behind: bool,
-    mut reply: impl FnMut(AnswerHandle) -> std::result::Result<(), warpipe::AnswerError>,
+    reply: impl FnOnce(AnswerHandle, Duration) -> std::result::Result<(), AnswerError>,
 ) -> Option<AnswerHandle> {
-    for _ in 0..tries(is_behind) {
-        answer.set_timeout(SLICE);
-        match reply(answer) {
-            Err(failed) if matches!(failed.error, Local::Timeout { .. }) => {
-                answer = *failed.answer_handle?;
-            }
-            _ => return None,
+    match reply(answer, slices(is_behind) * SLICE) {
+        Err(failed) if matches!(failed.error, Local::Timeout { .. }) => {
+            failed.answer_handle.map(|handle| *handle)
         }
+        _ => None,
     }
-    Some(answer)
-}
-
-/// Answers with a result. The handle comes back if the queue's owner held all earlier ones
-/// meanwhile.
-fn complete(
-    mut answer: AnswerHandle,
-    mut output: Loan,
-    stream: &Stream,
-    is_behind: bool,
-) -> Option<AnswerHandle> {
-    for _ in 0..tries(is_behind) {
-        answer.set_timeout(SLICE);
-        match answer.complete(Some(output), stream) {
-            Err(failed) if matches!(failed.error, Local::Timeout { .. }) => {
-                match (failed.answer_handle, failed.output) {
-                    (Some(handle), Some(loan)) => (answer, output) = (*handle, *loan),
-                    (handle, _) => return handle.map(|handle| *handle),
-                }
-            }
-            _ => return None,
-        }
-    }
-    let _ = output.discard(stream);
-    Some(answer)
 }
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use warpipe::{DType, Layout, Queue};
 
     use super::*;

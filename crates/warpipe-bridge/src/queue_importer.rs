@@ -403,10 +403,6 @@ impl QueueImport {
         };
         loan.set_metadata(&whole.metadata)?;
         while lane.ending().is_none() && !self.is_over() {
-            let room = queue.wait_for_room(SLICE);
-            if room.is_err() {
-                continue;
-            }
             // Under the lock: its result finds it there.
             let mut state = lock(&self.state);
             // A lane that has taken this one's place may have brought it, too.
@@ -416,7 +412,7 @@ impl QueueImport {
             let Some(loan) = target.slot.take() else {
                 return Ok(());
             };
-            match queue.submit_timeout(loan, &target.stream, Duration::ZERO) {
+            match queue.submit_within(loan, &target.stream, Duration::ZERO) {
                 Ok(job) => {
                     let id = job.id();
                     session.known.insert(number, Known::Waiting(job));
@@ -428,7 +424,11 @@ impl QueueImport {
                 Err(SubmitError {
                     error: Local::QueueFull { .. } | Local::Timeout { .. },
                     loan: Some(back),
-                }) => target.slot = Some(*back),
+                }) => {
+                    target.slot = Some(*back);
+                    // Taking an outcome makes room.
+                    drop(self.changed.wait_timeout(state, SLICE));
+                }
                 Err(failed) => return Err(failed.error.into()),
             }
         }

@@ -12,7 +12,7 @@
  * otherwise. An object that the program leaves open ends with the process, and its peers see that.
  *
  * Threads. Every function may be called on any thread. A warpipe_subscriber, warpipe_worker,
- * warpipe_server, warpipe_sample, warpipe_loan, warpipe_lease or warpipe_answer is for one thread at
+ * warpipe_server, warpipe_sample, warpipe_loan or warpipe_lease is for one thread at
  * a time: a second one gets WARPIPE_INVALID_STATE. All others may be used by any number of threads
  * at once. An object's close function may be called while another thread is in a call on it: the
  * object ends when that call does. A sample has none, and stays open when a release is refused so.
@@ -21,7 +21,8 @@
  *
  * Streams are CUstream or cudaStream_t as they are (void *), of the device's primary context; null
  * is the default stream. Device addresses are uint64_t. Sizes are in bytes, times in nanoseconds.
- * A timeout of 0 does not wait; UINT64_MAX waits for 584 years.
+ * A timeout of 0 does not wait; UINT64_MAX waits for 584 years. Sends, submissions and answers take
+ * WARPIPE_USUAL_TIMEOUT, too: as long as the options of their endpoint say.
  *
  * A signal's handler runs while a call waits, and the call goes on: take short timeouts to look at
  * flags that a handler sets. A child of fork() may not use its parent's objects or streams
@@ -41,6 +42,9 @@
 
 struct DLManagedTensor;
 struct DLManagedTensorVersioned;
+
+// As a timeout: the one of the endpoint's options, or of its policy.
+#define WARPIPE_USUAL_TIMEOUT 9223372036854775806
 
 // The most bytes of an endpoint's name, without the zero at its end.
 #define WARPIPE_NAME_BYTES_MAX 80
@@ -220,9 +224,6 @@ typedef enum {
   // In the order of completion.
   WARPIPE_ORDER_COMPLETION = 1,
 } warpipe_result_order;
-
-// The answer that is owed for a job or request, apart from its input.
-typedef struct warpipe_answer warpipe_answer;
 
 // Sends requests to the servers of a service. Any number of threads may use it.
 typedef struct warpipe_client warpipe_client;
@@ -1471,7 +1472,7 @@ warpipe_status warpipe_lease_copy_to(const warpipe_lease *lease,
 
 // Lends memory of this process for the result, a tensor of this layout, with undefined contents.
 //
-// *loan is the caller's, to be closed by warpipe_lease_complete_with of this lease or
+// *loan is the caller's, to be closed by warpipe_lease_complete of this lease or
 // warpipe_loan_discard.
 //
 // WARPIPE_LIMIT_REACHED when the memory limit is in use for longer than the answer's timeout, or
@@ -1482,107 +1483,52 @@ warpipe_status warpipe_lease_output(const warpipe_lease *lease,
                                     const warpipe_layout *layout,
                                     warpipe_loan **loan);
 
-// Waits until an answer would not have to wait for the submitter to release earlier results. Sends
-// no answer.
+// Completes the job, once the work enqueued on stream so far is done, and releases the input behind
+// that work. stream is the stream that the job was leased with, or was made to wait for that one.
+// loan is the result, a loan of warpipe_lease_output of this lease, which the work on stream
+// fills; or null, for none. Waits up to timeout_ns nanoseconds for the submitter to release earlier
+// results (WARPIPE_USUAL_TIMEOUT: as long as the worker's options say), but not for the device.
 //
-// WARPIPE_PEER_GONE when the submitter has; WARPIPE_TIMEOUT.
-warpipe_status warpipe_lease_wait_for_room(const warpipe_lease *lease, uint64_t timeout_ns);
-
-// Completes the job without a result, once the work enqueued on stream so far is done, and
-// releases the input behind that work. stream is the stream that the job was leased with, or was
-// made to wait for that one. Does not wait for the device.
-//
-// Closes lease when it succeeds, and also when the driver fails after the submitter has seen the
-// answer (WARPIPE_DEVICE_FAILED). Else the lease stays the caller's, to be answered again or
+// Closes lease and loan when it succeeds, and also when the driver fails after the submitter has
+// seen the answer (WARPIPE_DEVICE_FAILED). Else both stay the caller's, to be answered again or
 // closed: WARPIPE_PEER_GONE when the submitter has; WARPIPE_TIMEOUT when it holds too many
-// earlier results for longer than the answer's timeout; WARPIPE_INVALID_INPUT for a stream of
-// another device; WARPIPE_INVALID_STATE for one that is being captured.
+// earlier results; WARPIPE_INVALID_INPUT for a stream of another device, or a loan of another lease;
+// WARPIPE_INVALID_STATE for a stream that is being captured, or a loan of a publisher.
 //
 // Requires: stream is a stream of the worker's device.
-warpipe_status warpipe_lease_complete(warpipe_lease *lease, void *stream);
-
-// warpipe_lease_complete with a result: a loan of warpipe_lease_output of this lease, which the
-// work on stream fills.
-//
-// Closes loan with lease. WARPIPE_INVALID_INPUT for a loan of another lease, and
-// WARPIPE_INVALID_STATE for one of a publisher: both stay the caller's, as after the other errors
-// of warpipe_lease_complete.
-//
-// Requires: as for warpipe_lease_complete.
-warpipe_status warpipe_lease_complete_with(warpipe_lease *lease, warpipe_loan *loan, void *stream);
+warpipe_status warpipe_lease_complete(warpipe_lease *lease,
+                                      warpipe_loan *loan,
+                                      void *stream,
+                                      uint64_t timeout_ns);
 
 // Fails this attempt: another worker tries, as often as the queue allows. At most 200 bytes of the
-// reason are sent. Closes lease, or fails, as warpipe_lease_complete.
+// reason are sent. Waits, closes lease, or fails, as warpipe_lease_complete.
 //
 // Requires: reason is a text.
-warpipe_status warpipe_lease_fail(warpipe_lease *lease, const char *reason);
+warpipe_status warpipe_lease_fail(warpipe_lease *lease, const char *reason, uint64_t timeout_ns);
 
 // Rejects the job: no worker tries it again, and its submitter gets WARPIPE_JOB_FAILED. At most
-// 200 bytes of the reason are sent. Closes lease, or fails, as warpipe_lease_complete.
+// 200 bytes of the reason are sent. Waits, closes lease, or fails, as warpipe_lease_complete.
 //
 // Requires: reason is a text.
-warpipe_status warpipe_lease_reject(warpipe_lease *lease, const char *reason);
+warpipe_status warpipe_lease_reject(warpipe_lease *lease, const char *reason, uint64_t timeout_ns);
 
 // Returns the job for another worker, at no cost of an attempt: for a worker that leaves. Closes
 // lease, or fails, as warpipe_lease_complete.
-warpipe_status warpipe_lease_requeue(warpipe_lease *lease);
+warpipe_status warpipe_lease_requeue(warpipe_lease *lease, uint64_t timeout_ns);
 
-// Splits a lease into its input and its answer: for a caller that reads the input beyond the
-// answer. Closes lease.
+// Splits a lease's input off, for a caller that reads it beyond the answer. The lease stays the
+// caller's, to be answered or closed; calls that ask for its input say WARPIPE_INVALID_STATE.
 //
 // *sample is the caller's, to be closed by warpipe_sample_finish, warpipe_sample_release or
-// warpipe_sample_release_on: behind every stream with work that reads it. *answer is the
-// caller's, to be closed by the answer, or warpipe_answer_close.
+// warpipe_sample_release_on: behind every stream with work that reads it.
 //
-// Requires: sample and answer are the addresses of pointers.
-warpipe_status warpipe_lease_split(warpipe_lease *lease,
-                                   warpipe_sample **sample,
-                                   warpipe_answer **answer);
+// Requires: sample is the address of a pointer.
+warpipe_status warpipe_lease_split(warpipe_lease *lease, warpipe_sample **sample);
 
 // Closes a lease that was not answered, which is a failed attempt: another worker tries. While
 // another thread is in a call on it, it ends when that call returns. Null is ignored.
 warpipe_status warpipe_lease_close(warpipe_lease *lease);
-
-// As warpipe_lease_output; the loan is closed by warpipe_answer_complete_with of this answer or
-// warpipe_loan_discard.
-//
-// Requires: as for warpipe_lease_output.
-warpipe_status warpipe_answer_output(const warpipe_answer *answer,
-                                     const warpipe_layout *layout,
-                                     warpipe_loan **loan);
-
-// As warpipe_lease_wait_for_room.
-warpipe_status warpipe_answer_wait_for_room(const warpipe_answer *answer, uint64_t timeout_ns);
-
-// As warpipe_lease_complete; the input is the caller's own to release.
-//
-// Requires: as for warpipe_lease_complete.
-warpipe_status warpipe_answer_complete(warpipe_answer *answer, void *stream);
-
-// As warpipe_lease_complete_with, with a loan of warpipe_answer_output of this answer, or of
-// warpipe_lease_output of the lease that it was split from.
-//
-// Requires: as for warpipe_lease_complete.
-warpipe_status warpipe_answer_complete_with(warpipe_answer *answer,
-                                            warpipe_loan *loan,
-                                            void *stream);
-
-// As warpipe_lease_fail.
-//
-// Requires: reason is a text.
-warpipe_status warpipe_answer_fail(warpipe_answer *answer, const char *reason);
-
-// As warpipe_lease_reject.
-//
-// Requires: reason is a text.
-warpipe_status warpipe_answer_reject(warpipe_answer *answer, const char *reason);
-
-// As warpipe_lease_requeue.
-warpipe_status warpipe_answer_requeue(warpipe_answer *answer);
-
-// Closes an answer that was not given, which is a failed attempt: another worker tries. While
-// another thread is in a call on it, it ends when that call returns. Null is ignored.
-warpipe_status warpipe_answer_close(warpipe_answer *answer);
 
 // A handle for bytes bytes at the device address data, which may lie anywhere in an allocation
 // of cudaMalloc (cuMemAlloc): cuIpcGetMemHandle, with the facts that the driver's 64 bytes
@@ -1659,7 +1605,9 @@ warpipe_status warpipe_loan_set_metadata(warpipe_loan *loan, const void *metadat
 warpipe_status warpipe_loan_write(warpipe_loan *loan, void *stream, const void *data, size_t bytes);
 
 // Sends a publisher's loan to every subscriber, behind the work enqueued on stream so far.
-// *sequence, which may be null, becomes its number, from 1. Does not wait for the device.
+// *sequence, which may be null, becomes its number, from 1. Does not wait for the device, but up to
+// timeout_ns nanoseconds for room where the policy is WARPIPE_POLICY_BLOCK:
+// WARPIPE_USUAL_TIMEOUT as long as that says.
 //
 // Closes loan when it succeeds, and also when the driver fails (WARPIPE_DEVICE_FAILED:
 // subscribers see that the sample is lost). Else the loan stays the caller's, to be sent again or
@@ -1668,16 +1616,10 @@ warpipe_status warpipe_loan_write(warpipe_loan *loan, void *stream, const void *
 // that is being captured.
 //
 // Requires: stream is a stream of the publisher's device; sequence is null or the address of a number.
-warpipe_status warpipe_loan_send(warpipe_loan *loan, void *stream, uint64_t *sequence);
-
-// warpipe_loan_send with another timeout than that of WARPIPE_POLICY_BLOCK, in nanoseconds. The
-// other policies do not wait.
-//
-// Requires: as for warpipe_loan_send.
-warpipe_status warpipe_loan_send_timeout(warpipe_loan *loan,
-                                         void *stream,
-                                         uint64_t timeout_ns,
-                                         uint64_t *sequence);
+warpipe_status warpipe_loan_send(warpipe_loan *loan,
+                                 void *stream,
+                                 uint64_t timeout_ns,
+                                 uint64_t *sequence);
 
 // Returns a loan unused, behind the work of the streams that it was written on or passed with.
 // Null is ignored. If the caller's own kernels may be writing it, call warpipe_loan_discard with
@@ -2009,8 +1951,9 @@ warpipe_status warpipe_queue_loan(const warpipe_queue *queue,
                                   const warpipe_layout *layout,
                                   warpipe_loan **loan);
 
-// Submits a loan of this queue as a job, behind the work enqueued on stream so far. Waits for
-// room as long as the queue's options say, but neither for a worker nor for the device.
+// Submits a loan of this queue as a job, behind the work enqueued on stream so far. Waits up to
+// timeout_ns nanoseconds for room (WARPIPE_USUAL_TIMEOUT: as long as the queue's options say), but
+// neither for a worker nor for the device.
 //
 // *job is the caller's, to be closed by warpipe_job_close. job may be null: then
 // warpipe_queue_next_result gives the result.
@@ -2026,16 +1969,8 @@ warpipe_status warpipe_queue_loan(const warpipe_queue *queue,
 warpipe_status warpipe_queue_submit(const warpipe_queue *queue,
                                     warpipe_loan *loan,
                                     void *stream,
+                                    uint64_t timeout_ns,
                                     warpipe_job **job);
-
-// warpipe_queue_submit with another wait for room than the options', in nanoseconds.
-//
-// Requires: as for warpipe_queue_submit.
-warpipe_status warpipe_queue_submit_timeout(const warpipe_queue *queue,
-                                            warpipe_loan *loan,
-                                            void *stream,
-                                            uint64_t timeout_ns,
-                                            warpipe_job **job);
 
 // Loans, copies from memory of the host and submits, in one call. The source may be reused when
 // the call returns.
@@ -2070,13 +2005,6 @@ warpipe_status warpipe_queue_next_result(const warpipe_queue *queue,
                                          uint64_t timeout_ns,
                                          warpipe_sample **sample,
                                          uint64_t *job);
-
-// Waits until there is room for one more job. Submits nothing: another thread may take the room
-// first.
-//
-// WARPIPE_LIMIT_REACHED when there is none within timeout_ns nanoseconds; WARPIPE_TIMEOUT
-// while the driver blocks another thread's submission.
-warpipe_status warpipe_queue_wait_for_room(const warpipe_queue *queue, uint64_t timeout_ns);
 
 // Waits until count workers are attached.
 //
@@ -2396,8 +2324,7 @@ warpipe_status warpipe_server_close(warpipe_server *server);
 // there. Clients are served in turn, and one that goes affects no other. stream will wait, on the
 // device, until the input is complete: kernels enqueued on it read complete data.
 //
-// *lease is the caller's, to be closed by its answer, warpipe_lease_split or
-// warpipe_lease_close.
+// *lease is the caller's, to be closed by its answer or warpipe_lease_close.
 //
 // WARPIPE_TIMEOUT; WARPIPE_SYSTEM when the domain's directory cannot be read;
 // WARPIPE_INVALID_STATE for a stream that is being captured, or while another thread accepts;
@@ -2669,8 +2596,7 @@ warpipe_status warpipe_worker_close(warpipe_worker *worker);
 // Waits for the next job, up to timeout_ns nanoseconds; 0 takes one that is there. stream will
 // wait, on the device, until the input is complete: kernels enqueued on it read complete data.
 //
-// *lease is the caller's, to be closed by its answer, warpipe_lease_split or
-// warpipe_lease_close.
+// *lease is the caller's, to be closed by its answer or warpipe_lease_close.
 //
 // WARPIPE_TIMEOUT; WARPIPE_PEER_GONE when the queue has: then a worker's loop is done;
 // WARPIPE_LINK_CLOSED when the queue, which lives, has ended this worker's link;

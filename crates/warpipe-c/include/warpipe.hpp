@@ -70,6 +70,9 @@ private:
   }
 };
 
+// As a timeout: the one of the endpoint's options, or of its policy.
+inline constexpr Duration usual_timeout{std::chrono::nanoseconds(WARPIPE_USUAL_TIMEOUT)};
+
 inline std::uint64_t nanoseconds(Duration duration) {
   return duration.count() < 0 ? 0 : static_cast<std::uint64_t>(duration.count());
 }
@@ -525,16 +528,10 @@ public:
   }
 
   // Sends a publisher's loan, behind the stream's work; its number. A loan that is not sent because
-  // of the policy may be sent again.
-  std::uint64_t send(void *stream) {
+  // of the policy may be sent again. The timeout is for WARPIPE_POLICY_BLOCK.
+  std::uint64_t send(void *stream, Duration timeout = usual_timeout) {
     std::uint64_t sequence = 0;
-    used(warpipe_loan_send(get(), stream, &sequence));
-    return sequence;
-  }
-  // With another timeout than that of WARPIPE_POLICY_BLOCK.
-  std::uint64_t send(void *stream, Duration timeout) {
-    std::uint64_t sequence = 0;
-    used(warpipe_loan_send_timeout(get(), stream, nanoseconds(timeout), &sequence));
+    used(warpipe_loan_send(get(), stream, nanoseconds(timeout), &sequence));
     return sequence;
   }
   void discard(void *stream) {
@@ -657,21 +654,12 @@ public:
     check(warpipe_subscriber_receive(get(), stream, nanoseconds(timeout), &sample));
     return Sample(sample);
   }
-  // The next sample if it is there.
-  std::optional<Sample> try_receive(void *stream) {
-    warpipe_sample *sample = nullptr;
-    const warpipe_status status = warpipe_subscriber_receive(get(), stream, 0, &sample);
-    if (status == WARPIPE_TIMEOUT)
-      return std::nullopt;
-    check(status);
-    return Sample(sample);
-  }
   // All samples until the publisher closes. Throws PeerGone if it died instead, and Timeout if none
   // comes for so long.
   Samples samples(void *stream, Duration timeout) & { return Samples(*this, stream, timeout); }
   Samples samples(void *stream, Duration timeout) && = delete; // it ends before the loop
 
-  // Readable when try_receive() is worth a call.
+  // Readable when receive() without a wait is worth a call.
   int fd() const {
     std::int32_t fd = -1;
     check(warpipe_subscriber_get_fd(get(), &fd));
@@ -752,20 +740,13 @@ public:
     return Loan(loan);
   }
   // The loan stays the caller's if this throws, unless the driver failed.
-  Job submit(Loan &loan, void *stream) const {
+  Job submit(Loan &loan, void *stream, Duration timeout = usual_timeout) const {
     warpipe_job *job = nullptr;
-    loan.used(warpipe_queue_submit(get(), loan.get(), stream, &job));
+    loan.used(warpipe_queue_submit(get(), loan.get(), stream, nanoseconds(timeout), &job));
     return Job(job);
   }
-  Job submit(Loan &&loan, void *stream) const { return submit(loan, stream); }
-  Job submit(Loan &&loan, void *stream, Duration timeout) const {
+  Job submit(Loan &&loan, void *stream, Duration timeout = usual_timeout) const {
     return submit(loan, stream, timeout);
-  }
-  Job submit(Loan &loan, void *stream, Duration timeout) const {
-    warpipe_job *job = nullptr;
-    loan.used(
-        warpipe_queue_submit_timeout(get(), loan.get(), stream, nanoseconds(timeout), &job));
-    return Job(job);
   }
   Sample next_result(void *stream, Duration timeout) const {
     warpipe_sample *sample = nullptr;
@@ -791,39 +772,6 @@ public:
     warpipe_watch *watch = nullptr;
     check(warpipe_queue_watch(get(), &watch));
     return Watch(watch);
-  }
-};
-
-// The answer that a job is owed, apart from its input. Destroyed without being given, it is a failed
-// attempt.
-class Answer : public Object<warpipe_answer, warpipe_answer_close> {
-public:
-  using Object::Object;
-
-  Loan output(const Layout &layout) const {
-    warpipe_loan *loan = nullptr;
-    check(warpipe_answer_output(get(), layout.get(), &loan));
-    return Loan(loan);
-  }
-  void complete(void *stream) {
-    check(warpipe_answer_complete(get(), stream));
-    forget();
-  }
-  void complete(Loan &&output, void *stream) {
-    output.used(warpipe_answer_complete_with(get(), output.get(), stream));
-    forget();
-  }
-  void fail(const std::string &reason) {
-    check(warpipe_answer_fail(get(), reason.c_str()));
-    forget();
-  }
-  void reject(const std::string &reason) {
-    check(warpipe_answer_reject(get(), reason.c_str()));
-    forget();
-  }
-  void requeue() {
-    check(warpipe_answer_requeue(get()));
-    forget();
   }
 };
 
@@ -863,37 +811,34 @@ public:
     check(warpipe_lease_output(get(), layout.get(), &loan));
     return Loan(loan);
   }
-  void complete(void *stream) {
-    check(warpipe_lease_complete(get(), stream));
+  void complete(void *stream, Duration timeout = usual_timeout) {
+    check(warpipe_lease_complete(get(), nullptr, stream, nanoseconds(timeout)));
     forget();
   }
-  void complete(Loan &&output, void *stream) {
-    output.used(warpipe_lease_complete_with(get(), output.get(), stream));
+  void complete(Loan &&output, void *stream, Duration timeout = usual_timeout) {
+    output.used(warpipe_lease_complete(get(), output.get(), stream, nanoseconds(timeout)));
     forget();
   }
   // The attempt failed: the job is tried again, as often as the queue allows.
-  void fail(const std::string &reason) {
-    check(warpipe_lease_fail(get(), reason.c_str()));
+  void fail(const std::string &reason, Duration timeout = usual_timeout) {
+    check(warpipe_lease_fail(get(), reason.c_str(), nanoseconds(timeout)));
     forget();
   }
   // The job cannot be done: it is not tried again.
-  void reject(const std::string &reason) {
-    check(warpipe_lease_reject(get(), reason.c_str()));
+  void reject(const std::string &reason, Duration timeout = usual_timeout) {
+    check(warpipe_lease_reject(get(), reason.c_str(), nanoseconds(timeout)));
     forget();
   }
   // Gives the job back, without counting an attempt.
-  void requeue() {
-    check(warpipe_lease_requeue(get()));
+  void requeue(Duration timeout = usual_timeout) {
+    check(warpipe_lease_requeue(get(), nanoseconds(timeout)));
     forget();
   }
-  // The input and the answer apart, for work that needs the input beyond the answer.
-  std::pair<Sample, Answer> split() {
+  // The input, for work that needs it beyond the answer. The lease keeps the answer.
+  Sample split() {
     warpipe_sample *sample = nullptr;
-    warpipe_answer *answer = nullptr;
-    check(warpipe_lease_split(get(), &sample, &answer));
-    forget();
-    Answer owed(answer);
-    return {Sample(sample), std::move(owed)};
+    check(warpipe_lease_split(get(), &sample));
+    return Sample(sample);
   }
 
 private:

@@ -258,9 +258,22 @@ pub(crate) fn timeout(nanoseconds: u64) -> Duration {
     Duration::from_nanos(nanoseconds)
 }
 
+/// As a timeout: the one of the endpoint's options, or of its policy.
+pub const WARPIPE_USUAL_TIMEOUT: u64 = 0x7FFF_FFFF_FFFF_FFFE;
+
+/// A timeout in nanoseconds; `None` for the endpoint's own.
+pub(crate) fn timeout_unless_usual(nanoseconds: u64) -> Option<Duration> {
+    (nanoseconds != WARPIPE_USUAL_TIMEOUT).then(|| timeout(nanoseconds))
+}
+
 /// An option that is a time, with 0 for its default.
 pub(crate) fn time_option(nanoseconds: u64) -> Option<Duration> {
     (nanoseconds != 0).then(|| timeout(nanoseconds))
+}
+
+/// The option of how long an answer waits.
+pub(crate) fn answer_timeout(nanoseconds: u64) -> Duration {
+    time_option(nanoseconds).unwrap_or(Duration::from_secs(10))
 }
 
 /// An option that is 0 or 1: a `bool` of other bytes would be no value of Rust.

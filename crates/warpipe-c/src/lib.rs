@@ -39,6 +39,7 @@ mod version;
 mod watch;
 mod worker;
 
+pub use arguments::WARPIPE_USUAL_TIMEOUT;
 pub use channel::*;
 pub use device::*;
 pub use dlpack::*;
@@ -75,8 +76,7 @@ handle::objects! {
     8 warpipe_queue = queue::QueueObject;
     9 warpipe_job = job::JobObject;
     10 warpipe_worker = worker::WorkerObject;
-    11 warpipe_lease = lease::Owed<lease::LeasedInput>;
-    12 warpipe_answer = lease::Owed<()>;
+    11 warpipe_lease = lease::Owed;
     13 warpipe_client = service::ClientObject;
     14 warpipe_pending = service::PendingObject;
     15 warpipe_server = service::ServerObject;

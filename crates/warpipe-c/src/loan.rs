@@ -4,10 +4,11 @@ use std::borrow::Cow;
 use std::ffi::c_void;
 use std::ops::Deref;
 use std::sync::Arc;
+use std::time::Duration;
 
 use warpipe::{Loan, SampleMut, Stream};
 
-use crate::arguments::{out, put_unless_null, slice, timeout};
+use crate::arguments::{out, put_unless_null, slice, timeout_unless_usual};
 use crate::failure::{Failure, run, warpipe_status};
 use crate::handle::{self, Locked};
 use crate::layout::warpipe_layout;
@@ -194,7 +195,9 @@ pub unsafe extern "C" fn warpipe_loan_write(
 }
 
 /// Sends a publisher's loan to every subscriber, behind the work enqueued on `stream` so far.
-/// `*sequence`, which may be null, becomes its number, from 1. Does not wait for the device.
+/// `*sequence`, which may be null, becomes its number, from 1. Does not wait for the device, but up to
+/// `timeout_ns` nanoseconds for room where the policy is `WARPIPE_POLICY_BLOCK`:
+/// `WARPIPE_USUAL_TIMEOUT` as long as that says.
 ///
 /// Closes `loan` when it succeeds, and also when the driver fails (`WARPIPE_DEVICE_FAILED`:
 /// subscribers see that the sample is lost). Else the loan stays the caller's, to be sent again or
@@ -208,31 +211,11 @@ pub unsafe extern "C" fn warpipe_loan_write(
 pub unsafe extern "C" fn warpipe_loan_send(
     loan: *mut warpipe_loan,
     stream: *mut c_void,
-    sequence: *mut u64,
-) -> warpipe_status {
-    // SAFETY: the caller's promises.
-    run(|| unsafe { send(loan, stream, sequence, SampleMut::send) })
-}
-
-/// `warpipe_loan_send` with another timeout than that of `WARPIPE_POLICY_BLOCK`, in nanoseconds. The
-/// other policies do not wait.
-///
-/// # Safety
-/// As for `warpipe_loan_send`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpipe_loan_send_timeout(
-    loan: *mut warpipe_loan,
-    stream: *mut c_void,
     timeout_ns: u64,
     sequence: *mut u64,
 ) -> warpipe_status {
-    let limit = timeout(timeout_ns);
     // SAFETY: the caller's promises.
-    run(|| unsafe {
-        send(loan, stream, sequence, |sample, stream| {
-            sample.send_within(stream, limit)
-        })
-    })
+    run(|| unsafe { send(loan, stream, timeout_unless_usual(timeout_ns), sequence) })
 }
 
 /// # Safety
@@ -241,9 +224,13 @@ pub unsafe extern "C" fn warpipe_loan_send_timeout(
 unsafe fn send(
     loan: *mut warpipe_loan,
     stream: *mut c_void,
+    timeout: Option<Duration>,
     sequence: *mut u64,
-    send: impl FnOnce(SampleMut, &Stream) -> Result<u64, warpipe::SendError>,
 ) -> Result<(), Failure> {
+    let send = |sample: SampleMut, stream: &Stream| match timeout {
+        Some(timeout) => sample.send_within(stream, timeout),
+        None => sample.send(stream),
+    };
     let mut lent: Locked<LentSlot> = handle::lock(loan)?;
     let LentSlot { loan, streams } = lent.take();
     // SAFETY: the caller's promise.

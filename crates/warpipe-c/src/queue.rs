@@ -4,13 +4,11 @@ use std::ffi::{c_char, c_void};
 use std::ptr::null_mut;
 use std::sync::Arc;
 
-use warpipe::{
-    Error, JobHandle, JobResult, Loan, Queue, QueueState, ResultOrder, Stream, SubmitError,
-};
+use warpipe::{Error, JobResult, Queue, QueueState, ResultOrder, SubmitError};
 
 use crate::arguments::{
     Options, number, options, out, out_object, put_unless_null, set, slice, slice_mut, text,
-    time_option, timeout,
+    time_option, timeout, timeout_unless_usual,
 };
 use crate::device::{streams_of, warpipe_device};
 use crate::domain::{domain_of, warpipe_domain};
@@ -216,8 +214,9 @@ pub unsafe extern "C" fn warpipe_queue_loan(
     })
 }
 
-/// Submits a loan of this queue as a job, behind the work enqueued on `stream` so far. Waits for
-/// room as long as the queue's options say, but neither for a worker nor for the device.
+/// Submits a loan of this queue as a job, behind the work enqueued on `stream` so far. Waits up to
+/// `timeout_ns` nanoseconds for room (`WARPIPE_USUAL_TIMEOUT`: as long as the queue's options say), but
+/// neither for a worker nor for the device.
 ///
 /// `*job` is the caller's, to be closed by `warpipe_job_close`. `job` may be null: then
 /// `warpipe_queue_next_result` gives the result.
@@ -236,54 +235,27 @@ pub unsafe extern "C" fn warpipe_queue_submit(
     queue: *const warpipe_queue,
     loan: *mut warpipe_loan,
     stream: *mut c_void,
-    job: *mut *mut warpipe_job,
-) -> warpipe_status {
-    // SAFETY: the caller's promises.
-    run(|| unsafe { submit(queue, loan, stream, job, Queue::submit) })
-}
-
-/// `warpipe_queue_submit` with another wait for room than the options', in nanoseconds.
-///
-/// # Safety
-/// As for `warpipe_queue_submit`.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpipe_queue_submit_timeout(
-    queue: *const warpipe_queue,
-    loan: *mut warpipe_loan,
-    stream: *mut c_void,
     timeout_ns: u64,
     job: *mut *mut warpipe_job,
 ) -> warpipe_status {
-    let limit = timeout(timeout_ns);
-    // SAFETY: the caller's promises.
-    run(|| unsafe {
-        submit(queue, loan, stream, job, |queue, loan, stream| {
-            queue.submit_timeout(loan, stream, limit)
-        })
+    run(|| {
+        // SAFETY: the caller's promise.
+        unsafe { put_unless_null(job, null_mut()) };
+        let queue: Found<QueueObject> = handle::get(queue)?;
+        // SAFETY: the caller's promise.
+        let stream = unsafe { queue.streams.get(stream) }?;
+        let submit = || {
+            pass(loan, |loan| {
+                let submitted = match timeout_unless_usual(timeout_ns) {
+                    Some(limit) => queue.queue.submit_within(loan, &stream, limit),
+                    None => queue.queue.submit(loan, &stream),
+                };
+                submitted.map_err(Unpassed::from)
+            })
+        };
+        // SAFETY: the caller's promise.
+        unsafe { give_job(&queue.streams, job, submit) }
     })
-}
-
-/// # Safety
-/// As for [`warpipe_queue_submit`].
-unsafe fn submit(
-    queue: *const warpipe_queue,
-    loan: *mut warpipe_loan,
-    stream: *mut c_void,
-    job: *mut *mut warpipe_job,
-    submit: impl FnOnce(&Queue, Loan, &Stream) -> Result<JobHandle, SubmitError>,
-) -> Result<(), Failure> {
-    // SAFETY: the caller's promise.
-    unsafe { put_unless_null(job, null_mut()) };
-    let queue: Found<QueueObject> = handle::get(queue)?;
-    // SAFETY: the caller's promise.
-    let stream = unsafe { queue.streams.get(stream) }?;
-    let submit = || {
-        pass(loan, |loan| {
-            submit(&queue.queue, loan, &stream).map_err(Unpassed::from)
-        })
-    };
-    // SAFETY: the caller's promise.
-    unsafe { give_job(&queue.streams, job, submit) }
 }
 
 impl From<SubmitError> for Unpassed {
@@ -388,22 +360,6 @@ fn failed_job(error: &Error) -> u64 {
         | Error::DeadlinePassed { job, .. } => job,
         _ => 0,
     }
-}
-
-/// Waits until there is room for one more job. Submits nothing: another thread may take the room
-/// first.
-///
-/// `WARPIPE_LIMIT_REACHED` when there is none within `timeout_ns` nanoseconds; `WARPIPE_TIMEOUT`
-/// while the driver blocks another thread's submission.
-#[unsafe(no_mangle)]
-pub extern "C" fn warpipe_queue_wait_for_room(
-    queue: *const warpipe_queue,
-    timeout_ns: u64,
-) -> warpipe_status {
-    run(|| {
-        let queue: Found<QueueObject> = handle::get(queue)?;
-        Ok(queue.queue.wait_for_room(timeout(timeout_ns))?)
-    })
 }
 
 /// Waits until `count` workers are attached.

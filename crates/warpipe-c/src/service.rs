@@ -8,7 +8,7 @@ use std::time::Duration;
 use warpipe::{Client, Pending, Server, Stream};
 
 use crate::arguments::{
-    Options, number, options, out, out_object, set, text, time_option, timeout,
+    Options, answer_timeout, number, options, out, out_object, set, text, time_option, timeout,
 };
 use crate::device::{streams_of, warpipe_device};
 use crate::domain::{domain_of, warpipe_domain};
@@ -118,6 +118,8 @@ pub(crate) struct PendingObject {
 #[derive(Debug)]
 pub(crate) struct ServerObject {
     server: Server,
+    /// How long an answer usually waits.
+    answer_timeout: Duration,
     streams: Arc<Streams>,
 }
 
@@ -399,18 +401,24 @@ pub unsafe extern "C" fn warpipe_server_create(
             (place, text("service", service)?, self::options(options)?)
         };
         let streams = streams_of(options.device)?;
-        let mut builder = Server::builder(service).device(streams.device());
+        let answer_timeout = answer_timeout(options.answer_timeout_ns);
+        let mut builder = Server::builder(service)
+            .device(streams.device())
+            .answer_timeout(answer_timeout);
         set!(
             builder,
             domain(domain_of(options.domain)?.as_ref()),
             clients_max(number(options.clients_max)),
             memory_limit(number(options.memory_limit)),
             handshake_timeout(time_option(options.handshake_timeout_ns)),
-            answer_timeout(time_option(options.answer_timeout_ns)),
             spin(time_option(options.spin_ns)),
         );
         let server = builder.build()?;
-        place.put(handle::insert(ServerObject { server, streams })?);
+        place.put(handle::insert(ServerObject {
+            server,
+            answer_timeout,
+            streams,
+        })?);
         Ok(())
     })
 }
@@ -434,8 +442,7 @@ fn with<R>(
 /// there. Clients are served in turn, and one that goes affects no other. `stream` will wait, on the
 /// device, until the input is complete: kernels enqueued on it read complete data.
 ///
-/// `*lease` is the caller's, to be closed by its answer, `warpipe_lease_split` or
-/// `warpipe_lease_close`.
+/// `*lease` is the caller's, to be closed by its answer or `warpipe_lease_close`.
 ///
 /// `WARPIPE_TIMEOUT`; `WARPIPE_SYSTEM` when the domain's directory cannot be read;
 /// `WARPIPE_INVALID_STATE` for a stream that is being captured, or while another thread accepts;
@@ -462,7 +469,11 @@ pub unsafe extern "C" fn warpipe_server_accept(
                 let pid = request.client_pid();
                 Ok((request.into_lease(), pid))
             };
-            place.put(insert_lease(&object.streams, accept)?);
+            place.put(insert_lease(
+                &object.streams,
+                object.answer_timeout,
+                accept,
+            )?);
             Ok(())
         })
     })

@@ -3,11 +3,12 @@
 use std::ffi::{c_char, c_void};
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
+use std::time::Duration;
 
 use warpipe::Worker;
 
 use crate::arguments::{
-    Options, number, options, out, out_object, set, text, time_option, timeout,
+    Options, answer_timeout, number, options, out, out_object, set, text, time_option, timeout,
 };
 use crate::device::{streams_of, warpipe_device};
 use crate::domain::{domain_of, warpipe_domain};
@@ -55,6 +56,8 @@ unsafe impl Options for warpipe_worker_options {
 #[derive(Debug)]
 pub(crate) struct WorkerObject {
     worker: Worker,
+    /// How long an answer usually waits.
+    answer_timeout: Duration,
     streams: Arc<Streams>,
 }
 
@@ -88,19 +91,24 @@ pub unsafe extern "C" fn warpipe_worker_open(
             (place, text("queue", queue)?, self::options(options)?)
         };
         let streams = streams_of(options.device)?;
+        let answer_timeout = answer_timeout(options.answer_timeout_ns);
         let mut builder = Worker::builder(queue)
             .device(streams.device())
-            .wait_for_queue(time_option(options.wait_ns));
+            .wait_for_queue(time_option(options.wait_ns))
+            .answer_timeout(answer_timeout);
         set!(
             builder,
             domain(domain_of(options.domain)?.as_ref()),
             handshake_timeout(time_option(options.handshake_timeout_ns)),
-            answer_timeout(time_option(options.answer_timeout_ns)),
             memory_limit(number(options.memory_limit)),
             spin(time_option(options.spin_ns)),
         );
         let worker = builder.build()?;
-        place.put(handle::insert(WorkerObject { worker, streams })?);
+        place.put(handle::insert(WorkerObject {
+            worker,
+            answer_timeout,
+            streams,
+        })?);
         Ok(())
     })
 }
@@ -116,8 +124,7 @@ pub extern "C" fn warpipe_worker_close(worker: *mut warpipe_worker) -> warpipe_s
 /// Waits for the next job, up to `timeout_ns` nanoseconds; 0 takes one that is there. `stream` will
 /// wait, on the device, until the input is complete: kernels enqueued on it read complete data.
 ///
-/// `*lease` is the caller's, to be closed by its answer, `warpipe_lease_split` or
-/// `warpipe_lease_close`.
+/// `*lease` is the caller's, to be closed by its answer or `warpipe_lease_close`.
 ///
 /// `WARPIPE_TIMEOUT`; `WARPIPE_PEER_GONE` when the queue has: then a worker's loop is done;
 /// `WARPIPE_LINK_CLOSED` when the queue, which lives, has ended this worker's link;
@@ -144,7 +151,7 @@ pub unsafe extern "C" fn warpipe_worker_lease(
                 let lease = worker.lease(&stream, timeout(timeout_ns))?;
                 Ok((lease, worker.queue_pid()))
             };
-            place.put(insert_lease(&object.streams, take)?);
+            place.put(insert_lease(&object.streams, object.answer_timeout, take)?);
             Ok(())
         })
     })

@@ -13,7 +13,11 @@ fn a_sample_arrives_with_its_bytes_and_metadata() {
     let loan = get!(warpipe_publisher_loan(publisher, &bytes_layout(4)));
     fixture.write(loan, b"data");
     ok!(warpipe_loan_set_metadata(loan, b"tag".as_ptr().cast(), 3));
-    let sequence: u64 = get!(warpipe_loan_send(loan, fixture.stream));
+    let sequence: u64 = get!(warpipe_loan_send(
+        loan,
+        fixture.stream,
+        WARPIPE_USUAL_TIMEOUT
+    ));
     let sample: *mut warpipe_sample =
         get!(warpipe_subscriber_receive(subscriber, fixture.stream, LONG));
     let info: warpipe_sample_info = get!(warpipe_sample_get_info(sample));
@@ -62,7 +66,11 @@ fn a_sample_says_how_many_are_missing_before_it_and_whether_its_publisher_is_ano
         get!(warpipe_subscriber_open(c"frames".as_ptr(), &options));
     let send = |publisher| {
         let loan = get!(warpipe_publisher_loan(publisher, &bytes_layout(4)));
-        let _: u64 = get!(warpipe_loan_send(loan, fixture.stream));
+        let _: u64 = get!(warpipe_loan_send(
+            loan,
+            fixture.stream,
+            WARPIPE_USUAL_TIMEOUT
+        ));
     };
     // The number of the next sample, how many are missing, whether there is a break, and the process
     // of another publisher before.

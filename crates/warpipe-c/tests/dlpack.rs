@@ -151,7 +151,12 @@ fn a_loan_is_filled_through_a_tensor_and_its_memory_stays_as_long_as_that() {
         let data = (*tensor).dl_tensor.data.cast::<i32>();
         (0..4).for_each(|index| data.add(index).write(7 * index as i32));
     }
-    ok!(warpipe_loan_send(loan, fixture.stream, none()));
+    ok!(warpipe_loan_send(
+        loan,
+        fixture.stream,
+        WARPIPE_USUAL_TIMEOUT,
+        none()
+    ));
     let sample = get!(warpipe_subscriber_receive(subscriber, fixture.stream, LONG));
     assert_eq!(numbers(&fixture.read(sample)), [0, 7, 14, 21]);
     ok!(warpipe_sample_finish(sample, LONG));

@@ -16,7 +16,12 @@ fn a_job_goes_to_a_worker_and_its_result_comes_back() {
     let stream = jobs.fixture.stream;
     let loan = jobs.loan(b"input");
     ok!(warpipe_loan_set_metadata(loan, b"how".as_ptr().cast(), 3));
-    let job = get!(warpipe_queue_submit(jobs.queue, loan, stream));
+    let job = get!(warpipe_queue_submit(
+        jobs.queue,
+        loan,
+        stream,
+        WARPIPE_USUAL_TIMEOUT
+    ));
     assert_eq!(get!(warpipe_job_get_id(job)), 1u64);
     assert!(!get!(warpipe_job_is_done(job)));
 
@@ -37,7 +42,12 @@ fn a_job_goes_to_a_worker_and_its_result_comes_back() {
         b"done".as_ptr().cast(),
         4
     ));
-    ok!(warpipe_lease_complete_with(lease, output, stream));
+    ok!(warpipe_lease_complete(
+        lease,
+        output,
+        stream,
+        WARPIPE_USUAL_TIMEOUT
+    ));
 
     let result = jobs.wait(job);
     let answered: warpipe_sample_info = get!(warpipe_sample_get_info(result));
@@ -91,8 +101,16 @@ fn a_job_that_was_rejected_or_failed_too_often_says_why() {
     let jobs = Jobs::with(options!(warpipe_queue_options { max_attempts: 1 }));
     let stream = jobs.fixture.stream;
     let (failed, rejected) = (jobs.submit(b"1"), jobs.submit(b"2"));
-    ok!(warpipe_lease_fail(jobs.lease(), c"out of ink".as_ptr()));
-    ok!(warpipe_lease_reject(jobs.lease(), c"not a job".as_ptr()));
+    ok!(warpipe_lease_fail(
+        jobs.lease(),
+        c"out of ink".as_ptr(),
+        WARPIPE_USUAL_TIMEOUT
+    ));
+    ok!(warpipe_lease_reject(
+        jobs.lease(),
+        c"not a job".as_ptr(),
+        WARPIPE_USUAL_TIMEOUT
+    ));
 
     let mut sample = none();
     let said = fails!(
@@ -120,7 +138,7 @@ fn a_closed_lease_is_a_failed_attempt_and_a_requeued_one_is_not() {
     ok!(warpipe_lease_close(jobs.lease()));
     let second = jobs.lease();
     assert_eq!(info(second).attempt, 2);
-    ok!(warpipe_lease_requeue(second));
+    ok!(warpipe_lease_requeue(second, WARPIPE_USUAL_TIMEOUT));
     let third = jobs.lease();
     assert_eq!(info(third).attempt, 2);
     jobs.complete(third);
@@ -135,16 +153,29 @@ fn the_input_of_a_split_lease_outlives_its_answer() {
     let stream = jobs.fixture.stream;
     let loan = jobs.loan(b"input");
     ok!(warpipe_loan_set_metadata(loan, b"how".as_ptr().cast(), 3));
-    let job = get!(warpipe_queue_submit(jobs.queue, loan, stream));
+    let job = get!(warpipe_queue_submit(
+        jobs.queue,
+        loan,
+        stream,
+        WARPIPE_USUAL_TIMEOUT
+    ));
     let lease = jobs.lease();
     let first = jobs.output(lease, b"unused");
-    let (mut input, mut answer) = (none(), none());
-    ok!(warpipe_lease_split(lease, &mut input, &mut answer));
-    fails!(WARPIPE_INVALID_OBJECT, warpipe_lease_close(lease));
+    let mut input = none();
+    ok!(warpipe_lease_split(lease, &mut input));
+    fails!(
+        WARPIPE_INVALID_STATE,
+        warpipe_lease_split(lease, &mut none())
+    );
 
-    let second = get!(warpipe_answer_output(answer, &bytes_layout(6)));
+    let second = get!(warpipe_lease_output(lease, &bytes_layout(6)));
     jobs.fixture.write(second, b"result");
-    ok!(warpipe_answer_complete_with(answer, second, stream));
+    ok!(warpipe_lease_complete(
+        lease,
+        second,
+        stream,
+        WARPIPE_USUAL_TIMEOUT
+    ));
     ok!(warpipe_loan_discard(first, stream));
     let result = jobs.wait(job);
     assert_eq!(jobs.fixture.read(result), b"result");
@@ -165,24 +196,27 @@ fn every_other_answer_of_a_split_lease_is_given() {
     let stream = jobs.fixture.stream;
     let job = jobs.submit(b"job");
     let answer = || {
-        let (mut input, mut answer) = (none(), none());
-        ok!(warpipe_lease_split(jobs.lease(), &mut input, &mut answer));
+        let (lease, mut input) = (jobs.lease(), none());
+        ok!(warpipe_lease_split(lease, &mut input));
         let asked: warpipe_sample_info = get!(warpipe_sample_get_info(input));
         ok!(warpipe_sample_release(input, none()));
-        (asked.attempt, answer)
+        (asked.attempt, lease)
     };
     let (_, first) = answer();
-    ok!(warpipe_answer_close(first));
+    ok!(warpipe_lease_close(first));
     let (attempt, second) = answer();
     assert_eq!(attempt, 2);
-    ok!(warpipe_answer_requeue(second));
+    ok!(warpipe_lease_requeue(second, WARPIPE_USUAL_TIMEOUT));
     let (attempt, third) = answer();
     assert_eq!(attempt, 2);
-    ok!(warpipe_answer_fail(third, c"again".as_ptr()));
+    ok!(warpipe_lease_fail(
+        third,
+        c"again".as_ptr(),
+        WARPIPE_USUAL_TIMEOUT
+    ));
     let (attempt, last) = answer();
     assert_eq!(attempt, 3);
-    ok!(warpipe_answer_wait_for_room(last, 0));
-    ok!(warpipe_answer_reject(last, c"never".as_ptr()));
+    ok!(warpipe_lease_reject(last, c"never".as_ptr(), 0));
     let mut sample = none();
     fails!(
         WARPIPE_JOB_FAILED,
@@ -190,7 +224,12 @@ fn every_other_answer_of_a_split_lease_is_given() {
     );
     let other = jobs.submit(b"job");
     let (_, answer) = answer();
-    ok!(warpipe_answer_complete(answer, stream));
+    ok!(warpipe_lease_complete(
+        answer,
+        none(),
+        stream,
+        WARPIPE_USUAL_TIMEOUT
+    ));
     ok!(warpipe_sample_finish(jobs.wait(other), LONG));
     ok!(warpipe_job_close(other));
     ok!(warpipe_job_close(job));
@@ -212,7 +251,6 @@ fn a_timeout_of_zero_takes_only_what_is_there() {
     );
     assert_eq!(number, 0);
     fails!(WARPIPE_TIMEOUT, warpipe_queue_wait_for_workers(queue, 2, 0));
-    ok!(warpipe_queue_wait_for_room(queue, 0));
     ok!(warpipe_queue_drain(queue, 0));
 
     let job = jobs.submit(b"one");
@@ -221,19 +259,16 @@ fn a_timeout_of_zero_takes_only_what_is_there() {
         warpipe_job_wait(job, stream, 0, &mut sample)
     );
     fails!(WARPIPE_TIMEOUT, warpipe_queue_drain(queue, 0));
-    fails!(WARPIPE_LIMIT_REACHED, warpipe_queue_wait_for_room(queue, 0));
     let loan = jobs.loan(b"two");
     let mut other = none();
     fails!(
         WARPIPE_LIMIT_REACHED,
-        warpipe_queue_submit_timeout(queue, loan, stream, 0, &mut other)
+        warpipe_queue_submit(queue, loan, stream, 0, &mut other)
     );
     assert!(other.is_null());
     let cancelled: bool = get!(warpipe_job_cancel(job));
     assert!(cancelled);
-    ok!(warpipe_queue_submit_timeout(
-        queue, loan, stream, 0, &mut other
-    ));
+    ok!(warpipe_queue_submit(queue, loan, stream, 0, &mut other));
     ok!(warpipe_job_close(job));
     ok!(warpipe_job_close(other));
     jobs.close();
@@ -363,7 +398,7 @@ fn a_queue_that_was_shut_takes_no_jobs_and_gives_its_results() {
     let mut other = none();
     fails!(
         WARPIPE_INVALID_STATE,
-        warpipe_queue_submit(jobs.queue, late, stream, &mut other)
+        warpipe_queue_submit(jobs.queue, late, stream, WARPIPE_USUAL_TIMEOUT, &mut other)
     );
     ok!(warpipe_loan_discard(late, stream));
     jobs.complete(jobs.lease());

@@ -30,32 +30,43 @@ fn a_loan_of_another_endpoint_is_refused_and_stays_usable() {
     let mut job = none();
     fails!(
         WARPIPE_INVALID_INPUT,
-        warpipe_queue_submit(other, of_queue, stream, &mut job)
+        warpipe_queue_submit(other, of_queue, stream, WARPIPE_USUAL_TIMEOUT, &mut job)
     );
     fails!(
         WARPIPE_INVALID_STATE,
-        warpipe_loan_send(of_queue, stream, none())
+        warpipe_loan_send(of_queue, stream, WARPIPE_USUAL_TIMEOUT, none())
     );
     fails!(
         WARPIPE_INVALID_STATE,
-        warpipe_queue_submit(queue, of_publisher, stream, &mut job)
+        warpipe_queue_submit(queue, of_publisher, stream, WARPIPE_USUAL_TIMEOUT, &mut job)
     );
-    ok!(warpipe_queue_submit(queue, of_queue, stream, &mut job));
+    ok!(warpipe_queue_submit(
+        queue,
+        of_queue,
+        stream,
+        WARPIPE_USUAL_TIMEOUT,
+        &mut job
+    ));
     fails!(
         WARPIPE_INVALID_OBJECT,
-        warpipe_queue_submit(queue, of_queue, stream, &mut job)
+        warpipe_queue_submit(queue, of_queue, stream, WARPIPE_USUAL_TIMEOUT, &mut job)
     );
     let lease = jobs.lease();
     fails!(
         WARPIPE_INVALID_STATE,
-        warpipe_lease_complete_with(lease, of_publisher, stream)
+        warpipe_lease_complete(lease, of_publisher, stream, WARPIPE_USUAL_TIMEOUT)
     );
     fails!(
         WARPIPE_INVALID_OBJECT,
-        warpipe_lease_complete_with(lease, of_queue, stream)
+        warpipe_lease_complete(lease, of_queue, stream, WARPIPE_USUAL_TIMEOUT)
     );
     jobs.complete(lease);
-    ok!(warpipe_loan_send(of_publisher, stream, none()));
+    ok!(warpipe_loan_send(
+        of_publisher,
+        stream,
+        WARPIPE_USUAL_TIMEOUT,
+        none()
+    ));
     ok!(warpipe_subscriber_close(subscriber));
     ok!(warpipe_publisher_close(publisher));
     ok!(warpipe_queue_close(other));
@@ -71,10 +82,20 @@ fn an_output_of_another_lease_is_refused_and_both_are_answered_after_it() {
     let (for_first, for_second) = (jobs.output(first, b"one"), jobs.output(second, b"two"));
     fails!(
         WARPIPE_INVALID_INPUT,
-        warpipe_lease_complete_with(first, for_second, stream)
+        warpipe_lease_complete(first, for_second, stream, WARPIPE_USUAL_TIMEOUT)
     );
-    ok!(warpipe_lease_complete_with(second, for_second, stream));
-    ok!(warpipe_lease_complete_with(first, for_first, stream));
+    ok!(warpipe_lease_complete(
+        second,
+        for_second,
+        stream,
+        WARPIPE_USUAL_TIMEOUT
+    ));
+    ok!(warpipe_lease_complete(
+        first,
+        for_first,
+        stream,
+        WARPIPE_USUAL_TIMEOUT
+    ));
     for (job, expected) in [(one, b"one"), (two, b"two")] {
         let result = jobs.wait(job);
         assert_eq!(jobs.fixture.read(result), expected);
@@ -94,15 +115,15 @@ fn a_lease_of_a_queue_that_has_gone_stays_the_callers_until_it_is_closed() {
     ok!(warpipe_queue_close(jobs.queue));
     // The link of the answers ends a little later.
     assert!(eventually(Duration::from_nanos(LONG), || {
-        call!(warpipe_lease_wait_for_room(lease, LONG)) == warpipe_status::WARPIPE_PEER_GONE
+        call!(warpipe_lease_requeue(lease, LONG)) == warpipe_status::WARPIPE_PEER_GONE
     }));
     fails!(
         WARPIPE_PEER_GONE,
-        warpipe_lease_complete_with(lease, output, stream)
+        warpipe_lease_complete(lease, output, stream, WARPIPE_USUAL_TIMEOUT)
     );
     fails!(
         WARPIPE_PEER_GONE,
-        warpipe_lease_fail(lease, c"never mind".as_ptr())
+        warpipe_lease_fail(lease, c"never mind".as_ptr(), WARPIPE_USUAL_TIMEOUT)
     );
     assert_eq!(info(lease).job, 1);
     let mut next = none();
@@ -132,7 +153,12 @@ fn after_an_answer_that_failed_the_input_stays_behind_the_work_of_that_answers_s
     let (fixture, stream) = (&jobs.fixture, jobs.fixture.stream);
     let layout = bytes_layout(BYTES);
     let loan = get!(warpipe_queue_loan(jobs.queue, &layout));
-    let job = get!(warpipe_queue_submit(jobs.queue, loan, stream));
+    let job = get!(warpipe_queue_submit(
+        jobs.queue,
+        loan,
+        stream,
+        WARPIPE_USUAL_TIMEOUT
+    ));
     let lease = jobs.lease();
 
     let reading = fixture.another_stream();
@@ -149,7 +175,7 @@ fn after_an_answer_that_failed_the_input_stays_behind_the_work_of_that_answers_s
     let wrong = get!(warpipe_publisher_loan(publisher, &bytes_layout(1)));
     fails!(
         WARPIPE_INVALID_STATE,
-        warpipe_lease_complete_with(lease, wrong, reading)
+        warpipe_lease_complete(lease, wrong, reading, WARPIPE_USUAL_TIMEOUT)
     );
     ok!(warpipe_loan_discard(wrong, stream));
     ok!(warpipe_lease_close(lease));
@@ -331,36 +357,37 @@ fn null_places_and_texts_are_invalid_input_and_null_objects_are_no_objects() {
     );
     let job = jobs.submit(b"job");
     let lease = jobs.lease();
-    fails!(WARPIPE_INVALID_INPUT, warpipe_lease_fail(lease, none()));
     fails!(
         WARPIPE_INVALID_INPUT,
-        warpipe_lease_split(lease, none(), none())
+        warpipe_lease_fail(lease, none(), WARPIPE_USUAL_TIMEOUT)
     );
-    fails!(
-        WARPIPE_INVALID_OBJECT,
-        warpipe_lease_complete_with(lease, none(), stream)
-    );
+    fails!(WARPIPE_INVALID_INPUT, warpipe_lease_split(lease, none()));
     jobs.complete(lease);
 
     let mut job_place = none();
     fails!(
         WARPIPE_INVALID_OBJECT,
-        warpipe_queue_submit(none(), none(), stream, &mut job_place)
+        warpipe_queue_submit(
+            none(),
+            none(),
+            stream,
+            WARPIPE_USUAL_TIMEOUT,
+            &mut job_place
+        )
     );
     fails!(
         WARPIPE_INVALID_OBJECT,
-        warpipe_queue_submit(queue, none(), stream, &mut job_place)
+        warpipe_queue_submit(queue, none(), stream, WARPIPE_USUAL_TIMEOUT, &mut job_place)
     );
     fails!(
         WARPIPE_INVALID_OBJECT,
-        warpipe_lease_complete(none(), stream)
+        warpipe_lease_complete(none(), none(), stream, WARPIPE_USUAL_TIMEOUT)
     );
-    fails!(WARPIPE_INVALID_OBJECT, warpipe_answer_requeue(none()));
+    fails!(WARPIPE_INVALID_OBJECT, warpipe_lease_requeue(none(), 0));
     ok!(warpipe_queue_close(none()));
     ok!(warpipe_job_close(none()));
     ok!(warpipe_worker_close(none()));
     ok!(warpipe_lease_close(none()));
-    ok!(warpipe_answer_close(none()));
     ok!(warpipe_job_close(job));
     jobs.close();
 }
@@ -380,14 +407,11 @@ fn a_pointer_of_another_type_or_a_closed_one_is_no_object() {
         warpipe_worker_close(jobs.queue.cast())
     );
     let lease = jobs.lease();
-    fails!(
-        WARPIPE_INVALID_OBJECT,
-        warpipe_answer_complete(lease.cast(), stream)
-    );
+    fails!(WARPIPE_INVALID_OBJECT, warpipe_job_close(lease.cast()));
     jobs.complete(lease);
     fails!(
         WARPIPE_INVALID_OBJECT,
-        warpipe_lease_complete(lease, stream)
+        warpipe_lease_complete(lease, none(), stream, WARPIPE_USUAL_TIMEOUT)
     );
     ok!(warpipe_job_close(job));
     fails!(WARPIPE_INVALID_OBJECT, warpipe_job_close(job));

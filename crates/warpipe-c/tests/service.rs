@@ -81,7 +81,12 @@ fn a_call_returns_the_reply_of_a_server() {
         let output = get!(warpipe_lease_output(lease, &bytes_layout(5)));
         let data = bytes.as_ptr().cast();
         ok!(warpipe_loan_write(output, stream, data, 5));
-        ok!(warpipe_lease_complete_with(lease, output, stream));
+        ok!(warpipe_lease_complete(
+            lease,
+            output,
+            stream,
+            WARPIPE_USUAL_TIMEOUT
+        ));
     });
     ok!(warpipe_client_wait_for_servers(service.client, 1, LONG));
     let (loan, stream) = (service.loan(b"hello"), service.fixture.stream);
@@ -120,7 +125,12 @@ fn a_request_is_waited_for_and_its_lease_names_the_client_and_the_deadline() {
     ));
     assert_eq!((state.workers, state.leased), (1, 1));
     assert_eq!(servers, [info.pid, 0]);
-    ok!(warpipe_lease_complete(lease, stream));
+    ok!(warpipe_lease_complete(
+        lease,
+        none(),
+        stream,
+        WARPIPE_USUAL_TIMEOUT
+    ));
     ok!(warpipe_pending_wait(pending, stream, LONG, &mut reply));
     assert_eq!(service.fixture.read(reply), b"");
     ok!(warpipe_sample_finish(reply, LONG));
@@ -158,7 +168,11 @@ fn a_rejected_request_says_why() {
     let service = Service::new();
     let stream = service.fixture.stream;
     let pending = service.request(b"question");
-    ok!(warpipe_lease_reject(service.accept(), c"too long".as_ptr()));
+    ok!(warpipe_lease_reject(
+        service.accept(),
+        c"too long".as_ptr(),
+        WARPIPE_USUAL_TIMEOUT
+    ));
     let mut reply = none();
     let watch: *mut warpipe_watch = get!(warpipe_client_watch(service.client));
     while !get!(warpipe_pending_is_done(pending)) {
@@ -246,7 +260,12 @@ fn a_servers_descriptor_is_readable_when_a_request_comes() {
         );
         assert!(is_expected, "{}", common::message());
     }
-    ok!(warpipe_lease_complete(lease, stream));
+    ok!(warpipe_lease_complete(
+        lease,
+        none(),
+        stream,
+        WARPIPE_USUAL_TIMEOUT
+    ));
     ok!(warpipe_pending_close(pending));
     service.close();
 }

@@ -151,9 +151,8 @@ impl Client {
         let input = self.endpoint.input(py, tensor, metadata, stream)?;
         let pending = self
             .endpoint
-            .submit(py, input, timeout, |end, loan, stream| {
-                end.client()
-                    .request_before(loan, stream, deadline_ns, Duration::ZERO)
+            .submit(py, input, timeout, |end, loan, stream, wait| {
+                end.client().request_before(loan, stream, deadline_ns, wait)
             })?;
         Pending::new(py, &self.endpoint, pending)
     }

@@ -16,7 +16,7 @@ use crate::interpreter_exit;
 use crate::rows::{Scattered, room_for};
 use crate::slot::Slot;
 use crate::source::{Source, SourceLocation, SourceOwner};
-use crate::wait::{in_slices, late, none_if_late};
+use crate::wait::{in_slices, until_done};
 
 /// The most foreign tensors under copy at once; a further send waits.
 const COPIES_MAX: usize = 256;
@@ -201,10 +201,8 @@ impl Copies {
     ) -> PyResult<()> {
         sweep(py);
         if self.open.load(Ordering::Acquire) >= COPIES_MAX {
-            let done = in_slices(py, patience, |slice| {
-                none_if_late(stream.synchronize(slice))
-            })?;
-            done.ok_or_else(|| late("the end of a copy".into(), patience))?;
+            let what = || "the end of a copy".into();
+            until_done(py, patience, what, |slice| Ok(stream.synchronize(slice)?))?;
         }
         Ok(())
     }

@@ -44,6 +44,17 @@ impl Fault {
         Fault::Own("ReleasedError", format!("{what} is no longer held; {next}"))
     }
 
+    /// This error; the timeout of a wait of zero does not say for what, and `what` does.
+    pub fn of(self, what: impl FnOnce() -> String) -> Fault {
+        match self {
+            Fault::Library(Error::Timeout { what: said, waited }) if said.is_empty() => {
+                let what = what();
+                Fault::Library(Error::Timeout { what, waited })
+            }
+            other => other,
+        }
+    }
+
     /// An argument out of its range.
     pub fn argument(
         argument: &str,

@@ -9,7 +9,7 @@ use crate::domain::Domain;
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::stream::Consumer;
-use crate::wait::{HELD_UP, asking, in_slices, late, none_if_late, optional, waiting};
+use crate::wait::{HELD_UP, asking, optional, until_done, waiting};
 
 /// An interprocess event (``cuEventCreate`` with ``CU_EVENT_INTERPROCESS``). It distinguishes never
 /// recorded, and lost with its recorder, from complete.
@@ -260,10 +260,10 @@ impl Event {
     fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let timeout = optional(timeout, "timeout")?;
         // Looked up anew in each slice, so that closing the event ends the wait.
-        let done = in_slices(py, timeout, |slice| {
-            none_if_late(self.handle.get()?.synchronize(slice))
-        })?;
-        Ok(done.ok_or_else(|| late("the work recorded by the event".into(), timeout))?)
+        let what = || "the work recorded by the event".into();
+        until_done(py, timeout, what, |slice| {
+            Ok(self.handle.get()?.synchronize(slice)?)
+        })
     }
 
     /// Whether this recording is complete; False if it may still be.

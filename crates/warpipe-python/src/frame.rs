@@ -13,7 +13,7 @@ use crate::memory::{InPlaceView, Memory, MemoryHolder, SampleHolder};
 use crate::stream::Consumer;
 use crate::tensor::{Holding, Tensor};
 use crate::tuples::Info;
-use crate::wait::{Timeout, in_slices, late, none_if_late};
+use crate::wait::{Timeout, until_done};
 
 /// A received tensor in its publisher's memory, lent until it is released, and read in place.
 ///
@@ -202,10 +202,8 @@ impl Frame {
         match Arc::try_unwrap(lent) {
             Ok(sole) => {
                 let receipt = py.detach(|| sole.release())?;
-                let done = in_slices(py, timeout, |slice| none_if_late(receipt.wait(slice)))?;
-                Ok(done.ok_or_else(|| {
-                    late(format!("the data of sample {}", self.sequence), timeout)
-                })?)
+                let what = || format!("the data of sample {}", self.sequence);
+                until_done(py, timeout, what, |slice| Ok(receipt.wait(slice)?))
             }
             // Arrays of it stay valid; the slot is released after the last of them.
             Err(shared) => shared.wait(py, timeout),

@@ -5,21 +5,21 @@ mod job_or_request;
 mod task_waits;
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pyo3::exceptions::PyBaseException;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::sync::OnceLockExt;
 use pyo3::types::PyTuple;
-use warpipe::Error;
+use warpipe::{Error, Wait};
 
-use crate::detached::detached;
+use crate::detached::{DropDetached, detached};
 use crate::errors::{Fault, Outcome, no_pickle};
 use crate::job::{self, Watch};
 use crate::job_endpoint::JobEndpoint;
 use crate::stream::imported;
-use crate::wait::{SLICE, in_slices, late_with_cause, optional};
+use crate::wait::{SLICE, late, optional, waiting};
 
 use job_or_request::Source;
 use task_waits::Waits;
@@ -46,12 +46,8 @@ struct State {
     is_settled: bool,
     is_cancelled: bool,
     settled: Option<Settled>,
-    /// Threads that are about to give the outcome to Python.
-    claims: u32,
-    /// A thread waits in the library, and takes the outcome when it comes.
-    is_looking: bool,
-    /// A thread cancels in the library.
-    is_calling_off: bool,
+    /// Threads in the library that may take the outcome there, or cancel it.
+    working: u32,
 }
 
 impl State {
@@ -66,15 +62,25 @@ impl State {
     }
 }
 
-/// Ends the marks of a thread that works in the library, whatever comes of that.
-struct Turn<'a>(&'a Future, fn(&mut State));
+/// A thread that works in the library, whatever comes of that.
+struct Working<'a>(&'a Future);
 
-impl Drop for Turn<'_> {
+impl<'a> Working<'a> {
+    fn begin(future: &'a Future) -> Working<'a> {
+        future.state().working += 1;
+        Working(future)
+    }
+}
+
+impl Drop for Working<'_> {
     fn drop(&mut self) {
-        self.1(&mut self.0.state());
+        self.0.state().working -= 1;
         self.0.changed.notify_all();
     }
 }
+
+/// For how many slices other threads may be about to say what has become of a job.
+const UNSURE_MAX: u32 = 20;
 
 /// Whether an outcome is for good. Others are the queue's state, and are asked for anew.
 fn is_final(fault: &Fault) -> bool {
@@ -111,12 +117,12 @@ pub struct Future {
 impl Future {
     /// Of a job.
     pub fn of_job(endpoint: &Arc<JobEndpoint>, handle: warpipe::JobHandle) -> Future {
-        Future::of(endpoint, Source::of_job(handle))
+        Future::of(endpoint, Source::Job(DropDetached::new(handle)))
     }
 
     /// Of a request.
     pub fn of_request(endpoint: &Arc<JobEndpoint>, pending: warpipe::Pending) -> Future {
-        Future::of(endpoint, Source::of_request(pending))
+        Future::of(endpoint, Source::Request(DropDetached::new(pending)))
     }
 
     fn of(endpoint: &Arc<JobEndpoint>, source: Source) -> Future {
@@ -134,113 +140,81 @@ impl Future {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Looks for the outcome for at most `slice`, twice that if another thread looks, and claims
-    /// it. An error inside is the outcome for now, and not kept. Call without the interpreter.
-    fn look(&self, slice: Duration) -> Outcome<Option<Outcome<()>>> {
+    /// Waits until this object has the outcome; `None` if another thread may be about to say so. An
+    /// error inside is the outcome for now, and not kept. Call without the interpreter.
+    fn look(&self, wait: Wait<'_>) -> Outcome<Option<Outcome<()>>> {
         self.endpoint.check()?;
-        let Some(_turn) = self.turn(slice)? else {
-            let mut state = self.state();
-            state.claims += u32::from(state.is_settled);
-            return Ok(state.is_settled.then_some(Ok(())));
-        };
-        let outcome = match self.source.look(&self.endpoint, slice) {
-            Ok(None) => return Ok(None),
-            Ok(Some(result)) => Settled::Result(result),
+        let working = Working::begin(self);
+        if self.state().is_settled {
+            return Ok(Some(Ok(())));
+        }
+        let outcome = match self.source.take(&self.endpoint, wait) {
+            Ok(result) => Settled::Result(result),
             Err(fault) if is_final(&fault) => Settled::Failed(fault),
-            Err(fault) if is_taken(&fault) => match self.is_called_off(slice) {
-                Some(true) => Settled::Cancelled,
-                Some(false) => return Ok(Some(Err(fault))),
-                None => return Ok(None),
-            },
+            Err(fault) if is_taken(&fault) => {
+                drop(working);
+                let is_here = self.is_here();
+                return Ok(is_here.map(|is_here| if is_here { Ok(()) } else { Err(fault) }));
+            }
             Err(fault) if is_over(&fault) => return Ok(Some(Err(fault))),
             Err(fault) => return Err(fault),
         };
-        let mut state = self.state();
-        let unused = state.settle(outcome);
-        state.claims += 1;
-        drop((state, unused));
+        let unused = self.state().settle(outcome);
+        drop(unused);
         Ok(Some(Ok(())))
     }
 
-    /// Waits until no other thread looks. `None` if that does not happen within `slice`, or it has
-    /// found the outcome. With a `slice` of zero it waits only for what is there already.
-    fn turn(&self, slice: Duration) -> Outcome<Option<Turn<'_>>> {
-        let busy = |state: &mut State| state.is_looking && !state.is_settled;
-        let is_busy = busy(&mut self.state());
-        if is_busy && slice.is_zero() && !self.source.is_done(&self.endpoint)? {
-            return Ok(None);
-        }
-        let limit = if slice.is_zero() { SLICE } else { slice };
-        let waited = self.changed.wait_timeout_while(self.state(), limit, busy);
+    /// Whether this object has the outcome of a job that the queue has no more; `None` if threads that
+    /// may be about to say so do not within a slice.
+    fn is_here(&self) -> Option<bool> {
+        let busy = |state: &mut State| state.working > 0 && !state.is_settled;
+        let waited = self.changed.wait_timeout_while(self.state(), SLICE, busy);
         let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        if state.is_settled || state.is_looking {
-            return Ok(None);
+        if busy(&mut state) {
+            return None;
         }
-        state.is_looking = true;
-        Ok(Some(Turn(self, |state| state.is_looking = false)))
-    }
-
-    /// Whether a job that the queue has no more was cancelled here; `None` if a thread that cancels
-    /// is not done within `limit`.
-    fn is_called_off(&self, limit: Duration) -> Option<bool> {
-        let busy = |state: &mut State| state.is_calling_off;
-        let waited = self.changed.wait_timeout_while(self.state(), limit, busy);
-        let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        match (state.is_cancelled, state.is_calling_off) {
-            (true, _) => Some(true),
-            (false, true) => None,
-            (false, false) => {
-                drop(state);
-                self.endpoint.has_cancelled(self.source.job(), limit)
+        if !state.is_settled {
+            drop(state);
+            if !self.endpoint.has_cancelled(self.source.job(), SLICE)? {
+                return Some(false);
             }
+            let unused = self.state().settle(Settled::Cancelled);
+            drop(unused);
         }
+        Some(true)
     }
 
-    /// Waits for the outcome; `None` after `timeout`. An interrupted wait has taken nothing. An
-    /// error inside is the outcome for now.
-    fn outcome(
-        &self,
-        py: Python<'_>,
-        timeout: Option<Duration>,
-    ) -> PyResult<Option<Outcome<&Given>>> {
-        match in_slices(py, timeout, |slice| self.look(slice))? {
-            None => Ok(None),
-            Some(Err(fault)) => Ok(Some(Err(fault))),
-            Some(Ok(())) => {
-                py.check_signals().inspect_err(|_| {
-                    py.detach(|| self.put_back());
-                })?;
-                let given = self.given(py);
-                self.state().claims -= 1;
-                Ok(Some(Ok(given)))
-            }
-        }
-    }
-
-    /// [`outcome`](Self::outcome), and an error after the timeout.
+    /// Waits for the outcome. An interrupted wait has taken nothing. An error inside is the outcome
+    /// for now.
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Outcome<&Given>> {
         let timeout = optional(timeout, "timeout")?;
-        let outcome = self.outcome(py, timeout)?;
-        Ok(outcome
-            .ok_or_else(|| late_with_cause(self.source.described(&self.endpoint), timeout))?)
+        let (start, mut left, mut unsure) = (Instant::now(), timeout, 0);
+        loop {
+            let described = || self.source.described(&self.endpoint);
+            let looked = waiting(
+                py,
+                left,
+                || Ok(()),
+                |wait| self.look(wait).map_err(|late| late.of(described)),
+            )?;
+            match looked {
+                Some(outcome) => return Ok(outcome.map(|()| self.given(py))),
+                None if left.is_some_and(|left| left.is_zero()) => {
+                    return Err(late(described(), timeout).into());
+                }
+                // A signal's handler that this thread runs may itself wait for what this thread waits for.
+                None if unsure == UNSURE_MAX => {
+                    let (name, job) = (self.endpoint.name.clone(), self.source.job());
+                    return Ok(Err(Error::NoSuchJob { name, job }.into()));
+                }
+                None => py.check_signals()?,
+            }
+            unsure += 1;
+            left = timeout.map(|timeout| timeout.saturating_sub(start.elapsed()));
+        }
     }
 
-    /// Ends a claim, and gives a result that no other thread claims back to its queue.
-    fn put_back(&self) {
-        let mut state = self.state();
-        state.claims = state.claims.saturating_sub(1);
-        if state.claims > 0 || !matches!(state.settled, Some(Settled::Result(_))) {
-            return;
-        }
-        let taken = state.settled.take();
-        state.is_settled = false;
-        drop(state);
-        if let Some(Settled::Result(result)) = taken {
-            self.endpoint.put_back(result);
-        }
-    }
-
-    /// The outcome that this thread has claimed.
+    /// The outcome that was settled.
     fn given(&self, py: Python<'_>) -> &Given {
         self.given.get_or_init_py_attached(py, || {
             let settled = self.state().settled.take();
@@ -262,9 +236,7 @@ impl Future {
         if self.state().is_settled {
             return Ok(true);
         }
-        match self.source.is_done(&self.endpoint) {
-            // A thread that cancels it may be about to say so.
-            Ok(true) => Ok(self.is_called_off(SLICE).is_some()),
+        match self.source.is_done() {
             Err(fault) if is_over(&fault) => Ok(true),
             found => found,
         }
@@ -287,17 +259,8 @@ impl Future {
         if self.is_cancelled()? {
             return Ok((true, false));
         }
-        // Another thread's cancellation is this one's, too.
-        let busy = |state: &mut State| state.is_calling_off;
-        let waited = self.changed.wait_timeout_while(self.state(), SLICE, busy);
-        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        if state.is_settled || state.is_calling_off {
-            return Ok((state.is_cancelled, false));
-        }
-        state.is_calling_off = true;
-        drop(state);
-        let _turn = Turn(self, |state| state.is_calling_off = false);
-        let off = match self.source.is_done(&self.endpoint) {
+        let working = Working::begin(self);
+        let off = match self.source.is_done() {
             Ok(false) => self.source.cancel(),
             Ok(true) => Ok(false),
             Err(fault) => Err(fault),
@@ -310,9 +273,13 @@ impl Future {
                 drop((state, unused));
                 Ok((is_cancelled, is_cancelled))
             }
-            Ok(false) => Ok((false, false)),
-            Err(fault) if is_over(&fault) => Ok((false, false)),
-            Err(fault) => Err(fault),
+            Err(fault) if !is_over(&fault) => Err(fault),
+            // Another thread's cancellation is this one's, too.
+            _ => {
+                drop(working);
+                self.is_here();
+                Ok((self.state().is_cancelled, false))
+            }
         }
     }
 }
@@ -322,14 +289,8 @@ impl Drop for Future {
         if self.endpoint.check().is_err() {
             return;
         }
-        match self.source {
-            // ``Queue.results()`` gives what nobody asked this handle for.
-            Source::Job(_) => detached(|| self.put_back()),
-            Source::Request { .. } => {
-                let unused = self.state().settled.take();
-                detached(|| drop(unused));
-            }
-        }
+        let unused = self.state().settled.take();
+        detached(|| drop(unused));
     }
 }
 
@@ -424,11 +385,13 @@ impl Future {
 
     /// The result if it has come, else None.
     fn _poll(&self, py: Python<'_>) -> PyResult<Option<Py<job::Result>>> {
-        match self.outcome(py, Some(Duration::ZERO))?.transpose()? {
-            None => Ok(None),
-            Some(Given::Result(result)) => Ok(Some(result.clone_ref(py))),
-            Some(_) => self.result(py, None).map(Some),
+        match py.detach(|| self.look(Duration::ZERO.into())) {
+            Ok(None) | Err(Fault::Library(Error::Timeout { .. })) => return Ok(None),
+            Ok(Some(outcome)) => outcome?,
+            Err(fault) => return Err(fault.into()),
         }
+        self.given(py);
+        self.result(py, None).map(Some)
     }
 
     /// The descriptor that an event loop polls, and the number of its queue.
@@ -545,8 +508,8 @@ impl Pending {
     fn deadline_ns(slf: &Bound<'_, Self>) -> PyResult<u64> {
         let future = slf.as_super().get();
         future.endpoint.check()?;
-        match future.source {
-            Source::Request { deadline_ns, .. } => Ok(deadline_ns),
+        match &future.source {
+            Source::Request(pending) => Ok(pending.deadline_ns()),
             Source::Job(_) => unreachable!("a request has a deadline"),
         }
     }

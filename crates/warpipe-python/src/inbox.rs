@@ -12,7 +12,7 @@ use crate::errors::{Fault, Outcome};
 use crate::exclusive::{Closed, Exclusive};
 use crate::interpreter_exit::{self, Endpoint};
 use crate::process::Home;
-use crate::wait::{Timeout, hand_over, in_slices, late, late_with_cause, none_if_late};
+use crate::wait::{Timeout, hand_over, in_slices, late, none_if_late};
 
 /// An endpoint `T` of the library that receives, until it is closed. Python gets each item as an
 /// `R`.
@@ -145,6 +145,7 @@ impl<T: Send + 'static, R: Send + 'static> Inbox<T, R> {
         take: impl Fn(&mut T, Duration) -> Result<V, Error> + Send + Sync,
         make: impl FnOnce(V) -> PyResult<Py<R>>,
     ) -> PyResult<Py<R>> {
+        let mut cause = None;
         let found = in_slices(py, timeout, |slice| {
             let start = Instant::now();
             let look = |inner: &mut T| {
@@ -152,18 +153,16 @@ impl<T: Send + 'static, R: Send + 'static> Inbox<T, R> {
                 let left = slice
                     .saturating_sub(start.elapsed())
                     .max(Duration::from_nanos(1));
-                none_if_late(take(inner, left))
+                none_if_late(take(inner, left).map_err(Fault::from), &mut cause)
             };
             Ok(self
                 .within(slice, |inner| self.unused_or(inner, look))?
                 .transpose()?
                 .flatten())
         })?;
-        self.give(
-            py,
-            found.ok_or_else(|| late_with_cause(format!("{thing} {:?}", self.name), waited))?,
-            make,
-        )
+        let what = || format!("{thing} {:?}", self.name);
+        let found = found.ok_or_else(|| late(cause.unwrap_or_else(what), waited))?;
+        self.give(py, found, make)
     }
 
     /// The next item if there is one.

@@ -2,17 +2,17 @@
 
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pyo3::exceptions::PyStopIteration;
 use pyo3::prelude::*;
-use warpipe::Error;
+use warpipe::{Error, Wait};
 
 use crate::detached::DropDetached;
 use crate::errors::Outcome;
 use crate::frame::Frame;
 use crate::job_endpoint::JobEndpoint;
-use crate::wait::{in_slices, late_with_cause, none_if_late};
+use crate::wait::{SLICE, late, none_if_late, waiting};
 
 /// The descriptor of a queue for event loops.
 #[pyclass(frozen, module = "warpipe", name = "_Watch")]
@@ -122,7 +122,7 @@ pub struct Results {
 /// The result of one look.
 enum Found {
     Result(warpipe::JobResult),
-    QueueOrClient,
+    End,
 }
 
 impl Results {
@@ -137,35 +137,46 @@ impl Results {
 
     /// An error of a wait that is late tells of the usual timeout.
     fn next_within(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<Py<Result>> {
-        match in_slices(py, timeout, |slice| self.look(slice))? {
-            Some(Found::Result(result)) => self.endpoint.give(py, result),
-            Some(Found::QueueOrClient) => Err(PyStopIteration::new_err(())),
-            None => Err(late_with_cause(
-                format!("a result of {:?}", self.endpoint.name),
-                self.timeout,
-            )
-            .into()),
+        let (start, mut cause) = (Instant::now(), None);
+        loop {
+            // In slices: that no job is left rings no one.
+            let left = timeout.map_or(SLICE, |timeout| timeout.saturating_sub(start.elapsed()));
+            let goes_on = || self.endpoint.end().map(drop);
+            let look = |wait: Wait<'_>| none_if_late(self.look(wait), &mut cause);
+            // Not zero: the error of a mere poll does not say the cause.
+            let slice = left.clamp(Duration::from_nanos(1), SLICE);
+            match waiting(py, Some(slice), goes_on, look)? {
+                Some(Found::Result(result)) => {
+                    return Result::new(py, result, &self.endpoint.device);
+                }
+                Some(Found::End) => return Err(PyStopIteration::new_err(())),
+                None => py.check_signals()?,
+            }
+            if left.is_zero() {
+                let what = || format!("a result of {:?}", self.endpoint.name);
+                return Err(late(cause.unwrap_or_else(what), self.timeout).into());
+            }
         }
     }
 
-    fn look(&self, slice: Duration) -> Outcome<Option<Found>> {
+    fn look(&self, wait: Wait<'_>) -> Outcome<Found> {
         // Asked first: a job submitted before the shutdown is seen below.
         let may_end = !self.follow || self.endpoint.is_shut();
         let end = self.endpoint.end()?;
         let queue = end.queue();
-        match queue.next_result(
-            &self.endpoint.stream,
-            if may_end { Duration::ZERO } else { slice },
-        ) {
-            Ok(result) => return Ok(Some(Found::Result(result))),
-            Err(Error::Timeout { .. }) if !may_end => return Ok(None),
-            Err(Error::Timeout { .. }) => {}
-            Err(error) => return Err(error.into()),
+        if may_end {
+            match queue.next_result(&self.endpoint.stream, Duration::ZERO) {
+                Ok(result) => return Ok(Found::Result(result)),
+                Err(Error::Timeout { .. }) => {}
+                Err(error) => return Err(error.into()),
+            }
+            if self.endpoint.is_empty()? {
+                return Ok(Found::End);
+            }
         }
-        if self.endpoint.is_empty()? {
-            return Ok(Some(Found::QueueOrClient));
-        }
-        Ok(none_if_late(queue.next_result(&self.endpoint.stream, slice))?.map(Found::Result))
+        Ok(Found::Result(
+            queue.next_result(&self.endpoint.stream, wait)?,
+        ))
     }
 }
 
@@ -193,11 +204,11 @@ impl Results {
 
     /// The result if it has come, None if it has not, and False at the end.
     fn _poll(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
-        match py.detach(|| self.look(Duration::ZERO))? {
-            Some(Found::Result(result)) => Ok(self.endpoint.give(py, result)?.into_any()),
-            Some(Found::QueueOrClient) => {
-                Ok(false.into_pyobject(py)?.to_owned().into_any().unbind())
+        match py.detach(|| none_if_late(self.look(Duration::ZERO.into()), &mut None))? {
+            Some(Found::Result(result)) => {
+                Ok(Result::new(py, result, &self.endpoint.device)?.into_any())
             }
+            Some(Found::End) => Ok(false.into_pyobject(py)?.to_owned().into_any().unbind()),
             None => Ok(py.None()),
         }
     }

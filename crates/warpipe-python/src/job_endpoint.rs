@@ -7,7 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use warpipe::{Error, JobResult, Layout, QueueWatch, SubmitError};
+use warpipe::{Error, Layout, QueueWatch, SubmitError, Wait};
 
 use crate::closeable::Closeable;
 use crate::copies::Copies;
@@ -21,7 +21,7 @@ use crate::process::Home;
 use crate::slot::{self, Slot};
 use crate::source::Wanted;
 use crate::stream::Consumer;
-use crate::wait::{hand_over, in_slices, late, none_if_late, once, optional};
+use crate::wait::{optional, waiting};
 
 /// Numbers are never reused, so an event loop's table cannot confuse two endpoints.
 static NEXT_NUMBER: AtomicU64 = AtomicU64::new(1);
@@ -67,24 +67,10 @@ impl QueueOrClient {
         }
     }
 
-    fn wait_for_room(&self, timeout: Duration) -> Result<(), Error> {
+    fn wait_for_workers(&self, count: usize, wait: Wait<'_>) -> Result<(), Error> {
         match self {
-            QueueOrClient::Queue(queue) => queue.wait_for_room(timeout),
-            QueueOrClient::Client(client) => client.wait_for_room(timeout),
-        }
-    }
-
-    fn put_back(&self, result: JobResult) -> Result<(), Error> {
-        match self {
-            QueueOrClient::Queue(queue) => queue.put_back(result),
-            QueueOrClient::Client(client) => client.put_back(result),
-        }
-    }
-
-    fn wait_for_workers(&self, count: usize, timeout: Duration) -> Result<(), Error> {
-        match self {
-            QueueOrClient::Queue(queue) => queue.wait_for_workers(count, timeout),
-            QueueOrClient::Client(client) => client.wait_for_servers(count, timeout),
+            QueueOrClient::Queue(queue) => queue.wait_for_workers(count, wait),
+            QueueOrClient::Client(client) => client.wait_for_servers(count, wait),
         }
     }
 }
@@ -204,12 +190,6 @@ impl JobEndpoint {
         (!unsure(&mut known)).then(|| known.jobs.contains(&job))
     }
 
-    /// Gives back a result that was taken and not used. Call without the interpreter.
-    pub fn put_back(&self, result: JobResult) {
-        // A queue that was closed meanwhile has no next call.
-        let _ = self.end().map(|end| end.put_back(result));
-    }
-
     /// Waits until there are `count` workers, or servers: `what` is their name in the error.
     pub fn wait_for(
         &self,
@@ -219,25 +199,19 @@ impl JobEndpoint {
         timeout: Option<f64>,
     ) -> PyResult<()> {
         let timeout = optional(timeout, "timeout")?;
-        let come = in_slices(py, timeout, |slice| {
-            none_if_late(self.end()?.wait_for_workers(count, slice))
-        })?;
-        if come.is_some() {
-            return Ok(());
-        }
-        let attached = self
-            .end()?
-            .queue()
-            .state()
-            .map_err(Fault::from)?
-            .workers
-            .len();
-        let plural = if count == 1 { "" } else { "s" };
-        let wanted = format!(
-            "{count} {what}{plural} of {:?} ({attached} attached)",
-            self.name
-        );
-        Err(late(wanted, timeout).into())
+        let goes_on = || self.end().map(drop);
+        waiting(py, timeout, goes_on, |wait| {
+            let end = self.end()?;
+            match end.wait_for_workers(count, wait) {
+                Err(Error::Timeout { waited, .. }) => {
+                    let (name, attached) = (&self.name, end.state()?.workers.len());
+                    let plural = if count == 1 { "" } else { "s" };
+                    let what = format!("{count} {what}{plural} of {name:?} ({attached} attached)");
+                    Err(Error::Timeout { what, waited }.into())
+                }
+                come => Ok(come?),
+            }
+        })
     }
 
     /// Whether the outcomes of all jobs were taken.
@@ -340,14 +314,19 @@ impl JobEndpoint {
         Ok((slot, filled_on))
     }
 
-    /// Submits an input with `enter`, which does not wait, once there is room; `patience` is how
-    /// long that may take. An interrupted wait has submitted nothing.
+    /// Submits an input with `enter`; `patience` is how long that may wait. An interrupted wait has
+    /// submitted nothing.
     pub fn submit<T: Send>(
         &self,
         py: Python<'_>,
         (slot, stream): (Slot, warpipe::Stream),
         patience: Option<Duration>,
-        mut enter: impl FnMut(&QueueOrClient, warpipe::Loan, &warpipe::Stream) -> Result<T, SubmitError>
+        enter: impl FnOnce(
+            &QueueOrClient,
+            warpipe::Loan,
+            &warpipe::Stream,
+            Wait<'_>,
+        ) -> Result<T, SubmitError>
         + Send,
     ) -> PyResult<T> {
         let Slot::Work(loan) = slot else {
@@ -358,60 +337,27 @@ impl JobEndpoint {
             )
             .into());
         };
-        let (mut loan, mut full) = (Some(loan.into_inner()), None);
-        // Any other error of the wait is also the next step's, which reports it.
-        let wait_for_room = |slice| {
-            let waited = self.end().map(|end| end.wait_for_room(slice));
-            !matches!(
-                waited,
-                Ok(Err(Error::QueueFull { .. } | Error::Timeout { .. }))
-            )
-        };
-        let entered = once(py, patience, wait_for_room, || {
-            let end = self.end()?;
-            let Some(ours) = loan.take() else {
-                return Err(Error::Forked.into());
-            };
-            match enter(&end, ours, &stream) {
-                Ok(entered) => Ok(Some(entered)),
-                Err(SubmitError {
-                    error: error @ (Error::QueueFull { .. } | Error::Timeout { .. }),
-                    loan: Some(back),
-                }) => {
-                    (loan, full) = (Some(*back), Some(error));
-                    Ok(None)
-                }
-                Err(SubmitError { error, loan: back }) => {
-                    loan = back.map(|back| *back);
-                    Err(error.into())
-                }
-            }
-        });
-        if let Some(unused) = loan {
-            // Work that fills the input may still be pending.
-            let _ = py.detach(|| unused.discard(&stream));
+        let loan = loan.into_inner();
+        // One that came while the input was made.
+        if let Err(interrupt) = py.check_signals() {
+            let _ = py.detach(|| loan.discard(&stream));
+            return Err(interrupt);
         }
-        let late = || match full {
-            Some(Error::QueueFull { name, limit, .. }) => Fault::from(Error::QueueFull {
-                name,
-                limit,
-                waited: patience.unwrap_or_default(),
-            }),
-            Some(Error::Timeout { what, .. }) => Fault::from(Error::Timeout {
-                what,
-                waited: patience.unwrap_or_default(),
-            }),
-            _ => Fault::from(Error::Forked),
-        };
-        Ok(entered?.ok_or_else(late)?)
-    }
-
-    /// Returns a result to Python. The result of an interrupted wait is there for the next call.
-    pub fn give(&self, py: Python<'_>, result: JobResult) -> PyResult<Py<crate::job::Result>> {
-        let result = hand_over(py, result, |result| {
-            py.detach(|| self.put_back(result));
-        })?;
-        crate::job::Result::new(py, result, &self.device)
+        let goes_on = || self.end().map(drop);
+        waiting(py, patience, goes_on, |wait| {
+            let (error, unused): (Fault, _) = match self.end() {
+                Ok(end) => match enter(&end, loan, &stream, wait) {
+                    Ok(entered) => return Ok(entered),
+                    Err(failed) => (failed.error.into(), failed.loan.map(|loan| *loan)),
+                },
+                Err(closed) => (closed, Some(loan)),
+            };
+            if let Some(unused) = unused {
+                // Work that fills the input may still be pending.
+                let _ = unused.discard(&stream);
+            }
+            Err(error)
+        })
     }
 
     /// Its device, as Python holds it.

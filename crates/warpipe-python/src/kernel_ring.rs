@@ -10,7 +10,7 @@ use crate::domain::Domain;
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::stream::{Consumer, Consumers};
-use crate::wait::{attach, in_slices, late, none_if_late, optional};
+use crate::wait::{attach, optional, until_done};
 
 /// A ring that kernels of two processes use from inside: the producer's kernel writes a slot and
 /// publishes it, the consumers' kernels wait for it and release it, with no launch, no stream
@@ -264,11 +264,10 @@ impl KernelRing {
     #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
     fn wait_for_consumers(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let timeout = optional(timeout, "timeout")?;
-        let come = in_slices(py, timeout, |slice| {
-            none_if_late(self.handle.get()?.inner.wait_for_consumers(slice))
-        })?;
         let what = || format!("the consumers of {:?}", self.name());
-        Ok(come.ok_or_else(|| late(what(), timeout))?)
+        until_done(py, timeout, what, |slice| {
+            Ok(self.handle.get()?.inner.wait_for_consumers(slice)?)
+        })
     }
 
     /// The address of the parameter block, for kernels on ``stream`` and for graphs that are launched

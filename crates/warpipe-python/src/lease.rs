@@ -2,12 +2,12 @@
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use pyo3::exceptions::{PyBaseException, PyException};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyType};
-use warpipe::{AnswerError, AnswerHandle, Error, Layout};
+use warpipe::{AnswerError, AnswerHandle, Error, Layout, Wait};
 
 use crate::copies::Copies;
 use crate::detached::{DropDetached, OwnStream};
@@ -20,7 +20,7 @@ use crate::process::Home;
 use crate::slot::{self, Slot};
 use crate::source::Wanted;
 use crate::stream::Consumer;
-use crate::wait::{late, once};
+use crate::wait::waiting;
 
 /// The limit for giving a job back that was never returned to Python.
 const RETURN_TIMEOUT: Duration = Duration::from_secs(10);
@@ -68,12 +68,14 @@ enum LeaseAnswer {
 }
 
 impl LeaseAnswer {
-    fn send(&mut self, answer_handle: AnswerHandle) -> Result<(), AnswerError> {
+    fn send(&mut self, answer_handle: AnswerHandle, wait: Wait<'_>) -> Result<(), AnswerError> {
         match self {
-            LeaseAnswer::Complete(output, stream) => answer_handle.complete(output.take(), stream),
-            LeaseAnswer::Fail(reason) => answer_handle.fail(reason),
-            LeaseAnswer::Requeue => answer_handle.requeue(),
-            LeaseAnswer::Reject(reason) => answer_handle.reject(reason),
+            LeaseAnswer::Complete(output, stream) => {
+                answer_handle.complete(output.take(), stream, wait)
+            }
+            LeaseAnswer::Fail(reason) => answer_handle.fail(reason, wait),
+            LeaseAnswer::Requeue => answer_handle.requeue(wait),
+            LeaseAnswer::Reject(reason) => answer_handle.reject(reason, wait),
         }
     }
 
@@ -125,26 +127,10 @@ impl Lease {
 
     fn return_unused(&self, py: Python<'_>) -> Outcome<()> {
         py.detach(|| {
-            let mut owed = self.answer_handle()?.take().map(DropDetached::into_inner);
-            let (start, patience) = (
-                Instant::now(),
-                self.context
-                    .patience
-                    .map_or(RETURN_TIMEOUT, |patience| patience.min(RETURN_TIMEOUT)),
-            );
-            while let Some(mut answer_handle) = owed.take() {
-                answer_handle.set_timeout(patience.saturating_sub(start.elapsed()));
-                match answer_handle.requeue() {
-                    Err(AnswerError {
-                        error: Error::Timeout { .. } | Error::MemoryLimit { .. },
-                        answer_handle: Some(back),
-                        ..
-                    }) if start.elapsed() < patience => {
-                        owed = Some(*back);
-                    }
-                    said => said.map_err(Error::from)?,
-                }
-            }
+            let owed = self.answer_handle()?.take().map(DropDetached::into_inner);
+            let patience = self.context.patience.unwrap_or(RETURN_TIMEOUT);
+            owed.map_or(Ok(()), |owed| owed.requeue(patience.min(RETURN_TIMEOUT)))
+                .map_err(Error::from)?;
             Ok(())
         })
     }
@@ -270,68 +256,37 @@ impl Lease {
         log.call_method("error", told, Some(&options)).map(drop)
     }
 
-    /// Sends the answer, in slices, and releases the input.
+    /// Sends the answer, and releases the input.
     fn answer(slf: &Bound<'_, Lease>, mut word: LeaseAnswer) -> PyResult<()> {
         let (py, lease) = (slf.py(), slf.get());
-        let answer_handle =
+        // One that came while the output was made.
+        if let Err(interrupt) = py.check_signals() {
+            word.discard_output(py);
+            return Err(interrupt);
+        }
+        let owed =
             py.detach(|| Outcome::Ok(lease.answer_handle()?.take().map(DropDetached::into_inner)))?;
-        if answer_handle.is_none() {
+        let Some(owed) = owed else {
             word.discard_output(py);
             return Err(lease.answered().into());
-        }
-        let (owed, mut short) = (Mutex::new(answer_handle), None);
-        let owed_now = || owed.lock().unwrap_or_else(PoisonError::into_inner);
-        let wait_for_room = |slice| {
-            let waited = owed_now()
-                .as_ref()
-                .map(|answer_handle| answer_handle.wait_for_room(slice));
-            !matches!(waited, Some(Err(Error::Timeout { .. })))
         };
-        let said = once(py, lease.context.patience, wait_for_room, || {
-            let mut answer_handle = owed_now();
-            let Some(mut ours) = answer_handle.take() else {
-                return Err(lease.answered());
-            };
-            ours.set_timeout(Duration::ZERO);
-            match word.send(ours) {
-                Ok(()) => Ok(Some(())),
-                Err(AnswerError {
-                    error,
-                    answer_handle: back,
-                    output,
-                }) => {
-                    *answer_handle = back.map(|back| *back);
-                    word.restore_output(output);
-                    let is_passing =
-                        matches!(error, Error::Timeout { .. } | Error::MemoryLimit { .. });
-                    if is_passing && answer_handle.is_some() {
-                        short = Some(error).filter(|error| !matches!(error, Error::Timeout { .. }));
-                        Ok(None)
-                    } else {
-                        Err(error.into())
-                    }
-                }
-            }
+        let mut back = None;
+        let goes_on = || Ok(());
+        let said = waiting(py, lease.context.patience, goes_on, |wait| {
+            word.send(owed, wait).map_err(|failed| {
+                back = failed.answer_handle.map(|owed| DropDetached::new(*owed));
+                word.restore_output(failed.output);
+                failed.error.into()
+            })
         });
         // An answer that was not sent can be sent again, or replaced by another.
-        let answer_handle = owed.into_inner().unwrap_or_else(PoisonError::into_inner);
-        let has_answer = answer_handle.is_none();
-        py.detach(|| {
-            lease
-                .answer_handle()
-                .map(|mut unsaid| *unsaid = answer_handle.map(DropDetached::new))
-        })?;
+        let has_answer = back.is_none();
+        py.detach(|| lease.answer_handle().map(|mut unsaid| *unsaid = back))?;
         word.discard_output(py);
         if has_answer {
             slf.as_super().get().release(py, None)?;
         }
-        Ok(said?.ok_or_else(|| match short {
-            Some(error) => error.into(),
-            None => late(
-                format!("room for the answer to job {}", lease.job),
-                lease.context.patience,
-            ),
-        })?)
+        said
     }
 }
 

@@ -14,7 +14,7 @@ use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::interpreter_exit::{self, Callback};
 use crate::tuples::Info;
-use crate::wait::{asking, hand_over, in_slices, optional};
+use crate::wait::{asking, optional, waiting};
 
 /// This process as a member of a domain, visible to its monitors until it is closed or dropped.
 ///
@@ -185,17 +185,11 @@ impl Members {
         timeout: Option<f64>,
     ) -> PyResult<Option<Info<warpipe::Change>>> {
         let timeout = optional(timeout, "timeout")?;
-        // Looked up anew in each slice, so that closing the watch ends the wait.
-        let found = in_slices(py, timeout, |slice| {
-            Ok(self.handle.get()?.changes(slice)?)
+        let goes_on = || self.handle.get().map(drop);
+        let found = waiting(py, timeout, goes_on, |wait| {
+            Ok(self.handle.get()?.changes(wait)?)
         })?;
-        let put_back = |found: Option<warpipe::Change>| {
-            if let (Some(change), Ok(members)) = (found, self.handle.get()) {
-                // A watch that a forked child inherits has no next change.
-                let _ = py.detach(|| members.put_back(change));
-            }
-        };
-        Ok(hand_over(py, found, put_back)?.map(Info))
+        Ok(found.map(Info))
     }
 
     /// Waits for the next change in the running event loop: ``changes`` for asyncio. Cancelling it

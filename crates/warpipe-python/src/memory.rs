@@ -19,7 +19,7 @@ use crate::process::Home;
 use crate::rows::Scattered;
 use crate::stream::{Consumer, Consumers};
 use crate::testing;
-use crate::wait::{in_slices, late, none_if_late};
+use crate::wait::until_done;
 
 /// A tensor in memory, and the owner that keeps the memory. Cheap to clone; all clones are one
 /// hold.
@@ -223,8 +223,8 @@ impl SampleHolder {
         if py.detach(|| sample.is_complete()).map_err(Fault::from)? {
             return Ok(());
         }
-        let done = in_slices(py, timeout, |slice| none_if_late(sample.wait(slice)))?;
-        Ok(done.ok_or_else(|| late(format!("the data of sample {}", sample.sequence()), timeout))?)
+        let what = || format!("the data of sample {}", sample.sequence());
+        until_done(py, timeout, what, |slice| Ok(sample.wait(slice)?))
     }
 
     /// Releases the sample after all its users. Call without the interpreter.

@@ -24,7 +24,7 @@ use crate::slot::{self, Slot};
 use crate::source::{Source, SourceLocation, Wanted};
 use crate::stream::Consumer;
 use crate::tuples::{self, Info};
-use crate::wait::{SLICE, in_slices, late_with_cause, none_if_late, optional, seconds};
+use crate::wait::{SLICE, in_slices, late, none_if_late, optional, seconds};
 
 /// Publishes tensors in device memory to any number of subscribers.
 ///
@@ -422,12 +422,13 @@ impl Publisher {
         timeout: Option<f64>,
     ) -> PyResult<()> {
         let timeout = optional(timeout, "timeout")?;
+        let mut cause = None;
         let come = in_slices(py, timeout, |slice| {
-            none_if_late(self.inner()?.wait_for_subscribers(count, slice))
+            let come = self.inner()?.wait_for_subscribers(count, slice);
+            none_if_late(come.map_err(Fault::from), &mut cause)
         })?;
-        Ok(come.ok_or_else(|| {
-            late_with_cause(format!("{count} subscribers of {:?}", self.name), timeout)
-        })?)
+        let what = || format!("{count} subscribers of {:?}", self.name);
+        Ok(come.ok_or_else(|| late(cause.unwrap_or_else(what), timeout))?)
     }
 
     /// Device memory allocated so far and its limit, in bytes: a ``MemoryUse``.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use warpipe::ResultOrder;
+use warpipe::{OptionalExtension, ResultOrder};
 
 use crate::closeable::Closeable;
 use crate::device::Device;
@@ -16,7 +16,7 @@ use crate::job::Results;
 use crate::job_endpoint::{JobEndpoint, QueueOrClient};
 use crate::loan::Loan;
 use crate::tuples::{self, Info};
-use crate::wait::{SLICE, Timeout, in_slices, late_with_cause, none_if_late, optional, seconds};
+use crate::wait::{SLICE, Timeout, optional, seconds, waiting};
 
 /// Gives each job to one worker, and gets each job's result once, even if processes die: see
 /// ``Worker``.
@@ -155,7 +155,7 @@ impl Queue {
             py,
             input,
             timeout.or(self.submit_timeout),
-            |end, loan, stream| end.queue().submit_timeout(loan, stream, Duration::ZERO),
+            |end, loan, stream, wait| end.queue().submit_within(loan, stream, wait),
         )?;
         JobHandle::new(py, &self.endpoint, handle)
     }
@@ -199,15 +199,12 @@ impl Queue {
     #[pyo3(signature = (timeout = None))]
     fn drain(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let timeout = optional(timeout, "timeout")?;
-        let drained = in_slices(py, timeout, |slice| {
-            none_if_late(self.endpoint.end()?.queue().drain(slice))
-        })?;
-        Ok(drained.ok_or_else(|| {
-            late_with_cause(
-                format!("the end of the jobs of {:?}", self.endpoint.name),
-                timeout,
-            )
-        })?)
+        let goes_on = || self.endpoint.end().map(drop);
+        waiting(py, timeout, goes_on, |wait| {
+            let drained = self.endpoint.end()?.queue().drain(wait);
+            let what = || format!("the end of the jobs of {:?}", self.endpoint.name);
+            drained.map_err(|late| Fault::from(late).of(what))
+        })
     }
 
     /// Accepts no more jobs, as ``concurrent.futures.Executor.shutdown``. Once every job is done or
@@ -231,7 +228,7 @@ impl Queue {
         optional(timeout, "timeout")?;
         let shut = py.detach(|| -> Outcome<_> {
             let end = self.endpoint.end()?;
-            let shut = none_if_late(end.queue().shutdown(Duration::ZERO))?;
+            let shut = end.queue().shutdown(Duration::ZERO).optional()?;
             if cancel_futures {
                 self.endpoint.cancel_waiting()?;
             }

@@ -15,7 +15,7 @@ use crate::device::{Device, is_cuda};
 use crate::errors::{Fault, Outcome};
 use crate::process::Home;
 use crate::torch;
-use crate::wait::{in_slices, late, none_if_late, seconds};
+use crate::wait::{seconds, until_done};
 
 /// More streams than this are not remembered: the table starts anew.
 const KNOWN_MAX: usize = 256;
@@ -86,10 +86,10 @@ impl Stream {
         let timeout = timeout
             .map(|timeout| seconds(timeout, "timeout"))
             .transpose()?;
-        let done = in_slices(py, timeout, |slice| {
-            none_if_late(self.inner()?.synchronize(slice))
-        })?;
-        Ok(done.ok_or_else(|| late("the end of the stream's work".into(), timeout))?)
+        let what = || "the end of the stream's work".into();
+        until_done(py, timeout, what, |slice| {
+            Ok(self.inner()?.synchronize(slice)?)
+        })
     }
 
     /// Makes this stream wait until the work enqueued on ``other`` so far is done

@@ -8,7 +8,7 @@ use crate::domain::Domain;
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::stream::Consumer;
-use crate::wait::{HELD_UP, attach, in_slices, late, none_if_late, optional, waiting};
+use crate::wait::{HELD_UP, attach, optional, until_done, waiting};
 
 /// A named number that only grows: one process's streams signal it, other processes' streams wait
 /// for it (``cuStreamWriteValue64``, ``cuStreamWaitValue64``), without a CPU wait.
@@ -183,15 +183,10 @@ impl Timeline {
         }
         drop(timeline);
         // Looked up anew in each slice, so that closing the timeline ends the wait.
-        let come = in_slices(py, timeout, |slice| {
-            none_if_late(self.handle.get()?.wait_host(value, slice))
-        })?;
-        Ok(come.ok_or_else(|| {
-            late(
-                format!("value {value} of timeline {:?}", self.name()),
-                timeout,
-            )
-        })?)
+        let what = || format!("value {value} of timeline {:?}", self.name());
+        until_done(py, timeout, what, |slice| {
+            Ok(self.handle.get()?.wait_host(value, slice)?)
+        })
     }
 
     /// Whether ``value`` has been reached; False if it may still be.

@@ -1,6 +1,6 @@
 //! Waits that Ctrl-C ends: slices without the interpreter, with a check for signals in between.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -73,7 +73,6 @@ pub fn in_slices<T: Send>(
     mut look: impl FnMut(Duration) -> Outcome<Option<T>> + Send,
 ) -> PyResult<Option<T>> {
     let start = Instant::now();
-    WANTED.take();
     loop {
         let left = timeout.map_or(SLICE, |timeout| timeout.saturating_sub(start.elapsed()));
         if let Some(found) = py.detach(|| look(left.min(SLICE)))? {
@@ -84,6 +83,18 @@ pub fn in_slices<T: Send>(
             return Ok(None);
         }
     }
+}
+
+/// Repeats a library call that waits no longer than its argument, until it is done or `timeout` has
+/// passed: then the error says that `what` was waited for.
+pub fn until_done<T: Send>(
+    py: Python<'_>,
+    timeout: Option<Duration>,
+    what: impl FnOnce() -> String,
+    mut call: impl FnMut(Duration) -> Outcome<T> + Send,
+) -> PyResult<T> {
+    let done = in_slices(py, timeout, |slice| none_if_late(call(slice), &mut None))?;
+    Ok(done.ok_or_else(|| late(what(), timeout))?)
 }
 
 /// A library call that waits at most `limit` (None: no limit). A signal's handler that raises, or
@@ -132,30 +143,6 @@ pub fn hand_over<T>(py: Python<'_>, found: T, put_back: impl FnOnce(T)) -> PyRes
             put_back(found);
             Err(interrupt)
         }
-    }
-}
-
-/// Repeats a step that cannot be undone until it is done or `timeout` has passed; then `None`.
-/// `wait_for_room` waits, no longer than its argument, until the step need not wait, and returns
-/// whether that is so; `step` does not wait. Signals are handled before each step and never after
-/// the one that succeeds: an interrupted wait has done nothing.
-pub fn once<T: Send>(
-    py: Python<'_>,
-    timeout: Option<Duration>,
-    mut wait_for_room: impl FnMut(Duration) -> bool + Send,
-    mut step: impl FnMut() -> Outcome<Option<T>> + Send,
-) -> PyResult<Option<T>> {
-    let (start, mut has_room) = (Instant::now(), true);
-    loop {
-        py.check_signals()?;
-        if has_room && let Some(done) = py.detach(&mut step)? {
-            return Ok(Some(done));
-        }
-        let left = timeout.map_or(SLICE, |timeout| timeout.saturating_sub(start.elapsed()));
-        if left.is_zero() {
-            return Ok(None);
-        }
-        has_room = py.detach(|| wait_for_room(left.min(SLICE)));
     }
 }
 
@@ -250,27 +237,20 @@ pub fn attach<T: Send + 'static>(
     )
 }
 
-/// Converts a call's own timeout to `None`.
-pub fn none_if_late<T>(result: Result<T, Error>) -> Outcome<Option<T>> {
+/// Converts a call's own timeout to `None`, and keeps in `cause` what it waited for, in the library's
+/// words.
+pub fn none_if_late<T>(result: Outcome<T>, cause: &mut Option<String>) -> Outcome<Option<T>> {
     match result {
         Ok(found) => Ok(Some(found)),
-        Err(Error::Timeout { what, .. }) => {
-            WANTED.set((!what.is_empty()).then_some(what));
+        Err(Fault::Library(Error::Timeout { what, .. })) => {
+            // A look without a wait does not say.
+            if !what.is_empty() {
+                *cause = Some(what);
+            }
             Ok(None)
         }
-        Err(error) => Err(error.into()),
+        Err(fault) => Err(fault),
     }
-}
-
-thread_local! {
-    /// What this thread's last look that was late waited for, with the cause, in the library's words.
-    static WANTED: Cell<Option<String>> = const { Cell::new(None) };
-}
-
-/// The error of a wait that ran out, with the cause that the library gave to the last look; `what`
-/// if no look was made.
-pub fn late_with_cause(what: String, waited: Option<Duration>) -> Fault {
-    late(WANTED.take().unwrap_or(what), waited)
 }
 
 /// The error of a wait that ran out.

@@ -22,8 +22,7 @@ use crate::process::Home;
 use crate::stream::{Consumer, likely};
 use crate::view::View;
 use crate::wait::{
-    CallOff, asking, hand_over, in_slices, late, late_with_cause, none_if_late, on_a_thread,
-    optional,
+    CallOff, asking, hand_over, in_slices, late, none_if_late, on_a_thread, optional, until_done,
 };
 use crate::weights_publish::{_publish_weights, PhaseClock, Phases};
 
@@ -561,14 +560,17 @@ impl Follower {
         clock.end("streams");
         let own = py.detach(|| device.stream()).map_err(Fault::from)?;
         let stream = consumers.first().map_or(&own, |it| &*it.stream);
+        let mut cause = None;
         let taken = in_slices(py, left(), |slice| {
-            none_if_late(open.take(next.as_ref(), stream, slice))
+            let taken = open.take(next.as_ref(), stream, slice);
+            none_if_late(taken.map_err(Fault::from), &mut cause)
         });
         clock.end("map");
         py.detach(|| drop(next));
         clock.end("close");
-        let late = || late_with_cause("the former version".into(), timeout);
-        Ok((taken?.ok_or_else(late)?, clock.phases))
+        let what = || "the former version".into();
+        let taken = taken?.ok_or_else(|| late(cause.unwrap_or_else(what), timeout))?;
+        Ok((taken, clock.phases))
     }
 
     fn __reduce__(&self) -> PyResult<()> {
@@ -691,10 +693,10 @@ impl PublishedWeights {
     fn wait_for_hashes(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
         let timeout = optional(timeout, "timeout")?;
         let published = self.handle.get()?;
-        let hashed = in_slices(py, timeout, |slice| {
-            none_if_late(published.wait_for_hashes(slice))
-        })?;
-        Ok(hashed.ok_or_else(|| late("the content hashes".into(), timeout))?)
+        let what = || "the content hashes".into();
+        until_done(py, timeout, what, |slice| {
+            Ok(published.wait_for_hashes(slice)?)
+        })
     }
 
     /// The name.

@@ -25,7 +25,7 @@ use crate::memory_owner::{COPIES, MemoryOwner, OwnedMemory, Range};
 use crate::source::{PlainTorch, Source, SourceLocation, Wanted};
 use crate::stream::{Consumer, imported};
 use crate::view::View;
-use crate::wait::{CallOff, in_slices, none_if_late, on_a_thread, optional};
+use crate::wait::{CallOff, on_a_thread, optional, until_done};
 use crate::weights::{LOOK, PublishedWeights, SharedWeights, more_and_more_patiently, patiently};
 
 /// The most that one offer waits for the keeper, which may still ask other processes for what they
@@ -650,7 +650,8 @@ fn settle_streams(py: Python<'_>, streams: &[&Consumer]) -> PyResult<()> {
     for reader in streams {
         let behind = reader.follow(py)?.clone();
         refuse_capture(&behind)?;
-        in_slices(py, None, |slice| none_if_late(behind.synchronize(slice)))?;
+        let what = || "the work on the tensors".into();
+        until_done(py, None, what, |slice| Ok(behind.synchronize(slice)?))?;
     }
     Ok(())
 }

@@ -26,7 +26,7 @@ const INTRODUCTION: &str = "\
  * otherwise. An object that the program leaves open ends with the process, and its peers see that.
  *
  * Threads. Every function may be called on any thread. A warpipe_subscriber, warpipe_worker,
- * warpipe_server, warpipe_sample, warpipe_loan, warpipe_lease or warpipe_answer is for one thread at
+ * warpipe_server, warpipe_sample, warpipe_loan or warpipe_lease is for one thread at
  * a time: a second one gets WARPIPE_INVALID_STATE. All others may be used by any number of threads
  * at once. An object's close function may be called while another thread is in a call on it: the
  * object ends when that call does. A sample has none, and stays open when a release is refused so.
@@ -35,7 +35,8 @@ const INTRODUCTION: &str = "\
  *
  * Streams are CUstream or cudaStream_t as they are (void *), of the device's primary context; null
  * is the default stream. Device addresses are uint64_t. Sizes are in bytes, times in nanoseconds.
- * A timeout of 0 does not wait; UINT64_MAX waits for 584 years.
+ * A timeout of 0 does not wait; UINT64_MAX waits for 584 years. Sends, submissions and answers take
+ * WARPIPE_USUAL_TIMEOUT, too: as long as the options of their endpoint say.
  *
  * A signal's handler runs while a call waits, and the call goes on: take short timeouts to look at
  * flags that a handler sets. A child of fork() may not use its parent's objects or streams

@@ -86,7 +86,7 @@ int main(int count, char **arguments) {
     OK(warpipe_loan_write(loan, stream, data, layout.bytes));
     OK(warpipe_loan_set_metadata(loan, &number, sizeof number));
     uint64_t sequence = 0;
-    OK(warpipe_loan_send(loan, stream, &sequence));
+    OK(warpipe_loan_send(loan, stream, WARPIPE_USUAL_TIMEOUT, &sequence));
     CHECK(sequence == number);
   }
   OK(warpipe_publisher_close(publisher));

@@ -39,7 +39,7 @@ void channel(const warpipe::Device &device, void *stream) {
   std::optional<warpipe::Publisher> publisher(std::in_place, "cpp/channel", options);
   warpipe::Subscriber subscriber("cpp/channel", attach);
   CHECK(publisher->subscribers().size() == 1);
-  CHECK(!subscriber.try_receive(stream));
+  throws<warpipe::Timeout>([&] { subscriber.receive(stream, 0ms); }, WARPIPE_TIMEOUT, "");
   throws<warpipe::Timeout>([&] { subscriber.receive(stream, 1ms); }, WARPIPE_TIMEOUT, "1ms");
 
   const Layout layout = Layout::contiguous<float>({2, 3});
@@ -118,8 +118,8 @@ void queue(const warpipe::Device &device, void *stream) {
     if (lease.job() % 2 == 0) {
       lease.complete(std::move(output), stream);
     } else {
-      auto [sample, answer] = lease.split();
-      answer.complete(std::move(output), stream);
+      warpipe::Sample sample = lease.split();
+      lease.complete(std::move(output), stream);
       sample.finish(kLimit);
     }
     done++;

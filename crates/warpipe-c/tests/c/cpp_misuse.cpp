@@ -144,7 +144,7 @@ void a_loop_that_is_left_keeps_no_sample(const warpipe::Device &device, void *st
     } catch (int) {
     }
   }
-  CHECK(!channel.subscriber.try_receive(stream));
+  CHECK(status_of([&] { channel.subscriber.receive(stream, 0ms); }) == WARPIPE_TIMEOUT);
 }
 
 // The error of a call, although the destructor of what it was given has one, too.

@@ -65,7 +65,12 @@ impl Jobs {
     }
 
     pub fn complete(&self, lease: *mut warpipe_lease) {
-        ok!(warpipe_lease_complete(lease, self.fixture.stream));
+        ok!(warpipe_lease_complete(
+            lease,
+            none(),
+            self.fixture.stream,
+            WARPIPE_USUAL_TIMEOUT
+        ));
     }
 
     pub fn wait(&self, job: *const warpipe_job) -> *mut warpipe_sample {

@@ -301,7 +301,7 @@ fn jobs(context: &Context) -> Result<()> {
     loan.write(&free, b"second")?;
     graphs.begin(&stream, Mode::Global)?;
     let failed = answer_handle
-        .complete(None, &stream)
+        .complete(None, &stream, PATIENCE)
         .err()
         .context("complete took the stream")?;
     let answer_handle = failed
@@ -318,7 +318,7 @@ fn jobs(context: &Context) -> Result<()> {
     refused("accept", server.accept(&stream, Duration::ZERO))?;
     let graph = graphs.end(&stream)?;
 
-    answer_handle.complete(None, &stream)?;
+    answer_handle.complete(None, &stream, PATIENCE)?;
     input.release()?;
     first.wait(&stream, PATIENCE)?.finish()?;
     let second = queue.submit(*loan, &stream)?;

@@ -117,14 +117,14 @@ fn queues(context: &Context) -> Result<()> {
     refused("lease", worker.lease(&foreign, PATIENCE))?;
     let (input, answer_handle) = worker.lease(&stream, PATIENCE)?.split();
     let failed = answer_handle
-        .complete(None, &foreign)
+        .complete(None, &foreign, PATIENCE)
         .err()
         .ok_or_else(|| anyhow::anyhow!("complete took the stream"))?;
     let answer_handle = failed.answer_handle;
     refused("complete", Err::<(), _>(failed.error))?;
     answer_handle
         .ok_or_else(|| anyhow::anyhow!("complete ended the answer handle"))?
-        .complete(None, &stream)?;
+        .complete(None, &stream, PATIENCE)?;
     drop(input);
     refused("wait", job.wait(&foreign, PATIENCE))?;
     refused("next_result", queue.next_result(&foreign, PATIENCE))?;

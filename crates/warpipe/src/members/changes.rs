@@ -4,11 +4,13 @@
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+#[cfg(test)]
+use std::time::Duration;
 
 use super::{Change, MEMBERS_MAX, MemberInfo};
 use crate::error::Result;
 use crate::runtime::doorbell::LocalDoorbell;
+use crate::wait::Wait;
 
 /// The most changes that wait. This is more than twice the members: merging always brings the queue
 /// below it.
@@ -58,38 +60,30 @@ impl ChangeQueue {
         self.changed.notify_all();
     }
 
-    /// The next change; `None` when `timeout` has passed or the watch has ended.
-    pub(super) fn take(&self, timeout: Duration) -> Option<Change> {
-        let start = Instant::now();
+    /// The next change; `None` when the wait is over or the watch has ended.
+    pub(super) fn take(&self, wait: &Wait<'_>) -> Option<Change> {
+        let is_idle = |state: &mut ChangeQueueState| state.changes.is_empty() && !state.is_closed;
         let mut state = self.lock();
-        loop {
-            if let Some(change) = state.changes.pop_front() {
-                if state.changes.is_empty() {
-                    self.doorbell.drain();
-                }
-                return Some(change);
-            }
-            let left = timeout.saturating_sub(start.elapsed());
-            if left.is_zero() || state.is_closed {
+        while is_idle(&mut state) {
+            // The wait is asked whether it is cancelled before each sleep and before anything is taken,
+            // and without the lock.
+            drop(state);
+            let pause = wait.slice();
+            if pause.is_zero() {
                 return None;
             }
-            state = self
-                .changed
-                .wait_timeout(state, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
+            let slept = self.changed.wait_timeout_while(self.lock(), pause, is_idle);
+            drop(slept);
+            if wait.is_cancelled() {
+                return None;
+            }
+            state = self.lock();
         }
-    }
-
-    /// Puts back a taken change, to be taken next.
-    pub(super) fn put_back(&self, change: Change) {
-        let mut state = self.lock();
-        if state.is_closed {
-            return;
+        let change = state.changes.pop_front()?;
+        if state.changes.is_empty() {
+            self.doorbell.drain();
         }
-        state.changes.push_front(change);
-        self.doorbell.ring();
-        self.changed.notify_all();
+        Some(change)
     }
 
     pub(super) fn merged(&self) -> u64 {
@@ -266,7 +260,7 @@ mod tests {
         let queue = Arc::new(ChangeQueue::new().unwrap());
         let waiting = std::thread::spawn({
             let queue = queue.clone();
-            move || queue.take(Duration::from_secs(60))
+            move || queue.take(&Duration::from_secs(60).into())
         });
         queue.close();
         assert_eq!(waiting.join().unwrap(), None);

@@ -3,7 +3,6 @@
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::Duration;
 
 use super::changes::Callback;
 use super::monitor::{DirectoryMonitor, WatchShared};
@@ -13,6 +12,7 @@ use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::domain::Domain;
 use crate::options::{EndpointOptions, option_setters};
+use crate::wait::Wait;
 
 /// The members of a domain, followed until this is dropped. The drop does not wait for a callback
 /// that is running.
@@ -165,12 +165,11 @@ impl Members {
         with_endpoints(list, &shared.domain)
     }
 
-    /// The next change, waited for at most `timeout`; `None` if there was none. The members that
-    /// were present when the watch began come first, as [`Joined`](Change::Joined).
+    /// The next change; `None` if there was none before the wait was over. The members that were present when the watch began come first, as [`Joined`](Change::Joined).
     ///
     /// # Errors
     /// [`Error::Argument`] if this watch has callbacks, which get the changes; [`Error::Forked`].
-    pub fn changes(&self, timeout: Duration) -> Result<Option<Change>> {
+    pub fn changes<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<Option<Change>> {
         let shared = &self.watch.get()?.shared;
         if self.calls_back {
             return Err(Error::argument(
@@ -179,17 +178,7 @@ impl Members {
                 "either the one or the other",
             ));
         }
-        Ok(shared.queue.take(timeout))
-    }
-
-    /// Puts back a change from [`changes`](Self::changes), so that it is the next one: for a caller
-    /// that was interrupted.
-    ///
-    /// # Errors
-    /// [`Error::Forked`].
-    pub fn put_back(&self, change: Change) -> Result<()> {
-        self.watch.get()?.shared.queue.put_back(change);
-        Ok(())
+        Ok(shared.queue.take(&wait.into()))
     }
 
     /// Calls `cleanup` once, when a member of this name has died (not when it leaves): the present

@@ -165,12 +165,6 @@ impl Sample {
         &self.stream
     }
 
-    /// For a sample with complete data: reads and releases it on `stream` from now on.
-    pub(crate) fn received_on(mut self, stream: &Stream) -> Sample {
-        self.stream = stream.clone();
-        self
-    }
-
     /// Makes another stream wait for the data, too (`cuStreamWaitValue64`): kernels enqueued on it
     /// from now on read complete data. Release the sample behind its work then: see
     /// [`release_on`](Self::release_on).

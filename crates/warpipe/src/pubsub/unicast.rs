@@ -1,8 +1,6 @@
 //! For owners that choose which subscriber gets which sample, as a queue does: the calls of
 //! [`Publisher`] and [`SampleMut`] that address one subscriber.
 
-use std::time::Duration;
-
 use super::observer::LinkedSubscriber;
 use super::publisher::{Publisher, SampleMut, SendError};
 use super::publisher_core::{Recipients, RetainedSlot};
@@ -20,11 +18,6 @@ impl Publisher {
     /// Whether the subscriber with this id still gets samples.
     pub(crate) fn has_subscriber(&self, id: u64) -> bool {
         self.core.has_subscriber(id)
-    }
-
-    /// Waits until the subscriber with this id has room, at most `timeout`.
-    pub(crate) fn wait_for_room_at(&self, id: u64, timeout: Duration) -> Result<()> {
-        self.core.wait_for_room(Recipients::One(id), timeout)
     }
 
     /// Whether the loan is of this publisher's memory.
@@ -51,18 +44,17 @@ impl Publisher {
 }
 
 impl SampleMut {
-    /// [`send`](SampleMut::send) to one subscriber, with `limit` as in
+    /// [`send`](SampleMut::send) to one subscriber, with `wait` as in
     /// [`send_within`](SampleMut::send_within).
     pub(crate) fn send_to(
         self,
         to: u64,
         metadata: &Metadata,
         stream: &Stream,
-        limit: Option<Duration>,
+        wait: Option<&Wait<'_>>,
     ) -> Result<u64, SendError> {
-        let wait = limit.map(Wait::from);
         self.hand_over(stream, |loan, slot| {
-            let (to, wait) = (Recipients::One(to), wait.as_ref());
+            let to = Recipients::One(to);
             loan.core
                 .send_to(slot, &loan.layout, metadata, stream, to, wait)
         })

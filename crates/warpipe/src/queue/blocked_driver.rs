@@ -125,11 +125,9 @@ fn other_calls_of_a_queue_go_on_while_a_full_launch_queue_holds_up_a_submit() {
     );
     let (queue, third) = (scene.queue.clone(), scene.fixture.worker());
     in_time(move || queue.wait_for_workers(3, PATIENCE).unwrap());
-    for refused in [Queue::wait_for_room, Queue::shutdown] {
-        let queue = scene.queue.clone();
-        let late = in_time(move || refused(&queue, SHORT).unwrap_err());
-        assert!(matches!(late, Error::Timeout { .. }), "{late}");
-    }
+    let queue = scene.queue.clone();
+    let late = in_time(move || queue.shutdown(SHORT).unwrap_err());
+    assert!(matches!(late, Error::Timeout { .. }), "{late}");
     let job = scene.let_go(&submitted).unwrap();
     let (_second, done, _) = work(second, &stream);
     assert_eq!(done, job.id());
@@ -147,14 +145,14 @@ fn a_submit_behind_one_that_is_held_up_times_out_and_gives_its_loan_back_unharme
     let worker = scene.worker();
     let submitted = scene.submit_held_up();
     let (queue, on, loan) = (scene.queue.clone(), stream.clone(), scene.loan(b"unharmed"));
-    let refused = in_time(move || queue.submit_timeout(loan, &on, SHORT).unwrap_err());
+    let refused = in_time(move || queue.submit_within(loan, &on, SHORT).unwrap_err());
     assert!(
         matches!(refused.error, Error::Timeout { .. }),
         "{}",
         refused.error
     );
     let (queue, on, loan) = (scene.queue.clone(), stream.clone(), *refused.loan.unwrap());
-    let other = std::thread::spawn(move || queue.submit_timeout(loan, &on, PATIENCE).unwrap());
+    let other = std::thread::spawn(move || queue.submit_within(loan, &on, PATIENCE).unwrap());
     let job = scene.let_go(&submitted).unwrap();
     let other = other.join().unwrap();
     let (worker, done, _) = work(worker, &stream);
@@ -227,12 +225,11 @@ fn an_answer_waits_for_another_one_as_long_as_it_is_told_to_and_can_be_given_aga
     let stuck = scene.fixture.device.stream().unwrap();
     scene.hook.hook().hold(&stuck);
     let (told, answered) = mpsc::channel();
-    std::thread::spawn(move || told.send(first.complete(None, &stuck)));
+    std::thread::spawn(move || told.send(first.complete(None, &stuck, PATIENCE)));
     scene.hook.hook().wait_until_held_up();
     for timeout in [Duration::ZERO, SHORT] {
-        second.set_timeout(timeout);
         let on = stream.clone();
-        let refused = in_time(move || second.complete(None, &on).unwrap_err());
+        let refused = in_time(move || second.complete(None, &on, timeout).unwrap_err());
         assert!(
             matches!(refused.error, Error::Timeout { waited, .. } if waited == timeout),
             "{}",
@@ -243,8 +240,7 @@ fn an_answer_waits_for_another_one_as_long_as_it_is_told_to_and_can_be_given_aga
     assert!(answered.try_recv().is_err(), "nothing holds it up");
     scene.hook.hook().unblock();
     answered.recv_timeout(PATIENCE).unwrap().unwrap();
-    second.set_timeout(PATIENCE);
-    second.complete(None, &stream).unwrap();
+    second.complete(None, &stream, PATIENCE).unwrap();
     for job in jobs {
         assert_eq!(job.wait(&stream, PATIENCE).unwrap().attempt(), 1);
     }

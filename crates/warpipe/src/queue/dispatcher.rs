@@ -10,9 +10,8 @@ use rustix::event::epoll;
 
 use self::waiters::{OWN_DOORBELL, Waiters};
 use super::builder::QueueBuilder;
-use super::job_result::JobResult;
 use super::job_table::{JobTable, QueueRules, Stage};
-use super::worker_session::{Completed, Jobs, WorkerSession};
+use super::worker_session::{Jobs, WorkerSession};
 use crate::error::{Error, Result};
 use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::ipc::domain::Domain;
@@ -155,25 +154,6 @@ impl Dispatcher {
         Error::QueueClosed {
             name: self.publisher.name().to_string(),
         }
-    }
-
-    /// Puts back a result that was taken and not used, and wakes the threads that may wait for it.
-    /// False if no job of this queue misses it.
-    pub(super) fn put_back(&self, result: JobResult) -> Result<bool> {
-        if !result.is_of(&self.observer) {
-            return Ok(false);
-        }
-        let mut guard = self.lock();
-        if guard.table.is_closed() {
-            // The lock is released before the result is dropped.
-            drop(guard);
-            return Err(self.gone());
-        }
-        let (id, result) = (result.job(), Completed::PutBack(Box::new(result)));
-        let refused = guard.table.put_back(id, result).err();
-        self.notify_waiters(&mut guard.waiters);
-        drop(guard);
-        Ok(refused.is_none())
     }
 
     /// Does all pending work, and makes no call that the driver may hold up.

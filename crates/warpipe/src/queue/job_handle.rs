@@ -120,54 +120,18 @@ pub(super) fn into_result(
 ) -> Result<JobResult> {
     let name = dispatcher.publisher.name().to_string();
     match outcome {
-        Outcome::Done(Completed::Received {
+        Outcome::Done(Completed {
             arrival,
             attempt,
             pid,
         }) => Ok(JobResult {
-            queue: Arc::downgrade(&dispatcher.observer),
             sample: arrival.into_sample(stream),
             job,
             attempt,
             worker_pid: pid,
         }),
-        Outcome::Done(Completed::PutBack(result)) => Ok(result.received_on(stream)),
         Outcome::DeadLettered { reasons } => Err(Error::DeadLettered { name, job, reasons }),
         Outcome::Rejected { reason } => Err(Error::Rejected { name, job, reason }),
         Outcome::Expired => Err(Error::DeadlinePassed { name, job }),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::super::tests::{QueueFixture, SOON};
-    use super::*;
-    use crate::queue::Queue;
-
-    fn first_result(fixture: &QueueFixture, queue: &Queue) -> JobResult {
-        let mut worker = fixture.worker();
-        let job = queue.submit_bytes(&[7], &fixture.stream).unwrap();
-        let lease = worker.lease(&fixture.stream, SOON).unwrap();
-        lease.complete(&fixture.stream).unwrap();
-        job.wait(&fixture.stream, SOON).unwrap()
-    }
-
-    #[test]
-    fn a_result_of_another_queue_is_not_put_back() {
-        let fixtures = ["own", "other"].map(QueueFixture::new);
-        let queues = fixtures.each_ref().map(QueueFixture::queue);
-        let own = first_result(&fixtures[0], &queues[0]);
-        let other = first_result(&fixtures[1], &queues[1]);
-        assert_eq!((own.job(), other.job()), (1, 1));
-        assert!(matches!(
-            queues[0].put_back(other),
-            Err(Error::NoSuchJob { job: 1, .. })
-        ));
-        assert_eq!(queues[0].state().unwrap().finished, 0);
-        queues[0].put_back(own).unwrap();
-        // Also after it was put back and taken again.
-        let own = queues[0].next_result(&fixtures[0].stream, SOON).unwrap();
-        queues[0].put_back(own).unwrap();
-        assert_eq!(queues[0].state().unwrap().finished, 1);
     }
 }

@@ -1,13 +1,11 @@
 //! The result of a job.
 
 use std::ops::Deref;
-use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use super::wire::user_of_answer;
 use crate::error::Result;
-use crate::pubsub::{Sample, SubscriberChanges};
-use crate::stream::Stream;
+use crate::pubsub::Sample;
 
 /// How long copying or releasing complete data may take.
 const COPY_TIMEOUT: Duration = Duration::from_secs(10);
@@ -20,8 +18,6 @@ const COPY_TIMEOUT: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 #[must_use = "a result that is dropped is released"]
 pub struct JobResult {
-    /// Its queue's: a job's number alone does not tell one queue's results from another's.
-    pub(super) queue: Weak<SubscriberChanges>,
     pub(super) sample: Sample,
     pub(super) job: u64,
     pub(super) attempt: u32,
@@ -55,19 +51,6 @@ impl JobResult {
     /// The process id of the worker.
     pub fn worker_pid(&self) -> i32 {
         self.worker_pid
-    }
-
-    /// Whether the job is one of the queue that is notified by `observer`.
-    pub(super) fn is_of(&self, observer: &Arc<SubscriberChanges>) -> bool {
-        std::ptr::eq(self.queue.as_ptr(), Arc::as_ptr(observer))
-    }
-
-    /// This result, released behind another stream's work: its data is complete.
-    pub(super) fn received_on(self, stream: &Stream) -> JobResult {
-        JobResult {
-            sample: self.sample.received_on(stream),
-            ..self
-        }
     }
 
     /// The result as a sample, which can be released behind other streams. The first bytes of its

@@ -3,7 +3,7 @@
 //! results `R` are kept and given back. After every call:
 //!
 //! - an open job waits, or one worker that is not late holds it, or it is being submitted: once;
-//! - a job gets one outcome, which is taken once or put back; `unfinished` counts those without;
+//! - a job gets one outcome, which is taken once; `unfinished` counts those without;
 //! - a job has fewer failed attempts than `max_attempts`, or is dead-lettered with that many;
 //! - an answer counts if its worker holds that lease, has not answered it, and is not late;
 //! - at most one job is being submitted, and its lease has no position until that is over.
@@ -498,8 +498,7 @@ impl<I, R> JobTable<I, R> {
     }
 
     /// Removes a job, whatever its state: a later answer is discarded. `None` if there is no such
-    /// job. Drop the returned job without the lock: a result that was put back gives its stream
-    /// work.
+    /// job. Drop the returned job without the lock.
     pub(super) fn cancel(&mut self, id: u64) -> Option<Job<I, R>> {
         let job = self.jobs.remove(&id)?;
         self.unfinished -= usize::from(job.outcome.is_none());
@@ -543,26 +542,6 @@ impl<I, R> JobTable<I, R> {
         self.submit
             .as_ref()
             .is_some_and(|submit| submit.tag.job == id)
-    }
-
-    /// Puts back a result that was taken and not used. It is returned if there was no such job, or
-    /// the job is there again already: drop it without the lock.
-    pub(super) fn put_back(&mut self, id: u64, result: R) -> Result<(), R> {
-        if self.is_closed() || id == 0 || id >= self.next_job || self.jobs.contains_key(&id) {
-            return Err(result);
-        }
-        let job = Job {
-            input: None,
-            metadata: Vec::new(),
-            deadline_ns: 0,
-            deliveries: 0,
-            reasons: Vec::new(),
-            outcome: Some(Outcome::Done(result)),
-        };
-        self.jobs.insert(id, job);
-        self.finished.push_front(id);
-        self.revision += 1;
-        Ok(())
     }
 
     /// Removes the numbers of jobs that no longer exist, when they are the most.

@@ -232,10 +232,6 @@ fn outcomes_come_in_the_order_that_was_asked_for_and_once() {
             }
         }
         assert!(jobs.iter().all(|&job| table.take_outcome(job).is_err()));
-        assert_eq!(table.put_back(jobs[0], "result"), Ok(()));
-        assert_eq!(table.put_back(jobs[0], "result"), Err("result"));
-        assert_eq!(table.put_back(9, "result"), Err("result"));
-        assert_eq!(table.take_next(), Some((jobs[0], Outcome::Done("result"))));
     }
 }
 

@@ -2,7 +2,6 @@
 
 use std::ops::Deref;
 use std::sync::Arc;
-use std::time::Duration;
 
 use super::loan::Loan;
 use super::wire::{Answer, AnswerKind, DeliveryTag, user_of_job};
@@ -13,6 +12,7 @@ use crate::nvtx;
 use crate::pubsub::{Publisher, REPLIES, Sample, Subscriber};
 use crate::stream::Stream;
 use crate::tensor::Layout;
+use crate::wait::Wait;
 
 /// The worker's end, shared by its leases.
 #[derive(Debug)]
@@ -73,17 +73,18 @@ impl ResultPublisher {
         }
     }
 
-    fn wait_for_room(&self, timeout: Duration) -> Result<()> {
-        self.owner_process.check()?;
-        self.publisher
-            .wait_for_room_at(self.owner()?, timeout)
-            .map_err(|error| match error {
-                Error::LinkClosed { reason, .. } => self.queue_gone(reason, false),
-                other => other,
-            })
+    /// Memory for an answer without an output. Each try waits as long as the worker's timeout says.
+    fn empty_loan(&self, wait: Option<&Wait<'_>>) -> Result<Loan> {
+        let layout = Layout::bytes_only(0)?;
+        loop {
+            match self.publisher.loan(&layout) {
+                Err(Error::MemoryLimit { .. }) if wait.is_some_and(|it| !it.slice().is_zero()) => {}
+                lent => return lent.map(Loan::new),
+            }
+        }
     }
 
-    /// Sends an answer behind the work on `stream`. `limit` replaces the worker's timeout and the
+    /// Sends an answer behind the work on `stream`. `wait` replaces the worker's timeout and the
     /// timeout for another thread's answer.
     fn send(
         &self,
@@ -91,7 +92,7 @@ impl ResultPublisher {
         kind: AnswerKind,
         output: Option<Loan>,
         stream: &Stream,
-        limit: Option<Duration>,
+        wait: Option<&Wait<'_>>,
     ) -> Result<(), AnswerFailure> {
         self.owner_process.check()?;
         let mut output = output;
@@ -121,9 +122,9 @@ impl ResultPublisher {
             lease,
         } = match output {
             Some(output) => output,
-            None => Loan::new(self.publisher.loan(&Layout::bytes_only(0)?)?),
+            None => self.empty_loan(wait)?,
         };
-        let sent = sample.send_to(owner, &answer.encode(&metadata)?, stream, limit);
+        let sent = sample.send_to(owner, &answer.encode(&metadata)?, stream, wait);
         sent.map(drop).map_err(|failed| {
             let is_delivered = failed.sample.is_none();
             let error = match failed.error {
@@ -168,6 +169,26 @@ impl From<Error> for AnswerFailure {
 
 /// The answer that is owed for a leased job, apart from its input: see [`Lease::split`].
 ///
+/// Each answer is given a [`Wait`]: for the owner to release earlier results, in place of the worker's
+/// [timeout](super::WorkerBuilder::answer_timeout), and for another thread's answer that the driver
+/// blocks, in place of 10 s. One that had to be given up comes back in the error.
+///
+/// ```
+/// # use std::time::Duration;
+/// # use warpipe::{Device, Domain, Queue, Worker};
+/// # let folder = std::env::temp_dir().join(format!("warpipe-answer-{}", std::process::id()));
+/// # let (domain, device) = (Domain::at(&folder)?, Device::host());
+/// # let stream = device.stream()?;
+/// let queue = Queue::builder("jobs").domain(&domain).device(&device).build()?;
+/// let mut worker = Worker::builder("jobs").domain(&domain).device(&device).build()?;
+/// let job = queue.submit_bytes(b"work", &stream)?;
+/// let (_input, answer) = worker.lease(&stream, Duration::from_secs(1))?.split();
+/// answer.complete(None, &stream, Duration::ZERO)?; // or an `AnswerError` with the handle, at once
+/// job.wait(&stream, Duration::from_secs(5))?;
+/// # drop((worker, queue)); std::fs::remove_dir_all(folder).ok();
+/// # Ok::<(), warpipe::Error>(())
+/// ```
+///
 /// Dropped without an answer, it counts as failed.
 #[derive(Debug)]
 #[must_use = "a dropped answer handle is a failed attempt"]
@@ -175,7 +196,6 @@ pub struct AnswerHandle {
     tag: DeliveryTag,
     stream: Stream,
     results: Arc<ResultPublisher>,
-    limit: Option<Duration>,
     is_done: bool,
 }
 
@@ -209,40 +229,6 @@ impl AnswerHandle {
         (self.tag.deadline_ns != 0).then_some(self.tag.deadline_ns)
     }
 
-    /// Waits until an answer would not have to wait for the owner to release earlier results, at
-    /// most `timeout`. Sends no answer.
-    ///
-    /// # Errors
-    /// [`Error::Timeout`]; [`Error::PeerGone`]; [`Error::Forked`].
-    pub fn wait_for_room(&self, timeout: Duration) -> Result<()> {
-        self.results.wait_for_room(timeout)
-    }
-
-    /// Limits how long the answer waits: for the owner to release earlier results, in place of the
-    /// worker's [timeout](super::WorkerBuilder::answer_timeout), and for another thread's answer that the
-    /// driver blocks, in place of 10 s. A dropped answer handle reports its failure with the old
-    /// timeouts.
-    ///
-    /// ```
-    /// # use std::time::Duration;
-    /// # use warpipe::{Device, Domain, Queue, Worker};
-    /// # let folder = std::env::temp_dir().join(format!("warpipe-answer-{}", std::process::id()));
-    /// # let (domain, device) = (Domain::at(&folder)?, Device::host());
-    /// # let stream = device.stream()?;
-    /// let queue = Queue::builder("jobs").domain(&domain).device(&device).build()?;
-    /// let mut worker = Worker::builder("jobs").domain(&domain).device(&device).build()?;
-    /// let job = queue.submit_bytes(b"work", &stream)?;
-    /// let (_input, mut answer) = worker.lease(&stream, Duration::from_secs(1))?.split();
-    /// answer.set_timeout(Duration::ZERO);
-    /// answer.complete(None, &stream)?; // or an `AnswerError` with the handle, at once
-    /// job.wait(&stream, Duration::from_secs(5))?;
-    /// # drop((worker, queue)); std::fs::remove_dir_all(folder).ok();
-    /// # Ok::<(), warpipe::Error>(())
-    /// ```
-    pub fn set_timeout(&mut self, timeout: Duration) {
-        self.limit = Some(timeout);
-    }
-
     /// As [`Lease::output`].
     ///
     /// # Errors
@@ -259,42 +245,54 @@ impl AnswerHandle {
     ///
     /// # Errors
     /// As [`Lease::complete`], with the parts to try again.
-    pub fn complete(self, output: Option<Loan>, stream: &Stream) -> Result<(), AnswerError> {
-        self.answer(AnswerKind::Completed, output, stream)
+    pub fn complete<'w>(
+        self,
+        output: Option<Loan>,
+        stream: &Stream,
+        wait: impl Into<Wait<'w>>,
+    ) -> Result<(), AnswerError> {
+        self.answer(
+            AnswerKind::Completed,
+            output,
+            Some(stream),
+            Some(&wait.into()),
+        )
     }
 
     /// As [`Lease::fail`].
     ///
     /// # Errors
     /// As [`complete`](Self::complete).
-    pub fn fail(self, reason: &str) -> Result<(), AnswerError> {
-        let stream = self.stream.clone();
-        self.answer(AnswerKind::Failed(reason.into()), None, &stream)
+    pub fn fail<'w>(self, reason: &str, wait: impl Into<Wait<'w>>) -> Result<(), AnswerError> {
+        let kind = AnswerKind::Failed(reason.into());
+        self.answer(kind, None, None, Some(&wait.into()))
     }
 
     /// As [`Lease::requeue`].
     ///
     /// # Errors
     /// As [`complete`](Self::complete).
-    pub fn requeue(self) -> Result<(), AnswerError> {
-        let stream = self.stream.clone();
-        self.answer(AnswerKind::Returned, None, &stream)
+    pub fn requeue<'w>(self, wait: impl Into<Wait<'w>>) -> Result<(), AnswerError> {
+        self.answer(AnswerKind::Returned, None, None, Some(&wait.into()))
     }
 
     /// As [`Lease::reject`].
     ///
     /// # Errors
     /// As [`complete`](Self::complete).
-    pub fn reject(self, reason: &str) -> Result<(), AnswerError> {
-        let stream = self.stream.clone();
-        self.answer(AnswerKind::Rejected(reason.into()), None, &stream)
+    pub fn reject<'w>(self, reason: &str, wait: impl Into<Wait<'w>>) -> Result<(), AnswerError> {
+        let kind = AnswerKind::Rejected(reason.into());
+        self.answer(kind, None, None, Some(&wait.into()))
     }
 
+    /// Answers behind the work on `stream`, by default the one that the job was leased with. Without a
+    /// `wait` the worker's timeout holds.
     fn answer(
         mut self,
         kind: AnswerKind,
         output: Option<Loan>,
-        stream: &Stream,
+        stream: Option<&Stream>,
+        wait: Option<&Wait<'_>>,
     ) -> Result<(), AnswerError> {
         let _range = nvtx::range(nvtx::COMPLETE);
         if let Some(error) = output.as_ref().and_then(|output| self.check_output(output)) {
@@ -304,10 +302,8 @@ impl AnswerHandle {
                 output: output.map(Box::new),
             });
         }
-        match self
-            .results
-            .send(self.tag, kind, output, stream, self.limit)
-        {
+        let stream = stream.unwrap_or(&self.stream);
+        match self.results.send(self.tag, kind, output, stream, wait) {
             Ok(()) => {
                 self.is_done = true;
                 Ok(())
@@ -415,7 +411,6 @@ impl Lease {
                 tag,
                 stream: stream.clone(),
                 results: results.clone(),
-                limit: None,
                 is_done: false,
             },
             input,
@@ -464,7 +459,7 @@ impl Lease {
     /// [`Error::Argument`] for a stream of another device, or an output of another lease;
     /// [`Error::Driver`]. The attempt has failed then: [`AnswerHandle::complete`] can try again.
     pub fn complete(self, stream: &Stream) -> Result<()> {
-        self.answer(AnswerKind::Completed, None, stream)
+        self.answer(AnswerKind::Completed, None, Some(stream))
     }
 
     /// Completes the job with this result once the work enqueued on `stream` is done.
@@ -472,7 +467,7 @@ impl Lease {
     /// # Errors
     /// As [`complete`](Self::complete).
     pub fn complete_with(self, output: Loan, stream: &Stream) -> Result<()> {
-        self.answer(AnswerKind::Completed, Some(output), stream)
+        self.answer(AnswerKind::Completed, Some(output), Some(stream))
     }
 
     /// Fails this attempt. Another worker tries again, as often as the queue allows. At most 200
@@ -481,8 +476,7 @@ impl Lease {
     /// # Errors
     /// As [`complete`](Self::complete).
     pub fn fail(self, reason: &str) -> Result<()> {
-        let stream = self.stream().clone();
-        self.answer(AnswerKind::Failed(reason.into()), None, &stream)
+        self.answer(AnswerKind::Failed(reason.into()), None, None)
     }
 
     /// Returns the job to the queue for another worker, at no cost of an attempt: for a worker that
@@ -491,8 +485,7 @@ impl Lease {
     /// # Errors
     /// As [`complete`](Self::complete).
     pub fn requeue(self) -> Result<()> {
-        let stream = self.stream().clone();
-        self.answer(AnswerKind::Returned, None, &stream)
+        self.answer(AnswerKind::Returned, None, None)
     }
 
     /// Rejects the job: no worker tries it again, and the submitter gets [`Error::Rejected`]. At
@@ -501,26 +494,28 @@ impl Lease {
     /// # Errors
     /// As [`complete`](Self::complete).
     pub fn reject(self, reason: &str) -> Result<()> {
-        let stream = self.stream().clone();
-        self.answer(AnswerKind::Rejected(reason.into()), None, &stream)
+        self.answer(AnswerKind::Rejected(reason.into()), None, None)
     }
 
     /// Reports that the deadline had passed before the job was begun.
     pub(super) fn expire(self) -> Result<()> {
-        let stream = self.stream().clone();
-        self.answer(AnswerKind::Expired, None, &stream)
+        self.answer(AnswerKind::Expired, None, None)
     }
 
-    fn answer(self, kind: AnswerKind, output: Option<Loan>, stream: &Stream) -> Result<()> {
+    fn answer(self, kind: AnswerKind, output: Option<Loan>, stream: Option<&Stream>) -> Result<()> {
         let Lease {
             answer_handle,
             input,
         } = self;
         let answered = answer_handle
-            .answer(kind, output, stream)
+            .answer(kind, output, stream, None)
             .map_err(Error::from);
         // Answered or not, the work on `stream` reads the input.
-        let released = input.release_on(stream).map(drop);
+        let released = match stream {
+            Some(stream) => input.release_on(stream),
+            None => input.release(),
+        };
+        let released = released.map(drop);
         answered.and(released)
     }
 }

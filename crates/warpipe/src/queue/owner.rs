@@ -18,6 +18,7 @@ use crate::pubsub::{Policy, Publisher, SubscriberChanges};
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::stream::Stream;
 use crate::tensor::Layout;
+use crate::wait::Wait;
 
 /// Results of one worker that the owner may have taken and not released.
 const ANSWERS: u32 = 64;
@@ -138,49 +139,21 @@ impl Queue {
     /// blocks another thread's submit (its stream's launch queue is full); for a stream of another
     /// device, [`Error::Argument`]. [`Error::QueueClosed`]; [`Error::Driver`]; [`Error::Forked`].
     pub fn submit(&self, input: Loan, stream: &Stream) -> Result<JobHandle, SubmitError> {
-        self.submit_before(input, stream, 0, self.dispatcher.options.submit_timeout)
+        self.submit_within(input, stream, self.dispatcher.options.submit_timeout)
     }
 
-    /// [`submit`](Self::submit) with another wait for room.
+    /// [`submit`](Self::submit) with a wait of its own: a [`Wait`] that is cancelled has submitted
+    /// nothing.
     ///
     /// # Errors
     /// As [`submit`](Self::submit).
-    pub fn submit_timeout(
+    pub fn submit_within<'w>(
         &self,
         input: Loan,
         stream: &Stream,
-        timeout: Duration,
+        wait: impl Into<Wait<'w>>,
     ) -> Result<JobHandle, SubmitError> {
-        self.submit_before(input, stream, 0, timeout)
-    }
-
-    /// Waits until there is room for one more job, at most `timeout`. Submits nothing: another
-    /// thread may take the room first.
-    ///
-    /// # Errors
-    /// [`Error::QueueFull`]; [`Error::Timeout`], as [`submit`](Self::submit);
-    /// [`Error::QueueClosed`]; [`Error::Forked`].
-    pub fn wait_for_room(&self, timeout: Duration) -> Result<()> {
-        // A queue that is shut refuses the job itself.
-        self.dispatcher.wait_to_submit(timeout, |_| Some(()))
-    }
-
-    /// Puts back a result that was taken and not used: its [`JobHandle`], or
-    /// [`next_result`](Self::next_result), gives it again. For a caller that was interrupted.
-    ///
-    /// # Errors
-    /// [`Error::NoSuchJob`] for a result that this queue does not miss, and for one of another queue;
-    /// [`Error::QueueClosed`]; [`Error::Forked`].
-    pub fn put_back(&self, result: JobResult) -> Result<()> {
-        self.dispatcher.owner_process.check()?;
-        let job = result.job();
-        if !self.dispatcher.put_back(result)? {
-            return Err(Error::NoSuchJob {
-                name: self.name().to_string(),
-                job,
-            });
-        }
-        Ok(())
+        self.submit_before(input, stream, 0, &wait.into())
     }
 
     /// Loans, copies `bytes` in and submits, as a one-dimensional `uint8` tensor.
@@ -199,7 +172,7 @@ impl Queue {
         input: Loan,
         stream: &Stream,
         deadline_ns: u64,
-        timeout: Duration,
+        wait: &Wait<'_>,
     ) -> Result<JobHandle, SubmitError> {
         let dispatcher = &self.dispatcher;
         if !dispatcher.publisher.lent(&input.sample) {
@@ -223,7 +196,7 @@ impl Queue {
             }
             Some(dispatcher.add_job(guard, input.take()?, stream, deadline_ns))
         };
-        let entered = dispatcher.wait_to_submit(timeout, enter);
+        let entered = dispatcher.wait_to_submit(wait, enter);
         let failed = match entered {
             Ok(Ok(id)) => return Ok(JobHandle::new(&self.dispatcher, id)),
             Ok(Err(failed)) => failed,
@@ -246,15 +219,14 @@ impl Queue {
     /// [`Error::Timeout`], also when there is no job; [`Error::DeadLettered`] and
     /// [`Error::Rejected`], once, in that job's place; [`Error::Argument`] for a stream of another
     /// device; [`Error::QueueClosed`]; [`Error::Forked`].
-    pub fn next_result(&self, stream: &Stream, timeout: Duration) -> Result<JobResult> {
+    pub fn next_result<'w>(&self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<JobResult> {
         stream.check_of(self.device())?;
-        let late = |state: &State| Error::Timeout {
-            what: format!("a result of {:?} ({})", self.name(), state.outlook()),
-            waited: timeout,
+        let wait = wait.into();
+        let late = |state: &State| {
+            wait.timed_out(|| format!("a result of {:?} ({})", self.name(), state.outlook()))
         };
-        let (id, outcome) =
-            self.dispatcher
-                .wait_until(timeout, |state| state.table.take_next().map(Ok), late)?;
+        let take = |state: &mut StateGuard<'_>| state.table.take_next().map(Ok);
+        let (id, outcome) = self.dispatcher.wait_until(&wait, take, late)?;
         into_result(&self.dispatcher, id, outcome, stream)
     }
 
@@ -262,21 +234,17 @@ impl Queue {
     ///
     /// # Errors
     /// [`Error::Timeout`]; [`Error::QueueClosed`]; [`Error::Forked`].
-    pub fn drain(&self, timeout: Duration) -> Result<()> {
-        self.wait_for_end(timeout, |state| state.table.unfinished() == 0)
+    pub fn drain<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<()> {
+        self.wait_for_end(wait.into(), |state| state.table.unfinished() == 0)
     }
 
-    fn wait_for_end(&self, timeout: Duration, is_over: impl Fn(&State) -> bool) -> Result<()> {
-        let late = |state: &State| Error::Timeout {
-            what: format!(
-                "the end of the jobs of {:?} ({})",
-                self.name(),
-                state.outlook()
-            ),
-            waited: timeout,
+    fn wait_for_end(&self, wait: Wait<'_>, is_over: impl Fn(&State) -> bool) -> Result<()> {
+        let late = |state: &State| {
+            let (name, outlook) = (self.name(), state.outlook());
+            wait.timed_out(|| format!("the end of the jobs of {name:?} ({outlook})"))
         };
         self.dispatcher
-            .wait_until(timeout, |state| is_over(state).then_some(Ok(())), late)
+            .wait_until(&wait, |state| is_over(state).then_some(Ok(())), late)
     }
 
     /// Takes no more jobs, and waits until every one is done or dead-lettered. Then, also after a
@@ -286,14 +254,14 @@ impl Queue {
     ///
     /// # Errors
     /// As [`drain`](Self::drain); the queue is shut all the same.
-    pub fn shutdown(&self, timeout: Duration) -> Result<()> {
+    pub fn shutdown<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<()> {
         self.dispatcher.owner_process.check()?;
         let mut guard = self.dispatcher.lock();
         guard.table.shut();
         // Threads and event loops that wait for room need not wait any longer.
         self.dispatcher.notify_waiters(&mut guard.waiters);
         drop(guard);
-        self.wait_for_end(timeout, |state| state.table.stage >= Stage::Drained)
+        self.wait_for_end(wait.into(), |state| state.table.stage >= Stage::Drained)
     }
 
     /// Cancels every job that no worker holds. Returns their numbers: they have no outcome.
@@ -314,18 +282,16 @@ impl Queue {
     ///
     /// # Errors
     /// [`Error::Timeout`]; [`Error::QueueClosed`]; [`Error::Forked`].
-    pub fn wait_for_workers(&self, count: usize, timeout: Duration) -> Result<()> {
+    pub fn wait_for_workers<'w>(&self, count: usize, wait: impl Into<Wait<'w>>) -> Result<()> {
+        let wait = wait.into();
         let late = |state: &State| {
             let noun = if count == 1 { "worker" } else { "workers" };
-            let attached = state.workers();
-            Error::Timeout {
-                what: format!("{count} {noun} of {:?} ({attached} attached)", self.name()),
-                waited: timeout,
-            }
+            let (name, attached) = (self.name(), state.workers());
+            wait.timed_out(|| format!("{count} {noun} of {name:?} ({attached} attached)"))
         };
         let is_there = |state: &State| state.workers() >= count;
         self.dispatcher
-            .wait_until(timeout, |state| is_there(state).then_some(Ok(())), late)
+            .wait_until(&wait, |state| is_there(state).then_some(Ok(())), late)
     }
 
     /// The current state.

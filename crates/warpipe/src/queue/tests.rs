@@ -265,7 +265,9 @@ fn an_output_of_another_lease_is_refused_and_given_back() {
         [0, 1].map(|_| worker.lease(&fixture.stream, SOON).unwrap().split());
     let mut output = first.output(&Layout::bytes_only(5).unwrap()).unwrap();
     output.write(&fixture.stream, b"first").unwrap();
-    let refused = second.complete(Some(output), &fixture.stream).unwrap_err();
+    let refused = second
+        .complete(Some(output), &fixture.stream, SOON)
+        .unwrap_err();
     let text = refused.error.to_string();
     assert!(
         matches!(
@@ -283,12 +285,12 @@ fn an_output_of_another_lease_is_refused_and_given_back() {
         "{text}"
     );
     first
-        .complete(refused.output.map(|output| *output), &fixture.stream)
+        .complete(refused.output.map(|output| *output), &fixture.stream, SOON)
         .unwrap();
     refused
         .answer_handle
         .unwrap()
-        .complete(None, &fixture.stream)
+        .complete(None, &fixture.stream, SOON)
         .unwrap();
     let results = jobs.map(|job| job.wait(&fixture.stream, SOON).unwrap().to_vec().unwrap());
     assert_eq!(results, [b"first".to_vec(), vec![]]);
@@ -539,36 +541,37 @@ fn jobs_and_results_that_grow_are_carried_in_what_the_limits_leave() {
 }
 
 #[test]
-fn a_result_that_is_put_back_is_the_next_one_of_its_handle_and_of_the_queue() {
-    for order in [
-        super::ResultOrder::Submission,
-        super::ResultOrder::Completion,
-    ] {
-        let fixture = QueueFixture::new("put-back");
-        let queue = fixture.build(|it| it.order(order));
+fn a_result_that_comes_after_the_cancellation_stays_also_while_the_wait_polls() {
+    for has_handle in [false, true] {
+        let fixture = QueueFixture::new("cancelled");
+        let (queue, stream) = (fixture.build(|it| it.spin(SOON)), &fixture.stream);
         let mut worker = fixture.worker();
-        let handles: Vec<_> = (0..2)
-            .map(|n| queue.submit_bytes(&[n], &fixture.stream).unwrap())
-            .collect();
-        (0..2).for_each(|_| {
-            worker
-                .lease(&fixture.stream, SOON)
-                .unwrap()
-                .complete(&fixture.stream)
-                .unwrap()
+        let job = queue.submit_bytes(b"job", stream).unwrap();
+        let lease = worker.lease(stream, SOON).unwrap();
+        let (tell, told) = std::sync::mpsc::channel();
+        let is_cancelled = &AtomicBool::new(false);
+        let cancelled = || {
+            let _ = tell.send(());
+            is_cancelled.load(SeqCst)
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                told.recv().unwrap();
+                is_cancelled.store(true, SeqCst);
+                lease.complete(stream).unwrap();
+            });
+            let wait = Wait::at_most(SOON).unless(&cancelled);
+            let late = match has_handle {
+                true => job.wait(stream, wait),
+                false => queue.next_result(stream, wait),
+            };
+            assert!(matches!(late, Err(Error::Timeout { .. })), "{late:?}");
         });
-        let first = queue.next_result(&fixture.stream, SOON).unwrap();
-        queue.put_back(first).unwrap();
-        assert!(handles[0].is_done().unwrap());
-        let first = handles[0].wait(&fixture.stream, SOON).unwrap();
-        assert!(matches!(
-            handles[0].wait(&fixture.stream, Duration::ZERO),
-            Err(Error::NoSuchJob { .. })
-        ));
-        queue.put_back(first).unwrap();
-        let jobs = [(); 2].map(|()| queue.next_result(&fixture.stream, SOON).unwrap().job());
-        assert_eq!(jobs, [1, 2]);
-        assert_eq!(queue.state().unwrap().finished, 0);
+        let result = match has_handle {
+            true => queue.next_result(stream, SOON),
+            false => job.wait(stream, SOON),
+        };
+        assert_eq!(result.unwrap().job(), job.id());
     }
 }
 

@@ -143,7 +143,11 @@ impl Worker {
         let tag = DeliveryTag::decode(sample.metadata()).map_err(|wrong| self.jobs.fail(wrong))?;
         let lease = Lease::new(sample, tag, stream, &self.results);
         if tag.deadline_ns != 0 && tag.deadline_ns <= now_ns() {
-            return lease.expire().map(|()| None);
+            return match lease.expire() {
+                // Dropped, the lease has failed, or has ended the link: this wait goes on.
+                Ok(()) | Err(Error::Timeout { .. }) => Ok(None),
+                Err(error) => Err(error),
+            };
         }
         Ok(Some(lease))
     }

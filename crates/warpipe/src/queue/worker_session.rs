@@ -4,7 +4,6 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use super::job_result::JobResult;
 use super::job_table::JobTable;
 use super::wire::{Answer, DeliveryTag, violation};
 use crate::error::Error;
@@ -24,14 +23,10 @@ pub(super) type Jobs = JobTable<RetainedSlot, Completed>;
 
 /// A complete result.
 #[derive(Debug)]
-pub(super) enum Completed {
-    Received {
-        arrival: RawSample,
-        attempt: u32,
-        pid: i32,
-    },
-    /// It was taken and put back.
-    PutBack(Box<JobResult>),
+pub(super) struct Completed {
+    pub(super) arrival: RawSample,
+    pub(super) attempt: u32,
+    pub(super) pid: i32,
 }
 
 /// A result with data that is not complete yet.
@@ -170,7 +165,7 @@ impl WorkerSession {
                 None => {
                     // However long it is kept, the worker sends more.
                     arrival.make_room();
-                    let result = Completed::Received {
+                    let result = Completed {
                         arrival,
                         attempt,
                         pid,

@@ -171,49 +171,29 @@ impl Client {
         deadline: Duration,
     ) -> Result<Pending, SubmitError> {
         let nanoseconds = u64::try_from(deadline.as_nanos()).unwrap_or(u64::MAX);
-        self.request_before(
-            input,
-            stream,
-            now_ns().saturating_add(nanoseconds),
-            deadline,
-        )
+        let deadline_ns = now_ns().saturating_add(nanoseconds);
+        self.request_before(input, stream, deadline_ns, deadline)
     }
 
     /// [`request`](Self::request) with the deadline as a point in time, in `CLOCK_MONOTONIC`
-    /// nanoseconds, and another wait for room.
+    /// nanoseconds, and another wait for room: a [`Wait`] that is cancelled has sent nothing.
     ///
     /// # Errors
     /// As [`request`](Self::request).
-    pub fn request_before(
+    pub fn request_before<'w>(
         &self,
         input: Loan,
         stream: &Stream,
         deadline_ns: u64,
-        room: Duration,
+        room: impl Into<Wait<'w>>,
     ) -> Result<Pending, SubmitError> {
-        let deadline_ns = deadline_ns.max(1);
-        let handle = self.queue.submit_before(input, stream, deadline_ns, room)?;
+        let (deadline_ns, queue) = (deadline_ns.max(1), &self.queue);
+        let handle = queue.submit_before(input, stream, deadline_ns, &room.into())?;
         Ok(Pending {
             handle,
             service: self.service.clone(),
             deadline_ns,
         })
-    }
-
-    /// Waits until there is room for one more request, at most `timeout`. Sends nothing.
-    ///
-    /// # Errors
-    /// Those of [`Queue::wait_for_room`].
-    pub fn wait_for_room(&self, timeout: Duration) -> Result<()> {
-        self.queue.wait_for_room(timeout)
-    }
-
-    /// Puts back a reply that was taken and not used. See [`Queue::put_back`].
-    ///
-    /// # Errors
-    /// Those of [`Queue::put_back`].
-    pub fn put_back(&self, reply: JobResult) -> Result<()> {
-        self.queue.put_back(reply)
     }
 
     /// Sends a request and waits for the reply.
@@ -253,8 +233,8 @@ impl Client {
     ///
     /// # Errors
     /// [`Error::Timeout`]; [`Error::Forked`].
-    pub fn wait_for_servers(&self, count: usize, timeout: Duration) -> Result<()> {
-        self.queue.wait_for_workers(count, timeout)
+    pub fn wait_for_servers<'w>(&self, count: usize, wait: impl Into<Wait<'w>>) -> Result<()> {
+        self.queue.wait_for_workers(count, wait)
     }
 
     /// The state of its requests; `workers` are the servers.
@@ -296,6 +276,14 @@ impl Pending {
     /// [`Error::QueueClosed`] when the client is gone; [`Error::Forked`].
     pub fn is_done(&self) -> Result<bool> {
         Ok(self.handle.is_done()? || now_ns() >= self.deadline_ns)
+    }
+
+    /// Cancels the request, as dropping it does. False if its outcome was taken before.
+    ///
+    /// # Errors
+    /// Those of [`JobHandle::cancel`].
+    pub fn cancel(&self) -> Result<bool> {
+        self.handle.cancel()
     }
 
     /// The request's number, from 1.
@@ -344,6 +332,6 @@ impl Pending {
 impl Drop for Pending {
     fn drop(&mut self) {
         // If the reply was taken, or the client is gone, there is nothing to cancel.
-        let _ = self.handle.cancel();
+        let _ = self.cancel();
     }
 }

@@ -238,26 +238,6 @@ fn a_client_is_attached_to_after_an_attempt_that_panicked() {
 }
 
 #[test]
-fn a_reply_to_another_client_is_not_put_back() {
-    let fixture = RpcFixture::new("put-back");
-    let mut server = fixture.server();
-    let clients = [fixture.client(), fixture.client()];
-    let [own, other] = clients.each_ref().map(|client| {
-        let pending = fixture.asks(client);
-        let request = server.accept(&fixture.stream, SOON).unwrap();
-        request.reply(&fixture.stream).unwrap();
-        pending.wait(&fixture.stream, SOON).unwrap()
-    });
-    assert_eq!((own.job(), other.job()), (1, 1));
-    assert!(matches!(
-        clients[0].put_back(other),
-        Err(Error::NoSuchJob { job: 1, .. })
-    ));
-    clients[0].put_back(own).unwrap();
-    assert_eq!(clients[0].state().unwrap().finished, 1);
-}
-
-#[test]
 fn an_accept_that_polls_for_long_is_cancelled_meanwhile() {
     let fixture = RpcFixture::new("polls");
     let builder = Server::builder("upper").domain(&fixture.domain);

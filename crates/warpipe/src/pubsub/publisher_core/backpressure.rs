@@ -19,15 +19,6 @@ use crate::runtime::doorbell::{LocalDoorbell, PeerDoorbell};
 use crate::wait::{SLICE, Wait};
 
 impl PublisherCore {
-    /// Waits at most `timeout` until a send would not have to wait. Sends nothing.
-    pub(in crate::pubsub) fn wait_for_room(&self, to: Recipients, timeout: Duration) -> Result<()> {
-        match self.make_room(to, Some(&timeout.into())) {
-            // A policy that fails is applied by the send itself.
-            Ok(_) | Err(Error::Full { .. }) => Ok(()),
-            Err(error) => Err(error),
-        }
-    }
-
     /// Waits until every recipient that may not miss a sample has room for one and no other thread
     /// sends. Takes the send turn.
     ///

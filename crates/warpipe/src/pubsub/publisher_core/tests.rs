@@ -717,10 +717,11 @@ fn a_ring_wakes_the_end_that_it_is_meant_for_whichever_end_of_the_process_takes_
     let early = subscriber.receive(&receiving, LONG).unwrap();
     assert_eq!(early.to_vec(LONG).unwrap(), b"early");
     let link = subscriber.link_of_replies().unwrap();
-    let reply = |limit| {
+    let reply = |limit: Option<Duration>| {
         let loan = sender.loan(&layout()).unwrap();
         let stream = Device::host().stream().unwrap();
-        loan.send_to(REPLIES, &Metadata::EMPTY, &stream, limit)
+        let wait = limit.map(Wait::from);
+        loan.send_to(REPLIES, &Metadata::EMPTY, &stream, wait.as_ref())
             .map(drop)
     };
     (0..2).for_each(|_| reply(None).unwrap());

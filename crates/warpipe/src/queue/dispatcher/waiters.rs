@@ -18,7 +18,6 @@ use rustix::event::epoll;
 
 use super::{Dispatcher, State, StateGuard, WorkerSession};
 use crate::backoff::Backoff;
-use crate::clock::Stopwatch;
 use crate::error::{Error, Result};
 use crate::os::timespec;
 use crate::pubsub::CompletionWait;
@@ -171,7 +170,8 @@ impl Drop for PollingGuard<'_> {
 }
 
 impl Dispatcher {
-    /// Does the queue's work until `look` returns a value.
+    /// Does the queue's work until `look` returns a value. What comes while it waits is looked at after
+    /// the wait was asked whether it is cancelled: `look` may take it.
     pub(in crate::queue) fn wait_until<'w, T>(
         self: &Arc<Self>,
         wait: impl Into<Wait<'w>>,
@@ -182,13 +182,18 @@ impl Dispatcher {
         let (wait, mut poll_backoff) = (wait.into(), PollBackoff::default());
         let mut polling = PollingGuard::begin(self);
         let guard = &mut polling.guard;
-        let mut must_ask = false;
+        // The revision at the last look.
+        let (mut seen, mut must_ask) = (None, false);
         loop {
-            // Behind each sleep, and before anything is taken.
             if must_ask && self.without_polling(guard, || wait.is_cancelled()) {
                 break Err(what(guard));
             }
             self.process_events(guard);
+            let is_new = seen.is_some_and(|seen| seen != guard.table.revision);
+            if is_new && !must_ask && wait.is_cancellable() {
+                must_ask = true;
+                continue;
+            }
             if guard.table.is_closed() {
                 // A ring wakes one thread: this wakes the next one, too.
                 self.observer.doorbell.ring();
@@ -201,6 +206,7 @@ impl Dispatcher {
                 // An outcome that is taken makes room for a job.
                 self.notify_waiters(&mut guard.waiters);
             }
+            seen = Some(guard.table.revision);
             self.end_if_drained(guard);
             if let Some(found) = found {
                 break found;
@@ -211,8 +217,10 @@ impl Dispatcher {
             }
             // Never between the look and the sleep: what comes without the lock wakes no thread that
             // does not sleep yet.
-            must_ask = wait.is_look_due()
-                || (self.pause(guard, left, &mut poll_backoff) && wait.is_cancellable());
+            must_ask = wait.is_look_due();
+            if !must_ask {
+                self.pause(guard, left, &mut poll_backoff);
+            }
         }
     }
 
@@ -220,36 +228,33 @@ impl Dispatcher {
     /// shut, and no other thread submits. Then calls `enter`.
     pub(in crate::queue) fn wait_to_submit<T>(
         self: &Arc<Self>,
-        timeout: Duration,
+        wait: &Wait<'_>,
         mut enter: impl FnMut(&mut StateGuard<'_>) -> Option<T>,
     ) -> Result<T> {
         let (limit, name) = (self.options.limit, self.publisher.name());
-        let (mut clock, is_full) = (Stopwatch::default(), Cell::new(false));
+        let is_full = Cell::new(false);
         let has_room = |state: &State| state.table.is_shut() || state.table.len() < limit;
         let full = |_: &State| {
             is_full.set(true);
             Error::QueueFull {
                 name: name.to_string(),
                 limit,
-                waited: timeout,
+                waited: wait.limit(),
             }
         };
         loop {
             let submitting = self
                 .submit_lock
-                .lock_for_a_send(timeout.saturating_sub(clock.elapsed()), || {
-                    format!("submit to {name:?}")
-                })?;
+                .lock_for_a_send(wait, || format!("submit to {name:?}"))?;
             let look = |guard: &mut StateGuard<'_>| {
                 has_room(guard).then(|| enter(guard)).flatten().map(Ok)
             };
             let entered = self.wait_until(Duration::ZERO, look, full);
             drop(submitting);
-            let left = timeout.saturating_sub(clock.elapsed());
-            if !is_full.replace(false) || left.is_zero() {
+            if !is_full.replace(false) || wait.time_left().is_zero() {
                 return entered;
             }
-            self.wait_until(left, |guard| has_room(guard).then_some(Ok(())), full)?;
+            self.wait_until(wait, |guard| has_room(guard).then_some(Ok(())), full)?;
         }
     }
 
@@ -270,20 +275,14 @@ impl Dispatcher {
         PollAgain(self, guard).1.unlocked(call)
     }
 
-    /// Passes the time until the next look. Returns whether the thread has slept.
-    fn pause(
-        &self,
-        guard: &mut StateGuard<'_>,
-        left: Duration,
-        poll_backoff: &mut PollBackoff,
-    ) -> bool {
+    /// Passes the time until the next look.
+    fn pause(&self, guard: &mut StateGuard<'_>, left: Duration, poll_backoff: &mut PollBackoff) {
         let awaits_device = guard.awaits_device();
         if poll_backoff.words > 0
             && let Some(word) = guard.only_pending_result()
         {
             poll_backoff.words -= 1;
-            guard.unlocked(|| word.wait(WORD_WAIT.min(left)));
-            return false;
+            return guard.unlocked(|| word.wait(WORD_WAIT.min(left)));
         }
         let PollBackoff { backoff, polls, .. } = poll_backoff;
         let pause = match awaits_device {
@@ -291,13 +290,12 @@ impl Dispatcher {
             false => WAIT_SLICE,
         };
         if pause.is_zero() {
-            guard.unlocked(|| backoff.spin(8));
-            return false;
+            return guard.unlocked(|| backoff.spin(8));
         }
         if !awaits_device {
             let polls = polls.get_or_insert_with(|| Polls::for_at_most(self.spin.min(left)));
             if guard.unlocked(|| polls.pass()) {
-                return false;
+                return;
             }
             self.end_polling(guard);
         }
@@ -308,7 +306,6 @@ impl Dispatcher {
         if !awaits_device {
             self.begin_polling(guard);
         }
-        true
     }
 
     /// Sleeps until another thread has found a change.

@@ -11,6 +11,7 @@ use super::super::super::{Queue, Worker};
 use super::*;
 use crate::ipc::message::wait_readable;
 use crate::runtime::heartbeat::Uptime;
+use crate::tensor::Layout;
 
 /// Longer than any of these tests waits.
 const LONG: Duration = Duration::from_secs(600);
@@ -301,18 +302,50 @@ fn a_wait_for_a_job_ends_when_its_queue_is_dropped() {
 }
 
 #[test]
-fn a_wait_for_room_submits_nothing() {
+fn a_cancelled_submit_submits_nothing_although_there_is_room_and_gives_its_loan_back() {
     let fixture = QueueFixture::new("room");
     let queue = fixture.build(|it| it.limit(1));
-    queue.wait_for_room(Duration::ZERO).unwrap();
-    let handle = queue.submit_bytes(b"1", &fixture.stream).unwrap();
-    assert!(matches!(
-        queue.wait_for_room(Duration::ZERO),
-        Err(Error::QueueFull { .. })
-    ));
-    assert!(handle.cancel().unwrap());
-    queue.wait_for_room(Duration::ZERO).unwrap();
+    let first = queue.submit_bytes(b"1", &fixture.stream).unwrap();
+    let loan = queue.loan(&Layout::bytes_only(1).unwrap()).unwrap();
+    let cancelled = || {
+        first.cancel().unwrap();
+        true
+    };
+    let wait = Wait::at_most(LONG).unless(&cancelled);
+    let refused = queue.submit_within(loan, &fixture.stream, wait);
+    let refused = refused.unwrap_err();
+    assert!(matches!(refused.error, Error::QueueFull { .. }));
     assert_eq!(queue.state().unwrap().waiting, 0);
+    let loan = *refused.loan.unwrap();
+    let stream = &fixture.stream;
+    queue.submit_within(loan, stream, Duration::ZERO).unwrap();
+}
+
+#[test]
+fn an_expired_job_that_cannot_be_answered_is_no_timeout_of_the_next_lease() {
+    let fixture = QueueFixture::new("expired");
+    let (queue, stream) = (fixture.build(|it| it.prefetch(256)), &fixture.stream);
+    let builder = Worker::builder("jobs").domain(&fixture.domain);
+    let builder = builder.device(&fixture.device);
+    let mut worker = builder.answer_timeout(Duration::ZERO).build().unwrap();
+    let room = 64;
+    (0..room).for_each(|_| drop(queue.submit_bytes(b"job", stream).unwrap()));
+    let leases: Vec<_> = (0..room)
+        .map(|_| worker.lease(stream, SOON).unwrap())
+        .collect();
+    let loan = queue.loan(&Layout::bytes_only(1).unwrap()).unwrap();
+    queue.submit_before(loan, stream, 1, &SOON.into()).unwrap();
+    // Until this is dropped nothing takes answers.
+    let state = queue.dispatcher.lock();
+    for lease in leases {
+        lease.complete(stream).unwrap();
+    }
+    let late = worker.lease(stream, Duration::from_millis(1)).unwrap_err();
+    assert!(late.to_string().starts_with("a job of"), "{late}");
+    drop(state);
+    // Its failure could not be told, either.
+    let end = worker.lease(stream, SOON);
+    assert!(matches!(end, Err(Error::LinkClosed { .. })), "{end:?}");
 }
 
 #[test]
