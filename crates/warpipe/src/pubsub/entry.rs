@@ -242,6 +242,7 @@ pub(crate) struct Violation {
     pub(crate) allowed: String,
 }
 
+#[cold]
 pub(crate) fn violation(
     field: &'static str,
     found: impl ToString,

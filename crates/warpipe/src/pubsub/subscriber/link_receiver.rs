@@ -143,7 +143,19 @@ impl LinkReceiver {
         stream: &Stream,
         ended: &mut Option<EndedLink>,
     ) -> Result<Option<Sample>> {
-        while let Some(taken) = self.take_next()? {
+        loop {
+            // Read before the ring: samples sent before the end must be found before the end is
+            // reported.
+            let link_state = self.link.link_state();
+            if link_state == SenderState::Failed {
+                return Err(self.link.why_over());
+            }
+            let kept = self.taken.take();
+            let taken = match kept.map_or_else(|| self.next(), |it| Ok(Some(it))) {
+                Ok(Some(taken)) => taken,
+                Ok(None) => return self.nothing(link_state).map(|()| None),
+                Err(violation) => return Err(self.fail(violation)),
+            };
             match self.link.admit(taken.position, stream) {
                 Ok(true) => {
                     let gap = self.break_before(taken.checked.sequence, ended);
@@ -161,29 +173,28 @@ impl LinkReceiver {
                 }
             }
         }
-        Ok(None)
     }
 
-    /// The next sample that belongs to this end, if there is one. The error at the link's end comes
-    /// behind the last sample.
-    #[inline]
+    /// The next sample that belongs to this end, if there is one, as for [`poll`](Self::poll).
     pub(super) fn take_next(&mut self) -> Result<Option<TakenSample>> {
-        // Read before the ring: samples sent before the end must be found before the end is
-        // reported.
         let link_state = self.link.link_state();
         if link_state == SenderState::Failed {
             return Err(self.link.why_over());
         }
-        if let Some(taken) = self.taken.take() {
-            return Ok(Some(taken));
-        }
-        match self.next() {
-            Ok(None) if link_state == SenderState::Open || self.is_region_due() => {
-                self.check_missing_region().map(|()| None)
-            }
-            Ok(None) => Err(self.link.why_over()),
+        let kept = self.taken.take();
+        match kept.map_or_else(|| self.next(), |it| Ok(Some(it))) {
+            Ok(None) => self.nothing(link_state).map(|()| None),
             Ok(taken) => Ok(taken),
             Err(violation) => Err(self.fail(violation)),
+        }
+    }
+
+    /// What a look at the ring says that found no sample, behind a look at the link's state. The
+    /// error at the link's end comes behind the last sample.
+    fn nothing(&self, link_state: SenderState) -> Result<()> {
+        match link_state == SenderState::Open || self.is_region_due() {
+            true => self.check_missing_region(),
+            false => Err(self.link.why_over()),
         }
     }
 
