@@ -72,7 +72,8 @@ pub struct Sample {
 }
 
 impl Sample {
-    #[inline]
+    // A sample is long: a call that hands it on copies it.
+    #[inline(always)]
     pub(super) fn new(
         link: Arc<PublisherLink>,
         taken: TakenSample,
