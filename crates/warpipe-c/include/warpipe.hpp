@@ -816,6 +816,8 @@ public:
     forget();
   }
   void complete(Loan &&output, void *stream, Duration timeout = usual_timeout) {
+    if (!output)
+      output.discard(stream); // throws: an empty loan is no answer without a result
     output.used(warpipe_lease_complete(get(), output.get(), stream, nanoseconds(timeout)));
     forget();
   }
@@ -838,6 +840,10 @@ public:
   Sample split() {
     warpipe_sample *sample = nullptr;
     check(warpipe_lease_split(get(), &sample));
+    // The sample alone keeps these valid from now on.
+    info_.data = info_.slot = 0;
+    info_.metadata = nullptr;
+    info_.metadata_bytes = 0;
     return Sample(sample);
   }
 

@@ -12,7 +12,7 @@ use crate::detached::DropDetached;
 use crate::errors::Outcome;
 use crate::frame::Frame;
 use crate::job_endpoint::JobEndpoint;
-use crate::wait::{SLICE, late, none_if_late, waiting};
+use crate::wait::{SLICE, hand_over, late, none_if_late, waiting};
 
 /// The descriptor of a queue for event loops.
 #[pyclass(frozen, module = "warpipe", name = "_Watch")]
@@ -146,9 +146,7 @@ impl Results {
             // Not zero: the error of a mere poll does not say the cause.
             let slice = left.clamp(Duration::from_nanos(1), SLICE);
             match waiting(py, Some(slice), goes_on, look)? {
-                Some(Found::Result(result)) => {
-                    return Result::new(py, result, &self.endpoint.device);
-                }
+                Some(Found::Result(result)) => return self.give(py, result),
                 Some(Found::End) => return Err(PyStopIteration::new_err(())),
                 None => py.check_signals()?,
             }
@@ -159,10 +157,24 @@ impl Results {
         }
     }
 
+    /// The result as Python has it. One that a signal's handler keeps from the caller is the next again.
+    fn give(&self, py: Python<'_>, result: warpipe::JobResult) -> PyResult<Py<Result>> {
+        let result = hand_over(py, DropDetached::new(result), |unused| {
+            if let Ok(end) = self.endpoint.end() {
+                end.unused().push(unused.into_inner());
+            }
+        })?;
+        Result::new(py, result.into_inner(), &self.endpoint.device)
+    }
+
     fn look(&self, wait: Wait<'_>) -> Outcome<Found> {
         // Asked first: a job submitted before the shutdown is seen below.
         let may_end = !self.follow || self.endpoint.is_shut();
         let end = self.endpoint.end()?;
+        let unused = end.unused().pop();
+        if let Some(unused) = unused {
+            return Ok(Found::Result(unused));
+        }
         let queue = end.queue();
         if may_end {
             match queue.next_result(&self.endpoint.stream, Duration::ZERO) {
@@ -205,9 +217,7 @@ impl Results {
     /// The result if it has come, None if it has not, and False at the end.
     fn _poll(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
         match py.detach(|| none_if_late(self.look(Duration::ZERO.into()), &mut None))? {
-            Some(Found::Result(result)) => {
-                Ok(Result::new(py, result, &self.endpoint.device)?.into_any())
-            }
+            Some(Found::Result(result)) => Ok(self.give(py, result)?.into_any()),
             Some(Found::End) => Ok(false.into_pyobject(py)?.to_owned().into_any().unbind()),
             None => Ok(py.None()),
         }

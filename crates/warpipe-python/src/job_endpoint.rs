@@ -29,32 +29,46 @@ static NEXT_NUMBER: AtomicU64 = AtomicU64::new(1);
 /// The library's endpoint.
 #[derive(Debug)]
 pub enum QueueOrClient {
-    /// A queue's.
-    Queue(warpipe::Queue),
+    /// A queue's, and results of interrupted waits: the last one is the next to be returned.
+    Queue(warpipe::Queue, Mutex<Vec<warpipe::JobResult>>),
     /// A client's, which contains a queue.
     Client(warpipe::Client),
 }
 
 impl QueueOrClient {
+    /// Of a queue.
+    pub fn of(queue: warpipe::Queue) -> QueueOrClient {
+        QueueOrClient::Queue(queue, Mutex::default())
+    }
+
     /// A queue's own.
     pub fn queue(&self) -> &warpipe::Queue {
         match self {
-            QueueOrClient::Queue(queue) => queue,
+            QueueOrClient::Queue(queue, _) => queue,
             QueueOrClient::Client(_) => unreachable!("a queue's end is a queue"),
         }
+    }
+
+    /// The results that a queue returns before others.
+    pub fn unused(&self) -> MutexGuard<'_, Vec<warpipe::JobResult>> {
+        match self {
+            QueueOrClient::Queue(_, unused) => unused.lock(),
+            QueueOrClient::Client(_) => unreachable!("a client's results have handles"),
+        }
+        .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A client's own.
     pub fn client(&self) -> &warpipe::Client {
         match self {
             QueueOrClient::Client(client) => client,
-            QueueOrClient::Queue(_) => unreachable!("a client's end is a client"),
+            QueueOrClient::Queue(..) => unreachable!("a client's end is a client"),
         }
     }
 
     fn loan(&self, layout: &Layout) -> Result<warpipe::Loan, Error> {
         match self {
-            QueueOrClient::Queue(queue) => queue.loan(layout),
+            QueueOrClient::Queue(queue, _) => queue.loan(layout),
             QueueOrClient::Client(client) => client.loan(layout),
         }
     }
@@ -62,14 +76,14 @@ impl QueueOrClient {
     /// Its state.
     pub fn state(&self) -> Result<warpipe::QueueState, Error> {
         match self {
-            QueueOrClient::Queue(queue) => queue.state(),
+            QueueOrClient::Queue(queue, _) => queue.state(),
             QueueOrClient::Client(client) => client.state(),
         }
     }
 
     fn wait_for_workers(&self, count: usize, wait: Wait<'_>) -> Result<(), Error> {
         match self {
-            QueueOrClient::Queue(queue) => queue.wait_for_workers(count, wait),
+            QueueOrClient::Queue(queue, _) => queue.wait_for_workers(count, wait),
             QueueOrClient::Client(client) => client.wait_for_servers(count, wait),
         }
     }
@@ -223,7 +237,7 @@ impl JobEndpoint {
     /// A descriptor for an event loop.
     pub fn watch(&self) -> Outcome<QueueWatch> {
         Ok(match &**self.end()? {
-            QueueOrClient::Queue(queue) => queue.watch(),
+            QueueOrClient::Queue(queue, _) => queue.watch(),
             QueueOrClient::Client(client) => client.watch(),
         }?)
     }

@@ -1,12 +1,15 @@
 //! Members of a domain, and the monitor that follows them.
 
+use std::cell::Cell;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use pyo3::exceptions::PyStopIteration;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
+use warpipe::{Error, Wait};
 
 use crate::closeable::Closeable;
 use crate::domain::Domain;
@@ -14,7 +17,7 @@ use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::interpreter_exit::{self, Callback};
 use crate::tuples::Info;
-use crate::wait::{asking, optional, waiting};
+use crate::wait::{SLICE, asking, optional};
 
 /// This process as a member of a domain, visible to its monitors until it is closed or dropped.
 ///
@@ -128,6 +131,16 @@ impl Drop for Members {
     }
 }
 
+/// Sleeps until there is a change, and leaves it there; gives one that has come before the sleep.
+fn sleep_once(
+    members: &warpipe::Members,
+    limit: Duration,
+) -> Result<Option<warpipe::Change>, Error> {
+    let has_slept = Cell::new(false);
+    let cancelled = || has_slept.replace(true);
+    members.changes(Wait::at_most(limit).unless(&cancelled))
+}
+
 #[pymethods]
 impl Members {
     /// Begins to watch, and waits until all present members have answered. ``on`` is called with
@@ -184,12 +197,21 @@ impl Members {
         py: Python<'_>,
         timeout: Option<f64>,
     ) -> PyResult<Option<Info<warpipe::Change>>> {
-        let timeout = optional(timeout, "timeout")?;
-        let goes_on = || self.handle.get().map(drop);
-        let found = waiting(py, timeout, goes_on, |wait| {
-            Ok(self.handle.get()?.changes(wait)?)
-        })?;
-        Ok(found.map(Info))
+        let (start, timeout) = (Instant::now(), optional(timeout, "timeout")?);
+        loop {
+            // Taken with the interpreter, so that no signal's handler comes before the caller has it.
+            py.check_signals()?;
+            let members = self.handle.get()?;
+            let found = members.changes(Duration::ZERO).map_err(Fault::from)?;
+            let left = timeout.map_or(SLICE, |timeout| timeout.saturating_sub(start.elapsed()));
+            if found.is_some() || left.is_zero() {
+                return Ok(found.map(Info));
+            }
+            let slept = py.detach(|| sleep_once(&members, left.min(SLICE)));
+            if let Some(come) = slept.map_err(Fault::from)? {
+                return Ok(Some(Info(come)));
+            }
+        }
     }
 
     /// Waits for the next change in the running event loop: ``changes`` for asyncio. Cancelling it

@@ -110,7 +110,7 @@ impl Queue {
             name,
             &device,
             submit_timeout,
-            QueueOrClient::Queue(queue),
+            QueueOrClient::of(queue),
         )?;
         let base = endpoint.base();
         Ok(base.add_subclass(Queue {

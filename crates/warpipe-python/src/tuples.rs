@@ -1,17 +1,20 @@
 //! Results of several values, as named tuples of `python/warpipe/_tuples.py`.
 
-use pyo3::call::PyCallArgs;
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBytes, PyTuple};
 
 use crate::publisher::word_of;
 
 fn named<'py>(
     py: Python<'py>,
     class: &str,
-    values: impl PyCallArgs<'py>,
+    values: impl IntoPyObject<'py, Target = PyTuple>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    py.import("warpipe._tuples")?.getattr(class)?.call1(values)
+    let class = py.import("warpipe._tuples")?.getattr(class)?;
+    // Not by the class, which would run Python: a signal's handler that raises there would lose what
+    // a wait has taken.
+    py.get_type::<PyTuple>()
+        .call_method1("__new__", (class, values))
 }
 
 /// Bytes allocated so far, and their limit.

@@ -3,11 +3,14 @@
 import asyncio
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
+import time
 import types
+from itertools import chain, islice, repeat
 
 import numpy as np
 import pytest
@@ -18,6 +21,8 @@ from peers import keep_everything, process, said
 from test_processes import place  # noqa: F401
 
 ROUNDS = 8
+# Items that the interpreter skips in one step, which takes so long that other threads are due to have it.
+EVERY_ONE_IS_DUE = 10_000_000
 
 
 class Interrupted(Exception):
@@ -106,6 +111,67 @@ def interrupted_by(wait, arrival, handler=lambda: None, by=signal.SIGUSR1, slice
     finally:
         comer.join(2 * LIMIT_SECONDS)
     assert not faults
+
+
+def interrupted_behind(items):
+    """The next of the items, one that is there. Another thread gets the interpreter as soon as this one lets go of it,
+    and sends a signal with a handler that raises: None if that comes first."""
+    begun, found = [], None
+
+    def keep_the_interpreter():
+        while not begun:
+            pass
+        end = time.monotonic() + 0.005
+        while time.monotonic() < end:
+            pass
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    other, interval = threading.Thread(target=keep_the_interpreter), sys.getswitchinterval()
+    sys.setswitchinterval(0.05)
+    try:
+        with a_handler_that_raises(signal.SIGUSR1, lambda: None):
+            other.start()
+            try:
+                begun.append(None)
+                found = next(islice(chain(repeat(None, EVERY_ONE_IS_DUE), items), EVERY_ONE_IS_DUE, None))
+                until(lambda: False, "the signal")
+            except Interrupted:
+                pass
+    finally:
+        sys.setswitchinterval(interval)
+        other.join(LIMIT_SECONDS)
+    return found
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_result_that_was_taken_as_a_signal_came_is_the_next_one(queue, worker, follow):
+    for number in range(ROUNDS):
+        queue.submit(np.array([number]))
+        worker.lease(LIMIT_SECONDS).complete(np.array([number]))
+        until(lambda: queue.state.finished == 1, "the result")
+        found = interrupted_behind(queue.results(LIMIT_SECONDS, follow=follow))
+        # Also of another iterator, and for an event loop.
+        results = queue.results(LIMIT_SECONDS, follow=follow)
+        result = found or (asyncio.run(anext_of(results)) if number % 2 else next(results))
+        assert result.numpy()[0] == number
+        assert next(queue.results(LIMIT_SECONDS), None) is None
+
+
+async def anext_of(results):
+    return await anext(results)
+
+
+def test_a_change_that_a_signal_comes_with_is_the_next_one(domain):
+    with warpipe.Members.watch(domain) as members:
+        for number in range(ROUNDS):
+            with warpipe.Member.join(f"m{number}", domain=domain):
+                until(lambda: select.select([members], [], [], 0)[0], "the change")
+                found = interrupted_behind(members)
+                if found is None:
+                    assert select.select([members], [], [], 0)[0]
+                change = found or members.changes(LIMIT_SECONDS)
+                assert (change.what, change.member.name) == ("joined", f"m{number}")
+            assert members.changes(LIMIT_SECONDS).what == "left"
 
 
 def test_an_interrupted_receive_leaves_the_frame(link):

@@ -126,6 +126,33 @@ void an_empty_object_shows_no_memory(const warpipe::Device &device, void *stream
   CHECK(sample.data() == nullptr && sample.metadata().empty());
 }
 
+// What was split off is the sample's alone, and a loan that has gone is no answer without a result.
+void a_lease_shows_no_input_that_has_gone_and_takes_no_empty_loan(const warpipe::Device &device,
+                                                                  void *stream) {
+  warpipe::QueueOptions owning;
+  owning.device = device.get();
+  warpipe::WorkerOptions working;
+  working.device = device.get();
+  const warpipe::Queue queue("cpp/split", owning);
+  warpipe::Worker worker("cpp/split", working);
+  const Layout layout = Layout::contiguous<std::uint8_t>({4});
+  warpipe::Loan input = queue.loan(layout);
+  input.set_metadata("abc", 3);
+  input.write(stream, "1234", 4);
+  warpipe::Job job = queue.submit(input, stream);
+  warpipe::Lease lease = worker.lease(stream, kLimit);
+  CHECK(lease.data() != nullptr && lease.metadata().size() == 3);
+  lease.split().finish(kLimit);
+  CHECK(lease.data() == nullptr && lease.metadata().empty());
+  warpipe::Loan output = lease.output(layout);
+  output.write(stream, "5678", 4);
+  warpipe::Loan moved = std::move(output);
+  CHECK(status_of([&] { lease.complete(std::move(output), stream); }) == WARPIPE_INVALID_OBJECT);
+  CHECK(lease && moved);
+  lease.complete(std::move(moved), stream);
+  CHECK(job.wait(stream, kLimit).to_vector<std::uint8_t>(kLimit)[0] == '5');
+}
+
 // Every sample's slot returns, however a loop ends.
 void a_loop_that_is_left_keeps_no_sample(const warpipe::Device &device, void *stream) {
   Channel channel(device, "cpp/loop");
@@ -185,6 +212,7 @@ int main() {
   a_time_that_is_too_long_is_the_longest();
   a_sample_that_is_in_use_is_not_lost(device, stream);
   an_empty_object_shows_no_memory(device, stream);
+  a_lease_shows_no_input_that_has_gone_and_takes_no_empty_loan(device, stream);
   a_loop_that_is_left_keeps_no_sample(device, stream);
   an_error_is_that_of_the_call();
   streams_are_assigned(device);

@@ -20,6 +20,7 @@ use crate::pubsub::entry::Metadata;
 use crate::slow_path::SlowPath;
 use crate::stream::Stream;
 use crate::tensor::Layout;
+use crate::wait::Wait;
 
 impl PublisherBuilder {
     /// Takes the name and starts to listen.
@@ -102,7 +103,16 @@ impl Publisher {
     /// [`Error::MemoryLimit`](crate::Error::MemoryLimit) when the limit is in use for longer than the loan's timeout;
     /// [`Error::DeviceMemory`](crate::Error::DeviceMemory); [`Error::Forked`](crate::Error::Forked).
     pub fn loan(&self, layout: &Layout) -> Result<SampleMut> {
-        let (slot, address) = self.core.take_slot(layout.bytes())?;
+        self.loan_within(layout, None)
+    }
+
+    /// [`loan`](Self::loan) with `wait` in place of the loan's timeout.
+    pub(crate) fn loan_within(
+        &self,
+        layout: &Layout,
+        wait: Option<&Wait<'_>>,
+    ) -> Result<SampleMut> {
+        let (slot, address) = self.core.take_slot(layout.bytes(), wait)?;
         Ok(SampleMut {
             core: Arc::clone(&self.core),
             slot: Some(slot),
@@ -132,7 +142,7 @@ impl Publisher {
         check_length(layout, bytes)?;
         // As a loan would, but without `SampleMut`: a loan carries its layout along, and this one
         // is never returned to the caller.
-        let (slot, address) = self.core.take_slot(layout.bytes())?;
+        let (slot, address) = self.core.take_slot(layout.bytes(), None)?;
         let filled = self.fill(stream, address, bytes).map_err(SendFailure::from);
         let sent =
             filled.and_then(|()| self.core.send(slot, layout, &Metadata::EMPTY, stream, None));

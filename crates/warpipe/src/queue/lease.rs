@@ -73,17 +73,6 @@ impl ResultPublisher {
         }
     }
 
-    /// Memory for an answer without an output. Each try waits as long as the worker's timeout says.
-    fn empty_loan(&self, wait: Option<&Wait<'_>>) -> Result<Loan> {
-        let layout = Layout::bytes_only(0)?;
-        loop {
-            match self.publisher.loan(&layout) {
-                Err(Error::MemoryLimit { .. }) if wait.is_some_and(|it| !it.slice().is_zero()) => {}
-                lent => return lent.map(Loan::new),
-            }
-        }
-    }
-
     /// Sends an answer behind the work on `stream`. `wait` replaces the worker's timeout and the
     /// timeout for another thread's answer.
     fn send(
@@ -122,7 +111,7 @@ impl ResultPublisher {
             lease,
         } = match output {
             Some(output) => output,
-            None => self.empty_loan(wait)?,
+            None => Loan::new(self.publisher.loan_within(&Layout::bytes_only(0)?, wait)?),
         };
         let sent = sample.send_to(owner, &answer.encode(&metadata)?, stream, wait);
         sent.map(drop).map_err(|failed| {

@@ -466,6 +466,34 @@ fn an_attempt_whose_worker_has_no_memory_left_fails_with_words() {
 }
 
 #[test]
+fn an_answer_waits_for_memory_as_long_as_it_is_told_to_and_sleeps_meanwhile() {
+    let fixture = QueueFixture::new("memory");
+    let queue = fixture.queue();
+    let worker = Worker::builder("jobs").domain(&fixture.domain);
+    let worker = worker.device(&fixture.device);
+    let mut worker = worker.answer_timeout(Duration::ZERO).build().unwrap();
+    let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
+    let (_input, answer) = worker.lease(&fixture.stream, SOON).unwrap().split();
+    let nothing = Layout::bytes_only(0).unwrap();
+    let outputs: Vec<_> = std::iter::from_fn(|| answer.output(&nothing).ok()).collect();
+    let asked = Cell::new(0);
+    let cancelled = || asked.replace(asked.get() + 1) == 3;
+    let wait = Wait::at_most(SOON).unless(&cancelled);
+    let start = Instant::now();
+    let failed = answer.complete(None, &fixture.stream, wait).unwrap_err();
+    let text = failed.error.to_string();
+    assert!(matches!(failed.error, Error::MemoryLimit { .. }), "{text}");
+    assert!(
+        start.elapsed() >= 2 * crate::wait::SLICE,
+        "it does not sleep"
+    );
+    let answer = *failed.answer_handle.unwrap();
+    drop(outputs);
+    answer.complete(None, &fixture.stream, SOON).unwrap();
+    drop(job.wait(&fixture.stream, SOON).unwrap());
+}
+
+#[test]
 fn results_that_nobody_has_taken_yet_hold_up_no_job() {
     let fixture = QueueFixture::new("untaken");
     let queue = fixture.queue();

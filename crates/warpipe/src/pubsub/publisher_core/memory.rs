@@ -14,6 +14,7 @@ use crate::memory::arena::{Chunk, Growth, REGIONS_MAX, SlotId};
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::{Fence, StreamSet};
 use crate::stream::Stream;
+use crate::wait::{SLICE, Wait};
 
 /// How often a loan looks whether this process has unmapped a region that was given back.
 const UNMAP_POLL: Duration = Duration::from_millis(1);
@@ -61,8 +62,12 @@ pub struct SlotHold {
 
 impl PublisherCore {
     /// Takes a slot for `bytes`: a free one, a new region, or a slot that is released within the
-    /// loan's timeout.
-    pub(in crate::pubsub) fn take_slot(&self, bytes: u64) -> Result<(SlotId, u64)> {
+    /// loan's timeout, or `wait` in its place.
+    pub(in crate::pubsub) fn take_slot(
+        &self,
+        bytes: u64,
+        wait: Option<&Wait<'_>>,
+    ) -> Result<(SlotId, u64)> {
         self.owner_process.check()?;
         let mut clock = Stopwatch::default();
         let mut backoff = Backoff::spinning(POLLS);
@@ -103,7 +108,9 @@ impl PublisherCore {
                 }
             }
             let used = state.arena.bytes_in_use() + state.closing_bytes();
-            let mut left = self.options.loan_timeout.saturating_sub(clock.elapsed());
+            let (locked, left) = self.patience(state, wait, clock.elapsed());
+            state = locked;
+            let Some(mut left) = left else { continue };
             if left.is_zero() || !can_fit {
                 return Err(Error::MemoryLimit {
                     name: self.name.clone(),
@@ -117,6 +124,26 @@ impl PublisherCore {
             }
             state = self.wait_for_release(state, left, &mut backoff, |_| true);
         }
+    }
+
+    /// How long a loan may still wait; `None` to look again, as the wait was asked whether it is
+    /// cancelled: without the lock, since that may run a signal's handler.
+    fn patience<'a>(
+        &'a self,
+        state: MutexGuard<'a, PublisherState>,
+        wait: Option<&Wait<'_>>,
+        waited: Duration,
+    ) -> (MutexGuard<'a, PublisherState>, Option<Duration>) {
+        let Some(wait) = wait else {
+            let left = self.options.loan_timeout.saturating_sub(waited);
+            return (state, Some(left));
+        };
+        if !wait.is_look_due() {
+            return (state, Some(wait.time_left().min(SLICE)));
+        }
+        drop(state);
+        let left = wait.slice();
+        (self.lock(), left.is_zero().then_some(left))
     }
 
     /// Takes a slot that is free or released. Most loans do not look for released ones. A new region
