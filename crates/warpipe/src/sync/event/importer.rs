@@ -277,6 +277,15 @@ impl EventImporter {
         }
     }
 
+    /// Sends a page and does not wait for the answer.
+    #[cfg(test)]
+    pub(super) fn share_page_and_give_up(&self, number: u32) {
+        use std::os::fd::AsFd;
+        let draft = crate::shm::page::UnsealedPage::create(PAGE_BYTES).unwrap();
+        let request = encode(&PageRequest(number)).unwrap();
+        let _ = (self.session).request_with_memory(&request, draft.as_fd(), Duration::ZERO);
+    }
+
     /// The handle's contents for one of the exporter's events.
     pub(super) fn body(&self, index: u32, serial: u64) -> HandleBody {
         HandleBody {

@@ -501,3 +501,20 @@ fn the_first_recording_of_an_opened_event_needs_no_wait_and_asks_for_no_cancella
         event.synchronize(WAIT).unwrap();
     }
 }
+
+#[test]
+fn a_page_whose_answer_came_too_late_is_shared_anew() {
+    let stage = Stage::new("page");
+    let event = stage.create();
+    let handle = event.handle().unwrap();
+    let importer = EventImporter::connect(&handle.body, &stage.domain, &stage.device).unwrap();
+    // As while the exporter is stopped, which then finds both requests.
+    importer.share_page_and_give_up(0);
+    let opened = Event::of_importer(importer.clone(), &handle, &stage.device).unwrap();
+    opened.record(&stage.stream(), WAIT).unwrap();
+    event.synchronize(WAIT).unwrap();
+    // Not while it has an event open there: its streams may wait for the words.
+    importer.share_page_and_give_up(0);
+    event.record(&stage.stream(), WAIT).unwrap();
+    opened.synchronize(WAIT).unwrap();
+}
