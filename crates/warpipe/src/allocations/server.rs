@@ -199,6 +199,11 @@ impl AllocationServer {
         Ok(self.inner.get()?.shares.is_opened(number))
     }
 
+    #[cfg(test)]
+    pub(super) fn shares(&self) -> &Shares {
+        &self.inner.shares
+    }
+
     /// Shares, clients and bytes now.
     pub fn stats(&self) -> AllocationStats {
         let shares = &self.inner.shares;

@@ -35,7 +35,7 @@ impl Opener<AllocationClient> {
 /// Opens what an [`AllocationServer`](crate::AllocationServer) of another process shares.
 #[derive(Debug, Clone)]
 pub struct AllocationClient {
-    session: Arc<LendSession>,
+    pub(super) session: Arc<LendSession>,
 }
 
 impl AllocationClient {

@@ -31,7 +31,7 @@ const READY_MAX: u32 = 16_384;
 /// exports it once.
 const RUN_IDLE: Duration = Duration::from_secs(1);
 
-/// The most pieces in one reply: each is exported for it, on the reactor's thread.
+/// The most pieces in one reply: each is exported for it, on the control thread.
 const PIECES_AT_ONCE: usize = 4;
 
 /// The state of a server, from [`AllocationServer::stats`](crate::AllocationServer::stats).
@@ -201,6 +201,18 @@ impl Shares {
         drop(state);
         drop_deferred(dropped, reactor);
         has_ended
+    }
+
+    /// Has a share's client open its handle, as a client in another process does.
+    #[cfg(test)]
+    pub(super) fn pose_as_of_another_process(&self, number: u64) {
+        let mut state = self.lock();
+        let share = state.unclaimed.get_mut(&number).unwrap();
+        let Place::Legacy(bytes) = &mut share.offer.place else {
+            panic!("memory of cudaMalloc");
+        };
+        let handle = LegacyHandle::from_bytes(bytes).unwrap();
+        *bytes = handle.of_another_process().to_bytes();
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -385,7 +397,11 @@ impl Lender for Shares {
 
     fn lend(&self, client: &ClientInfo, number: u64) -> Result<LendReply<()>, Rejection> {
         let mut state = self.lock();
-        let Some(share) = state.unclaimed.remove(&number) else {
+        let share = state.unclaimed.remove(&number).or_else(|| {
+            let returned = |share: &Share| share.number == number;
+            state.clients.take_returned(client.id, returned)
+        });
+        let Some(share) = share else {
             return Ok(LendReply::Gone);
         };
         let mut offer = share.offer.clone();

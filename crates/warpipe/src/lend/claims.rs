@@ -95,10 +95,21 @@ impl<T> Borrowers<T> {
     /// Undoes [`claim`](Self::claim) before the borrower learns of it. `None` if the claim has
     /// ended meanwhile.
     pub(crate) fn take_back(&mut self, client: u64, word: u32) -> Option<T> {
-        let borrower = self.by_client.get_mut(&client)?;
-        let at = borrower.open.iter().position(|claim| claim.word == word)?;
-        borrower.unused.push(word);
-        Some(borrower.open.swap_remove(at).lent)
+        self.by_client
+            .get_mut(&client)?
+            .take(|_, claim| claim.word == word)
+    }
+
+    /// Takes what the borrower has returned unused since the last [`collect`](Self::collect).
+    pub(crate) fn take_returned(
+        &mut self,
+        client: u64,
+        is_wanted: impl Fn(&T) -> bool,
+    ) -> Option<T> {
+        self.by_client.get_mut(&client)?.take(|page, claim| {
+            let word: &TimelineWord = page.at(word_at(claim.word));
+            is_wanted(&claim.lent) && word.is(claim.value | RETURNED)
+        })
     }
 
     /// Its session has ended: by the proof of its death, or gracefully; then its words report each
@@ -177,6 +188,14 @@ impl<T> Borrower<T> {
         let value = self.values;
         self.open.push(Claim { lent, word, value });
         Ok((word, value))
+    }
+
+    /// Ends the first claim that is so.
+    fn take(&mut self, is_it: impl Fn(&SharedPage, &Claim<T>) -> bool) -> Option<T> {
+        let at = (self.open.iter()).position(|claim| is_it(&self.page, claim))?;
+        let claim = self.open.swap_remove(at);
+        self.unused.push(claim.word);
+        Some(claim.lent)
     }
 
     /// What its words say has ended.

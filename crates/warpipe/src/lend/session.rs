@@ -5,6 +5,7 @@
 use std::collections::HashMap;
 use std::ops::Deref;
 use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -58,6 +59,8 @@ pub(crate) struct LendSession {
     terms: &'static Terms,
     ready: FenceWords,
     runs: Arc<MappedRuns>,
+    /// How often a late answer was given back.
+    given_back: Arc<AtomicU64>,
     /// Goes when this process's streams have stored their words.
     shared: DropAfterFence<SessionParts>,
 }
@@ -112,6 +115,7 @@ struct LendObserver {
     words: Arc<SharedPage>,
     claims_max: u32,
     runs: Arc<MappedRuns>,
+    given_back: Arc<AtomicU64>,
 }
 
 impl SessionObserver for LendObserver {
@@ -126,6 +130,7 @@ impl SessionObserver for LendObserver {
         {
             let word: &TimelineWord = self.words.at(word_at(grant.word));
             word.store(grant.value | RETURNED);
+            self.given_back.fetch_add(1, SeqCst);
         }
     }
 
@@ -180,11 +185,12 @@ impl LendSession {
         let of_streams = terms.has_streams.then_some(device);
         let words = Arc::new(SharedPage::open(of_streams, words, claims_bytes, &name)?);
         let ready = FenceWords::read(ready, hello.ready_bytes, &name)?;
-        let runs = Arc::<MappedRuns>::default();
+        let (runs, given_back) = (Arc::<MappedRuns>::default(), Arc::<AtomicU64>::default());
         ipc.observe(Arc::new(LendObserver {
             words: words.clone(),
             claims_max: terms.claims_max,
             runs: runs.clone(),
+            given_back: given_back.clone(),
         }))?;
         Ok(LendSession {
             device: device.clone(),
@@ -192,6 +198,7 @@ impl LendSession {
             terms,
             ready,
             runs,
+            given_back,
             shared: DropAfterFence::new(Arc::default(), SessionParts { words, ipc })?,
         })
     }
@@ -232,8 +239,17 @@ impl LendSession {
     ) -> Result<Answer<R>> {
         self.shared.owner_process().check()?;
         let request = encode(&LendRequest::Memory(request))?;
-        let reply = self.ipc().request(&request, answers)?;
-        match decode(&reply.body, self.name())? {
+        let reply = loop {
+            let given_back = self.given_back.load(SeqCst);
+            let reply = self.ipc().request(&request, answers)?;
+            let reply: LendReply<R> = decode(&reply.body, self.name())?;
+            // Until its answer came, an earlier request of this process may have had the memory.
+            let is_final = self.given_back.load(SeqCst) == given_back;
+            if is_final || !matches!(reply, LendReply::Gone) {
+                break reply;
+            }
+        };
+        match reply {
             LendReply::Lent(grant) => {
                 let borrowed = self.open_grant(grant, answers, contents)?;
                 Ok(Answer::Lent(borrowed))
@@ -270,12 +286,7 @@ impl LendSession {
             value,
             is_over: false,
         };
-        let opened = self.open_place(&offer, answers);
-        let opened = opened.and_then(|opened| {
-            self.wait_until_ready(&offer, contents)?;
-            Ok(opened)
-        });
-        let (slice, claim) = match opened {
+        let (slice, claim) = match self.open_place(&offer, answers, contents) {
             Ok(Opened::Run(slice)) => (slice, Some(claim)),
             Ok(Opened::Legacy(memory, owner)) => (self.legacy_slice(memory, owner, claim)?, None),
             Err(error) => {
@@ -290,7 +301,7 @@ impl LendSession {
         })
     }
 
-    fn open_place(&self, offer: &Offer, wait: &Wait<'_>) -> Result<Opened> {
+    fn open_place(&self, offer: &Offer, answers: &Wait<'_>, contents: &Wait<'_>) -> Result<Opened> {
         match &offer.place {
             Place::Legacy(bytes) => {
                 let handle = LegacyHandle::from_bytes(bytes)?;
@@ -298,6 +309,9 @@ impl LendSession {
                     let allowed = format!("{} bytes", offer.bytes);
                     return Err(self.wrong("handle", format!("{} bytes", handle.bytes()), allowed));
                 }
+                // Opened last: it would be closed behind the claim's end, and its owner may free it
+                // then.
+                self.wait_until_ready(offer, contents)?;
                 Ok(Opened::Legacy(handle.open(&self.device)?, handle.device()))
             }
             &Place::Run {
@@ -315,8 +329,10 @@ impl LendSession {
                     self.wrong("pieces", found, format!("1 to {RUN_PIECES_MAX}"))
                 })?;
                 check_range(self.name(), offset, offer.bytes, total)?;
-                let mapping = self.run((run, access), (pieces, piece), wait)?;
+                // Mapped first: it stays readable if its lender ends meanwhile.
+                let mapping = self.run((run, access), (pieces, piece), answers)?;
                 let slice = mapping.slice(offset, offer.bytes, access, &self.name().into())?;
+                self.wait_until_ready(offer, contents)?;
                 Ok(Opened::Run(slice))
             }
         }

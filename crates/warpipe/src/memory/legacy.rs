@@ -202,6 +202,13 @@ impl LegacyHandle {
         LegacyHandle::of_payload(handle::from_bytes(HandleKind::Legacy, bytes))
     }
 
+    /// A handle that this process takes for another one's.
+    #[cfg(test)]
+    pub(crate) fn of_another_process(mut self) -> LegacyHandle {
+        self.fields.origin.started += 1;
+        self
+    }
+
     fn of_payload(payload: Result<LegacyFields, HandleFault>) -> Result<LegacyHandle> {
         let fields = payload.map_err(|fault| Error::legacy(fault.into()))?;
         if fields.origin.pid <= 0 {

@@ -89,6 +89,20 @@ impl EventTable {
         }
     }
 
+    /// Drops a page that no client has any more, behind the streams that work on it.
+    fn drop_page(&self, event_page: EventPage) {
+        let mut fence = Fence::later(self.streams.clone());
+        self.reactor.drop_after(move || {
+            // A device may write once more after its process's end, and streams of this process may
+            // wait there.
+            event_page.end_again();
+            if !event_page.is_last() {
+                return DropReadiness::Held;
+            }
+            fence.is_reached().into()
+        });
+    }
+
     /// Forwards importers' recordings, and repeats it until nothing is left to forward.
     fn forward(&self, state: &mut ExporterState, index: u32) {
         let slot = &mut state.slots[index as usize];
@@ -139,12 +153,14 @@ impl RequestHandler for EventTable {
         let PageRequest(number) = decode(body, server_core.name())?;
         let key = (client.id, number);
         let state = self.lock();
-        if number as usize >= state.pages.len() || state.shared.contains_key(&key) {
+        if number as usize >= state.pages.len() || state.has_open(client.id, number) {
             return Err(Rejection::new("there is no such page to share"));
         }
         drop(state);
         let event_page = EventPage::seal(&self.device, memory, server_core.name())?;
-        self.lock().shared.insert(key, event_page);
+        // It sends another one where the answer to the first one came too late.
+        let former = self.lock().shared.insert(key, event_page);
+        former.into_iter().for_each(|page| self.drop_page(page));
         Ok(OutgoingReply::default())
     }
 
@@ -190,18 +206,7 @@ impl RequestHandler for EventTable {
 
     fn on_disconnect(&self, _: &ServerCore, client: &ClientInfo, disconnected: Disconnected) {
         let shared = self.lock().gone(client.id, disconnected);
-        for event_page in shared {
-            let mut fence = Fence::later(self.streams.clone());
-            self.reactor.drop_after(move || {
-                // A device may write once more after its process's end, and streams of this process
-                // may wait there.
-                event_page.end_again();
-                if !event_page.is_last() {
-                    return DropReadiness::Held;
-                }
-                fence.is_reached().into()
-            });
-        }
+        shared.into_iter().for_each(|page| self.drop_page(page));
     }
 
     /// Runs on the reactor's thread, which no driver call blocks: CPU stores alone.

@@ -25,6 +25,10 @@ use crate::runtime::reactor::{DropReadiness, EventSource, Next, Reactor};
 use crate::shm::counter::SharedCounter;
 use crate::shm::signaler::Signaler;
 use crate::sync::pair;
+use crate::wait::Wait;
+
+/// The least time for the grant of a lane, which a living exporter answers at once.
+const LANE_WAIT_MIN: Duration = Duration::from_secs(1);
 
 /// The session with another process's events, shared by all events that this process has opened
 /// there.
@@ -34,7 +38,7 @@ pub(super) struct EventImporter {
     /// The part that all handles from that exporter have in common.
     body: HandleBody,
     open_events: Arc<OpenEvents>,
-    /// Locked while a page is shared or an event is opened.
+    /// Locked while a page is shared.
     pages: Mutex<Vec<Option<EventPage>>>,
     pub(super) streams: Arc<StreamSet>,
     device: Device,
@@ -54,6 +58,21 @@ struct OpenEvent {
     state: Arc<EventState>,
     /// The handles that this process has opened, and dropped ones with streams that are not past it.
     users: u32,
+}
+
+/// The lane on which this process may record an event.
+pub(super) struct GrantedLane {
+    page: EventPage,
+    lane: usize,
+    from: u64,
+}
+
+impl GrantedLane {
+    /// The lane, and its signaler: made once, before anything is recorded there.
+    pub(super) fn start(self, index: u32) -> (usize, Arc<Signaler>) {
+        let GrantedLane { page, lane, from } = self;
+        (lane, Arc::new(page.signaler(index, lane, from)))
+    }
 }
 
 static IMPORTERS: PerProcess<Mutex<Vec<Weak<EventImporter>>>> = PerProcess::new();
@@ -122,7 +141,11 @@ impl EventImporter {
     }
 
     fn ask<T: DeserializeOwned>(&self, ask: &EventRequest) -> Result<T> {
-        let incoming = self.session.request(&encode(ask)?, REPLY_TIMEOUT)?;
+        self.ask_within(ask, &REPLY_TIMEOUT.into())
+    }
+
+    fn ask_within<T: DeserializeOwned>(&self, ask: &EventRequest, wait: &Wait<'_>) -> Result<T> {
+        let incoming = self.session.request(&encode(ask)?, wait.clone())?;
         Ok(incoming.open::<T, 0>(self.session.name())?.0)
     }
 
@@ -131,10 +154,9 @@ impl EventImporter {
         if index as usize >= EVENTS_PER_PAGE * PAGES_MAX {
             return Err(fault(EventHandleFault::Dropped));
         }
-        let mut pages = self.pages.locked();
         // The page comes first: the exporter reports the event there from the moment of the
         // opening.
-        let event_page = match self.page(&mut pages, index as usize / EVENTS_PER_PAGE) {
+        let event_page = match self.page(index as usize / EVENTS_PER_PAGE) {
             // A page that does not exist has no such event.
             Err(Error::Refused { .. }) => return Err(fault(EventHandleFault::Dropped)),
             event_page => event_page?,
@@ -168,18 +190,21 @@ impl EventImporter {
         Ok(state)
     }
 
-    /// Requests this process's lane for recording an event.
-    pub(super) fn lane(&self, index: u32, serial: u64) -> Result<(usize, Arc<Signaler>)> {
+    /// Requests this process's lane for recording an event. It is the same one each time until the
+    /// event is closed.
+    pub(super) fn lane(&self, index: u32, serial: u64, wait: &Wait<'_>) -> Result<GrantedLane> {
         let opened = self.open_events.opened.locked();
         let page = opened.get(&(index, serial)).map(|open| open.page.clone());
         drop(opened);
         let page = page.ok_or_else(|| self.dropped())?;
-        match self.ask(&EventRequest::Lane { index })? {
+        let limit = wait.time_left().clamp(LANE_WAIT_MIN, REPLY_TIMEOUT);
+        let wait = wait.cancellable_within(limit);
+        match self.ask_within(&EventRequest::Lane { index }, &wait)? {
             LaneReply::Granted { lane, from }
                 if (1..LANES_PER_EVENT).contains(&usize::from(lane)) && from <= FROM_MAX =>
             {
                 let lane = usize::from(lane);
-                Ok((lane, Arc::new(page.signaler(index, lane, from))))
+                Ok(GrantedLane { page, lane, from })
             }
             LaneReply::Granted { lane, from } => Err(Error::Protocol {
                 name: self.name().to_string(),
@@ -217,7 +242,8 @@ impl EventImporter {
         })
     }
 
-    fn page(&self, pages: &mut Vec<Option<EventPage>>, number: usize) -> Result<EventPage> {
+    fn page(&self, number: usize) -> Result<EventPage> {
+        let mut pages = self.pages.locked();
         if let Some(Some(event_page)) = pages.get(number) {
             return Ok(event_page.clone());
         }
@@ -275,6 +301,15 @@ impl EventImporter {
         if let Ok(incoming) = self.session.request(&question, Duration::ZERO) {
             self.open_events.on_stale_reply(&question, incoming);
         }
+    }
+
+    /// Sends a page and does not wait for the answer.
+    #[cfg(test)]
+    pub(super) fn share_page_and_give_up(&self, number: u32) {
+        use std::os::fd::AsFd;
+        let draft = crate::shm::page::UnsealedPage::create(PAGE_BYTES).unwrap();
+        let request = encode(&PageRequest(number)).unwrap();
+        let _ = (self.session).request_with_memory(&request, draft.as_fd(), Duration::ZERO);
     }
 
     /// The handle's contents for one of the exporter's events.

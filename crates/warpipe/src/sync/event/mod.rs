@@ -24,7 +24,7 @@ use std::time::Duration;
 use self::exporter::EventExporter;
 pub use self::handle::EventHandle;
 use self::handle::{HandleBody, fault};
-use self::importer::EventImporter;
+use self::importer::{EventImporter, GrantedLane};
 pub use self::layout::Recording;
 use self::layout::{EventWords, max_by_time};
 use crate::backend::RawEvent;
@@ -316,8 +316,8 @@ impl Event {
     /// Records the stream's work so far (`cuEventRecord`), and returns at once. The exporter and
     /// its importers may record; waits are for the last recording. Recordings by one process on
     /// several streams are reached in the order of the calls. The first recording of an opened
-    /// event waits for an answer of its exporter, up to 5 s whatever `wait` says. While a third
-    /// process has the event open, each recording of an opened event waits until the exporter has
+    /// event waits for an answer of its exporter, up to 5 s, and up to 1 s where `wait` is shorter;
+    /// without it, nothing is recorded. While a third process has the event open, each recording of an opened event waits until the exporter has
     /// forwarded it.
     ///
     /// # Errors
@@ -331,14 +331,22 @@ impl Event {
     pub fn record<'w>(&self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<Recording> {
         let inner = self.inner.get()?;
         stream.check_usable(&inner.device)?;
+        let wait = wait.into();
+        // Without the turn: the cancellation of `wait` is asked meanwhile.
+        let granted = inner.ask_for_lane(&wait)?;
         let turn = (inner.state.recording).lock(wait, || "recording".into())?;
-        self.record_in(&turn, stream)
+        self.record_in(&turn, granted, stream)
     }
 
     /// The turn keeps the recordings of CUDA's own event and of the lane in one order.
-    fn record_in(&self, turn: &TimedGuard<'_>, stream: &Stream) -> Result<Recording> {
+    fn record_in(
+        &self,
+        turn: &TimedGuard<'_>,
+        granted: Option<GrantedLane>,
+        stream: &Stream,
+    ) -> Result<Recording> {
         let (inner, state) = (&*self.inner, &self.inner.state);
-        let (lane, signaler) = inner.lane_in(turn)?;
+        let (lane, signaler) = inner.lane_in(turn, granted)?;
         if let EventRole::Importer(importer) = &inner.role
             && (importer.is_over() || state.event_words.lane(*lane).has_ended())
         {
@@ -515,8 +523,8 @@ impl EventInner {
         }
     }
 
-    /// The lane of this process's recordings, requested once.
-    fn lane_in(&self, _turn: &TimedGuard<'_>) -> Result<&(usize, Arc<Signaler>)> {
+    /// Asks for the lane of this process's recordings, unless it has one.
+    fn ask_for_lane(&self, wait: &Wait<'_>) -> Result<Option<GrantedLane>> {
         let EventState {
             index,
             serial,
@@ -524,13 +532,24 @@ impl EventInner {
             ..
         } = &*self.state;
         match (lane.get(), &self.role) {
+            (None, EventRole::Importer(importer)) => importer.lane(*index, *serial, wait).map(Some),
+            _ => Ok(None),
+        }
+    }
+
+    /// The lane of this process's recordings. Of several grants it starts at the one whose thread
+    /// records first: from then on the others' counts are outdated.
+    fn lane_in(
+        &self,
+        _turn: &TimedGuard<'_>,
+        granted: Option<GrantedLane>,
+    ) -> Result<&(usize, Arc<Signaler>)> {
+        let EventState { index, lane, .. } = &*self.state;
+        match (lane.get(), granted) {
             (Some(lane), _) => Ok(lane),
-            (None, EventRole::Importer(importer)) => {
-                let granted = importer.lane(*index, *serial)?;
-                Ok(lane.get_or_init(|| granted))
-            }
+            (None, Some(granted)) => Ok(lane.get_or_init(|| granted.start(*index))),
             // An exporter has its own lane from the beginning.
-            (None, EventRole::Exporter(_)) => Err(Error::EventNotRecorded {
+            (None, None) => Err(Error::EventNotRecorded {
                 event: index.to_string(),
             }),
         }

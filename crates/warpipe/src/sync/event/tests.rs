@@ -489,15 +489,61 @@ fn handles_that_a_process_has_opened_apart_record_in_the_order_of_their_calls() 
 }
 
 #[test]
-fn the_first_recording_of_an_opened_event_needs_no_wait_and_asks_for_no_cancellation() {
+fn the_first_recording_of_an_opened_event_needs_no_wait_and_can_be_cancelled() {
     let stage = Stage::new("zero");
     let event = stage.create();
-    for wait in [
-        Wait::from(Duration::ZERO),
-        Wait::at_most(WAIT).unless(&|| panic!("no wait")),
-    ] {
-        let opened = stage.opened(&event);
-        opened.record(&stage.stream(), wait).unwrap();
-        event.synchronize(WAIT).unwrap();
-    }
+    let opened = stage.opened(&event);
+    let looks = std::cell::Cell::new(0);
+    let cancelled = || {
+        // Nobody's turn is held meanwhile.
+        assert!(opened.inner.state.recording.try_lock().is_some());
+        looks.set(looks.get() + 1);
+        true
+    };
+    let wait = Wait::at_most(WAIT).unless(&cancelled);
+    let error = opened.record(&stage.stream(), wait).unwrap_err();
+    assert!(
+        matches!(error, Error::Timeout { .. }) && looks.get() > 0,
+        "{error}"
+    );
+    assert!(matches!(event.query(), Err(Error::EventNotRecorded { .. })));
+    opened.record(&stage.stream(), Duration::ZERO).unwrap();
+    event.synchronize(WAIT).unwrap();
+}
+
+#[test]
+fn several_threads_may_make_the_first_recording_of_an_opened_event() {
+    let stage = Stage::new("threads");
+    let event = stage.create();
+    let opened = stage.opened(&event);
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for _ in 0..20 {
+                    opened.record(&stage.stream(), WAIT).unwrap();
+                }
+            });
+        }
+    });
+    opened.synchronize(WAIT).unwrap();
+    event.synchronize(WAIT).unwrap();
+    let last = opened.record(&stage.stream(), WAIT).unwrap();
+    assert_eq!(last.count, 81);
+}
+
+#[test]
+fn a_page_whose_answer_came_too_late_is_shared_anew() {
+    let stage = Stage::new("page");
+    let event = stage.create();
+    let handle = event.handle().unwrap();
+    let importer = EventImporter::connect(&handle.body, &stage.domain, &stage.device).unwrap();
+    // As while the exporter is stopped, which then finds both requests.
+    importer.share_page_and_give_up(0);
+    let opened = Event::of_importer(importer.clone(), &handle, &stage.device).unwrap();
+    opened.record(&stage.stream(), WAIT).unwrap();
+    event.synchronize(WAIT).unwrap();
+    // Not while it has an event open there: its streams may wait for the words.
+    importer.share_page_and_give_up(0);
+    event.record(&stage.stream(), WAIT).unwrap();
+    opened.synchronize(WAIT).unwrap();
 }

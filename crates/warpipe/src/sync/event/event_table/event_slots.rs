@@ -245,6 +245,12 @@ impl ExporterState {
         &self.slots[index as usize]
     }
 
+    /// Whether a client has an event of this page open.
+    pub(in crate::sync::event) fn has_open(&self, client: u64, page: u32) -> bool {
+        let slots = self.slots.chunks(EVENTS_PER_PAGE).nth(page as usize);
+        slots.is_some_and(|slots| slots.iter().any(|slot| slot.opening_of(client).is_some()))
+    }
+
     /// The slot of an event that a client has open.
     pub(in crate::sync::event) fn opened(
         &mut self,
