@@ -83,7 +83,10 @@ pub struct PublisherGuard<'a> {
 impl<'a> PublisherGuard<'a> {
     /// Counts what is there.
     pub fn take(publisher: &'a Publisher, domain: &'a Domain) -> PublisherGuard<'a> {
-        let guard = Guard::take(publisher.device(), domain);
+        let mut guard = Guard::take(publisher.device(), domain);
+        // A publisher makes its doorbell, an eventfd, when a thread first sleeps for room.
+        let eventfds = guard.before.entry("descriptors (anon_inode)".into());
+        *eventfds.or_default() += 1;
         PublisherGuard {
             publisher,
             domain,

@@ -62,7 +62,7 @@ fn a_greeting_that_is_none_is_refused_with_the_reason() {
             };
             let trailing = [whole.as_slice(), b"more"].concat();
             let cases: [(&str, Vec<u8>, &str); 10] = [
-                ("another version", edited(4, 9), "version 9"),
+                ("another version", edited(4, 99), "version 99"),
                 ("wrong magic", edited(0, b'w'), "magic"),
                 ("cut behind the frame", whole[..8].to_vec(), "cut short"),
                 ("cut in the frame", whole[..5].to_vec(), "cut short"),
