@@ -42,9 +42,9 @@ impl Imports for CudaBackend {
         let bytes = self.check_pieces(fds, piece, owner)?;
         let _current = self.enter()?;
         self.check_peer(owner)?;
-        let handles = self.import_handles(fds)?;
+        let handles = self.import_handles(fds, piece)?;
         let ptr = self.driver.address_reserve(size(bytes)?).map_err(|fault| {
-            self.release_handles(&handles);
+            self.release_handles(&handles, piece);
             self.no_room(fault, bytes)
         })?;
         let mut region = RawRegion {
@@ -85,10 +85,10 @@ impl Imports for CudaBackend {
         }
         let _current = self.enter()?;
         self.check_peer(owner)?;
-        let handles = self.import_handles(fds)?;
+        let handles = self.import_handles(fds, piece)?;
         // SAFETY: the caller's promise.
         if let Err(fault) = unsafe { self.empty(region) } {
-            self.release_handles(&handles);
+            self.release_handles(&handles, piece);
             return Err(fault.into());
         }
         region.stage = Stage::Pieces { piece, mapped: 0 };
@@ -178,7 +178,11 @@ impl CudaBackend {
     }
 
     /// A handle of each descriptor.
-    fn import_handles(&self, fds: &[BorrowedFd<'_>]) -> Result<Vec<CUmemGenericAllocationHandle>> {
+    fn import_handles(
+        &self,
+        fds: &[BorrowedFd<'_>],
+        piece: u64,
+    ) -> Result<Vec<CUmemGenericAllocationHandle>> {
         let mut handles = Vec::with_capacity(fds.len());
         for &fd in fds {
             // The driver takes the descriptor's number as a pointer, and number 0 as null.
@@ -190,7 +194,7 @@ impl CudaBackend {
             match imported {
                 Ok(handle) => handles.push(handle),
                 Err(error) => {
-                    self.release_handles(&handles);
+                    self.release_handles(&handles, piece);
                     return Err(error);
                 }
             }
@@ -198,11 +202,19 @@ impl CudaBackend {
         Ok(handles)
     }
 
-    /// After another error, which is the one to report.
-    fn release_handles(&self, handles: &[CUmemGenericAllocationHandle]) {
+    /// Gives up the handles of pieces of so many bytes. One that the driver does not release now is
+    /// released later.
+    fn release_handles(&self, handles: &[CUmemGenericAllocationHandle], piece: u64) {
         for &handle in handles {
-            // SAFETY: imported here, and released once.
-            let _ = unsafe { self.driver.memory_release(handle) };
+            // SAFETY: imported here, and released once. A mapping holds the allocation.
+            if unsafe { self.driver.memory_release(handle) }.is_err() {
+                self.owe(RawRegion {
+                    ptr: 0,
+                    bytes: piece,
+                    handle,
+                    stage: Stage::Held,
+                });
+            }
         }
     }
 
@@ -224,14 +236,12 @@ impl CudaBackend {
                 self.driver
                     .memory_map(region.ptr + *mapped, size(*piece)?, handle)
             };
-            // SAFETY: released once. The mapping, if any, holds the allocation.
-            let released = unsafe { self.driver.memory_release(handle) };
-            *mapped += if made.is_ok() { *piece } else { 0 };
-            let done = made.map_err(|fault| self.not_a_piece(fault, *piece));
-            if let Err(error) = done.and_then(|()| Ok(released?)) {
-                self.release_handles(&handles[index + 1..]);
-                return Err(error);
+            self.release_handles(&[handle], *piece);
+            if let Err(fault) = made {
+                self.release_handles(&handles[index + 1..], *piece);
+                return Err(self.not_a_piece(fault, *piece));
             }
+            *mapped += *piece;
         }
         let access = access_to(self.device, access);
         // SAFETY: all of the range is mapped.
