@@ -331,7 +331,7 @@ pub enum Order {
     Join {
         /// As what.
         name: String,
-        /// See [`warpipe::Member::join`].
+        /// See [`warpipe::Member::role`].
         role: String,
     },
     /// Leave it, as every member that this peer is.
