@@ -358,7 +358,7 @@ impl Dispatcher {
         truth.outcomes += 1;
         let attempts = match &outcome {
             Outcome::DeadLettered { reasons } => reasons.len() as u32,
-            Outcome::Done(Completed::Received { attempt, .. }) => *attempt,
+            Outcome::Done(Completed { attempt, .. }) => *attempt,
             _ => 0,
         };
         let is_wrong =

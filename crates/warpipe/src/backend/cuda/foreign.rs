@@ -236,12 +236,18 @@ impl CudaBackend {
                 self.driver
                     .memory_map(region.ptr + *mapped, size(*piece)?, handle)
             };
-            self.release_handles(&[handle], *piece);
             if let Err(fault) = made {
-                self.release_handles(&handles[index + 1..], *piece);
+                self.release_handles(&handles[index..], *piece);
                 return Err(self.not_a_piece(fault, *piece));
             }
             *mapped += *piece;
+            match handles {
+                // Kept for the region's end: the driver may hold up its release, and this is called
+                // where a peer waits for an answer.
+                [only] => region.handle = *only,
+                // The mapping holds the allocation.
+                _ => self.release_handles(&[handle], *piece),
+            }
         }
         let access = access_to(self.device, access);
         // SAFETY: all of the range is mapped.
@@ -268,6 +274,11 @@ impl CudaBackend {
                 unsafe { self.driver.memory_unmap(ptr + last, *piece as usize) }?;
                 *mapped = last;
             }
+        }
+        if region.handle != 0 {
+            // SAFETY: held since the only piece was imported, and given up here.
+            unsafe { self.driver.memory_release(region.handle) }?;
+            region.handle = 0;
         }
         Ok(())
     }
