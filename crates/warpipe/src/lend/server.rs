@@ -29,7 +29,7 @@ pub(crate) struct Lending {
     runs: Ends,
 }
 
-/// The part of a lender that differs: what is lent, and to whom.
+/// The part of a lender that differs: what is lent, and to which borrowers.
 pub(crate) trait Lender: Send + Sync {
     /// What a claim is on.
     type Lent;
