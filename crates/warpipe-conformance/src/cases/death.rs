@@ -60,11 +60,13 @@ pub(super) const CASES: &[Case] = &[
     Case::new(
         "a subscriber killed in the handshake does not affect others",
         killed_in_the_handshake,
-    ),
+    )
+    .limit(180),
     Case::new(
         "a publisher killed in the handshake is a typed error",
         publisher_killed_in_the_handshake,
-    ),
+    )
+    .limit(180),
     Case::new(
         "times from a publisher's death to its subscriber's error (a measurement)",
         time_to_error,

@@ -13,16 +13,19 @@ pub(super) const CASES: &[Case] = &[
         "a queue is dropped and main returns at once: its workers see a graceful close",
         queues,
     )
+    .limit(180)
     .long(600),
     Case::new(
         "a timeline is dropped and main returns at once: its users see a graceful close",
         timelines,
     )
+    .limit(180)
     .long(600),
     Case::new(
         "a publisher is dropped and main returns at once: its subscribers see a graceful close",
         publishers,
     )
+    .limit(180)
     .long(600),
 ];
 

@@ -45,6 +45,7 @@ pub(super) const CASES: &[Case] = &[
         "a semaphore: a member acquires although the last holder is killed while the two connect",
         killed_while_connecting,
     )
+    .limit(180)
     .ends_clients(),
     Case::new(
         "a semaphore that its creator drops while its stream waits for a holder that is killed",
@@ -66,6 +67,7 @@ pub(super) const CASES: &[Case] = &[
         storm,
     )
     .ends_clients()
+    .limit(180)
     .long(900),
 ];
 

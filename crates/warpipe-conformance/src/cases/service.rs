@@ -169,9 +169,13 @@ fn deadline(context: &Context) -> Result<()> {
     );
     // Stopped, the server finds the next ones in its ring when its deadline has passed.
     server.stop()?;
-    let second = ask(&client, &stream, 3, Duration::from_millis(30))?;
+    let second = ask(&client, &stream, 3, Duration::from_millis(300))?;
     let third = ask(&client, &stream, 4, PATIENCE)?;
-    ensure!(client.state()?.leased == 3, "they are in the server's ring");
+    let state = client.state()?;
+    ensure!(
+        state.leased == 3,
+        "not all are in the server's ring: {state:?}"
+    );
     let late = second.wait(&stream, PATIENCE);
     ensure!(
         matches!(late, Err(Error::DeadlinePassed { .. })),

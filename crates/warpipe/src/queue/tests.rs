@@ -2,10 +2,11 @@
 
 use std::cell::Cell;
 use std::panic::AssertUnwindSafe;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
+
+use warpipe_testkit::{TempDir, temporary_folder};
 
 use super::wire::{Answer, AnswerKind, DeliveryTag};
 use super::{Queue, QueueBuilder, Worker};
@@ -24,24 +25,23 @@ pub(super) const SOON: Duration = Duration::from_secs(10);
 
 /// The domain and devices of one test.
 pub(super) struct QueueFixture {
-    folder: PathBuf,
+    _folder: TempDir,
     pub(super) domain: Domain,
     pub(super) device: Device,
     pub(super) stream: Stream,
 }
 
 impl QueueFixture {
-    pub(super) fn new(name: &str) -> QueueFixture {
-        QueueFixture::on(name, Device::host())
+    pub(super) fn new() -> QueueFixture {
+        QueueFixture::on(Device::host())
     }
 
-    pub(super) fn on(name: &str, device: Device) -> QueueFixture {
-        let folder =
-            std::env::temp_dir().join(format!("warpipe-queue-{name}-{}", std::process::id()));
+    pub(super) fn on(device: Device) -> QueueFixture {
+        let folder = temporary_folder().unwrap();
         QueueFixture {
-            domain: Domain::at(&folder).unwrap(),
+            domain: Domain::at(folder.path()).unwrap(),
             stream: device.stream().unwrap(),
-            folder,
+            _folder: folder,
             device,
         }
     }
@@ -67,12 +67,6 @@ impl QueueFixture {
             .answer_timeout(SOON)
             .build()
             .unwrap()
-    }
-}
-
-impl Drop for QueueFixture {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.folder);
     }
 }
 
@@ -140,8 +134,8 @@ impl<'a> FakeWorker<'a> {
 
 /// A job that a hostile worker was given, and broke its link over, is then done by a correct
 /// worker.
-fn survives(name: &str, lie: impl FnOnce(&FakeWorker<'_>, DeliveryTag)) {
-    let fixture = QueueFixture::new(name);
+fn survives(lie: impl FnOnce(&FakeWorker<'_>, DeliveryTag)) {
+    let fixture = QueueFixture::new();
     let queue = fixture.queue();
     let mut fake_worker = FakeWorker::new(&fixture);
     queue.wait_for_workers(1, SOON).unwrap();
@@ -159,21 +153,17 @@ fn survives(name: &str, lie: impl FnOnce(&FakeWorker<'_>, DeliveryTag)) {
 
 #[test]
 fn an_answer_to_a_job_that_its_worker_does_not_hold_ends_its_link_alone() {
-    survives("other-job", |fake_worker, tag| {
-        fake_worker.answer(tag.job + 1, tag.number, AnswerKind::Completed)
-    });
+    survives(|fake_worker, tag| fake_worker.answer(tag.job + 1, tag.number, AnswerKind::Completed));
 }
 
 #[test]
 fn an_answer_with_a_tag_that_was_not_delivered_ends_its_link_alone() {
-    survives("other-ticket", |fake_worker, tag| {
-        fake_worker.answer(tag.job, tag.number + 1, AnswerKind::Returned)
-    });
+    survives(|fake_worker, tag| fake_worker.answer(tag.job, tag.number + 1, AnswerKind::Returned));
 }
 
 #[test]
 fn a_second_answer_to_the_same_job_ends_its_link_alone() {
-    let fixture = QueueFixture::new("twice");
+    let fixture = QueueFixture::new();
     let queue = fixture.queue();
     let mut fake_worker = FakeWorker::new(&fixture);
     queue.wait_for_workers(1, SOON).unwrap();
@@ -196,19 +186,14 @@ fn a_second_answer_to_the_same_job_ends_its_link_alone() {
 
 #[test]
 fn garbage_for_an_answer_ends_its_link_alone() {
-    for (round, bytes) in [&b""[..], &[0; 13], &[9; 40], &[1; 12], &[255; 256]]
-        .into_iter()
-        .enumerate()
-    {
-        survives(&format!("garbage-{round}"), |fake_worker, _| {
-            fake_worker.say(&Metadata::new(bytes).unwrap())
-        });
+    for bytes in [&b""[..], &[0; 13], &[9; 40], &[1; 12], &[255; 256]] {
+        survives(|fake_worker, _| fake_worker.say(&Metadata::new(bytes).unwrap()));
     }
 }
 
 #[test]
 fn a_worker_that_gets_garbage_for_a_job_says_so_and_closes_its_link() {
-    let fixture = QueueFixture::new("bad-job");
+    let fixture = QueueFixture::new();
     let changes = Arc::new(SubscriberChanges::new().unwrap());
     let queue = Publisher::builder("jobs")
         .kind(Kind::Queue)
@@ -238,7 +223,7 @@ fn a_worker_that_gets_garbage_for_a_job_says_so_and_closes_its_link() {
 
 #[test]
 fn a_loan_of_another_queue_is_refused_and_given_back() {
-    let fixture = QueueFixture::new("loans");
+    let fixture = QueueFixture::new();
     let (queue, other) = (
         fixture.queue(),
         Queue::builder("other")
@@ -258,7 +243,7 @@ fn a_loan_of_another_queue_is_refused_and_given_back() {
 
 #[test]
 fn an_output_of_another_lease_is_refused_and_given_back() {
-    let fixture = QueueFixture::new("outputs");
+    let fixture = QueueFixture::new();
     let (queue, mut worker) = (fixture.queue(), fixture.worker());
     let jobs = [0, 1].map(|_| queue.submit_bytes(b"work", &fixture.stream).unwrap());
     let [(_a, first), (_b, second)] =
@@ -298,7 +283,7 @@ fn an_output_of_another_lease_is_refused_and_given_back() {
 
 #[test]
 fn many_threads_submit_and_wait_at_once_and_each_gets_its_own() {
-    let fixture = QueueFixture::new("threads");
+    let fixture = QueueFixture::new();
     let queue = fixture.queue();
     let working = |fixture: &QueueFixture| {
         let (mut worker, stream) = (fixture.worker(), fixture.device.stream().unwrap());
@@ -350,7 +335,7 @@ const KEPT: usize = 300;
 
 #[test]
 fn results_that_are_kept_hold_up_no_job() {
-    let fixture = QueueFixture::new("kept");
+    let fixture = QueueFixture::new();
     let queue = fixture.queue();
     let worker = fixture.worker();
     let answers = worker.results.clone();
@@ -398,7 +383,7 @@ fn results_that_are_kept_hold_up_no_job() {
 #[test]
 fn more_jobs_wait_for_a_worker_than_a_publisher_has_slots_at_first() {
     const COUNT: usize = SLOTS_MAX + 10;
-    let fixture = QueueFixture::new("slots");
+    let fixture = QueueFixture::new();
     let queue = fixture.queue();
     (0..COUNT).for_each(|_| drop(queue.submit_bytes(b"1", &fixture.stream).unwrap()));
     assert_eq!(queue.state().unwrap().waiting, COUNT);
@@ -413,7 +398,7 @@ fn more_jobs_wait_for_a_worker_than_a_publisher_has_slots_at_first() {
 
 #[test]
 fn a_job_that_waits_for_its_data_holds_up_none_behind_it() {
-    let fixture = QueueFixture::new("late-data");
+    let fixture = QueueFixture::new();
     let queue = fixture.queue();
     let late = fixture.device.stream().unwrap();
     let (go, gate) = std::sync::mpsc::channel::<()>();
@@ -434,7 +419,7 @@ fn a_job_that_waits_for_its_data_holds_up_none_behind_it() {
 
 #[test]
 fn an_attempt_whose_worker_has_no_memory_left_fails_with_words() {
-    let fixture = QueueFixture::new("full");
+    let fixture = QueueFixture::new();
     let queue = fixture.build(|it| it.max_attempts(1));
     let worker = Worker::builder("jobs").domain(&fixture.domain);
     // Memory for one region.
@@ -467,7 +452,7 @@ fn an_attempt_whose_worker_has_no_memory_left_fails_with_words() {
 
 #[test]
 fn an_answer_waits_for_memory_as_long_as_it_is_told_to_and_sleeps_meanwhile() {
-    let fixture = QueueFixture::new("memory");
+    let fixture = QueueFixture::new();
     let queue = fixture.queue();
     let worker = Worker::builder("jobs").domain(&fixture.domain);
     let worker = worker.device(&fixture.device);
@@ -495,7 +480,7 @@ fn an_answer_waits_for_memory_as_long_as_it_is_told_to_and_sleeps_meanwhile() {
 
 #[test]
 fn results_that_nobody_has_taken_yet_hold_up_no_job() {
-    let fixture = QueueFixture::new("untaken");
+    let fixture = QueueFixture::new();
     let queue = fixture.queue();
     let mut worker = fixture.worker();
     (0..KEPT).for_each(|_| drop(queue.submit_bytes(b"work", &fixture.stream).unwrap()));
@@ -516,7 +501,7 @@ fn results_that_nobody_has_taken_yet_hold_up_no_job() {
 fn a_worker_that_cannot_send_its_answer_loses_its_link_and_not_the_job() {
     // A worker's ring, and one answer more.
     const ANSWERS: u32 = 65;
-    let fixture = QueueFixture::new("silent");
+    let fixture = QueueFixture::new();
     let queue = fixture.build(|it| it.prefetch(ANSWERS));
     let silent = Worker::builder("jobs").domain(&fixture.domain);
     let silent = silent
@@ -548,7 +533,7 @@ fn a_worker_that_cannot_send_its_answer_loses_its_link_and_not_the_job() {
 
 #[test]
 fn jobs_and_results_that_grow_are_carried_in_what_the_limits_leave() {
-    let fixture = QueueFixture::new("growing");
+    let fixture = QueueFixture::new();
     let queue = fixture.build(|it| it.memory_limit(64 << 20));
     let mut worker = Worker::builder("jobs")
         .domain(&fixture.domain)
@@ -571,7 +556,7 @@ fn jobs_and_results_that_grow_are_carried_in_what_the_limits_leave() {
 #[test]
 fn a_result_that_comes_after_the_cancellation_stays_also_while_the_wait_polls() {
     for has_handle in [false, true] {
-        let fixture = QueueFixture::new("cancelled");
+        let fixture = QueueFixture::new();
         let (queue, stream) = (fixture.build(|it| it.spin(SOON)), &fixture.stream);
         let mut worker = fixture.worker();
         let job = queue.submit_bytes(b"job", stream).unwrap();
@@ -622,7 +607,7 @@ fn works_until_the_end(mut worker: Worker, stream: Stream) -> std::thread::JoinH
 
 #[test]
 fn a_shutdown_ends_the_workers_loops_after_the_last_job_and_frees_the_name() {
-    let fixture = QueueFixture::new("shutdown");
+    let fixture = QueueFixture::new();
     let queue = fixture.queue();
     let jobs: Vec<_> = (0..8u8)
         .map(|n| queue.submit_bytes(&[n], &fixture.stream).unwrap())
@@ -655,7 +640,7 @@ fn a_shutdown_ends_the_workers_loops_after_the_last_job_and_frees_the_name() {
 
 #[test]
 fn a_shutdown_waits_for_the_job_that_a_worker_holds() {
-    let fixture = QueueFixture::new("shutdown-held");
+    let fixture = QueueFixture::new();
     let queue = fixture.queue();
     let job = queue.submit_bytes(b"held", &fixture.stream).unwrap();
     let mut worker = fixture.worker();
@@ -673,7 +658,7 @@ fn a_shutdown_waits_for_the_job_that_a_worker_holds() {
 
 #[test]
 fn a_shutdown_without_jobs_ends_the_workers_at_once() {
-    let fixture = QueueFixture::new("shutdown-idle");
+    let fixture = QueueFixture::new();
     let queue = fixture.queue();
     let worker = works_until_the_end(fixture.worker(), fixture.device.stream().unwrap());
     queue.wait_for_workers(1, SOON).unwrap();
@@ -683,7 +668,7 @@ fn a_shutdown_without_jobs_ends_the_workers_at_once() {
 
 #[test]
 fn jobs_that_no_worker_holds_are_cancelled_and_let_a_shutdown_end() {
-    let fixture = QueueFixture::new("shutdown-cancel");
+    let fixture = QueueFixture::new();
     let queue = fixture.build(|builder| builder.prefetch(1));
     let jobs: Vec<_> = (0..3u8)
         .map(|n| queue.submit_bytes(&[n], &fixture.stream).unwrap())
@@ -714,7 +699,7 @@ fn jobs_that_no_worker_holds_are_cancelled_and_let_a_shutdown_end() {
 
 #[test]
 fn a_wait_that_is_cancelled_while_it_sleeps_does_not_take_the_result_that_ends_the_sleep() {
-    let fixture = QueueFixture::new("cancelled");
+    let fixture = QueueFixture::new();
     let (queue, mut worker) = (fixture.queue(), fixture.worker());
     let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
     let lease = worker.lease(&fixture.stream, SOON).unwrap();
@@ -742,7 +727,7 @@ fn a_wait_that_is_cancelled_while_it_sleeps_does_not_take_the_result_that_ends_t
 
 #[test]
 fn a_result_that_comes_while_a_wait_asks_whether_it_is_cancelled_ends_it_at_once() {
-    let fixture = QueueFixture::new("asks");
+    let fixture = QueueFixture::new();
     let queue = fixture.build(|it| it.spin(Duration::ZERO));
     let mut worker = fixture.worker();
     let mut shortest = SOON;
@@ -768,7 +753,7 @@ fn a_result_that_comes_while_a_wait_asks_whether_it_is_cancelled_ends_it_at_once
 
 #[test]
 fn workers_ring_while_a_wait_asks_whether_it_is_cancelled() {
-    let fixture = QueueFixture::new("rings");
+    let fixture = QueueFixture::new();
     let (queue, _worker) = (fixture.queue(), fixture.worker());
     queue.wait_for_workers(1, SOON).unwrap();
     let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();

@@ -8,9 +8,10 @@ mod names;
 mod partial;
 mod races;
 
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
+
+use warpipe_testkit::{TempDir, temporary_folder};
 
 use super::*;
 use crate::backend::testing::{Failing, Wrapped};
@@ -24,16 +25,15 @@ use crate::tensor::{DType, Layout};
 const WAIT: Duration = Duration::from_secs(30);
 
 struct Stage {
-    folder: PathBuf,
+    folder: TempDir,
     domain: Domain,
     device: Device,
 }
 
 impl Stage {
-    fn new(title: &str) -> Stage {
-        let folder = format!("warpipe-weights-{title}-{}", std::process::id());
-        let folder = std::env::temp_dir().join(folder);
-        let domain = Domain::at(&folder).unwrap();
+    fn new() -> Stage {
+        let folder = temporary_folder().unwrap();
+        let domain = Domain::at(folder.path()).unwrap();
         let device = Device::host();
         Stage {
             folder,
@@ -65,12 +65,6 @@ impl Stage {
     }
 }
 
-impl Drop for Stage {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.folder);
-    }
-}
-
 /// The byte that all tensors consist of.
 fn byte_of(weights: &SharedWeights) -> u8 {
     let bytes: Vec<u8> = ["a", "b"]
@@ -83,7 +77,7 @@ fn byte_of(weights: &SharedWeights) -> u8 {
 
 #[test]
 fn weights_of_files_are_the_files_bytes_aligned_and_hashed() {
-    let stage = Stage::new("load");
+    let stage = Stage::new();
     // Larger than a staging buffer, and a length that is no multiple of one.
     let large: Vec<u8> = (0..9_000_001u32).map(|index| (index % 251) as u8).collect();
     let header = format!(
@@ -97,7 +91,7 @@ fn weights_of_files_are_the_files_bytes_aligned_and_hashed() {
     file.extend_from_slice(header.as_bytes());
     file.extend_from_slice(&[5, 6]);
     file.extend_from_slice(&large);
-    let path = stage.folder.join("model.safetensors");
+    let path = stage.folder.path().join("model.safetensors");
     std::fs::write(&path, &file).unwrap();
     let source = Source::open([&path]).unwrap();
     let weights = Weights::load(&stage.device, &source).unwrap();
@@ -142,14 +136,14 @@ fn large_file(stage: &Stage) -> (Source, Vec<u8>) {
     let mut file = (header.len() as u64).to_le_bytes().to_vec();
     file.extend_from_slice(header.as_bytes());
     file.extend_from_slice(&bytes);
-    let path = stage.folder.join("large.safetensors");
+    let path = stage.folder.path().join("large.safetensors");
     std::fs::write(&path, &file).unwrap();
     (Source::open([&path]).unwrap(), bytes)
 }
 
 #[test]
 fn a_load_tells_each_number_of_bytes_that_it_has_read_and_all_of_them_in_the_end() {
-    let stage = Stage::new("progress");
+    let stage = Stage::new();
     let (source, bytes) = large_file(&stage);
     let told = std::sync::Mutex::new(Vec::new());
     let progress = |done| told.lock().unwrap().push(done);
@@ -162,7 +156,7 @@ fn a_load_tells_each_number_of_bytes_that_it_has_read_and_all_of_them_in_the_end
 
 #[test]
 fn a_call_of_the_device_that_fails_ends_the_load_and_the_next_load_is_whole() {
-    let stage = Stage::new("failing");
+    let stage = Stage::new();
     let (source, bytes) = large_file(&stage);
     let inner = Device::preferred().device;
     for (method, call) in [
@@ -194,12 +188,12 @@ fn a_call_of_the_device_that_fails_ends_the_load_and_the_next_load_is_whole() {
 
 #[test]
 fn a_file_that_shrinks_while_it_is_loaded_is_an_error() {
-    let stage = Stage::new("shrink");
+    let stage = Stage::new();
     let header = r#"{"a":{"dtype":"U8","shape":[64],"data_offsets":[0,64]}}"#;
     let mut file = (header.len() as u64).to_le_bytes().to_vec();
     file.extend_from_slice(header.as_bytes());
     file.resize(file.len() + 64, 1);
-    let path = stage.folder.join("model.safetensors");
+    let path = stage.folder.path().join("model.safetensors");
     std::fs::write(&path, &file).unwrap();
     let source = Source::open([&path]).unwrap();
     std::fs::write(&path, &file[..file.len() - 1]).unwrap();
@@ -229,7 +223,7 @@ fn tensors_of_one_name_or_of_another_length_than_their_layout_are_refused() {
 
 #[test]
 fn each_version_replaces_the_previous_one_which_stays_valid_for_its_readers() {
-    let stage = Stage::new("versions");
+    let stage = Stage::new();
     let keeper = stage.keeper();
     assert_eq!(keeper.version().unwrap(), None);
     assert_eq!(stage.publish(1).version(), 1);
@@ -245,7 +239,7 @@ fn each_version_replaces_the_previous_one_which_stays_valid_for_its_readers() {
 
 #[test]
 fn a_waiting_reader_gets_the_version_that_is_published_later() {
-    let stage = Stage::new("wait");
+    let stage = Stage::new();
     std::thread::scope(|scope| {
         let reader = scope.spawn(|| stage.opener().open().unwrap());
         let _keeper = stage.keeper();
@@ -259,7 +253,7 @@ fn a_waiting_reader_gets_the_version_that_is_published_later() {
 
 #[test]
 fn concurrent_readers_see_all_of_one_version_and_no_older_one_afterwards() {
-    let stage = Stage::new("swap");
+    let stage = Stage::new();
     let _keeper = stage.keeper();
     let _first = stage.publish(1);
     let is_over = AtomicBool::new(false);
@@ -284,7 +278,7 @@ fn concurrent_readers_see_all_of_one_version_and_no_older_one_afterwards() {
 
 #[test]
 fn a_new_keeper_offers_a_version_of_another_process_only_after_its_hashes_were_compared() {
-    let stage = Stage::new("takeover");
+    let stage = Stage::new();
     let keeper = stage.keeper();
     let published = [stage.publish(1), stage.publish(2)];
     drop(keeper);
@@ -311,7 +305,7 @@ fn a_new_keeper_offers_a_version_of_another_process_only_after_its_hashes_were_c
 
 #[test]
 fn a_damaged_version_is_never_offered_and_an_older_one_takes_its_place() {
-    let stage = Stage::new("damaged");
+    let stage = Stage::new();
     let keeper = stage.keeper();
     let _older = stage.publish(1);
     let weights = stage.weights(2);
@@ -344,7 +338,7 @@ fn a_damaged_version_is_never_offered_and_an_older_one_takes_its_place() {
 
 #[test]
 fn names_that_are_taken_of_another_kind_or_unknown_are_errors_and_leave_no_file() {
-    let stage = Stage::new("names");
+    let stage = Stage::new();
     let weights = stage.weights(1);
     let publish = |wait| weights.publish(&stage.domain, "w", wait);
     let absent = publish(Duration::ZERO).unwrap_err();
@@ -371,7 +365,7 @@ fn names_that_are_taken_of_another_kind_or_unknown_are_errors_and_leave_no_file(
 
 #[test]
 fn a_keeper_refuses_an_offer_that_is_none_of_its_weights() {
-    let stage = Stage::new("offer");
+    let stage = Stage::new();
     let _keeper = stage.keeper();
     let name = weights_name("w").unwrap();
     let session = keeper_session::KeeperSession::open(&stage.domain, &name, WAIT).unwrap();
@@ -388,7 +382,7 @@ fn a_keeper_refuses_an_offer_that_is_none_of_its_weights() {
 
 #[test]
 fn files_of_other_endpoints_behind_the_prefix_are_no_versions() {
-    let stage = Stage::new("prefix");
+    let stage = Stage::new();
     let memory = crate::memory::Memory::allocate(&stage.device, 8).unwrap();
     let names = [
         "w/held-5-0",
@@ -409,7 +403,7 @@ fn files_of_other_endpoints_behind_the_prefix_are_no_versions() {
 
 #[test]
 fn a_forked_child_neither_hangs_nor_disturbs_what_its_parent_holds() {
-    let stage = Stage::new("fork");
+    let stage = Stage::new();
     let keeper = stage.keeper();
     let _published = stage.publish(1);
     let shared = stage.opener().open().unwrap();
@@ -424,7 +418,7 @@ fn a_forked_child_neither_hangs_nor_disturbs_what_its_parent_holds() {
 
 #[test]
 fn every_damaged_tensor_is_listed() {
-    let stage = Stage::new("every");
+    let stage = Stage::new();
     let _keeper = stage.keeper();
     let weights = stage.weights(1);
     let _published = weights.publish(&stage.domain, "w", WAIT).unwrap();
@@ -445,7 +439,7 @@ fn every_damaged_tensor_is_listed() {
 
 #[test]
 fn damage_in_any_part_of_a_tensor_is_found() {
-    let stage = Stage::new("parts");
+    let stage = Stage::new();
     let (source, bytes) = large_file(&stage);
     let weights = Weights::load(&stage.device, &source).unwrap();
     let _keeper = stage.keeper();
@@ -469,7 +463,7 @@ fn damage_in_any_part_of_a_tensor_is_found() {
 
 #[test]
 fn a_check_that_the_device_fails_is_no_verdict() {
-    let stage = Stage::new("verdict");
+    let stage = Stage::new();
     let keeper = stage.keeper();
     let _published = stage.publish(1);
     drop(keeper);
@@ -496,7 +490,7 @@ fn a_check_that_the_device_fails_is_no_verdict() {
 
 #[test]
 fn weights_are_listed_with_their_keeper_or_without_one() {
-    let stage = Stage::new("list");
+    let stage = Stage::new();
     let list = || NamedWeights::list(&stage.domain).unwrap();
     assert_eq!(list(), []);
     let memory = crate::memory::Memory::allocate(&stage.device, 8).unwrap();
@@ -542,7 +536,7 @@ fn weights_are_listed_with_their_keeper_or_without_one() {
 
 #[test]
 fn a_keeper_that_is_asked_to_end_gives_its_descriptors_up_and_takes_no_more() {
-    let stage = Stage::new("end");
+    let stage = Stage::new();
     let absent = Keeper::end(&stage.domain, "w", WAIT).unwrap_err();
     assert!(matches!(absent, Error::NotFound { .. }), "{absent}");
     let keeper = stage.keeper();
@@ -587,8 +581,8 @@ fn file_of(byte: u8, bytes: usize) -> Vec<u8> {
 #[test]
 fn a_file_that_is_written_in_place_while_it_is_loaded_is_an_error_also_with_its_old_time() {
     use std::os::unix::fs::FileExt;
-    let stage = Stage::new("torn");
-    let path = stage.folder.join("model.safetensors");
+    let stage = Stage::new();
+    let path = stage.folder.path().join("model.safetensors");
     for keeps_time in [false, true] {
         let whole = file_of(1, 4 << 20);
         std::fs::write(&path, &whole).unwrap();

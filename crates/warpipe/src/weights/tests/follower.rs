@@ -56,7 +56,7 @@ fn update(follower: &mut Follower) -> Result<Option<u64>, Error> {
 
 #[test]
 fn a_follower_takes_each_version_at_the_same_addresses_and_gives_the_former_one_up() {
-    let stage = Stage::new("follow");
+    let stage = Stage::new();
     let _keeper = stage.keeper();
     drop(stage.publish(1));
     let opened = stage.opener().open().unwrap();
@@ -87,7 +87,7 @@ fn a_follower_takes_each_version_at_the_same_addresses_and_gives_the_former_one_
 
 #[test]
 fn a_version_of_other_tensors_changes_nothing_and_a_later_one_that_fits_is_taken() {
-    let stage = Stage::new("follow-misfit");
+    let stage = Stage::new();
     let _keeper = stage.keeper();
     drop(stage.publish(1));
     let mut follower = stage.opener().open().unwrap().follow();
@@ -125,7 +125,7 @@ fn a_version_of_other_tensors_changes_nothing_and_a_later_one_that_fits_is_taken
 
 #[test]
 fn a_version_whose_memory_is_divided_otherwise_changes_nothing() {
-    let stage = Stage::new("follow-parts");
+    let stage = Stage::new();
     let _keeper = stage.keeper();
     drop(stage.publish(1));
     let mut follower = stage.opener().open().unwrap().follow();
@@ -142,11 +142,7 @@ fn a_version_whose_memory_is_divided_otherwise_changes_nothing() {
 fn an_update_waits_for_the_work_of_the_stream_and_of_recorded_ones_and_changes_nothing_when_that_lasts()
  {
     for recorded in [false, true] {
-        let stage = Stage::new(if recorded {
-            "follow-used"
-        } else {
-            "follow-work"
-        });
+        let stage = Stage::new();
         let _keeper = stage.keeper();
         drop(stage.publish(1));
         let mut follower = stage.opener().open().unwrap().follow();
@@ -188,7 +184,7 @@ fn an_update_waits_for_the_work_of_the_stream_and_of_recorded_ones_and_changes_n
 
 #[test]
 fn a_device_that_fails_at_any_part_leaves_the_former_version_there() {
-    let stage = Stage::new("follow-fails");
+    let stage = Stage::new();
     let _keeper = stage.keeper();
     let (first, first_told) = stage.publish_in_place(1);
     let backend = Wrapped::new(stage.device.backend().clone(), Failing::default());
@@ -219,7 +215,7 @@ fn a_device_that_fails_at_any_part_leaves_the_former_version_there() {
 
 #[test]
 fn a_follower_whose_addresses_another_one_has_updated_says_so() {
-    let stage = Stage::new("follow-two");
+    let stage = Stage::new();
     let _keeper = stage.keeper();
     drop(stage.publish(1));
     let opened = stage.opener().open().unwrap();
@@ -233,7 +229,7 @@ fn a_follower_whose_addresses_another_one_has_updated_says_so() {
 
 #[test]
 fn weights_of_another_name_are_refused_and_an_earlier_version_that_is_open_can_be_taken_again() {
-    let stage = Stage::new("follow-back");
+    let stage = Stage::new();
     let _keeper = stage.keeper();
     drop(stage.publish(1));
     let first = stage.opener().open().unwrap();
@@ -256,7 +252,7 @@ fn weights_of_another_name_are_refused_and_an_earlier_version_that_is_open_can_b
 
 #[test]
 fn a_forked_child_cannot_update_its_parents_weights() {
-    let stage = Stage::new("follow-fork");
+    let stage = Stage::new();
     let _keeper = stage.keeper();
     drop(stage.publish(1));
     let mut follower = stage.opener().open().unwrap().follow();
@@ -289,7 +285,7 @@ impl Hook for Refusing {
 
 #[test]
 fn an_update_after_one_that_could_not_restore_the_former_version_restores_it_before_it_says_none() {
-    let stage = Stage::new("follow-restores");
+    let stage = Stage::new();
     let keeper = stage.keeper();
     let (_first, _first_told) = stage.publish_in_place(1);
     let backend = Wrapped::new(stage.device.backend().clone(), Refusing::default());
@@ -310,7 +306,7 @@ fn an_update_after_one_that_could_not_restore_the_former_version_restores_it_bef
 
 #[test]
 fn the_statistics_say_which_memory_lies_at_the_addresses() {
-    let stage = Stage::new("follow-rows");
+    let stage = Stage::new();
     let _keeper = stage.keeper();
     let file_of = |follower: &Follower| {
         let held = &follower.weights().inner.held;

@@ -46,7 +46,7 @@ fn hashed_manifest(weights: &Weights, bytes: &[u8]) -> Manifest {
 
 #[test]
 fn a_version_without_hashes_is_offered_and_no_keeper_that_takes_it_over_offers_it() {
-    let stage = Stage::new("no-hashes");
+    let stage = Stage::new();
     let keeper = stage.keeper();
     let _older = stage.publish(1);
     let weights = stage.weights_hashed(&stage.device, 2, Hashing::None);
@@ -88,7 +88,7 @@ fn a_version_without_hashes_is_offered_and_no_keeper_that_takes_it_over_offers_i
 
 #[test]
 fn hashes_that_are_computed_later_reach_the_keeper_new_readers_and_the_next_keeper() {
-    let stage = Stage::new("later");
+    let stage = Stage::new();
     let keeper = stage.keeper();
     let weights = stage.weights_hashed(&stage.device, 5, Hashing::Later);
     assert_eq!(weights.tensors()[0].hash(), None);
@@ -114,7 +114,7 @@ fn hashes_that_are_computed_later_reach_the_keeper_new_readers_and_the_next_keep
 
 #[test]
 fn a_forked_child_waits_for_no_hashes_of_its_parent_and_disturbs_nothing() {
-    let stage = Stage::new("later-fork");
+    let stage = Stage::new();
     let _keeper = stage.keeper();
     let weights = stage.weights_hashed(&stage.device, 5, Hashing::Later);
     let published = weights.publish(&stage.domain, "w", WAIT).unwrap();
@@ -133,7 +133,7 @@ fn a_forked_child_waits_for_no_hashes_of_its_parent_and_disturbs_nothing() {
 
 #[test]
 fn a_version_that_its_publisher_could_not_hash_stays_offered_and_says_so() {
-    let stage = Stage::new("later-fails");
+    let stage = Stage::new();
     let _keeper = stage.keeper();
     let inner = stage.device.backend().clone();
     let backend = Wrapped::new(inner, Failing::default());
@@ -151,7 +151,7 @@ fn a_version_that_its_publisher_could_not_hash_stays_offered_and_says_so() {
 
 #[test]
 fn a_check_waits_for_hashes_that_come_later() {
-    let stage = Stage::new("later-check");
+    let stage = Stage::new();
     let keeper = stage.keeper();
     let weights = stage.weights_hashed(&stage.device, 3, Hashing::Later);
     // As if its publisher had not hashed it yet.
@@ -177,7 +177,7 @@ fn a_check_waits_for_hashes_that_come_later() {
 
 #[test]
 fn a_takeover_has_the_hashes_whichever_holder_it_asks_first() {
-    let stage = Stage::new("later-holders");
+    let stage = Stage::new();
     let name = weights_name("w").unwrap();
     let weights = stage.weights_hashed(&stage.device, 3, Hashing::Later);
     let early = Arc::new(weights.held_for_tests(4));
@@ -195,7 +195,7 @@ fn a_takeover_has_the_hashes_whichever_holder_it_asks_first() {
 
 #[test]
 fn a_keeper_takes_the_hashes_of_a_version_that_it_has_and_nothing_else_of_that_offer() {
-    let stage = Stage::new("late-hashes");
+    let stage = Stage::new();
     let keeper = stage.keeper();
     let name = weights_name("w").unwrap();
     let later = stage.weights_hashed(&stage.device, 6, Hashing::None);

@@ -99,7 +99,7 @@ fn check(shared: &SharedWeights, count: usize) {
 
 #[test]
 fn tensors_are_read_where_their_publisher_has_them_beside_some_that_are_copied() {
-    let stage = Stage::new("lying");
+    let stage = Stage::new();
     let _keeper = stage.keeper();
     let (tensors, told) = stage.in_place(3);
     assert_eq!((tensors.len(), tensors.pieces()), (3, 3));
@@ -156,7 +156,7 @@ fn tensors_are_read_where_their_publisher_has_them_beside_some_that_are_copied()
 
 #[test]
 fn what_owns_the_tensors_is_kept_until_no_process_has_the_version() {
-    let stage = Stage::new("lease");
+    let stage = Stage::new();
     let keeper = stage.keeper();
     let (weights, told) = stage.weights_in_place(3);
     let published = weights.publish(&stage.domain, "w", WAIT).unwrap();
@@ -188,7 +188,7 @@ fn what_owns_the_tensors_is_kept_until_no_process_has_the_version() {
 
 #[test]
 fn a_forked_child_keeps_no_version_of_its_parent() {
-    let stage = Stage::new("forked-lease");
+    let stage = Stage::new();
     let keeper = stage.keeper();
     let (weights, told) = stage.weights_in_place(2);
     let published = weights.publish(&stage.domain, "w", WAIT).unwrap();
@@ -206,7 +206,7 @@ fn a_forked_child_keeps_no_version_of_its_parent() {
 #[test]
 fn a_version_of_many_pieces_is_taken_over_whole_from_many_holders() {
     const PIECES: usize = 300;
-    let stage = Stage::new("many");
+    let stage = Stage::new();
     let keeper = stage.keeper();
     let (weights, told) = stage.weights_in_place(PIECES);
     let published = weights.publish(&stage.domain, "w", WAIT).unwrap();
@@ -231,7 +231,7 @@ fn a_version_of_many_pieces_is_taken_over_whole_from_many_holders() {
 
 #[test]
 fn a_reader_whose_version_is_replaced_while_it_asks_for_pieces_opens_the_next_one() {
-    let stage = Stage::new("replaced");
+    let stage = Stage::new();
     let ((old, _told), new) = (stage.weights_in_place(9), stage.weights(5));
     let (old, new) = (old.held_for_tests(1), new.held_for_tests(2));
     let asked = AtomicUsize::new(0);
@@ -248,7 +248,7 @@ fn a_reader_whose_version_is_replaced_while_it_asks_for_pieces_opens_the_next_on
 
 #[test]
 fn pieces_of_a_wrong_number_length_or_kind_are_refused_before_anything_is_mapped() {
-    let stage = Stage::new("hostile-pieces");
+    let stage = Stage::new();
     let keeper = stage.keeper();
     let name = weights_name("w").unwrap();
     let (whole, _told) = stage.weights_in_place(9);
@@ -320,7 +320,7 @@ fn pieces_of_a_wrong_number_length_or_kind_are_refused_before_anything_is_mapped
 
 #[test]
 fn memory_that_no_process_can_open_or_that_does_not_fit_is_refused_with_the_tensors_name() {
-    let stage = Stage::new("refused");
+    let stage = Stage::new();
     let mut tensors = TensorsInPlace::new(&stage.device);
     let memory = Memory::allocate(&stage.device, 8192).unwrap();
     let imported = Memory::import_fd(

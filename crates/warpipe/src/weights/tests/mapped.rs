@@ -102,7 +102,7 @@ fn addresses(weights: &SharedWeights) -> Vec<u64> {
 #[test]
 fn a_reader_of_the_next_version_in_place_makes_no_call_of_the_driver_for_memory() {
     const TENSORS: usize = 171;
-    let stage = Stage::new("again");
+    let stage = Stage::new();
     let _keeper = stage.keeper();
     let trainer = stage.trainer(&stage.device, TENSORS);
     let (first, _told) = trainer.publish();
@@ -139,7 +139,7 @@ fn a_reader_of_the_next_version_in_place_makes_no_call_of_the_driver_for_memory(
 
 #[test]
 fn a_piece_that_was_published_before_is_not_exported_again_and_not_held_once_more() {
-    let stage = Stage::new("exported-once");
+    let stage = Stage::new();
     let _keeper = stage.keeper();
     let (backend, device) = counting(&stage.device);
     let trainer = stage.trainer(&device, 9);
@@ -152,7 +152,7 @@ fn a_piece_that_was_published_before_is_not_exported_again_and_not_held_once_mor
 
 #[test]
 fn neither_a_reader_nor_a_keeper_asks_for_pieces_that_it_has() {
-    let stage = Stage::new("asks");
+    let stage = Stage::new();
     let trainer = stage.trainer(&stage.device, 100);
     let (first, second) = (trainer.weights(), trainer.weights());
     let versions = [first.0.held_for_tests(1), second.0.held_for_tests(2)];
@@ -188,7 +188,7 @@ fn neither_a_reader_nor_a_keeper_asks_for_pieces_that_it_has() {
 
 #[test]
 fn a_keeper_takes_what_it_has_for_the_next_version_and_gives_all_of_it_to_each_reader() {
-    let stage = Stage::new("keeper-has");
+    let stage = Stage::new();
     let keeper = stage.keeper();
     let trainer = stage.trainer(&stage.device, 70);
     let (first, _told) = trainer.publish();
@@ -207,7 +207,7 @@ fn a_keeper_takes_what_it_has_for_the_next_version_and_gives_all_of_it_to_each_r
 
 #[test]
 fn versions_of_one_memory_share_its_mapping_and_each_gives_its_own_lease_up() {
-    let stage = Stage::new("shares");
+    let stage = Stage::new();
     let _keeper = stage.keeper();
     let trainer = stage.trainer(&stage.device, 3);
     let (first, first_told) = trainer.publish();
@@ -233,7 +233,7 @@ fn versions_of_one_memory_share_its_mapping_and_each_gives_its_own_lease_up() {
 
 #[test]
 fn a_part_whose_mapping_has_ended_is_mapped_anew_when_it_comes_back() {
-    let stage = Stage::new("comes-back");
+    let stage = Stage::new();
     let _keeper = stage.keeper();
     let trainer = stage.trainer(&stage.device, 5);
     let (backend, device) = counting(&stage.device);
@@ -250,7 +250,7 @@ fn a_part_whose_mapping_has_ended_is_mapped_anew_when_it_comes_back() {
 
 #[test]
 fn parts_of_another_user_of_another_length_or_under_a_follower_are_not_taken_for_known_ones() {
-    let stage = Stage::new("not-known");
+    let stage = Stage::new();
     let keeper = stage.keeper();
     let trainer = stage.trainer(&stage.device, 9);
     let (_published, _told) = trainer.publish();
@@ -287,7 +287,7 @@ fn parts_of_another_user_of_another_length_or_under_a_follower_are_not_taken_for
 
 #[test]
 fn known_pieces_of_another_length_are_asked_for() {
-    let stage = Stage::new("known-length");
+    let stage = Stage::new();
     let trainer = stage.trainer(&stage.device, 9);
     let (weights, _told) = trainer.weights();
     let held = weights.held_for_tests(1);
@@ -318,7 +318,7 @@ fn known_pieces_of_another_length_are_asked_for() {
 
 #[test]
 fn a_follower_beside_an_opener_of_the_same_memory_changes_what_it_shows_alone() {
-    let stage = Stage::new("beside");
+    let stage = Stage::new();
     let _keeper = stage.keeper();
     drop(stage.publish(1));
     let opened = stage.opener().open().unwrap();
@@ -347,7 +347,7 @@ fn a_follower_beside_an_opener_of_the_same_memory_changes_what_it_shows_alone() 
 
 #[test]
 fn a_follower_whose_addresses_were_used_waits_until_other_openers_have_closed_the_same_memory() {
-    let stage = Stage::new("beside-used");
+    let stage = Stage::new();
     let _keeper = stage.keeper();
     drop(stage.publish(1));
     let opened = stage.opener().open().unwrap();
@@ -376,7 +376,7 @@ fn a_follower_whose_addresses_were_used_waits_until_other_openers_have_closed_th
 
 #[test]
 fn a_follower_with_clones_shares_its_memory_with_no_later_opener() {
-    let stage = Stage::new("beside-clones");
+    let stage = Stage::new();
     let _keeper = stage.keeper();
     drop(stage.publish(1));
     let shared = stage.opener().open().unwrap();
@@ -415,7 +415,7 @@ fn publish_halves(stage: &Stage, byte: u8) -> PublishedWeights {
 
 #[test]
 fn a_version_that_has_one_memory_in_two_parts_is_followed_by_another_one() {
-    let stage = Stage::new("twice");
+    let stage = Stage::new();
     let _keeper = stage.keeper();
     drop(publish_halves(&stage, 1));
     let shared = stage.opener().open().unwrap();
@@ -430,7 +430,7 @@ fn a_version_that_has_one_memory_in_two_parts_is_followed_by_another_one() {
 
 #[test]
 fn a_follower_maps_nothing_that_lies_there_already_and_gives_the_former_lease_up() {
-    let stage = Stage::new("follow-same");
+    let stage = Stage::new();
     let _keeper = stage.keeper();
     let trainer = stage.trainer(&stage.device, 20);
     let (first, first_told) = trainer.publish();
@@ -479,7 +479,7 @@ impl Stage {
 
 #[test]
 fn a_follower_takes_parts_that_come_in_another_order_each_at_the_address_of_its_tensors() {
-    let stage = Stage::new("follow-moved");
+    let stage = Stage::new();
     let _keeper = stage.keeper();
     let _first = stage.publish_parts(10, &[0, 1, 2, 3]);
     let mut follower = stage.opener().open().unwrap().follow();
@@ -522,7 +522,7 @@ fn a_follower_takes_parts_that_come_in_another_order_each_at_the_address_of_its_
 
 #[test]
 fn a_follower_takes_a_tensor_that_comes_by_copy_in_a_version_of_which_the_others_stay() {
-    let stage = Stage::new("follow-partial");
+    let stage = Stage::new();
     let _keeper = stage.keeper();
     let trainer = stage.trainer(&stage.device, 1);
     let ((first, _told), layout) = (
@@ -556,7 +556,7 @@ fn a_follower_takes_a_tensor_that_comes_by_copy_in_a_version_of_which_the_others
 
 #[test]
 fn a_forked_child_takes_no_mapping_of_its_parent_for_known() {
-    let stage = Stage::new("fork-known");
+    let stage = Stage::new();
     let _keeper = stage.keeper();
     let trainer = stage.trainer(&stage.device, 9);
     let (_published, _told) = trainer.publish();

@@ -11,7 +11,7 @@ fn longest() -> String {
 
 #[test]
 fn weights_with_names_of_200_bytes_are_kept_opened_listed_taken_over_and_leave_no_file() {
-    let stage = Stage::new("long-names");
+    let stage = Stage::new();
     let name = longest();
     let keep = || {
         Keeper::builder(&name)

@@ -44,7 +44,7 @@ impl Stage {
 
 #[test]
 fn a_partial_version_is_whole_for_readers_and_has_the_memory_and_hashes_of_its_base() {
-    let stage = Stage::new("partial");
+    let stage = Stage::new();
     let _keeper = stage.keeper();
     let whole = stage.weights(1);
     whole.publish(&stage.domain, "w", WAIT).unwrap();
@@ -78,7 +78,7 @@ fn a_partial_version_is_whole_for_readers_and_has_the_memory_and_hashes_of_its_b
 
 #[test]
 fn tensors_behind_copies_that_fill_their_memory_are_hashed_where_they_lie_or_not_at_all() {
-    let stage = Stage::new("behind");
+    let stage = Stage::new();
     let _keeper = stage.keeper();
     let copied = |name, hashing| {
         // All of the memory that its allocation has: what follows begins at its very end.
@@ -103,7 +103,7 @@ fn tensors_behind_copies_that_fill_their_memory_are_hashed_where_they_lie_or_not
 
 #[test]
 fn a_version_of_bases_has_the_parts_that_it_uses_and_no_others() {
-    let stage = Stage::new("chain");
+    let stage = Stage::new();
     let _keeper = stage.keeper();
     let mut last = stage.publish_partial(&[("x", 0), ("y", 0)], &stage.weights(1));
     for step in 1..=20 {
@@ -121,7 +121,7 @@ fn a_version_of_bases_has_the_parts_that_it_uses_and_no_others() {
 
 #[test]
 fn the_memory_of_a_base_is_kept_by_each_process_that_has_a_version_of_it_and_by_no_other() {
-    let stage = Stage::new("partial-lease");
+    let stage = Stage::new();
     let keeper = stage.keeper();
     let (weights, told) = stage.weights_in_place(3);
     let published = weights.publish(&stage.domain, "w", WAIT).unwrap();
@@ -155,7 +155,7 @@ fn the_memory_of_a_base_is_kept_by_each_process_that_has_a_version_of_it_and_by_
 
 #[test]
 fn a_base_that_was_withdrawn_is_an_error_and_one_that_is_open_is_none() {
-    let stage = Stage::new("withdrawn");
+    let stage = Stage::new();
     let keeper = stage.keeper();
     stage.publish(1);
     let find = |number| BaseVersion::find(&stage.domain, "w", number, WAIT);
@@ -188,7 +188,7 @@ fn a_base_that_was_withdrawn_is_an_error_and_one_that_is_open_is_none() {
 
 #[test]
 fn a_version_has_tensors_in_place_of_so_many_versions_and_no_more() {
-    let stage = Stage::new("leases");
+    let stage = Stage::new();
     let mut last: Option<Weights> = None;
     let mut told = Vec::new();
     for number in 0..=LEASES_MAX {
@@ -222,7 +222,7 @@ fn a_version_has_tensors_in_place_of_so_many_versions_and_no_more() {
 
 #[test]
 fn strides_and_metadata_arrive_as_they_were_given() {
-    let stage = Stage::new("strides");
+    let stage = Stage::new();
     let keeper = stage.keeper();
     let turned = Layout::strided(DType::U8, &[2, 3], &[1, 2], 0).unwrap();
     let builder = Weights::builder(&stage.device, [("turned", turned)]).unwrap();
@@ -259,7 +259,7 @@ fn strides_and_metadata_arrive_as_they_were_given() {
 
 #[test]
 fn a_base_without_tensors_is_the_base_of_a_version_with_some_or_none() {
-    let stage = Stage::new("no-tensors");
+    let stage = Stage::new();
     let keeper = stage.keeper();
     let nothing = || Weights::builder(&stage.device, []).unwrap();
     let empty = nothing().finish().unwrap();

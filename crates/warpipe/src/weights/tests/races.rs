@@ -87,7 +87,7 @@ fn version(held: &Held) -> Result<OutgoingReply, Rejection> {
 
 #[test]
 fn a_keeper_that_ends_before_a_publishers_holder_is_there_has_not_taken_the_version() {
-    let stage = Stage::new("lost");
+    let stage = Stage::new();
     let (took, taken): (Sender<u64>, _) = channel();
     let server = stage.scripted(move |_, client, request| match request {
         KeeperRequest::Take { .. } => {
@@ -117,7 +117,7 @@ fn a_keeper_that_ends_before_a_publishers_holder_is_there_has_not_taken_the_vers
 
 #[test]
 fn a_reader_tells_its_number_once_its_holder_is_there_and_to_the_next_keeper_if_one_has_ended() {
-    let stage = Stage::new("tells");
+    let stage = Stage::new();
     let weights = stage.weights(1);
     let held = weights.held_for_tests(9);
     let domain = stage.domain.clone();
@@ -140,7 +140,7 @@ fn a_reader_tells_its_number_once_its_holder_is_there_and_to_the_next_keeper_if_
 
 #[test]
 fn a_keeper_gives_no_number_that_a_process_holds_which_it_did_not_find() {
-    let stage = Stage::new("unfound");
+    let stage = Stage::new();
     let _keeper = stage.keeper();
     let name = weights_name("w").unwrap();
     let session = KeeperSession::open(&stage.domain, &name, WAIT).unwrap();
@@ -162,7 +162,7 @@ fn a_keeper_gives_no_number_that_a_process_holds_which_it_did_not_find() {
 #[test]
 fn a_number_that_no_version_has_is_no_answer_to_a_publisher() {
     for number in [0, (1 << 48) + 1, u64::MAX] {
-        let stage = Stage::new("number");
+        let stage = Stage::new();
         let _server = stage.scripted(move |core, client, request| {
             if let KeeperRequest::Take { .. } = request {
                 core.tell(client, &notice(KeeperNotice::Taken { number }));
@@ -176,7 +176,7 @@ fn a_number_that_no_version_has_is_no_answer_to_a_publisher() {
 
 #[test]
 fn a_check_waits_for_a_keeper_that_still_asks_its_holders() {
-    let stage = Stage::new("asks");
+    let stage = Stage::new();
     let weights = stage.weights(1);
     let held = weights.held_for_tests(3);
     let asked = AtomicUsize::new(0);
@@ -194,7 +194,7 @@ fn a_check_waits_for_a_keeper_that_still_asks_its_holders() {
 
 #[test]
 fn a_descriptor_whose_close_may_block_is_no_memory_of_a_gpu() {
-    let stage = Stage::new("kind");
+    let stage = Stage::new();
     let _keeper = stage.keeper();
     let weights = stage.weights(1);
     let directory = std::fs::File::open("/").unwrap();
@@ -216,7 +216,7 @@ fn a_descriptor_whose_close_may_block_is_no_memory_of_a_gpu() {
 
 #[test]
 fn holders_without_a_keeper_are_asked_at_the_same_time_and_one_that_answers_is_listed() {
-    let stage = Stage::new("together");
+    let stage = Stage::new();
     let weights = stage.weights(1);
     let held = Arc::new(weights.held_for_tests(1));
     let _answers = Holder::serve(&stage.domain, "w", held).unwrap();
@@ -252,7 +252,7 @@ fn holders_without_a_keeper_are_asked_at_the_same_time_and_one_that_answers_is_l
 #[test]
 fn the_newest_versions_alone_are_taken_over() {
     const VERSIONS: u8 = 12;
-    let stage = Stage::new("cap");
+    let stage = Stage::new();
     let keeper = stage.keeper();
     let _held: Vec<_> = (1..=VERSIONS).map(|byte| stage.publish(byte)).collect();
     drop(keeper);
@@ -264,7 +264,7 @@ fn the_newest_versions_alone_are_taken_over() {
 
 #[test]
 fn the_result_of_a_check_that_changes_nothing_wakes_nobody() {
-    let stage = Stage::new("woken");
+    let stage = Stage::new();
     let _keeper = stage.keeper();
     let name = weights_name("w").unwrap();
     let session = KeeperSession::open(&stage.domain, &name, WAIT).unwrap();
@@ -287,7 +287,7 @@ fn the_result_of_a_check_that_changes_nothing_wakes_nobody() {
 
 #[test]
 fn a_forked_child_cannot_use_its_parents_weights_and_removes_no_file_of_them() {
-    let stage = Stage::new("child");
+    let stage = Stage::new();
     let keeper = stage.keeper();
     let weights = stage.weights(1);
     let published = weights.publish(&stage.domain, "w", WAIT).unwrap();

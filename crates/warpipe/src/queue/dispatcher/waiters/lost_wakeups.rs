@@ -46,7 +46,7 @@ fn one_worker(fixture: &QueueFixture, queue: &Queue) -> Worker {
 
 #[test]
 fn a_wait_for_room_ends_when_an_outcome_is_taken_or_a_job_is_called_off() {
-    let fixture = QueueFixture::new("room-wake");
+    let fixture = QueueFixture::new();
     let queue = fixture.queue();
     let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
     let (told, woken) = mpsc::channel();
@@ -69,7 +69,7 @@ fn a_wait_for_room_ends_when_an_outcome_is_taken_or_a_job_is_called_off() {
 
 #[test]
 fn a_thread_that_sleeps_on_the_descriptors_wakes_for_an_answer_that_came_while_another_polled() {
-    let fixture = QueueFixture::new("polled");
+    let fixture = QueueFixture::new();
     let queue = fixture.queue();
     let mut worker = one_worker(&fixture, &queue);
     // The memory of both ends is known before: it rings as well.
@@ -95,7 +95,7 @@ fn a_thread_that_sleeps_on_the_descriptors_wakes_for_an_answer_that_came_while_a
 
 #[test]
 fn a_thread_that_leaves_a_job_waiting_wakes_the_queues_own_thread() {
-    let fixture = QueueFixture::new("credit");
+    let fixture = QueueFixture::new();
     let queue = fixture.build(|it| it.prefetch(1));
     let mut worker = one_worker(&fixture, &queue);
     let jobs = [0, 1].map(|_| queue.submit_bytes(b"work", &fixture.stream).unwrap());
@@ -118,7 +118,7 @@ fn a_thread_that_leaves_a_job_waiting_wakes_the_queues_own_thread() {
 /// It attached when the last outcome was found.
 #[test]
 fn a_worker_that_gets_its_session_while_the_queue_ends_takes_no_more_jobs() {
-    let fixture = QueueFixture::new("last-moment");
+    let fixture = QueueFixture::new();
     let queue = fixture.queue();
     let mut guard = queue.dispatcher.lock();
     guard.table.stage = Stage::Draining;
@@ -134,7 +134,7 @@ fn a_worker_that_gets_its_session_while_the_queue_ends_takes_no_more_jobs() {
 /// Another thread found the last outcome, and closes the publisher.
 #[test]
 fn a_shutdown_waits_for_the_thread_that_releases_the_name() {
-    let fixture = QueueFixture::new("release");
+    let fixture = QueueFixture::new();
     let queue = fixture.queue();
     queue.dispatcher.lock().table.stage = Stage::Draining;
     let late = queue.shutdown(Duration::ZERO);
@@ -146,7 +146,7 @@ fn a_shutdown_waits_for_the_thread_that_releases_the_name() {
 
 #[test]
 fn a_lease_without_an_end_is_no_overflow() {
-    let fixture = QueueFixture::new("endless");
+    let fixture = QueueFixture::new();
     let queue = fixture.build(|it| it.lease_timeout(Some(Duration::MAX)));
     let mut worker = one_worker(&fixture, &queue);
     let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
@@ -158,7 +158,7 @@ fn a_lease_without_an_end_is_no_overflow() {
 
 #[test]
 fn a_lease_does_not_run_out_while_its_queue_stands_still() {
-    let fixture = QueueFixture::new("frozen");
+    let fixture = QueueFixture::new();
     let queue = fixture.build(|it| it.lease_timeout(Some(LONG)));
     let mut worker = one_worker(&fixture, &queue);
     let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
@@ -173,7 +173,7 @@ fn a_lease_does_not_run_out_while_its_queue_stands_still() {
 
 #[test]
 fn jobs_that_were_called_off_leave_nothing_behind() {
-    let fixture = QueueFixture::new("off");
+    let fixture = QueueFixture::new();
     let queue = fixture.queue();
     for _ in 0..100 {
         assert!(
@@ -208,7 +208,7 @@ fn jobs_that_were_called_off_leave_nothing_behind() {
 
 #[test]
 fn an_event_loop_that_waits_for_room_is_notified_that_the_queue_is_shut() {
-    let fixture = QueueFixture::new("shut-watch");
+    let fixture = QueueFixture::new();
     let queue = fixture.build(|it| it.limit(1));
     let _job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
     let watch = queue.watch().unwrap();
@@ -219,7 +219,7 @@ fn an_event_loop_that_waits_for_room_is_notified_that_the_queue_is_shut() {
 
 #[test]
 fn a_worker_whose_socket_closed_keeps_its_leases_while_its_queue_stands_still() {
-    let fixture = QueueFixture::new("stopped-owner");
+    let fixture = QueueFixture::new();
     let queue = fixture.build(|it| it.max_attempts(1));
     let mut worker = one_worker(&fixture, &queue);
     let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
@@ -245,7 +245,7 @@ fn a_worker_whose_socket_closed_keeps_its_leases_while_its_queue_stands_still() 
 
 #[test]
 fn a_result_in_flight_when_its_worker_closed_gracefully_counts_however_late_it_completes() {
-    let fixture = QueueFixture::new("close");
+    let fixture = QueueFixture::new();
     let queue = fixture.build(|it| it.max_attempts(1));
     let mut worker = one_worker(&fixture, &queue);
     let job = queue.submit_bytes(b"work", &fixture.stream).unwrap();
@@ -281,7 +281,7 @@ fn a_result_in_flight_when_its_worker_closed_gracefully_counts_however_late_it_c
 
 #[test]
 fn a_wait_for_a_job_ends_when_its_queue_is_dropped() {
-    let fixture = QueueFixture::new("dropped");
+    let fixture = QueueFixture::new();
     let queue = fixture.queue();
     let jobs: Vec<_> = (0..3)
         .map(|_| queue.submit_bytes(b"never", &fixture.stream).unwrap())
@@ -303,7 +303,7 @@ fn a_wait_for_a_job_ends_when_its_queue_is_dropped() {
 
 #[test]
 fn a_cancelled_submit_submits_nothing_although_there_is_room_and_gives_its_loan_back() {
-    let fixture = QueueFixture::new("room");
+    let fixture = QueueFixture::new();
     let queue = fixture.build(|it| it.limit(1));
     let first = queue.submit_bytes(b"1", &fixture.stream).unwrap();
     let loan = queue.loan(&Layout::bytes_only(1).unwrap()).unwrap();
@@ -323,7 +323,7 @@ fn a_cancelled_submit_submits_nothing_although_there_is_room_and_gives_its_loan_
 
 #[test]
 fn an_expired_job_that_cannot_be_answered_is_no_timeout_of_the_next_lease() {
-    let fixture = QueueFixture::new("expired");
+    let fixture = QueueFixture::new();
     let (queue, stream) = (fixture.build(|it| it.prefetch(256)), &fixture.stream);
     let builder = Worker::builder("jobs").domain(&fixture.domain);
     let builder = builder.device(&fixture.device);
@@ -350,7 +350,7 @@ fn an_expired_job_that_cannot_be_answered_is_no_timeout_of_the_next_lease() {
 
 #[test]
 fn a_shutdown_and_a_wait_of_other_threads_end_with_the_last_job() {
-    let fixture = QueueFixture::new("end");
+    let fixture = QueueFixture::new();
     let queue = fixture.queue();
     let mut worker = one_worker(&fixture, &queue);
     let jobs = [0, 1].map(|_| queue.submit_bytes(b"work", &fixture.stream).unwrap());
