@@ -2,7 +2,7 @@
 //! descriptors.
 
 use std::collections::BTreeMap;
-use std::io::Read;
+use std::io::{Read, Write as _};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -141,6 +141,10 @@ fn status_of_a_child(work: impl FnOnce() -> bool) -> i32 {
         // SAFETY: as above.
         unsafe {
             libc::alarm(60);
+            // What a child gives to the harness is lost with it.
+            std::panic::set_hook(Box::new(|panic| {
+                let _ = writeln!(std::io::stderr(), "in a child: {panic}");
+            }));
             libc::_exit(i32::from(!work()));
         }
     }

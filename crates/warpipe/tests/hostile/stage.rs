@@ -237,6 +237,7 @@ pub(crate) fn in_a_forked_child(work: impl FnOnce() -> bool) {
         // SAFETY: as above.
         unsafe {
             libc::alarm(2 * LONG.as_secs() as u32);
+            tell_panics();
             let is_true =
                 std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).unwrap_or(false);
             libc::_exit(i32::from(!is_true));
@@ -246,6 +247,14 @@ pub(crate) fn in_a_forked_child(work: impl FnOnce() -> bool) {
     // SAFETY: waits for our own child, and writes one `int`.
     assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
     assert_eq!(status, 0, "the child hangs, or finds something else");
+}
+
+/// Panics are written to the process's own `stderr`: what a test's child gives to the harness is
+/// lost with it.
+pub(super) fn tell_panics() {
+    std::panic::set_hook(Box::new(|panic| {
+        let _ = writeln!(std::io::stderr(), "in a child: {panic}");
+    }));
 }
 
 /// Runs `work` while another thread holds the lock.
