@@ -11,7 +11,8 @@ use crate::memory::DeviceSlice;
 use crate::options::Opener;
 use crate::wait::Wait;
 
-const TERMS: Terms = Terms {
+static TERMS: Terms = Terms {
+    kind: Kind::Allocations,
     lent: "shares",
     claims_max: CLAIMS_MAX,
     has_streams: false,

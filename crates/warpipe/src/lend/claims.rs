@@ -94,10 +94,10 @@ impl<T> Borrowers<T> {
 
     /// Undoes [`claim`](Self::claim) before the borrower learns of it. `None` if the claim has
     /// ended meanwhile.
-    pub(crate) fn take_back(&mut self, client: u64, word: u32) -> Option<T> {
+    pub(crate) fn take_back(&mut self, client: u64, (word, value): (u32, u64)) -> Option<T> {
         self.by_client
             .get_mut(&client)?
-            .take(|_, claim| claim.word == word)
+            .take(|_, claim| (claim.word, claim.value) == (word, value))
     }
 
     /// Takes what the borrower has returned unused since the last [`collect`](Self::collect).

@@ -176,8 +176,8 @@ impl<L: Lender> RequestHandler for L {
 
     fn take_back(&self, client: &ClientInfo, body: &[u8]) -> bool {
         // Pieces are asked for again.
-        if let Ok(LendReply::<()>::Lent(Grant { word, .. })) = decode(body, "a lender")
-            && let Some(lent) = self.with_borrowers(|it| it.take_back(client.id, word))
+        if let Ok(LendReply::<()>::Lent(Grant { word, value, .. })) = decode(body, "a lender")
+            && let Some(lent) = self.with_borrowers(|it| it.take_back(client.id, (word, value)))
         {
             Lender::take_back(self, lent);
         }

@@ -20,7 +20,7 @@ use crate::backoff::Backoff;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
-use crate::ipc::{ClientSession, IncomingReply, SessionObserver, decode, encode};
+use crate::ipc::{ClientSession, IncomingReply, Kind, SessionObserver, decode, encode};
 use crate::memory::DeviceSlice;
 use crate::memory::legacy::{LegacyHandle, LegacyMemory};
 use crate::memory::mapped_region::{ImportKey, MappedRegion};
@@ -44,11 +44,19 @@ static SESSIONS: WeakCache<ImportKey, LendSession> = WeakCache::new();
 /// What the sessions of one kind of lenders differ in.
 #[derive(Debug)]
 pub(crate) struct Terms {
+    pub(crate) kind: Kind,
     /// What a claim is on, in errors.
     pub(crate) lent: &'static str,
     pub(crate) claims_max: u32,
     /// Whether streams release claims.
     pub(crate) has_streams: bool,
+}
+
+impl Terms {
+    /// The key of a process's session with a lender of this kind.
+    pub(crate) fn key(&self, uid: u32, generation: [u8; 16], device: &Device) -> ImportKey {
+        ImportKey::new(uid, generation, self.kind as u64, device)
+    }
 }
 
 /// This process's session with a lender.
@@ -151,7 +159,7 @@ impl LendSession {
             reply,
             ..
         } = attachment;
-        let key = ImportKey::new(session.uid(), session.generation(), 0, &device);
+        let key = terms.key(session.uid(), session.generation(), &device);
         LendSession::at(&key, || LendSession::open(session, reply, &device, terms))
     }
 
@@ -353,7 +361,8 @@ impl LendSession {
             None => {
                 let made = Arc::new(self.map(key, (pieces, piece), wait)?);
                 let mut table = self.runs.table.locked();
-                match table.is_over {
+                // A lender that never ends its runs has no more of them mapped than it could lend.
+                match table.is_over || table.mapped.len() >= self.terms.claims_max as usize {
                     true => made,
                     false => table.mapped.entry(key).or_insert(made).clone(),
                 }

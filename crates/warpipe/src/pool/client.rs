@@ -11,13 +11,13 @@ use crate::error::{Error, Expiry, Result};
 use crate::ipc::{Kind, REPLY_TIMEOUT};
 use crate::lend::session::{Answer, Borrowed, LendSession, Terms};
 use crate::memory::DeviceSlice;
-use crate::memory::mapped_region::ImportKey;
 use crate::memory::ticket::Ticket;
 use crate::options::Opener;
 use crate::stream::Stream;
 use crate::wait::Wait;
 
-const TERMS: Terms = Terms {
+static TERMS: Terms = Terms {
+    kind: Kind::Pool,
     lent: "blocks",
     claims_max: CLAIMS_MAX,
     has_streams: true,
@@ -180,7 +180,7 @@ impl LentBuffer {
         let Some(incarnation) = ticket.incarnation() else {
             return Err(ticket.expired(Expiry::Replaced));
         };
-        let key = ImportKey::new(ticket.owner(), incarnation, 0, device);
+        let key = TERMS.key(ticket.owner(), incarnation, device);
         let session = LendSession::at(&key, || {
             let (session, reply) = ticket.attach(device, &[], &Duration::ZERO.into())?;
             LendSession::open(session, reply, device, &TERMS)

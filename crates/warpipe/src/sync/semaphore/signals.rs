@@ -12,7 +12,7 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::atomic::{AtomicU32, AtomicU64};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use crate::backend::StreamOp;
@@ -31,7 +31,7 @@ use crate::shm::signaler::Signaler;
 use crate::stream::Stream;
 
 /// The most listeners of one member: the creator and all others.
-const LISTENERS_MAX: usize = 257;
+pub(super) const LISTENERS_MAX: usize = 257;
 
 /// The offset of the counts in a page.
 const LANES: usize = 64;
@@ -101,6 +101,8 @@ pub(super) struct MemberSignals {
     /// This member's releases, for each permit.
     signalers: Vec<Arc<Signaler>>,
     listeners: Mutex<Vec<(u32, PairPage)>>,
+    /// Pages of former listeners, which stay until this process's streams are past their work.
+    replaced: Mutex<Vec<Weak<SharedPage>>>,
     /// No driver call is made under this lock: the reactor takes it.
     heard: Mutex<BTreeMap<u32, HeardMember>>,
 }
@@ -128,6 +130,7 @@ impl MemberSignals {
             reactor: reactor.clone(),
             signalers: signalers.collect(),
             listeners: Mutex::default(),
+            replaced: Mutex::default(),
             heard: Mutex::default(),
         }))
     }
@@ -239,7 +242,12 @@ impl MemberSignals {
     /// calls the driver.
     pub(super) fn add_listener(&self, member: u32, fd: PeerFd) -> Result<()> {
         self.remove_listener(member);
-        if self.listeners.locked().len() >= LISTENERS_MAX {
+        let replaced = {
+            let mut replaced = self.replaced.locked();
+            replaced.retain(|page| page.strong_count() > 0);
+            replaced.len()
+        };
+        if self.listeners.locked().len() + replaced >= LISTENERS_MAX {
             return Err(Error::argument(
                 "listener",
                 member,
@@ -276,6 +284,7 @@ impl MemberSignals {
         self.signalers
             .iter()
             .for_each(|signaler| drop(signaler.remove(member.into())));
+        self.replaced.locked().push(Arc::downgrade(&pair_page.page));
         self.drop_page_deferred(pair_page);
     }
 

@@ -11,6 +11,7 @@ use std::time::Instant;
 
 use super::*;
 use crate::backend::testing::{Delaying, Wrapped};
+use crate::fork::CloseOnForkFd;
 use crate::wait::OptionalExtension;
 use crate::wait::Wait;
 
@@ -518,6 +519,28 @@ fn streams_go_on_when_the_member_that_they_wait_for_is_dead() {
     more.synchronize(WAIT).unwrap();
     drop(go);
     streams[0].synchronize(WAIT).unwrap();
+}
+
+#[test]
+fn a_member_that_asks_again_and_again_holds_no_more_pages_than_all_members_could() {
+    let (stage, device) = (Stage::new("again"), Device::host());
+    let (creator, _member) = stage.both(&device, 1);
+    let (streams, go) = chain(&[&creator], &device);
+    let signals = creator.local.signals();
+    let ask = || {
+        let draft = signals.draft()?;
+        let page = CloseOnForkFd::duplicate(&draft).unwrap();
+        signals.add_listener(7, page.into())
+    };
+    let asked = (0..1000).map(|_| ask()).take_while(Result::is_ok).count();
+    assert_eq!(asked, super::signals::LISTENERS_MAX);
+    drop(go);
+    streams[0].synchronize(WAIT).unwrap();
+    let start = Instant::now();
+    while ask().is_err() {
+        assert!(start.elapsed() < WAIT);
+        std::thread::park_timeout(Duration::from_millis(1));
+    }
 }
 
 #[test]
