@@ -2,7 +2,6 @@
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::thread::JoinHandle;
 
 use super::changes::Callback;
 use super::monitor::{DirectoryMonitor, WatchShared};
@@ -12,6 +11,7 @@ use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::domain::Domain;
 use crate::options::{EndpointOptions, option_setters};
+use crate::runtime::thread::Thread;
 use crate::wait::Wait;
 
 /// The members of a domain, followed until this is dropped. The drop does not wait for a callback
@@ -54,7 +54,7 @@ pub struct Members {
 /// The threads that watch, until this is dropped.
 struct Watch {
     shared: Arc<WatchShared>,
-    monitor: Option<JoinHandle<()>>,
+    monitor: Option<Thread>,
 }
 
 /// Settings of a watch; from [`Members::builder`].
@@ -115,8 +115,8 @@ impl MembersBuilder {
             shared,
             monitor: None,
         });
-        start_thread("warpipe-notify", move || queue.serve(self.callbacks))?;
-        watch.monitor = Some(start_thread("warpipe-members", move || monitor.run())?);
+        Thread::start("warpipe-notify", move || queue.serve(self.callbacks))?;
+        watch.monitor = Some(Thread::start("warpipe-members", move || monitor.run())?);
         watch.shared.wait_until_settled();
         Ok(Members { watch, calls_back })
     }
@@ -238,11 +238,6 @@ impl Drop for Watch {
         self.shared.close();
         self.shared.queue.close();
         // Bounded: the monitor waits only, for a moment, for an endpoint that it is clearing.
-        drop(self.monitor.take().map(JoinHandle::join));
+        self.monitor.take().map(Thread::join);
     }
-}
-
-fn start_thread(name: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
-    let spawned = std::thread::Builder::new().name(name.into()).spawn(run);
-    spawned.map_err(|e| Error::os("clone", format!("the thread {name}"), e))
 }

@@ -19,6 +19,7 @@ use crate::mutex::LockUnpoisoned;
 use crate::pubsub::{Publisher, SubscriberChanges};
 use crate::runtime::heartbeat::Uptime;
 use crate::runtime::releasable::ReleasableGuard;
+use crate::runtime::thread::Thread;
 use crate::runtime::timed_lock::TimedLock;
 
 /// Each ring wakes one sleeper, once.
@@ -138,10 +139,7 @@ impl Dispatcher {
             readable,
         });
         let runner = dispatcher.clone();
-        let spawned = std::thread::Builder::new()
-            .name("warpipe-queue".into())
-            .spawn(move || runner.run());
-        spawned.map_err(|e| Error::os("clone", "a queue's thread", e))?;
+        Thread::start("warpipe-queue", move || runner.run())?;
         Ok(dispatcher)
     }
 

@@ -9,6 +9,7 @@ use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::mutex::LockUnpoisoned;
 use crate::runtime::reactor::catch_panic;
+use crate::runtime::thread::Thread;
 
 /// An attempt to reach the peer of a name. Dropped, it is cancelled.
 #[derive(Debug)]
@@ -48,10 +49,7 @@ impl<T: Send + 'static> Attempt<T> {
             state.end(reached.unwrap_or(Err(Error::Handshake { name, fault })));
             doorbell.ring();
         };
-        let spawned = std::thread::Builder::new()
-            .name("warpipe-attach".into())
-            .spawn(run);
-        spawned.map_err(|e| Error::os("clone", "the thread warpipe-attach", e))?;
+        Thread::start("warpipe-attach", run)?;
         let shared = LeakOnFork::new(shared);
         Ok(Attempt { shared })
     }

@@ -23,6 +23,7 @@ use rustix::net::{AddressFamily, RecvFlags, ReturnFlags, Shutdown, sockopt};
 use crate::fork::per_process::PerProcess;
 use crate::fork::{CloseOnForkFd, NoForkSection};
 use crate::os;
+use crate::runtime::thread::Thread;
 
 /// The most descriptors of peers of this user that may wait to be closed before new connections are
 /// refused.
@@ -277,11 +278,7 @@ fn enqueue(uid: Option<u32>, fd: CloseOnForkFd) {
 pub(crate) fn retry() {
     let mut state = CLOSER.lock();
     while let Some(uid) = state.next_user() {
-        let spawned = std::thread::Builder::new()
-            .name("warpipe-closer".into())
-            .stack_size(STACK_BYTES)
-            .spawn(move || run(uid));
-        if spawned.is_err() {
+        if Thread::with_stack("warpipe-closer", STACK_BYTES, move || run(uid)).is_err() {
             return;
         }
         state.pending.entry(uid).or_default().threads += 1;

@@ -29,6 +29,7 @@ use crate::fork::per_process::PerProcess;
 use crate::mutex::LockUnpoisoned;
 use crate::os::timespec;
 use crate::runtime::doorbell::LocalDoorbell;
+use crate::runtime::thread::Thread;
 use crate::runtime::{closer, reserve};
 
 /// How often heartbeats are written and checked.
@@ -174,7 +175,7 @@ impl Reactor {
         });
         reactor.add(reactor.doorbell.as_fd(), DOORBELL, epoll::EventFlags::IN)?;
         let runner = reactor.clone();
-        start_thread("warpipe-control", move || {
+        Thread::start("warpipe-control", move || {
             for task in queue {
                 let _panicked = catch_panic(task);
             }
@@ -186,9 +187,9 @@ impl Reactor {
             counts: reactor.counts.clone(),
             reaper: reactor.deferred.clone(),
         };
-        start_thread("warpipe-fences", move || fences.run())?;
-        start_thread("warpipe-reaper", move || reap(drop_queue))?;
-        start_thread("warpipe-reactor", move || runner.run())?;
+        Thread::start("warpipe-fences", move || fences.run())?;
+        Thread::start("warpipe-reaper", move || reap(drop_queue))?;
+        Thread::start("warpipe-reactor", move || runner.run())?;
         Ok(reactor)
     }
 
@@ -441,13 +442,6 @@ fn watched<'a>(fd: RawFd) -> BorrowedFd<'a> {
     // SAFETY: the descriptor is open: `Registration` is dropped before it, and the lock keeps that
     // drop out.
     unsafe { BorrowedFd::borrow_raw(fd) }
-}
-
-fn start_thread(name: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {
-    let spawned = std::thread::Builder::new().name(name.into()).spawn(run);
-    spawned
-        .map(drop)
-        .map_err(|e| Error::os("clone", format!("the thread {name}"), e))
 }
 
 /// Random bytes for an endpoint's generation: `getrandom(2)`.

@@ -9,6 +9,7 @@ use tracing::level_filters::LevelFilter;
 
 use super::TraceEvent;
 use crate::fork::per_process::PerProcess;
+use crate::runtime::thread::Thread;
 
 /// The most events that wait for the subscriber.
 pub(super) const WAITING_MAX: usize = 4096;
@@ -53,10 +54,7 @@ pub(super) fn push(event: TraceEvent) {
         return;
     }
     // If no thread can be started, the next event tries again.
-    let spawned = std::thread::Builder::new()
-        .name("warpipe-trace".into())
-        .spawn(|| QUEUE.get().run());
-    state.has_thread = spawned.is_ok();
+    state.has_thread = Thread::start("warpipe-trace", || QUEUE.get().run()).is_ok();
 }
 
 impl Queue {

@@ -3,11 +3,14 @@
 //! Several threads share a large tensor, which one of them would still read when all others were done.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use super::staging::Staging;
 use crate::device::Device;
 use crate::error::Result;
+use crate::mutex::LockUnpoisoned;
+use crate::runtime::thread::on_several;
 
 /// All blocks of a tensor but its last are this long. Part of the manifest's format.
 pub(super) const BLOCK_BYTES: u64 = 16 << 20;
@@ -82,21 +85,16 @@ pub(super) fn readers(count: usize) -> usize {
 
 /// Calls `run` on several threads, on no more than there are blocks, and returns the first error.
 fn in_parallel(blocks: usize, run: impl Fn() -> Result<()> + Sync) -> Result<()> {
-    let readers = readers(blocks);
-    std::thread::scope(|scope| -> Result<()> {
-        let mut started = Vec::new();
-        for _ in 1..readers {
-            let reader = std::thread::Builder::new().name("warpipe-loader".into());
-            // Without more threads, those that run read everything.
-            started.extend(reader.spawn_scoped(scope, &run));
-        }
-        let own = if readers > 0 { run() } else { Ok(()) };
-        let others = started.into_iter().map(|reader| match reader.join() {
-            Ok(read) => read,
-            Err(panic) => std::panic::resume_unwind(panic),
-        });
-        others.fold(own, Result::and)
-    })
+    let Some(more) = readers(blocks).checked_sub(1) else {
+        return Ok(());
+    };
+    let done = Mutex::new(Ok(()));
+    on_several("warpipe-loader", more, &|| {
+        let run = run();
+        let mut done = done.locked();
+        *done = std::mem::replace(&mut *done, Ok(())).and(run);
+    });
+    done.into_inner().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -19,6 +19,7 @@ use crate::error::{Error, Result};
 use crate::kernel::{Kernel, KernelLaunch};
 use crate::memory::slice::check_range;
 use crate::memory::{DeviceSlice, Memory};
+use crate::runtime::thread::on_several;
 use crate::stream::Stream;
 
 /// Part of the manifest's format, as the next.
@@ -142,13 +143,8 @@ unsafe fn each_leaf(launch: KernelLaunch<'_>, also: impl Fn(u64, &[u8]) + Sync) 
             }
         }
     };
-    std::thread::scope(|scope| {
-        for _ in 1..readers(leaves.div_ceil(LEAVES_A_TURN) as usize) {
-            // Without more threads, this one hashes everything.
-            let _ = std::thread::Builder::new().spawn_scoped(scope, work);
-        }
-        work();
-    });
+    let threads = readers(leaves.div_ceil(LEAVES_A_TURN) as usize);
+    on_several("warpipe-loader", threads.saturating_sub(1), &work);
 }
 
 /// The content hash of a tensor with these bytes.

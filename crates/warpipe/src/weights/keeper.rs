@@ -14,7 +14,7 @@ use super::held::{Held, KnownParts, NUMBER_MAX, Version, VersionReply};
 use super::holder::{clear_dead, offer_prefix};
 use super::takeover::Found;
 use super::{takeover, weights_name};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::fork::OwnerProcess;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
@@ -23,6 +23,7 @@ use crate::ipc::{
 use crate::mutex::LockUnpoisoned;
 use crate::options::{EndpointOptions, option_setters};
 use crate::runtime::doorbell::LocalDoorbell;
+use crate::runtime::thread::Thread;
 use crate::trace::{self, TraceEvent};
 
 /// How many offers are fetched at once, each on a thread: a stopped publisher occupies its thread
@@ -429,10 +430,7 @@ impl KeeperHandler {
         }
         let slot = OfferSlot::take(core)
             .ok_or_else(|| Rejection::new(format!("it fetches {OFFERS_MAX} offers already")))?;
-        std::thread::Builder::new()
-            .name("warpipe-weights".into())
-            .spawn(move || slot.run(client, &endpoint))
-            .map_err(|e| Error::os("clone", "the thread warpipe-weights", e))?;
+        Thread::start("warpipe-weights", move || slot.run(client, &endpoint))?;
         OutgoingReply::new(&KeeperReply::Noted, vec![])
     }
 }

@@ -13,6 +13,7 @@ use crate::error::{Error, Result};
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::until_open;
 use crate::mutex::LockUnpoisoned;
+use crate::runtime::thread::Thread;
 
 /// How long the thread waits for a keeper that takes the hashes.
 const KEEPER_TIMEOUT: Duration = Duration::from_secs(30);
@@ -112,10 +113,8 @@ impl LaterHashes {
             current: Arc::downgrade(current),
         };
         let progress = later.progress.clone();
-        let thread = std::thread::Builder::new().name("warpipe-weights".into());
-        let spawned = thread.spawn(move || end(&progress, task.run()));
-        if let Err(error) = spawned {
-            let error = Error::os("clone", "the thread warpipe-weights", error);
+        let started = Thread::start("warpipe-weights", move || end(&progress, task.run()));
+        if let Err(error) = started {
             end(&later.progress, Err(error));
         }
         later

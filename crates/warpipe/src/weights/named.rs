@@ -17,6 +17,7 @@ use crate::device_types::DeviceId;
 use crate::error::{Error, Holder, Result};
 use crate::ipc::domain::{Author, Domain, EndpointName};
 use crate::mutex::LockUnpoisoned;
+use crate::runtime::thread::on_several;
 
 /// How many processes are asked at once: a stopped one occupies a thread for a whole handshake.
 const ASKED_AT_ONCE: usize = 32;
@@ -243,14 +244,8 @@ impl Survey<'_> {
             left: Mutex::new(left),
             found: Mutex::new(found),
         };
-        std::thread::scope(|scope| {
-            for _ in 1..threads {
-                let thread = std::thread::Builder::new().name("warpipe-weights".into());
-                // Without more threads, those that run ask everyone.
-                let _ = thread.spawn_scoped(scope, || survey.ask_all());
-            }
-            survey.ask_all();
-        });
+        let more = threads.saturating_sub(1);
+        on_several("warpipe-weights", more, &|| survey.ask_all());
         let found = survey.found.into_inner();
         let found = found.unwrap_or_else(PoisonError::into_inner);
         let mut found: Vec<NamedWeights> = found.into_iter().flatten().collect();

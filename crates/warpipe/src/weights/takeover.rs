@@ -11,6 +11,7 @@ use crate::error::{Error, Result};
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{Address, ClientSession, Kind, REPLY_TIMEOUT, SessionObserver, decode, encode};
 use crate::mutex::LockUnpoisoned;
+use crate::runtime::thread::on_several;
 
 /// How many holders are asked at once: a stopped one occupies a thread for a whole handshake.
 const ASKED_AT_ONCE: usize = 32;
@@ -77,14 +78,8 @@ pub(super) fn find(domain: &Domain, weights: &EndpointName) -> Result<Found> {
         completing: Mutex::new(()),
         found: Mutex::new(found),
     };
-    std::thread::scope(|scope| {
-        for _ in 1..threads {
-            let thread = std::thread::Builder::new().name("warpipe-weights".into());
-            // Without more threads, those that run ask everyone.
-            let _ = thread.spawn_scoped(scope, || search.ask_all());
-        }
-        search.ask_all();
-    });
+    let more = threads.saturating_sub(1);
+    on_several("warpipe-weights", more, &|| search.ask_all());
     let found = search.found.into_inner();
     let mut found = found.unwrap_or_else(PoisonError::into_inner);
     match found.shortage.take() {

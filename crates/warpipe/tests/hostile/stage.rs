@@ -237,10 +237,7 @@ pub(crate) fn in_a_forked_child(work: impl FnOnce() -> bool) {
         // SAFETY: as above.
         unsafe {
             libc::alarm(2 * LONG.as_secs() as u32);
-            tell_panics();
-            let is_true =
-                std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).unwrap_or(false);
-            libc::_exit(i32::from(!is_true));
+            libc::_exit(i32::from(!is_true_in_child(work)));
         }
     }
     let mut status = 0;
@@ -249,12 +246,17 @@ pub(crate) fn in_a_forked_child(work: impl FnOnce() -> bool) {
     assert_eq!(status, 0, "the child hangs, or finds something else");
 }
 
-/// Panics are written to the process's own `stderr`: what a test's child gives to the harness is
-/// lost with it.
-pub(super) fn tell_panics() {
-    std::panic::set_hook(Box::new(|panic| {
-        let _ = writeln!(std::io::stderr(), "in a child: {panic}");
-    }));
+/// Calls `work`; false if it panics. Says why past the harness and its locks: what a test's child
+/// gives to those is lost with it, and another thread of the parent may have had them.
+pub(super) fn is_true_in_child(work: impl FnOnce() -> bool) -> bool {
+    std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<String>().map(String::as_str);
+        let text = text.or(panic.downcast_ref::<&str>().copied());
+        let line = format!("in a child: {}\n", text.unwrap_or("a panic"));
+        // SAFETY: reads the text, which lives.
+        unsafe { libc::write(2, line.as_ptr().cast(), line.len()) };
+        false
+    })
 }
 
 /// Runs `work` while another thread holds the lock.

@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use crate::backend::{DevicePtr, StreamOp, TimelineWord};
 use crate::error::{Error, Result};
+use crate::runtime::thread::Thread;
 
 /// The most queued operations; an enqueue beyond that waits for room.
 const QUEUE_MAX: usize = 1 << 16;
@@ -123,10 +124,7 @@ impl HostStream {
             calls,
         });
         let worker = stream.clone();
-        std::thread::Builder::new()
-            .name("warpipe-stream".into())
-            .spawn(move || worker.run())
-            .map_err(|e| Error::os("clone", "a stream's thread", e))?;
+        Thread::start("warpipe-stream", move || worker.run())?;
         Ok(stream)
     }
 

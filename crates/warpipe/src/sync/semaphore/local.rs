@@ -22,6 +22,7 @@ use crate::mutex::LockUnpoisoned;
 use crate::runtime::closer::PeerFd;
 use crate::runtime::fence::Fence;
 use crate::runtime::reactor::{DropReadiness, Reactor};
+use crate::runtime::thread::Thread;
 use crate::shm::page::UnsealedPage;
 use crate::stream::Stream;
 use crate::wait::Wait;
@@ -286,15 +287,7 @@ impl LocalSemaphore {
             let result = thread.0.connect_all(permit);
             thread.0.connecting.locked().error = result.err();
         };
-        std::thread::Builder::new()
-            .name("warpipe-connect".into())
-            .spawn(connect)
-            .map(drop)
-            .map_err(|error| Error::Os {
-                call: "clone",
-                context: "a thread that gets to know members".into(),
-                source: error,
-            })
+        Thread::start("warpipe-connect", connect).map(drop)
     }
 
     /// Connects to the members that are to signal this permit; gives up one that does not answer.
