@@ -69,16 +69,16 @@ impl PublisherCore {
             regions: chunks.len() as u32,
             replies,
         };
-        let welcomed = link.welcome(&welcome, their_wake, self.fences.published(), chunks);
         let pid = link.end.peer.pid;
-        match welcomed.is_ok() && !state.closed && self.watch(&mut link).is_ok() {
+        let welcomed = link
+            .welcome(&welcome, their_wake, self.fences.published(), chunks)
+            .map_err(|error| Error::os("sendmsg", format!("the link to process {pid}"), error))
+            .and_then(|()| self.watch(&mut link));
+        match welcomed.is_ok() && !state.closed {
             true => state.add(link),
             false => self.reactor.defer_drop(Box::new(link)),
         }
-        welcomed.map_err(|error| {
-            let reason = format!("the link to process {pid}");
-            refusal_for(&Error::os("sendmsg", reason, error))
-        })
+        welcomed.map_err(|error| refusal_for(&error))
     }
 
     /// Begins to read a link's socket, and to watch for its peer's death.
