@@ -63,7 +63,7 @@ def server(domain: str, device: str | None, doomed: bool, pipe: Any) -> None:
             with contextlib.suppress(warpipe.TimeoutError), requests.accept() as request:
                 if doomed:
                     os.kill(os.getpid(), signal.SIGKILL)
-                request.reply(array_of(request) @ weights)
+                request.complete(array_of(request) @ weights)
         # Before the memory goes: no view of it is left in here.
         del weights
 

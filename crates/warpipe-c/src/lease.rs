@@ -64,16 +64,14 @@ impl Drop for LeasedInput {
     }
 }
 
-/// Gives a lease to C, of a job or request that a process submitted. Its pointer comes first: a
-/// job is not leased that has none.
+/// Gives a lease to C. Its pointer comes first: a job is not leased that has none.
 pub(crate) fn insert_lease(
     streams: &Arc<Streams>,
     timeout: Duration,
-    lease: impl FnOnce() -> Result<(Lease, i32), Failure>,
+    lease: impl FnOnce() -> Result<Lease, Failure>,
 ) -> Result<*mut warpipe_lease, Failure> {
     let entry = handle::reserve::<Owed>()?;
-    let (lease, pid) = lease()?;
-    let (input, answer) = JobInput::split(lease, pid);
+    let (input, answer) = JobInput::split(lease()?);
     Ok(entry.fill(Owed {
         answer,
         input: LeasedInput {

@@ -120,9 +120,9 @@ pub(crate) struct JobInput {
 }
 
 impl JobInput {
-    /// The parts of a lease of a job that process `pid` submitted.
-    pub(crate) fn split(lease: Lease, pid: i32) -> (JobInput, AnswerHandle) {
-        let own_metadata_bytes = lease.metadata().len();
+    /// The parts of a lease.
+    pub(crate) fn split(lease: Lease) -> (JobInput, AnswerHandle) {
+        let (pid, own_metadata_bytes) = (lease.queue_pid(), lease.metadata().len());
         let (sample, answer) = lease.split();
         let input = JobInput {
             sample,

@@ -464,11 +464,7 @@ pub unsafe extern "C" fn warpipe_server_accept(
             // SAFETY: the caller's promise.
             let stream = unsafe { object.streams.get(stream) }?;
             let server = &mut object.server;
-            let accept = || {
-                let request = server.accept(&stream, timeout(timeout_ns))?;
-                let pid = request.client_pid();
-                Ok((request.into_lease(), pid))
-            };
+            let accept = || Ok(server.accept(&stream, timeout(timeout_ns))?);
             place.put(insert_lease(
                 &object.streams,
                 object.answer_timeout,

@@ -147,10 +147,7 @@ pub unsafe extern "C" fn warpipe_worker_lease(
             // SAFETY: the caller's promise.
             let stream = unsafe { object.streams.get(stream) }?;
             let worker = &mut object.worker;
-            let take = || {
-                let lease = worker.lease(&stream, timeout(timeout_ns))?;
-                Ok((lease, worker.queue_pid()))
-            };
+            let take = || Ok(worker.lease(&stream, timeout(timeout_ns))?);
             place.put(insert_lease(&object.streams, object.answer_timeout, take)?);
             Ok(())
         })

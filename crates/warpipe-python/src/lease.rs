@@ -1,4 +1,4 @@
-//! A job on the worker's side: the input, the answer, and memory for the result.
+//! A job of a worker, or a request of a server: the input, the answer, and memory for the result.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -25,7 +25,7 @@ use crate::wait::waiting;
 /// The limit for giving a job back that was never returned to Python.
 const RETURN_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// State shared by the leases of one worker.
+/// State shared by the leases of one worker or server.
 #[derive(Debug, Clone)]
 pub struct LeaseContext {
     pub device: warpipe::Device,
@@ -36,14 +36,15 @@ pub struct LeaseContext {
     pub patience: Option<Duration>,
 }
 
-/// A job to be answered once: ``complete``, ``fail``, ``requeue`` or ``reject``. Its input is an
-/// array, lent as any ``Sample`` is, and given back with the answer; arrays made of it keep it
-/// longer.
+/// A job of a worker, or a request of a server, to be answered once: ``complete``, ``fail``,
+/// ``requeue`` or ``reject``. Its input is an array, lent as any ``Sample`` is, and given back with the
+/// answer; arrays made of it keep it longer.
 ///
-/// In ``with lease:`` an exception in the block fails the job with that reason, and propagates; an
-/// exception that ends the program (``KeyboardInterrupt``, ``SystemExit``) gives the job back,
-/// which costs no attempt. A lease that is left, or dropped, without an answer has failed.
-#[pyclass(frozen, subclass, extends = Frame, module = "warpipe")]
+/// In ``with lease:`` an exception in the block fails the job with that reason, is logged, and ends
+/// the block alone; an exception that ends the program (``KeyboardInterrupt``, ``SystemExit``) gives
+/// the job back, which costs no attempt. A lease that is left, or dropped, without an answer has
+/// failed.
+#[pyclass(frozen, extends = Frame, module = "warpipe")]
 #[derive(Debug)]
 pub struct Lease {
     home: Home,
@@ -52,6 +53,7 @@ pub struct Lease {
     answer_handle: Mutex<Option<DropDetached<AnswerHandle>>>,
     job: u64,
     attempt: u32,
+    queue_pid: i32,
     deadline_ns: Option<u64>,
 }
 
@@ -95,33 +97,34 @@ impl LeaseAnswer {
 
 impl Lease {
     /// Wraps a lease.
-    pub fn parts(lease: warpipe::Lease, context: &LeaseContext) -> PyClassInitializer<Lease> {
-        let metadata = lease.metadata().to_vec();
-        let (job, attempt, deadline_ns) = (lease.job(), lease.attempt(), lease.deadline_ns());
+    pub fn new(
+        py: Python<'_>,
+        lease: warpipe::Lease,
+        context: &LeaseContext,
+    ) -> PyResult<Py<Lease>> {
+        let (metadata, queue_pid) = (lease.metadata().to_vec(), lease.queue_pid());
         let (input, answer_handle) = lease.split();
         let frame = Frame::with_metadata(input, metadata, &context.device, context.patience);
-        let answer_handle = Mutex::new(Some(DropDetached::new(answer_handle)));
         let lease = Lease {
             home: Home::here(),
             context: context.clone(),
-            answer_handle,
-            job,
-            attempt,
-            deadline_ns,
+            job: answer_handle.job(),
+            attempt: answer_handle.attempt(),
+            queue_pid,
+            deadline_ns: answer_handle.deadline_ns(),
+            answer_handle: Mutex::new(Some(DropDetached::new(answer_handle))),
         };
-        frame.whole().add_subclass(lease)
+        Py::new(py, frame.whole().add_subclass(lease))
     }
 
-    /// Gives back a lease that was never returned to Python. No signal interrupts this: an attempt
+    /// Gives back leases that were never returned to Python. No signal interrupts this: an attempt
     /// would have failed.
-    pub fn return_all<L: pyo3::PyClass>(py: Python<'_>, unused: VecDeque<Py<L>>) {
+    pub fn return_all(py: Python<'_>, unused: VecDeque<Py<Lease>>) {
         for lease in unused {
-            if let Ok(lease) = lease.bind(py).as_any().cast::<Lease>() {
-                // A lease that cannot be given back counts as failed when it is dropped: no caller
-                // is left to get the error.
-                let _ = lease.get().return_unused(py);
-                let _ = lease.as_super().get().release(py, None);
-            }
+            // A lease that cannot be given back counts as failed when it is dropped: no caller is
+            // left to get the error.
+            let _ = lease.get().return_unused(py);
+            let _ = lease.bind(py).as_super().get().release(py, None);
         }
     }
 
@@ -304,6 +307,12 @@ impl Lease {
         self.attempt
     }
 
+    /// The process id of the queue's owner: of a request the client.
+    #[getter]
+    fn queue_pid(&self) -> i32 {
+        self.queue_pid
+    }
+
     /// The deadline of the answer, in nanoseconds of ``time.monotonic_ns()``; None if there is
     /// none.
     #[getter]
@@ -365,7 +374,7 @@ impl Lease {
     /// ``MemoryLimitError``, ``DriverError``.
     #[pyo3(signature = (tensor = None, *, metadata = None, stream = None),
         text_signature = "($self, tensor=None, *, metadata=None, stream=None)")]
-    pub fn complete(
+    fn complete(
         slf: &Bound<'_, Lease>,
         tensor: Option<&Bound<'_, PyAny>>,
         metadata: Option<&Bound<'_, PyAny>>,
@@ -440,11 +449,8 @@ impl Lease {
 
     fn __repr__(slf: &Bound<'_, Lease>) -> PyResult<String> {
         let Lease { job, attempt, .. } = slf.get();
-        Ok(format!(
-            "{}({}, job={job}, attempt={attempt})",
-            slf.get_type().name()?,
-            slf.as_super().get().described()
-        ))
+        let input = slf.as_super().get().described();
+        Ok(format!("Lease({input}, job={job}, attempt={attempt})"))
     }
 }
 

@@ -164,7 +164,6 @@ fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<client::Client>()?;
     module.add_class::<future::Pending>()?;
     module.add_class::<server::Server>()?;
-    module.add_class::<server::Request>()?;
     allocations::register(module)?;
     weights::register(module)?;
     module.add_class::<weights_watch::Watch>()

@@ -1,4 +1,4 @@
-//! `Server` and `Request`: replies to the requests of a service.
+//! `Server`: takes requests of a service.
 
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
@@ -17,8 +17,9 @@ use crate::lease::{Lease, LeaseContext};
 use crate::stream::stream_of;
 use crate::wait::{SLICE, Timeout, optional, seconds};
 
-/// Answers the requests of all clients of a service, together with its other servers: ``for request
-/// in Server("embed"):``, ``accept()``, or ``async for``. It finds new clients by itself.
+/// Takes the requests of all clients of a service, together with its other servers, and answers
+/// each, a ``Lease``: ``for request in Server("embed"):``, ``accept()``, or ``async for``. It finds new
+/// clients by itself.
 ///
 /// ``device``: the device it works with, and of the replies' memory (default: the first GPU, else
 /// the host). ``timeout``: seconds to wait for a request (default: None, no limit).
@@ -36,7 +37,7 @@ use crate::wait::{SLICE, Timeout, optional, seconds};
 #[pyclass(frozen, subclass, extends = Closeable, module = "warpipe", name = "_Server")]
 #[derive(Debug)]
 pub struct Server {
-    inbox: Inbox<warpipe::Server, Request>,
+    inbox: Inbox<warpipe::Server, Lease>,
     context: LeaseContext,
 }
 
@@ -46,22 +47,12 @@ impl Server {
         py: Python<'_>,
         timeout: Option<Duration>,
         waited: Option<Duration>,
-    ) -> PyResult<Py<Request>> {
+    ) -> PyResult<Py<Lease>> {
         let take = |inner: &mut warpipe::Server, limit| inner.accept(&self.context.stream, limit);
         self.inbox
-            .next(py, timeout, waited, "a request to", take, |request| {
-                self.request(py, request)
+            .next(py, timeout, waited, "a request to", take, |lease| {
+                Lease::new(py, lease, &self.context)
             })
-    }
-
-    fn request(&self, py: Python<'_>, request: warpipe::Request) -> PyResult<Py<Request>> {
-        let ours = Request {
-            client_pid: request.client_pid(),
-        };
-        Py::new(
-            py,
-            Lease::parts(request.into_lease(), &self.context).add_subclass(ours),
-        )
     }
 }
 
@@ -143,7 +134,7 @@ impl Server {
 
     /// The next request, without a wait; if there is none, the error of a wait of ``waited`` seconds.
     #[pyo3(signature = (waited, /))]
-    fn _last(&self, py: Python<'_>, waited: Option<f64>) -> PyResult<Py<Request>> {
+    fn _last(&self, py: Python<'_>, waited: Option<f64>) -> PyResult<Py<Lease>> {
         self.next_within(py, Some(Duration::ZERO), optional(waited, "waited")?)
     }
 
@@ -161,7 +152,7 @@ impl Server {
     ///
     /// Raises ``TimeoutError``, ``SystemCallError``, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (timeout = Timeout::Usual), text_signature = "($self, timeout=...)")]
-    fn accept(&self, py: Python<'_>, timeout: Timeout) -> PyResult<Py<Request>> {
+    fn accept(&self, py: Python<'_>, timeout: Timeout) -> PyResult<Py<Lease>> {
         let timeout = timeout.or(self.inbox.timeout);
         self.next_within(py, timeout, timeout)
     }
@@ -169,14 +160,14 @@ impl Server {
     /// The next request if there is one, else None. It attaches to new clients as ``accept`` does.
     ///
     /// Raises as ``accept``, without the timeout.
-    fn try_accept(&self, py: Python<'_>) -> PyResult<Option<Py<Request>>> {
+    fn try_accept(&self, py: Python<'_>) -> PyResult<Option<Py<Lease>>> {
         let take = |server: &mut warpipe::Server| {
             server
                 .accept(&self.context.stream, Duration::ZERO)
                 .optional()
         };
         self.inbox
-            .try_next(py, take, |request| self.request(py, request))
+            .try_next(py, take, |lease| Lease::new(py, lease, &self.context))
     }
 
     /// A descriptor that is readable when ``try_accept`` is worth a call (an epoll descriptor,
@@ -199,42 +190,11 @@ impl Server {
     }
 
     /// The next request.
-    fn __next__(&self, py: Python<'_>) -> PyResult<Py<Request>> {
+    fn __next__(&self, py: Python<'_>) -> PyResult<Py<Lease>> {
         self.next_within(py, self.inbox.timeout, self.inbox.timeout)
     }
 
     fn __repr__(&self) -> String {
         format!("Server({:?}, {})", self.inbox.name, self.context.device)
-    }
-}
-
-/// A request to be answered, once: ``reply``, ``reject``, or ``fail`` so that another server tries.
-/// It is a ``Lease`` of its client, and an array like any lease.
-#[pyclass(frozen, extends = Lease, module = "warpipe")]
-#[derive(Debug)]
-pub struct Request {
-    client_pid: i32,
-}
-
-#[pymethods]
-impl Request {
-    /// The client's process id.
-    #[getter]
-    fn client_pid(&self) -> i32 {
-        self.client_pid
-    }
-
-    /// Replies: the same as ``complete``.
-    ///
-    /// Raises as ``complete``; ``PeerGoneError`` when the client has gone.
-    #[pyo3(signature = (tensor = None, *, metadata = None, stream = None),
-        text_signature = "($self, tensor=None, *, metadata=None, stream=None)")]
-    fn reply(
-        slf: &Bound<'_, Request>,
-        tensor: Option<&Bound<'_, PyAny>>,
-        metadata: Option<&Bound<'_, PyAny>>,
-        stream: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<()> {
-        Lease::complete(slf.as_super(), tensor, metadata, stream)
     }
 }

@@ -51,7 +51,7 @@ impl Worker {
         let take = |inner: &mut warpipe::Worker, limit| inner.lease(&self.context.stream, limit);
         self.inbox
             .next(py, timeout, waited, "a job of", take, |lease| {
-                Py::new(py, Lease::parts(lease, &self.context))
+                Lease::new(py, lease, &self.context)
             })
     }
 }
@@ -172,9 +172,8 @@ impl Worker {
                 .lease(&self.context.stream, Duration::ZERO)
                 .optional()
         };
-        self.inbox.try_next(py, take, |lease| {
-            Py::new(py, Lease::parts(lease, &self.context))
-        })
+        self.inbox
+            .try_next(py, take, |lease| Lease::new(py, lease, &self.context))
     }
 
     /// A descriptor that is readable when ``try_lease`` is worth a call (an epoll descriptor, which

@@ -141,7 +141,7 @@ def serve(folder, warmed):
             if asked.get("hang") and request.attempt == 1:
                 (pathlib.Path(folder) / f"accepted-{os.getpid()}").touch()
                 wait_for_ever()
-            request.reply(request.numpy() * scale, metadata={"pid": os.getpid()})
+            request.complete(request.numpy() * scale, metadata={"pid": os.getpid()})
 
 
 def arrays():

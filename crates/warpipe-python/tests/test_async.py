@@ -86,7 +86,7 @@ async def serve(server):
     """Triples what clients send, until it is cancelled."""
     async for request in server:
         with request:
-            request.reply(request.numpy() * 3)
+            request.complete(request.numpy() * 3)
 
 
 def test_async_iteration_serves_every_client_and_others_of_the_loop(server, domain, device, nothing_but_rings):
@@ -132,7 +132,7 @@ def test_a_server_that_is_waited_for_in_vain_says_so_and_takes_the_next(server, 
         await cancelled(server.accept_async())
         waiting = await asleep(asyncio.create_task(server.accept_async()))
         pending = client.request(np.arange(3))
-        (await waiting).reply(np.arange(4))
+        (await waiting).complete(np.arange(4))
         with await pending as reply:
             return reply.numpy().tolist()
 
@@ -145,7 +145,7 @@ def test_without_the_ring_a_wait_does_not_end(server, client, nothing_but_rings,
     async def go():
         # Attached to the client, and behind its first ring.
         pending = client.request(b"1")
-        (await server.accept_async()).reply()
+        (await server.accept_async()).complete()
         (await pending).release()
         waiting = await asleep(asyncio.create_task(server.accept_async()))
         monkeypatch.setattr(_loop._Hub, "_wake", lambda _hub: None)
@@ -153,7 +153,7 @@ def test_without_the_ring_a_wait_does_not_end(server, client, nothing_but_rings,
         assert select.select([server], [], [], LIMIT_SECONDS)[0] == [server]
         await asleep(waiting)
         waiting.cancel()
-        server.accept().reply()
+        server.accept().complete()
         pending.result()
 
     run(go())
@@ -222,7 +222,7 @@ def test_cancelled_waits_lose_no_request(server, client, nothing_but_rings):
     def take(request):
         with request:
             number = int(request.numpy()[0])
-            request.reply()
+            request.complete()
         return number
 
     taken = run(shaken(server.accept_async, take, lambda number: pending.append(client.request(np.array([number])))))
@@ -409,7 +409,7 @@ def test_a_cancelled_await_of_a_request_leaves_the_reply_to_the_next(client, ser
     async def go():
         pending = client.request(b"x")
         await cancelled(of(pending))
-        (await server.accept_async()).reply(np.arange(2))
+        (await server.accept_async()).complete(np.arange(2))
         with await pending as reply:
             return reply.numpy().tolist()
 

@@ -244,11 +244,11 @@ BEHIND = {
         "jobs = [queue.submit(b'x') for _ in '12']; one, other = worker.lease(30), worker.lease(30)",
         "one.complete(stream=stream)", "other.fail('interrupted')",
         "other.complete(b'next'); jobs[0].result(30); assert jobs[1].result(30).tobytes() == b'next'"),
-    "Request.reply": (
+    "Lease.complete, of a server": (
         "client = warpipe.Client('q', max_attempts=1, timeout=60, **both); server = warpipe.Server('q', answer_timeout=patience, **both);"
         "jobs = [client.request(b'x') for _ in '12']; one, other = server.accept(30), server.accept(30)",
-        "one.reply(stream=stream)", "other.reply(b'interrupted')",
-        "other.reply(b'next'); jobs[0].result(); assert jobs[1].result().tobytes() == b'next'"),
+        "one.complete(stream=stream)", "other.complete(b'interrupted')",
+        "other.complete(b'next'); jobs[0].result(); assert jobs[1].result().tobytes() == b'next'"),
     "Timeline.signal": (
         "ahead = warpipe.Timeline.create('ahead', **both)",
         "ahead.signal(1, stream=stream)", "ahead.signal(5, stream=other)",

@@ -162,7 +162,7 @@ def test_a_request_is_a_future_whose_deadline_is_an_outcome(open_client, domain,
         pending = client.request(np.arange(2))
         with pytest.raises(warpipe.TimeoutError):
             pending.result(timeout=0.01)
-        server.accept().reply(np.arange(2))
+        server.accept().complete(np.arange(2))
         assert pending.result(LIMIT_SECONDS).numpy().tolist() == [0, 1]
         assert not pending.cancel() and not pending.cancelled()
         cancelled = client.request(b"x")

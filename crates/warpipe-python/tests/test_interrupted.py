@@ -242,7 +242,7 @@ def test_an_interrupted_reply_stays_with_its_request(service):
     for number in range(ROUNDS):
         pending = client.request(np.array([number]), timeout=LIMIT_SECONDS)
         request = server.accept(LIMIT_SECONDS)
-        interrupted_by(pending.result, lambda request=request, n=number: request.reply(np.array([n])))
+        interrupted_by(pending.result, lambda request=request, n=number: request.complete(np.array([n])))
         assert pending.result().numpy()[0] == number
 
 
@@ -295,7 +295,7 @@ def test_what_a_wait_took_that_was_closed_by_its_interrupt_is_let_go(open_queue,
         pending, server = [], warpipe.Server("embed", **on)
         interrupted_by(lambda: server.accept(LIMIT_SECONDS), lambda: pending.append(client.request(b"x")), server.close)
         with warpipe.Server("embed", **on) as other, other.accept(LIMIT_SECONDS) as request:
-            request.reply()
+            request.complete()
         pending[0].result().release()
         held.extend((worker, server))
 
@@ -308,7 +308,7 @@ def test_an_interrupted_accept_leaves_the_request(service):
         interrupted_by(wait, lambda n=number: pending.append(client.request(np.array([n]), timeout=LIMIT_SECONDS)))
         with server.accept(LIMIT_SECONDS) as request:
             assert request.numpy()[0] == number
-            request.reply()
+            request.complete()
         pending[0].result()
 
 
@@ -384,10 +384,10 @@ def test_an_interrupted_request_has_asked_nobody(open_client, domain, device, by
             with server.accept(LIMIT_SECONDS) as request:
                 if request.tobytes() == b"fills":
                     # It was called off only when the server had it.
-                    request.reply()
+                    request.complete()
                     request = server.accept(LIMIT_SECONDS)
                 assert request.tobytes() == b"next"
-                request.reply()
+                request.complete()
             pending.result().release()
 
 
@@ -400,14 +400,14 @@ def test_an_interrupted_call_calls_its_request_off(open_client, domain, device, 
         def asked():
             accepted.append(server.accept(LIMIT_SECONDS))
 
-        late = lambda: accepted[-1].reply(b"too late")  # noqa: E731
+        late = lambda: accepted[-1].complete(b"too late")  # noqa: E731
         interrupted_by(lambda: client.call(b"interrupted"), late, by=by, ahead=asked)
         state = client.state
         assert state.waiting + state.finished == 0
         pending = client.request(b"next")
         with server.accept(LIMIT_SECONDS) as request:
             assert request.tobytes() == b"next"
-            request.reply(b"reply")
+            request.complete(b"reply")
         assert pending.result().tobytes() == b"reply"
 
 

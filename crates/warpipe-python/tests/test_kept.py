@@ -91,7 +91,7 @@ def test_a_list_of_requests_gives_the_list_of_their_replies(open_client, domain,
     def serve():
         for _ in range(COUNT):
             with server.accept() as request:
-                request.reply(request.numpy() * 2)
+                request.complete(request.numpy() * 2)
 
     thread = threading.Thread(target=serve)
     thread.start()

@@ -106,7 +106,7 @@ def test_a_handle_and_a_request_can_be_made_tasks(open_queue, open_worker, open_
         with warpipe.Server("embed", domain=domain, device=device) as server:
             reply = asyncio.create_task(client.request(b"?"))
             await asyncio.sleep(0)
-            server.accept(LIMIT_SECONDS).reply(b"yes")
+            server.accept(LIMIT_SECONDS).complete(b"yes")
             assert (await reply).tobytes() == b"yes"
 
     asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))

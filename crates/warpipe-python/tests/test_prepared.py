@@ -56,13 +56,13 @@ def ways(link, open_queue, open_worker, open_client, domain, device):
         pending = client.request(tensor)
         request = server.accept()
         arrived = request.numpy()
-        request.reply()
+        request.complete()
         pending.result(LIMIT_SECONDS)
         return arrived
 
     def reply(tensor):
         pending = client.request(b"")
-        server.accept().reply(tensor)
+        server.accept().complete(tensor)
         return pending.result(LIMIT_SECONDS).numpy()
 
     def copy_from(tensor):

@@ -87,7 +87,7 @@ def test_all_threads_get_the_same_outcome(domain, device):
         with warpipe.Server("a", domain=domain, device=device) as server:
             for _ in range(20):
                 pending = client.request(b"x")
-                server.accept(LIMIT_SECONDS).reply()
+                server.accept(LIMIT_SECONDS).complete()
                 given, refused = at_once(lambda _index, pending=pending: pending.result())
                 assert not refused and len({id(reply) for reply in given}) == 1
 

@@ -70,7 +70,7 @@ def serve(pipe, domain, device, factor):
                     if request.metadata.get("refuse"):
                         request.reject("not this one")
                     else:
-                        request.reply(request.numpy() * factor, metadata={"pid": os.getpid()})
+                        request.complete(request.numpy() * factor, metadata={"pid": os.getpid()})
 
 
 def accept_and_hang(pipe, domain, device):
@@ -78,5 +78,5 @@ def accept_and_hang(pipe, domain, device):
     server = warpipe.Server("embed", domain=domain, device=device)
     pipe.send("ready")
     request = server.accept(LIMIT_SECONDS)
-    pipe.send((request.client_pid, request.attempt))
+    pipe.send((request.queue_pid, request.attempt))
     pipe.recv()

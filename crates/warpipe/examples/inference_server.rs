@@ -25,7 +25,7 @@ use std::time::Duration;
 
 use stage::{Actor, Outcome, PATIENCE, Stage, ensure, play};
 use warpipe::{
-    Client, DType, Error, JobResult, Layout, Memory, Request, Server, SharedMemory, Stream, Ticket,
+    Client, DType, Error, JobResult, Layout, Lease, Memory, Server, SharedMemory, Stream, Ticket,
 };
 use warpipe_kernels::Layer;
 
@@ -116,7 +116,7 @@ impl Model {
     }
 
     /// Runs the request's rows through all layers on `stream`, and replies behind that.
-    fn answer(&self, request: Request, stream: &Stream) -> Outcome {
+    fn answer(&self, request: Lease, stream: &Stream) -> Outcome {
         let layout = request.layout();
         let rows = layout.shape().first().copied().unwrap_or(0);
         let is_wanted = layout.dtype() == DType::F32
@@ -155,7 +155,7 @@ impl Model {
                 warpipe_kernels::dense(stream, places[step + 1], places[step], rows, &layer)?
             };
         }
-        Ok(request.reply_with(output, stream)?)
+        Ok(request.complete_with(output, stream)?)
     }
 }
 

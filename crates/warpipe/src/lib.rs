@@ -44,8 +44,8 @@
 //!
 //! Names live in a [`Domain`], a directory of this user. A [`Device`] is a GPU or the host, a
 //! [`Stream`] the order of its work, a [`Layout`] the element type, shape and strides of a tensor.
-//! [`SampleMut`] and [`Loan`] are memory to write and send, [`Sample`], [`Lease`], [`Request`] and
-//! [`JobResult`] memory that was received. [`Error::kind`] says what
+//! [`SampleMut`] and [`Loan`] are memory to write and send, [`Sample`], [`Lease`] and [`JobResult`]
+//! memory that was received. [`Error::kind`] says what
 //! to do about an error.
 //!
 //! The guides (`docs/guide/`), `ARCHITECTURE.md` and the design documents (`docs/design/`) lie in
@@ -176,7 +176,7 @@ pub use queue::{
 #[doc(hidden)] // For the fake driver, which runs their CPU versions.
 pub use rings::RING_STEPS;
 pub use rings::{HostRing, KernelRing, KernelRingBuilder, RingEnd};
-pub use rpc::{Client, ClientBuilder, Pending, Request, Server, ServerBuilder};
+pub use rpc::{Client, ClientBuilder, Pending, Server, ServerBuilder};
 pub use runtime::closer::pending_closes;
 pub use stats::{ProcessStats, process_stats};
 pub use stream::Stream;

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
-use warpipe::{Error, Lease, Queue, Request, Server, Stream, Worker};
+use warpipe::{Error, Lease, Queue, Server, Stream, Worker};
 
 use super::actor::say;
 use super::order::{Answer, Batch, Reply, Task};
@@ -15,48 +15,27 @@ use crate::payload::{fill_input, input_layout, result_of, work};
 /// The resources: fields are dropped in this order.
 #[derive(Default)]
 pub(super) struct WorkerActor {
-    held: VecDeque<HeldJob>,
+    held: VecDeque<Lease>,
     worker: Option<Worker>,
     server: Option<Server>,
     queue: Option<Queue>,
     stream: Option<Stream>,
 }
 
-/// Something to be answered.
-enum HeldJob {
-    Job(Lease),
-    Request(Request),
+fn complete(lease: Lease, slow: Duration) -> warpipe::Result<()> {
+    let (output, stream) = (work(&lease, slow)?, lease.stream().clone());
+    lease.complete_with(output, &stream)
 }
 
-impl HeldJob {
-    fn lease(&self) -> &Lease {
-        match self {
-            HeldJob::Job(lease) => lease,
-            HeldJob::Request(request) => request,
-        }
-    }
-
-    fn complete(self, slow: Duration) -> warpipe::Result<()> {
-        let (output, stream) = (work(self.lease(), slow)?, self.lease().stream().clone());
-        match self {
-            HeldJob::Job(lease) => lease.complete_with(output, &stream),
-            HeldJob::Request(request) => request.reply_with(output, &stream),
-        }
-    }
-
-    fn answer(self, reply: &Reply) -> warpipe::Result<()> {
-        match (reply, self) {
-            (Reply::Complete { slow_us }, held) => held.complete(Duration::from_micros(*slow_us)),
-            (Reply::Fail(reason), HeldJob::Job(lease)) => lease.fail(reason),
-            (Reply::Fail(reason), HeldJob::Request(request)) => request.fail(reason),
-            (Reply::Requeue, HeldJob::Job(lease)) => lease.requeue(),
-            (Reply::Requeue, HeldJob::Request(request)) => request.requeue(),
-            (Reply::Reject(reason), HeldJob::Job(lease)) => lease.reject(reason),
-            (Reply::Reject(reason), HeldJob::Request(request)) => request.reject(reason),
-            (Reply::Drop, held) => {
-                drop(held);
-                Ok(())
-            }
+fn answer(lease: Lease, reply: &Reply) -> warpipe::Result<()> {
+    match reply {
+        Reply::Complete { slow_us } => complete(lease, Duration::from_micros(*slow_us)),
+        Reply::Fail(reason) => lease.fail(reason),
+        Reply::Requeue => lease.requeue(),
+        Reply::Reject(reason) => lease.reject(reason),
+        Reply::Drop => {
+            drop(lease);
+            Ok(())
         }
     }
 }
@@ -80,21 +59,20 @@ impl WorkerActor {
                     .as_mut()
                     .context("it is no worker")?
                     .lease(&stream, PATIENCE)?;
-                return Ok(self.hold(HeldJob::Job(lease)));
+                return Ok(self.hold(lease));
             }
             Task::Accept => {
-                let request = self
+                let lease = self
                     .server
                     .as_mut()
                     .context("it is no server")?
                     .accept(&stream, PATIENCE)?;
-                return Ok(self.hold(HeldJob::Request(request)));
+                return Ok(self.hold(lease));
             }
-            Task::Answer(reply) => self
-                .held
-                .pop_front()
-                .context("it holds nothing")?
-                .answer(&reply)?,
+            Task::Answer(reply) => {
+                let lease = self.held.pop_front().context("it holds nothing")?;
+                answer(lease, &reply)?;
+            }
             Task::Synchronize => stream.synchronize(PATIENCE)?,
             Task::Work { slow_us } => return Ok(Answer::Number(self.work(slow_us, &stream)?)),
             Task::ServeOn { slow_us, idle_ms } => {
@@ -110,9 +88,9 @@ impl WorkerActor {
         Ok(Answer::Done)
     }
 
-    fn hold(&mut self, held: HeldJob) -> Answer {
-        let (job, attempt) = (held.lease().job(), held.lease().attempt());
-        self.held.push_back(held);
+    fn hold(&mut self, lease: Lease) -> Answer {
+        let (job, attempt) = (lease.job(), lease.attempt());
+        self.held.push_back(lease);
         Answer::Leased { job, attempt }
     }
 
@@ -123,7 +101,7 @@ impl WorkerActor {
             match worker.lease(stream, PATIENCE) {
                 Ok(lease) => {
                     say(&format!("leased {} {}", lease.job(), lease.attempt()));
-                    HeldJob::Job(lease).complete(Duration::from_micros(slow_us))?;
+                    complete(lease, Duration::from_micros(slow_us))?;
                     done += 1;
                 }
                 Err(Error::PeerGone { .. }) => return Ok(done),
@@ -137,13 +115,11 @@ impl WorkerActor {
         let mut done = 0;
         loop {
             match server.accept(stream, Duration::from_millis(idle_ms)) {
-                Ok(request) => {
-                    match HeldJob::Request(request).complete(Duration::from_micros(slow_us)) {
-                        // A client that has its reply, or that is tired of waiting, may go.
-                        Ok(()) | Err(Error::PeerGone { .. }) => done += 1,
-                        Err(error) => return Err(error.into()),
-                    }
-                }
+                Ok(lease) => match complete(lease, Duration::from_micros(slow_us)) {
+                    // A client that has its reply, or that is tired of waiting, may go.
+                    Ok(()) | Err(Error::PeerGone { .. }) => done += 1,
+                    Err(error) => return Err(error.into()),
+                },
                 Err(Error::Timeout { .. }) => return Ok(done),
                 Err(error) => return Err(error.into()),
             }

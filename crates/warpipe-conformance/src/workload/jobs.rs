@@ -167,7 +167,7 @@ pub(super) fn service(site: Site) -> Result<Box<dyn Workload>> {
 impl Service {
     fn step(&mut self) -> Result<Option<()>> {
         match self.server.accept(&self.serving, Duration::ZERO) {
-            Ok(request) => complete(request.into_lease(), &self.serving)?,
+            Ok(lease) => complete(lease, &self.serving)?,
             Err(Error::Timeout { .. }) => {}
             Err(error) => bail!(error),
         }

@@ -104,7 +104,7 @@ class Worker(_warpipe._Worker):
 class Server(_warpipe._Server):
     __doc__ = _warpipe._Server.__doc__
 
-    async def accept_async(self, timeout: float | None | EllipsisType = ...) -> _warpipe.Request:
+    async def accept_async(self, timeout: float | None | EllipsisType = ...) -> _warpipe.Lease:
         """Waits for the next request of any client in the running event loop: ``accept`` for asyncio.
 
         ``timeout`` is in seconds (default: the server's; None: as long as it takes). Cancelling it loses no request.
@@ -116,7 +116,7 @@ class Server(_warpipe._Server):
     def __aiter__(self) -> Server:
         return self
 
-    async def __anext__(self) -> _warpipe.Request:
+    async def __anext__(self) -> _warpipe.Lease:
         """The next request, as long as the server's timeout says."""
         return await self.accept_async()
 

@@ -885,15 +885,16 @@ class _Worker(Closeable):
     def __iter__(self) -> Self: ...
     def __next__(self) -> Lease: ...
 
-@disjoint_base
+@final
 class Lease(Sample):
-    """A job to be answered once: ``complete``, ``fail``, ``requeue`` or ``reject``. Its input is an
-    array, lent as any ``Sample`` is, and given back with the answer; arrays made of it keep it
-    longer.
+    """A job of a worker, or a request of a server, to be answered once: ``complete``, ``fail``,
+    ``requeue`` or ``reject``. Its input is an array, lent as any ``Sample`` is, and given back with the
+    answer; arrays made of it keep it longer.
 
-    In ``with lease:`` an exception in the block fails the job with that reason, and propagates; an
-    exception that ends the program (``KeyboardInterrupt``, ``SystemExit``) gives the job back,
-    which costs no attempt. A lease that is left, or dropped, without an answer has failed.
+    In ``with lease:`` an exception in the block fails the job with that reason, is logged, and ends
+    the block alone; an exception that ends the program (``KeyboardInterrupt``, ``SystemExit``) gives
+    the job back, which costs no attempt. A lease that is left, or dropped, without an answer has
+    failed.
     """
     @property
     def job(self) -> int:
@@ -901,6 +902,9 @@ class Lease(Sample):
     @property
     def attempt(self) -> int:
         """Which attempt this is, from 1."""
+    @property
+    def queue_pid(self) -> int:
+        """The process id of the queue's owner: of a request the client."""
     @property
     def deadline_ns(self) -> int | None:
         """The deadline of the answer, in nanoseconds of ``time.monotonic_ns()``; None if there is
@@ -1074,8 +1078,9 @@ class Pending(_Future):
 
 @disjoint_base
 class _Server(Closeable):
-    """Answers the requests of all clients of a service, together with its other servers: ``for request
-    in Server("embed"):``, ``accept()``, or ``async for``. It finds new clients by itself.
+    """Takes the requests of all clients of a service, together with its other servers, and answers
+    each, a ``Lease``: ``for request in Server("embed"):``, ``accept()``, or ``async for``. It finds new
+    clients by itself.
 
     ``device``: the device it works with, and of the replies' memory (default: the first GPU, else
     the host). ``timeout``: seconds to wait for a request (default: None, no limit).
@@ -1112,21 +1117,21 @@ class _Server(Closeable):
     def device(self) -> Device:
         """The device that it works with."""
     def _limit(self, timeout: _Timeout) -> float | None: ...
-    def _last(self, waited: float | None, /) -> Request: ...
+    def _last(self, waited: float | None, /) -> Lease: ...
     @property
     def clients(self) -> int:
         """How many clients it is attached to. It attaches to new clients while it waits for requests.
 
         Raises ``ClosedError``.
         """
-    def accept(self, timeout: _Timeout = ...) -> Request:
+    def accept(self, timeout: _Timeout = ...) -> Lease:
         """Waits for the next request of any client, at most ``timeout`` seconds (default: the
         server's; None: no limit); clients take turns. A request after its deadline is not
         delivered.
 
         Raises ``TimeoutError``, ``SystemCallError``, ``ClosedError``, ``DriverError``.
         """
-    def try_accept(self) -> Request | None:
+    def try_accept(self) -> Lease | None:
         """The next request if there is one, else None. It attaches to new clients as ``accept`` does.
 
         Raises as ``accept``, without the timeout.
@@ -1142,23 +1147,7 @@ class _Server(Closeable):
         error.
         """
     def __iter__(self) -> Self: ...
-    def __next__(self) -> Request: ...
-
-@final
-class Request(Lease):
-    """A request to be answered, once: ``reply``, ``reject``, or ``fail`` so that another server tries.
-    It is a ``Lease`` of its client, and an array like any lease.
-    """
-    @property
-    def client_pid(self) -> int:
-        """The client's process id."""
-    def reply(
-        self, tensor: Any = None, *, metadata: _Metadata | None = None, stream: _StreamLike | None = None
-    ) -> None:
-        """Replies: the same as ``complete``.
-
-        Raises as ``complete``; ``PeerGoneError`` when the client has gone.
-        """
+    def __next__(self) -> Lease: ...
 
 def _run_command(arguments: Sequence[str], executable: str) -> int:
     """Runs a command line and returns its exit code. ``executable`` starts this interpreter again, in

@@ -1,4 +1,4 @@
-//! A worker's handle of a job: the [`Lease`], which is the input and the [`AnswerHandle`] to answer.
+//! A worker's or a server's handle of a job: the [`Lease`], which is the input and the [`AnswerHandle`] to answer.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -364,8 +364,8 @@ impl Drop for AnswerHandle {
     }
 }
 
-/// A job, to be answered: [`complete`](Self::complete), [`fail`](Self::fail),
-/// [`requeue`](Self::requeue) or [`reject`](Self::reject).
+/// A job of a worker, or a request of a server, to be answered: [`complete`](Self::complete),
+/// [`fail`](Self::fail), [`requeue`](Self::requeue) or [`reject`](Self::reject).
 ///
 /// Dropped without an answer, as when its thread panics, it counts as failed: a job that fails
 /// every worker is dead-lettered in the end instead of being retried for ever.
@@ -425,6 +425,11 @@ impl Lease {
     /// The number of this attempt, from 1.
     pub fn attempt(&self) -> u32 {
         self.answer_handle.attempt()
+    }
+
+    /// The process that owns the job's queue: of a request the client.
+    pub fn queue_pid(&self) -> i32 {
+        self.answer_handle.results.queue_pid()
     }
 
     /// `CLOCK_MONOTONIC` nanoseconds by which the answer is wanted, if at all.

@@ -118,7 +118,7 @@ impl ClientBuilder {
 /// let request = server.accept(&stream, Duration::from_secs(5))?;
 /// let mut output = request.output(request.layout())?;
 /// output.write(&stream, &request.to_vec(second)?.to_ascii_uppercase())?;
-/// request.reply_with(output, &stream)?;
+/// request.complete_with(output, &stream)?;
 /// # Ok::<_, warpipe::Error>(server) }});
 ///
 /// let reply = client.call_bytes(b"hello", &stream, Duration::from_secs(5))?;

@@ -1,8 +1,8 @@
 //! Requests and replies: any number of [`Client`]s, and of [`Server`]s that share the load.
 //!
 //! Each client has a queue of its own, `NAME/client-…`, and each server is a worker of every
-//! client's queue. A request is a job, so it is answered once, and it goes to another server when
-//! its server dies. A client without servers waits for one, at most until its deadline.
+//! client's queue. A request is a job: a server takes it as a [`Lease`](crate::Lease) and answers it
+//! once, and it goes to another server when its server dies. A client without servers waits for one, at most until its deadline.
 //!
 //! A server meets a client within [`Server::accept`]: the domain rings the server's doorbell when a
 //! file appears, `scan_directory` finds the client's name, and `attach` builds a [`Worker`] of the
@@ -19,7 +19,7 @@ mod server;
 mod tests;
 
 pub use client::{Client, ClientBuilder, Pending};
-pub use server::{Request, Server, ServerBuilder};
+pub use server::{Server, ServerBuilder};
 
 use crate::error::Result;
 use crate::ipc::domain::EndpointName;

@@ -3,7 +3,6 @@
 mod polled;
 
 use std::collections::HashMap;
-use std::ops::Deref;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -20,7 +19,7 @@ use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::ipc::domain::{Arrivals, Domain, EndpointName};
 use crate::memory::arena::check_limit;
 use crate::options::{EndpointOptions, option_setters};
-use crate::queue::{Lease, Loan, Worker, WorkerBuilder};
+use crate::queue::{Lease, Worker, WorkerBuilder};
 use crate::runtime::attempt::Attempt;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::spin::Polls;
@@ -127,7 +126,7 @@ enum Unattached {
 }
 
 /// Answers the requests of all clients of a service, together with the service's other servers.
-/// Belongs to one thread at a time; its requests may go anywhere. It can be polled: [`AsFd`]. For an example see [`Client`](super::Client).
+/// Belongs to one thread at a time; its leases may go anywhere. It can be polled: [`AsFd`]. For an example see [`Client`](super::Client).
 ///
 /// Dropped, it takes no more requests: those that it was sent and has not accepted go to other
 /// servers.
@@ -178,16 +177,17 @@ impl Server {
         self.clients.len()
     }
 
-    /// Takes the next request of any client, and waits if there is none; clients are served in turn. `stream` will wait, on
-    /// the device, until the input is complete. A request past its deadline is not
-    /// returned. A client that goes, or breaks its link's protocol, is detached, and no other
-    /// client is affected.
+    /// Leases the next request of any client, and waits if there is none; clients are served in
+    /// turn. `stream` will wait, on the device, until the input is complete. The client is the owner
+    /// of the lease's queue, and the result is its reply. A request past its deadline is not
+    /// returned. A client that goes, or breaks its link's protocol, is detached, and no other client
+    /// is affected.
     ///
     /// # Errors
     /// [`Error::Timeout`]; [`Error::Os`] when the directory cannot be read, and instead of the
     /// timeout when this process has no thread left to attach to a client; [`Error::Argument`] for a
     /// stream of another device; [`Error::Forked`]; [`Error::Driver`].
-    pub fn accept<'w>(&mut self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<Request> {
+    pub fn accept<'w>(&mut self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<Lease> {
         self.owner_process.check()?;
         stream.check_usable(&self.device)?;
         let (wait, is_polled) = (wait.into(), self.is_polled.load(Relaxed));
@@ -198,8 +198,8 @@ impl Server {
         let mut polls = Polls::for_at_most(self.spin.min(wait.time_left()));
         loop {
             self.scan_directory()?;
-            if let Some(request) = self.poll(stream)? {
-                return Ok(request);
+            if let Some(lease) = self.poll(stream)? {
+                return Ok(lease);
             }
             // A user may have it poll for long.
             if self.spin > SLICE && wait.is_look_due() && wait.is_cancelled() {
@@ -216,8 +216,8 @@ impl Server {
             if is_polled {
                 self.set_asleep(true);
                 // Requests that came before the clients were asked to ring did not ring.
-                if let Some(request) = self.poll(stream)? {
-                    return Ok(request);
+                if let Some(lease) = self.poll(stream)? {
+                    return Ok(lease);
                 }
             }
             let pause = wait.slice();
@@ -242,7 +242,7 @@ impl Server {
     }
 
     /// Polls each client once, beginning with `next_client`.
-    fn poll(&mut self, stream: &Stream) -> Result<Option<Request>> {
+    fn poll(&mut self, stream: &Stream) -> Result<Option<Lease>> {
         let mut left = self.clients.len();
         while left > 0 && !self.clients.is_empty() {
             left -= 1;
@@ -253,12 +253,7 @@ impl Server {
             }
             match link.worker.lease(stream, Duration::ZERO) {
                 Err(Error::Timeout { .. }) => {}
-                Ok(lease) => {
-                    return Ok(Some(Request {
-                        client_pid: link.worker.queue_pid(),
-                        lease,
-                    }));
-                }
+                Ok(lease) => return Ok(Some(lease)),
                 Err(
                     error @ (Error::Capturing { .. }
                     | Error::Driver { .. }
@@ -404,78 +399,6 @@ impl Server {
                 .filter(|link| link.id == id)
                 .for_each(|link| link.worker.quiet()),
         }
-    }
-}
-
-/// A request, to be answered: [`reply`](Self::reply), [`reject`](Self::reject), or
-/// [`fail`](Self::fail) so that another server tries. Its input is read through its [`Lease`].
-/// Dropped, it counts as failed.
-#[derive(Debug)]
-#[must_use = "a request that is dropped is a failed attempt"]
-pub struct Request {
-    lease: Lease,
-    client_pid: i32,
-}
-
-impl Deref for Request {
-    type Target = Lease;
-
-    fn deref(&self) -> &Lease {
-        &self.lease
-    }
-}
-
-impl Request {
-    /// The process id of the client.
-    pub fn client_pid(&self) -> i32 {
-        self.client_pid
-    }
-
-    /// The lease of the request, for [`Lease::split`].
-    pub fn into_lease(self) -> Lease {
-        self.lease
-    }
-
-    /// Replies without a tensor once the work enqueued on `stream` is done.
-    ///
-    /// # Errors
-    /// [`Error::PeerGone`] when the client has; the others of [`Lease::complete`].
-    pub fn reply(self, stream: &Stream) -> Result<()> {
-        self.lease.complete(stream)
-    }
-
-    /// Replies with `output`, a loan from [`Lease::output`], once the work enqueued on `stream` is
-    /// done.
-    ///
-    /// # Errors
-    /// As [`reply`](Self::reply).
-    pub fn reply_with(self, output: Loan, stream: &Stream) -> Result<()> {
-        self.lease.complete_with(output, stream)
-    }
-
-    /// Rejects the request: the client gets [`Error::Rejected`]. At most 200 bytes of the reason
-    /// are sent.
-    ///
-    /// # Errors
-    /// As [`reply`](Self::reply).
-    pub fn reject(self, reason: &str) -> Result<()> {
-        self.lease.reject(reason)
-    }
-
-    /// Fails this attempt: another server tries.
-    ///
-    /// # Errors
-    /// As [`reply`](Self::reply).
-    pub fn fail(self, reason: &str) -> Result<()> {
-        self.lease.fail(reason)
-    }
-
-    /// Returns the request for another server, at no cost of an attempt: for a server that leaves.
-    ///
-    /// # Errors
-    /// As [`reply`](Self::reply).
-    pub fn requeue(self) -> Result<()> {
-        self.lease.requeue()
     }
 }
 

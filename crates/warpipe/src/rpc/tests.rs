@@ -5,12 +5,13 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::{Client, Pending, Request, Server, client_prefix};
+use super::{Client, Pending, Server, client_prefix};
 use crate::backend::testing::{Panicking, Wrapped};
 use crate::device::Device;
 use crate::error::Error;
 use crate::ipc::domain::Domain;
 use crate::pubsub::{Publisher, Subscriber};
+use crate::queue::Lease;
 use crate::stream::Stream;
 use crate::wait::{OptionalExtension, Wait};
 
@@ -59,14 +60,14 @@ impl RpcFixture {
     }
 
     /// Accepts as an event loop does, and sleeps on the descriptor alone.
-    fn accept_when_rung(&self, server: &mut Server, descriptor: &OwnedFd) -> Request {
+    fn accept_when_rung(&self, server: &mut Server, descriptor: &OwnedFd) -> Lease {
         loop {
-            if let Some(request) = server
+            if let Some(lease) = server
                 .accept(&self.stream, Duration::ZERO)
                 .optional()
                 .unwrap()
             {
-                return request;
+                return lease;
             }
             assert!(is_readable(descriptor, SOON), "nothing rang");
         }
@@ -77,7 +78,7 @@ impl RpcFixture {
         server
             .accept(&self.stream, SOON)
             .unwrap()
-            .reply(&self.stream)
+            .complete(&self.stream)
             .unwrap();
         drop(pending.wait(&self.stream, SOON).unwrap());
     }
@@ -123,7 +124,7 @@ fn the_descriptor_of_a_polled_server_tells_of_new_clients_and_of_each_request() 
         let pending = fixture.asks(&client);
         fixture
             .accept_when_rung(&mut server, &descriptor)
-            .reply(&fixture.stream)
+            .complete(&fixture.stream)
             .unwrap();
         drop(pending.wait(&fixture.stream, SOON).unwrap());
     }
@@ -133,13 +134,13 @@ fn the_descriptor_of_a_polled_server_tells_of_new_clients_and_of_each_request() 
     server
         .accept(&fixture.stream, SOON)
         .unwrap()
-        .reply(&fixture.stream)
+        .complete(&fixture.stream)
         .unwrap();
     drop(pending.wait(&fixture.stream, SOON).unwrap());
     let pending = fixture.asks(&client);
     fixture
         .accept_when_rung(&mut server, &descriptor)
-        .reply(&fixture.stream)
+        .complete(&fixture.stream)
         .unwrap();
     drop(pending.wait(&fixture.stream, SOON).unwrap());
 }
@@ -154,7 +155,7 @@ fn a_polled_server_attaches_again_to_a_client_whose_link_failed() {
     let pending = fixture.asks(&client);
     fixture
         .accept_when_rung(&mut server, &descriptor)
-        .reply(&fixture.stream)
+        .complete(&fixture.stream)
         .unwrap();
     drop(pending.wait(&fixture.stream, SOON).unwrap());
 }
@@ -231,9 +232,9 @@ fn a_client_is_attached_to_after_an_attempt_that_panicked() {
     panicking.hook().aim("register", 1);
     let client = fixture.client();
     let pending = fixture.asks(&client);
-    let request = server.accept(&stream, SOON).unwrap();
+    let lease = server.accept(&stream, SOON).unwrap();
     assert!(panicking.hook().has_struck());
-    request.reply(&stream).unwrap();
+    lease.complete(&stream).unwrap();
     drop(pending.wait(&fixture.stream, SOON).unwrap());
 }
 

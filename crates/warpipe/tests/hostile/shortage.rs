@@ -248,6 +248,6 @@ fn a_server_without_a_thread_for_a_client_says_so_and_serves_it_when_there_is_on
         eprintln!("{short}");
         limit_threads(false);
         let request = server.accept(&stream, LONG).unwrap();
-        is_told && request.reply(&stream).is_ok()
+        is_told && request.complete(&stream).is_ok()
     });
 }

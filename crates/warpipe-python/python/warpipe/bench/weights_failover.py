@@ -94,7 +94,7 @@ def serve(warmed: tuple[Any, Any, warpipe.Server]) -> None:
     model, _held, server = warmed
     for request in server:
         with request:
-            request.reply(tokens_after(model, request.torch()))
+            request.complete(tokens_after(model, request.torch()))
 
 
 class Failover:

@@ -110,7 +110,7 @@ impl AsFd for Server {
     ///         accepted => break accepted?,
     ///     }
     /// };
-    /// request.reply(&stream)?;
+    /// request.complete(&stream)?;
     /// # Ok::<(), warpipe::Error>(())
     /// # })?;
     /// # drop(pending.wait(&stream, soon)?); drop(client); std::fs::remove_dir_all(folder).ok();
