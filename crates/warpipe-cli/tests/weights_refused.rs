@@ -92,6 +92,8 @@ fn a_taken_or_wrong_name_is_refused_and_its_keeper_goes_on() {
     assert_eq!((taken.code, taken.out.as_str()), (Some(2), ""), "{taken:?}");
     let holder = format!("held by process {}", serve.pid());
     assert!(taken.err.contains(&holder), "{taken:?}");
+    let next = "next: publish a new version to it with `warpipe.weights.publish`";
+    assert!(taken.err.contains(next), "{taken:?}");
     let path = stage.file.to_str().unwrap();
     for name in ["../w", "", &"n".repeat(201)] {
         let wrong = stage.world.run(&["weights", "serve", path, "--name", name]);

@@ -148,7 +148,9 @@ fn hint(error: &Error) -> Option<Cow<'static, str>> {
             kind: Kind::Publisher,
             ..
         } => "start the publisher, or wait for it with `wait=`",
-        Error::NotFound { .. } => "start its owner, or wait for it with `wait=`",
+        Error::NotFound { kind, .. } if *kind != Kind::Weights => {
+            "start its owner, or wait for it with `wait=`"
+        }
         Error::PeerGone {
             kind: Kind::Publisher,
             ..

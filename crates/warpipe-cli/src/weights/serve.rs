@@ -11,15 +11,15 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, anyhow};
 use rustix::event::{PollFd, PollFlags};
 use serde_json::{Value, json};
-use warpipe::Domain;
 use warpipe::weights::{Keeper, NamedWeights};
+use warpipe::{Domain, Error};
 
 use super::child::{self, ChildLine, NotTaken, OfferedVersion, Refusal, Task};
 use super::progress::Progress;
 use super::{counted, names};
 use crate::announcer::Announcer;
 use crate::args::WeightsServeArgs;
-use crate::exit::Exit;
+use crate::exit::{Exit, UsageError};
 use crate::interrupt::Interrupt;
 use crate::output::{Style, bytes, duration, styled};
 use crate::poll::poll;
@@ -32,7 +32,8 @@ pub fn run(args: &WeightsServeArgs) -> anyhow::Result<Exit> {
         .domain(&domain)
         .allow_uids(&args.allow_uids)
         .allow_gids(&args.allow_gids)
-        .build()?;
+        .build()
+        .map_err(with_next_step_for_a_kept_name)?;
     let serve = Serve {
         args,
         announcer: Announcer::start(args.json)?,
@@ -42,6 +43,17 @@ pub fn run(args: &WeightsServeArgs) -> anyhow::Result<Exit> {
         keeper,
     };
     serve.run()
+}
+
+/// Another keeper would take over the version that processes have open, and load no file.
+fn with_next_step_for_a_kept_name(error: Error) -> anyhow::Error {
+    match error {
+        Error::NameTaken { .. } => UsageError(format!(
+            "{error}; publish a new version to it with `warpipe.weights.publish`, or take another name"
+        ))
+        .into(),
+        other => other.into(),
+    }
 }
 
 struct Serve<'a> {

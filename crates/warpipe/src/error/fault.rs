@@ -442,7 +442,10 @@ impl fmt::Display for WeightsDifference {
         let parts = [
             of("it lacks", &self.missing),
             of("it alone has", &self.unexpected),
-            of("another shape, element type or place has", &self.different),
+            of(
+                "it has another shape, element type or place for",
+                &self.different,
+            ),
         ];
         let parts: Vec<String> = parts.into_iter().flatten().collect();
         match parts.is_empty() {

@@ -102,11 +102,7 @@ impl Error {
             }
             Error::ForeignFile { .. } => "it is left alone: move it away, or take another name",
             Error::NameTaken { .. } => "stop it or take another name",
-            Error::NotFound {
-                kind: Kind::Publisher,
-                ..
-            } => "start the publisher, or wait for it with `wait_for_publisher`",
-            Error::NotFound { .. } => "start its owner, or wait for it with a timeout",
+            Error::NotFound { kind, .. } => of_nobody(*kind),
             Error::OtherKind { .. } => "take the right name, or open it as what it is",
             Error::AccessDenied { .. } => {
                 "ask its owner to allow the uid or gid, and to let others pass the folder of its domain (chmod 711)"
@@ -233,6 +229,15 @@ fn of_system(call: &str, error: &io::Error) -> Option<&'static str> {
     }
 }
 
+/// The next step where no process has the name.
+fn of_nobody(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Publisher => "start the publisher, or wait for it with `wait_for_publisher`",
+        Kind::Weights => "start one with `warpipe weights serve`, or wait longer for it",
+        _ => "start its owner, or wait for it with a timeout",
+    }
+}
+
 /// The next step after a text, or bytes, that name nothing.
 fn of_text(fault: &HandleFault) -> &'static str {
     match fault {
@@ -312,6 +317,18 @@ mod tests {
             error.hint().as_deref(),
             Some("update the driver (R525 or newer), or use Device::host()")
         );
+    }
+
+    #[test]
+    fn a_name_of_weights_without_a_keeper_says_how_to_start_one() {
+        let error = Error::NotFound {
+            kind: Kind::Weights,
+            name: "llama".into(),
+            domain: "/tmp".into(),
+            was_there: false,
+        };
+        let hint = error.hint().unwrap_or_default();
+        assert!(hint.contains("warpipe weights serve"), "{hint}");
     }
 
     #[test]
