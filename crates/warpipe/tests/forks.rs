@@ -1,11 +1,12 @@
 //! Forks while other threads open and close endpoints: a child keeps none of this library's
 //! descriptors.
 
+use std::alloc::{GlobalAlloc, Layout, System};
 use std::collections::BTreeMap;
 use std::io::Read;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering, Ordering::SeqCst};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
@@ -57,27 +58,55 @@ fn a_child_forked_under_constant_opening_opens_endpoints_of_its_own() {
 }
 
 #[test]
-fn a_child_forked_while_the_programs_threads_begin_and_end_opens_endpoints_of_its_own() {
+fn a_child_forked_while_a_thread_of_the_program_begins_opens_endpoints_of_its_own() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = std::env::temp_dir().join(format!("warpipe-forks-begin-{}", std::process::id()));
-    let domain = Domain::at(&folder).unwrap();
-    let is_over = AtomicBool::new(false);
-    // Such a thread takes locks of the standard library's, which no other thread holds in a child.
-    let failed = std::thread::scope(|scope| {
-        for _ in 0..std::thread::available_parallelism().unwrap().get().max(4) {
-            scope.spawn(|| {
-                while !is_over.load(Ordering::Relaxed) {
-                    std::thread::spawn(|| ()).join().unwrap();
-                }
-            });
-        }
-        let mut children = (0..CHILDREN / 4).map(|_| open_in_a_child(domain.path()));
-        let failed = children.find(|&status| status != 0);
-        is_over.store(true, Ordering::Relaxed);
-        failed
-    });
+    let _domain = Domain::at(&folder).unwrap();
+    // The standard library has a lock then that no thread of the child gives back.
+    HELD_UP.store(rustix::thread::gettid().as_raw_nonzero().get(), SeqCst);
+    let begins = std::thread::spawn(|| ());
+    while IS_HELD_UP.load(SeqCst) == 0 {
+        std::thread::yield_now();
+    }
+    let status = open_in_a_child(&folder);
+    HELD_UP.store(0, SeqCst);
+    begins.join().unwrap();
     std::fs::remove_dir_all(folder).unwrap();
-    assert_eq!(failed, None);
+    assert_eq!(status, 0);
+}
+
+/// Holds up the next thread to allocate that is not this one, while it is not 0. In a child nothing.
+static HELD_UP: AtomicI32 = AtomicI32::new(0);
+
+/// The thread that is held up.
+static IS_HELD_UP: AtomicI32 = AtomicI32::new(0);
+
+struct Holding;
+
+#[global_allocator]
+static ALLOCATOR: Holding = Holding;
+
+// SAFETY: the system's allocator, later.
+unsafe impl GlobalAlloc for Holding {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        let but = HELD_UP.load(SeqCst);
+        if but != 0 {
+            let own = rustix::thread::gettid().as_raw_nonzero().get();
+            let is_other = own != but && rustix::process::getpid().as_raw_nonzero().get() != own;
+            if is_other && IS_HELD_UP.compare_exchange(0, own, SeqCst, SeqCst).is_ok() {
+                while HELD_UP.load(SeqCst) != 0 {
+                    std::hint::spin_loop();
+                }
+            }
+        }
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(memory, layout) }
+    }
 }
 
 #[test]

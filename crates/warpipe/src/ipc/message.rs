@@ -258,7 +258,12 @@ pub(crate) enum Received {
 /// even in its [`reserve`]. That is not the peer's fault ([`shortage`]).
 pub(crate) fn receive(socket: BorrowedFd<'_>, name: &str) -> Result<Received> {
     let mut packet = [0u8; PACKET_BYTES_MAX];
-    let looked = past_reset(|| peek(socket, &mut packet));
+    let looked = past_reset(|| match peek(socket, &mut packet) {
+        // The kernel looks for a packet, and then whether the peer has closed. The peer's last packet
+        // may have come in between: the next look finds it.
+        Ok((0, flags)) if !flags.contains(ReturnFlags::CTRUNC) => peek(socket, &mut packet),
+        looked => looked,
+    });
     let (bytes, flags) = match looked {
         Ok(looked) => looked,
         Err(Errno::AGAIN | Errno::INTR) => return Ok(Received::Nothing),
@@ -433,4 +438,49 @@ pub(crate) fn wait_readable(socket: BorrowedFd<'_>, timeout: Duration) -> bool {
     use rustix::event::{PollFd, PollFlags};
     let mut poll = [PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::IN)];
     rustix::event::poll(&mut poll, Some(&crate::os::timespec(timeout))).is_ok_and(|ready| ready > 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::OwnedFd;
+    use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+    use super::*;
+
+    fn pair() -> (OwnedFd, OwnedFd) {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap()
+    }
+
+    #[test]
+    fn the_last_message_is_read_although_its_sender_closes_right_behind_it() {
+        let (close, mut lost) = (Message::Close(CloseReason::Closed), 0);
+        for _ in 0..200 {
+            let (own, theirs): (Vec<_>, Vec<_>) = (0..200).map(|_| pair()).unzip();
+            let turn = AtomicUsize::new(usize::MAX);
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    for (number, socket) in theirs.into_iter().enumerate() {
+                        while turn.load(SeqCst) != number {
+                            std::hint::spin_loop();
+                        }
+                        send(socket.as_fd(), &close, &[]).unwrap();
+                    }
+                });
+                for (number, socket) in own.iter().enumerate() {
+                    turn.store(number, SeqCst);
+                    let received = loop {
+                        match receive(socket.as_fd(), "a").unwrap() {
+                            Received::Nothing => std::hint::spin_loop(),
+                            received => break received,
+                        }
+                    };
+                    lost += usize::from(!matches!(received, Received::Message(..)));
+                }
+            });
+        }
+        assert_eq!(lost, 0);
+    }
 }
