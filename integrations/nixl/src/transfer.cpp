@@ -1,0 +1,115 @@
+#include "transfer.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <stdexcept>
+
+namespace warpipe_nixl {
+
+namespace {
+
+constexpr std::uint64_t PART_BYTES_MAX = 4 << 20;
+constexpr std::size_t PART_PIECES_MAX = 8192;
+constexpr std::size_t PENDING_MAX = 8;
+// How long the data of a reply that has come may take: the peer's thread wrote it before it
+// answered.
+constexpr std::chrono::seconds COMPLETE{5};
+
+} // namespace
+
+Transfer::Transfer(Op op, std::shared_ptr<Peer> peer, const std::vector<Piece> &pieces)
+    : op_(op), peer_(std::move(peer)), parts_(1) {
+  for (Piece rest : pieces) {
+    while (rest.remote.bytes > 0) {
+      if (parts_.back().bytes == PART_BYTES_MAX || parts_.back().pieces.size() == PART_PIECES_MAX)
+        parts_.emplace_back();
+      Part &part = parts_.back();
+      Piece piece = rest;
+      piece.remote.bytes = std::min(rest.remote.bytes, PART_BYTES_MAX - part.bytes);
+      part.pieces.push_back(piece);
+      part.bytes += piece.remote.bytes;
+      rest.local += piece.remote.bytes;
+      rest.remote.address += piece.remote.bytes;
+      rest.remote.bytes -= piece.remote.bytes;
+    }
+  }
+}
+
+nixl_status_t Transfer::post(std::optional<std::string> notification) {
+  notification_ = std::move(notification);
+  pending_.clear();
+  next_ = 0;
+  return check();
+}
+
+nixl_status_t Transfer::check() {
+  try {
+    take_replies();
+    send_parts();
+  } catch (const warpipe::Error &) {
+    pending_.clear();
+    if (peer_->is_gone())
+      return NIXL_ERR_REMOTE_DISCONNECT;
+    throw;
+  }
+  if (pending_.empty() && next_ == parts_.size())
+    return NIXL_SUCCESS;
+  if (!peer_->is_gone())
+    return NIXL_IN_PROG;
+  pending_.clear();
+  return NIXL_ERR_REMOTE_DISCONNECT;
+}
+
+void Transfer::take_replies() {
+  while (!pending_.empty() && pending_.front().is_done()) {
+    take(parts_[next_ - pending_.size()], pending_.front());
+    pending_.pop_front();
+  }
+}
+
+void Transfer::take(const Part &part, const warpipe::Pending &pending) const {
+  warpipe::Sample reply = pending.wait(peer_->stream(), std::chrono::nanoseconds(0));
+  if (op_ == Op::Read && part.bytes > 0) {
+    if (reply.layout().bytes() != part.bytes)
+      throw std::runtime_error("the peer's reply has another length: use one version of the plugin");
+    reply.wait(COMPLETE);
+    const char *from = reply.data<char>();
+    for (const Piece &piece : part.pieces) {
+      std::memcpy(piece.local, from, piece.remote.bytes);
+      from += piece.remote.bytes;
+    }
+  }
+  reply.finish(COMPLETE);
+}
+
+// The last part brings the notification, and goes out when all others are done: a peer that sees it
+// has all data.
+void Transfer::send_parts() {
+  while (next_ < parts_.size() && pending_.size() < PENDING_MAX) {
+    const bool notifies = notification_ && next_ + 1 == parts_.size();
+    if (notifies && !pending_.empty())
+      return;
+    try {
+      pending_.push_back(send(parts_[next_], notifies ? notification_ : std::nullopt));
+    } catch (const warpipe::LimitReached &) {
+      return;
+    }
+    ++next_;
+  }
+}
+
+warpipe::Pending Transfer::send(const Part &part,
+                                const std::optional<std::string> &notification) const {
+  std::vector<Segment> segments;
+  segments.reserve(part.pieces.size());
+  for (const Piece &piece : part.pieces)
+    segments.push_back(piece.remote);
+  return peer_->send(op_, segments, notification, [&part](char *to) {
+    for (const Piece &piece : part.pieces) {
+      std::memcpy(to, piece.local, piece.remote.bytes);
+      to += piece.remote.bytes;
+    }
+  });
+}
+
+} // namespace warpipe_nixl
