@@ -170,8 +170,8 @@ nixl_status_t Engine::postXfer(const nixl_xfer_op_t &op, const nixl_meta_dlist_t
     if (agent != localAgent)
       return static_cast<Transfer *>(handle)->post(std::move(notification));
     copy(op, local, remote);
-    if (notification)
-      owner_->notify({localAgent, *std::move(notification)});
+    if (notification && !owner_->notify({localAgent, *std::move(notification)}))
+      return NIXL_ERR_NOT_ALLOWED;
     return NIXL_SUCCESS;
   });
 }
@@ -198,10 +198,8 @@ nixl_status_t Engine::getNotifs(notif_list_t &notifications) {
 
 nixl_status_t Engine::genNotif(const std::string &agent, const std::string &message) const {
   return guarded("genNotif", [&] {
-    if (agent == localAgent) {
-      owner_->notify({agent, message});
-      return NIXL_SUCCESS;
-    }
+    if (agent == localAgent)
+      return owner_->notify({agent, message}) ? NIXL_SUCCESS : NIXL_ERR_NOT_ALLOWED;
     const auto to = peer(agent);
     if (to->is_gone())
       return NIXL_ERR_REMOTE_DISCONNECT;

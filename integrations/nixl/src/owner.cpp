@@ -15,6 +15,7 @@ constexpr std::chrono::milliseconds WAIT{20};
 constexpr std::chrono::milliseconds ROOM{100};
 // How long the data of a request that has come may take: its sender wrote it before it sent it.
 constexpr std::chrono::seconds COMPLETE{5};
+constexpr std::size_t NOTIFICATIONS_MAX = 1 << 20;
 
 warpipe::ServerOptions server_options(const Host &host) {
   warpipe::ServerOptions options;
@@ -37,7 +38,10 @@ Owner::Owner(const std::string &service)
 
 Owner::~Owner() {
   ends_ = true;
-  thread_.join();
+  if (getpid() == process_)
+    thread_.join();
+  else
+    thread_.detach();
 }
 
 std::uint64_t Owner::add(std::uint64_t address, std::uint64_t bytes) {
@@ -51,9 +55,12 @@ void Owner::remove(std::uint64_t registration) {
   ranges_.erase(registration);
 }
 
-void Owner::notify(Notification notification) {
+bool Owner::notify(Notification notification) {
   const std::lock_guard lock(notifications_mutex_);
+  if (notifications_.size() == NOTIFICATIONS_MAX)
+    return false;
   notifications_.push_back(std::move(notification));
+  return true;
 }
 
 std::vector<Notification> Owner::take_notifications() {
@@ -71,6 +78,7 @@ void Owner::serve() {
     } catch (const warpipe::PeerGone &) {
     } catch (const std::exception &error) {
       std::cerr << "WARPIPE: a peer's request is not answered: " << error.what() << '\n';
+      std::this_thread::sleep_for(WAIT);
     }
   }
 }
@@ -95,8 +103,12 @@ void Owner::answer(warpipe::Lease lease) {
     }
     output = copy(lease, *request);
   }
-  if (request->notification)
-    notify({std::string(request->sender), std::string(*request->notification)});
+  if (request->notification &&
+      !notify({std::string(request->sender), std::string(*request->notification)})) {
+    output = {};
+    lease.reject("too many notifications wait: the agent must take them with getNotifs");
+    return;
+  }
   if (output)
     lease.complete(std::move(output), host_.stream);
   else

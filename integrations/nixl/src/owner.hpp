@@ -12,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include <unistd.h>
+
 #include "warpipe.hpp"
 #include "wire.hpp"
 
@@ -38,7 +40,8 @@ public:
   // No peer's request touches the memory once this has returned.
   void remove(std::uint64_t registration);
 
-  void notify(Notification notification);
+  // False if too many wait to be taken.
+  [[nodiscard]] bool notify(Notification notification);
   std::vector<Notification> take_notifications();
 
 private:
@@ -63,6 +66,8 @@ private:
   std::vector<Notification> notifications_;
   // Peers open it, and see this process's end by its end. It is never signalled.
   warpipe::Timeline life_;
+  // Of the process with the thread: a forked child has none.
+  pid_t process_ = getpid();
   std::atomic<bool> ends_{false};
   std::thread thread_;
 };

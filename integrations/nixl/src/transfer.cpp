@@ -8,8 +8,6 @@ namespace warpipe_nixl {
 
 namespace {
 
-constexpr std::uint64_t PART_BYTES_MAX = 4 << 20;
-constexpr std::size_t PART_PIECES_MAX = 8192;
 constexpr std::size_t PENDING_MAX = 8;
 // How long the data of a reply that has come may take: the peer's thread wrote it before it
 // answered.
@@ -21,11 +19,11 @@ Transfer::Transfer(Op op, std::shared_ptr<Peer> peer, const std::vector<Piece> &
     : op_(op), peer_(std::move(peer)), parts_(1) {
   for (Piece rest : pieces) {
     while (rest.remote.bytes > 0) {
-      if (parts_.back().bytes == PART_BYTES_MAX || parts_.back().pieces.size() == PART_PIECES_MAX)
+      if (parts_.back().bytes == DATA_BYTES_MAX || parts_.back().pieces.size() == SEGMENTS_MAX)
         parts_.emplace_back();
       Part &part = parts_.back();
       Piece piece = rest;
-      piece.remote.bytes = std::min(rest.remote.bytes, PART_BYTES_MAX - part.bytes);
+      piece.remote.bytes = std::min(rest.remote.bytes, DATA_BYTES_MAX - part.bytes);
       part.pieces.push_back(piece);
       part.bytes += piece.remote.bytes;
       rest.local += piece.remote.bytes;

@@ -25,6 +25,10 @@ struct Segment {
   std::uint64_t bytes;
 };
 
+// What one request asks for at most, so that peers are served in turn.
+inline constexpr std::uint64_t DATA_BYTES_MAX = 4 << 20;
+inline constexpr std::size_t SEGMENTS_MAX = 8192;
+
 inline std::uint64_t total(const std::vector<Segment> &segments) {
   std::uint64_t bytes = 0;
   for (const Segment &segment : segments)
@@ -63,7 +67,8 @@ struct Request {
     if (metadata_bytes != sizeof header)
       return {};
     std::memcpy(&header, metadata, sizeof header);
-    if (header.version != Header::VERSION || header.op > Op::Write || header.data_offset() > bytes)
+    if (header.version != Header::VERSION || header.op > Op::Write ||
+        header.segments > SEGMENTS_MAX || header.data_offset() > bytes)
       return {};
     Request request{header.op, std::vector<Segment>(header.segments), {}, {}, nullptr};
     const std::size_t table = header.segments * sizeof(Segment);
@@ -79,13 +84,14 @@ struct Request {
   }
 
 private:
-  // Whether a write brings the data that its segments take, and a read asks for no more bytes than
-  // a number can count.
+  // Whether it asks for no more than it may, and a write brings the data that its segments take.
   bool fits(std::uint64_t data_bytes) const {
     std::uint64_t bytes = 0;
-    for (const Segment &segment : segments)
-      if (__builtin_add_overflow(bytes, segment.bytes, &bytes))
+    for (const Segment &segment : segments) {
+      if (segment.bytes > DATA_BYTES_MAX - bytes)
         return false;
+      bytes += segment.bytes;
+    }
     return op != Op::Write || bytes == data_bytes;
   }
 };
