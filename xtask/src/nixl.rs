@@ -10,6 +10,7 @@ use crate::c;
 use crate::counts::{Counts, Dialect};
 use crate::environment::{Packages, environment};
 use crate::process::Task;
+use crate::suite::place_fake_driver;
 use crate::workspace::Workspace;
 
 const FOLDER: &str = "integrations/nixl";
@@ -20,8 +21,9 @@ const TEST_LIMIT: Duration = Duration::from_secs(900);
 const TESTED_WITH: &[&str] = &["pytest==9.2.0", "numpy==2.4.6"];
 const NIXL: &[&str] = &["nixl-cu12==1.5.1"];
 
-/// Builds the backend and tests it with NIXL's package, which comes from the index. Skipped where
-/// `NIXL_INCLUDE_DIR` does not name NIXL's headers, since the package has none.
+/// Builds the backend and tests it with NIXL's package, which comes from the index, on the host and
+/// over the fake driver, which is built before. Skipped where `NIXL_INCLUDE_DIR` does not name NIXL's
+/// headers, since the package has none.
 pub fn tests(workspace: &Workspace) -> Outcome<Counts> {
     let Some(headers) = env::var_os("NIXL_INCLUDE_DIR") else {
         println!("declared skip: no NIXL_INCLUDE_DIR (the folder src of NIXL's sources)");
@@ -46,7 +48,8 @@ pub fn tests(workspace: &Workspace) -> Outcome<Counts> {
     let python = environment(workspace, "python-nixl", &packages)?.join("bin/python");
     let pytest = Task::new(python)
         .args(["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"])
-        .env("NIXL_PLUGIN_DIR", plugins);
+        .env("NIXL_PLUGIN_DIR", plugins)
+        .env("LD_LIBRARY_PATH", place_fake_driver(&workspace.target)?);
     let finished = pytest.run(&folder, TEST_LIMIT)?;
     Ok(Counts::of(
         Dialect::LastLine,

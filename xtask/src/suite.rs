@@ -97,7 +97,7 @@ pub fn run_engines(workspace: &Workspace) -> bool {
         steps: Vec::new(),
     };
     suite.step("plugins in the engines themselves", python::engine_tests);
-    suite.step("backend in NIXL itself", nixl::tests);
+    suite.nixl();
     suite.report()
 }
 
@@ -107,7 +107,7 @@ pub fn run_nixl(workspace: &Workspace) -> bool {
         workspace,
         steps: Vec::new(),
     };
-    suite.step("backend in NIXL itself", nixl::tests);
+    suite.nixl();
     suite.report()
 }
 
@@ -221,6 +221,15 @@ impl Suite<'_> {
             ],
             Dialect::CargoTest,
         );
+    }
+
+    fn nixl(&mut self) {
+        self.cargo(
+            "build of the fake driver",
+            &["build", "-p", "fake-cuda"],
+            Dialect::ExitCode,
+        );
+        self.step("backend in NIXL itself", nixl::tests);
     }
 
     /// The conformance suite on the host, and on the CUDA backend over the fake driver.

@@ -1,6 +1,8 @@
 #include "engine.hpp"
 
+#include <chrono>
 #include <iostream>
+#include <thread>
 
 #include "names.hpp"
 #include "transfer.hpp"
@@ -9,10 +11,19 @@ namespace warpipe_nixl {
 
 namespace {
 
-// Registered memory, of this process or of a peer, by the number that its owner gave it.
+// Registered memory of this process, with what peers are told of it; or of a peer.
 struct Registration : nixlBackendMD {
-  explicit Registration(std::uint64_t number) : nixlBackendMD(true), number(number) {}
-  std::uint64_t number;
+  explicit Registration(std::uint64_t number)
+      : nixlBackendMD(true), number(number), told(std::to_string(number)) {}
+  Registration(std::string handle, std::uint64_t address)
+      : nixlBackendMD(true), told(handle),
+        gpu(std::make_shared<GpuMemory>(std::move(handle), address)) {}
+
+  // Of host memory: the number that its owner gave it.
+  std::uint64_t number = 0;
+  std::string told;
+  // Of a GPU's memory.
+  std::shared_ptr<GpuMemory> gpu;
 };
 
 // NIXL sees no exception.
@@ -43,15 +54,9 @@ std::vector<Piece> pieces(const nixl_meta_dlist_t &local, const nixl_meta_dlist_
 // A transfer within this process, done when it is posted.
 struct LocalTransfer : nixlBackendReqH {};
 
-void copy(nixl_xfer_op_t op, const nixl_meta_dlist_t &local, const nixl_meta_dlist_t &remote) {
-  for (int at = 0; at < local.descCount(); ++at) {
-    auto *here = reinterpret_cast<void *>(local[at].addr);
-    auto *there = reinterpret_cast<void *>(remote[at].addr);
-    if (op == NIXL_READ)
-      std::memmove(here, there, local[at].len);
-    else
-      std::memmove(there, here, local[at].len);
-  }
+DeviceCopy device_copy(nixl_xfer_op_t op, std::uint64_t local, std::uint64_t remote,
+                       std::uint64_t bytes) {
+  return op == NIXL_READ ? DeviceCopy{local, remote, bytes} : DeviceCopy{remote, local, bytes};
 }
 
 } // namespace
@@ -68,10 +73,16 @@ Engine::Engine(const nixlBackendInitParams *init)
 
 nixl_status_t Engine::registerMem(const nixlBlobDesc &memory, const nixl_mem_t &kind,
                                   nixlBackendMD *&out) {
-  if (kind != DRAM_SEG)
-    return NIXL_ERR_NOT_SUPPORTED;
   return guarded("registerMem", [&] {
-    out = new Registration(owner_->add(memory.addr, memory.len));
+    if (kind == DRAM_SEG)
+      out = new Registration(owner_->add(memory.addr, memory.len));
+    else if (kind == VRAM_SEG)
+      out = new Registration(
+          warpipe::Memory::export_legacy(gpu(memory.devId)->device(),
+                                         reinterpret_cast<const void *>(memory.addr), memory.len),
+          memory.addr);
+    else
+      return NIXL_ERR_NOT_SUPPORTED;
     return NIXL_SUCCESS;
   });
 }
@@ -79,7 +90,7 @@ nixl_status_t Engine::registerMem(const nixlBlobDesc &memory, const nixl_mem_t &
 nixl_status_t Engine::deregisterMem(nixlBackendMD *metadata) {
   return guarded("deregisterMem", [&] {
     const std::unique_ptr<Registration> registration(static_cast<Registration *>(metadata));
-    owner_->remove(registration->number);
+    owner_->remove(registration->number); // 0, of a GPU's memory, is nobody's
     return NIXL_SUCCESS;
   });
 }
@@ -93,7 +104,7 @@ nixl_status_t Engine::loadLocalMD(nixlBackendMD *input, nixlBackendMD *&output) 
 
 nixl_status_t Engine::getPublicData(const nixlBackendMD *metadata, std::string &data) const {
   return guarded("getPublicData", [&] {
-    data = std::to_string(static_cast<const Registration *>(metadata)->number);
+    data = static_cast<const Registration *>(metadata)->told;
     return NIXL_SUCCESS;
   });
 }
@@ -116,10 +127,11 @@ nixl_status_t Engine::loadRemoteConnInfo(const std::string &agent, const std::st
 
 nixl_status_t Engine::loadRemoteMD(const nixlBlobDesc &input, const nixl_mem_t &kind,
                                    const std::string &, nixlBackendMD *&output) {
-  if (kind != DRAM_SEG)
-    return NIXL_ERR_NOT_SUPPORTED;
   return guarded("loadRemoteMD", [&] {
-    output = new Registration(std::stoull(input.metaInfo));
+    if (kind == DRAM_SEG)
+      output = new Registration(std::stoull(input.metaInfo));
+    else
+      output = new Registration(input.metaInfo, input.addr);
     return NIXL_SUCCESS;
   });
 }
@@ -151,8 +163,12 @@ nixl_status_t Engine::prepXfer(const nixl_xfer_op_t &op, const nixl_meta_dlist_t
                                const nixl_meta_dlist_t &remote, const std::string &agent,
                                nixlBackendReqH *&handle, const nixl_opt_b_args_t *) const {
   return guarded("prepXfer", [&] {
+    if (local.getType() != remote.getType())
+      return NIXL_ERR_NOT_SUPPORTED;
     if (agent == localAgent)
       handle = new LocalTransfer;
+    else if (remote.getType() == VRAM_SEG)
+      handle = gpu_transfer(op, local, remote, peer(agent)).release();
     else
       handle = new Transfer(op == NIXL_READ ? Op::Read : Op::Write, peer(agent),
                             pieces(local, remote));
@@ -161,15 +177,17 @@ nixl_status_t Engine::prepXfer(const nixl_xfer_op_t &op, const nixl_meta_dlist_t
 }
 
 nixl_status_t Engine::postXfer(const nixl_xfer_op_t &op, const nixl_meta_dlist_t &local,
-                               const nixl_meta_dlist_t &remote, const std::string &agent,
+                               const nixl_meta_dlist_t &remote, const std::string &,
                                nixlBackendReqH *&handle, const nixl_opt_b_args_t *options) const {
-  return guarded("postXfer", [&] {
+  return guarded("postXfer", [&]() -> nixl_status_t {
     std::optional<std::string> notification;
     if (options != nullptr && options->hasNotif)
       notification = options->notifMsg;
-    if (agent != localAgent)
-      return static_cast<Transfer *>(handle)->post(std::move(notification));
-    copy(op, local, remote);
+    if (auto *transfer = dynamic_cast<Transfer *>(handle))
+      return transfer->post(std::move(notification));
+    if (auto *transfer = dynamic_cast<GpuTransfer *>(handle))
+      return transfer->post(std::move(notification));
+    copy_here(op, local, remote);
     if (notification && !owner_->notify({localAgent, *std::move(notification)}))
       return NIXL_ERR_NOT_ALLOWED;
     return NIXL_SUCCESS;
@@ -178,8 +196,11 @@ nixl_status_t Engine::postXfer(const nixl_xfer_op_t &op, const nixl_meta_dlist_t
 
 nixl_status_t Engine::checkXfer(nixlBackendReqH *handle) const {
   return guarded("checkXfer", [&] {
-    auto *transfer = dynamic_cast<Transfer *>(handle);
-    return transfer == nullptr ? NIXL_SUCCESS : transfer->check();
+    if (auto *transfer = dynamic_cast<Transfer *>(handle))
+      return transfer->check();
+    if (auto *transfer = dynamic_cast<GpuTransfer *>(handle))
+      return transfer->check();
+    return NIXL_SUCCESS;
   });
 }
 
@@ -214,6 +235,52 @@ std::shared_ptr<Peer> Engine::peer(const std::string &agent) const {
   if (found == peers_.end())
     throw std::runtime_error("no metadata of the agent " + agent + ": load it first");
   return found->second;
+}
+
+std::shared_ptr<Gpu> Engine::gpu(std::uint64_t ordinal) const {
+  const std::lock_guard lock(gpus_mutex_);
+  auto &gpu = gpus_[ordinal];
+  if (!gpu)
+    gpu = std::make_shared<Gpu>(service_, ordinal);
+  return gpu;
+}
+
+// The GPU of the local memory copies.
+std::unique_ptr<GpuTransfer> Engine::gpu_transfer(nixl_xfer_op_t op, const nixl_meta_dlist_t &local,
+                                                  const nixl_meta_dlist_t &remote,
+                                                  std::shared_ptr<Peer> peer) const {
+  const auto copier = gpu(local[0].devId);
+  std::vector<DeviceCopy> copies;
+  std::map<GpuMemory *, std::shared_ptr<warpipe::Memory>> mappings;
+  for (int at = 0; at < local.descCount(); ++at) {
+    auto &memory = *static_cast<Registration *>(remote[at].metadataP)->gpu;
+    auto &mapping = mappings[&memory];
+    if (!mapping)
+      mapping = memory.mapped_on(*copier);
+    const std::uint64_t there = mapping->info().data + (remote[at].addr - memory.address());
+    copies.push_back(device_copy(op, local[at].addr, there, local[at].len));
+  }
+  std::vector<std::shared_ptr<warpipe::Memory>> kept;
+  for (auto &[memory, mapping] : mappings)
+    kept.push_back(std::move(mapping));
+  return std::make_unique<GpuTransfer>(copier, std::move(peer), std::move(copies), std::move(kept));
+}
+
+void Engine::copy_here(nixl_xfer_op_t op, const nixl_meta_dlist_t &local,
+                       const nixl_meta_dlist_t &remote) const {
+  std::vector<DeviceCopy> copies;
+  for (int at = 0; at < local.descCount(); ++at)
+    copies.push_back(device_copy(op, local[at].addr, remote[at].addr, local[at].len));
+  if (local.getType() == DRAM_SEG) {
+    for (const DeviceCopy &copy : copies)
+      std::memmove(reinterpret_cast<void *>(copy.to), reinterpret_cast<const void *>(copy.from),
+                   copy.bytes);
+    return;
+  }
+  const auto copier = gpu(local[0].devId);
+  const std::uint64_t number = copier->begin(copies);
+  while (!copier->is_done(number))
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
 }
 
 } // namespace warpipe_nixl

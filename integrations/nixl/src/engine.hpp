@@ -9,6 +9,7 @@
 #include <string>
 
 #include "backend/backend_engine.h"
+#include "gpu.hpp"
 #include "owner.hpp"
 #include "peer.hpp"
 
@@ -21,7 +22,7 @@ public:
   bool supportsRemote() const override { return true; }
   bool supportsLocal() const override { return true; }
   bool supportsNotif() const override { return true; }
-  nixl_mem_list_t getSupportedMems() const override { return {DRAM_SEG}; }
+  nixl_mem_list_t getSupportedMems() const override { return {DRAM_SEG, VRAM_SEG}; }
 
   nixl_status_t registerMem(const nixlBlobDesc &memory, const nixl_mem_t &kind,
                             nixlBackendMD *&out) override;
@@ -53,6 +54,12 @@ public:
 
 private:
   std::shared_ptr<Peer> peer(const std::string &agent) const;
+  std::shared_ptr<Gpu> gpu(std::uint64_t ordinal) const;
+  std::unique_ptr<GpuTransfer> gpu_transfer(nixl_xfer_op_t op, const nixl_meta_dlist_t &local,
+                                            const nixl_meta_dlist_t &remote,
+                                            std::shared_ptr<Peer> peer) const;
+  void copy_here(nixl_xfer_op_t op, const nixl_meta_dlist_t &local,
+                 const nixl_meta_dlist_t &remote) const;
 
   std::string service_;
   std::shared_ptr<Host> host_;
@@ -60,6 +67,8 @@ private:
   mutable std::mutex peers_mutex_;
   // By their agents' names.
   std::map<std::string, std::shared_ptr<Peer>> peers_;
+  mutable std::mutex gpus_mutex_;
+  mutable std::map<std::uint64_t, std::shared_ptr<Gpu>> gpus_;
 };
 
 } // namespace warpipe_nixl

@@ -21,7 +21,7 @@ nixlBackendPlugin plugin{
     [] { return "WARPIPE"; },
     [] { return warpipe_version(); },
     [] { return nixl_b_params_t{}; },
-    [] { return nixl_mem_list_t{DRAM_SEG}; },
+    [] { return nixl_mem_list_t{DRAM_SEG, VRAM_SEG}; },
 };
 
 } // namespace

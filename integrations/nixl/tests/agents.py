@@ -5,7 +5,11 @@ import os
 import time
 
 import numpy
+from cuda import Cuda
 from nixl_cu12._api import nixl_agent, nixl_agent_config
+
+# Bytes: three parts of a transfer.
+MANY = 12 << 20
 
 
 def new_agent(name):
@@ -13,21 +17,42 @@ def new_agent(name):
 
 
 class Memory:
-    """Host memory of an agent: an array of bytes, registered as pieces of equal length."""
+    """Registered memory of an agent: bytes in pieces of equal length, of the host or of a GPU."""
 
-    def __init__(self, agent, count, pieces=1, value=0):
-        self.agent, self.pieces = agent, pieces
-        self.array = numpy.full(count, value, dtype=numpy.uint8)
-        whole = [(self.array.ctypes.data, count, 0, "")]
-        self.registered = agent.register_memory(whole, "DRAM")
+    def __init__(self, agent, count, pieces=1, value=0, gpu=None):
+        self.agent, self.count, self.pieces = agent, count, pieces
+        self.kind, self.device = ("DRAM", 0) if gpu is None else ("VRAM", gpu)
+        if gpu is None:
+            self.array = numpy.empty(count, dtype=numpy.uint8)
+            self.address = self.array.ctypes.data
+        else:
+            self.cuda = Cuda(gpu)
+            self.address = self.cuda.allocate(count)
+        self.fill(value)
+        whole = [(self.address, count, self.device, "")]
+        self.registered = agent.register_memory(whole, self.kind)
+
+    def fill(self, value):
+        self.write(numpy.full(self.count, value, dtype=numpy.uint8))
+
+    def write(self, array):
+        if self.kind == "DRAM":
+            self.array[:] = array
+        else:
+            self.cuda.write(self.address, array)
+
+    def read(self):
+        return self.array if self.kind == "DRAM" else self.cuda.read(self.address, self.count)
+
+    def values(self):
+        return numpy.unique(self.read()).tolist()
 
     def tuples(self):
-        each = self.array.size // self.pieces
-        start = self.array.ctypes.data
-        return [(start + at * each, each, 0) for at in range(self.pieces)]
+        each = self.count // self.pieces
+        return [(self.address + at * each, each, self.device) for at in range(self.pieces)]
 
     def descriptors(self):
-        return self.agent.get_xfer_descs(self.tuples(), "DRAM")
+        return self.agent.get_xfer_descs(self.tuples(), self.kind)
 
     def deregister(self):
         self.agent.deregister_memory(self.registered)
@@ -41,8 +66,8 @@ def finish(agent, handle, state, limit_s=30):
     return state
 
 
-def transfer(agent, operation, local, remote_tuples, remote_name, notification=b""):
-    remote = agent.get_xfer_descs(remote_tuples, "DRAM")
+def transfer(agent, operation, local, remote_tuples, remote_name, notification=b"", kind="DRAM"):
+    remote = agent.get_xfer_descs(remote_tuples, kind)
     handle = agent.initialize_xfer(
         operation, local.descriptors(), remote, remote_name, notification
     )
@@ -68,10 +93,10 @@ _STARTER.set_forkserver_preload(["agents"])
 class Process:
     """An agent of another process, with registered memory."""
 
-    def __init__(self, name, count=4096, pieces=1, value=0):
+    def __init__(self, name, count=4096, pieces=1, value=0, gpu=None):
         self.name = name
         self._requests, theirs = _STARTER.Pipe()
-        arguments = (theirs, os.environ["WARPIPE_DOMAIN"], name, count, pieces, value)
+        arguments = (theirs, os.environ["WARPIPE_DOMAIN"], name, count, pieces, value, gpu)
         self.process = _STARTER.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
@@ -105,18 +130,18 @@ class Process:
         self.end()
 
 
-def _serve(requests, domain, name, count, pieces, value):
+def _serve(requests, domain, name, count, pieces, value, gpu):
     os.environ["WARPIPE_DOMAIN"] = domain
     agent = new_agent(name)
-    memory = Memory(agent, count, pieces, value)
+    memory = Memory(agent, count, pieces, value, gpu)
     requests.send((memory.tuples(), agent.get_agent_metadata()))
     while True:
         what, *rest = requests.recv()
         answer = None
         if what == "values":
-            answer = sorted(set(memory.array.tolist()))
+            answer = memory.values()
         elif what == "fill":
-            memory.array[:] = rest[0]
+            memory.fill(rest[0])
         elif what == "meet":
             agent.add_remote_agent(rest[0])
         elif what == "notify":

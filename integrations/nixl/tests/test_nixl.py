@@ -1,34 +1,13 @@
-"""The backend with NIXL itself: real agents, on the host.
+"""Host memory, with real agents."""
 
-Declared skip without NIXL's package, or without a plugin in $NIXL_PLUGIN_DIR."""
-
-import os
 import time
 
 import pytest
 
 pytest.importorskip("nixl_cu12", reason="declared skip: no nixl-cu12 (pip install nixl-cu12)")
-if not os.path.exists(
-    os.path.join(os.environ.get("NIXL_PLUGIN_DIR", ""), "libplugin_WARPIPE.so")
-):
-    pytest.skip(
-        "declared skip: no libplugin_WARPIPE.so in NIXL_PLUGIN_DIR", allow_module_level=True
-    )
 
-from agents import Memory, Process, finish, new_agent, notifications, transfer  # noqa: E402
+from agents import MANY, Memory, Process, finish, new_agent, notifications, transfer  # noqa: E402
 from nixl_cu12._bindings import nixlBackendError, nixlRemoteDisconnectError  # noqa: E402
-
-MANY = 12 << 20  # three parts
-
-
-@pytest.fixture(autouse=True)
-def domain(tmp_path, monkeypatch):
-    monkeypatch.setenv("WARPIPE_DOMAIN", str(tmp_path / "domain"))
-
-
-@pytest.fixture
-def agent():
-    return new_agent("initiator")
 
 
 def test_a_write_and_a_read_of_another_process_bring_each_byte(agent):
