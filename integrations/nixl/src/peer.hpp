@@ -31,8 +31,8 @@ public:
   // Whether it has closed or died.
   bool is_gone() const;
 
-  // Sends a request; `fill` writes a write's data. It is withdrawn if what this returns is destroyed
-  // before its reply is there. Throws warpipe::LimitReached if there is no memory for it now.
+  // Sends a request; `fill` writes a write's data. It is withdrawn if what this returns is
+  // destroyed before its reply is there. Throws warpipe::LimitReached if there is no memory now.
   warpipe::Pending send(Op op, const std::vector<Segment> &segments,
                         const std::optional<std::string> &notification,
                         const std::function<void(char *)> &fill) const;

@@ -69,7 +69,7 @@ void Transfer::take(const Part &part, const warpipe::Pending &pending) const {
   warpipe::Sample reply = pending.wait(peer_->stream(), std::chrono::nanoseconds(0));
   if (op_ == Op::Read && part.bytes > 0) {
     if (reply.layout().bytes() != part.bytes)
-      throw std::runtime_error("the peer's reply has another length: use one version of the plugin");
+      throw std::runtime_error("a reply of another length: use one version of the plugin");
     reply.wait(COMPLETE);
     const char *from = reply.data<char>();
     for (const Piece &piece : part.pieces) {
@@ -80,8 +80,8 @@ void Transfer::take(const Part &part, const warpipe::Pending &pending) const {
   reply.finish(COMPLETE);
 }
 
-// The last part brings the notification, and goes out when all others are done: a peer that sees it
-// has all data.
+// The last part brings the notification, and goes out when all others are done: a peer that sees
+// it has all data.
 void Transfer::send_parts() {
   while (next_ < parts_.size() && pending_.size() < PENDING_MAX) {
     const bool notifies = notification_ && next_ + 1 == parts_.size();

@@ -23,8 +23,8 @@ BYTES = 64 << 20
 
 
 def until_told(victim, ask):
-    """Kills an agent, and asks until the answer is that it is gone. The seconds until then, and until
-    a plain pipe of its process says so; nothing, if there was no more to ask about."""
+    """Kills an agent, and asks until the answer is that it is gone. The seconds until then, and
+    until a plain pipe of its process says so; nothing, if there was no more to ask about."""
     victim.process.kill()
     began, pipe = time.perf_counter(), None
     while time.perf_counter() < began + 10:
