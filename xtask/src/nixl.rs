@@ -36,6 +36,8 @@ pub fn tests(workspace: &Workspace) -> Outcome<Counts> {
         assignment("BUILD", &plugins),
         assignment("NIXL_INCLUDE_DIR", Path::new(&headers)),
         assignment("WARPIPE_DIR", &tree),
+        "all".into(),
+        "check".into(),
     ]);
     if !make.run(&folder, BUILD_LIMIT)?.success {
         return Err("the NIXL backend does not compile".into());

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <stdexcept>
+#include <thread>
 
 namespace warpipe_nixl {
 
@@ -52,8 +53,10 @@ nixl_status_t Transfer::check() {
   }
   if (pending_.empty() && next_ == parts_.size())
     return NIXL_SUCCESS;
-  if (!peer_->is_gone())
+  if (!peer_->is_gone()) {
+    std::this_thread::yield(); // callers poll: the peer's thread may need this CPU
     return NIXL_IN_PROG;
+  }
   pending_.clear();
   return NIXL_ERR_REMOTE_DISCONNECT;
 }
