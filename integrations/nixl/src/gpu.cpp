@@ -32,6 +32,15 @@ std::uint64_t Gpu::begin(const std::vector<DeviceCopy> &copies) {
   return ++last_;
 }
 
+bool Gpu::is_done(std::uint64_t number) const {
+  if (done_.value() >= number)
+    return true;
+  const warpipe_status status = warpipe_stream_synchronize(device_.get(), stream_, 0);
+  if (status != WARPIPE_TIMEOUT)
+    warpipe::check(status);
+  return done_.value() >= number;
+}
+
 std::shared_ptr<warpipe::Memory> GpuMemory::mapped_on(const Gpu &gpu) {
   const std::lock_guard lock(mutex_);
   auto &mapping = mappings_[&gpu];

@@ -30,7 +30,8 @@ public:
   void *stream() const { return stream_.get(); }
   // Enqueues the copies. Returns the number to ask with.
   std::uint64_t begin(const std::vector<DeviceCopy> &copies);
-  bool is_done(std::uint64_t number) const { return done_.value() >= number; }
+  // Throws if the device has failed.
+  bool is_done(std::uint64_t number) const;
 
 private:
   warpipe::Device device_;
