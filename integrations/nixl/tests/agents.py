@@ -1,7 +1,9 @@
 """NIXL agents, of this process and of others, for the tests."""
 
+import ctypes
 import multiprocessing
 import os
+import signal
 import time
 
 import numpy
@@ -93,14 +95,18 @@ _STARTER.set_forkserver_preload(["agents"])
 class Process:
     """An agent of another process, with registered memory."""
 
-    def __init__(self, name, count=4096, pieces=1, value=0, gpu=None):
+    def __init__(self, name, count=4096, pieces=1, value=0, gpu=None, alone=False):
+        """`alone` in a PID namespace of its own; PermissionError if this user makes none."""
         self.name = name
         self._requests, theirs = _STARTER.Pipe()
-        arguments = (theirs, os.environ["WARPIPE_DOMAIN"], name, count, pieces, value, gpu)
+        arguments = (theirs, os.environ["WARPIPE_DOMAIN"], name, count, pieces, value, gpu, alone)
         self.process = _STARTER.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
-        self.tuples, self.metadata = self._requests.recv()
+        begun = self._requests.recv()
+        if isinstance(begun, Exception):
+            raise begun
+        self.tuples, self.metadata = begun
 
     def ask(self, *request):
         self.tell(*request)
@@ -130,8 +136,26 @@ class Process:
         self.end()
 
 
-def _serve(requests, domain, name, count, pieces, value, gpu):
+def _enter_pid_namespace():
+    """Goes on in a child, which is killed with this process."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(0x20000000) != 0:  # CLONE_NEWPID
+        raise PermissionError("no PID namespace for this user")
+    child = os.fork()
+    if child != 0:
+        os.waitpid(child, 0)
+        os._exit(0)
+    libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _serve(requests, domain, name, count, pieces, value, gpu, alone):
     os.environ["WARPIPE_DOMAIN"] = domain
+    if alone:
+        try:
+            _enter_pid_namespace()
+        except PermissionError as error:
+            requests.send(error)
+            return
     agent = new_agent(name)
     memory = Memory(agent, count, pieces, value, gpu)
     requests.send((memory.tuples(), agent.get_agent_metadata()))

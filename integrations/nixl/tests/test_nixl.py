@@ -160,3 +160,21 @@ def test_metadata_of_the_dead_is_refused(agent):
         target.process.join()
         with pytest.raises(Exception):
             agent.add_remote_agent(target.metadata)
+
+
+def test_a_peer_of_another_pid_namespace_is_reached_and_its_death_told(agent):
+    try:
+        target = Process("target", 16 * MANY, alone=True)
+    except PermissionError as error:
+        pytest.skip(f"declared skip: {error}")
+    with target:
+        name = agent.add_remote_agent(target.metadata)
+        local = Memory(agent, 16 * MANY, value=6)
+        assert transfer(agent, "WRITE", local, target.tuples, name) == "DONE"
+        assert target.ask("values") == [6]
+        remote = agent.get_xfer_descs(target.tuples, "DRAM")
+        handle = agent.initialize_xfer("WRITE", local.descriptors(), remote, name)
+        assert agent.transfer(handle) == "PROC"
+        target.process.kill()
+        disconnected(agent, handle)
+        agent.release_xfer_handle(handle)
