@@ -14,7 +14,7 @@ constexpr std::chrono::milliseconds WAIT{20};
 // How long a reply waits for room: a peer that takes no replies must not keep the others waiting.
 constexpr std::chrono::milliseconds ROOM{100};
 // How long the data of a request that has come may take: its sender wrote it before it sent it.
-constexpr std::chrono::seconds COMPLETE{5};
+constexpr std::chrono::seconds COMPLETE{1};
 constexpr std::size_t NOTIFICATIONS_MAX = 1 << 20;
 
 warpipe::ServerOptions server_options(const Host &host) {

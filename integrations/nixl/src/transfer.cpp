@@ -10,9 +10,8 @@ namespace warpipe_nixl {
 namespace {
 
 constexpr std::size_t PENDING_MAX = 8;
-// How long the data of a reply that has come may take: the peer's thread wrote it before it
-// answered.
-constexpr std::chrono::seconds COMPLETE{5};
+// For the verdict on a reply that is complete: it is there.
+constexpr std::chrono::seconds COMPLETE{1};
 
 } // namespace
 
@@ -36,7 +35,7 @@ Transfer::Transfer(Op op, std::shared_ptr<Peer> peer, const std::vector<Piece> &
 
 nixl_status_t Transfer::post(std::optional<std::string> notification) {
   notification_ = std::move(notification);
-  pending_.clear();
+  withdraw();
   next_ = 0;
   return check();
 }
@@ -45,42 +44,57 @@ nixl_status_t Transfer::check() {
   try {
     take_replies();
     send_parts();
+  } catch (const warpipe::DataLost &) {
+    return disconnected();
   } catch (const warpipe::Error &) {
-    pending_.clear();
     if (peer_->is_gone())
-      return NIXL_ERR_REMOTE_DISCONNECT;
+      return disconnected();
+    withdraw();
     throw;
   }
   if (pending_.empty() && next_ == parts_.size())
     return NIXL_SUCCESS;
-  if (!peer_->is_gone()) {
-    std::this_thread::yield(); // callers poll: the peer's thread may need this CPU
-    return NIXL_IN_PROG;
-  }
-  pending_.clear();
+  if (peer_->is_gone())
+    return disconnected();
+  std::this_thread::yield(); // callers poll: the peer's thread may need this CPU
+  return NIXL_IN_PROG;
+}
+
+nixl_status_t Transfer::disconnected() {
+  withdraw();
   return NIXL_ERR_REMOTE_DISCONNECT;
 }
 
+void Transfer::withdraw() {
+  reply_ = {};
+  pending_.clear();
+}
+
 void Transfer::take_replies() {
-  while (!pending_.empty() && pending_.front().is_done()) {
-    take(parts_[next_ - pending_.size()], pending_.front());
+  while (!pending_.empty()) {
+    if (!reply_ && !pending_.front().is_done())
+      return;
+    if (!reply_)
+      reply_ = pending_.front().wait(peer_->stream(), std::chrono::nanoseconds(0));
+    if (!reply_.is_complete())
+      return;
+    if (op_ == Op::Read)
+      scatter(parts_[next_ - pending_.size()]);
+    reply_.finish(COMPLETE);
     pending_.pop_front();
   }
 }
 
-void Transfer::take(const Part &part, const warpipe::Pending &pending) const {
-  warpipe::Sample reply = pending.wait(peer_->stream(), std::chrono::nanoseconds(0));
-  if (op_ == Op::Read && part.bytes > 0) {
-    if (reply.layout().bytes() != part.bytes)
-      throw std::runtime_error("a reply of another length: use one version of the plugin");
-    reply.wait(COMPLETE);
-    const char *from = reply.data<char>();
-    for (const Piece &piece : part.pieces) {
-      std::memcpy(piece.local, from, piece.remote.bytes);
-      from += piece.remote.bytes;
-    }
+void Transfer::scatter(const Part &part) const {
+  if (part.bytes == 0)
+    return;
+  if (reply_.layout().bytes() != part.bytes)
+    throw std::runtime_error("a reply of another length: use one version of the plugin");
+  const char *from = reply_.data<char>();
+  for (const Piece &piece : part.pieces) {
+    std::memcpy(piece.local, from, piece.remote.bytes);
+    from += piece.remote.bytes;
   }
-  reply.finish(COMPLETE);
 }
 
 // The last part brings the notification, and goes out when all others are done: a peer that sees

@@ -37,7 +37,9 @@ private:
   };
 
   void take_replies();
-  void take(const Part &part, const warpipe::Pending &pending) const;
+  void scatter(const Part &part) const;
+  void withdraw();
+  nixl_status_t disconnected();
   void send_parts();
   warpipe::Pending send(const Part &part, const std::optional<std::string> &notification) const;
 
@@ -48,6 +50,8 @@ private:
   // The next part to be sent; those in front of it are done, or pending.
   std::size_t next_ = 0;
   std::deque<warpipe::Pending> pending_;
+  // The first pending part's reply, until it is complete.
+  warpipe::Sample reply_;
 };
 
 } // namespace warpipe_nixl

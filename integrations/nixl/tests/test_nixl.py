@@ -1,5 +1,7 @@
 """Host memory, with real agents."""
 
+import os
+import signal
 import time
 
 import pytest
@@ -71,12 +73,13 @@ def test_a_handle_may_be_posted_again(agent):
 def test_a_transfer_that_is_released_under_way_leaves_the_agents_usable(agent):
     with Process("target", 4 * MANY) as target:
         name = agent.add_remote_agent(target.metadata)
-        local = Memory(agent, 4 * MANY, value=3)
+        local = Memory(agent, 4 * MANY)
         remote = agent.get_xfer_descs(target.tuples, "DRAM")
         for _ in range(10):
             handle = agent.initialize_xfer("READ", local.descriptors(), remote, name)
             agent.transfer(handle)
             agent.release_xfer_handle(handle)
+        local.fill(3)  # parts may have been read
         assert transfer(agent, "WRITE", local, target.tuples, name) == "DONE"
         assert target.ask("values") == [3]
 
@@ -177,4 +180,22 @@ def test_a_peer_of_another_pid_namespace_is_reached_and_its_death_told(agent):
         assert agent.transfer(handle) == "PROC"
         target.process.kill()
         disconnected(agent, handle)
+        agent.release_xfer_handle(handle)
+
+
+def test_a_stopped_peer_keeps_no_other_from_its_work(agent):
+    local = Memory(agent, 16 * MANY, value=6)
+    with Process("stopped", 16 * MANY) as stopped, Process("target", MANY) as target:
+        first, second = map(agent.add_remote_agent, (stopped.metadata, target.metadata))
+        remote = agent.get_xfer_descs(stopped.tuples, "DRAM")
+        handle = agent.initialize_xfer("READ", local.descriptors(), remote, first)
+        state = agent.transfer(handle)
+        os.kill(stopped.process.pid, signal.SIGSTOP)
+        state = finish(agent, handle, state, limit_s=0.3)
+        part = Memory(agent, MANY, value=1)
+        assert transfer(agent, "WRITE", part, target.tuples, second) == "DONE"
+        assert target.ask("values") == [1]
+        os.kill(stopped.process.pid, signal.SIGCONT)
+        assert finish(agent, handle, state) == "DONE"
+        assert local.values() == [0]
         agent.release_xfer_handle(handle)
