@@ -278,7 +278,8 @@ void Engine::copy_here(nixl_xfer_op_t op, const nixl_meta_dlist_t &local,
     return;
   }
   const auto copier = gpu(local[0].devId);
-  const std::uint64_t number = copier->begin(copies);
+  std::uint64_t number = 0;
+  copier->begin(copies, number);
   while (!copier->is_done(number))
     std::this_thread::sleep_for(std::chrono::microseconds(20));
 }

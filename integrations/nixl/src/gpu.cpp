@@ -23,13 +23,21 @@ Gpu::Gpu(const std::string &service, std::uint64_t ordinal)
     : device_("cuda:" + std::to_string(ordinal)), stream_(device_),
       done_(done_timeline(service, ordinal, device_)) {}
 
-std::uint64_t Gpu::begin(const std::vector<DeviceCopy> &copies) {
+void Gpu::begin(const std::vector<DeviceCopy> &copies, std::uint64_t &number) {
   const std::lock_guard lock(mutex_);
-  for (const DeviceCopy &copy : copies)
-    warpipe::check(
-        warpipe_stream_copy(device_.get(), stream_, copy.to, copy.from, copy.bytes));
-  done_.signal(stream_, last_ + 1);
-  return ++last_;
+  const auto finish = [&] {
+    done_.signal(stream_, last_ + 1);
+    number = ++last_;
+  };
+  try {
+    for (const DeviceCopy &copy : copies)
+      warpipe::check(
+          warpipe_stream_copy(device_.get(), stream_, copy.to, copy.from, copy.bytes));
+  } catch (const warpipe::Error &) {
+    finish();
+    throw;
+  }
+  finish();
 }
 
 bool Gpu::is_done(std::uint64_t number) const {
@@ -74,7 +82,7 @@ nixl_status_t GpuTransfer::post(std::optional<std::string> notification) {
     return NIXL_ERR_REMOTE_DISCONNECT;
   notification_ = std::move(notification);
   sent_.reset();
-  number_ = gpu_->begin(copies_);
+  gpu_->begin(copies_, number_);
   return NIXL_IN_PROG;
 }
 
@@ -93,7 +101,10 @@ nixl_status_t GpuTransfer::check() {
   } catch (const warpipe::LimitReached &) {
     return NIXL_IN_PROG;
   }
-  return sent_->is_done() ? NIXL_SUCCESS : NIXL_IN_PROG;
+  if (!sent_->is_done())
+    return NIXL_IN_PROG;
+  static_cast<void>(sent_->wait(peer_->stream(), std::chrono::nanoseconds(0)));
+  return NIXL_SUCCESS;
 }
 
 } // namespace warpipe_nixl

@@ -28,8 +28,9 @@ public:
 
   const warpipe::Device &device() const { return device_; }
   void *stream() const { return stream_.get(); }
-  // Enqueues the copies. Returns the number to ask with.
-  std::uint64_t begin(const std::vector<DeviceCopy> &copies);
+  // Enqueues the copies. `number`, to ask with, is also set if one of them fails: the earlier ones
+  // are under way.
+  void begin(const std::vector<DeviceCopy> &copies, std::uint64_t &number);
   // Throws if the device has failed.
   bool is_done(std::uint64_t number) const;
 
