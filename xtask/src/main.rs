@@ -11,6 +11,7 @@ mod counts;
 mod environment;
 mod layers;
 mod nightly;
+mod nixl;
 mod packages;
 mod pages;
 mod process;
@@ -36,8 +37,9 @@ const USAGE: &str = "usage: cargo xtask COMMAND
   python          build the Python package and run its tests on the host
   python --torch  run its tests with PyTorch, which is installed for them (gigabytes)
   python --stubs  build the Python package and write its stub, _warpipe.pyi
-  engines         test the plugins with vLLM, SGLang, TRL and verl themselves, on a CPU; they
-                  are downloaded (gigabytes)
+  engines         test the plugins with vLLM, SGLang, TRL, verl and NIXL themselves, on a CPU;
+                  they are downloaded (gigabytes)
+  engines --nixl  the backend of NIXL alone; its headers are those that NIXL_INCLUDE_DIR names
   wheel           build the Python package as a manylinux wheel in target/wheels
   wheel --target aarch64
                   the same for 64-bit ARM, tried under qemu-user with Debian's Python
@@ -99,6 +101,7 @@ fn main() -> ExitCode {
             Workspace::find().map(|workspace| suite::run_python_with_torch(&workspace))
         }
         ["engines"] => Workspace::find().map(|workspace| suite::run_engines(&workspace)),
+        ["engines", "--nixl"] => Workspace::find().map(|workspace| suite::run_nixl(&workspace)),
         ["style"] => Workspace::find().and_then(|workspace| {
             style::report(&workspace)?;
             layers::check(&workspace).map(|()| true)

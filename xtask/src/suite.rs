@@ -11,6 +11,7 @@ use crate::comparison;
 use crate::counts::{Counts, Dialect};
 use crate::environment::succeeds;
 use crate::layers;
+use crate::nixl;
 use crate::packages;
 use crate::pages;
 use crate::process::Task;
@@ -96,6 +97,17 @@ pub fn run_engines(workspace: &Workspace) -> bool {
         steps: Vec::new(),
     };
     suite.step("plugins in the engines themselves", python::engine_tests);
+    suite.nixl();
+    suite.report()
+}
+
+/// Runs the tests of NIXL's backend with NIXL's own package. Says whether all of them passed.
+pub fn run_nixl(workspace: &Workspace) -> bool {
+    let mut suite = Suite {
+        workspace,
+        steps: Vec::new(),
+    };
+    suite.nixl();
     suite.report()
 }
 
@@ -209,6 +221,15 @@ impl Suite<'_> {
             ],
             Dialect::CargoTest,
         );
+    }
+
+    fn nixl(&mut self) {
+        self.cargo(
+            "build of the fake driver",
+            &["build", "-p", "fake-cuda"],
+            Dialect::ExitCode,
+        );
+        self.step("backend in NIXL itself", nixl::tests);
     }
 
     /// The conformance suite on the host, and on the CUDA backend over the fake driver.

@@ -1,0 +1,110 @@
+"""Kills agents of other processes in the middle of their work, and looks what the survivor is told.
+
+    python kills.py --kills 1000
+
+In each round a new agent takes the same name. In turn it is the target of a read, the target of a
+write, and the initiator of writes to the survivor. The survivor is one process: it ends with 0 if
+each round ended as it must. Prints a line of JSON with the times from the signal to
+NIXL_ERR_REMOTE_DISCONNECT, and to the end of a plain pipe: before that the kernel takes the dead
+process apart."""
+
+import argparse
+import json
+import logging
+import os
+import random
+import tempfile
+import time
+
+from agents import Memory, Process, new_agent, notifications
+from nixl_cu12._bindings import nixlRemoteDisconnectError
+
+BYTES = 64 << 20
+
+
+def until_told(victim, ask):
+    """Kills an agent, and asks until the answer is that it is gone. The seconds until then, and
+    until a plain pipe of its process says so; nothing, if there was no more to ask about."""
+    victim.process.kill()
+    began, pipe = time.perf_counter(), None
+    while time.perf_counter() < began + 10:
+        try:
+            if ask() == "DONE":
+                return None  # it was complete before the kill
+        except nixlRemoteDisconnectError:
+            told = time.perf_counter() - began
+            while pipe is None:
+                pipe = victim.seen_to_end(began)
+            return told, pipe
+        pipe = pipe or victim.seen_to_end(began)
+    raise AssertionError("10 s after the kill nobody says that the agent is gone")
+
+
+def killed_target(agent, memory, operation, delay_s):
+    with Process("victim", BYTES) as victim:
+        name = agent.add_remote_agent(victim.metadata)
+        remote = agent.get_xfer_descs(victim.tuples, "DRAM")
+        handle = agent.initialize_xfer(operation, memory.descriptors(), remote, name)
+        state = agent.transfer(handle)
+        end = time.perf_counter() + delay_s
+        while state == "PROC" and time.perf_counter() < end:
+            state = agent.check_xfer_state(handle)
+        told = until_told(victim, lambda: agent.check_xfer_state(handle))
+        agent.release_xfer_handle(handle)
+        agent.remove_remote_agent(name)
+        return told
+
+
+def killed_initiator(agent, memory, delay_s):
+    with Process("victim", BYTES) as victim:
+        name = agent.add_remote_agent(victim.metadata)
+        victim.ask("meet", agent.get_agent_metadata())
+        victim.tell("write for ever", memory.tuples(), "survivor", b"written")
+        assert notifications(agent, 1), "nothing was written"
+        time.sleep(delay_s)
+        told = until_told(victim, lambda: agent.send_notif(name, b"?"))
+        agent.remove_remote_agent(name)
+        agent.get_new_notifs()
+        return told
+
+
+def quantiles(seconds):
+    ms = sorted(1000 * each for each in seconds)
+    return {
+        name: round(ms[int(share * (len(ms) - 1))], 3)
+        for name, share in (("median", 0.5), ("p99", 0.99), ("max", 1))
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    logging.disable(logging.INFO)
+    os.environ.setdefault("WARPIPE_DOMAIN", tempfile.mkdtemp(prefix="nixl-kills-"))
+    random.seed(arguments.seed)
+    agent = new_agent("survivor")
+    memory = Memory(agent, BYTES, value=1)
+    told = []
+    for kill in range(arguments.kills):
+        delay_s = random.random() * 0.02
+        if kill % 3 == 2:
+            told.append(killed_initiator(agent, memory, delay_s))
+        else:
+            told.append(killed_target(agent, memory, ("READ", "WRITE")[kill % 3], delay_s))
+    times = [pair for pair in told if pair is not None]
+    report = {
+        "kills": len(told),
+        "complete_before_the_kill": told.count(None),
+        "told_ms": quantiles(told for told, _ in times),
+        "pipe_ended_ms": quantiles(pipe for _, pipe in times),
+        "told_after_the_pipe_ms": quantiles(told - pipe for told, pipe in times),
+        "descriptors_left": len(os.listdir("/proc/self/fd")),
+        "threads_left": len(os.listdir("/proc/self/task")),
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
