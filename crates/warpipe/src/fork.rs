@@ -19,6 +19,7 @@ mod gate;
 pub(crate) mod leak_on_fork;
 pub(crate) mod lifeline;
 pub(crate) mod per_process;
+pub(crate) mod thread;
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Once;

@@ -9,9 +9,9 @@ use super::table::with_endpoints;
 use super::{Change, MemberInfo, endpoint};
 use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
+use crate::fork::thread::Thread;
 use crate::ipc::domain::Domain;
 use crate::options::{EndpointOptions, option_setters};
-use crate::runtime::thread::Thread;
 use crate::wait::Wait;
 
 /// The members of a domain, followed until this is dropped. The drop does not wait for a callback

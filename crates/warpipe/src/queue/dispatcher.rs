@@ -13,13 +13,13 @@ use super::builder::QueueBuilder;
 use super::job_table::{JobTable, QueueRules, Stage};
 use super::worker_session::{Jobs, WorkerSession};
 use crate::error::{Error, Result};
+use crate::fork::thread::Thread;
 use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::ipc::domain::Domain;
 use crate::mutex::LockUnpoisoned;
 use crate::pubsub::{Publisher, SubscriberChanges};
 use crate::runtime::heartbeat::Uptime;
 use crate::runtime::releasable::ReleasableGuard;
-use crate::runtime::thread::Thread;
 use crate::runtime::timed_lock::TimedLock;
 
 /// Each ring wakes one sleeper, once.

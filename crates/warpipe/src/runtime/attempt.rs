@@ -7,9 +7,9 @@ use std::sync::{Arc, Mutex};
 use super::doorbell::LocalDoorbell;
 use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
+use crate::fork::thread::Thread;
 use crate::mutex::LockUnpoisoned;
 use crate::runtime::reactor::catch_panic;
-use crate::runtime::thread::Thread;
 
 /// An attempt to reach the peer of a name. Dropped, it is cancelled.
 #[derive(Debug)]

@@ -21,9 +21,9 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, ReturnFlags, Shutdown, sockopt};
 
 use crate::fork::per_process::PerProcess;
+use crate::fork::thread::Thread;
 use crate::fork::{CloseOnForkFd, NoForkSection};
 use crate::os;
-use crate::runtime::thread::Thread;
 
 /// The most descriptors of peers of this user that may wait to be closed before new connections are
 /// refused.

@@ -16,5 +16,4 @@ pub(crate) mod reactor;
 pub(crate) mod releasable;
 pub(crate) mod reserve;
 pub(crate) mod spin;
-pub(crate) mod thread;
 pub(crate) mod timed_lock;

@@ -26,10 +26,10 @@ use crate::clock::now_ns;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
 use crate::fork::per_process::PerProcess;
+use crate::fork::thread::Thread;
 use crate::mutex::LockUnpoisoned;
 use crate::os::timespec;
 use crate::runtime::doorbell::LocalDoorbell;
-use crate::runtime::thread::Thread;
 use crate::runtime::{closer, reserve};
 
 /// How often heartbeats are written and checked.

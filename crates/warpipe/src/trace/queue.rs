@@ -9,7 +9,7 @@ use tracing::level_filters::LevelFilter;
 
 use super::TraceEvent;
 use crate::fork::per_process::PerProcess;
-use crate::runtime::thread::Thread;
+use crate::fork::thread::Thread;
 
 /// The most events that wait for the subscriber.
 pub(super) const WAITING_MAX: usize = 4096;

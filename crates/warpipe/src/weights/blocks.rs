@@ -9,8 +9,8 @@ use std::time::Duration;
 use super::staging::Staging;
 use crate::device::Device;
 use crate::error::Result;
+use crate::fork::thread::on_several;
 use crate::mutex::LockUnpoisoned;
-use crate::runtime::thread::on_several;
 
 /// All blocks of a tensor but its last are this long. Part of the manifest's format.
 pub(super) const BLOCK_BYTES: u64 = 16 << 20;

@@ -16,10 +16,10 @@ use super::manifest::{ALIGNMENT, ContentHash};
 use crate::backend::DevicePtr;
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::fork::thread::on_several;
 use crate::kernel::{Kernel, KernelLaunch};
 use crate::memory::slice::check_range;
 use crate::memory::{DeviceSlice, Memory};
-use crate::runtime::thread::on_several;
 use crate::stream::Stream;
 
 /// Part of the manifest's format, as the next.

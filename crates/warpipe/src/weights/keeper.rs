@@ -16,6 +16,7 @@ use super::takeover::Found;
 use super::{takeover, weights_name};
 use crate::error::Result;
 use crate::fork::OwnerProcess;
+use crate::fork::thread::Thread;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
     ClientInfo, IpcServer, Kind, OutgoingReply, Rejection, RequestHandler, ServerCore, decode,
@@ -23,7 +24,6 @@ use crate::ipc::{
 use crate::mutex::LockUnpoisoned;
 use crate::options::{EndpointOptions, option_setters};
 use crate::runtime::doorbell::LocalDoorbell;
-use crate::runtime::thread::Thread;
 use crate::trace::{self, TraceEvent};
 
 /// How many offers are fetched at once, each on a thread: a stopped publisher occupies its thread

@@ -10,10 +10,10 @@ use super::holder::Holder;
 use super::keeper_session::offer_to_keeper;
 use super::manifest::{ContentHash, Manifest};
 use crate::error::{Error, Result};
+use crate::fork::thread::Thread;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::until_open;
 use crate::mutex::LockUnpoisoned;
-use crate::runtime::thread::Thread;
 
 /// How long the thread waits for a keeper that takes the hashes.
 const KEEPER_TIMEOUT: Duration = Duration::from_secs(30);

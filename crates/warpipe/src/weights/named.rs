@@ -15,9 +15,9 @@ use super::manifest::Hashing;
 use super::{WEIGHTS_NAME_BYTES_MAX, takeover, weights_name};
 use crate::device_types::DeviceId;
 use crate::error::{Error, Holder, Result};
+use crate::fork::thread::on_several;
 use crate::ipc::domain::{Author, Domain, EndpointName};
 use crate::mutex::LockUnpoisoned;
-use crate::runtime::thread::on_several;
 
 /// How many processes are asked at once: a stopped one occupies a thread for a whole handshake.
 const ASKED_AT_ONCE: usize = 32;

@@ -8,10 +8,10 @@ use super::held::{Held, KnownParts, PartialVersion, VersionReply};
 use super::holder::{HolderRequest, holders, number_of};
 use super::manifest::Manifest;
 use crate::error::{Error, Result};
+use crate::fork::thread::on_several;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{Address, ClientSession, Kind, REPLY_TIMEOUT, SessionObserver, decode, encode};
 use crate::mutex::LockUnpoisoned;
-use crate::runtime::thread::on_several;
 
 /// How many holders are asked at once: a stopped one occupies a thread for a whole handshake.
 const ASKED_AT_ONCE: usize = 32;

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use crate::backend::{DevicePtr, StreamOp, TimelineWord};
 use crate::error::{Error, Result};
-use crate::runtime::thread::Thread;
+use crate::fork::thread::Thread;
 
 /// The most queued operations; an enqueue beyond that waits for room.
 const QUEUE_MAX: usize = 1 << 16;
