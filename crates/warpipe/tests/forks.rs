@@ -62,15 +62,29 @@ fn a_child_forked_while_a_thread_of_the_program_begins_opens_endpoints_of_its_ow
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = std::env::temp_dir().join(format!("warpipe-forks-begin-{}", std::process::id()));
     let _domain = Domain::at(&folder).unwrap();
-    // The standard library has a lock then that no thread of the child gives back.
-    HELD_UP.store(rustix::thread::gettid().as_raw_nonzero().get(), SeqCst);
-    let begins = std::thread::spawn(|| ());
-    while IS_HELD_UP.load(SeqCst) == 0 {
-        std::thread::yield_now();
-    }
-    let status = open_in_a_child(&folder);
-    HELD_UP.store(0, SeqCst);
-    begins.join().unwrap();
+    // The standard library keeps a table of its threads. One that begins may be held up while it has
+    // the table's lock, since the table grows now and then.
+    let (gate, started) = (Mutex::new(()), AtomicUsize::new(0));
+    let status = std::thread::scope(|scope| {
+        let closed = gate.lock().unwrap();
+        HELD_UP.store(rustix::thread::gettid().as_raw_nonzero().get(), SeqCst);
+        for count in 1..=64 {
+            scope.spawn(|| {
+                started.fetch_add(1, SeqCst);
+                drop(gate.lock());
+            });
+            while IS_HELD_UP.load(SeqCst) == 0 && started.load(SeqCst) < count {
+                std::thread::yield_now();
+            }
+            if IS_HELD_UP.load(SeqCst) != 0 {
+                break;
+            }
+        }
+        let status = open_in_a_child(&folder);
+        HELD_UP.store(0, SeqCst);
+        drop(closed);
+        status
+    });
     std::fs::remove_dir_all(folder).unwrap();
     assert_eq!(status, 0);
 }
