@@ -148,9 +148,11 @@ fn hint(error: &Error) -> Option<Cow<'static, str>> {
             kind: Kind::Publisher,
             ..
         } => "start the publisher, or wait for it with `wait=`",
-        Error::NotFound { kind, .. } if *kind != Kind::Weights => {
-            "start its owner, or wait for it with `wait=`"
-        }
+        Error::NotFound {
+            kind: Kind::Weights,
+            ..
+        } => "start one with `warpipe weights serve`, or wait for it with `wait=`",
+        Error::NotFound { .. } => "start its owner, or wait for it with `wait=`",
         Error::PeerGone {
             kind: Kind::Publisher,
             ..

@@ -238,6 +238,8 @@ impl Drop for Watch {
         self.shared.close();
         self.shared.queue.close();
         // Bounded: the monitor waits only, for a moment, for an endpoint that it is clearing.
-        self.monitor.take().map(Thread::join);
+        if let Some(monitor) = self.monitor.take() {
+            monitor.join();
+        }
     }
 }

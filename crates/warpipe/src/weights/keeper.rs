@@ -99,8 +99,8 @@ impl KeeperBuilder {
     /// [candidate](Keeper::candidate); up to 7 older ones wait behind it.
     ///
     /// # Errors
-    /// [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`], [`Error::Domain`],
-    /// [`Error::Os`], [`Error::DescriptorLimit`].
+    /// [`Error::Name`](crate::Error::Name), [`Error::NameTaken`](crate::Error::NameTaken), [`Error::ForeignFile`](crate::Error::ForeignFile), [`Error::Domain`](crate::Error::Domain),
+    /// [`Error::Os`](crate::Error::Os), [`Error::DescriptorLimit`](crate::Error::DescriptorLimit).
     pub fn build(self) -> Result<Keeper> {
         let name = weights_name(&self.name)?;
         let domain = self.shared.domain()?;
@@ -160,7 +160,7 @@ impl Keeper {
     /// The version that is offered.
     ///
     /// # Errors
-    /// [`Error::Forked`].
+    /// [`Error::Forked`](crate::Error::Forked).
     pub fn version(&self) -> Result<Option<u64>> {
         self.owner_process.check()?;
         let state = self.core.state.locked();
@@ -173,7 +173,7 @@ impl Keeper {
     /// called in another process. If they differ, the next older version is the candidate.
     ///
     /// # Errors
-    /// [`Error::Forked`].
+    /// [`Error::Forked`](crate::Error::Forked).
     pub fn candidate(&self) -> Result<Option<u64>> {
         self.owner_process.check()?;
         Ok(self.core.state.locked().candidate())
@@ -189,7 +189,7 @@ impl Keeper {
     /// given its descriptors up then, offers nothing and takes nothing; its owner drops it.
     ///
     /// # Errors
-    /// [`Error::Forked`].
+    /// [`Error::Forked`](crate::Error::Forked).
     pub fn is_asked_to_end(&self) -> Result<bool> {
         self.owner_process.check()?;
         Ok(self.core.state.locked().is_ending)
