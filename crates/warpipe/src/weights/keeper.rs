@@ -99,7 +99,8 @@ impl KeeperBuilder {
     /// [candidate](Keeper::candidate); up to 7 older ones wait behind it.
     ///
     /// # Errors
-    /// [`Error::Name`](crate::Error::Name), [`Error::NameTaken`](crate::Error::NameTaken), [`Error::ForeignFile`](crate::Error::ForeignFile), [`Error::Domain`](crate::Error::Domain),
+    /// [`Error::Name`](crate::Error::Name), [`Error::NameTaken`](crate::Error::NameTaken),
+    /// [`Error::ForeignFile`](crate::Error::ForeignFile), [`Error::Domain`](crate::Error::Domain),
     /// [`Error::Os`](crate::Error::Os), [`Error::DescriptorLimit`](crate::Error::DescriptorLimit).
     pub fn build(self) -> Result<Keeper> {
         let name = weights_name(&self.name)?;
