@@ -128,7 +128,8 @@ def test_a_stopped_worker_holds_up_no_shutdown_for_longer_than_its_lease(open_qu
             queue.shutdown(wait=False)
             with process(double, *place) as (_survivor, other):
                 assert said(other) == "ready"
-                assert said(other) == 1
+                # More than once on a busy machine, where its own lease ends before it has answered.
+                assert said(other) >= 1
             queue.shutdown(timeout=LIMIT_SECONDS)
         finally:
             os.kill(stopped.pid, signal.SIGCONT)
