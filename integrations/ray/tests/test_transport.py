@@ -1,0 +1,164 @@
+"""The transport without a cluster: what comes from outside, limits, and what is left."""
+
+import dataclasses
+import os
+import pathlib
+
+import numpy
+import pytest
+import warpipe
+from actors import HAS_TORCH, LIMIT_SECONDS, pools
+from conftest import until
+
+import warpipe_ray
+from warpipe_ray import LIMIT_VARIABLE, _source
+
+
+@pytest.fixture
+def transport():
+    made = warpipe_ray.Transport()
+    yield made
+    made._offers.clear()
+    until(lambda: pools() == (0, 0), "the end of what was offered")
+
+
+@pytest.fixture
+def limited(monkeypatch):
+    """A process with room for little."""
+    monkeypatch.setenv(LIMIT_VARIABLE, str(4 << 20))
+    monkeypatch.setattr(_source, "_ROOM_SECONDS", 0.05)
+    monkeypatch.setattr(_source, "_sources", {})
+
+
+def received(transport, metadata):
+    return transport.recv_multiple_tensors("object", metadata, None)
+
+
+def test_an_object_is_the_same_whenever_ray_asks_for_it(transport):
+    first = transport.extract_tensor_transport_metadata("a", [numpy.ones(3)])
+    assert transport.extract_tensor_transport_metadata("a", [numpy.ones(3)]) is first
+    assert received(transport, first)[0].tolist() == [1, 1, 1]
+
+
+def test_an_object_without_tensors_needs_no_memory(transport):
+    assert received(transport, transport.extract_tensor_transport_metadata("a", [])) == []
+    [array] = received(transport, transport.extract_tensor_transport_metadata("b", [numpy.empty((2, 0), "int8")]))
+    assert array.shape == (2, 0) and array.dtype == "int8" and pools() == (0, 0)
+
+
+def test_a_collected_object_cannot_be_opened(transport):
+    metadata = transport.extract_tensor_transport_metadata("a", [numpy.ones(3)])
+    kept = received(transport, metadata)
+    transport.garbage_collect("a", metadata, [])
+    transport.garbage_collect("a", metadata, [])
+    with pytest.raises(warpipe_ray.SourceGoneError):
+        received(transport, metadata)
+    assert kept[0].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"machine": "another"}, warpipe.ArgumentError),
+        ({"tickets": ["no ticket"]}, warpipe.TicketError),
+        ({"tickets": []}, IndexError),
+        ({"places": [(7, 0)]}, IndexError),
+        ({"places": [(0, 1 << 62)]}, warpipe.Error),
+        ({"places": [(0, -1)]}, Exception),
+        ({"places": []}, ValueError),
+        ({"tensor_meta": [((1 << 40,), numpy.dtype("float64"))]}, warpipe.Error),
+        ({"tensor_meta": [((1 << 70,), numpy.dtype("float64"))]}, Exception),
+        ({"tensor_meta": [((-1, -3), numpy.dtype("float64"))]}, warpipe.LayoutError),
+        ({"tensor_meta": [((3,), numpy.dtype("O"))]}, warpipe.DTypeError),
+        ({"tensor_meta": [((3,), numpy.dtype([("a", "O")]))]}, warpipe.DTypeError),
+        ({"device": "GPU-none"}, warpipe.DeviceError),
+        ({"library": "os"}, KeyError),
+        ({"complete": ("/nowhere/at/all", "a", 1)}, warpipe.Error),
+    ],
+)
+def test_what_no_source_has_said_is_an_error(transport, change, error):
+    metadata = transport.extract_tensor_transport_metadata("a", [numpy.ones(3)])
+    with pytest.raises(error):
+        received(transport, dataclasses.replace(metadata, **change))
+    assert received(transport, metadata)[0].tolist() == [1, 1, 1]
+    assert transport._receiving == {}
+
+
+def test_arrays_beyond_the_limit_are_an_error_until_others_are_collected(limited, transport):
+    transport.extract_tensor_transport_metadata("a", [numpy.ones(3 << 20, "int8")])
+    with pytest.raises(warpipe.MemoryLimitError):
+        transport.extract_tensor_transport_metadata("b", [numpy.ones(3 << 20, "int8")])
+    assert list(transport._offers) == ["a"]
+    transport.garbage_collect("a", None, [])
+    transport.extract_tensor_transport_metadata("b", [numpy.ones(3 << 20, "int8")])
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "many"])
+def test_a_limit_that_is_none_is_an_error(limited, transport, monkeypatch, text):
+    monkeypatch.setenv(LIMIT_VARIABLE, text)
+    with pytest.raises(warpipe.ArgumentError, match=LIMIT_VARIABLE):
+        transport.extract_tensor_transport_metadata("a", [numpy.ones(3)])
+
+
+def test_blocks_of_empty_come_back_with_their_last_array():
+    array = warpipe_ray.empty((4, 1 << 18), "float32")
+    row = array[2]
+    row[:] = 7
+    del array
+    assert row.sum() == 7 * (1 << 18) and pools()[0] == 4 << 20
+    del row
+    until(lambda: pools() == (0, 0), "the end of the block")
+
+
+def test_a_wait_for_a_value_that_never_comes_ends_with_its_timeout_and_is_forgotten(transport):
+    metadata = transport.extract_tensor_transport_metadata("a", [numpy.ones(3)])
+    with warpipe.Timeline.create("never", device="host") as timeline:
+        metadata = dataclasses.replace(metadata, complete=(str(warpipe.Domain().path), timeline.name, 1))
+        fetch = transport.fetch_multiple_tensors("a", metadata, None)
+        with pytest.raises(TimeoutError):
+            transport.wait_fetch_complete(fetch, 0.05)
+        with pytest.raises(TimeoutError):
+            transport.wait_fetch_complete(fetch, 0)
+        timeline.signal(1)
+        assert transport.wait_fetch_complete(fetch, LIMIT_SECONDS)[0].tolist() == [1, 1, 1]
+    assert transport._receiving == {}
+
+
+def test_the_timelines_that_are_kept_are_few(transport):
+    metadata = transport.extract_tensor_transport_metadata("a", [numpy.ones(3)])
+    for number in range(70):
+        with warpipe.Timeline.create(f"source-{number}", device="host") as timeline:
+            timeline.signal(1)
+            complete = str(warpipe.Domain().path), timeline.name, 1
+            received(transport, dataclasses.replace(metadata, complete=complete))
+    assert len(transport._timelines) == 64
+    transport._timelines.clear()
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="declared skip: no PyTorch here")
+def test_a_tensor_without_plain_memory_is_refused(transport):
+    import torch
+
+    for tensor in (torch.eye(3).to_sparse(), torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)):
+        with pytest.raises(warpipe.NotATensorError, match="send their parts"):
+            transport.extract_tensor_transport_metadata("a", [tensor])
+    with pytest.raises(warpipe.ArgumentError, match="meta"):
+        transport.extract_tensor_transport_metadata("a", [torch.ones(3, device="meta")])
+
+
+def test_a_process_ends_without_a_name_and_the_next_one_removes_those_of_the_killed():
+    domain = warpipe.Domain()
+    for ending in ("pass", "os.kill(os.getpid(), 9)"):
+        program = f"import os, numpy, warpipe_ray; kept = warpipe_ray.empty(9, 'int8'); {ending}"
+        os.spawnve(os.P_WAIT, *python(program))
+    dead = [one.name for one in domain.endpoints() if not one.alive]
+    assert len(dead) == 1 and dead[0].startswith("ray/")
+    os.spawnve(os.P_WAIT, *python("import warpipe_ray; kept = warpipe_ray.empty(9, 'int8')"))
+    assert [one.name for one in domain.endpoints() if not one.alive] == []
+
+
+def python(program):
+    import sys
+
+    source = pathlib.Path(warpipe_ray.__file__).parents[1]
+    return sys.executable, [sys.executable, "-c", program], {**os.environ, "PYTHONPATH": str(source)}
