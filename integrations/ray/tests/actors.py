@@ -117,6 +117,16 @@ class Actor:
         self.kept[:] = value
         return self.kept
 
+    @with_torch("WARPIPE")
+    def on_gpu(self, value, in_place=False, cycles=0):
+        """A tensor that the stream fills after so many cycles of waiting."""
+        import torch
+
+        made = warpipe_ray.empty(1 << 20, torch.float32, "cuda:0") if in_place else torch.empty(1 << 20, device="cuda")
+        torch.cuda._sleep(cycles)
+        self.kept = made.fill_(value)
+        return made
+
     @with_torch("WRITABLE")
     def writable(self, value):
         import torch
