@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import secrets
 import select
 import signal
 
@@ -24,8 +25,9 @@ class Unfinished(warpipe_ray.Transport):
 
     def extract_tensor_transport_metadata(self, obj_id, rdt_object):
         metadata = super().extract_tensor_transport_metadata(obj_id, rdt_object)
-        self.timeline = warpipe.Timeline.create(f"unfinished/{os.getpid()}-{obj_id[-12:]}", device="host")
-        metadata.complete = str(warpipe.Domain().path), self.timeline.name, 1
+        timeline = warpipe.Timeline.create(f"unfinished/{secrets.token_hex(8)}", device="host")
+        self.timelines = [*getattr(self, "timelines", ()), timeline]
+        metadata.complete = str(warpipe.Domain().path), timeline.name, 1
         return metadata
 
 

@@ -180,6 +180,8 @@ def test_a_source_that_is_killed_before_its_work_is_done_ends_the_waits(standing
     assert failed
 
 
+# Without PyTorch Ray's own thread for aborts ends with an ImportError.
+@with_torch
 def test_rays_limit_aborts_a_receive_and_the_actors_go_on(standing, monkeypatch):
     source, receiver = standing
     monkeypatch.setattr(ray_constants, "RDT_FETCH_FAIL_TIMEOUT_SECONDS", 1.0)

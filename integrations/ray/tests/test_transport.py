@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-import pathlib
+import sys
 
 import numpy
 import pytest
@@ -158,7 +158,4 @@ def test_a_process_ends_without_a_name_and_the_next_one_removes_those_of_the_kil
 
 
 def python(program):
-    import sys
-
-    source = pathlib.Path(warpipe_ray.__file__).parents[1]
-    return sys.executable, [sys.executable, "-c", program], {**os.environ, "PYTHONPATH": str(source)}
+    return sys.executable, [sys.executable, "-c", program], os.environ
