@@ -145,8 +145,11 @@ class Actor:
         for name, array in (given if isinstance(given, dict) else {"": given}).items():
             if isinstance(array, numpy.ndarray):
                 said[name] = array.copy(), array.flags.writeable
-            else:
+            elif isinstance(array, str):
                 said[name] = array
+            else:
+                # Of some types PyTorch's own pickle cannot be read.
+                said[name] = str(array.dtype), array.cfloat().numpy().copy()
         return said
 
     def sum(self, given):
