@@ -3,7 +3,6 @@
 import gc
 import importlib.util
 import os
-import secrets
 import select
 import signal
 
@@ -15,6 +14,7 @@ import warpipe_ray
 from ray.experimental import register_tensor_transport
 from ray.experimental.rdt.util import transport_manager_info
 from warpipe_ray import _source
+from warpipe_ray._source import timeline_of
 
 
 LIMIT_SECONDS = 30.0
@@ -25,9 +25,8 @@ class Unfinished(warpipe_ray.Transport):
 
     def extract_tensor_transport_metadata(self, obj_id, rdt_object):
         metadata = super().extract_tensor_transport_metadata(obj_id, rdt_object)
-        timeline = warpipe.Timeline.create(f"unfinished/{secrets.token_hex(8)}", device="host")
-        self.timelines = [*getattr(self, "timelines", ()), timeline]
-        metadata.complete = str(warpipe.Domain().path), timeline.name, 1
+        self.timeline = getattr(self, "timeline", None) or warpipe.Timeline.create(timeline_of(metadata.pool), device="host")
+        metadata.complete = 1
         return metadata
 
 
@@ -61,6 +60,10 @@ class Actor:
 
     def pools(self):
         return pools()
+
+    def bytes_held(self):
+        gc.collect()
+        return warpipe.Device("host").bytes_held
 
     def descriptors(self):
         gc.collect()

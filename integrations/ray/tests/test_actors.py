@@ -137,12 +137,15 @@ def test_many_objects_leave_no_descriptor(standing):
 @pytest.mark.parametrize("how", ["ray.kill", "SIGKILL"])
 def test_a_receiver_keeps_what_it_has_of_a_source_that_was_killed(standing, start, how):
     source, receiver = start(), standing[1]
+    before = get(receiver.bytes_held.remote())
     ref = source.array.remote(4)
     assert get(receiver.keep.remote(ref)) == 4000
     here = get(ref)
     end(source, how)
     assert get(receiver.kept_sum.remote()) == here.sum() == 4000
+    assert get(receiver.bytes_held.remote()) > before
     get(receiver.forget.remote())
+    until(lambda: get(receiver.bytes_held.remote()) == before, "the end of the memory")
 
 
 @pytest.mark.parametrize("how", ["ray.kill", "SIGKILL"])

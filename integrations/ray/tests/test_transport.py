@@ -12,6 +12,7 @@ from conftest import until
 
 import warpipe_ray
 from warpipe_ray import LIMIT_VARIABLE, _source
+from warpipe_ray._source import timeline_of
 
 
 @pytest.fixture
@@ -73,7 +74,10 @@ def test_a_collected_object_cannot_be_opened(transport):
         ({"tensor_meta": [((3,), numpy.dtype([("a", "O")]))]}, warpipe.DTypeError),
         ({"device": "GPU-none"}, warpipe.DeviceError),
         ({"library": "os"}, KeyError),
-        ({"complete": ("/nowhere/at/all", "a", 1)}, warpipe.Error),
+        ({"domain": "/nowhere/at/all"}, warpipe.Error),
+        ({"pool": "../../etc"}, warpipe.Error),
+        ({"pool": "another"}, warpipe_ray.SourceGoneError),
+        ({"complete": 1}, warpipe_ray.SourceGoneError),
     ],
 )
 def test_what_no_source_has_said_is_an_error(transport, change, error):
@@ -81,7 +85,7 @@ def test_what_no_source_has_said_is_an_error(transport, change, error):
     with pytest.raises(error):
         received(transport, dataclasses.replace(metadata, **change))
     assert received(transport, metadata)[0].tolist() == [1, 1, 1]
-    assert transport._receiving == {}
+    assert len(transport._connections) == 1 and transport._receiving == {}
 
 
 def test_arrays_beyond_the_limit_are_an_error_until_others_are_collected(limited, transport):
@@ -112,9 +116,8 @@ def test_blocks_of_empty_come_back_with_their_last_array():
 
 def test_a_wait_for_a_value_that_never_comes_ends_with_its_timeout_and_is_forgotten(transport):
     metadata = transport.extract_tensor_transport_metadata("a", [numpy.ones(3)])
-    with warpipe.Timeline.create("never", device="host") as timeline:
-        metadata = dataclasses.replace(metadata, complete=(str(warpipe.Domain().path), timeline.name, 1))
-        fetch = transport.fetch_multiple_tensors("a", metadata, None)
+    with warpipe.Timeline.create(timeline_of(metadata.pool), device="host") as timeline:
+        fetch = transport.fetch_multiple_tensors("a", dataclasses.replace(metadata, complete=1), None)
         with pytest.raises(TimeoutError):
             transport.wait_fetch_complete(fetch, 0.05)
         with pytest.raises(TimeoutError):
@@ -124,15 +127,18 @@ def test_a_wait_for_a_value_that_never_comes_ends_with_its_timeout_and_is_forgot
     assert transport._receiving == {}
 
 
-def test_the_timelines_that_are_kept_are_few(transport):
+def test_the_connections_that_are_kept_are_few_and_those_of_the_dead_go(transport):
     metadata = transport.extract_tensor_transport_metadata("a", [numpy.ones(3)])
-    for number in range(70):
-        with warpipe.Timeline.create(f"source-{number}", device="host") as timeline:
-            timeline.signal(1)
-            complete = str(warpipe.Domain().path), timeline.name, 1
-            received(transport, dataclasses.replace(metadata, complete=complete))
-    assert len(transport._timelines) == 64
-    transport._timelines.clear()
+    sources = [warpipe.Pool.create(f"source-{number}", device="host") for number in range(70)]
+    for source in sources:
+        block = source.allocate(24)
+        received(transport, dataclasses.replace(metadata, pool=source.name, tickets=[str(block.lend())]))
+    assert len(transport._connections) == 64
+    for source in sources[:-1]:
+        source.close()
+    until(lambda: all(one.client.is_owner_gone for one in list(transport._connections.values())[:-1]), "the end of the links")
+    received(transport, metadata)
+    assert [name for _, name in transport._connections] == [sources[-1].name, metadata.pool]
 
 
 @pytest.mark.skipif(not HAS_TORCH, reason="declared skip: no PyTorch here")

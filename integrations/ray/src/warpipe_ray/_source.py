@@ -45,8 +45,11 @@ class Metadata(TensorTransportMetadata):
     """Of the blocks."""
     places: list[tuple[int, int] | None] = field(default_factory=list)
     """Of each tensor the number of its block and its first byte there; None for one without elements."""
-    complete: tuple[str, str, int] | None = None
-    """The domain, the name and the value of a timeline: behind that value the contents are there. None if they are there."""
+    domain: str = ""
+    pool: str = ""
+    """The name of the pool."""
+    complete: int | None = None
+    """The value of the pool's timeline that says that the contents are there. None if they are."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,9 @@ class Source:
         domain.clean()
         self._device, self._domain = device, str(domain.path)
         self._pool = warpipe.Pool.create(name, domain=domain, device=device, memory_limit=_limit(device))
-        self._ordered = None if device.kind == "host" else warpipe.Timeline.create(f"{name}/t", domain=domain, device=device)
+        self._timeline: warpipe.Timeline | None = None
+        if device.kind != "host":
+            self._timeline = warpipe.Timeline.create(timeline_of(name), domain=domain, device=device)
         self._value, self._lock = 0, threading.Lock()
         # By their addresses, those of arrays that `empty` has made: an array holds its block.
         self._made: weakref.WeakValueDictionary[int, warpipe.Buffer] = weakref.WeakValueDictionary()
@@ -140,7 +145,8 @@ class Source:
         meta = [(array.shape, dtype) for array, (dtype, _) in zip(arrays, types, strict=True)]
         metadata = Metadata(
             meta, kind, with_type.name, machine(), os.getpid(), self._device.uuid,
-            [str(block.lend(writable=writable)) for block in offered], places, self._completion(with_type) if offered else None,
+            [str(block.lend(writable=writable)) for block in offered], places, self._domain, self._pool.name,
+            self._completion(with_type) if offered else None,
         )  # fmt: skip
         return Offer(offered, metadata)
 
@@ -152,15 +158,20 @@ class Source:
         block = self._made.get(place[0])
         return None if block is None else (block, place[1] - place[0])
 
-    def _completion(self, with_type: Library) -> tuple[str, str, int] | None:
-        """What the work of the current stream so far is behind."""
-        if self._ordered is None:
+    def _completion(self, with_type: Library) -> int | None:
+        """The value that is reached behind the work of the current stream so far."""
+        if self._timeline is None:
             return None
         # The values grow in the order of the signals.
         with self._lock:
             self._value += 1
-            self._ordered.signal(self._value, stream=with_type.stream(self._device))
-            return self._domain, self._ordered.name, self._value
+            self._timeline.signal(self._value, stream=with_type.stream(self._device))
+            return self._value
+
+
+def timeline_of(pool: str) -> str:
+    """The name of the timeline of a pool on a GPU."""
+    return f"{pool}/t"
 
 
 def source(device: warpipe.Device) -> Source:
