@@ -49,6 +49,15 @@ def actors(library, with_ipc):
         def stored(self):
             return self.here
 
+        def bare_copy_us(self, times):
+            """What copying the tensor alone takes here, on the host."""
+            into, took = library.full(len(self.here), "host"), []
+            for _ in range(times):
+                began = time.perf_counter()
+                into[:] = self.here
+                took.append(time.perf_counter() - began)
+            return statistics.median(took) * 1e6
+
         if with_ipc:
 
             @ray.method(tensor_transport="CUDA_IPC")
@@ -113,16 +122,23 @@ def main():
                 assert ray.get(receiver.look.remote(call.remote()), timeout=60) == 2
                 if number >= FIRST_ROUNDS:
                     took[way].append(time.perf_counter() - began)
+        floor = None if on_gpu else round(ray.get(source.bare_copy_us.remote(20)), 1)
         ray.shutdown()
     medians = {way: statistics.median(times) * 1e6 for way, times in took.items()}
     beyond = {way: round(median - medians["empty"], 1) for way, median in medians.items() if way != "empty"}
     # Of the same rounds, so that a slow moment of the machine counts for both.
-    paired = {way: round(statistics.median(a - b for a, b in zip(times, took["empty"])) * 1e6, 1) for way, times in took.items()}
+    paired = {way: [one - empty for one, empty in zip(times, took["empty"], strict=True)] for way, times in took.items()}
     said = {
-        "device": options.device, "gpus": options.gpus if on_gpu else 0, "library": options.library, "mib": options.mib,
-        "rounds": options.rounds, "median_us": {way: round(median, 1) for way, median in medians.items()},
-        "beyond_empty_us": beyond, "beyond_empty_paired_us": paired,
-    }  # fmt: skip
+        "device": options.device,
+        "gpus": options.gpus if on_gpu else 0,
+        "library": options.library,
+        "mib": options.mib,
+        "rounds": options.rounds,
+        "median_us": {way: round(median, 1) for way, median in medians.items()},
+        "beyond_empty_us": beyond,
+        "beyond_empty_paired_us": {way: round(statistics.median(times) * 1e6, 1) for way, times in paired.items()},
+        "bare_copy_us": floor,
+    }
     print(json.dumps(said))
 
 

@@ -2,10 +2,10 @@
 
     python ends.py --ends 10000 --kills 500
 
-Each actor gives an array to a receiver that lives on, and is given one of its. Then it ends: by its
-`__ray_terminate__`, by `ray.kill`, or by a SIGKILL in the middle of transfers, as `--kills` of them. Afterwards the receiver and the driver
-have the descriptors and the memory that they had at first, and the domain has the names of living processes alone. Prints a
-line of JSON, and ends with 1 if something is left.
+Each actor gives an array to a receiver that lives on, and is given one of its. Then it ends: by its `__ray_terminate__`, by
+`ray.kill`, or by a SIGKILL in the middle of transfers, as `--kills` of them. Afterwards the receiver and the driver have the
+descriptors and the memory that they had at first, and the domain has the names of living processes alone. Prints a line of
+JSON, and ends with 1 if something is left.
 """
 
 import argparse

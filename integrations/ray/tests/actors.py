@@ -9,13 +9,12 @@ import signal
 import numpy
 import ray
 import warpipe
-
-import warpipe_ray
 from ray.experimental import register_tensor_transport
 from ray.experimental.rdt.util import transport_manager_info
+
+import warpipe_ray
 from warpipe_ray import _source
 from warpipe_ray._source import timeline_of
-
 
 LIMIT_SECONDS = 30.0
 
@@ -75,12 +74,17 @@ class Actor:
 
     @ray.method(tensor_transport="WARPIPE_NUMPY")
     def several(self):
-        structured = numpy.array([(1, 2.5), (3, 4.5)], dtype=[("a", "i4"), ("b", "f8")])
         return {
-            "rows": numpy.arange(12, dtype="int16").reshape(3, 4), "columns": numpy.asfortranarray(numpy.arange(6.0).reshape(2, 3)),
-            "every second": numpy.arange(10)[::2], "backwards": numpy.arange(5, dtype="uint8")[::-1], "scalar": numpy.array(7.0),
-            "nothing": numpy.empty((0, 3)), "days": numpy.array(["2026-11-28"], "M8[D]"), "structured": structured, "text": "as it is",
-        }  # fmt: skip
+            "rows": numpy.arange(12, dtype="int16").reshape(3, 4),
+            "columns": numpy.asfortranarray(numpy.arange(6.0).reshape(2, 3)),
+            "every second": numpy.arange(10)[::2],
+            "backwards": numpy.arange(5, dtype="uint8")[::-1],
+            "scalar": numpy.array(7.0),
+            "nothing": numpy.empty((0, 3)),
+            "days": numpy.array(["2026-11-28"], "M8[D]"),
+            "structured": numpy.array([(1, 2.5), (3, 4.5)], dtype=[("a", "i4"), ("b", "f8")]),
+            "text": "as it is",
+        }
 
     @ray.method(tensor_transport="WARPIPE_NUMPY")
     def objects(self):

@@ -18,7 +18,6 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent / "src"),
 
 import ray  # noqa: E402
 import warpipe  # noqa: E402
-
 from actors import LIMIT_SECONDS, Actor  # noqa: E402
 
 

@@ -8,10 +8,10 @@ import ray
 import warpipe
 from actors import HAS_TORCH, LIMIT_SECONDS, end, pools
 from conftest import until
-
-import warpipe_ray
 from ray._private import ray_constants
 from ray.experimental import set_target_for_ref
+
+import warpipe_ray
 
 with_torch = pytest.mark.skipif(not HAS_TORCH, reason="declared skip: no PyTorch here")
 

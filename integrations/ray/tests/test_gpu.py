@@ -4,9 +4,9 @@ import pytest
 import ray
 from actors import HAS_TORCH, LIMIT_SECONDS, Actor, end
 from conftest import until
+from ray.experimental import set_target_for_ref
 
 import warpipe_ray
-from ray.experimental import set_target_for_ref
 
 torch = pytest.importorskip("torch") if HAS_TORCH else None
 GPUS = torch.cuda.device_count() if HAS_TORCH else 0

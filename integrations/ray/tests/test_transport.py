@@ -2,7 +2,9 @@
 
 import dataclasses
 import os
+import signal
 import sys
+import threading
 
 import numpy
 import pytest
@@ -125,6 +127,31 @@ def test_a_wait_for_a_value_that_never_comes_ends_with_its_timeout_and_is_forgot
         timeline.signal(1)
         assert transport.wait_fetch_complete(fetch, LIMIT_SECONDS)[0].tolist() == [1, 1, 1]
     assert transport._receiving == {}
+
+
+def test_ctrl_c_ends_a_wait_and_the_next_one_is_complete(transport):
+    metadata = transport.extract_tensor_transport_metadata("a", [numpy.ones(3)])
+    with warpipe.Timeline.create(timeline_of(metadata.pool), device="host") as timeline:
+        fetch = transport.fetch_multiple_tensors("a", dataclasses.replace(metadata, complete=1), None)
+        waits = threading.Thread(
+            target=lambda: (until(lambda: transport._receiving, "the wait"), os.kill(os.getpid(), signal.SIGINT))
+        )
+        with pytest.raises(KeyboardInterrupt):
+            waits.start()
+            transport.wait_fetch_complete(fetch, LIMIT_SECONDS)
+        waits.join()
+        assert transport._receiving == {}
+        timeline.signal(1)
+        assert transport.wait_fetch_complete(fetch, LIMIT_SECONDS)[0].tolist() == [1, 1, 1]
+
+
+def test_more_objects_of_one_source_than_a_process_may_have_are_an_error(transport):
+    metadata = transport.extract_tensor_transport_metadata("a", [numpy.ones(3)])
+    kept = [received(transport, metadata) for _ in range(1024)]
+    with pytest.raises(warpipe.ArgumentError, match="1024"):
+        received(transport, metadata)
+    kept.pop()
+    kept.append(received(transport, metadata))
 
 
 def test_the_connections_that_are_kept_are_few_and_those_of_the_dead_go(transport):

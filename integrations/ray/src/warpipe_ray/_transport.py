@@ -106,7 +106,7 @@ class Transport(TensorTransportManager):  # type: ignore[misc]
     def fetch_multiple_tensors(
         self, obj_id: str, tensor_transport_metadata: Any, communicator_metadata: Any, target_buffers: list[Any] | None = None
     ) -> Fetch:
-        """Opens the memory. Raises ``SourceGoneError``, ``ArgumentError``, ``DeviceError`` and what ``LentBuffer.open`` does."""
+        """Opens the memory. Raises ``SourceGoneError``, ``ArgumentError``, ``DeviceError``, and as ``LentBuffer.open``."""
         metadata = tensor_transport_metadata
         if metadata.tensor_meta and metadata.machine != machine():
             said = "the tensors lie on another node, and memory is shared on one"
