@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 import operator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import warpipe
@@ -57,7 +58,7 @@ class Library(Protocol):
 
 class Numpy:
     name = "numpy"
-    devices = ("cpu",)
+    devices: tuple[str, ...] = ("cpu",)
 
     def __init__(self) -> None:
         self._numpy = importlib.import_module("numpy")
@@ -105,7 +106,7 @@ class Numpy:
 
 class Torch:
     name = "torch"
-    devices = ("cuda", "cpu")
+    devices: tuple[str, ...] = ("cuda", "cpu")
 
     def __init__(self) -> None:
         self._torch = importlib.import_module("torch")
@@ -181,7 +182,7 @@ def library(name: str) -> Library:
     return made
 
 
-_LIBRARIES: dict[str, type[Library]] = {"numpy": Numpy, "torch": Torch}
+_LIBRARIES: dict[str, Callable[[], Library]] = {"numpy": Numpy, "torch": Torch}
 _made: dict[str, Library] = {}
 
 

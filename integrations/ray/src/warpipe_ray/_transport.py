@@ -39,7 +39,7 @@ class Connection:
 
 
 @dataclass
-class Fetch(FetchRequest):  # type: ignore[misc]
+class Fetch(FetchRequest):
     """A receive: its memory is open, and may not be complete."""
 
     metadata: Metadata = field(default_factory=lambda: Metadata([]))
@@ -47,7 +47,7 @@ class Fetch(FetchRequest):  # type: ignore[misc]
     connection: Connection | None = None
 
 
-class Transport(TensorTransportManager):  # type: ignore[misc]
+class Transport(TensorTransportManager):
     """Ray makes one in each process. Receivers may only read."""
 
     writable = False
@@ -138,7 +138,8 @@ class Transport(TensorTransportManager):  # type: ignore[misc]
                 aborted.set()
 
     def _wait(self, fetch: Fetch, end: float | None) -> None:
-        value, timeline = fetch.metadata.complete, fetch.connection and fetch.connection.timeline
+        value = fetch.metadata.complete
+        timeline = fetch.connection.timeline if fetch.connection else None
         if value is None or timeline is None:
             return
         with self._abortable(fetch.obj_id) as aborted, _told(fetch.metadata):
@@ -171,7 +172,7 @@ class Transport(TensorTransportManager):  # type: ignore[misc]
         key = metadata.domain, metadata.pool
         with self._lock:
             found = self._connections.get(key)
-        if found is None:
+        if found is None or (found.timeline is None and metadata.complete is not None):
             found = _connected(metadata)
         with self._lock:
             if key not in self._connections:
@@ -211,6 +212,8 @@ def _opened(metadata: Metadata, connection: Connection | None) -> list[Any]:
         length = nbytes(shape, item)
         if length == 0:
             tensors.append(with_type.empty(shape, dtype, device))
+        elif place is None:
+            raise warpipe.ArgumentError(f"process {metadata.pid} has said no place of {length} bytes; create the object again")
         else:
             number, at = place
             tensors.append(with_type.over(blocks[number].view((length,), "uint8", at), dtype, shape))
