@@ -167,7 +167,7 @@ def test_the_connections_that_are_kept_are_few_and_those_of_the_dead_go(transpor
         source.close()
     until(lambda: all(one.client.is_owner_gone for one in list(transport._connections.values())[:-1]), "the end of the links")
     received(transport, metadata)
-    assert [name for _, name in transport._connections] == [sources[-1].name, metadata.pool]
+    assert [name for _, name, _ in transport._connections] == [sources[-1].name, metadata.pool]
 
 
 @pytest.mark.skipif(not HAS_TORCH, reason="declared skip: no PyTorch here")

@@ -58,7 +58,7 @@ class Transport(TensorTransportManager):
         # The receives in progress, by their objects.
         self._receiving: dict[str, list[threading.Event]] = {}
         # Those used last come last.
-        self._connections: OrderedDict[tuple[str, str], Connection] = OrderedDict()
+        self._connections: OrderedDict[tuple[str, str, str], Connection] = OrderedDict()
         self._lock = threading.RLock()
 
     def tensor_transport_backend(self) -> str:
@@ -108,11 +108,11 @@ class Transport(TensorTransportManager):
     ) -> Fetch:
         """Opens the memory. Raises ``SourceGoneError``, ``ArgumentError``, ``DeviceError``, and as ``LentBuffer.open``."""
         metadata = tensor_transport_metadata
-        if metadata.tensor_meta and metadata.machine != machine():
-            said = "the tensors lie on another node, and memory is shared on one"
-            raise warpipe.ArgumentError(f"{said}; place both actors on one node, or use NIXL between nodes")
         if not metadata.tensor_meta:
             return Fetch(obj_id, [], metadata, target_buffers)
+        if metadata.machine != machine():
+            said = "the tensors lie on another node, and memory is shared on one"
+            raise warpipe.ArgumentError(f"{said}; place both actors on one node, or use NIXL between nodes")
         with _told(metadata):
             connection = self._connection(metadata) if metadata.tickets else None
             tensors = _opened(metadata, connection)
@@ -169,7 +169,7 @@ class Transport(TensorTransportManager):
                     del self._receiving[obj_id]
 
     def _connection(self, metadata: Metadata) -> Connection:
-        key = metadata.domain, metadata.pool
+        key = metadata.domain, metadata.pool, metadata.device
         with self._lock:
             found = self._connections.get(key)
         if found is None or (found.timeline is None and metadata.complete is not None):
