@@ -7,6 +7,7 @@ use crate::counts::{Counts, Dialect};
 use crate::environment::{Packages, environment};
 use crate::process::Task;
 use crate::python;
+use crate::suite::place_fake_driver;
 use crate::workspace::Workspace;
 
 const FOLDER: &str = "integrations/ray";
@@ -20,7 +21,8 @@ const TESTED_WITH: &[&str] = &[
     "ray==2.60.0",
 ];
 
-/// Builds the Python package and tests the transport with Ray's, which comes from the index, on the host.
+/// Builds the Python package and tests the transport with Ray's, which comes from the index, on the host
+/// and over the fake driver, which is built before.
 pub fn tests(workspace: &Workspace) -> Outcome<Counts> {
     let packages = Packages {
         with_requirements: TESTED_WITH,
@@ -29,14 +31,9 @@ pub fn tests(workspace: &Workspace) -> Outcome<Counts> {
     let wheel = python::unoptimised_wheel(workspace)?;
     let environment = environment(workspace, "python-ray", &packages)?;
     python::install(workspace, &environment, &wheel)?;
-    let pytest = Task::new(environment.join("bin/python")).args([
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "tests",
-    ]);
+    let pytest = Task::new(environment.join("bin/python"))
+        .args(["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"])
+        .env("WARPIPE_FAKE_DRIVER", place_fake_driver(&workspace.target)?);
     let finished = pytest.run(&workspace.root.join(FOLDER), TEST_LIMIT)?;
     Ok(Counts::of(
         Dialect::LastLine,

@@ -245,6 +245,11 @@ impl Suite<'_> {
     }
 
     fn ray(&mut self) {
+        self.cargo(
+            "build of the fake driver",
+            &["build", "-p", "fake-cuda"],
+            Dialect::ExitCode,
+        );
         self.step("transport in Ray itself", ray::tests);
     }
 
