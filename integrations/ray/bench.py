@@ -1,6 +1,6 @@
 """What it costs to hand a tensor from one actor to another, beyond a call of Ray's.
 
-    python bench.py [--device cuda] [--gpus 2] [--mib 64] [--rounds 200]
+    PYTHONPATH=src python bench.py [--device cuda] [--gpus 2] [--mib 64] [--rounds 200]
 
 One round is a call of the source, whose result goes to a call of the receiver, which reads its first and last element and
 answers the driver. The ways take turns: an empty tensor by WARPIPE, which is Ray's own overhead; a tensor that WARPIPE

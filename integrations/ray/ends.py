@@ -1,6 +1,6 @@
 """Ends actors that hand arrays to each other, and looks for what they leave.
 
-    python ends.py --ends 10000 --kills 500
+    PYTHONPATH=src python ends.py --ends 10000 --kills 500
 
 Each actor gives an array to a receiver that lives on, and is given one of its. Then it ends: by its `__ray_terminate__`, by
 `ray.kill`, or by a SIGKILL in the middle of transfers, as `--kills` of them. Afterwards the receiver and the driver have the

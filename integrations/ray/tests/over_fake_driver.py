@@ -1,4 +1,4 @@
-"""The half of the transport that PyTorch's tensors of a GPU have, over a stand-in for the driver: `test_fake_driver.py` runs it.
+"""The transport's half for GPUs, over a stand-in for the driver: `test_fake_driver.py` runs this.
 
 Arrays are memory of warpipe on the stand-in's GPU, copied on a stream that a gate holds up.
 """
