@@ -25,6 +25,7 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 import numpy  # noqa: E402
 import ray  # noqa: E402
 import warpipe  # noqa: E402
+from ray.experimental.rdt.util import get_tensor_transport_manager  # noqa: E402
 
 import warpipe_ray  # noqa: E402
 from warpipe_ray import _source  # noqa: E402
@@ -53,6 +54,8 @@ class Actor:
 
 def held():
     """What this process has of others, and for them. Its pool keeps its regions for later objects, each with a descriptor."""
+    # With the next source it would drop them itself.
+    get_tensor_transport_manager("WARPIPE")._drop_gone()
     gc.collect()
     links = collections.Counter()
     for name in os.listdir("/proc/self/fd"):

@@ -176,15 +176,20 @@ class Transport(TensorTransportManager):
             found = _connected(metadata)
         with self._lock:
             if key not in self._connections:
-                for other, one in list(self._connections.items()):
-                    if one.client.is_owner_gone:
-                        del self._connections[other]
+                self._drop_gone()
             self._connections[key] = found
             self._connections.move_to_end(key)
             if len(self._connections) > _KEPT_CONNECTIONS:
                 # A receive that goes on holds it.
                 self._connections.popitem(last=False)
         return found
+
+    def _drop_gone(self) -> None:
+        """Drops the connections to sources that have ended."""
+        with self._lock:
+            for key, one in list(self._connections.items()):
+                if one.client.is_owner_gone:
+                    del self._connections[key]
 
 
 class WritableTransport(Transport):
