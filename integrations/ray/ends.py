@@ -53,7 +53,7 @@ class Actor:
 
 
 def held():
-    """What this process has of others, and for them. Its pool keeps its regions for later objects, each with a descriptor."""
+    """What this process has of others, and for them. Its pool keeps its regions for later objects, each with two descriptors."""
     # With the next source it would drop them itself.
     get_tensor_transport_manager("WARPIPE")._drop_gone()
     gc.collect()
@@ -67,8 +67,8 @@ def held():
     regions, own = sum(one.regions for one in stats), sum(one.total_nbytes for one in stats)
     return {
         "imported": warpipe.Device("host").bytes_held - own,
-        "descriptors": sum(links.values()) - regions,
-        "memfds": links["/memfd"] - regions,
+        "descriptors": sum(links.values()) - 2 * regions,
+        "memfds": links["/memfd"] - 2 * regions,
         "offered": sum(one.in_use_nbytes for one in stats),
         "lent": sum(one.lent_nbytes for one in stats),
     }
