@@ -231,7 +231,7 @@ fn installed(workspace: &Workspace, tested: &Tested) -> Outcome<PathBuf> {
     Ok(environment)
 }
 
-fn unoptimised_wheel(workspace: &Workspace) -> Outcome<PathBuf> {
+pub fn unoptimised_wheel(workspace: &Workspace) -> Outcome<PathBuf> {
     let (tools, folder) = (tools(workspace)?, workspace.target.join("python-dev"));
     let options = ["--profile", "dev", "--compatibility", "linux"];
     build(workspace, &tools, &folder, &options, &[])
@@ -328,7 +328,7 @@ impl Tested {
     }
 }
 
-fn install(workspace: &Workspace, environment: &Path, wheel: &Path) -> Outcome<()> {
+pub fn install(workspace: &Workspace, environment: &Path, wheel: &Path) -> Outcome<()> {
     let install = pip(environment)
         .args(["--force-reinstall", "--no-deps"])
         .args([wheel]);

@@ -17,6 +17,7 @@ use crate::pages;
 use crate::process::Task;
 use crate::ptx;
 use crate::python;
+use crate::ray;
 use crate::results;
 use crate::style;
 use crate::verify;
@@ -98,6 +99,7 @@ pub fn run_engines(workspace: &Workspace) -> bool {
     };
     suite.step("plugins in the engines themselves", python::engine_tests);
     suite.nixl();
+    suite.ray();
     suite.report()
 }
 
@@ -108,6 +110,16 @@ pub fn run_nixl(workspace: &Workspace) -> bool {
         steps: Vec::new(),
     };
     suite.nixl();
+    suite.report()
+}
+
+/// Runs the tests of Ray's transport with Ray itself. Says whether all of them passed.
+pub fn run_ray(workspace: &Workspace) -> bool {
+    let mut suite = Suite {
+        workspace,
+        steps: Vec::new(),
+    };
+    suite.ray();
     suite.report()
 }
 
@@ -230,6 +242,15 @@ impl Suite<'_> {
             Dialect::ExitCode,
         );
         self.step("backend in NIXL itself", nixl::tests);
+    }
+
+    fn ray(&mut self) {
+        self.cargo(
+            "build of the fake driver",
+            &["build", "-p", "fake-cuda"],
+            Dialect::ExitCode,
+        );
+        self.step("transport in Ray itself", ray::tests);
     }
 
     /// The conformance suite on the host, and on the CUDA backend over the fake driver.
