@@ -15,13 +15,14 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import warpipe
 from lmcache.v1.multiprocess.engine_module import InstanceLivenessTarget
 from lmcache.v1.multiprocess.modules.lmcache_driven_transfer import LMCacheDrivenTransferModule
 from lmcache.v1.multiprocess.rpc import get_rpc_spec
 from lmcache.v1.multiprocess.transport.zmq_impl.mq import msgspec_decode, msgspec_encode
+from lmcache.v1.platform.base.ipc_wire import VmmCudaIPCData
 from lmcache.v1.platform.devices.cuda.ipc_wrapper import set_vmm_fd_resolver
 
 from .descriptors import ROLE, DescriptorError, Keep, Workers
@@ -47,6 +48,13 @@ def build_server_modules(build: Any) -> WarpipeModule:
     return WarpipeModule(build.server_context, transfers[0], build.modules, name, build.config.get("domain"))
 
 
+class _Registration(NamedTuple):
+    """An instance's KV memory."""
+
+    workers: frozenset[str]
+    export_ids: frozenset[bytes]
+
+
 class WarpipeModule(InstanceLivenessTarget):  # type: ignore[misc]
     """A module of LMCache's server. It stands before four handlers of the transfer module, whose work stays LMCache's."""
 
@@ -55,8 +63,8 @@ class WarpipeModule(InstanceLivenessTarget):  # type: ignore[misc]
         self._mirrors = [module for module in modules if hasattr(module, "drop_instance_state")]
         self._workers = Workers(domain)
         self._changed = threading.Condition()
-        # Guarded by ``_changed``: the instances and their workers, transfers under way, and instances that end.
-        self._instances: dict[int, frozenset[str]] = {}
+        # Guarded by ``_changed``: the instances, transfers under way, and instances that end.
+        self._instances: dict[int, _Registration] = {}
         self._busy: Counter[int] = Counter()
         self._ending: set[int] = set()
         self._alive: set[str] = set()
@@ -78,7 +86,7 @@ class WarpipeModule(InstanceLivenessTarget):  # type: ignore[misc]
 
     def report_status(self) -> dict[str, Any]:
         with self._changed:
-            instances = {str(instance): sorted(workers) for instance, workers in self._instances.items()}
+            instances = {str(instance): sorted(found.workers) for instance, found in self._instances.items()}
             return {"warpipe": {"workers": sorted(self._alive), "instances": instances}}
 
     def close(self) -> None:
@@ -110,25 +118,42 @@ class WarpipeModule(InstanceLivenessTarget):  # type: ignore[misc]
 
     # Handlers of the transfer module.
 
-    def _register_kv_cache(self, instance_id: int, *arguments: Any) -> None:
+    def _register_kv_cache(self, instance_id: int, kv_caches: Any, *arguments: Any) -> None:
+        export_ids = self._new_export_ids(instance_id, kv_caches)
         workers = self._found.workers = set()
         try:
-            self._register(instance_id, *arguments)
+            self._register(instance_id, kv_caches, *arguments)
         finally:
             self._found.workers = None
         with self._changed:
+            if workers:
+                self._instances[instance_id] = _Registration(frozenset(workers), export_ids)
             # LMCache leaves an instance that it knows as it is, and asks for no descriptor.
-            names = frozenset(workers) or self._instances.get(instance_id, frozenset())
-            if not names:
+            registration = self._instances.get(instance_id)
+            if registration is None:
                 return
-            self._instances[instance_id] = names
-            joined = names <= self._alive
+            joined = registration.workers <= self._alive
         if not joined:
             # It is about to be seen as a member, or was killed before it could be.
-            timer = threading.Timer(_JOIN_LIMIT, self._end_unless_joined, [instance_id, names])
+            timer = threading.Timer(_JOIN_LIMIT, self._end_unless_joined, [instance_id, registration])
             timer.daemon = True
             timer.start()
-        self._keep(instance_id, names, arguments)
+        self._keep(instance_id, registration.workers, (kv_caches, *arguments))
+
+    def _new_export_ids(self, instance_id: int, kv_caches: Any) -> frozenset[bytes]:
+        """The export ids of a registration. LMCache takes what it has mapped of an id as it is, whatever size the next one
+        with that id states; so each is registered once.
+
+        Raises ``DescriptorError``.
+        """
+        wires = [kv_cache.to_wire() for kv_cache in kv_caches]
+        listed = [wire.export_id for wire in wires if isinstance(wire, VmmCudaIPCData) and wire.kind == "posix_fd"]
+        export_ids = frozenset(listed)
+        with self._changed:
+            others = [found.export_ids for instance, found in self._instances.items() if instance != instance_id]
+        if len(export_ids) < len(listed) or not export_ids.isdisjoint(frozenset().union(*others)):
+            raise DescriptorError(f"instance {instance_id} registers a descriptor that is registered already")
+        return export_ids
 
     def _unregister_kv_cache(self, instance_id: int) -> None:
         self._unregister(instance_id)
@@ -202,13 +227,13 @@ class WarpipeModule(InstanceLivenessTarget):  # type: ignore[misc]
 
     def _end_instances_of(self, worker: str) -> None:
         with self._changed:
-            instances = [instance for instance, workers in self._instances.items() if worker in workers]
+            instances = [instance for instance, found in self._instances.items() if worker in found.workers]
         for instance in instances:
             self._end(instance)
 
-    def _end_unless_joined(self, instance_id: int, workers: frozenset[str]) -> None:
+    def _end_unless_joined(self, instance_id: int, registration: _Registration) -> None:
         with self._changed:
-            if workers <= self._alive or self._instances.get(instance_id) != workers:
+            if registration.workers <= self._alive or self._instances.get(instance_id) != registration:
                 return
         self._end(instance_id)
 
@@ -235,9 +260,9 @@ class WarpipeModule(InstanceLivenessTarget):  # type: ignore[misc]
 
     def _forget(self, instance_id: int) -> None:
         with self._changed:
-            workers = self._instances.pop(instance_id, frozenset())
+            registration = self._instances.pop(instance_id, None)
             self._restored.discard(instance_id)
-        for worker in workers:
+        for worker in registration.workers if registration else ():
             try:
                 self._workers.forget(worker, self._name, instance_id)
             except OSError as error:

@@ -99,13 +99,13 @@ class DescriptorServer:
         self._closed = threading.Event()
         # First the member: a socket without one is of a dead process.
         self._member = warpipe.Member.join(self.name, ROLE, domain=self._domain)
-        self._path = _folder(self._domain, make=True) / serial
         self._listener = _socket()
         try:
-            self._listener.bind(os.fspath(self._path))
-        except OSError as error:
+            with _folder(self._domain, make=True) as folder:
+                self._listener.bind(os.fspath(folder / serial))
+        except BaseException:
             self._member.close()
-            raise DescriptorError(f"no socket at {self._path}: {error}; choose a shorter WARPIPE_DOMAIN") from error
+            raise
         self._listener.listen(64)
         # A forked child would keep the socket open after this process's death.
         os.register_at_fork(after_in_child=self._listener.close)
@@ -140,7 +140,7 @@ class DescriptorServer:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self._path.unlink(missing_ok=True)
+        _remove(self._domain, self.name)
         self._member.close()
         for place in list(self._exported):
             self._drop(place)
@@ -192,7 +192,8 @@ class Workers:
     def names(self) -> list[str]:
         """The workers that have a socket, also those that have died since."""
         try:
-            found = sorted(os.listdir(_folder(self._domain, make=False)))
+            with _folder(self._domain) as folder:
+                found = sorted(os.listdir(folder))
         except FileNotFoundError:
             return []
         return [_PREFIX + serial for serial in found[:_WORKERS_MAX]]
@@ -241,8 +242,7 @@ class Workers:
 
     def remove(self, name: str) -> None:
         """Removes the socket of a worker that has died."""
-        with contextlib.suppress(OSError):
-            self._path(name).unlink()
+        _remove(self._domain, name)
 
     def sweep(self) -> None:
         """Removes the sockets that dead workers left while no daemon ran: nobody listens there any more."""
@@ -254,14 +254,12 @@ class Workers:
             except OSError:
                 pass
 
-    def _path(self, name: str) -> Path:
-        return Path(self._domain.path, _FOLDER, name.removeprefix(_PREFIX))
-
     def _connection(self, name: str) -> socket.socket:
         connection = _socket()
         try:
             connection.settimeout(_PATIENCE)
-            connection.connect(os.fspath(self._path(name)))
+            with _folder(self._domain) as folder:
+                connection.connect(os.fspath(folder / name.removeprefix(_PREFIX)))
             _check_user(connection)
         except BaseException:
             connection.close()
@@ -289,15 +287,29 @@ def _socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def _folder(domain: warpipe.Domain, *, make: bool) -> Path:
-    """The folder of the sockets, which is this user's alone."""
+def _remove(domain: warpipe.Domain, name: str) -> None:
+    """Removes a worker's socket."""
+    with contextlib.suppress(OSError), _folder(domain) as folder:
+        (folder / name.removeprefix(_PREFIX)).unlink()
+
+
+@contextlib.contextmanager
+def _folder(domain: warpipe.Domain, *, make: bool = False) -> Iterator[Path]:
+    """The folder of the sockets, which is this user's alone, by a path that fits into a socket's address.
+
+    Raises ``DescriptorError``, ``OSError``.
+    """
     folder = Path(domain.path, _FOLDER)
     if make:
         folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise DescriptorError(f"{folder} is not a folder of this user alone; remove it, or choose another WARPIPE_DOMAIN")
-    return folder
+    directory = os.open(folder, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        found = os.fstat(directory)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise DescriptorError(f"{folder} is not a folder of this user alone; remove it, or choose another WARPIPE_DOMAIN")
+        yield Path(f"/proc/self/fd/{directory}")
+    finally:
+        os.close(directory)
 
 
 def _check_user(connection: socket.socket) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from lmcache.v1.platform.devices.cuda import CudaDeviceSpec
@@ -39,12 +40,15 @@ class WarpipeDeviceSpec(CudaDeviceSpec):  # type: ignore[misc]
         return events()
 
     def create_cache_context(self, *arguments: Any, **named: Any) -> Any:
-        from lmcache.v1.platform.devices.cuda import ipc_wrapper
-
-        if ipc_wrapper._VMM_FD_RESOLVER is None:
-            module = """--server-module '{"module_path": "warpipe_lmcache.daemon"}'"""
-            raise RuntimeError(f"this daemon does not fetch descriptors; start it with {module}")
+        check_daemon()
         return super().create_cache_context(*arguments, **named)
+
+
+def check_daemon() -> None:
+    """Raises ``RuntimeError`` in a daemon that was started without the module that fetches descriptors."""
+    if "warpipe_lmcache.daemon" not in sys.modules:
+        module = """--server-module '{"module_path": "warpipe_lmcache.daemon"}'"""
+        raise RuntimeError(f"this daemon does not fetch descriptors; start it with {module}")
 
 
 @functools.cache
