@@ -88,6 +88,35 @@ def test_a_worker_that_ends_without_unregistering_is_released(place):
     until(lambda: registered(watcher) == [] and daemon.mappings() == (0, 0), "the daemon has let go of the memory")
 
 
+def test_workers_that_are_killed_at_any_time_leave_nothing(place):
+    daemon, watcher = place.daemon(), place.worker("watcher")
+    watcher.ask("register", 1, 64)
+    rest = daemon.mappings()
+    workers = [place.worker(f"worker{number}") for number in range(4)]
+    for number, worker in enumerate(workers):
+        # In the middle of its registration, or of a transfer, a little later each time.
+        worker.send("register", 4, 128)
+        for turn in range(number):
+            worker.send("store", f"{number}.{turn}", list(range(turn * CHUNK, (turn + 2) * CHUNK)), BLOCKS)
+        if number:
+            worker.reply()
+        worker.kill()
+    until(lambda: registered(watcher) == [watcher.instance] and daemon.mappings() == rest, "nothing is left")
+    watcher.ask("fill", BLOCKS, 1)
+    assert watcher.ask("store", "a", [7] * CHUNK, BLOCKS)
+
+
+def test_an_interrupted_daemon_ends_in_the_middle_of_a_wait(place):
+    daemon, worker = place.daemon(), place.worker(FAKE_CUDA_DELAY_US="600000000")
+    worker.ask("register", 1, 64)
+    worker.ask("submit", "a", TOKENS, BLOCKS)
+    # The daemon answers other requests while its thread for transfers waits for the worker's stream.
+    assert registered(worker) == [worker.instance]
+    os.kill(daemon.pid, signal.SIGINT)
+    daemon.process.wait(60)
+    assert "cache server closed" in daemon.log.read_text().lower() or "MPCacheServer closed" in daemon.log.read_text()
+
+
 def test_a_stopped_worker_keeps_its_registration(place):
     daemon, watcher, worker = place.daemon(), place.worker("watcher"), place.worker()
     worker.ask("register", 2, 64)
@@ -313,12 +342,12 @@ null = os.open("/dev/null", os.O_RDWR)
 lie = msgspec.msgpack.encode({"type": "keep", "daemon": "another", "instance": 3, "payloads": [b"x"]})
 while True:
     peer, _ = listener.accept()
-    request = peer.recv(1 << 20)
-    if b"recall" in request:
-        peer.send(lie)
-    else:
-        socket.send_fds(peer, [b"+"], [null, null, null])
-    peer.close()
+    with peer:
+        request = peer.recv(1 << 20)
+        if b"recall" in request:
+            peer.send(lie)
+        elif request:
+            socket.send_fds(peer, [b"+"], [null, null, null])
 """
     liar = subprocess.Popen([sys.executable, "-c", code], env=environment(place.folder), stdout=subprocess.PIPE, text=True)
     try:

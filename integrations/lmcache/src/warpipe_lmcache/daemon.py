@@ -13,7 +13,7 @@ import functools
 import inspect
 import logging
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ logger = logging.getLogger("lmcache.warpipe")
 _TRANSFER_LIMIT = 60.0
 # Seconds in which a worker that was just reached is seen as a member, if it lives.
 _JOIN_LIMIT = 10.0
+_ENDED_MAX = 1024
 
 
 def build_server_modules(build: Any) -> WarpipeModule:
@@ -68,8 +69,11 @@ class WarpipeModule(InstanceLivenessTarget):  # type: ignore[misc]
         self._busy: Counter[int] = Counter()
         self._ending: set[int] = set()
         self._alive: set[str] = set()
+        # The last ones that ended: the end of a worker may be known before its registration is complete.
+        self._gone: deque[str] = deque(maxlen=_ENDED_MAX)
         self._stalled: set[str] = set()
         self._restored: set[int] = set()
+        self._closed = False
         self._found = threading.local()
         self._register, self._unregister = transfer.register_kv_cache, transfer.unregister_kv_cache
         transfer.register_kv_cache = _in_place_of(self._register, self._register_kv_cache)
@@ -90,6 +94,9 @@ class WarpipeModule(InstanceLivenessTarget):  # type: ignore[misc]
             return {"warpipe": {"workers": sorted(self._alive), "instances": instances}}
 
     def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
         set_vmm_fd_resolver(None)
         self._members.close()
 
@@ -133,6 +140,10 @@ class WarpipeModule(InstanceLivenessTarget):  # type: ignore[misc]
             if registration is None:
                 return
             joined = registration.workers <= self._alive
+            gone = not registration.workers.isdisjoint(self._gone)
+        if gone:
+            self._end(instance_id)
+            return
         if not joined:
             # It is about to be seen as a member, or was killed before it could be.
             timer = threading.Timer(_JOIN_LIMIT, self._end_unless_joined, [instance_id, registration])
@@ -222,6 +233,7 @@ class WarpipeModule(InstanceLivenessTarget):  # type: ignore[misc]
                 self._alive.add(member.name)
                 return
             self._alive.discard(member.name)
+            self._gone.append(member.name)
         self._workers.remove(member.name)
         self._end_instances_of(member.name)
 
@@ -240,9 +252,10 @@ class WarpipeModule(InstanceLivenessTarget):  # type: ignore[misc]
     def _end(self, instance_id: int) -> None:
         with self._changed:
             self._ending.add(instance_id)
-            idle = self._changed.wait_for(lambda: not self._busy[instance_id], _TRANSFER_LIMIT)
+            self._changed.wait_for(lambda: self._closed or not self._busy[instance_id], _TRANSFER_LIMIT)
+            busy = self._busy[instance_id]
         try:
-            if not idle:
+            if busy:
                 logger.error("instance %d has died in the middle of a transfer that does not end", instance_id)
                 return
             self._unregister(instance_id)

@@ -214,9 +214,9 @@ class Workers:
                 for key, _ in ready:
                     waiting.unregister(key.fileobj)
                     with contextlib.suppress(OSError):
-                        _, fds, _, _ = socket.recv_fds(key.fileobj, 1, 1, socket.MSG_CMSG_CLOEXEC)  # type: ignore[arg-type]
-                        if fds:
-                            return fds[0], key.data
+                        fd = _received(key.fileobj)  # type: ignore[arg-type]
+                        if fd is not None:
+                            return fd, key.data
         raise DescriptorError(f"no worker of the domain {self._domain.path} has the descriptor {export_id.hex()}")
 
     def keep(self, name: str, registration: Keep) -> None:
@@ -310,6 +310,15 @@ def _folder(domain: warpipe.Domain, *, make: bool = False) -> Iterator[Path]:
         yield Path(f"/proc/self/fd/{directory}")
     finally:
         os.close(directory)
+
+
+def _received(connection: socket.socket) -> int | None:
+    """The descriptor of an answer, if it has one. ``socket.recv_fds`` would leave it open over ``exec`` (Python 3.11)."""
+    room, flags = socket.CMSG_LEN(struct.calcsize("i")), socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+    for level, kind, data in connection.recvmsg(1, room, flags)[1]:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS) and len(data) == struct.calcsize("i"):
+            return struct.unpack("i", data)[0]  # type: ignore[no-any-return]
+    return None
 
 
 def _check_user(connection: socket.socket) -> None:

@@ -18,8 +18,8 @@ import warpipe
 _PREFIX = "lmcache/"
 # Of streams that this process records on, and of those of other processes.
 _TIMELINES_MAX = 256
-# Seconds for work that was enqueued before an event.
-_LIMIT = 60.0
+# Seconds for work that was enqueued before an event, after which LMCache does without the transfer.
+_LIMIT = 30.0
 
 
 @dataclass
