@@ -107,8 +107,8 @@ class Daemon(Process):
 
 
 class Worker(Process):
-    def __init__(self, folder, port, name="worker", prefix=(), **more):
-        command = [*prefix, sys.executable, str(HERE / "engine.py"), f"tcp://127.0.0.1:{port}", "warpipe_standin"]
+    def __init__(self, folder, port, name="worker", prefix=(), scheme="tcp", **more):
+        command = [*prefix, sys.executable, str(HERE / "engine.py"), f"{scheme}://127.0.0.1:{port}", "warpipe_standin"]
         super().__init__(command, folder, name, **more)
         self.instance = self.reply()
 

@@ -38,8 +38,12 @@ print(type(spec).__module__, spec.device_type, spec.is_available())
     assert found.stdout.split() == ["warpipe_lmcache.device", "cuda", "False"], found.stderr
 
 
-def test_kv_memory_is_registered_by_descriptors_stored_and_loaded(place):
-    daemon, worker = place.daemon(), place.worker()
+@pytest.mark.parametrize("scheme", ["tcp", "grpc"])
+def test_kv_memory_is_registered_by_descriptors_stored_and_loaded(place, scheme):
+    if scheme == "grpc":
+        pytest.importorskip("grpc", reason="declared skip: no grpcio")
+    daemon = place.daemon("--transport", "zmq" if scheme == "tcp" else scheme)
+    worker = place.worker(scheme=scheme)
     nbytes = worker.ask("register", 3, 128)
     assert registered(worker) == [worker.instance]
     mapped, held = daemon.mappings()
