@@ -10,6 +10,7 @@ mod comparison;
 mod counts;
 mod environment;
 mod layers;
+mod lmcache;
 mod nightly;
 mod nixl;
 mod packages;
@@ -37,9 +38,11 @@ const USAGE: &str = "usage: cargo xtask COMMAND
   python          build the Python package and run its tests on the host
   python --torch  run its tests with PyTorch, which is installed for them (gigabytes)
   python --stubs  build the Python package and write its stub, _warpipe.pyi
-  engines         test the plugins with vLLM, SGLang, TRL, verl and NIXL themselves, on a CPU;
+  engines         test the plugins with vLLM, SGLang, TRL, verl, NIXL and LMCache themselves, on a CPU;
                   they are downloaded (gigabytes)
   engines --nixl  the backend of NIXL alone; its headers are those that NIXL_INCLUDE_DIR names
+  engines --lmcache
+                  the package for LMCache alone, over the fake driver
   wheel           build the Python package as a manylinux wheel in target/wheels
   wheel --target aarch64
                   the same for 64-bit ARM, tried under qemu-user with Debian's Python
@@ -102,6 +105,9 @@ fn main() -> ExitCode {
         }
         ["engines"] => Workspace::find().map(|workspace| suite::run_engines(&workspace)),
         ["engines", "--nixl"] => Workspace::find().map(|workspace| suite::run_nixl(&workspace)),
+        ["engines", "--lmcache"] => {
+            Workspace::find().map(|workspace| suite::run_lmcache(&workspace))
+        }
         ["style"] => Workspace::find().and_then(|workspace| {
             style::report(&workspace)?;
             layers::check(&workspace).map(|()| true)

@@ -231,7 +231,8 @@ fn installed(workspace: &Workspace, tested: &Tested) -> Outcome<PathBuf> {
     Ok(environment)
 }
 
-fn unoptimised_wheel(workspace: &Workspace) -> Outcome<PathBuf> {
+/// The package as it stands, built without optimisation.
+pub fn unoptimised_wheel(workspace: &Workspace) -> Outcome<PathBuf> {
     let (tools, folder) = (tools(workspace)?, workspace.target.join("python-dev"));
     let options = ["--profile", "dev", "--compatibility", "linux"];
     build(workspace, &tools, &folder, &options, &[])
@@ -328,7 +329,8 @@ impl Tested {
     }
 }
 
-fn install(workspace: &Workspace, environment: &Path, wheel: &Path) -> Outcome<()> {
+/// Installs a wheel in an environment, without what it requires.
+pub fn install(workspace: &Workspace, environment: &Path, wheel: &Path) -> Outcome<()> {
     let install = pip(environment)
         .args(["--force-reinstall", "--no-deps"])
         .args([wheel]);

@@ -11,6 +11,7 @@ use crate::comparison;
 use crate::counts::{Counts, Dialect};
 use crate::environment::succeeds;
 use crate::layers;
+use crate::lmcache;
 use crate::nixl;
 use crate::packages;
 use crate::pages;
@@ -98,6 +99,7 @@ pub fn run_engines(workspace: &Workspace) -> bool {
     };
     suite.step("plugins in the engines themselves", python::engine_tests);
     suite.nixl();
+    suite.lmcache();
     suite.report()
 }
 
@@ -108,6 +110,16 @@ pub fn run_nixl(workspace: &Workspace) -> bool {
         steps: Vec::new(),
     };
     suite.nixl();
+    suite.report()
+}
+
+/// Runs the tests of the package for LMCache with LMCache itself. Says whether all of them passed.
+pub fn run_lmcache(workspace: &Workspace) -> bool {
+    let mut suite = Suite {
+        workspace,
+        steps: Vec::new(),
+    };
+    suite.lmcache();
     suite.report()
 }
 
@@ -230,6 +242,15 @@ impl Suite<'_> {
             Dialect::ExitCode,
         );
         self.step("backend in NIXL itself", nixl::tests);
+    }
+
+    fn lmcache(&mut self) {
+        self.cargo(
+            "build of the fake driver",
+            &["build", "-p", "fake-cuda"],
+            Dialect::ExitCode,
+        );
+        self.step("package in LMCache itself", lmcache::tests);
     }
 
     /// The conformance suite on the host, and on the CUDA backend over the fake driver.

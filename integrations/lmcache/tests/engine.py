@@ -95,7 +95,7 @@ class Engine:
         return self.adapter.is_healthy
 
     def status(self):
-        request = ServerModuleCallRequest(method="standin.status", payload=b"")
+        request = ServerModuleCallRequest(method="tests.status", payload=b"")
         answer = self.adapter.req_client.server_module_call(request).result(timeout=LIMIT)
         assert answer.success, answer.error
         return json.loads(answer.payload)

@@ -15,8 +15,8 @@ HERE = Path(__file__).parent
 LIMIT = 120
 # What the fake driver calls its memory.
 MEMORY = "/memfd:warpipe-fake-cuda-0"
-STANDIN = {"module_path": "warpipe_standin"}
-MODULES = [{**STANDIN, "factory_name": "prepare"}, {"module_path": "warpipe_lmcache.daemon"}, STANDIN]
+STANDIN, DAEMON, STATUS = "warpipe_standin", {"module_path": "warpipe_lmcache.daemon"}, {"module_path": "status"}
+MODULES = [{"module_path": STANDIN, "factory_name": "prepare"}, DAEMON, STATUS]
 
 
 class Died(Exception):
@@ -29,13 +29,15 @@ def free_port():
         return found.getsockname()[1]
 
 
-def environment(folder, **more):
-    paths = [str(HERE / "standin"), str(HERE), os.environ.get("PYTHONPATH", "")]
+def environment(folder, backend="warpipe-standin", **more):
+    paths = [str(HERE), os.environ.get("PYTHONPATH", "")]
+    if backend == "warpipe-standin":
+        paths.insert(0, str(HERE / "standin"))
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "WARPIPE_DOMAIN": str(folder / "domain"),
-        "LMCACHE_DEVICE_BACKEND": "warpipe-standin",
+        "LMCACHE_DEVICE_BACKEND": backend,
         "LMCACHE_TRACK_USAGE": "false",
         **more,
     }
@@ -75,7 +77,7 @@ class Daemon(Process):
 
     def __init__(self, folder, port, *options, modules=MODULES, **more):
         command = [sys.executable, "-m", "lmcache.v1.multiprocess.server", "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--l1-size-gb", "0.1", "--eviction-policy", "LRU", "--disable-observability", *options]
+        command += ["--l1-size-gb", "4" if "backend" in more else "0.1", "--eviction-policy", "LRU", "--disable-observability", *options]
         for module in modules:
             command += ["--server-module", json.dumps(module)]
         super().__init__(command, folder, "daemon", **more)
@@ -107,8 +109,8 @@ class Daemon(Process):
 
 
 class Worker(Process):
-    def __init__(self, folder, port, name="worker", prefix=(), scheme="tcp", **more):
-        command = [*prefix, sys.executable, str(HERE / "engine.py"), f"{scheme}://127.0.0.1:{port}", "warpipe_standin"]
+    def __init__(self, folder, port, name="worker", prefix=(), scheme="tcp", module=STANDIN, **more):
+        command = [*prefix, sys.executable, str(HERE / "engine.py"), f"{scheme}://127.0.0.1:{port}", module]
         super().__init__(command, folder, name, **more)
         self.instance = self.reply()
 

@@ -114,8 +114,8 @@ def test_an_interrupted_daemon_ends_in_the_middle_of_a_wait(place):
     daemon, worker = place.daemon(), place.worker(FAKE_CUDA_DELAY_US="600000000")
     worker.ask("register", 1, 64)
     worker.ask("submit", "a", TOKENS, BLOCKS)
-    # The daemon answers other requests while its thread for transfers waits for the worker's stream.
-    assert registered(worker) == [worker.instance]
+    # It answers other requests while its thread for transfers waits for the worker's stream.
+    until(lambda: worker.ask("status")["warpipe"]["transfers"] == 1, "the daemon waits")
     os.kill(daemon.pid, signal.SIGINT)
     daemon.process.wait(60)
     assert "cache server closed" in daemon.log.read_text().lower() or "MPCacheServer closed" in daemon.log.read_text()
@@ -144,6 +144,8 @@ def test_what_a_killed_worker_had_not_finished_is_not_stored(place):
     worker.ask("register", 2, 64), watcher.ask("register", 2, 64)
     worker.ask("fill", BLOCKS, 1)
     worker.ask("submit", "a", TOKENS, BLOCKS)
+    began = lambda: watcher.ask("status")["warpipe"]["transfers"] or watcher.ask("lookup", "began", TOKENS)  # noqa: E731
+    until(began, "the daemon has begun with the store")
     worker.kill()
     until(lambda: registered(watcher) == [watcher.instance], "the worker's registration has ended")
     assert not watcher.ask("lookup", "b", TOKENS)

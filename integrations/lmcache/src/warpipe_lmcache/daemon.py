@@ -91,7 +91,8 @@ class WarpipeModule(InstanceLivenessTarget):  # type: ignore[misc]
     def report_status(self) -> dict[str, Any]:
         with self._changed:
             instances = {str(instance): sorted(found.workers) for instance, found in self._instances.items()}
-            return {"warpipe": {"workers": sorted(self._alive), "instances": instances}}
+            busy = sum(self._busy.values())
+            return {"warpipe": {"workers": sorted(self._alive), "instances": instances, "transfers": busy}}
 
     def close(self) -> None:
         with self._changed:

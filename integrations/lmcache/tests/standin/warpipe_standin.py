@@ -108,31 +108,6 @@ def prepare(build):
     VmmCudaIPCWrapper.device_type = "cpu"
 
 
-def build_server_modules(build):
-    """For the daemon: a test can ask for its modules' status."""
-    import json
-
-    from lmcache.v1.multiprocess.ext_server_module import server_module_handler
-
-    class Status:
-        context = build.server_context
-
-        def report_status(self):
-            return {}
-
-        def close(self):
-            pass
-
-        @server_module_handler("standin.status")
-        def status(self, _payload: bytes) -> bytes:
-            found = {}
-            for module in build.modules:
-                found.update(module.report_status())
-            return json.dumps(found, default=str).encode()
-
-    return Status()
-
-
 def kv_caches(layers, blocks, *, block_size=16, heads=2, head_size=8):
     """KV tensors in memory of the fake GPU, and what keeps it."""
     shape = (2, blocks, block_size, heads, head_size)
