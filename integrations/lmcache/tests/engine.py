@@ -16,8 +16,7 @@ from lmcache.v1.multiprocess.custom_types import DeviceIPCWrapper  # noqa: F401 
 from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallRequest
 from lmcache.v1.platform.base.ipc_wire import VmmCudaIPCData
 
-BLOCK, CHUNK = 16, 256
-LIMIT = 60
+BLOCK, LIMIT = 16, 60
 
 
 class Engine:
@@ -26,7 +25,8 @@ class Engine:
         strategy = ParallelStrategy(
             mla_only=False, vllm_world_size=1, vllm_worker_id=0, tp_size=1, pp_size=1, n_servers=1
         )
-        extra = {"lmcache.mp.heartbeat_interval": 1.0, "lmcache.mp.mq_timeout": LIMIT, "lmcache.mp.mp_transfer_mode": "lmcache_driven"}
+        options = {"heartbeat_interval": 1.0, "mq_timeout": LIMIT, "mp_transfer_mode": "lmcache_driven"}
+        extra = {f"lmcache.mp.{name}": value for name, value in options.items()}
         self.adapter = LMCacheMPWorkerAdapter(url, zmq.Context.instance(), "model", BLOCK, strategy, extra_config=extra)
         self.tensors = self.kept = None
 

@@ -145,8 +145,9 @@ def main():
             say("machine", name=run.machine.name)
             daemon, first = run.daemon(), run.worker("first")
             run.transfers(first, "one worker")
-            if subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True).returncode == 0:
-                run.transfers(run.worker("namespace", prefix=["unshare", "--pid", "--fork"]), "a worker in another PID namespace")
+            prefix = ["unshare", "--pid", "--fork"]
+            if subprocess.run([*prefix, "true"], capture_output=True).returncode == 0:
+                run.transfers(run.worker("namespace", prefix=prefix), "a worker in another PID namespace")
             run.deaths(daemon, first)
             run.restart(daemon, first)
         if not arguments.standin:

@@ -77,7 +77,8 @@ class Daemon(Process):
 
     def __init__(self, folder, port, *options, modules=MODULES, **more):
         command = [sys.executable, "-m", "lmcache.v1.multiprocess.server", "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--l1-size-gb", "4" if "backend" in more else "0.1", "--eviction-policy", "LRU", "--disable-observability", *options]
+        gib = "4" if "backend" in more else "0.1"
+        command += ["--l1-size-gb", gib, "--eviction-policy", "LRU", "--disable-observability", *options]
         for module in modules:
             command += ["--server-module", json.dumps(module)]
         super().__init__(command, folder, "daemon", **more)

@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+
 from warpipe_lmcache import descriptors
 from warpipe_lmcache.descriptors import DescriptorError, DescriptorServer, Keep, Workers
 

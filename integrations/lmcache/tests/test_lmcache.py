@@ -1,6 +1,5 @@
 """LMCache's daemon and its adapter, with KV memory by descriptors over the fake driver."""
 
-import json
 import os
 import signal
 import socket
@@ -118,23 +117,21 @@ def test_an_interrupted_daemon_ends_in_the_middle_of_a_wait(place):
     until(lambda: worker.ask("status")["warpipe"]["transfers"] == 1, "the daemon waits")
     os.kill(daemon.pid, signal.SIGINT)
     daemon.process.wait(60)
-    assert "cache server closed" in daemon.log.read_text().lower() or "MPCacheServer closed" in daemon.log.read_text()
+    assert "MPCacheServer closed" in daemon.log.read_text()
 
 
-def test_a_stopped_worker_keeps_its_registration(place):
-    daemon, watcher, worker = place.daemon(), place.worker("watcher"), place.worker()
+def test_a_stopped_worker_keeps_its_registration_and_holds_nobody_up(place):
+    daemon, other, worker = place.daemon(), place.worker("other"), place.worker()
     worker.ask("register", 2, 64)
     os.kill(worker.pid, signal.SIGSTOP)
-    log = lambda: worker.instance in registered(watcher)  # noqa: E731
-    until(lambda: "warpipe" in watcher.ask("status"), "the daemon answers")
-    # Another one registers and stores meanwhile: nobody waits for the stopped one.
-    watcher.ask("register", 2, 64)
-    watcher.ask("fill", BLOCKS, 1)
-    assert watcher.ask("store", "a", TOKENS, BLOCKS)
-    assert log() and daemon.mappings()[0] > 0
+    other.ask("register", 2, 64)
+    other.ask("fill", BLOCKS, 1)
+    assert other.ask("store", "a", TOKENS, BLOCKS)
+    assert sorted(registered(other)) == sorted([worker.instance, other.instance])
     os.kill(worker.pid, signal.SIGCONT)
     worker.ask("fill", BLOCKS, 2)
     assert worker.ask("store", "b", list(range(1000, 1000 + CHUNK)), BLOCKS)
+    assert daemon.process.poll() is None
 
 
 def test_what_a_killed_worker_had_not_finished_is_not_stored(place):
@@ -144,8 +141,10 @@ def test_what_a_killed_worker_had_not_finished_is_not_stored(place):
     worker.ask("register", 2, 64), watcher.ask("register", 2, 64)
     worker.ask("fill", BLOCKS, 1)
     worker.ask("submit", "a", TOKENS, BLOCKS)
-    began = lambda: watcher.ask("status")["warpipe"]["transfers"] or watcher.ask("lookup", "began", TOKENS)  # noqa: E731
-    until(began, "the daemon has begun with the store")
+    until(
+        lambda: watcher.ask("status")["warpipe"]["transfers"] or watcher.ask("lookup", "begun", TOKENS),
+        "the daemon has begun with the store",
+    )
     worker.kill()
     until(lambda: registered(watcher) == [watcher.instance], "the worker's registration has ended")
     assert not watcher.ask("lookup", "b", TOKENS)
@@ -236,25 +235,34 @@ def test_a_worker_in_another_pid_namespace(place, options):
 
 
 @pytest.mark.parametrize(
-    ("whose", "fields"),
+    ("whose", "lies"),
     [
-        ("nobody", {}),
-        ("wrap", {"alloc_size": 1 << 40}),
-        ("wrap", {"alloc_size": 1 << 12, "nbytes": 1 << 12}),
-        ("wrap", {"alloc_size": 1 << 40, "alloc_offset": 1 << 30}),
-        ("wrap", {"kind": "fabric", "fabric_blob": ""}),
-        ("registered", {"alloc_size": 1 << 40, "alloc_offset": 1 << 30}),
-        ("registered", {}),
+        ("nobody's", [{}]),
+        (
+            "a tensor's that is not registered",
+            [
+                {"alloc_size": 1 << 40},
+                {"alloc_size": 1 << 12, "nbytes": 1 << 12},
+                {"alloc_size": 1 << 40, "alloc_offset": 1 << 30},
+                {"kind": "fabric", "fabric_blob": ""},
+            ],
+        ),
+        ("a registered tensor's", [{"alloc_size": 1 << 40, "alloc_offset": 1 << 30}, {}]),
     ],
 )
-def test_hostile_registrations_are_refused_and_leave_nothing(place, whose, fields):
+def test_hostile_registrations_are_refused_and_leave_nothing(place, whose, lies):
     daemon, worker = place.daemon(), place.worker()
     worker.ask("register", 2, 64)
-    before = daemon.mappings()
-    export_ids = {"nobody": lambda: "00" * 16, "wrap": lambda: worker.ask("wrap"), "registered": lambda: worker.ask("served")[0][0]}
-    assert worker.ask("ask", 77, {**fields, "export_id": export_ids[whose]()}, 3) is False
-    assert registered(worker) == [worker.instance]
-    assert daemon.mappings() == before
+    rest = daemon.mappings()
+    for fields in lies:
+        if whose == "nobody's":
+            export_id = "00" * 16
+        else:
+            export_id = worker.ask("served")[0][0] if whose == "a registered tensor's" else worker.ask("wrap")
+        # LMCache logs an error of a registration, and answers nothing.
+        assert worker.ask("ask", 77, {**fields, "export_id": export_id}, 3) is False
+        assert registered(worker) == [worker.instance]
+        assert daemon.mappings() == rest
     worker.ask("fill", BLOCKS, 1)
     assert worker.ask("store", "a", TOKENS, BLOCKS)
 
@@ -409,7 +417,8 @@ import sys, lmcache, warpipe
 from warpipe_standin import StandinEvents
 events = StandinEvents()
 value, _, name = sys.argv[1].partition(":")
-done, never = events.import_event(f"{value}:{name}".encode(), "cpu"), events.import_event(f"{int(value) + 1}:{name}".encode(), "cpu")
+done = events.import_event(f"{value}:{name}".encode(), "cpu")
+never = events.import_event(f"{int(value) + 1}:{name}".encode(), "cpu")
 print(events.query_event(done), events.query_event(never), flush=True)
 sys.stdin.readline()
 print(events.query_event(done), events.query_event(never), flush=True)
@@ -419,9 +428,11 @@ try:
 except warpipe.PeerGoneError:
     print("PeerGoneError", flush=True)
 """
-    run = lambda code, *arguments: subprocess.Popen(  # noqa: E731
-        [sys.executable, "-c", code, *arguments], env=environment(place.folder), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+
+    def run(code, *arguments):
+        command, pipe = [sys.executable, "-c", code, *arguments], subprocess.PIPE
+        return subprocess.Popen(command, env=environment(place.folder), stdin=pipe, stdout=pipe, text=True)
+
     with run(recorder) as first:
         handle = first.stdout.readline().strip()
         with run(reader, handle) as second:
@@ -436,8 +447,6 @@ except warpipe.PeerGoneError:
 
 def test_a_daemon_without_the_module_says_so(place):
     daemon, worker = place.daemon(modules=[MODULES[0], MODULES[2]]), place.worker()
-    with pytest.raises(RuntimeError):
-        worker.send("register", 1, 64)
-        until(lambda: "--server-module" in daemon.log.read_text(), "the daemon's log names the next step")
-        daemon.kill()
-        raise RuntimeError(json.dumps("seen"))
+    worker.send("register", 1, 64)
+    until(lambda: "--server-module" in daemon.log.read_text(), "the daemon's log names the next step")
+    assert daemon.process.poll() is None

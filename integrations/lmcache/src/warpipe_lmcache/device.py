@@ -85,8 +85,9 @@ def wrapper() -> Any:
                 raise RuntimeError(f"{error} Allocate KV tensors in warpipe.torch.pool().") from error
             payload = wrapped.fd_payload()
             if payload is not None:
+                export_id, fd = payload
                 try:
-                    server().add(*payload, tensor)
+                    server().add(export_id, fd, tensor)
                 finally:
                     # Closes this side's descriptor alone: LMCache itself never does.
                     wrapped.close()

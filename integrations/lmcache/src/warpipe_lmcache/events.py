@@ -122,8 +122,8 @@ class TimelineEvents:
     def _stream(self, device: warpipe.Device, stream: object) -> Any:
         return stream
 
-    def _recorder(self, device: warpipe.Device, stream: object) -> _Recorder:
-        key = device.uuid, int(getattr(stream, "cuda_stream"))
+    def _recorder(self, device: warpipe.Device, stream: Any) -> _Recorder:
+        key = device.uuid, int(stream.cuda_stream)
         with self._lock:
             recorder = self._recorders.get(key)
             if recorder is None:

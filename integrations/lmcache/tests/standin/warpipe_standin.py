@@ -12,6 +12,7 @@ import torch
 import warpipe
 from cuda.bindings import driver
 from lmcache.v1.platform.devices.cpu.stub_cpu_device import StubCPUDevice
+
 from warpipe_lmcache import device, events
 
 
