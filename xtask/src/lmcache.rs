@@ -34,6 +34,7 @@ const TESTED_WITH: &[&str] = &[
     "opentelemetry-sdk==1.40.0",
     "opentelemetry-exporter-prometheus==0.61b0",
     "prometheus-client==0.24.1",
+    "protobuf==6.33.6",
     "psutil==7.2.2",
     "py-cpuinfo==9.0.0",
     "pyyaml==6.0.4",

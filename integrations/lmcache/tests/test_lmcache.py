@@ -191,6 +191,19 @@ def test_requests_that_the_dead_daemon_had_come_to_an_end(place):
     until(lambda: worker.ask("store", "b", TOKENS, BLOCKS), "and its daemon")
 
 
+def test_a_worker_that_was_stopped_at_the_restart_registers_itself(place):
+    daemon, worker = place.daemon(), place.worker()
+    worker.ask("register", 2, 64)
+    worker.ask("fill", BLOCKS, 1)
+    assert worker.ask("store", "a", TOKENS, BLOCKS)
+    os.kill(worker.pid, signal.SIGSTOP)
+    daemon.kill()
+    place.daemon()
+    os.kill(worker.pid, signal.SIGCONT)
+    until(lambda: worker.ask("store", "b", TOKENS, BLOCKS), "the worker has its daemon again")
+    assert registered(worker) == [worker.instance]
+
+
 def test_a_withdrawn_registration_does_not_come_back(place):
     daemon, worker = place.daemon(), place.worker()
     worker.ask("register", 2, 64)

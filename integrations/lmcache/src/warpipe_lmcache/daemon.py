@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import warpipe
 from lmcache.v1.multiprocess.engine_module import InstanceLivenessTarget
+from lmcache.v1.multiprocess.modules.engine_driven_transfer import EngineDrivenTransferModule
 from lmcache.v1.multiprocess.modules.lmcache_driven_transfer import LMCacheDrivenTransferModule
 from lmcache.v1.multiprocess.rpc import get_rpc_spec
 from lmcache.v1.multiprocess.transport.zmq_impl.mq import msgspec_decode, msgspec_encode
@@ -73,6 +74,10 @@ class WarpipeModule(InstanceLivenessTarget):  # type: ignore[misc]
         self._gone: deque[str] = deque(maxlen=_ENDED_MAX)
         self._stalled: set[str] = set()
         self._restored: set[int] = set()
+        # Instances that are not registered, and have had one ping refused.
+        self._refused: deque[int] = deque(maxlen=_ENDED_MAX)
+        # LMCache's other transfers have registrations of their own.
+        self._others_register = any(isinstance(module, EngineDrivenTransferModule) for module in modules)
         self._closed = False
         self._found = threading.local()
         self._register, self._unregister = transfer.register_kv_cache, transfer.unregister_kv_cache
@@ -102,13 +107,21 @@ class WarpipeModule(InstanceLivenessTarget):  # type: ignore[misc]
         self._members.close()
 
     def touch_instance(self, instance_id: int) -> None:
-        """Part of LMCache's ping. The first one of a restored instance fails: requests that were under way with the daemon
-        before have no answer to come, and the worker gives them up when it sees its daemon unhealthy."""
+        """Part of LMCache's ping, of which one fails for an instance of the daemon before: requests that were under way there
+        have no answer to come, and the worker gives them up when it sees its daemon unhealthy. With the next ping it
+        registers, if it is not registered again already."""
+        known = self._others_register or instance_id in self._transfer.context_entries_snapshot()
         with self._changed:
-            if instance_id not in self._restored:
+            if instance_id in self._restored:
+                self._restored.discard(instance_id)
+            elif known:
                 return
-            self._restored.discard(instance_id)
-        raise RuntimeError(f"instance {instance_id} was registered with the daemon before; it is with this one, too")
+            elif instance_id in self._refused:
+                self._refused.remove(instance_id)
+                return
+            else:
+                self._refused.append(instance_id)
+        raise RuntimeError(f"instance {instance_id} was registered with the daemon before this one")
 
     def drop_instance_state(self, instance_id: int) -> None:
         """LMCache has ended a silent instance's registration itself."""
