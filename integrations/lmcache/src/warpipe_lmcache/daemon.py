@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import warpipe
+from lmcache import torch_dev
 from lmcache.v1.multiprocess.engine_module import InstanceLivenessTarget
 from lmcache.v1.multiprocess.modules.engine_driven_transfer import EngineDrivenTransferModule
 from lmcache.v1.multiprocess.modules.lmcache_driven_transfer import LMCacheDrivenTransferModule
@@ -38,8 +39,7 @@ _ENDED_MAX = 1024
 
 
 def build_server_modules(build: Any) -> WarpipeModule:
-    """Called by LMCache. ``config`` may have ``domain``, and ``name``, by which the next daemon is the same one: the address
-    by default.
+    """Called by LMCache. ``config`` may have a ``name``, by which the next daemon takes this one's place: the address by default.
 
     Raises ``RuntimeError`` if the daemon has no transfers by handles.
     """
@@ -47,7 +47,7 @@ def build_server_modules(build: Any) -> WarpipeModule:
     if not transfers:
         raise RuntimeError("this daemon maps no KV memory; leave out --supported-transfer-mode engine_driven")
     name = build.config.get("name", f"{build.mp_config.host}:{build.mp_config.port}")
-    return WarpipeModule(build.server_context, transfers[0], build.modules, name, build.config.get("domain"))
+    return WarpipeModule(build.server_context, transfers[0], build.modules, name)
 
 
 class _Registration(NamedTuple):
@@ -60,10 +60,10 @@ class _Registration(NamedTuple):
 class WarpipeModule(InstanceLivenessTarget):  # type: ignore[misc]
     """A module of LMCache's server. It stands before four handlers of the transfer module, whose work stays LMCache's."""
 
-    def __init__(self, context: Any, transfer: Any, modules: Any, name: str, domain: Any) -> None:
+    def __init__(self, context: Any, transfer: Any, modules: Any, name: str) -> None:
         self._context, self._transfer, self._name = context, transfer, name
         self._mirrors = [module for module in modules if hasattr(module, "drop_instance_state")]
-        self._workers = Workers(domain)
+        self._workers = Workers()
         self._changed = threading.Condition()
         # Guarded by ``_changed``: the instances, transfers under way, and instances that end.
         self._instances: dict[int, _Registration] = {}
@@ -86,7 +86,7 @@ class WarpipeModule(InstanceLivenessTarget):  # type: ignore[misc]
         transfer.store, transfer.retrieve = self._counted(transfer.store), self._counted(transfer.retrieve)
         set_vmm_fd_resolver(self._resolve)
         self._workers.sweep()
-        self._members = warpipe.Members.watch(domain, on=self._on_change)
+        self._members = warpipe.Members.watch(on=self._on_change)
         self._restore()
 
     @property
@@ -215,6 +215,8 @@ class WarpipeModule(InstanceLivenessTarget):  # type: ignore[misc]
                 logger.warning("after a restart of this daemon, worker %s has to register again itself: %s", worker, error)
 
     def _restore(self) -> None:
+        # LMCache does so later, before it serves.
+        getattr(torch_dev, "init", lambda: None)()
         for worker in self._workers.names():
             try:
                 for kept in self._workers.recall(worker, self._name):

@@ -1,7 +1,8 @@
 """The device backend ``warpipe`` of LMCache: its own one of CUDA, with descriptors for KV memory and timelines for events.
 
 LMCache finds it by the entry point, and takes it where ``LMCACHE_DEVICE_BACKEND=warpipe`` is set. This module is imported in
-the middle of LMCache's own import, so it imports little itself.
+the middle of LMCache's own import, so it imports little of LMCache itself. It imports warpipe, which is to be there before
+CUDA starts: then a death is proven as soon as the GPU is quiet.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+import warpipe  # noqa: F401
 from lmcache.v1.platform.devices.cuda import CudaDeviceSpec
 
 if TYPE_CHECKING:
