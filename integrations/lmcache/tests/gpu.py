@@ -86,8 +86,9 @@ class Run:
         )  # fmt: skip
 
     def deaths(self, daemon, watcher):
-        """From ``SIGKILL``: until LMCache has forgotten the worker, and until its memory is the GPU's again."""
-        known, memory = [], []
+        """From ``SIGKILL``: until the process has ended, which is the least; until its memory is the GPU's again; until LMCache
+        has forgotten it."""
+        ended, known, memory = [], [], []
         for turn in range(self.arguments.turns):
             rest = self.machine.free(daemon)
             worker = self.worker(f"dying{turn}")
@@ -95,11 +96,12 @@ class Run:
             worker.ask("store", f"d{turn}", [1000 + turn] * len(TOKENS), BLOCKS)
             killed = time.perf_counter()
             worker.kill()
+            ended.append(round(1000 * (time.perf_counter() - killed), 2))
             until(lambda: self.machine.free(daemon) >= rest - SLACK, "the memory is back")
             memory.append(round(1000 * (time.perf_counter() - killed), 2))
             until(lambda: worker.instance not in watcher.ask("status")["registered_gpu_ids"], "LMCache has forgotten it")
             known.append(round(1000 * (time.perf_counter() - killed), 2))
-        say("kill -9 of a worker", memory_back_ms=memory, forgotten_ms=known, lmcaches_own_s=[120, 3600])
+        say("kill -9 of a worker", ended_ms=ended, memory_back_ms=memory, forgotten_ms=known, lmcaches_own_s=[120, 3600])
 
     def restart(self, daemon, worker):
         for _ in range(2):

@@ -39,7 +39,8 @@ _ENDED_MAX = 1024
 
 
 def build_server_modules(build: Any) -> WarpipeModule:
-    """Called by LMCache. ``config`` may have a ``name``, by which the next daemon takes this one's place: the address by default.
+    """Called by LMCache. ``config`` may have a ``name``, by which the next daemon takes this one's place: by default the
+    address.
 
     Raises ``RuntimeError`` if the daemon has no transfers by handles.
     """
