@@ -10,6 +10,7 @@ mod comparison;
 mod counts;
 mod environment;
 mod layers;
+mod lmcache;
 mod nightly;
 mod nixl;
 mod packages;
@@ -38,10 +39,10 @@ const USAGE: &str = "usage: cargo xtask COMMAND
   python          build the Python package and run its tests on the host
   python --torch  run its tests with PyTorch, which is installed for them (gigabytes)
   python --stubs  build the Python package and write its stub, _warpipe.pyi
-  engines         test the plugins with vLLM, SGLang, TRL, verl, NIXL and Ray themselves, on a CPU;
-                  they are downloaded (gigabytes)
-  engines --nixl  the backend of NIXL alone; its headers are those that NIXL_INCLUDE_DIR names
-  engines --ray   the tensor transport of Ray alone
+  engines         test the plugins with vLLM, SGLang, TRL, verl, NIXL, LMCache and Ray themselves, on a
+                  CPU; they are downloaded (gigabytes)
+  engines --nixl, --lmcache, --ray
+                  one of these alone; NIXL's headers are those that NIXL_INCLUDE_DIR names
   wheel           build the Python package as a manylinux wheel in target/wheels
   wheel --target aarch64
                   the same for 64-bit ARM, tried under qemu-user with Debian's Python
@@ -103,8 +104,10 @@ fn main() -> ExitCode {
             Workspace::find().map(|workspace| suite::run_python_with_torch(&workspace))
         }
         ["engines"] => Workspace::find().map(|workspace| suite::run_engines(&workspace)),
-        ["engines", "--nixl"] => Workspace::find().map(|workspace| suite::run_nixl(&workspace)),
-        ["engines", "--ray"] => Workspace::find().map(|workspace| suite::run_ray(&workspace)),
+        ["engines", option] => match suite::Integration::of(option) {
+            Some(one) => Workspace::find().map(|workspace| suite::run_integration(&workspace, one)),
+            None => return usage(),
+        },
         ["style"] => Workspace::find().and_then(|workspace| {
             style::report(&workspace)?;
             layers::check(&workspace).map(|()| true)

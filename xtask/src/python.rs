@@ -231,6 +231,7 @@ fn installed(workspace: &Workspace, tested: &Tested) -> Outcome<PathBuf> {
     Ok(environment)
 }
 
+/// The package as it stands, built without optimisation.
 pub fn unoptimised_wheel(workspace: &Workspace) -> Outcome<PathBuf> {
     let (tools, folder) = (tools(workspace)?, workspace.target.join("python-dev"));
     let options = ["--profile", "dev", "--compatibility", "linux"];
@@ -328,6 +329,7 @@ impl Tested {
     }
 }
 
+/// Installs a wheel in an environment, without what it requires.
 pub fn install(workspace: &Workspace, environment: &Path, wheel: &Path) -> Outcome<()> {
     let install = pip(environment)
         .args(["--force-reinstall", "--no-deps"])

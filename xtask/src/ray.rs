@@ -17,7 +17,7 @@ const TEST_LIMIT: Duration = Duration::from_secs(900);
 const TESTED_WITH: &[&str] = &[
     "pytest==9.2.0",
     "numpy==2.4.6",
-    "torch==2.15.0",
+    "torch==2.11.0",
     "ray==2.60.0",
 ];
 

@@ -11,6 +11,7 @@ use crate::comparison;
 use crate::counts::{Counts, Dialect};
 use crate::environment::succeeds;
 use crate::layers;
+use crate::lmcache;
 use crate::nixl;
 use crate::packages;
 use crate::pages;
@@ -98,29 +99,52 @@ pub fn run_engines(workspace: &Workspace) -> bool {
         steps: Vec::new(),
     };
     suite.step("plugins in the engines themselves", python::engine_tests);
-    suite.nixl();
-    suite.ray();
+    for one in Integration::ALL {
+        suite.integration(one);
+    }
     suite.report()
 }
 
-/// Runs the tests of NIXL's backend with NIXL's own package. Says whether all of them passed.
-pub fn run_nixl(workspace: &Workspace) -> bool {
+/// Runs one of the integrations' tests. Says whether all of them passed.
+pub fn run_integration(workspace: &Workspace, one: &Integration) -> bool {
     let mut suite = Suite {
         workspace,
         steps: Vec::new(),
     };
-    suite.nixl();
+    suite.integration(one);
     suite.report()
 }
 
-/// Runs the tests of Ray's transport with Ray itself. Says whether all of them passed.
-pub fn run_ray(workspace: &Workspace) -> bool {
-    let mut suite = Suite {
-        workspace,
-        steps: Vec::new(),
-    };
-    suite.ray();
-    suite.report()
+/// A package in `integrations/`, tested with the project's own that it is for.
+pub struct Integration {
+    option: &'static str,
+    step: &'static str,
+    tests: fn(&Workspace) -> Outcome<Counts>,
+}
+
+impl Integration {
+    const ALL: &[Integration] = &[
+        Integration {
+            option: "--nixl",
+            step: "backend in NIXL itself",
+            tests: nixl::tests,
+        },
+        Integration {
+            option: "--lmcache",
+            step: "package in LMCache itself",
+            tests: lmcache::tests,
+        },
+        Integration {
+            option: "--ray",
+            step: "transport in Ray itself",
+            tests: ray::tests,
+        },
+    ];
+
+    /// The one that an option of `cargo xtask engines` names.
+    pub fn of(option: &str) -> Option<&'static Integration> {
+        Integration::ALL.iter().find(|one| one.option == option)
+    }
 }
 
 impl Suite<'_> {
@@ -235,22 +259,13 @@ impl Suite<'_> {
         );
     }
 
-    fn nixl(&mut self) {
+    fn integration(&mut self, one: &Integration) {
         self.cargo(
             "build of the fake driver",
             &["build", "-p", "fake-cuda"],
             Dialect::ExitCode,
         );
-        self.step("backend in NIXL itself", nixl::tests);
-    }
-
-    fn ray(&mut self) {
-        self.cargo(
-            "build of the fake driver",
-            &["build", "-p", "fake-cuda"],
-            Dialect::ExitCode,
-        );
-        self.step("transport in Ray itself", ray::tests);
+        self.step(one.step, one.tests);
     }
 
     /// The conformance suite on the host, and on the CUDA backend over the fake driver.
