@@ -8,6 +8,7 @@ use iceoryx2::port::listener::Listener;
 use iceoryx2::port::notifier::Notifier;
 use iceoryx2::port::publisher::Publisher as IceoryxPublisher;
 use iceoryx2::port::subscriber::Subscriber as IceoryxSubscriber;
+use iceoryx2::port::update_connections::UpdateConnections;
 use iceoryx2::prelude::{BackpressureStrategy, Node, NodeBuilder, ipc};
 use serde::{Deserialize, Serialize};
 use warpipe::{Device, Domain, OptionalExtension, Publisher, Stream, Subscriber};
@@ -311,6 +312,13 @@ pub struct IceoryxConsumer {
 }
 
 impl IceoryxConsumer {
+    /// Connects to the producers that there are. Else its first look would, and until then items that
+    /// find the buffer full are lost.
+    pub fn connect(&self) -> anyhow::Result<()> {
+        let connected = self.subscriber.update_connections();
+        connected.map_err(|e| failed("update_connections", e))
+    }
+
     fn look(&self) -> anyhow::Result<Option<Payload>> {
         let sample = self
             .subscriber

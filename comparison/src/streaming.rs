@@ -93,11 +93,13 @@ fn measure(terms: &Terms) -> anyhow::Result<Measured> {
         Box::new(OurProducer::new(&domain, &terms.name)?),
     ));
     let mut peer = iceoryx.producer(&terms.name, terms.wait)?;
-    // Every consumer has all ends.
-    peers
-        .iter()
-        .try_for_each(|peer| peer.control.hear::<()>())?;
-    peers.iter().try_for_each(|peer| peer.control.send(&()))?;
+    // Every consumer has all ends; then, it has connected them to those here.
+    for _ in 0..2 {
+        peers
+            .iter()
+            .try_for_each(|peer| peer.control.hear::<()>())?;
+        peers.iter().try_for_each(|peer| peer.control.send(&()))?;
+    }
     let mut measured = Measured::default();
     let settled = terms.placement.settle(0, terms.consumers + 1)?;
     for round in 0..=terms.rounds {
@@ -131,26 +133,29 @@ pub fn consume(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let parts = BareParts::receive_from(control)?;
     let domain = Domain::at(&terms.domain)?;
     let iceoryx = Iceoryx::new()?;
-    let mut all: Vec<Box<dyn Consumer + '_>> = Vec::new();
+    let mut all: Vec<(Library, Box<dyn Consumer + '_>)> = Vec::new();
     if let Some(patience) = bare_patience(terms.wait) {
-        all.push(Box::new(BareConsumer::new(&parts, patience)));
+        all.push((Library::Bare, Box::new(BareConsumer::new(&parts, patience))));
     }
-    all.push(Box::new(OurConsumer::new(
-        &domain,
-        &terms.name,
-        terms.wait,
-    )?));
-    all.push(Box::new(iceoryx.consumer(&terms.name, terms.wait)?));
+    let ours = OurConsumer::new(&domain, &terms.name, terms.wait)?;
+    all.push((Library::Warpipe, Box::new(ours)));
+    let peer = iceoryx.consumer(&terms.name, terms.wait)?;
+    control.send(&())?;
+    control.hear::<()>()?;
+    peer.connect()?;
+    all.push((Library::Iceoryx2, Box::new(peer)));
     control.send(&())?;
     control.hear::<()>()?;
     let _settled = terms
         .placement
         .settle(terms.index + 1, terms.consumers + 1)?;
     for _ in 0..=terms.rounds {
-        for consumer in &mut all {
+        for (library, consumer) in &mut all {
             for number in 0..terms.items {
                 let payload = consumer.receive()?;
-                ensure!(payload == item(number), "item {number} is another one");
+                let wrong =
+                    || format!("{library:?}: item {number} begins with {:?}", &payload[..8]);
+                ensure!(payload == item(number), wrong());
             }
             control.send(&())?;
         }
