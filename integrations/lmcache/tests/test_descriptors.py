@@ -3,9 +3,13 @@
 import contextlib
 import gc
 import os
+import socket
+import threading
 
+import msgspec
 import pytest
 import torch
+import warpipe
 
 from warpipe_lmcache import descriptors
 from warpipe_lmcache.descriptors import DescriptorError, DescriptorServer, Keep, Workers
@@ -109,6 +113,55 @@ def test_registrations_are_kept_by_daemon_and_instance(server, tmp_path):
     assert kept == [(3, [b"second", b""]), (2**62, [b"first"])]
     with pytest.raises(DescriptorError, match="more than a worker keeps"):
         workers.keep(server.name, Keep("a", 6, [b"x" * 200_000]))
+
+
+def not_utf_8(tag):
+    packet = msgspec.msgpack.encode({"type": tag, "daemon": "?", "instance": 1, "payloads": []})
+    return packet.replace(b"?", b"\xff")
+
+
+# An unknown field before the tag, with arrays in arrays.
+DEEP = b"\x82\xa1a" + b"\x91" * 100_000
+
+
+@pytest.mark.parametrize("packet", [not_utf_8("keep"), DEEP], ids=["text", "depth"])
+def test_a_worker_answers_after_a_packet_that_cannot_be_read(server, tmp_path, packet):
+    workers = Workers(tmp_path / "domain")
+    with workers._connection(server.name) as peer:
+        peer.send(packet)
+        assert peer.recv(1) == b""
+    workers.keep(server.name, Keep("a", 1, []))
+
+
+@contextlib.contextmanager
+def liar(tmp_path, answer):
+    """The name of a worker that answers as it likes, once a connection."""
+    domain, serial = warpipe.Domain(tmp_path / "domain"), "0" * 32
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with descriptors._folder(domain, make=True) as folder:
+        listener.bind(os.fspath(folder / serial))
+    listener.listen()
+
+    def serve():
+        with contextlib.suppress(OSError):
+            while True:
+                with listener.accept()[0] as peer:
+                    peer.send(answer(peer.recv(1 << 20)))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield "lmcache/" + serial
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(60)
+        listener.close()
+
+
+@pytest.mark.parametrize("packet", [not_utf_8("keep"), DEEP, b"", b"\xff"], ids=["text", "depth", "nothing", "no map"])
+def test_an_answer_that_cannot_be_read_is_an_error_of_its_worker(tmp_path, packet):
+    with liar(tmp_path, lambda request: packet) as name, pytest.raises(DescriptorError, match="cannot be read"):
+        list(Workers(tmp_path / "domain").recall(name, "a"))
 
 
 def test_a_folder_that_others_can_enter_is_refused(tmp_path):

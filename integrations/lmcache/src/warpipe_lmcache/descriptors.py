@@ -80,6 +80,15 @@ _requests = msgspec.msgpack.Decoder(Fetch | Keep | Forget | Recall)
 _kept = msgspec.msgpack.Decoder(Keep)
 
 
+def _decoded(decoder: msgspec.msgpack.Decoder[Any], packet: bytes) -> Any:
+    """What a peer has sent. Raises ``DescriptorError``."""
+    try:
+        return decoder.decode(packet)
+    # The last two of text that is no UTF-8, and of depth.
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DescriptorError(f"a packet of {len(packet)} bytes cannot be read: {error}") from error
+
+
 class DescriptorServer:
     """A worker's half: the descriptors of its KV memory, one thread that answers, and the member that shows its life.
 
@@ -157,13 +166,13 @@ class DescriptorServer:
             with connection:
                 try:
                     self._answer(connection)
-                except (OSError, msgspec.DecodeError, DescriptorError) as error:
+                except (OSError, DescriptorError) as error:
                     logger.warning("a request for KV memory was refused: %s", error)
 
     def _answer(self, connection: socket.socket) -> None:
         _check_user(connection)
         connection.settimeout(_PATIENCE)
-        request = _requests.decode(connection.recv(_PACKET_BYTES_MAX))
+        request = _decoded(_requests, connection.recv(_PACKET_BYTES_MAX))
         with self._lock:
             match request:
                 case Fetch(export_id):
@@ -231,10 +240,7 @@ class Workers:
         """The registrations that a worker keeps for a daemon. Raises ``OSError``, ``DescriptorError``."""
         after = -1
         while (answer := self._ask(name, Recall(daemon, after))) != b"-":
-            try:
-                kept = _kept.decode(answer)
-            except msgspec.DecodeError as error:
-                raise DescriptorError(f"worker {name} answered with no registration: {error}") from error
+            kept = _decoded(_kept, answer)
             if kept.daemon != daemon or kept.instance <= after:
                 raise DescriptorError(f"worker {name} answered with another registration than it was asked for")
             after = kept.instance
