@@ -164,6 +164,24 @@ def test_an_answer_that_cannot_be_read_is_an_error_of_its_worker(tmp_path, packe
         list(Workers(tmp_path / "domain").recall(name, "a"))
 
 
+def test_a_registration_that_a_worker_refuses_to_keep_is_an_error(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(descriptors, "_KEPT_MAX", 1)
+    workers = Workers(tmp_path / "domain")
+    workers.keep(server.name, Keep("a", 1, []))
+    with pytest.raises(DescriptorError, match="did not keep"):
+        workers.keep(server.name, Keep("a", 2, []))
+
+
+def test_a_worker_that_has_ever_more_registrations_is_an_error(tmp_path):
+    def next_one(request):
+        after = msgspec.msgpack.decode(request)["after"]
+        return msgspec.msgpack.encode(Keep("a", after + 1, []))
+
+    with liar(tmp_path, next_one) as name, pytest.raises(DescriptorError, match="more registrations"):
+        for number, _ in enumerate(Workers(tmp_path / "domain").recall(name, "a")):
+            assert number < descriptors._KEPT_MAX
+
+
 def test_a_folder_that_others_can_enter_is_refused(tmp_path):
     server = DescriptorServer(tmp_path / "domain")
     os.chmod(tmp_path / "domain" / "lmcache.fds", 0o770)

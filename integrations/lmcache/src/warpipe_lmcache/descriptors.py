@@ -230,7 +230,8 @@ class Workers:
 
     def keep(self, name: str, registration: Keep) -> None:
         """Has a worker keep a registration. Raises ``OSError``, ``DescriptorError``."""
-        self._ask(name, registration)
+        if self._ask(name, registration) != b"+":
+            raise DescriptorError(f"worker {name} did not keep the registration; its log says why")
 
     def forget(self, name: str, daemon: str, instance: int) -> None:
         """Has a worker drop a registration. Raises ``OSError``."""
@@ -238,9 +239,12 @@ class Workers:
 
     def recall(self, name: str, daemon: str) -> Iterator[Keep]:
         """The registrations that a worker keeps for a daemon. Raises ``OSError``, ``DescriptorError``."""
-        after = -1
+        after, left = -1, _KEPT_MAX
         while (answer := self._ask(name, Recall(daemon, after))) != b"-":
             kept = _decoded(_kept, answer)
+            if not left:
+                raise DescriptorError(f"worker {name} has more registrations than the {_KEPT_MAX} that a worker keeps")
+            left -= 1
             if kept.daemon != daemon or kept.instance <= after:
                 raise DescriptorError(f"worker {name} answered with another registration than it was asked for")
             after = kept.instance
