@@ -80,6 +80,18 @@ def test_a_killed_workers_memory_is_released_at_once(place):
     assert list((place.folder / "domain" / "lmcache.fds").iterdir()) == []
 
 
+def test_a_killed_workers_memory_is_released_whatever_its_folder_is(place):
+    daemon, watcher = place.daemon(), place.worker("watcher")
+    first, second = place.worker("first"), place.worker("second")
+    first.ask("register", 2, 64), second.ask("register", 2, 64)
+    # No socket is used in such a folder.
+    os.chmod(place.folder / "domain" / "lmcache.fds", 0o750)
+    first.ask("unregister")
+    assert registered(watcher) == [second.instance]
+    second.kill()
+    until(lambda: registered(watcher) == [] and daemon.mappings() == (0, 0), "the daemon has let go of the memory")
+
+
 def test_a_worker_that_ends_without_unregistering_is_released(place):
     daemon, watcher, worker = place.daemon(), place.worker("watcher"), place.worker()
     worker.ask("register", 2, 64)

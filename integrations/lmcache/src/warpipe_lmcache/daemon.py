@@ -295,8 +295,8 @@ class WarpipeModule(InstanceLivenessTarget):  # type: ignore[misc]
         for worker in registration.workers if registration else ():
             try:
                 self._workers.forget(worker, self._name, instance_id)
-            except OSError as error:
-                logger.debug("worker %s has gone: %s", worker, error)
+            except (OSError, DescriptorError) as error:
+                logger.debug("worker %s keeps its registration: %s", worker, error)
 
 
 def _in_place_of(handler: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:

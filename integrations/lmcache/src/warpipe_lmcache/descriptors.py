@@ -234,7 +234,7 @@ class Workers:
             raise DescriptorError(f"worker {name} did not keep the registration; its log says why")
 
     def forget(self, name: str, daemon: str, instance: int) -> None:
-        """Has a worker drop a registration. Raises ``OSError``."""
+        """Has a worker drop a registration. Raises ``OSError``, ``DescriptorError``."""
         self._ask(name, Forget(daemon, instance))
 
     def recall(self, name: str, daemon: str) -> Iterator[Keep]:
@@ -299,7 +299,7 @@ def _socket() -> socket.socket:
 
 def _remove(domain: warpipe.Domain, name: str) -> None:
     """Removes a worker's socket."""
-    with contextlib.suppress(OSError), _folder(domain) as folder:
+    with contextlib.suppress(OSError, DescriptorError), _folder(domain) as folder:
         (folder / name.removeprefix(_PREFIX)).unlink()
 
 
