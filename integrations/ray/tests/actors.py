@@ -60,6 +60,11 @@ class Actor:
     def pools(self):
         return pools()
 
+    def stored(self):
+        """The objects that Ray keeps here."""
+        gc.collect()
+        return ray._private.worker.global_worker.rdt_manager.rdt_store.get_num_objects()
+
     def bytes_held(self):
         gc.collect()
         return warpipe.Device("host").bytes_held

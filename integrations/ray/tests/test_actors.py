@@ -113,6 +113,15 @@ def test_an_array_of_objects_is_refused(standing):
         get(standing[0].objects.remote())
 
 
+def test_an_object_that_is_refused_is_not_kept(start):
+    source = start()
+    for _ in range(3):
+        with pytest.raises(warpipe.DTypeError):
+            get(source.objects.remote())
+    assert get(source.stored.remote()) == 0
+    assert get(source.array.remote(1)).sum() == 1000
+
+
 def test_many_objects_leave_no_descriptor(standing):
     source, receiver = standing
 

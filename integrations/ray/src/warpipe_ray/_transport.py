@@ -17,6 +17,7 @@ from typing import Any
 
 import warpipe
 from ray._private.ray_constants import RDT_FETCH_FAIL_TIMEOUT_SECONDS
+from ray._private.worker import global_worker
 from ray.experimental.rdt.tensor_transport_manager import CommunicatorMetadata, FetchRequest, TensorTransportManager
 
 from ._arrays import library, nbytes
@@ -85,7 +86,14 @@ class Transport(TensorTransportManager):
         # Ray asks again when the reply of a task was lost.
         known = self._offers.get(obj_id)
         if known is None:
-            known = self._offers[obj_id] = offer(rdt_object, self.writable)
+            try:
+                known = self._offers[obj_id] = offer(rdt_object, self.writable)
+            except BaseException:
+                # Ray has stored the tensors before this call. It frees those alone that it has metadata of.
+                store = global_worker.rdt_manager.rdt_store
+                if store.has_object(obj_id):
+                    store.pop_object(obj_id)
+                raise
         return known.metadata
 
     def send_multiple_tensors(self, tensors: Any, tensor_transport_metadata: Any, communicator_metadata: Any) -> None:
