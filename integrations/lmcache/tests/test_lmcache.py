@@ -118,6 +118,23 @@ def test_workers_that_are_killed_at_any_time_leave_nothing(place):
     assert watcher.ask("store", "a", [7] * CHUNK, BLOCKS)
 
 
+def test_memory_stays_mapped_until_the_transfers_of_its_registration_are_over(place):
+    daemon, watcher, worker = place.daemon(), place.worker("watcher"), place.worker(FAKE_CUDA_DELAY_US="600000000")
+    worker.ask("register", 1, 64)
+    mapped = daemon.mappings()
+    worker.ask("submit", "a", TOKENS, BLOCKS)
+    until(lambda: watcher.ask("status")["warpipe"]["transfers"] == 1, "the daemon waits for the worker's stream")
+    # As an engine does that is shut down; its reply is not held up.
+    worker.ask("unregister")
+    watcher.ask("register", 1, 64)
+    assert watcher.ask("status")["warpipe"]["transfers"] == 1
+    assert daemon.mappings()[0] == 2 * mapped[0]
+    watcher.ask("unregister")
+    # The wait ends with its worker.
+    worker.kill()
+    until(lambda: registered(watcher) == [] and daemon.mappings() == (0, 0), "the daemon has let go of the memory")
+
+
 def test_an_interrupted_daemon_ends_in_the_middle_of_a_wait(place):
     daemon, worker = place.daemon(), place.worker(FAKE_CUDA_DELAY_US="600000000")
     worker.ask("register", 1, 64)

@@ -182,8 +182,16 @@ class WarpipeModule(InstanceLivenessTarget):  # type: ignore[misc]
         return export_ids
 
     def _unregister_kv_cache(self, instance_id: int) -> None:
-        self._unregister(instance_id)
-        self._forget(instance_id)
+        with self._changed:
+            if instance_id in self._ending:
+                return
+            self._ending.add(instance_id)
+            busy = self._busy[instance_id]
+        if busy:
+            # LMCache would unmap memory that a transfer uses when its wait is over. Its other requests go on, and the reply.
+            threading.Thread(target=self._end, args=[instance_id], daemon=True).start()
+        else:
+            self._end(instance_id)
 
     def _counted(self, handler: Callable[..., Any]) -> Callable[..., Any]:
         """A handler whose calls the end of their instance waits for."""
@@ -238,7 +246,7 @@ class WarpipeModule(InstanceLivenessTarget):  # type: ignore[misc]
             self._restored.add(kept.instance)
         logger.info("instance %d of worker %s is registered again", kept.instance, worker)
 
-    # The end of a worker.
+    # The end of a worker, and of its registration.
 
     def _on_change(self, change: Any) -> None:
         member = change.member
@@ -273,18 +281,17 @@ class WarpipeModule(InstanceLivenessTarget):  # type: ignore[misc]
             busy = self._busy[instance_id]
         try:
             if busy:
-                logger.error("instance %d has died in the middle of a transfer that does not end", instance_id)
+                logger.error("instance %d has ended in the middle of a transfer that does not end", instance_id)
                 return
             self._unregister(instance_id)
             for mirror in self._mirrors:
                 mirror.drop_instance_state(instance_id)
-            logger.info("instance %d has died; its KV memory is released", instance_id)
+            logger.info("instance %d has ended; its KV memory is released", instance_id)
         except Exception:
-            logger.exception("instance %d has died, and its KV memory could not be released", instance_id)
+            logger.exception("instance %d has ended, and its KV memory could not be released", instance_id)
         finally:
+            self._forget(instance_id)
             with self._changed:
-                self._instances.pop(instance_id, None)
-                self._restored.discard(instance_id)
                 self._ending.discard(instance_id)
                 self._changed.notify_all()
 
