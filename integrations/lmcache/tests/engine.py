@@ -8,6 +8,7 @@ import importlib
 import json
 import sys
 import traceback
+import types
 
 import torch
 import zmq
@@ -55,17 +56,19 @@ class Engine:
         assert all(bool((part == part.flatten()[0]).all()) for part in found)
         return [part.flatten()[0].item() for part in found]
 
-    def event(self):
+    def event(self, gone=False):
         self.recorded = self.adapter.create_recorded_event()
+        if gone:
+            self.recorded.timeline = types.SimpleNamespace(name="lmcache/gone")
 
-    def submit(self, request, tokens, blocks):
-        self.event()
+    def submit(self, request, tokens, blocks, gone=False):
+        self.event(gone)
         op = LoadStoreOp(token_ids=list(tokens), block_ids=[blocks], start=0, end=len(tokens))
         self.adapter.submit_store_request(request, op, self.recorded)
 
-    def store(self, request, tokens, blocks):
-        """None if the adapter dropped it: its daemon is unhealthy."""
-        self.submit(request, tokens, blocks)
+    def store(self, request, tokens, blocks, gone=False):
+        """None if the adapter dropped it: its daemon is unhealthy. With an event that nobody can wait for if ``gone``."""
+        self.submit(request, tokens, blocks, gone)
         future = self.adapter.store_futures.pop(request, None)
         return future and future.result(timeout=LIMIT)
 
@@ -76,11 +79,11 @@ class Engine:
         client.lookup(key, 1).result(timeout=LIMIT)
         return client.wait_prefetch_status(request, LIMIT).result(timeout=LIMIT)
 
-    def retrieve(self, request, tokens, blocks):
+    def retrieve(self, request, tokens, blocks, gone=False):
         """None if the daemon has not all chunks, or the adapter dropped it."""
         if not self.lookup(request, tokens):
             return None
-        self.event()
+        self.event(gone)
         op = LoadStoreOp(token_ids=list(tokens), block_ids=[blocks], start=0, end=len(tokens))
         self.adapter.submit_retrieve_request(request, op, self.recorded)
         future, _ = self.adapter.retrieve_futures.pop(request, (None, None))

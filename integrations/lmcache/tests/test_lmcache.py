@@ -135,6 +135,21 @@ def test_memory_stays_mapped_until_the_transfers_of_its_registration_are_over(pl
     until(lambda: registered(watcher) == [] and daemon.mappings() == (0, 0), "the daemon has let go of the memory")
 
 
+def test_a_transfer_whose_event_nobody_can_wait_for_is_answered(place):
+    """LMCache answers nothing to a request that failed by an error, and an engine waits for the answer without a limit."""
+    place.daemon()
+    worker = place.worker()
+    worker.ask("register", 2, 128)
+    worker.ask("fill", BLOCKS, 1)
+    assert worker.ask("store", "a", TOKENS, BLOCKS, True) is False
+    assert not worker.ask("lookup", "b", TOKENS)
+    assert worker.ask("store", "c", TOKENS, BLOCKS)
+    until(lambda: worker.ask("lookup", "d", TOKENS) == 2, "the chunks are there")
+    assert worker.ask("retrieve", "e", TOKENS, OTHERS, True) is False
+    assert worker.ask("retrieve", "f", TOKENS, OTHERS)
+    assert worker.ask("values", OTHERS) == [1, 2]
+
+
 def test_an_interrupted_daemon_ends_in_the_middle_of_a_wait(place):
     daemon, worker = place.daemon(), place.worker(FAKE_CUDA_DELAY_US="600000000")
     worker.ask("register", 1, 64)

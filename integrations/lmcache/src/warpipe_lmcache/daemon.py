@@ -28,6 +28,7 @@ from lmcache.v1.platform.base.ipc_wire import VmmCudaIPCData
 from lmcache.v1.platform.devices.cuda.ipc_wrapper import set_vmm_fd_resolver
 
 from .descriptors import ROLE, DescriptorError, Keep, Workers
+from .events import TimelineEvents
 
 logger = logging.getLogger("lmcache.warpipe")
 
@@ -84,7 +85,9 @@ class WarpipeModule(InstanceLivenessTarget):  # type: ignore[misc]
         self._register, self._unregister = transfer.register_kv_cache, transfer.unregister_kv_cache
         transfer.register_kv_cache = _in_place_of(self._register, self._register_kv_cache)
         transfer.unregister_kv_cache = _in_place_of(self._unregister, self._unregister_kv_cache)
-        transfer.store, transfer.retrieve = self._counted(transfer.store), self._counted(transfer.retrieve)
+        # A refused store has nothing to release.
+        transfer.store = self._counted(transfer.store, lambda key, instance_id: None)
+        transfer.retrieve = self._counted(transfer.retrieve, transfer._release_failed_retrieve_locks)
         set_vmm_fd_resolver(self._resolve)
         self._workers.sweep()
         self._members = warpipe.Members.watch(on=self._on_change)
@@ -193,16 +196,19 @@ class WarpipeModule(InstanceLivenessTarget):  # type: ignore[misc]
         else:
             self._end(instance_id)
 
-    def _counted(self, handler: Callable[..., Any]) -> Callable[..., Any]:
-        """A handler whose calls the end of their instance waits for."""
+    def _counted(self, handler: Callable[..., Any], release: Callable[[Any, int], None]) -> Callable[..., Any]:
+        """A handler whose calls the end of their instance waits for, and which refuses one whose event is never complete."""
 
-        def counted(key: Any, instance_id: int, *arguments: Any) -> Any:
+        def counted(key: Any, instance_id: int, block_ids: Any, event: bytes, *arguments: Any) -> Any:
             with self._changed:
                 # Afterwards LMCache refuses the call, as one of an instance that it does not know.
                 self._changed.wait_for(lambda: instance_id not in self._ending, _TRANSFER_LIMIT)
                 self._busy[instance_id] += 1
             try:
-                return handler(key, instance_id, *arguments)
+                if self._is_complete(instance_id, event):
+                    return handler(key, instance_id, block_ids, event, *arguments)
+                release(key, instance_id)
+                return b"", False
             finally:
                 with self._changed:
                     self._busy[instance_id] -= 1
@@ -211,6 +217,19 @@ class WarpipeModule(InstanceLivenessTarget):  # type: ignore[misc]
                     self._changed.notify_all()
 
         return _in_place_of(handler, counted)
+
+    def _is_complete(self, instance_id: int, event: bytes) -> bool:
+        """Waits for an event before LMCache does so in its handler: it answers nothing if that fails, and the engine would
+        wait without a limit."""
+        entry = self._transfer.context_entries_snapshot().get(instance_id)
+        if entry is None or not isinstance(entry.event_backend, TimelineEvents):
+            return True
+        try:
+            entry.event_backend.import_event(event, entry.cache_context.device).wait()
+        except (warpipe.Error, ValueError) as error:
+            logger.warning("a transfer of instance %d is refused: %s", instance_id, error)
+            return False
+        return True
 
     # Registrations that outlive the daemon.
 
