@@ -1,8 +1,9 @@
 """The transport, as Ray calls it.
 
-``extract_tensor_transport_metadata`` is called in the source, in the thread that ran the task; the receiving calls in an
-actor's thread for transfers, or in the thread of a ``ray.get``; ``garbage_collect`` in the source, and in the driver at any
-moment, within other calls too; ``abort_transport`` in a thread of its own while a receive waits.
+``extract_tensor_transport_metadata`` is called in the source, in the thread that ran the task, or beside the event loop of an
+actor with ``async`` methods; the receiving calls in an actor's thread for transfers, or in the thread of a ``ray.get``;
+``garbage_collect`` in the source, and in the driver at any moment, within other calls too; ``abort_transport`` in a thread of
+its own while a receive waits.
 """
 
 from __future__ import annotations
