@@ -72,6 +72,10 @@ class Engine:
         future = self.adapter.store_futures.pop(request, None)
         return future and future.result(timeout=LIMIT)
 
+    def replied(self, request):
+        """Whether the daemon's answer to a store is here; its event has not been looked at."""
+        return self.adapter.store_futures[request].raw_future_.query()
+
     def lookup(self, request, tokens):
         """The chunks that the daemon has."""
         client = self.adapter.req_client

@@ -230,6 +230,21 @@ def test_requests_that_the_dead_daemon_had_come_to_an_end(place):
     until(lambda: worker.ask("store", "b", TOKENS, BLOCKS), "and its daemon")
 
 
+def test_an_engine_outlives_the_daemon_whose_first_answer_it_has(place):
+    """The answer names an event that nobody can open any more."""
+    daemon, worker = place.daemon(), place.worker()
+    worker.ask("register", 2, 64)
+    worker.ask("fill", BLOCKS, 1)
+    worker.ask("submit", "answered", TOKENS, BLOCKS)
+    until(lambda: worker.ask("replied", "answered"), "the daemon's answer")
+    daemon.kill()
+    # At once: later the adapter has seen that its daemon is gone, and looks at no answer.
+    done = worker.ask("finished")[0]
+    place.daemon()
+    until(lambda: "answered" in (done or worker.ask("finished")[0]), "the engine has its request back")
+    until(lambda: worker.ask("store", "b", TOKENS, BLOCKS), "and its daemon")
+
+
 def test_a_worker_that_was_stopped_at_the_restart_registers_itself(place):
     daemon, worker = place.daemon(), place.worker()
     worker.ask("register", 2, 64)
@@ -442,7 +457,7 @@ events = StandinEvents()
 for handle in (b"", b"stub", b"1:elsewhere", b"1:lmcache/../x", b"1:lmcache/none", b"0:lmcache/a", b"9" * 19 + b":lmcache/a",
                b"-1:lmcache/a", b"\\xff" * 64, b"1" * 100000):
     try:
-        events.import_event(handle, "cpu")
+        events.import_event(handle, "cpu").wait()
     except Exception as error:
         print(type(error).__name__)
 """

@@ -6,10 +6,12 @@ never will be; LMCache has no check after a wait, so that a wait here is the CPU
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import uuid
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,9 +31,16 @@ class TimelineEvent:
     device: warpipe.Device
     timeline: warpipe.Timeline | None = None
     value: int = 0
+    open: Callable[[], warpipe.Timeline] | None = None
+    """Of another process's event. LMCache imports events where an error would end an engine; so the wait, or the query, opens."""
 
     def reached(self) -> tuple[warpipe.Timeline, int]:
-        """The timeline, and the value at which the event is complete. Raises ``EventNotRecordedError``."""
+        """The timeline, and the value at which the event is complete.
+
+        Raises ``EventNotRecordedError``, and ``NotFoundError`` when the recorder has gone.
+        """
+        if self.timeline is None and self.open is not None:
+            self.timeline = self.open()
         if self.timeline is None:
             raise warpipe.EventNotRecordedError("the event was never recorded; record it before it is passed on or waited for")
         return self.timeline, self.value
@@ -39,7 +48,7 @@ class TimelineEvent:
     def wait(self, stream: object = None) -> None:
         """Returns when the recorded work is complete, so that work given to any stream then is behind it.
 
-        Raises ``PeerGoneError`` if the recorder died first, ``TimeoutError``.
+        Raises ``PeerGoneError`` or ``NotFoundError`` if the recorder died first, ``TimeoutError``.
         """
         del stream
         timeline, value = self.reached()
@@ -89,14 +98,14 @@ class TimelineEvents:
         return f"{value}:{timeline.name}".encode()
 
     def import_event(self, handle: bytes, device: object) -> TimelineEvent:
-        """Raises ``ValueError`` for bytes of another kind, and ``NotFoundError`` when the recorder has gone."""
+        """Raises ``ValueError`` for bytes of another kind."""
         value, _, name = handle.decode("ascii", "replace").partition(":")
         if not (value.isascii() and value.isdigit() and len(value) < 20 and name.startswith(_PREFIX)):
             raise ValueError(f"{handle[:80]!r} is no event of warpipe; set LMCACHE_DEVICE_BACKEND=warpipe on both sides")
         if not 0 < int(value) <= warpipe.Timeline.VALUE_MAX:
             raise ValueError(f"event {handle[:80]!r} has no value of a timeline")
         found = self._device(device)
-        return TimelineEvent(found, self._open(name, found), int(value))
+        return TimelineEvent(found, value=int(value), open=functools.partial(self._open, name, found))
 
     def wait_event(self, event: TimelineEvent, stream: object) -> None:
         event.wait(stream)
@@ -104,10 +113,10 @@ class TimelineEvents:
     def query_event(self, event: TimelineEvent) -> bool:
         """Whether the event is complete; a dead recorder's is not and never will be, and LMCache's health check ends its
         request."""
-        timeline, value = event.reached()
         try:
+            timeline, value = event.reached()
             return timeline.check(value)
-        except warpipe.PeerGoneError:
+        except warpipe.ConnectionError:
             return False
 
     def synchronize_event(self, event: TimelineEvent, device: object) -> None:
