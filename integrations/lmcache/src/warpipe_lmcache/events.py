@@ -32,7 +32,7 @@ class TimelineEvent:
     timeline: warpipe.Timeline | None = None
     value: int = 0
     open: Callable[[], warpipe.Timeline] | None = None
-    """Of another process's event. LMCache imports events where an error would end an engine; so the wait, or the query, opens."""
+    """Of another process's event. LMCache imports events where an error ends an engine, so that the query or the wait opens."""
 
     def reached(self) -> tuple[warpipe.Timeline, int]:
         """The timeline, and the value at which the event is complete.
