@@ -3,6 +3,8 @@
 import contextlib
 import gc
 import os
+import select
+import signal
 import socket
 import threading
 
@@ -87,6 +89,33 @@ def test_a_tensor_has_its_last_two_descriptors(server, tmp_path):
         with pytest.raises(DescriptorError):
             fetch(workers, number)
     assert [fetch(workers, number)[0] for number in (3, 4)] == made[3:]
+
+
+def test_a_forked_child_frees_tensors_whatever_its_parents_threads_did(server):
+    tensor = torch.zeros(4)
+    add(server, 1, tensor)
+    holds, forked = threading.Event(), threading.Event()
+
+    def hold():
+        with server._lock:
+            holds.set()
+            forked.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert holds.wait(60)
+    child = os.fork()
+    if child == 0:
+        del tensor
+        gc.collect()
+        os._exit(held())
+    forked.set()
+    thread.join(60)
+    with open(os.pidfd_open(child), "rb", buffering=0) as ended:
+        if not select.select([ended], [], [], 10)[0]:
+            os.kill(child, signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == 0
+    assert held() == 1
 
 
 def test_a_full_table_is_refused_and_has_room_again(server, monkeypatch):

@@ -116,8 +116,7 @@ class DescriptorServer:
             self._member.close()
             raise
         self._listener.listen(64)
-        # A forked child would keep the socket open after this process's death.
-        os.register_at_fork(after_in_child=self._listener.close)
+        os.register_at_fork(after_in_child=self._leave)
         threading.Thread(target=self._serve, name="warpipe-lmcache", daemon=True).start()
 
     def add(self, export_id: bytes, fd: int, tensor: Any) -> None:
@@ -137,6 +136,12 @@ class DescriptorServer:
             ids.append(export_id)
             if len(ids) > 2:
                 os.close(self._descriptors.pop(ids.popleft()))
+
+    def _leave(self) -> None:
+        """In a forked child: it would keep the socket open after this process's death, and has no thread that gives the lock
+        back."""
+        self._listener.close()
+        self._lock = threading.RLock()
 
     def _drop(self, place: tuple[int, int]) -> None:
         with self._lock:
