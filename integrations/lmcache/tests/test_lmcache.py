@@ -334,6 +334,13 @@ def test_hostile_registrations_are_refused_and_leave_nothing(place, whose, lies)
     assert worker.ask("store", "a", TOKENS, BLOCKS)
 
 
+def test_a_registration_that_fails_after_its_memory_was_mapped_leaves_nothing(place):
+    daemon, worker = place.daemon(STANDIN_EVENTS="none"), place.worker()
+    worker.send("register", 2, 64)
+    until(lambda: "no events here" in daemon.log.read_text(), "LMCache's error")
+    until(lambda: daemon.mappings() == (0, 0), "the daemon has let go of the memory")
+
+
 def stand_beside(place, name, monkeypatch):
     """The path of a worker's socket, from its folder: whole, it would be too long for an address."""
     monkeypatch.chdir(place.folder / "domain" / "lmcache.fds")

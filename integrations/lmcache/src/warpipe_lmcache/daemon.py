@@ -148,6 +148,11 @@ class WarpipeModule(InstanceLivenessTarget):  # type: ignore[misc]
         workers = self._found.workers = set()
         try:
             self._register(instance_id, kv_caches, *arguments)
+        except BaseException:
+            # LMCache does so where its cache context cannot be made, and not where a later step fails.
+            for kv_cache in kv_caches:
+                kv_cache.close()
+            raise
         finally:
             self._found.workers = None
         with self._changed:
