@@ -119,7 +119,8 @@ def test_a_shutdown_goes_on_when_a_worker_is_killed_during_it(open_queue, place)
 
 @kills
 def test_a_stopped_worker_holds_up_no_shutdown_for_longer_than_its_lease(open_queue, place):  # noqa: F811
-    queue = open_queue(lease_timeout=0.2)
+    # The survivor has one, too, and answers in it also on a busy machine.
+    queue = open_queue(lease_timeout=2.0)
     handle = queue.submit(np.full(3, 7))
     with process(take_one_and_hang, *place) as (stopped, pipe):
         assert (said(pipe), said(pipe)) == ("ready", (1, 1))
@@ -128,8 +129,7 @@ def test_a_stopped_worker_holds_up_no_shutdown_for_longer_than_its_lease(open_qu
             queue.shutdown(wait=False)
             with process(double, *place) as (_survivor, other):
                 assert said(other) == "ready"
-                # More than once on a busy machine, where its own lease ends before it has answered.
-                assert said(other) >= 1
+                assert said(other) == 1
             queue.shutdown(timeout=LIMIT_SECONDS)
         finally:
             os.kill(stopped.pid, signal.SIGCONT)
