@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python bench.py [--device cuda] [--gpus 2] [--mib 64] [--rounds 200]
 
-One round is a call of the source, whose result goes to a call of the receiver, which reads its first and last element and
+One round is a call of the source and one of the receiver with its result, which reads its first and last element and
 answers the driver. The ways take turns: an empty tensor by WARPIPE, which is Ray's own overhead; a tensor that WARPIPE
 copies, and one that `empty` made; the object store; and on a GPU Ray's CUDA_IPC. Prints the medians, and what each is beyond
 the empty tensor, as a line of JSON.

@@ -53,7 +53,7 @@ class Actor:
 
 
 def held():
-    """What this process has of others, and for them. Its pool keeps its regions for later objects, each with two descriptors."""
+    """What this process has of others, and for them. Its pool keeps regions for later objects, with two descriptors each."""
     # With the next source it would drop them itself.
     get_tensor_transport_manager("WARPIPE")._drop_gone()
     gc.collect()
@@ -114,7 +114,7 @@ def rest(receiver, wanted):
     end = time.monotonic() + LIMIT_SECONDS
     while True:
         found = {"receiver": ray.get(receiver.held.remote(), timeout=LIMIT_SECONDS), "driver": held()}
-        pairs = [(f"{who} {what}", count, (wanted or found)[who][what]) for who in found for what, count in found[who].items()]
+        pairs = [(f"{at} {what}", count, (wanted or found)[at][what]) for at in found for what, count in found[at].items()]
         over = {what: count for what, count, most in pairs if count > most}
         if not over or time.monotonic() > end:
             return found, over

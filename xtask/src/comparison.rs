@@ -18,7 +18,7 @@ pub fn build(workspace: &Workspace) -> Outcome<PathBuf> {
     build_as(workspace, "release", "release")
 }
 
-/// Builds the program with a profile, whose files lie in a folder of another name.
+/// Builds the program with a profile; cargo puts it into `folder`.
 fn build_as(workspace: &Workspace, profile: &str, folder: &str) -> Outcome<PathBuf> {
     let target = workspace.target.join("comparison");
     let task = Task::new(cargo())

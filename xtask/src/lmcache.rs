@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::Outcome;
-use crate::counts::{Counts, Dialect};
+use crate::counts::Counts;
 use crate::environment::{INSTALL_LIMIT, Packages, environment, pip};
 use crate::process::Task;
 use crate::python;
@@ -64,10 +64,5 @@ pub fn tests(workspace: &Workspace) -> Outcome<Counts> {
     let pytest = Task::new(environment.join("bin/python"))
         .args(["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"])
         .env("LD_LIBRARY_PATH", place_fake_driver(&workspace.target)?);
-    let finished = pytest.run(&folder, TEST_LIMIT)?;
-    Ok(Counts::of(
-        Dialect::LastLine,
-        &finished.lines,
-        finished.success,
-    ))
+    python::counted_in(&folder, pytest, TEST_LIMIT)
 }

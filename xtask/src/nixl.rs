@@ -7,9 +7,10 @@ use std::time::Duration;
 
 use crate::Outcome;
 use crate::c;
-use crate::counts::{Counts, Dialect};
+use crate::counts::Counts;
 use crate::environment::{Packages, environment};
 use crate::process::Task;
+use crate::python;
 use crate::suite::place_fake_driver;
 use crate::workspace::Workspace;
 
@@ -52,12 +53,7 @@ pub fn tests(workspace: &Workspace) -> Outcome<Counts> {
         .args(["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"])
         .env("NIXL_PLUGIN_DIR", plugins)
         .env("LD_LIBRARY_PATH", place_fake_driver(&workspace.target)?);
-    let finished = pytest.run(&folder, TEST_LIMIT)?;
-    Ok(Counts::of(
-        Dialect::LastLine,
-        &finished.lines,
-        finished.success,
-    ))
+    python::counted_in(&folder, pytest, TEST_LIMIT)
 }
 
 /// A variable for `make`.

@@ -360,7 +360,12 @@ fn pytest(environment: &Path) -> Task {
 }
 
 fn counted(workspace: &Workspace, pytest: Task) -> Outcome<Counts> {
-    let finished = pytest.run(&workspace.root.join(CRATE), TEST_LIMIT)?;
+    counted_in(&workspace.root.join(CRATE), pytest, TEST_LIMIT)
+}
+
+/// Runs a pytest of this project's in `folder`: its last line holds the counts.
+pub fn counted_in(folder: &Path, pytest: Task, limit: Duration) -> Outcome<Counts> {
+    let finished = pytest.run(folder, limit)?;
     Ok(Counts::of(
         Dialect::LastLine,
         &finished.lines,

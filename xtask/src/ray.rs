@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::Outcome;
-use crate::counts::{Counts, Dialect};
+use crate::counts::Counts;
 use crate::environment::{Packages, environment};
 use crate::process::Task;
 use crate::python;
@@ -34,10 +34,5 @@ pub fn tests(workspace: &Workspace) -> Outcome<Counts> {
     let pytest = Task::new(environment.join("bin/python"))
         .args(["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"])
         .env("WARPIPE_FAKE_DRIVER", place_fake_driver(&workspace.target)?);
-    let finished = pytest.run(&workspace.root.join(FOLDER), TEST_LIMIT)?;
-    Ok(Counts::of(
-        Dialect::LastLine,
-        &finished.lines,
-        finished.success,
-    ))
+    python::counted_in(&workspace.root.join(FOLDER), pytest, TEST_LIMIT)
 }

@@ -302,7 +302,7 @@ def test_a_worker_in_another_pid_namespace(place, options):
 
 
 @pytest.mark.parametrize(
-    ("whose", "lies"),
+    ("of", "lies"),
     [
         ("nobody's", [{}]),
         (
@@ -317,15 +317,15 @@ def test_a_worker_in_another_pid_namespace(place, options):
         ("a registered tensor's", [{"alloc_size": 1 << 40, "alloc_offset": 1 << 30}, {}]),
     ],
 )
-def test_hostile_registrations_are_refused_and_leave_nothing(place, whose, lies):
+def test_hostile_registrations_are_refused_and_leave_nothing(place, of, lies):
     daemon, worker = place.daemon(), place.worker()
     worker.ask("register", 2, 64)
     rest = daemon.mappings()
     for fields in lies:
-        if whose == "nobody's":
+        if of == "nobody's":
             export_id = "00" * 16
         else:
-            export_id = worker.ask("served")[0][0] if whose == "a registered tensor's" else worker.ask("wrap")
+            export_id = worker.ask("served")[0][0] if of == "a registered tensor's" else worker.ask("wrap")
         # LMCache logs an error of a registration, and answers nothing.
         assert worker.ask("ask", 77, {**fields, "export_id": export_id}, 3) is False
         assert registered(worker) == [worker.instance]

@@ -60,7 +60,7 @@ class _Registration(NamedTuple):
 
 
 class WarpipeModule(InstanceLivenessTarget):  # type: ignore[misc]
-    """A module of LMCache's server. It stands before four handlers of the transfer module, whose work stays LMCache's."""
+    """A module of LMCache's server. It stands before four handlers of the transfer module, which do LMCache's own work."""
 
     def __init__(self, context: Any, transfer: Any, modules: Any, name: str) -> None:
         self._context, self._transfer, self._name = context, transfer, name
@@ -202,7 +202,7 @@ class WarpipeModule(InstanceLivenessTarget):  # type: ignore[misc]
             self._end(instance_id)
 
     def _counted(self, handler: Callable[..., Any], release: Callable[[Any, int], None]) -> Callable[..., Any]:
-        """A handler whose calls the end of their instance waits for, and which refuses one whose event is never complete."""
+        """A handler: the end of an instance waits for its calls, and one with an event that is never complete is refused."""
 
         def counted(key: Any, instance_id: int, block_ids: Any, event: bytes, *arguments: Any) -> Any:
             with self._changed:

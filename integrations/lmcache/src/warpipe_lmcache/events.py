@@ -146,7 +146,7 @@ class TimelineEvents:
         if len(self._recorders) < _TIMELINES_MAX:
             return
         for key, recorder in self._recorders.items():
-            # A value that was reached stays so for all who have the timeline open.
+            # A value that was reached stays so for all that have the timeline open.
             if recorder.timeline.value == recorder.value:
                 del self._recorders[key]
                 return
