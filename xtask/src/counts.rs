@@ -73,6 +73,49 @@ impl Counts {
     }
 }
 
+/// Lines shown behind one that names a failure: its first reasons.
+const REASONS: usize = 12;
+/// Lines shown of one program that failed.
+const FAILURES_MAX: usize = 80;
+
+/// The lines of a program that failed which name its failures, each with its first reasons: the end
+/// of the report repeats them, where a reader of a long output looks first. The last lines, if none
+/// does.
+pub fn failures(lines: &[String]) -> Vec<String> {
+    let mut shown = Vec::new();
+    let mut next = 0;
+    for (at, line) in lines.iter().enumerate() {
+        if names_failure(line) && at >= next && !shown.contains(line) {
+            next = lines.len().min(at + 1 + REASONS);
+            shown.extend_from_slice(&lines[at..next]);
+        }
+    }
+    if shown.is_empty() {
+        shown = lines[lines.len().saturating_sub(REASONS)..].to_vec();
+    }
+    shown.truncate(FAILURES_MAX);
+    shown
+}
+
+/// Whether a line begins a failure, as the conformance suite, pytest, nextest, the standard test
+/// program or a compiler says it.
+fn names_failure(line: &str) -> bool {
+    let line = line.trim_start();
+    [
+        "FAILED ",
+        "ERROR ",
+        "FAIL [",
+        "TIMEOUT [",
+        "SIGABRT [",
+        "SIGSEGV [",
+        "error",
+    ]
+    .iter()
+    .any(|word| line.starts_with(word))
+        || line.ends_with("... FAILED")
+        || line.contains(" panicked at ")
+}
+
 impl AddAssign for Counts {
     fn add_assign(&mut self, other: Counts) {
         self.passed = self.passed.saturating_add(other.passed);
@@ -244,6 +287,36 @@ mod tests {
             Counts::of(Dialect::ExitCode, &[], false),
             Counts::ONE_FAILED
         );
+    }
+
+    #[test]
+    fn each_failure_is_shown_once_with_its_first_reasons_and_nothing_that_passed() {
+        let mut text =
+            lines("     ok   0.10 s  one\n FAILED   0.20 s  two (a reason)\n    | word 0");
+        text.extend((1..100).map(|number| format!("    | word {number}")));
+        text.extend(lines(
+            "     ok   0.10 s  three\n        FAIL [   0.1s] four\nits reason",
+        ));
+        text.extend(lines(&"passes\n".repeat(REASONS)));
+        text.extend(lines("        FAIL [   0.1s] four"));
+        let shown = failures(&text);
+        assert_eq!(shown[..2], text[1..3]);
+        assert_eq!(shown.len(), 2 * (1 + REASONS));
+        assert_eq!(
+            shown[1 + REASONS..][..2],
+            lines("        FAIL [   0.1s] four\nits reason")
+        );
+    }
+
+    #[test]
+    fn a_program_that_names_no_failure_shows_its_last_lines() {
+        let text = lines(
+            &(0..100)
+                .map(|number| format!("line {number}\n"))
+                .collect::<String>(),
+        );
+        assert_eq!(failures(&text), text[100 - REASONS..]);
+        assert_eq!(failures(&[]), Vec::<String>::new());
     }
 
     #[test]

@@ -10,13 +10,21 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use crate::Outcome;
+use crate::{Outcome, counts};
 
 /// Lines kept of one program: enough for the results of some thousand test programs.
 const LINES_MAX: usize = 20_000;
 /// How long output may go on after the program's end, if a process that it left behind holds the
 /// pipe.
 const DRAIN: Duration = Duration::from_secs(5);
+
+/// The failures that the programs of the current step have printed.
+static FAILURES: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+/// Takes what the programs that failed since the last call have printed of their failures.
+pub fn take_failures() -> Vec<String> {
+    std::mem::take(&mut FAILURES.lock().unwrap_or_else(PoisonError::into_inner))
+}
 
 /// A program to run.
 pub struct Task {
@@ -90,12 +98,18 @@ impl Task {
         if status.code() == Some(124) {
             println!("(ended: it ran longer than {} s)", limit.as_secs());
         }
-        let lines = kept
+        let lines: Vec<String> = kept
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .iter()
             .cloned()
             .collect();
+        if !status.success() {
+            FAILURES
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .extend(counts::failures(&lines));
+        }
         Ok(Finished {
             success: status.success(),
             lines,

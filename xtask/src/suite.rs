@@ -15,7 +15,7 @@ use crate::lmcache;
 use crate::nixl;
 use crate::packages;
 use crate::pages;
-use crate::process::Task;
+use crate::process::{Task, take_failures};
 use crate::ptx;
 use crate::python;
 use crate::ray;
@@ -38,6 +38,8 @@ struct Step {
     name: String,
     counts: Counts,
     took: Duration,
+    /// What failed, in the words of the programs that failed.
+    failures: Vec<String>,
 }
 
 /// The steps made so far.
@@ -420,14 +422,18 @@ impl Suite<'_> {
     fn step(&mut self, name: &str, work: impl FnOnce(&Workspace) -> Outcome<Counts>) {
         println!("\n=== {name}");
         let start = Instant::now();
-        let counts = work(self.workspace).unwrap_or_else(|message| {
+        let result = work(self.workspace);
+        let mut failures = take_failures();
+        let counts = result.unwrap_or_else(|message| {
             println!("error: {message}");
+            failures.push(format!("error: {message}"));
             Counts::ONE_FAILED
         });
         self.steps.push(Step {
             name: name.into(),
             counts,
             took: start.elapsed(),
+            failures,
         });
     }
 
@@ -437,7 +443,10 @@ impl Suite<'_> {
             "\n{:<36} {:>7} {:>7} {:>7} {:>8}",
             "step", "passed", "failed", "skipped", "seconds"
         );
-        for Step { name, counts, took } in &self.steps {
+        for Step {
+            name, counts, took, ..
+        } in &self.steps
+        {
             let Counts {
                 passed,
                 failed,
@@ -448,6 +457,10 @@ impl Suite<'_> {
                 took.as_secs_f64()
             );
             total += *counts;
+        }
+        for step in self.steps.iter().filter(|step| step.counts.failed > 0) {
+            println!("\nfailed in {}:", step.name);
+            step.failures.iter().for_each(|line| println!("  {line}"));
         }
         println!("\n{total}");
         total.failed == 0
