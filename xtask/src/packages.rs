@@ -1,7 +1,7 @@
 //! Which crates a registry gets, and that their packages are complete.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use crate::Outcome;
@@ -16,87 +16,76 @@ const PUBLISHED: &[&str] = &[
     "warpipe-dlpack",
     "warpipe-kernels",
 ];
-/// The published crate that is not built from its package. Its 210 crates would be built a third
-/// time, beside those for Clippy and for the tests. Its package is made and resolved, and a source
-/// file that it lacks would have to lie outside `src/`, which its manifest includes whole.
-const NOT_BUILT: &str = "warpipe-bridge";
+/// The published crate whose package is made and resolved, but not compiled: its 210 crates would
+/// be compiled a third time, beside those for Clippy and for the tests. A source file that the
+/// package lacks would have to lie outside `src/`, which its manifest includes whole.
+const NOT_COMPILED: &str = "warpipe-bridge";
 const BUILD_LIMIT: Duration = Duration::from_secs(3600);
 
-/// Packages every published crate and builds each but [`NOT_BUILT`] from its package alone, as
-/// `cargo publish` does before an upload.
+/// Makes the package of every published crate, as `cargo publish` does, and compiles each but
+/// [`NOT_COMPILED`] from its package alone.
 pub fn check(workspace: &Workspace) -> Outcome<()> {
     check_manifests(&workspace.packages()?)?;
-    forget_unpacked(&registry_sources())?;
-    // Nor does it build a package of a registry again: what an earlier dry run built would do.
     let target = workspace.target.join("publish");
     if target.exists() {
         fs::remove_dir_all(&target)
             .map_err(|error| format!("{} not removed: {error}", target.display()))?;
     }
-    publish(workspace, &target, &["--no-verify".into()])?;
-    // `warpipe-cli` names it as an optional dependency, so it has to be found, but is not compiled.
-    let folder = workspace.root.join("crates").join(NOT_BUILT);
-    let found = format!(
-        "patch.crates-io.{NOT_BUILT}.path={:?}",
-        folder.display().to_string()
-    );
-    let built = ["--exclude", NOT_BUILT, "--config", &found].map(String::from);
-    publish(workspace, &target, &built)
-}
-
-fn publish(workspace: &Workspace, target: &Path, arguments: &[String]) -> Outcome<()> {
-    let publish = Task::new(cargo())
-        .args([
-            "publish",
-            "--workspace",
-            "--dry-run",
-            "--locked",
-            // CI may run in a tree with changes.
-            "--allow-dirty",
-            "--target-dir",
-        ])
-        .args([target])
-        .args(arguments);
-    if publish.run(&workspace.root, BUILD_LIMIT)?.success {
-        Ok(())
-    } else {
-        Err("cargo would not publish the packages; its messages are above".into())
+    let package = Task::new(cargo())
+        .args(["package"])
+        .args(PUBLISHED.iter().flat_map(|name| ["-p", *name]))
+        // It would compile each package for itself, with all that it needs.
+        .args(["--no-verify", "--locked"])
+        // CI may run in a tree with changes.
+        .args(["--allow-dirty", "--target-dir"])
+        .args([&target]);
+    if !package.run(&workspace.root, BUILD_LIMIT)?.success {
+        return Err("cargo would not package the crates; its messages are above".into());
     }
+    compile(workspace, &target.join("package"))
 }
 
-/// The folder in which cargo keeps the unpacked packages of every registry.
-fn registry_sources() -> PathBuf {
-    let home = std::env::var_os("CARGO_HOME").map(PathBuf::from);
-    let home = home.or_else(|| Some(std::env::home_dir()?.join(".cargo")));
-    home.unwrap_or_default().join("registry/src")
-}
-
-/// Removes what earlier dry runs unpacked. For a dry run cargo makes a registry of the folder
-/// `target/package`, which has no host and so a name that begins with `-`, and it does not unpack a
-/// package again that has the same version.
-fn forget_unpacked(sources: &Path) -> Outcome<()> {
-    let Ok(registries) = fs::read_dir(sources) else {
-        return Ok(());
-    };
-    let local = |entry: &fs::DirEntry| entry.file_name().to_string_lossy().starts_with('-');
-    for registry in registries.flatten().filter(local) {
-        for package in fs::read_dir(registry.path())
-            .into_iter()
-            .flatten()
-            .flatten()
-        {
-            let name = package.file_name().to_string_lossy().into_owned();
-            let is_ours = name
-                .rsplit_once('-')
-                .is_some_and(|(name, _)| PUBLISHED.contains(&name));
-            if is_ours {
-                fs::remove_dir_all(package.path()).map_err(|error| {
-                    format!("{} not removed: {error}", package.path().display())
-                })?;
-            }
+/// Compiles the packages that lie in `folder`, as one workspace of its own, with the metadata of
+/// other crates that Clippy has left.
+fn compile(workspace: &Workspace, folder: &Path) -> Outcome<()> {
+    let version = env!("CARGO_PKG_VERSION");
+    let unpacked = folder.join("unpacked");
+    fs::create_dir_all(&unpacked)
+        .map_err(|error| format!("{} not made: {error}", unpacked.display()))?;
+    for name in PUBLISHED {
+        let archive = folder.join(format!("{name}-{version}.crate"));
+        let unpack = Task::new("tar")
+            .args(["--touch", "-xzf"])
+            .args([&archive])
+            .args([Path::new("-C"), &unpacked]);
+        if !unpack.run(&workspace.root, BUILD_LIMIT)?.success {
+            return Err(format!("{} cannot be unpacked", archive.display()));
         }
     }
-    Ok(())
+    let written = fs::write(unpacked.join("Cargo.toml"), manifest(version)).and_then(|()| {
+        let lock = "Cargo.lock";
+        fs::copy(workspace.root.join(lock), unpacked.join(lock))
+    });
+    written.map_err(|error| format!("{} not written: {error}", unpacked.display()))?;
+    let check = Task::new(cargo())
+        .args(["check", "--workspace", "--exclude", NOT_COMPILED])
+        .args(["--offline", "--target-dir"])
+        .args([&workspace.target]);
+    if check.run(&unpacked, BUILD_LIMIT)?.success {
+        Ok(())
+    } else {
+        Err("a package does not compile; cargo's messages are above".into())
+    }
+}
+
+/// A workspace of the unpacked packages, which find each other there and not in a registry.
+fn manifest(version: &str) -> String {
+    let mut manifest = String::from("[workspace]\nresolver = \"3\"\nmembers = [\"*-*\"]\n\n");
+    manifest.push_str("[patch.crates-io]\n");
+    for name in PUBLISHED {
+        manifest.push_str(&format!("{name}.path = \"{name}-{version}\"\n"));
+    }
+    manifest
 }
 
 /// The crates are of one version, and those that are published have a full description.
@@ -148,23 +137,6 @@ mod tests {
         let mut packages: Vec<Value> = PUBLISHED.iter().map(|name| full(name)).collect();
         packages.push(json!({ "name": "fake", "version": "1.0.0", "publish": [] }));
         packages
-    }
-
-    #[test]
-    fn packages_of_an_earlier_dry_run_are_removed_and_those_of_registries_stay() {
-        let sources = std::env::temp_dir().join(format!("warpipe-unpacked-{}", std::process::id()));
-        let folders = [
-            "-7d/warpipe-0.1.0",
-            "-7d/warp-0.1.0",
-            "index.io-1/warpipe-0.1.0",
-        ];
-        for folder in folders {
-            fs::create_dir_all(sources.join(folder)).unwrap();
-        }
-        forget_unpacked(&sources).unwrap();
-        let left = folders.map(|folder| sources.join(folder).exists());
-        fs::remove_dir_all(&sources).unwrap();
-        assert_eq!(left, [false, true, true]);
     }
 
     #[test]

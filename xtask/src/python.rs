@@ -10,6 +10,7 @@ use crate::c;
 use crate::counts::{Counts, Dialect};
 use crate::environment::{INSTALL_LIMIT, Packages, environment, pip};
 use crate::process::Task;
+use crate::suite;
 use crate::workspace::{Workspace, cargo};
 
 const CRATE: &str = "crates/warpipe-python";
@@ -340,7 +341,7 @@ pub fn install(workspace: &Workspace, environment: &Path, wheel: &Path) -> Outco
     Ok(())
 }
 
-/// Two files at a time, as this takes long.
+/// Several files at a time, as this takes long.
 fn pytest(environment: &Path) -> Task {
     Task::new(environment.join("bin/python"))
         .args([
@@ -352,7 +353,7 @@ fn pytest(environment: &Path) -> Task {
             "-p",
             "xdist",
             "-n",
-            "2",
+            suite::BESIDE_EACH_OTHER,
             "--dist",
             "loadfile",
         ])

@@ -33,6 +33,10 @@ const LONG_LIMIT: Duration = Duration::from_secs(4 * 3600);
 /// built twice: their metadata for Clippy and rustdoc, their code for the tests.
 const BRIDGE: &str = "warpipe-cli/bridge";
 
+/// Tests that run at a time: two for each core that a machine has at least, as most of their time is
+/// waiting.
+pub const BESIDE_EACH_OTHER: &str = "4";
+
 /// One line of the table.
 struct Step {
     name: String,
@@ -230,6 +234,8 @@ impl Suite<'_> {
                 BRIDGE,
                 "--no-fail-fast",
                 "--no-tests=pass",
+                "--test-threads",
+                BESIDE_EACH_OTHER,
             ];
             let tests = with_kills(Task::new(cargo()).args(arguments), long);
             self.program("tests (nextest)", tests, BUILD_LIMIT, Dialect::Nextest);
@@ -384,7 +390,7 @@ impl Suite<'_> {
     fn run_conformance(&mut self, name: &str, backend: &str, library: Option<&Path>, long: bool) {
         let program = self.workspace.target.join("debug/conformance");
         let mut task = Task::new(program)
-            .args(["--backend", backend])
+            .args(["--backend", backend, "--jobs", BESIDE_EACH_OTHER])
             .args(long.then_some("--long"));
         if let Some(folder) = library {
             task = task.env("LD_LIBRARY_PATH", folder);

@@ -1,6 +1,7 @@
 //! `conformance`: runs every required behaviour of a backend of warpipe, each in processes of its
 //! own.
 
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -42,6 +43,9 @@ struct Arguments {
     /// Of these, each N-th alone, from the K-th on: for several GPUs beside each other.
     #[arg(long, value_name = "K/N", value_parser = shard)]
     shard: Option<(usize, usize)>,
+    /// This many cases beside each other. What they measure then says little.
+    #[arg(long, value_name = "N", default_value = "1")]
+    jobs: NonZeroUsize,
     /// Print the names of the cases and run none.
     #[arg(long)]
     list: bool,
@@ -134,7 +138,7 @@ fn run(arguments: &Arguments) -> Result<bool> {
         chosen.iter().for_each(|case| println!("{}", case.name));
         return Ok(true);
     }
-    let report = runner::run(&settings, &chosen)?;
+    let report = runner::run(&settings, &chosen, arguments.jobs)?;
     if let Some(path) = &arguments.report {
         let text = serde_json::to_string_pretty(&report)?;
         std::fs::write(path, text + "\n").with_context(|| format!("writing {}", path.display()))?;

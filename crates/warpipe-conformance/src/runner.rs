@@ -1,11 +1,15 @@
 //! Gives each case a process and a process group of its own, a folder, and a time limit.
 
+use std::collections::BTreeMap;
 use std::fs::{DirBuilder, File};
+use std::num::NonZeroUsize;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
@@ -17,11 +21,11 @@ use crate::context::{Context, Settings};
 use crate::process;
 use crate::report::{CaseResult, Line, Outcome, Report};
 
-/// Runs `cases` one after the other, reporting each as it ends.
+/// Runs `cases`, `jobs` of them beside each other, reporting each as it ends.
 ///
 /// # Errors
 /// No folder can be made. A failed case is no error.
-pub fn run(settings: &Settings, cases: &[Case]) -> Result<Report> {
+pub fn run(settings: &Settings, cases: &[Case], jobs: NonZeroUsize) -> Result<Report> {
     let home = temporary_folder().context("a folder for the run")?;
     let device = settings
         .backend
@@ -43,21 +47,40 @@ pub fn run(settings: &Settings, cases: &[Case]) -> Result<Report> {
         "{} on {}, seed {}",
         report.backend, report.device, report.seed
     );
-    for (index, case) in cases.iter().enumerate() {
-        let start = Instant::now();
-        let folder = home.path().join(index.to_string());
-        make_private(&folder)?;
-        let result = attempt(settings, case, &folder)
-            .unwrap_or_else(|error| CaseResult::failed(format!("{error:#}")));
-        let line = Line {
-            name: case.name.to_string(),
-            seconds: start.elapsed().as_secs_f64(),
-            result,
-        };
-        print(&line, &folder);
-        report.cases.push(line);
-    }
+    let next = AtomicUsize::new(0);
+    let lines = Mutex::new(BTreeMap::new());
+    let run_each = || {
+        while let index = next.fetch_add(1, Ordering::Relaxed)
+            && let Some(case) = cases.get(index)
+        {
+            let folder = home.path().join(index.to_string());
+            let line = run_one(settings, case, &folder);
+            let mut lines = lines.lock().unwrap_or_else(PoisonError::into_inner);
+            // Under the lock: the lines of one case stand together.
+            print(&line, &folder);
+            lines.insert(index, line);
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..jobs.get().min(cases.len()) {
+            scope.spawn(run_each);
+        }
+    });
+    let lines = lines.into_inner().unwrap_or_else(PoisonError::into_inner);
+    report.cases = lines.into_values().collect();
     Ok(report)
+}
+
+fn run_one(settings: &Settings, case: &Case, folder: &Path) -> Line {
+    let start = Instant::now();
+    let result = make_private(folder)
+        .and_then(|()| attempt(settings, case, folder))
+        .unwrap_or_else(|error| CaseResult::failed(format!("{error:#}")));
+    Line {
+        name: case.name.to_string(),
+        seconds: start.elapsed().as_secs_f64(),
+        result,
+    }
 }
 
 fn print(line: &Line, folder: &Path) {
