@@ -314,7 +314,7 @@ fn an_exporter_that_was_evicted_comes_back_and_the_publisher_there_goes_on() {
     let builder = builder.device(&Device::host());
     let mut once = builder.wait_for_publisher(Some(LONG)).build().unwrap();
     let before = publish_until_received(&publisher, &mut once);
-    exporter.signal(Signal::STOP);
+    exporter.stop();
     let is_evicted = || publisher.subscribers().is_empty();
     assert!(warpipe_testkit::eventually(PATIENCE, is_evicted));
     exporter.signal(Signal::CONT);
@@ -404,7 +404,7 @@ fn a_link_that_is_silent_is_unreachable_and_no_publisher_there_is_told_of_a_deat
         .device(&Device::host());
     let mut once = builder.wait_for_publisher(Some(LONG)).build().unwrap();
     let before = publish_until_received(&publisher, &mut once);
-    exporter.signal(Signal::STOP);
+    exporter.stop();
     importer.wait_for_line("is unreachable");
     exporter.signal(Signal::CONT);
     publish_until_next(&publisher, &mut once, before);

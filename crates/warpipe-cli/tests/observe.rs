@@ -176,12 +176,12 @@ fn a_pool_is_shown_with_the_memory_that_it_shares_and_without_rates() {
 fn a_stopped_publisher_and_a_stopped_subscriber_are_seen_with_their_counts() {
     let world = World::new();
     let (publisher, subscriber) = pair(&world, "camera/stopped");
-    subscriber.signal(Signal::STOP).unwrap();
+    subscriber.stop().unwrap();
     let seen = endpoint_when(&world, "camera/stopped", |it| {
         it["subscribers"][0]["state"] == "stalled"
     });
     assert_eq!(seen["state"], "live");
-    publisher.signal(Signal::STOP).unwrap();
+    publisher.stop().unwrap();
     let seen = endpoint_when(&world, "camera/stopped", |it| it["state"] == "stopped");
     assert!(seen["items"].as_u64().unwrap() >= 3, "{seen:#}");
     assert_eq!(seen["subscribers"][0]["pid"], pid(&subscriber));

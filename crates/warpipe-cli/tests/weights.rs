@@ -161,7 +161,8 @@ fn a_request_to_end_that_comes_twice_at_once_ends_a_keeper_in_order() {
     let mut serve = stage.serve(&[]);
     serve.wait_for("ready", 1);
     // Both signals wait for it, as when `timeout` signals its child and then the child's group.
-    for signal in [Signal::STOP, Signal::INT, Signal::TERM, Signal::CONT] {
+    serve.stop();
+    for signal in [Signal::INT, Signal::TERM, Signal::CONT] {
         serve.signal(signal);
     }
     let ended = serve.end();

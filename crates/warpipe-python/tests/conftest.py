@@ -3,6 +3,7 @@ no memory behind."""
 
 import gc
 import os
+import signal
 import time
 
 import pytest
@@ -134,3 +135,16 @@ def until(condition, what):
     while not condition():
         assert time.monotonic() < end, f"{what} did not come"
         time.sleep(0.005)
+
+
+def state(process, thread):
+    """As /proc has it: ``S`` for asleep, ``T`` for stopped."""
+    with open(f"/proc/{process}/task/{thread}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0]
+
+
+def stop(child):
+    """Until all its threads have stopped, one of them can still answer a peer."""
+    os.kill(child.pid, signal.SIGSTOP)
+    threads = lambda: os.listdir(f"/proc/{child.pid}/task")  # noqa: E731
+    until(lambda: all(state(child.pid, thread) == "T" for thread in threads()), "the stop")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import warpipe
-from conftest import LIMIT_SECONDS, until
+from conftest import LIMIT_SECONDS, state, stop, until
 from peers import keep_everything, process, said
 from test_processes import place  # noqa: F401
 
@@ -60,19 +60,8 @@ def a_handler_that_raises(number, first):
         signal.signal(number, before)
 
 
-def state(thread, pid="self"):
-    with open(f"/proc/{pid}/task/{thread}/stat") as stat:
-        return stat.read().rpartition(")")[2].split()[0]
-
-
 def is_asleep(thread):
-    return state(thread) == "S"
-
-
-def stop(child):
-    os.kill(child.pid, signal.SIGSTOP)
-    threads = lambda: os.listdir(f"/proc/{child.pid}/task")  # noqa: E731
-    until(lambda: all(state(thread, child.pid) == "T" for thread in threads()), "the stop")
+    return state("self", thread) == "S"
 
 
 def sleeps(thread):

@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from conftest import LIMIT_SECONDS, until
+from conftest import LIMIT_SECONDS, stop, until
 from peers import kill, process, said
 from test_processes import kills, place  # noqa: F401
 from workers import double, take_one_and_hang
@@ -124,7 +124,7 @@ def test_a_stopped_worker_holds_up_no_shutdown_for_longer_than_its_lease(open_qu
     handle = queue.submit(np.full(3, 7))
     with process(take_one_and_hang, *place) as (stopped, pipe):
         assert (said(pipe), said(pipe)) == ("ready", (1, 1))
-        os.kill(stopped.pid, signal.SIGSTOP)
+        stop(stopped)
         try:
             queue.shutdown(wait=False)
             with process(double, *place) as (_survivor, other):

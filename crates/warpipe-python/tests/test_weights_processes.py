@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from conftest import LIMIT_SECONDS, until
+from conftest import LIMIT_SECONDS, stop, until
 from peers import hold_weights, in_memory, keep_weights, kill, process, publish_weights, said
 from test_gaps import run
 from test_interrupted import interrupted_by
@@ -59,7 +59,7 @@ def test_waits_go_on_while_the_keeper_is_stopped(options, place):
     seen, found = [], {}
     with process(keep_weights, domain, NAME) as (keeper, pipe):
         assert said(pipe) == "ready"
-        os.kill(keeper.pid, signal.SIGSTOP)
+        stop(keeper)
         try:
             watched = weights.watch(NAME, **options, on=lambda shared: seen.append(shared.version))
             waits = {

@@ -5,9 +5,12 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, ExitStatus};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
 
-use crate::wait::{pidfd, wait_readable};
+use crate::wait::{eventually, pidfd, wait_readable};
+
+/// How long a process may take to stop: a thread of it may wait for a processor or a disk.
+const STOP_LIMIT: Duration = Duration::from_secs(60);
 
 /// A command that runs the executable of this process again.
 pub fn this_program() -> Command {
@@ -62,6 +65,34 @@ impl ChildProcess {
     /// It has been reaped.
     pub fn signal(&self, signal: Signal) -> io::Result<()> {
         Ok(kill_process(self.pid(), signal)?)
+    }
+
+    /// Stops it (SIGSTOP), and waits until all its threads have stopped: until then one of them can
+    /// still answer a peer.
+    ///
+    /// # Errors
+    /// It has ended. `TimedOut`: it runs on.
+    pub fn stop(&self) -> io::Result<()> {
+        self.signal(Signal::STOP)?;
+        // The kernel reports a stop when the last thread has stopped, and the report is left where it
+        // is. A SIGCONT removes it.
+        let options = WaitIdOptions::STOPPED
+            | WaitIdOptions::EXITED
+            | WaitIdOptions::NOHANG
+            | WaitIdOptions::NOWAIT;
+        let mut report = None;
+        let is_over = || {
+            report = waitid(WaitId::Pid(self.pid()), options).transpose();
+            report.is_some()
+        };
+        if !eventually(STOP_LIMIT, is_over) {
+            let words = format!("process {} does not stop", self.0.id());
+            return Err(io::Error::new(ErrorKind::TimedOut, words));
+        }
+        match report.transpose()? {
+            Some(report) if report.stopped() => Ok(()),
+            _ => Err(io::Error::from(rustix::io::Errno::SRCH)),
+        }
     }
 
     /// Waits for its end, and reaps it.

@@ -72,13 +72,9 @@ impl ProcessOrigin {
             return Liveness::Unknown;
         }
         match Stat::of(self.pid) {
-            Ok(stat) if stat.started == self.started && !matches!(stat.state, b'Z' | b'X') => {
-                Liveness::Alive
-            }
+            Ok(stat) if stat.started == self.started && !stat.is_dead() => Liveness::Alive,
             Ok(_) => Liveness::Gone,
-            Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH)) => {
-                Liveness::Gone
-            }
+            Err(error) if says_gone(&error) => Liveness::Gone,
             Err(_) => Liveness::Unknown,
         }
     }
@@ -104,13 +100,21 @@ const TICK_NS: i64 = 10_000_000;
 /// The kernel ends this thread: `PF_EXITING`.
 const EXITING: u64 = 4;
 
-/// Whether the process with this number is dying or dead, and some of its files may still be open.
-/// False where that cannot be seen. True also of a process that lives on in other threads than its
-/// first one.
+/// Whether the process with this number is dying or dead. Some of its files may still be open: its exit
+/// closes one after the other, and a child that it has just forked closes its copies when it first
+/// runs. False where that cannot be seen. True also of a process that lives on in other threads than
+/// its first one.
 pub(crate) fn is_exiting(pid: i32) -> bool {
     is_proc_of(std::process::id() as i32)
-        && Stat::of(pid)
-            .is_ok_and(|stat| stat.flags & EXITING != 0 || matches!(stat.state, b'Z' | b'X'))
+        && match Stat::of(pid) {
+            Ok(stat) => stat.flags & EXITING != 0 || stat.is_dead(),
+            Err(error) => says_gone(&error),
+        }
+}
+
+/// Whether an error of a file in `/proc/PID` says that there is no such process.
+fn says_gone(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH))
 }
 
 /// When the process with this number started, in ticks since the boot.
@@ -119,6 +123,10 @@ pub(crate) fn started_of(pid: i32) -> Option<u64> {
 }
 
 impl Stat {
+    fn is_dead(&self) -> bool {
+        matches!(self.state, b'Z' | b'X')
+    }
+
     fn of(pid: i32) -> io::Result<Stat> {
         Stat::at(&format!("/proc/{pid}/stat"))
     }

@@ -262,7 +262,7 @@ fn a_stopped_holder_delays_a_new_keeper_and_its_versions_number_is_not_used_agai
     drop(stage.publish(2));
     let mut worker = stage.child("worker");
     worker.reply();
-    worker.signal(Signal::STOP);
+    worker.process.stop().unwrap();
     keeper.kill();
     let mut keeper = stage.child("keeper");
     assert_eq!(keeper.reply(), "candidate None unanswered 1");
@@ -280,7 +280,7 @@ fn a_stopped_keeper_costs_readers_and_publishers_no_more_than_the_time_that_they
     drop(stage.publish(1));
     let waiting = stage.opener(WAIT).open().unwrap();
     std::thread::scope(|scope| {
-        keeper.signal(Signal::STOP);
+        keeper.process.stop().unwrap();
         let newer = scope.spawn(|| waiting.newer(WAIT).unwrap().version());
         let reader = scope.spawn(|| stage.opener(WAIT).open().unwrap().version());
         let publisher = scope.spawn(|| stage.publish(2).version());

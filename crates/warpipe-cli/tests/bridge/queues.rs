@@ -196,7 +196,7 @@ fn a_job_of_an_unreachable_machine_goes_back_when_its_lease_ends_and_has_one_out
     let mut there = worker(&far);
     let job = queue.submit_bytes(&[7], &stream).unwrap();
     let held = there.lease(&stream, LONG).unwrap();
-    importer.signal(Signal::STOP);
+    importer.stop();
     let _doing = Doing::start(&near, "jobs");
     let result = job.wait(&stream, LONG).unwrap();
     assert_eq!((result.to_vec().unwrap(), result.attempt()), (vec![8], 1));

@@ -174,6 +174,10 @@ impl Running {
         self.child.signal(signal).unwrap();
     }
 
+    pub fn stop(&self) {
+        self.child.stop().unwrap();
+    }
+
     /// Waits for its end. Its output must fit the pipes while it runs.
     pub fn end(mut self) -> Ended {
         let status = self.child.wait(PATIENCE).unwrap();

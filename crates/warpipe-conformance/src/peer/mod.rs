@@ -36,7 +36,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use rustix::process::{Pid, Signal};
-use warpipe_testkit::{ChildProcess, LineReader, eventually, pidfd, this_program, wait_readable};
+use warpipe_testkit::{ChildProcess, LineReader, pidfd, this_program, wait_readable};
 
 use crate::PATIENCE;
 use crate::context::Settings;
@@ -276,16 +276,12 @@ impl Peer {
         process::pid(self.number(order)? as u32).map(Orphan)
     }
 
-    /// Stops it (SIGSTOP), and waits until it stands.
+    /// Stops it (SIGSTOP), and waits until all its threads have stopped.
     ///
     /// # Errors
-    /// It does not stand.
+    /// It does not stop.
     pub fn stop(&self) -> Result<()> {
-        self.child.signal(Signal::STOP)?;
-        let stat = format!("/proc/{}/stat", self.id());
-        let stands = || std::fs::read_to_string(&stat).is_ok_and(|text| text.contains(") T "));
-        ensure!(eventually(PATIENCE, stands), "a stopped process stands");
-        Ok(())
+        Ok(self.child.stop()?)
     }
 
     /// Lets it go on (SIGCONT).

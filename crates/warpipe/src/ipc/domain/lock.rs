@@ -82,7 +82,7 @@ impl Domain {
         let mut tries = 0;
         while tries < CLAIM_TRIES {
             let locked = match self.try_lock(name, &file) {
-                // Its death may be known already: an exit closes one file after another.
+                // Its death may be known before the lock is free.
                 Err(Error::NameTaken {
                     holder: Holder { pid: Some(pid) },
                     ..
@@ -356,6 +356,8 @@ mod tests {
 
     use std::os::fd::AsRawFd;
 
+    use rustix::fs::inotify;
+
     use super::*;
 
     #[test]
@@ -388,6 +390,36 @@ mod tests {
             });
             assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
         }
+        std::fs::remove_dir(folder).unwrap();
+    }
+
+    #[test]
+    fn a_claim_waits_until_a_child_that_the_dead_owner_had_just_forked_closes_its_copy_of_the_lock()
+    {
+        let folder = std::env::temp_dir().join(format!("warpipe-copied-{}", std::process::id()));
+        let (domain, name) = (
+            Domain::at(&folder).unwrap(),
+            EndpointName::new("a").unwrap(),
+        );
+        let mut owner = std::process::Command::new("true").spawn().unwrap();
+        owner.wait().unwrap();
+        let file = folder.join("a.lock");
+        std::fs::write(&file, Author::seen(owner.id() as i32).line()).unwrap();
+        let copy = domain.open_lock(&name, OFlags::RDWR).unwrap();
+        ofd_write_lock(copy.as_fd(), OWNER).unwrap();
+        let opened = inotify::init(inotify::CreateFlags::NONBLOCK).unwrap();
+        inotify::add_watch(&opened, &file, inotify::WatchFlags::OPEN).unwrap();
+        std::thread::scope(|scope| {
+            let coming = scope.spawn(|| domain.claim(&name, false));
+            let mut seen = 0;
+            // One that is not free has not been waited for before the second look.
+            while seen < 2 && !coming.is_finished() {
+                seen += usize::from(rustix::io::read(&opened, &mut [0; 16]).is_ok());
+                std::thread::yield_now();
+            }
+            drop(copy);
+            drop(coming.join().unwrap().expect("the name"));
+        });
         std::fs::remove_dir(folder).unwrap();
     }
 
