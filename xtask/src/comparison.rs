@@ -1,6 +1,6 @@
 //! `cargo xtask comparison`: the host path beside iceoryx2, which is no dependency of the workspace.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::Outcome;
@@ -15,15 +15,21 @@ const RUN_LIMIT: Duration = Duration::from_secs(1200);
 
 /// Builds the program as it is measured.
 pub fn build(workspace: &Workspace) -> Outcome<PathBuf> {
-    build_as(workspace, "release", "release")
+    let target = workspace.target.join("comparison");
+    build_in(workspace, &target, "release", &["--release"])
 }
 
-/// Builds the program with a profile; cargo puts it into `folder`.
-fn build_as(workspace: &Workspace, profile: &str, folder: &str) -> Outcome<PathBuf> {
-    let target = workspace.target.join("comparison");
+/// Builds the program in `target`, where cargo puts it into `folder`.
+fn build_in(
+    workspace: &Workspace,
+    target: &Path,
+    folder: &str,
+    options: &[&str],
+) -> Outcome<PathBuf> {
     let task = Task::new(cargo())
-        .args(["build", "--locked", "--profile", profile, "--target-dir"])
-        .args([&target]);
+        .args(["build", "--locked", "--target-dir"])
+        .args([target])
+        .args(options.iter().copied());
     if !task
         .run(&workspace.root.join("comparison"), BUILD_LIMIT)?
         .success
@@ -39,9 +45,11 @@ pub fn run(workspace: &Workspace, options: &[&str]) -> Outcome<bool> {
     Ok(task.run(&workspace.root, RUN_LIMIT)?.success)
 }
 
-/// Every case for a moment, without optimisation: that takes most of the time to build it.
+/// Every case for a moment, without optimisation, which takes most of the time to build it, and with
+/// what the tests have built.
 pub fn check(workspace: &Workspace) -> Outcome<()> {
-    let quick = Task::new(build_as(workspace, "dev", "debug")?).args(["--quick"]);
+    let program = build_in(workspace, &workspace.target, "debug", &[])?;
+    let quick = Task::new(program).args(["--quick"]);
     match quick.run(&workspace.root, RUN_LIMIT)?.success {
         true => Ok(()),
         false => Err(format!("{PROGRAM} --quick failed; its words are above")),

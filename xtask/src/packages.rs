@@ -78,10 +78,15 @@ fn compile(workspace: &Workspace, folder: &Path) -> Outcome<()> {
     }
 }
 
-/// A workspace of the unpacked packages, which find each other there and not in a registry.
+/// A workspace of the unpacked packages, which find each other there and not in a registry. It
+/// compiles as the repository's does.
 fn manifest(version: &str) -> String {
-    let mut manifest = String::from("[workspace]\nresolver = \"3\"\nmembers = [\"*-*\"]\n\n");
-    manifest.push_str("[patch.crates-io]\n");
+    let mut manifest = String::from(
+        "[workspace]\nresolver = \"3\"\nmembers = [\"*-*\"]\n\n\
+         [profile.dev]\ndebug = \"line-tables-only\"\n\n\
+         [profile.dev.build-override]\ndebug = \"line-tables-only\"\n\n\
+         [patch.crates-io]\n",
+    );
     for name in PUBLISHED {
         manifest.push_str(&format!("{name}.path = \"{name}-{version}\"\n"));
     }

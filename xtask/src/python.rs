@@ -154,7 +154,8 @@ pub fn sdist(workspace: &Workspace) -> Outcome<()> {
     }
     let check = Task::new(cargo())
         .args(["check", "-p", "warpipe-python", "--target-dir"])
-        .args([workspace.target.join("sdist-check")]);
+        // With the metadata of other crates that Clippy has left.
+        .args([&workspace.target]);
     if !check.run(&unpacked, BUILD_LIMIT)?.success {
         return Err("the source distribution does not compile; cargo's messages are above".into());
     }

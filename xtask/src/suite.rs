@@ -28,10 +28,10 @@ const BUILD_LIMIT: Duration = Duration::from_secs(3600);
 const TEST_LIMIT: Duration = Duration::from_secs(3600);
 const LONG_LIMIT: Duration = Duration::from_secs(4 * 3600);
 
-/// Not in the default build of the command: some 210 crates more. The workspace has them in any case,
-/// by its member `warpipe-bridge`, so each step over the workspace gives this feature, and they are
-/// built twice: their metadata for Clippy and rustdoc, their code for the tests.
-const BRIDGE: &str = "warpipe-cli/bridge";
+/// What each step selects, so that all find the same crates with the same features: they are built
+/// twice, their metadata for Clippy and rustdoc, their code for the tests. The bridge is not in the
+/// default build of the command; the workspace has its 210 crates in any case.
+const WORKSPACE: [&str; 3] = ["--workspace", "--features", "warpipe-cli/bridge"];
 
 /// Tests that run at a time: two for each core that a machine has at least, as most of their time is
 /// waiting.
@@ -157,33 +157,19 @@ impl Suite<'_> {
     fn static_checks(&mut self) {
         self.step("formatter and linter of Rust", bring_components);
         self.cargo("fmt", &["fmt", "--all", "--check"], Dialect::ExitCode);
-        let deny = ["--", "-D", "warnings"];
         self.cargo(
             "clippy",
-            &[
+            &of_workspace(
+                "clippy",
                 &[
-                    "clippy",
-                    "--workspace",
-                    "--all-targets",
                     "--features",
-                    BRIDGE,
+                    "warpipe/cudarc",
+                    "--all-targets",
+                    "--",
+                    "-D",
+                    "warnings",
                 ],
-                &deny[..],
-            ]
-            .concat(),
-            Dialect::ExitCode,
-        );
-        let cudarc = [
-            "clippy",
-            "-p",
-            "warpipe",
-            "--features",
-            "cudarc",
-            "--all-targets",
-        ];
-        self.cargo(
-            "clippy, feature cudarc",
-            &[&cudarc[..], &deny].concat(),
+            ),
             Dialect::ExitCode,
         );
         let docs = Task::new(cargo())
@@ -202,7 +188,7 @@ impl Suite<'_> {
                 "-p",
                 "xtask",
                 "--features",
-                BRIDGE,
+                "warpipe-cli/bridge",
                 "--no-deps",
             ])
             .env("RUSTDOCFLAGS", "-D warnings");
@@ -222,47 +208,29 @@ impl Suite<'_> {
         // Their test runs them as programs.
         self.cargo(
             "build of the examples",
-            &["build", "-p", "warpipe", "--examples"],
+            &of_workspace("build", &["--examples"]),
             Dialect::ExitCode,
         );
         if succeeds(&cargo(), &["nextest", "--version"]) {
             let arguments = [
                 "nextest",
                 "run",
-                "--workspace",
-                "--features",
-                BRIDGE,
                 "--no-fail-fast",
                 "--no-tests=pass",
                 "--test-threads",
                 BESIDE_EACH_OTHER,
             ];
-            let tests = with_kills(Task::new(cargo()).args(arguments), long);
+            let tests = Task::new(cargo()).args(arguments).args(WORKSPACE);
+            let tests = with_kills(tests, long);
             self.program("tests (nextest)", tests, BUILD_LIMIT, Dialect::Nextest);
         } else {
-            let arguments = [
-                "test",
-                "--workspace",
-                "--features",
-                BRIDGE,
-                "--no-fail-fast",
-                "--lib",
-                "--bins",
-                "--tests",
-            ];
+            let arguments = of_workspace("test", &["--no-fail-fast", "--lib", "--bins", "--tests"]);
             let tests = with_kills(Task::new(cargo()).args(arguments), long);
             self.program("tests (cargo test)", tests, BUILD_LIMIT, Dialect::CargoTest);
         }
         self.cargo(
             "doc tests",
-            &[
-                "test",
-                "--workspace",
-                "--features",
-                BRIDGE,
-                "--no-fail-fast",
-                "--doc",
-            ],
+            &of_workspace("test", &["--no-fail-fast", "--doc"]),
             Dialect::CargoTest,
         );
     }
@@ -278,20 +246,13 @@ impl Suite<'_> {
 
     /// The conformance suite on the host, and on the CUDA backend over the fake driver.
     fn conformance(&mut self, long: bool) {
-        let packages = [
-            "build",
-            "-p",
-            "warpipe-conformance",
-            "-p",
-            "fake-cuda",
-            "-p",
-            "warpipe-cli",
-            "-p",
-            "warpipe-bench",
-        ];
         self.cargo(
             "build of the conformance suite",
-            &packages,
+            &of_workspace(
+                "build",
+                // With what the tests need: else its features differ from theirs.
+                &["--lib", "--bins", "--tests", "--exclude", "warpipe-python"],
+            ),
             Dialect::ExitCode,
         );
         self.run_conformance("conformance, host", "host", None, long);
@@ -328,24 +289,15 @@ impl Suite<'_> {
                     TEST_LIMIT,
                     Dialect::ExitCode,
                 );
-                let examples =
-                    Task::new(cargo()).args(["test", "-p", "warpipe", "--test", "examples"]);
-                let examples = examples
+                let examples = Task::new(cargo())
+                    .args(of_workspace("test", &["--test", "examples"]))
                     .env("LD_LIBRARY_PATH", &folder)
                     .env("WARPIPE_TEST_DEVICE", "cuda");
-                let bridge = [
-                    // As above: what is built already.
-                    "test",
-                    "--workspace",
-                    "--features",
-                    BRIDGE,
-                    "--test",
-                    "bridge",
-                    "--",
-                    "batches::",
-                ];
                 let bridge = Task::new(cargo())
-                    .args(bridge)
+                    .args(of_workspace(
+                        "test",
+                        &["--test", "bridge", "--", "batches::"],
+                    ))
                     .env("LD_LIBRARY_PATH", &folder)
                     .env("FAKE_CUDA_NO_MPS", "1")
                     .env("WARPIPE_TEST_DEVICE", "cuda");
@@ -471,6 +423,11 @@ impl Suite<'_> {
         println!("\n{total}");
         total.failed == 0
     }
+}
+
+/// The arguments of a cargo command for the whole workspace.
+fn of_workspace<'a>(command: &'a str, options: &[&'a str]) -> Vec<&'a str> {
+    [&[command], &WORKSPACE[..], options].concat()
 }
 
 /// The storms of the bridge's tests kill 20 processes each, or hundreds.
