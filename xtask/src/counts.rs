@@ -86,7 +86,8 @@ pub fn failures(lines: &[String]) -> Vec<String> {
     let mut next = 0;
     for (at, line) in lines.iter().enumerate() {
         if names_failure(line) && at >= next && !shown.contains(line) {
-            next = lines.len().min(at + 1 + REASONS);
+            let reasons = lines[at + 1..].iter().take(REASONS);
+            next = at + 1 + reasons.take_while(|line| !names_success(line)).count();
             shown.extend_from_slice(&lines[at..next]);
         }
     }
@@ -114,6 +115,15 @@ fn names_failure(line: &str) -> bool {
     .any(|word| line.starts_with(word))
         || line.ends_with("... FAILED")
         || line.contains(" panicked at ")
+}
+
+/// Whether a line says that something else has passed, or was skipped.
+fn names_success(line: &str) -> bool {
+    let line = line.trim_start();
+    ["ok ", "skipped ", "PASS [", "SKIP ["]
+        .iter()
+        .any(|word| line.starts_with(word))
+        || line.ends_with("... ok")
 }
 
 impl AddAssign for Counts {
@@ -295,13 +305,13 @@ mod tests {
             lines("     ok   0.10 s  one\n FAILED   0.20 s  two (a reason)\n    | word 0");
         text.extend((1..100).map(|number| format!("    | word {number}")));
         text.extend(lines(
-            "     ok   0.10 s  three\n        FAIL [   0.1s] four\nits reason",
+            "     ok   0.10 s  three\n        FAIL [   0.1s] four\nits reason\n        PASS [   0.1s] five",
         ));
         text.extend(lines(&"passes\n".repeat(REASONS)));
         text.extend(lines("        FAIL [   0.1s] four"));
         let shown = failures(&text);
         assert_eq!(shown[..2], text[1..3]);
-        assert_eq!(shown.len(), 2 * (1 + REASONS));
+        assert_eq!(shown.len(), 1 + REASONS + 2);
         assert_eq!(
             shown[1 + REASONS..][..2],
             lines("        FAIL [   0.1s] four\nits reason")
