@@ -45,8 +45,8 @@ pub fn run(workspace: &Workspace, options: &[&str]) -> Outcome<bool> {
     Ok(task.run(&workspace.root, RUN_LIMIT)?.success)
 }
 
-/// Every case for a moment, without optimisation, which takes most of the time to build it, and with
-/// what the tests have built.
+/// Every case for a moment, without optimisation, which takes most of the time to build it, and
+/// with what the tests have built.
 pub fn check(workspace: &Workspace) -> Outcome<()> {
     let program = build_in(workspace, &workspace.target, "debug", &[])?;
     let quick = Task::new(program).args(["--quick"]);

@@ -305,16 +305,16 @@ mod tests {
             lines("     ok   0.10 s  one\n FAILED   0.20 s  two (a reason)\n    | word 0");
         text.extend((1..100).map(|number| format!("    | word {number}")));
         text.extend(lines(
-            "     ok   0.10 s  three\n        FAIL [   0.1s] four\nits reason\n        PASS [   0.1s] five",
+            "     ok   0.10 s  three\n    FAIL [ 0.1s] four\nits reason\n    PASS [ 0.1s] five",
         ));
         text.extend(lines(&"passes\n".repeat(REASONS)));
-        text.extend(lines("        FAIL [   0.1s] four"));
+        text.extend(lines("    FAIL [ 0.1s] four"));
         let shown = failures(&text);
         assert_eq!(shown[..2], text[1..3]);
         assert_eq!(shown.len(), 1 + REASONS + 2);
         assert_eq!(
             shown[1 + REASONS..][..2],
-            lines("        FAIL [   0.1s] four\nits reason")
+            lines("    FAIL [ 0.1s] four\nits reason")
         );
     }
 

@@ -16,9 +16,9 @@ const PUBLISHED: &[&str] = &[
     "warpipe-dlpack",
     "warpipe-kernels",
 ];
-/// The published crate whose package is made and resolved, but not compiled: its 210 crates would
-/// be compiled a third time, beside those for Clippy and for the tests. A source file that the
-/// package lacks would have to lie outside `src/`, which its manifest includes whole.
+/// The package of this crate is made and resolved, but not compiled: its 210 crates would be
+/// compiled a third time, beside those for Clippy and for the tests. A source file that the package
+/// lacks would have to lie outside `src/`, which its manifest includes whole.
 const NOT_COMPILED: &str = "warpipe-bridge";
 const BUILD_LIMIT: Duration = Duration::from_secs(3600);
 

@@ -33,8 +33,8 @@ const LONG_LIMIT: Duration = Duration::from_secs(4 * 3600);
 /// default build of the command; the workspace has its 210 crates in any case.
 const WORKSPACE: [&str; 3] = ["--workspace", "--features", "warpipe-cli/bridge"];
 
-/// Tests that run at a time: two for each core that a machine has at least, as most of their time is
-/// waiting.
+/// Tests that run at a time: two for each core that a machine has at least, as most of their time
+/// is waiting.
 pub const BESIDE_EACH_OTHER: &str = "4";
 
 /// One line of the table.

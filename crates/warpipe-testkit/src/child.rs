@@ -74,8 +74,8 @@ impl ChildProcess {
     /// It has ended. `TimedOut`: it runs on.
     pub fn stop(&self) -> io::Result<()> {
         self.signal(Signal::STOP)?;
-        // The kernel reports a stop when the last thread has stopped, and the report is left where it
-        // is. A SIGCONT removes it.
+        // The kernel reports a stop when the last thread has stopped. The report is left where it
+        // is; a SIGCONT removes it.
         let options = WaitIdOptions::STOPPED
             | WaitIdOptions::EXITED
             | WaitIdOptions::NOHANG

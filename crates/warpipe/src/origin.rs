@@ -100,10 +100,10 @@ const TICK_NS: i64 = 10_000_000;
 /// The kernel ends this thread: `PF_EXITING`.
 const EXITING: u64 = 4;
 
-/// Whether the process with this number is dying or dead. Some of its files may still be open: its exit
-/// closes one after the other, and a child that it has just forked closes its copies when it first
-/// runs. False where that cannot be seen. True also of a process that lives on in other threads than
-/// its first one.
+/// Whether the process with this number is dying or dead. Some of its files may still be open: its
+/// exit closes one after the other, and a child that it has just forked closes its copies when it
+/// first runs. False where that cannot be seen. True also of a process that lives on in other
+/// threads than its first one.
 pub(crate) fn is_exiting(pid: i32) -> bool {
     is_proc_of(std::process::id() as i32)
         && match Stat::of(pid) {
