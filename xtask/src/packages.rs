@@ -84,7 +84,7 @@ fn manifest(version: &str) -> String {
     let mut manifest = String::from(
         "[workspace]\nresolver = \"3\"\nmembers = [\"*-*\"]\n\n\
          [profile.dev]\ndebug = \"line-tables-only\"\n\n\
-         [profile.dev.build-override]\ndebug = \"line-tables-only\"\n\n\
+         [profile.dev.package.\"*\"]\ndebug = false\n\n\
          [patch.crates-io]\n",
     );
     for name in PUBLISHED {
