@@ -54,13 +54,7 @@ fn compile(workspace: &Workspace, folder: &Path) -> Outcome<()> {
         .map_err(|error| format!("{} not made: {error}", unpacked.display()))?;
     for name in PUBLISHED {
         let archive = folder.join(format!("{name}-{version}.crate"));
-        let unpack = Task::new("tar")
-            .args(["--touch", "-xzf"])
-            .args([&archive])
-            .args([Path::new("-C"), &unpacked]);
-        if !unpack.run(&workspace.root, BUILD_LIMIT)?.success {
-            return Err(format!("{} cannot be unpacked", archive.display()));
-        }
+        workspace.unpack(&archive, &unpacked, &[])?;
     }
     let written = fs::write(unpacked.join("Cargo.toml"), manifest(version)).and_then(|()| {
         let lock = "Cargo.lock";

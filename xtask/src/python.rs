@@ -142,16 +142,7 @@ pub fn sdist(workspace: &Workspace) -> Outcome<()> {
     // Its own manifest at its root is a workspace's, so cargo looks no further up.
     let unpacked = folder.join("unpacked");
     make(&unpacked)?;
-    // maturin gives every file one time; with it cargo would take an older run's result for this
-    // one's.
-    let tar = Task::new("tar")
-        .args(["--touch", "-xzf"])
-        .args([&archive])
-        .args(["--strip-components=1", "-C"])
-        .args([&unpacked]);
-    if !tar.run(&workspace.root, INSTALL_LIMIT)?.success {
-        return Err(format!("{} cannot be unpacked", archive.display()));
-    }
+    workspace.unpack(&archive, &unpacked, &["--strip-components=1"])?;
     let check = Task::new(cargo())
         .args(["check", "-p", "warpipe-python", "--target-dir"])
         // With the metadata of other crates that Clippy has left.

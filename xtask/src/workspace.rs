@@ -3,11 +3,14 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 use crate::Outcome;
+use crate::process::Task;
 
 /// Folders deeper than this are no part of a crate's sources.
 const DEPTH_MAX: u32 = 16;
+const UNPACK_LIMIT: Duration = Duration::from_secs(60);
 
 /// The workspace that this program was built in.
 pub struct Workspace {
@@ -66,6 +69,21 @@ impl Workspace {
     /// A path as people write it: relative to the root.
     pub fn show<'a>(&self, path: &'a Path) -> std::path::Display<'a> {
         path.strip_prefix(&self.root).unwrap_or(path).display()
+    }
+
+    /// Unpacks an archive of sources into a folder, with more `options` of `tar`. The files get the
+    /// time of now: a packer gives every file one time, and with it cargo would take an older run's
+    /// result for this one's.
+    pub fn unpack(&self, archive: &Path, folder: &Path, options: &[&str]) -> Outcome<()> {
+        let tar = Task::new("tar")
+            .args(["--touch", "-xzf"])
+            .args([archive])
+            .args([Path::new("-C"), folder])
+            .args(options.iter().copied());
+        match tar.run(&self.root, UNPACK_LIMIT)?.success {
+            true => Ok(()),
+            false => Err(format!("{} cannot be unpacked", archive.display())),
+        }
     }
 }
 

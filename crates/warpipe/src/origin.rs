@@ -104,7 +104,7 @@ const EXITING: u64 = 4;
 /// exit closes one after the other, and a child that it has just forked closes its copies when it
 /// first runs. False where that cannot be seen. True also of a process that lives on in other
 /// threads than its first one.
-pub(crate) fn is_exiting(pid: i32) -> bool {
+pub(crate) fn is_dying_or_dead(pid: i32) -> bool {
     is_proc_of(std::process::id() as i32)
         && match Stat::of(pid) {
             Ok(stat) => stat.flags & EXITING != 0 || stat.is_dead(),

@@ -21,7 +21,7 @@ use super::{Domain, EndpointName};
 use crate::backoff::Backoff;
 use crate::error::{Error, Holder, Result};
 use crate::fork::CloseOnForkFd;
-use crate::origin::is_exiting;
+use crate::origin::is_dying_or_dead;
 use crate::os::{is_shortage, ofd_is_locked, ofd_write_lock, without_size_signal};
 use crate::runtime::heartbeat::Uptime;
 
@@ -86,7 +86,7 @@ impl Domain {
                 Err(Error::NameTaken {
                     holder: Holder { pid: Some(pid) },
                     ..
-                }) if dying.ran() < EXIT_TIMEOUT && is_exiting(pid) => {
+                }) if dying.ran() < EXIT_TIMEOUT && is_dying_or_dead(pid) => {
                     backoff.pause();
                     continue;
                 }

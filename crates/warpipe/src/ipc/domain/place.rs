@@ -10,11 +10,11 @@ use super::author::Author;
 use super::{Domain, EndpointName};
 use crate::error::{Error, Holder, Result};
 use crate::fork::CloseOnForkFd;
-use crate::origin::{hash, is_exiting};
+use crate::origin::{hash, is_dying_or_dead};
 use crate::os::{ofd_is_locked, ofd_read_lock, ofd_unlock};
 use crate::runtime::heartbeat::Uptime;
 
-/// How long a claim waits while the exit of the name's owner closes files, the lock among them.
+/// How long a claim waits until the lock of a dying or dead owner is free.
 pub(super) const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A socket under a free lock that still answers after this long belongs to another program.
@@ -53,10 +53,14 @@ impl Place {
     /// moment.
     pub(super) fn take(&self, author: Option<Author>) -> bool {
         let _ = ofd_read_lock(self.directory.as_fd(), self.byte);
-        let is_exiting = || author.and_then(Author::pid_here).is_some_and(is_exiting);
+        let is_dying_or_dead = || {
+            author
+                .and_then(Author::pid_here)
+                .is_some_and(is_dying_or_dead)
+        };
         let is_free = || (!self.is_contested()).then_some(());
         Uptime::look_within(LIVE_AFTER, is_free).is_some()
-            || (is_exiting() && Uptime::look_within(EXIT_TIMEOUT, is_free).is_some())
+            || (is_dying_or_dead() && Uptime::look_within(EXIT_TIMEOUT, is_free).is_some())
             // It may have ended between the last look and the question.
             || is_free().is_some()
     }

@@ -1,7 +1,7 @@
-//! A buffer and its copies. Over the fake driver, or a GPU, these run on the CUDA backend. A test that
-//! holds a stream up has a process of its own: the end of another test's buffer
-//! (`cuMemHostUnregister`) waits for that stream, and the calls that would let it go on wait for that
-//! end.
+//! A buffer and its copies. Over the fake driver, or a GPU, these run on the CUDA backend. A test
+//! that holds a stream up has a process of its own: the end of another test's buffer
+//! (`cuMemHostUnregister`) waits for that stream, and the calls that would let it go on wait for
+//! that end.
 
 use std::sync::mpsc;
 
