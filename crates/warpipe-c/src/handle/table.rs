@@ -389,6 +389,7 @@ impl<T> Drop for Locked<T> {
     }
 }
 
+// The path holds also where another package includes this file by path.
 #[cfg(test)]
-#[path = "table/tests.rs"] // also where another package includes this file by path
+#[path = "table/tests.rs"]
 mod tests;
