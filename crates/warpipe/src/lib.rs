@@ -100,6 +100,7 @@ mod atomic;
 pub mod backend;
 mod backoff;
 pub mod clock;
+mod debug;
 mod device;
 mod device_types;
 mod error;

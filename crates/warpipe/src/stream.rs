@@ -287,10 +287,7 @@ impl Stream {
         let mut backoff = Backoff::default();
         while !self.is_idle()? {
             if start.elapsed() >= timeout {
-                return Err(Error::Timeout {
-                    what: "the end of the stream's work".into(),
-                    waited: timeout,
-                });
+                return Err(Error::timeout("the end of the stream's work", timeout));
             }
             backoff.pause();
         }

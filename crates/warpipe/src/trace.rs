@@ -16,11 +16,12 @@ mod tests;
 /// [observe.md]: https://docs.rs/warpipe
 macro_rules! events {
     ($($(#[$doc:meta])* $variant:ident { $($field:ident: $type:ty),* } => $level:ident $name:literal;)*) => {
-        /// An event. Its fields are copies, so that it outlives what it is about.
+        /// An event. Its fields are copies, in the order of the list, so that it outlives what it is
+        /// about.
         #[derive(Debug)]
         #[cfg_attr(not(feature = "tracing"), allow(dead_code))]
         pub(crate) enum TraceEvent {
-            $($(#[$doc])* $variant { $($field: $type),* },)*
+            $($(#[$doc])* $variant($($type),*),)*
         }
 
         #[cfg(feature = "tracing")]
@@ -34,7 +35,7 @@ macro_rules! events {
             /// Gives the event to the subscriber of this thread.
             fn give(&self) {
                 match self {
-                    $(TraceEvent::$variant { $($field),* } => tracing::event!(
+                    $(TraceEvent::$variant($($field),*) => tracing::event!(
                         name: $name,
                         target: "warpipe",
                         tracing::Level::$level,

@@ -153,13 +153,11 @@ impl<'a> Wait<'a> {
     /// The error of a call that this wait has ended. A poller throws it away: after a wait of zero
     /// it does not say `what`, and allocates nothing.
     pub(crate) fn timed_out(&self, what: impl FnOnce() -> String) -> Error {
-        Error::Timeout {
-            what: match self.limit.is_zero() {
-                true => String::new(),
-                false => what(),
-            },
-            waited: self.limit,
-        }
+        let what = match self.limit.is_zero() {
+            true => String::new(),
+            false => what(),
+        };
+        Error::timeout(what, self.limit)
     }
 }
 

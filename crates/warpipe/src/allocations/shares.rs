@@ -3,12 +3,12 @@
 
 use std::any::Any;
 use std::collections::HashMap;
-use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use super::CLAIMS_MAX;
 use crate::backend::{Access, DevicePtr, PointerKind, StreamOp};
+use crate::debug::opaque_debug;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
@@ -77,13 +77,7 @@ pub(super) struct Shares {
     state: Mutex<State>,
 }
 
-impl fmt::Debug for Shares {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Shares")
-            .field("device", &self.device)
-            .finish_non_exhaustive()
-    }
-}
+opaque_debug!(Shares { device });
 
 struct State {
     last_share: u64,

@@ -2,8 +2,9 @@
 
 use std::io;
 use std::path::Path;
+use std::time::Duration;
 
-use super::{Error, LegacyFault};
+use super::{Error, HandshakeFault, LegacyFault};
 use crate::kind::Kind;
 
 impl Error {
@@ -41,6 +42,35 @@ impl Error {
             argument,
             found: found.to_string(),
             allowed: allowed.to_string(),
+        }
+    }
+
+    /// A peer's value that no correct peer writes.
+    pub(crate) fn protocol(
+        name: impl ToString,
+        field: &'static str,
+        found: impl ToString,
+        allowed: impl ToString,
+    ) -> Self {
+        Error::Protocol {
+            name: name.to_string(),
+            field,
+            found: found.to_string(),
+            allowed: allowed.to_string(),
+        }
+    }
+
+    pub(crate) fn timeout(what: impl Into<String>, waited: Duration) -> Self {
+        Error::Timeout {
+            what: what.into(),
+            waited,
+        }
+    }
+
+    pub(crate) fn handshake(name: impl ToString, fault: HandshakeFault) -> Self {
+        Error::Handshake {
+            name: name.to_string(),
+            fault,
         }
     }
 

@@ -25,6 +25,7 @@ use super::message::{self, Message, Received};
 use super::peer::Peer;
 use super::{AccessPolicy, Kind};
 use crate::backend::DeviceId;
+use crate::debug::opaque_debug;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
 use crate::fork::lifeline::Lifeline;
@@ -105,13 +106,7 @@ struct PendingConnection {
     socket: Arc<PeerSocket>,
 }
 
-impl std::fmt::Debug for Acceptor {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Acceptor")
-            .field("options", &self.options)
-            .finish_non_exhaustive()
-    }
-}
+opaque_debug!(Acceptor { options });
 
 impl Acceptor {
     /// An acceptor of this claim's connections, from [`listen`](Self::listen) on.
@@ -121,10 +116,7 @@ impl Acceptor {
         reactor: &Arc<Reactor>,
         owner: Weak<dyn ConnectionOwner>,
     ) -> Arc<Acceptor> {
-        trace::emit(|| TraceEvent::EndpointOpened {
-            name: options.name.clone(),
-            kind: options.kind.to_string(),
-        });
+        trace::emit(|| TraceEvent::EndpointOpened(options.name.clone(), options.kind.to_string()));
         Arc::new_cyclic(|me| Acceptor {
             me: me.clone(),
             quota: ConnectionQuota::new(options.access_policy.limits),
@@ -183,17 +175,15 @@ impl Acceptor {
         let before = self.claim.listener();
         match self.claim.look() {
             FilesSeen::Unchanged => {}
-            FilesSeen::Vanished => trace::emit(|| TraceEvent::NameVanished {
-                name: self.name().to_string(),
-            }),
+            FilesSeen::Vanished => {
+                trace::emit(|| TraceEvent::NameVanished(self.name().to_string()))
+            }
             FilesSeen::PutBack => {
                 let watch = self.state.locked().listener.take();
                 drop(watch);
                 // If this process is out of descriptors, the next tick tries again.
                 let _ = self.listen();
-                trace::emit(|| TraceEvent::NameRestored {
-                    name: self.name().to_string(),
-                });
+                trace::emit(|| TraceEvent::NameRestored(self.name().to_string()));
             }
         }
         drop(before);
@@ -204,10 +194,8 @@ impl Acceptor {
         self.claim.withdraw();
         let mut state = self.state.locked();
         if !std::mem::replace(&mut state.is_closed, true) {
-            trace::emit(|| TraceEvent::EndpointClosed {
-                name: self.name().to_string(),
-                kind: self.kind().to_string(),
-            });
+            let kind = self.kind();
+            trace::emit(|| TraceEvent::EndpointClosed(self.name().to_string(), kind.to_string()));
         }
         let ended = (state.listener.take(), std::mem::take(&mut state.pending));
         drop(state);
@@ -450,17 +438,14 @@ pub(crate) fn send_refusal(name: &str, socket: &PeerSocket, message: &Message) {
     let _ = message::send(socket.as_fd(), message, &[]);
     trace::emit(|| {
         let peer = os::peer_credentials(socket.as_fd()).ok();
-        TraceEvent::ConnectionRefused {
-            name: name.to_string(),
-            uid: peer.map_or(u32::MAX, |peer| peer.uid),
-            pid: peer.map_or(0, |peer| peer.pid),
-            reason: match message {
-                Message::Refused { text, .. } | Message::NoRoom { text } => text.clone(),
-                Message::OtherKind { found } => format!("it asks for another kind than {found}"),
-                Message::Full { limit, max } => format!("it is full: {max} {limit}"),
-                other => format!("{other:?}"),
-            },
-        }
+        let (uid, pid) = peer.map_or((u32::MAX, 0), |peer| (peer.uid, peer.pid));
+        let reason = match message {
+            Message::Refused { text, .. } | Message::NoRoom { text } => text.clone(),
+            Message::OtherKind { found } => format!("it asks for another kind than {found}"),
+            Message::Full { limit, max } => format!("it is full: {max} {limit}"),
+            other => format!("{other:?}"),
+        };
+        TraceEvent::ConnectionRefused(name.to_string(), uid, pid, reason)
     });
 }
 

@@ -156,10 +156,7 @@ impl ClientHandshake {
     }
 
     pub(crate) fn fault(&self, fault: HandshakeFault) -> Error {
-        Error::Handshake {
-            name: self.name.clone(),
-            fault,
-        }
+        Error::handshake(&self.name, fault)
     }
 }
 

@@ -476,12 +476,10 @@ impl Domain {
                 was_there: error == Errno::CONNREFUSED,
             },
             // The listener accepts no connection: it is stopped, or hung.
-            Errno::AGAIN => Error::Handshake {
-                name: name.to_string(),
-                fault: HandshakeFault::Silent(
-                    limit.map_or(Duration::ZERO, HandshakeLimit::timeout),
-                ),
-            },
+            Errno::AGAIN => Error::handshake(
+                name,
+                HandshakeFault::Silent(limit.map_or(Duration::ZERO, HandshakeLimit::timeout)),
+            ),
             Errno::ACCESS | Errno::PERM => Error::AccessDenied {
                 name: name.to_string(),
                 detail: "the socket's permissions".to_string(),

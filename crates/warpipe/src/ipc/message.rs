@@ -271,10 +271,7 @@ pub(crate) fn receive(socket: BorrowedFd<'_>, name: &str) -> Result<Received> {
         Err(error) => return Err(Error::os("recvmsg", format!("the link of {name:?}"), error)),
     };
     let brings_descriptors = flags.contains(ReturnFlags::CTRUNC);
-    let fault = |fault| Error::Handshake {
-        name: name.to_string(),
-        fault,
-    };
+    let fault = |fault| Error::handshake(name, fault);
     if flags.contains(ReturnFlags::TRUNC) {
         return Err(fault(HandshakeFault::Oversized {
             limit: PACKET_BYTES_MAX,
@@ -347,10 +344,7 @@ fn past_reset<T>(mut read: impl FnMut() -> Result<T, Errno>) -> Result<T, Errno>
 
 /// Copies of the descriptors that come with the next packet.
 fn descriptors(socket: BorrowedFd<'_>, wanted: usize, name: &str) -> Result<Vec<PeerFd>> {
-    let fault = |found| Error::Handshake {
-        name: name.to_string(),
-        fault: HandshakeFault::Descriptors { found, wanted },
-    };
+    let fault = |found| Error::handshake(name, HandshakeFault::Descriptors { found, wanted });
     let failed = |error| Error::os("recvmsg", format!("the descriptors of {name:?}"), error);
     if wanted > DESCRIPTORS_MAX {
         // No message carries so many: this process does not lack room.

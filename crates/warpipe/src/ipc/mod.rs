@@ -206,12 +206,8 @@ impl IncomingReply {
         name: &str,
     ) -> Result<(T, [PeerFd; N])> {
         let found = self.fds.len();
-        let fds = self.fds.try_into().map_err(|_| Error::Protocol {
-            name: name.to_string(),
-            field: "descriptors",
-            found: found.to_string(),
-            allowed: N.to_string(),
-        })?;
+        let wrong = |_| Error::protocol(name, "descriptors", found, N);
+        let fds = self.fds.try_into().map_err(wrong)?;
         Ok((decode(&self.body, name)?, fds))
     }
 }
@@ -358,11 +354,10 @@ pub(crate) fn encode(message: &impl Serialize) -> Result<Vec<u8>> {
 pub(crate) fn decode<T: DeserializeOwned>(bytes: &[u8], name: &str) -> Result<T> {
     match postcard::take_from_bytes::<T>(bytes) {
         Ok((message, [])) => Ok(message),
-        _ => Err(Error::Protocol {
-            name: name.to_string(),
-            field: "message",
-            found: format!("{} garbled bytes", bytes.len()),
-            allowed: "a message of this kind".into(),
-        }),
+        _ => {
+            let found = format!("{} garbled bytes", bytes.len());
+            let allowed = "a message of this kind";
+            Err(Error::protocol(name, "message", found, allowed))
+        }
     }
 }

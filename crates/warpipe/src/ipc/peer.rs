@@ -19,6 +19,7 @@ use rustix::fs::{FileType, OFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags};
 
+use crate::debug::opaque_debug;
 use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::lifeline::Lifeline;
 use crate::fork::per_process::PerProcess;
@@ -130,10 +131,7 @@ impl Peer {
         });
         let pidfd = pidfd.map_err(|error| match error.raw_os_error() {
             libc::EMFILE | libc::ENFILE => Error::os("pidfd_open", name.to_string(), error),
-            _ => Error::Handshake {
-                name: name.to_string(),
-                fault: HandshakeFault::Unwatchable(error.to_string()),
-            },
+            _ => Error::handshake(name, HandshakeFault::Unwatchable(error.to_string())),
         })?;
         let id = ProcessId::of(pidfd.as_fd(), credentials.pid);
         let (pid, uid, gid) = (credentials.pid, credentials.uid, credentials.gid);
@@ -254,13 +252,7 @@ fn with_known<R>(work: impl FnOnce(&mut Known) -> R) -> R {
     work(&mut known)
 }
 
-impl std::fmt::Debug for Process {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Process")
-            .field("level", &self.level.load(SeqCst))
-            .finish_non_exhaustive()
-    }
-}
+opaque_debug!(Process { level });
 
 impl Process {
     /// The [`Process`] that is known already, or a new one of these descriptors.

@@ -18,6 +18,7 @@ use super::{
 };
 use rustix::io::Errno;
 
+use crate::debug::opaque_debug;
 use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::HANDSHAKE_TIMEOUT;
@@ -136,13 +137,7 @@ pub(crate) struct ServerCore {
     row: EndpointRow,
 }
 
-impl std::fmt::Debug for ServerCore {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("ServerCore")
-            .field("acceptor", &self.acceptor)
-            .finish_non_exhaustive()
-    }
-}
+opaque_debug!(ServerCore { acceptor });
 
 impl ServerCore {
     pub(crate) fn name(&self) -> &str {
@@ -309,11 +304,7 @@ impl ServerCore {
             self.say(socket, &rejection.refusal());
             return self.end_session(client.id, Disconnected::Closed);
         }
-        self.trace(client, |name, client, uid| TraceEvent::ClientConnected {
-            name,
-            client,
-            uid,
-        });
+        self.trace(client, TraceEvent::ClientConnected);
     }
 
     /// Handles one message. An error ends the session.
@@ -391,10 +382,11 @@ impl ServerCore {
         };
         // One that its admission has not reached was refused, and nothing was said of it.
         if session.phase != SessionPhase::Admitting {
-            self.trace(&session.client, |name, client, uid| match ended {
-                Disconnected::Closed => TraceEvent::ClientClosed { name, client, uid },
-                Disconnected::ProcessDied => TraceEvent::ClientDied { name, client, uid },
-            });
+            let event = match ended {
+                Disconnected::Closed => TraceEvent::ClientClosed,
+                Disconnected::ProcessDied => TraceEvent::ClientDied,
+            };
+            self.trace(&session.client, event);
         }
         self.handler.on_disconnect(self, &session.client, ended);
         session.end();
@@ -448,11 +440,7 @@ impl ConnectionUser for ServerCore {
                 let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Both);
                 let client = session.client.clone();
                 drop(sessions);
-                self.trace(&client, |name, client, uid| TraceEvent::ClientSuspect {
-                    name,
-                    client,
-                    uid,
-                });
+                self.trace(&client, TraceEvent::ClientSuspect);
                 self.handler.on_suspect(self, &client);
             }
             SessionPhase::Open => {

@@ -183,12 +183,9 @@ impl LendSession {
         let (hello, [words, ready]): (HelloReply, _) = reply.open(&name)?;
         let claims_bytes = word_at(terms.claims_max);
         if hello.claims_bytes != claims_bytes as u64 {
-            return Err(Error::Protocol {
-                name,
-                field: "page",
-                found: format!("{} bytes", hello.claims_bytes),
-                allowed: format!("{claims_bytes} bytes"),
-            });
+            let found = format!("{} bytes", hello.claims_bytes);
+            let allowed = format!("{claims_bytes} bytes");
+            return Err(Error::protocol(name, "page", found, allowed));
         }
         let of_streams = terms.has_streams.then_some(device);
         let words = Arc::new(SharedPage::open(of_streams, words, claims_bytes, &name)?);
@@ -226,15 +223,10 @@ impl LendSession {
     pub(crate) fn wrong(
         &self,
         field: &'static str,
-        found: String,
-        allowed: impl Into<String>,
+        found: impl ToString,
+        allowed: impl ToString,
     ) -> Error {
-        Error::Protocol {
-            name: self.name().to_string(),
-            field,
-            found,
-            allowed: allowed.into(),
-        }
+        Error::protocol(self.name(), field, found, allowed)
     }
 
     /// Asks for memory, and waits for the answers, and then for the contents. Memory that is not
@@ -272,7 +264,7 @@ impl LendSession {
                 let allowed = format!("up to {claims_max} of {:?}; drop some", self.name());
                 Err(Error::argument(lent, found, allowed))
             }
-            LendReply::Pieces => Err(self.wrong("reply", "pieces".into(), "memory")),
+            LendReply::Pieces => Err(self.wrong("reply", "pieces", "memory")),
         }
     }
 
@@ -423,10 +415,8 @@ impl LendSession {
                 return Err(self.ipc().owner_gone());
             }
             if wait.is_over() {
-                return Err(Error::Timeout {
-                    what: format!("the contents of memory of {:?}", self.name()),
-                    waited: wait.limit(),
-                });
+                let what = format!("the contents of memory of {:?}", self.name());
+                return Err(Error::timeout(what, wait.limit()));
             }
             backoff.pause();
         }

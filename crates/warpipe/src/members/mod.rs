@@ -146,12 +146,7 @@ impl Introduction {
     /// Checks that a peer's introduction is one that a member may send.
     fn check(self, name: &str) -> Result<Introduction> {
         let wrong = |field, found: String, allowed: String| {
-            Err(Error::Protocol {
-                name: name.to_string(),
-                field,
-                found,
-                allowed,
-            })
+            Err(Error::protocol(name, field, found, allowed))
         };
         if !is_role(&self.role) {
             let allowed = format!("up to {ROLE_BYTES_MAX} bytes without control characters");

@@ -7,6 +7,7 @@ use super::changes::Callback;
 use super::monitor::{DirectoryMonitor, WatchShared};
 use super::table::with_endpoints;
 use super::{Change, MemberInfo, endpoint};
+use crate::debug::opaque_debug;
 use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::fork::thread::Thread;
@@ -72,13 +73,7 @@ impl std::fmt::Debug for Members {
     }
 }
 
-impl std::fmt::Debug for MembersBuilder {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("MembersBuilder")
-            .field("shared", &self.shared)
-            .finish_non_exhaustive()
-    }
-}
+opaque_debug!(MembersBuilder { shared });
 
 impl MembersBuilder {
     option_setters! { (shared):

@@ -287,10 +287,8 @@ pub(crate) fn wait_for(streams: &StreamSet, timeout: Duration) -> Result<()> {
         (Instant::now(), streams.fence_busy(), Backoff::default());
     while !fence.is_reached() {
         if start.elapsed() >= timeout {
-            return Err(Error::Timeout {
-                what: "the end of the streams' work on this memory".into(),
-                waited: timeout,
-            });
+            let what = "the end of the streams' work on this memory";
+            return Err(Error::timeout(what, timeout));
         }
         backoff.pause();
     }

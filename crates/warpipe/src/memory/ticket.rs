@@ -197,12 +197,8 @@ impl Ticket {
             device: owner,
         } = info;
         if bytes == 0 || bytes > mapped_bytes {
-            return Err(Error::Protocol {
-                name: self.name().to_string(),
-                field: "bytes",
-                found: bytes.to_string(),
-                allowed: format!("1 to {mapped_bytes}"),
-            });
+            let allowed = format!("1 to {mapped_bytes}");
+            return Err(Error::protocol(self.name(), "bytes", bytes, allowed));
         }
         check_reach(device, owner)?;
         let region = Region::import(device, &[fd.as_fd()], mapped_bytes, access, owner)?;

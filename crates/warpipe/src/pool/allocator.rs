@@ -14,6 +14,7 @@ use super::last_writers::LastWriter;
 use super::{CLAIMS_MAX, PoolRefusal};
 use crate::backend::{Access, DevicePtr, StreamOp};
 use crate::backoff::Backoff;
+use crate::debug::opaque_debug;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::ipc::domain::{Domain, EndpointName};
@@ -83,14 +84,7 @@ pub(super) enum AllocOutcome {
     Refused(PoolRefusal),
 }
 
-impl std::fmt::Debug for PoolAllocator {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Pool")
-            .field("name", &self.name)
-            .field("device", &self.device)
-            .finish_non_exhaustive()
-    }
-}
+opaque_debug!(PoolAllocator { name, device });
 
 impl PoolAllocator {
     pub(super) fn new(
@@ -195,10 +189,7 @@ impl PoolAllocator {
             return Ok(());
         }
         self.release(slot);
-        Err(Error::Timeout {
-            what: "the clearing of a block".into(),
-            waited: CLEAR_TIMEOUT,
-        })
+        Err(Error::timeout("the clearing of a block", CLEAR_TIMEOUT))
     }
 
     /// Takes a free block for the user `uid`, or makes a new region for it.

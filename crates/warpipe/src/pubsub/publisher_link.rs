@@ -341,10 +341,7 @@ impl ReceiverEnd {
     fn record_close(&self, close_reason: CloseReason) {
         match close_reason {
             CloseReason::Closed => {
-                trace::emit(|| TraceEvent::OwnerClosed {
-                    name: self.name.clone(),
-                    pid: self.end.peer.pid,
-                });
+                trace::emit(|| TraceEvent::OwnerClosed(self.name.clone(), self.end.peer.pid));
                 self.set_link_state(SenderState::Closed);
             }
             CloseReason::Evicted(reason) | CloseReason::Failed(reason) => {
@@ -405,10 +402,7 @@ impl ConnectionUser for ReceiverEnd {
     /// The publisher's messages are read before its end is reported, in whatever order the two events
     /// arrive: its `Close` lies in the socket, behind at most a socket buffer of messages.
     fn on_orphaned(&self, _: u64) {
-        trace::emit(|| TraceEvent::OwnerDied {
-            name: self.name.clone(),
-            pid: self.end.peer.pid,
-        });
+        trace::emit(|| TraceEvent::OwnerDied(self.name.clone(), self.end.peer.pid));
         if self.reads_socket {
             connection::read_out(self, 0);
         } else if let Some((other, link)) = self.other_end() {

@@ -109,14 +109,7 @@ fn import(
 
 /// Refuses a description that is not of a ring: the kernels of this side index by it.
 pub(super) fn check(grant: &RingGrant, device: &Device, name: &str) -> Result<()> {
-    let wrong = |field, found: u64, allowed: String| {
-        Err(Error::Protocol {
-            name: name.to_string(),
-            field,
-            found: found.to_string(),
-            allowed,
-        })
-    };
+    let wrong = |field, found, allowed| Err(Error::protocol(name, field, found, allowed));
     let unit = device.backend().granularity();
     if !grant.depth.is_power_of_two() || grant.depth > DEPTH_MAX {
         let allowed = format!("a power of two up to {DEPTH_MAX}");

@@ -15,7 +15,6 @@ mod steps;
 #[cfg(test)]
 mod tests;
 
-use std::fmt;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Release};
 use std::sync::{Arc, Mutex};
@@ -29,6 +28,7 @@ use self::layout::{CONSUMERS_MAX, DEPTH_MAX, block, peer};
 use self::server::{OwnedPlaces, ProducerMemory, RingServer};
 pub use self::steps::RING_STEPS;
 use crate::backend::{DeviceId, DeviceKind, DevicePtr};
+use crate::debug::opaque_debug;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
@@ -581,13 +581,4 @@ impl Drop for KernelRing {
     }
 }
 
-impl fmt::Debug for KernelRing {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("KernelRing")
-            .field("name", &self.name)
-            .field("is_producer", &self.is_producer())
-            .field("depth", &self.depth)
-            .field("slot_bytes", &self.slot_bytes)
-            .finish_non_exhaustive()
-    }
-}
+opaque_debug!(KernelRing { name, depth, slot_bytes; is_producer });

@@ -169,10 +169,8 @@ impl RingServer {
                 let places = state.places.iter().flatten();
                 let came = places.filter(|place| place.theirs.is_some()).count();
                 let wanted = state.places.len();
-                return Err(Error::Timeout {
-                    what: format!("{wanted} consumers of {name:?} ({came} came)"),
-                    waited: timeout,
-                });
+                let what = format!("{wanted} consumers of {name:?} ({came} came)");
+                return Err(Error::timeout(what, timeout));
             }
             state = self
                 .changed

@@ -46,7 +46,7 @@ impl<T: Send + 'static> Attempt<T> {
             // A panic has ended the attempt: another one is due.
             let fault = HandshakeFault::Closed;
             let reached = catch_panic(|| reach(&state.is_cancelled));
-            state.end(reached.unwrap_or(Err(Error::Handshake { name, fault })));
+            state.end(reached.unwrap_or(Err(Error::handshake(name, fault))));
             doorbell.ring();
         };
         Thread::start("warpipe-attach", run)?;

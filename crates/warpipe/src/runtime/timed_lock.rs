@@ -140,10 +140,8 @@ impl Drop for TimedGuard<'_> {
 }
 
 fn held_up(what: String, waited: Duration) -> Error {
-    Error::Timeout {
-        what: format!("another thread's {what}, which the driver holds up"),
-        waited,
-    }
+    let what = format!("another thread's {what}, which the driver holds up");
+    Error::timeout(what, waited)
 }
 
 #[cfg(test)]

@@ -288,12 +288,8 @@ fn check_length(bytes: usize, name: &str) -> Result<()> {
 }
 
 fn wrong(found: String, name: &str) -> Error {
-    Error::Protocol {
-        name: name.to_string(),
-        field: "shared words",
-        found,
-        allowed: format!("a sealed memfd of 1 to {PAGES_BYTES_MAX} bytes, in whole pages"),
-    }
+    let allowed = format!("a sealed memfd of 1 to {PAGES_BYTES_MAX} bytes, in whole pages");
+    Error::protocol(name, "shared words", found, allowed)
 }
 
 /// Words of two processes, which the other one has not sealed yet. The process that is to wait for

@@ -13,11 +13,11 @@ mod server;
 #[cfg(test)]
 mod tests;
 
-use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use self::server::TimelineServer;
+use crate::debug::opaque_debug;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
@@ -321,10 +321,8 @@ impl Timeline {
         if self.check(value)? {
             return Ok(());
         }
-        Err(Error::Timeout {
-            what: format!("value {value} of timeline {:?}", self.name),
-            waited: timeout,
-        })
+        let what = format!("value {value} of timeline {:?}", self.name);
+        Err(Error::timeout(what, timeout))
     }
 
     /// Whether `value` has been reached: true, or false if it may still be.
@@ -416,15 +414,7 @@ impl Timeline {
     }
 }
 
-impl fmt::Debug for Timeline {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Timeline")
-            .field("name", &self.name)
-            .field("is_owner", &self.is_owner())
-            .field("value", &self.value())
-            .finish_non_exhaustive()
-    }
-}
+opaque_debug!(Timeline { name; is_owner, value });
 
 /// The owner's signals. The drop ends the timeline: first its streams complete their signals, then
 /// the lanes end, then the memory is released.

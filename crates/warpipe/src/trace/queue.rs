@@ -65,7 +65,7 @@ impl Queue {
                 give(&event);
             }
             if dropped > 0 {
-                give(&TraceEvent::EventsDropped { count: dropped });
+                give(&TraceEvent::EventsDropped(dropped));
             }
         }
     }

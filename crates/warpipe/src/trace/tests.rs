@@ -298,11 +298,7 @@ fn events_beyond_the_queues_limit_are_counted() {
     let blocked = collector().blocked.lock().unwrap();
     // The thread may have taken some, and stands at the first of them.
     for number in 0..3 * WAITING_MAX as u64 {
-        super::emit(|| TraceEvent::WeightsOffered {
-            name: "many".into(),
-            version: number,
-            bytes: 0,
-        });
+        super::emit(|| TraceEvent::WeightsOffered("many".into(), number, 0));
     }
     drop(blocked);
     let (mut given, mut dropped) = (0, 0);

@@ -360,11 +360,11 @@ impl KeeperCore {
         trace::emit(|| {
             let state = self.state.locked();
             let offered = state.offered.as_ref();
-            TraceEvent::WeightsOffered {
-                name: self.name.to_string(),
-                version: offered.map_or(0, |held| held.version.number),
-                bytes: offered.map_or(0, |held| held.bytes),
-            }
+            TraceEvent::WeightsOffered(
+                self.name.to_string(),
+                offered.map_or(0, |held| held.version.number),
+                offered.map_or(0, |held| held.bytes),
+            )
         });
     }
 }

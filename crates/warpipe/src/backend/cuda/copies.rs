@@ -64,10 +64,7 @@ impl Wait {
 
     fn pause(&mut self, what: impl FnOnce() -> String) -> Result<()> {
         if self.start.elapsed() >= PATIENCE {
-            return Err(Error::Timeout {
-                what: what(),
-                waited: PATIENCE,
-            });
+            return Err(Error::timeout(what(), PATIENCE));
         }
         shutdown_gate::leave_if_ending();
         self.backoff.pause();

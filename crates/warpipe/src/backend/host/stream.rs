@@ -175,10 +175,7 @@ impl HostStream {
             .wait_timeout_while(queue, limit, full)
             .unwrap_or_else(PoisonError::into_inner);
         if waited.timed_out() {
-            return Err(Error::Timeout {
-                what: "room in the stream's queue".into(),
-                waited: limit,
-            });
+            return Err(Error::timeout("room in the stream's queue", limit));
         }
         queue.ops.extend(ops);
         self.unfinished.fetch_add(count, Ordering::Relaxed);
@@ -235,10 +232,7 @@ impl HostStream {
             self.push(Op::Call(Box::new(move || {
                 let _ = done.send(());
             })))?;
-            let stuck = |_| Error::Timeout {
-                what: "the stream's earlier work".into(),
-                waited: ROOM_TIMEOUT,
-            };
+            let stuck = |_| Error::timeout("the stream's earlier work", ROOM_TIMEOUT);
             wait.recv_timeout(ROOM_TIMEOUT).map_err(stuck)?;
         }
         // SAFETY: the caller's promise for `src`.

@@ -169,10 +169,7 @@ impl Domain {
                 "another process to remove what a dead owner of {:?} left",
                 name.as_str()
             );
-            return Err(Error::Timeout {
-                what,
-                waited: CLEAR_TIMEOUT,
-            });
+            return Err(Error::timeout(what, CLEAR_TIMEOUT));
         }
         if !self.leads_to(file, &stat) {
             return Ok(None);

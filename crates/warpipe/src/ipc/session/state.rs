@@ -115,10 +115,10 @@ impl SessionState {
         match error {
             error if has_closed(error) => self.owner_gone(),
             // The server does not read its socket: it is stopped, or hung.
-            Errno::AGAIN => Error::Timeout {
-                what: format!("{:?} to read its socket", self.name),
-                waited: Duration::ZERO,
-            },
+            Errno::AGAIN => Error::timeout(
+                format!("{:?} to read its socket", self.name),
+                Duration::ZERO,
+            ),
             other => Error::os("sendmsg", format!("a request to {:?}", self.name), other),
         }
     }
@@ -186,7 +186,7 @@ impl SessionState {
             requests.open.insert(serial, abandoned);
             let what = format!("an answer of {:?} (process {})", self.name, self.peer.pid);
             let waited = wait.limit();
-            Some(Err(Error::Timeout { what, waited }))
+            Some(Err(Error::timeout(what, waited)))
         })
     }
 
@@ -319,10 +319,7 @@ impl ConnectionUser for SessionState {
         let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
         let graceful = self.is_graceful();
         if graceful {
-            trace::emit(|| TraceEvent::OwnerClosed {
-                name: self.name.clone(),
-                pid: self.peer.pid,
-            });
+            trace::emit(|| TraceEvent::OwnerClosed(self.name.clone(), self.peer.pid));
         }
         self.tell(|observer| observer.on_closed(graceful));
         if let Some(me) = self.requests.locked().take_dropped_if(|_| true) {
@@ -334,10 +331,7 @@ impl ConnectionUser for SessionState {
         connection::read_out(self, id);
         self.on_close(id);
         if !self.is_dead.swap(true, SeqCst) {
-            trace::emit(|| TraceEvent::OwnerDied {
-                name: self.name.clone(),
-                pid: self.peer.pid,
-            });
+            trace::emit(|| TraceEvent::OwnerDied(self.name.clone(), self.peer.pid));
         }
         self.tell(|observer| observer.on_orphaned());
     }

@@ -219,11 +219,13 @@ impl PublisherCore {
                 }
             }
             Ok(()) => {
-                trace::emit(|| TraceEvent::SubscriberAttached {
-                    name: self.name.to_string(),
-                    subscriber: link.id,
-                    pid: link.end.peer.pid,
-                    uid: link.end.peer.uid,
+                trace::emit(|| {
+                    TraceEvent::SubscriberAttached(
+                        self.name.to_string(),
+                        link.id,
+                        link.end.peer.pid,
+                        link.end.peer.uid,
+                    )
                 });
                 link.phase = LinkPhase::Joining;
                 state.history.has_joiners = true;
@@ -238,11 +240,13 @@ impl PublisherCore {
     }
 
     fn trace_left(&self, link: &SubscriberLink, reason: &dyn ToString) {
-        trace::emit(|| TraceEvent::SubscriberLeft {
-            name: self.name.to_string(),
-            subscriber: link.id,
-            pid: link.end.peer.pid,
-            reason: reason.to_string(),
+        trace::emit(|| {
+            TraceEvent::SubscriberLeft(
+                self.name.to_string(),
+                link.id,
+                link.end.peer.pid,
+                reason.to_string(),
+            )
         });
     }
 
@@ -328,11 +332,13 @@ impl PublisherCore {
         for link in state.links.iter_mut().filter(|link| link.is_live()) {
             let silence = link.silence();
             if silence > limit {
-                trace::emit(|| TraceEvent::SubscriberEvicted {
-                    name: self.name.to_string(),
-                    subscriber: link.id,
-                    pid: link.end.peer.pid,
-                    silent_ms: silence.as_millis() as u64,
+                trace::emit(|| {
+                    TraceEvent::SubscriberEvicted(
+                        self.name.to_string(),
+                        link.id,
+                        link.end.peer.pid,
+                        silence.as_millis() as u64,
+                    )
                 });
                 link.leave(Some(CloseReason::Evicted(format!(
                     "no sign of life for {silence:.1?}"
@@ -418,10 +424,8 @@ impl ConnectionUser for PublisherCore {
                 partner.on_close(id);
             }
             if link.is_staying() {
-                trace::emit(|| TraceEvent::SubscriberSuspect {
-                    name: self.name.to_string(),
-                    subscriber: id,
-                    pid: link.end.peer.pid,
+                trace::emit(|| {
+                    TraceEvent::SubscriberSuspect(self.name.to_string(), id, link.end.peer.pid)
                 });
                 link.leave(None);
                 link.phase = LinkPhase::Suspect;
@@ -436,10 +440,8 @@ impl ConnectionUser for PublisherCore {
     fn on_proven(&self, id: u64) {
         let mut state = self.lock();
         if let Some(link) = state.links.find(id) {
-            trace::emit(|| TraceEvent::SubscriberDied {
-                name: self.name.to_string(),
-                subscriber: id,
-                pid: link.end.peer.pid,
+            trace::emit(|| {
+                TraceEvent::SubscriberDied(self.name.to_string(), id, link.end.peer.pid)
             });
             link.ring.mark_receiver_dead();
             link.leave(None);

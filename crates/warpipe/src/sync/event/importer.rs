@@ -206,12 +206,11 @@ impl EventImporter {
                 let lane = usize::from(lane);
                 Ok(GrantedLane { page, lane, from })
             }
-            LaneReply::Granted { lane, from } => Err(Error::Protocol {
-                name: self.name().to_string(),
-                field: "lane",
-                found: format!("{lane} at {from}"),
-                allowed: format!("1 to {}, at 0 to {FROM_MAX}", LANES_PER_EVENT - 1),
-            }),
+            LaneReply::Granted { lane, from } => {
+                let found = format!("{lane} at {from}");
+                let allowed = format!("1 to {}, at 0 to {FROM_MAX}", LANES_PER_EVENT - 1);
+                Err(Error::protocol(self.name(), "lane", found, allowed))
+            }
             LaneReply::Full => {
                 let text = format!(
                     "event {index} has been recorded by {} other processes; make another event",

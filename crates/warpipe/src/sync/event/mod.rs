@@ -428,10 +428,8 @@ impl Event {
         if self.check(recording)? {
             return Ok(());
         }
-        Err(Error::Timeout {
-            what: format!("the work recorded by event {}", self.label()),
-            waited: timeout,
-        })
+        let what = format!("the work recorded by event {}", self.label());
+        Err(Error::timeout(what, timeout))
     }
 
     /// Whether this recording is complete: true, or false if it may still complete.

@@ -201,12 +201,8 @@ impl LocalSemaphore {
     }
 
     fn slot_lost(&self) -> Error {
-        Error::Protocol {
-            name: self.name.clone(),
-            field: "waiter's place",
-            found: "overwritten".into(),
-            allowed: "its waiter's own until it leaves".into(),
-        }
+        let allowed = "its waiter's own until it leaves";
+        Error::protocol(&self.name, "waiter's place", "overwritten", allowed)
     }
 
     pub(super) fn has_room_for_work(&self, permit: u32) -> bool {
@@ -225,7 +221,7 @@ impl LocalSemaphore {
             if slice.is_zero() {
                 let what = format!("the device work of the last holder of {:?}", self.name);
                 let waited = wait.limit();
-                return Err(Error::Timeout { what, waited });
+                return Err(Error::timeout(what, waited));
             }
         }
     }
@@ -245,7 +241,7 @@ impl LocalSemaphore {
             if slice.is_zero() && !self.is_connected_to_signallers(permit) {
                 let what = format!("a member of {:?} to share its signals", self.name);
                 let waited = wait.limit();
-                return Err(Error::Timeout { what, waited });
+                return Err(Error::timeout(what, waited));
             }
         }
         Ok(())
@@ -367,12 +363,13 @@ impl LocalSemaphore {
                 let MemberPresence { is_here, is_told } = decode(&incoming.body, &self.name)?;
                 let process = <[PeerFd; 3]>::try_from(incoming.fds).ok();
                 if is_here && process.is_none() && member != CREATOR {
-                    return Err(Error::Protocol {
-                        name: self.name.clone(),
-                        field: "descriptors",
-                        found: "too few".into(),
-                        allowed: "a pidfd and a lifeline".into(),
-                    });
+                    let allowed = "a pidfd and a lifeline";
+                    return Err(Error::protocol(
+                        &self.name,
+                        "descriptors",
+                        "too few",
+                        allowed,
+                    ));
                 }
                 Ok(is_here.then_some(Introduction { is_told, process }))
             }

@@ -13,6 +13,7 @@ use super::page::{CREATOR, SemaphorePage};
 use super::signals::MemberSignals;
 use serde::{Deserialize, Serialize};
 
+use crate::debug::opaque_debug;
 use crate::error::{Error, Result};
 use crate::ipc::peer::{DeathEvidence, ORPHAN_TIMEOUT, Process};
 use crate::ipc::{IncomingReply, SessionObserver, decode};
@@ -50,13 +51,7 @@ pub(super) struct MemberMonitor {
     watched_members: Mutex<BTreeMap<u32, Option<WatchedMember>>>,
 }
 
-impl std::fmt::Debug for MemberMonitor {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("MemberMonitor")
-            .field("member", &self.member)
-            .finish_non_exhaustive()
-    }
-}
+opaque_debug!(MemberMonitor { member });
 
 impl MemberMonitor {
     pub(super) fn new(
@@ -120,11 +115,9 @@ impl MemberMonitor {
     /// Starts to watch an expected member, unless it has left. Calls [`EventSource::on_ready`] at
     /// once if it is dead already.
     pub(super) fn watch_member(&self, member: u32, process: [PeerFd; 3], name: &str) -> Result<()> {
-        let process = Process::relayed(process).map_err(|fault| Error::Protocol {
-            name: name.to_string(),
-            field: "descriptors of a member",
-            found: fault.to_string(),
-            allowed: "a pidfd and a lifeline".into(),
+        let process = Process::relayed(process).map_err(|fault| {
+            let allowed = "a pidfd and a lifeline";
+            Error::protocol(name, "descriptors of a member", fault, allowed)
         })?;
         let watch = process.watch(
             DeathEvidence::Orphaned(ORPHAN_TIMEOUT),

@@ -155,12 +155,9 @@ impl Semaphore {
         let (SemaphoreWelcome { member, permits }, [fd]) =
             reply.open::<SemaphoreWelcome, 1>(name.as_str())?;
         if !(1..=PERMITS_MAX).contains(&permits) || member == 0 || member == CREATOR {
-            return Err(Error::Protocol {
-                name: name.to_string(),
-                field: "admission",
-                found: format!("member {member}, {permits} permits"),
-                allowed: format!("a member's number, and 1 to {PERMITS_MAX} permits"),
-            });
+            let found = format!("member {member}, {permits} permits");
+            let allowed = format!("a member's number, and 1 to {PERMITS_MAX} permits");
+            return Err(Error::protocol(name, "admission", found, allowed));
         }
         let reactor = session.reactor().clone();
         let signals = MemberSignals::new(member, permits, name.as_str(), &device, &reactor)?;
