@@ -31,6 +31,7 @@ pub(crate) use observer::SubscriberChanges;
 pub use publisher::{Publisher, SampleMut, SendError};
 pub(crate) use publisher_core::{Forwarded, REPLIES, RetainedSlot};
 pub use publisher_core::{SlotHold, SlotReturn};
+pub(crate) use sample::RawSample;
 pub use sample::{Discontinuity, PreviousPublisher, Receipt, Sample};
-pub(crate) use subscriber::{CompletionWait, RawSample, Replies};
+pub(crate) use subscriber::Replies;
 pub use subscriber::{Samples, Subscriber, SubscriberBuilder};

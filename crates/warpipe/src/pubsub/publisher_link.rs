@@ -115,7 +115,7 @@ pub(crate) struct ReceiverEnd {
     /// The stream for copies to the host, made for the first copy: a stream for each copy would
     /// cost more than the hand-over.
     copies: OnceLock<Stream>,
-    reactor: Arc<Reactor>,
+    pub(super) reactor: Arc<Reactor>,
 }
 
 /// The sender of the other ring of a link with replies. It reads the socket for both.

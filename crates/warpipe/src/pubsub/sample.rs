@@ -10,6 +10,7 @@ use crate::error::{Error, Result};
 use crate::memory::region::Region;
 use crate::memory::slice::zeroed;
 use crate::pubsub::entry::{CheckedEntry, Metadata};
+use crate::runtime::fence::Fence;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 
@@ -35,22 +36,173 @@ pub struct PreviousPublisher {
     pub graceful: bool,
 }
 
-/// A sample that belongs to this end.
+/// Reports, after a sample has been released, whether its data was complete.
 #[derive(Debug)]
-pub(super) struct TakenSample {
+pub struct Receipt {
+    pub(super) link: Arc<PublisherLink>,
     pub(super) position: u64,
-    pub(super) slot: SampleSlot,
-    pub(super) checked: CheckedEntry,
+    pub(super) sequence: u64,
     /// Its data is complete, and its entry of the ring may have another sample.
     pub(super) is_set_aside: bool,
 }
 
-/// Where a sample lies.
+impl Receipt {
+    /// Whether the data was complete; `Ok(false)` while that is not known yet.
+    ///
+    /// # Errors
+    /// [`Error::SampleLost`].
+    pub fn check(&self) -> Result<bool> {
+        self.link.owner_process.check()?;
+        Ok(self.is_set_aside || self.link.completion(self.position, self.sequence)?)
+    }
+
+    /// Waits until the result is known.
+    ///
+    /// # Errors
+    /// [`Error::SampleLost`]; [`Error::Timeout`].
+    pub fn wait(&self, timeout: Duration) -> Result<()> {
+        if self.check()? || (self.wait_word(timeout)? && self.check()?) {
+            return Ok(());
+        }
+        let (sequence, name) = (self.sequence, &self.link.name);
+        Err(Error::Timeout {
+            what: format!("the data of sample {sequence} of {name:?}"),
+            waited: timeout,
+        })
+    }
+
+    /// Waits on the CPU until the data may be complete, or never will be. False once `limit` has
+    /// passed.
+    pub(crate) fn wait_word(&self, limit: Duration) -> Result<bool> {
+        self.link.wait_ready(self.position, limit)
+    }
+
+    pub(crate) fn duplicate(&self) -> Receipt {
+        Receipt {
+            link: self.link.clone(),
+            ..*self
+        }
+    }
+
+    /// Releases the sample behind the stream's work.
+    fn release(&self, stream: &Stream) -> Result<()> {
+        if !self.is_set_aside {
+            return self.link.release(self.position, stream);
+        }
+        stream.check_not_capturing()?;
+        self.give_back_behind(stream);
+        Ok(())
+    }
+
+    /// [Gives the sample back](Self::give_back) once `stream` is past the work that it has; one that
+    /// is being captured, once the capture has ended and it is past the work that it had before.
+    fn give_back_behind(&self, stream: &Stream) {
+        self.link.record_use(stream);
+        let mut fence = Fence::behind(stream);
+        if fence.is_reached() {
+            return self.give_back();
+        }
+        let receipt = self.duplicate();
+        self.link
+            .reactor
+            .call_after(fence, move || receipt.give_back());
+    }
+
+    /// Releases, once its data is complete, a sample that no stream reads.
+    fn give_back(&self) {
+        match self.is_set_aside {
+            true => self.link.return_slot(self.position),
+            false => self.link.give_back(self.position),
+        }
+    }
+}
+
+/// A sample that was taken from the ring. Dropped, it is released once its data is complete.
 #[derive(Debug)]
-pub(super) struct SampleSlot {
-    pub(super) address: DevicePtr,
+pub(crate) struct RawSample {
+    pub(super) receipt: Receipt,
+    address: DevicePtr,
     #[expect(dead_code, reason = "keeps it mapped, whatever the publisher says")]
-    pub(super) region: Arc<Region>,
+    region: Arc<Region>,
+    layout: Arc<Layout>,
+    metadata: Metadata,
+    /// 0 for none.
+    sent_ns: u64,
+    is_released: bool,
+}
+
+impl RawSample {
+    #[inline(always)]
+    pub(super) fn new(receipt: Receipt, region: Arc<Region>, checked: CheckedEntry) -> RawSample {
+        RawSample {
+            receipt,
+            address: region.ptr() + checked.slot,
+            region,
+            layout: checked.layout,
+            metadata: checked.metadata,
+            sent_ns: checked.sent_ns,
+            is_released: false,
+        }
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.layout.bytes()
+    }
+
+    pub(crate) fn metadata(&self) -> &[u8] {
+        self.metadata.as_bytes()
+    }
+
+    /// Whether the data is complete; an error if it never will be.
+    #[inline]
+    pub(crate) fn is_complete(&self) -> Result<bool> {
+        self.receipt.check()
+    }
+
+    /// A handle to wait for the data without keeping this sample.
+    pub(crate) fn receipt(&self) -> Receipt {
+        self.receipt.duplicate()
+    }
+
+    /// Once [`is_complete`](Self::is_complete) is true: gives its entry of the ring back, if samples
+    /// hold more than half of the entries.
+    pub(crate) fn make_room(&mut self) {
+        let Receipt { link, position, .. } = &self.receipt;
+        if !self.receipt.is_set_aside && link.is_crowded() {
+            link.set_aside(*position);
+            self.receipt.is_set_aside = true;
+        }
+    }
+
+    /// The sample, for a stream that waits for its data, or has nothing to wait for.
+    // A sample is long: a call that hands it on copies it.
+    #[inline(always)]
+    pub(crate) fn into_sample(
+        self,
+        stream: &Stream,
+        discontinuity: Option<Box<Discontinuity>>,
+    ) -> Sample {
+        Sample {
+            received_ns: if self.sent_ns == 0 { 0 } else { now_ns() },
+            discontinuity,
+            stream: stream.clone(),
+            raw: self,
+        }
+    }
+}
+
+impl Drop for RawSample {
+    fn drop(&mut self) {
+        if self.is_released {
+            return;
+        }
+        let link = &self.receipt.link;
+        match link.owner_process.is_current() {
+            true => self.receipt.give_back(),
+            // A forked child must not give up the parent's mappings and words.
+            false => std::mem::forget(link.clone()),
+        }
+    }
 }
 
 /// A tensor in the publisher's memory. Kernels enqueued on the stream that it was received with
@@ -58,85 +210,47 @@ pub(super) struct SampleSlot {
 #[derive(Debug)]
 #[must_use = "a sample that is dropped is released"]
 pub struct Sample {
-    receipt: Receipt,
-    slot: SampleSlot,
-    layout: Arc<Layout>,
-    metadata: Metadata,
-    /// 0 for none, as the next.
-    sent_ns: u64,
+    raw: RawSample,
+    /// 0 for none.
     received_ns: u64,
     /// Behind a pointer: few samples have one, and a sample is moved often.
     discontinuity: Option<Box<Discontinuity>>,
     stream: Stream,
-    is_released: bool,
 }
 
 impl Sample {
-    // A sample is long: a call that hands it on copies it.
-    #[inline(always)]
-    pub(super) fn new(
-        link: Arc<PublisherLink>,
-        taken: TakenSample,
-        stream: &Stream,
-        discontinuity: Option<Box<Discontinuity>>,
-    ) -> Sample {
-        let CheckedEntry {
-            sequence,
-            sent_ns,
-            layout,
-            metadata,
-            ..
-        } = taken.checked;
-        Sample {
-            receipt: Receipt {
-                link,
-                position: taken.position,
-                sequence,
-                is_set_aside: taken.is_set_aside,
-            },
-            slot: taken.slot,
-            layout,
-            metadata,
-            sent_ns,
-            received_ns: if sent_ns == 0 { 0 } else { now_ns() },
-            discontinuity,
-            stream: stream.clone(),
-            is_released: false,
-        }
-    }
-
     /// The device address of the element with all indices 0. Memory that this process may only
     /// read.
     pub fn ptr(&self) -> DevicePtr {
-        self.slot_ptr() + self.layout.offset()
+        self.slot_ptr() + self.layout().offset()
     }
 
     /// The device address of the slot's first byte; it is `layout().bytes()` long.
     pub fn slot_ptr(&self) -> DevicePtr {
-        self.slot.address
+        self.raw.address
     }
 
     /// The tensor's layout.
     pub fn layout(&self) -> &Layout {
-        &self.layout
+        &self.raw.layout
     }
 
     /// The metadata bytes that were sent with the sample.
     pub fn metadata(&self) -> &[u8] {
-        self.metadata.as_bytes()
+        self.raw.metadata()
     }
 
     /// The sample's number among its publisher's samples, from 1. A gap in the numbers is samples
     /// that this subscriber did not get: [`discontinuity`](Self::discontinuity) counts them.
     pub fn sequence(&self) -> u64 {
-        self.receipt.sequence
+        self.raw.receipt.sequence
     }
 
     /// When the sample was sent, in nanoseconds of `CLOCK_MONOTONIC` (see
     /// [`crate::clock::now_ns`]), as stated by the sender; `None` from a publisher without
     /// [`timestamps`](crate::PublisherBuilder::timestamps).
     pub fn sent_at_ns(&self) -> Option<u64> {
-        Some(self.sent_ns).filter(|&sent| sent != 0)
+        Some(self.raw.sent_ns).filter(|&sent| sent != 0)
     }
 
     /// When the sample was received, in nanoseconds of `CLOCK_MONOTONIC`; `None` where
@@ -174,10 +288,10 @@ impl Sample {
     /// [`Error::SampleLost`] when the sender died before the data was complete; [`Error::Argument`]
     /// for a stream of another device; [`Error::Driver`]; [`Error::Forked`].
     pub fn wait_on(&self, stream: &Stream) -> Result<()> {
-        let Receipt { link, position, .. } = &self.receipt;
+        let Receipt { link, position, .. } = &self.raw.receipt;
         link.owner_process.check()?;
         stream.check_usable(self.stream.device())?;
-        if self.receipt.is_set_aside || link.admit(*position, stream)? {
+        if self.raw.receipt.is_set_aside || link.admit(*position, stream)? {
             return Ok(());
         }
         Err(link.lost(self.sequence()))
@@ -188,7 +302,7 @@ impl Sample {
     /// # Errors
     /// [`Error::SampleLost`]; [`Error::Forked`].
     pub fn is_complete(&self) -> Result<bool> {
-        self.receipt.check()
+        self.raw.receipt.check()
     }
 
     /// Waits on the CPU until the data is complete. Device work needs no such wait: its stream
@@ -197,7 +311,7 @@ impl Sample {
     /// # Errors
     /// [`Error::SampleLost`] when the sender died first; [`Error::Timeout`]; [`Error::Forked`].
     pub fn wait(&self, timeout: Duration) -> Result<()> {
-        self.receipt.wait(timeout)
+        self.raw.receipt.wait(timeout)
     }
 
     /// Waits for the data and copies the whole slot (`layout().bytes()` bytes) to host memory.
@@ -218,7 +332,7 @@ impl Sample {
             return Ok(());
         }
         // Not the user's stream: that may wait for other work, and this copy must not.
-        let stream = self.receipt.link.copies()?;
+        let stream = self.raw.receipt.link.copies()?;
         // SAFETY: the stream is live and only ever copies; the slot lies inside the region (checked
         // when it was received), which this sample's link keeps mapped.
         unsafe {
@@ -259,24 +373,13 @@ impl Sample {
     /// capture has ended and the stream is past the work that it had before, as if it were dropped
     /// now; [`Error::Driver`] when the release could not be enqueued; [`Error::Forked`].
     pub fn release(mut self) -> Result<Receipt> {
-        self.receipt.link.owner_process.check()?;
+        let receipt = &self.raw.receipt;
+        receipt.link.owner_process.check()?;
         // If this fails, the drop tries once more, and closes the link when that fails, too.
-        self.release_behind_stream()?;
-        self.is_released = true;
-        Ok(Receipt {
-            link: self.receipt.link.clone(),
-            ..self.receipt
-        })
-    }
-
-    fn release_behind_stream(&self) -> Result<()> {
-        let Receipt { link, position, .. } = &self.receipt;
-        if !self.receipt.is_set_aside {
-            return link.release(*position, &self.stream);
-        }
-        self.stream.check_not_capturing()?;
-        link.return_behind(*position, &self.stream);
-        Ok(())
+        receipt.release(&self.stream)?;
+        let receipt = receipt.duplicate();
+        self.raw.is_released = true;
+        Ok(receipt)
     }
 
     /// Releases the sample behind the work of another stream than the one it was received with,
@@ -294,55 +397,19 @@ impl Sample {
 
 impl Drop for Sample {
     fn drop(&mut self) {
-        if self.is_released {
+        let receipt = &self.raw.receipt;
+        if self.raw.is_released || !receipt.link.owner_process.is_current() {
             return;
         }
-        let Receipt { link, position, .. } = &self.receipt;
-        if !link.owner_process.is_current() {
-            // A forked child must not give up the parent's mappings and words.
-            std::mem::forget(link.clone());
-            return;
-        }
-        match self.release_behind_stream() {
+        match receipt.release(&self.stream) {
             Ok(()) => {}
-            Err(_) if self.receipt.is_set_aside => link.return_behind(*position, &self.stream),
-            Err(Error::Capturing { .. }) => link.release_later(*position, &self.stream),
+            Err(error) if receipt.is_set_aside || matches!(error, Error::Capturing { .. }) => {
+                receipt.give_back_behind(&self.stream);
+            }
             // Without a release the publisher keeps the slot. Closing the link tells the publisher
             // so.
-            Err(error) => link.fail(error),
+            Err(error) => receipt.link.fail(error),
         }
-    }
-}
-
-/// Reports, after a sample has been released, whether its data was complete.
-#[derive(Debug)]
-pub struct Receipt {
-    link: Arc<PublisherLink>,
-    position: u64,
-    sequence: u64,
-    /// Its data is complete, and its entry of the ring may have another sample.
-    is_set_aside: bool,
-}
-
-impl Receipt {
-    /// Whether the data was complete; `Ok(false)` while that is not known yet.
-    ///
-    /// # Errors
-    /// [`Error::SampleLost`].
-    pub fn check(&self) -> Result<bool> {
-        self.link.owner_process.check()?;
-        Ok(self.is_set_aside || self.link.completion(self.position, self.sequence)?)
-    }
-
-    /// Waits until the result is known.
-    ///
-    /// # Errors
-    /// [`Error::SampleLost`]; [`Error::Timeout`].
-    pub fn wait(&self, timeout: Duration) -> Result<()> {
-        if self.is_set_aside {
-            return self.link.owner_process.check();
-        }
-        self.link
-            .wait_complete(self.position, self.sequence, timeout)
+        self.raw.is_released = true;
     }
 }

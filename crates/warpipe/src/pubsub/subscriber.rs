@@ -1,10 +1,8 @@
 //! The public subscriber: its handle, receiving, and the next publisher after one has gone. How it
-//! sleeps and is woken: [`wait`]; the samples of one link: [`link_receiver`]; samples without a
-//! stream, and replies: [`raw_sample`].
+//! sleeps and is woken: [`wait`]; the samples of one link, and replies: [`link_receiver`].
 
 mod builder;
 mod link_receiver;
-mod raw_sample;
 #[cfg(test)]
 mod tests;
 mod wait;
@@ -17,7 +15,7 @@ use std::time::Duration;
 use rustix::event::epoll;
 
 pub use builder::SubscriberBuilder;
-pub(crate) use raw_sample::{CompletionWait, RawSample, Replies};
+pub(crate) use link_receiver::Replies;
 
 use self::link_receiver::{EndedLink, LinkReceiver};
 use self::wait::{ARRIVALS, DOORBELL, TickRinger, WAKE, watch_descriptor};
@@ -34,7 +32,7 @@ use crate::ipc::peer::ORPHAN_TIMEOUT;
 use crate::ipc::{self, PeerState, until_found};
 use crate::nvtx;
 use crate::options::EndpointOptions;
-use crate::pubsub::ring::ReceiverRing;
+use crate::pubsub::entry::Violation;
 use crate::runtime::attempt::Attempt;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::reactor::Reactor;
@@ -205,12 +203,6 @@ impl Subscriber {
     fn attached_by(&mut self, link: Arc<PublisherLink>) -> Result<()> {
         watch_descriptor(&self.readable, link.end.peer_doorbell.as_fd(), WAKE)
             .inspect_err(|_| link.leave())?;
-        let ring = ReceiverRing::new(link.segment().clone());
-        // Set before this ring is first polled: an end that is about to sleep polls once more after
-        // this.
-        if self.is_asleep.load(Ordering::Relaxed) {
-            ring.fall_asleep();
-        }
         self.row.set_domain(self.at.domain.identity());
         self.row.attach_to(link.generation);
         // The numbers of the link before go on.
@@ -218,7 +210,12 @@ impl Subscriber {
             Some(ended) if ended.source == link.source => ended.last_received,
             _ => 0,
         };
-        let attached = LinkReceiver::new(link, ring, last_received, self.row.clone());
+        let attached = LinkReceiver::new(link, last_received, self.row.clone());
+        // Set before this ring is first polled: an end that is about to sleep polls once more after
+        // this.
+        if self.is_asleep.load(Ordering::Relaxed) {
+            attached.ring.fall_asleep();
+        }
         self.attached = Some(LeakOnFork::new(attached));
         Ok(())
     }
@@ -253,6 +250,14 @@ impl Subscriber {
     pub(super) fn link_of_replies(&self) -> Result<Arc<PublisherLink>> {
         let attached = self.attached.as_ref().ok_or_else(|| self.not_found())?;
         Ok(attached.link.clone())
+    }
+
+    /// Closes the link because of the publisher's violation.
+    pub(crate) fn fail(&self, violation: Violation) -> Error {
+        match &self.attached {
+            Some(attached) => attached.fail(violation),
+            None => self.not_found(),
+        }
     }
 
     fn not_found(&self) -> Error {

@@ -125,7 +125,7 @@ pub(super) fn into_result(
             attempt,
             pid,
         }) => Ok(JobResult {
-            sample: arrival.into_sample(stream),
+            sample: arrival.into_sample(stream, None),
             job,
             attempt,
             worker_pid: pid,

@@ -21,7 +21,6 @@ use crate::mutex::LockUnpoisoned;
 use crate::os::is_shortage;
 use crate::pubsub::entry::{Completion, Violation, violation};
 use crate::pubsub::ring::{self, count_release};
-use crate::runtime::fence::Fence;
 use crate::runtime::reactor::DropReadiness;
 use crate::stream::Stream;
 
@@ -39,8 +38,8 @@ pub(super) struct SetAside {
 
 impl PublisherLink {
     /// Prepares `stream`, which was found [usable](Stream::check_usable) in the same user call, to
-    /// read the sample at `position`: the stream waits until the data is complete. False if the publisher is dead and
-    /// the data never will be complete.
+    /// read the sample at `position`: the stream waits until the data is complete. False if the
+    /// publisher is dead and the data never will be complete.
     #[inline]
     pub(in crate::pubsub) fn admit(&self, position: u64, stream: &Stream) -> Result<bool> {
         if self.monitor.hold(position) {
@@ -92,7 +91,8 @@ impl PublisherLink {
         }
     }
 
-    fn record_use(&self, stream: &Stream) {
+    #[inline]
+    pub(in crate::pubsub) fn record_use(&self, stream: &Stream) {
         self.streams.record_use(stream);
     }
 
@@ -116,14 +116,6 @@ impl PublisherLink {
         if !self.release_if_complete(position) {
             self.try_until(move |me| me.release_if_complete(position));
         }
-    }
-
-    /// Releases a sample behind the work that `stream`, which is being captured, was given before:
-    /// once the capture has ended and the stream is past that work.
-    pub(in crate::pubsub) fn release_later(self: &Arc<Self>, position: u64, stream: &Stream) {
-        let (me, mut fence) = (self.clone(), Fence::behind(stream));
-        self.reactor
-            .drop_after(move || fence.is_reached() && me.release_if_complete(position));
     }
 
     /// Has the fence thread call `done` until it returns true, however long the peer takes.
@@ -176,34 +168,11 @@ impl PublisherLink {
         }
     }
 
-    /// Waits on the CPU until the sample's data is complete.
-    #[inline]
-    pub(in crate::pubsub) fn wait_complete(
-        &self,
-        position: u64,
-        sequence: u64,
-        timeout: Duration,
-    ) -> Result<()> {
-        self.owner_process.check()?;
-        if !self.completion(position, sequence)? {
-            let word = &self.segment.entry(position).ready;
-            if !self.device.backend().wait_word(word, position, timeout)? {
-                let what = format!("the data of sample {sequence} of {:?}", self.name);
-                return Err(Error::Timeout {
-                    what,
-                    waited: timeout,
-                });
-            }
-            self.completion(position, sequence)?;
-        }
-        Ok(())
-    }
-
-    /// Waits on the CPU until the data may be complete, or never will be, or `limit` has passed.
-    pub(in crate::pubsub) fn wait_for_completion(&self, position: u64, limit: Duration) {
+    /// Waits on the CPU until the data may be complete, or never will be. False once `limit` has
+    /// passed.
+    pub(in crate::pubsub) fn wait_ready(&self, position: u64, limit: Duration) -> Result<bool> {
         let word = &self.segment.entry(position).ready;
-        // The caller checks the word again, whatever the result.
-        let _ = self.device.backend().wait_word(word, position, limit);
+        self.device.backend().wait_word(word, position, limit)
     }
 
     /// The stream for copies to the host. It only ever copies complete data, so it never waits for
@@ -232,18 +201,6 @@ impl PublisherLink {
         self.set_aside.kept.fetch_add(1, Relaxed);
         ring::set_aside(&self.segment, position);
         self.notify_release();
-    }
-
-    /// Returns the slot of a sample that was set aside, behind the work of `stream`.
-    pub(in crate::pubsub) fn return_behind(self: &Arc<Self>, position: u64, stream: &Stream) {
-        self.record_use(stream);
-        let mut fence = Fence::behind(stream);
-        if fence.is_reached() {
-            return self.return_slot(position);
-        }
-        let me = self.clone();
-        self.reactor
-            .call_after(fence, move || me.return_slot(position));
     }
 
     /// Returns the slot of a sample that was set aside.
@@ -358,7 +315,7 @@ mod tests {
         let stream = scene.stream.clone();
         for (index, arrival) in kept.drain(..).enumerate() {
             if index % 2 == 0 {
-                let sample = arrival.into_sample(&stream);
+                let sample = arrival.into_sample(&stream, None);
                 sample.wait_on(&stream).unwrap();
                 let receipt = sample.release().unwrap();
                 assert!(receipt.check().unwrap());
@@ -388,7 +345,7 @@ mod tests {
         for kind in [Kind::Results, Kind::Publisher] {
             let mut scene = Scene::new("false", kind);
             let arrival = scene.take();
-            arrival.link().return_slot(1);
+            arrival.receipt.link.return_slot(1);
             let end = scene.subscriber.receive(&scene.stream, SOON);
             let Err(Error::Evicted { reason, .. }) = end else {
                 panic!("{end:?}");

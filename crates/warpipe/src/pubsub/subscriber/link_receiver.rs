@@ -1,18 +1,23 @@
 //! The receiver of one ring: takes, checks and admits the samples of one link. A subscriber has one
 //! while it is attached to a publisher; a queue has one for the replies of each worker.
 
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use crate::error::{Error, Result};
+use crate::fork::leak_on_fork::LeakOnFork;
+use crate::ipc::Kind;
+use crate::ipc::domain::Domain;
 use crate::memory::region::Region;
-use crate::pubsub::entry::{CheckedEntry, Violation, violation};
-use crate::pubsub::publisher_link::{OpenRegion, PublisherLink, SenderState};
+use crate::pubsub::entry::{Violation, violation};
+use crate::pubsub::observer::LinkedSubscriber;
+use crate::pubsub::publisher_link::{PublisherLink, SenderState};
 use crate::pubsub::ring::ReceiverRing;
-use crate::pubsub::sample::{Discontinuity, PreviousPublisher, Sample, SampleSlot, TakenSample};
+use crate::pubsub::sample::{Discontinuity, PreviousPublisher, RawSample, Receipt, Sample};
 use crate::runtime::heartbeat::Uptime;
 use crate::shm::segment::DEPTH_MAX;
-use crate::statistics::EndpointRow;
+use crate::statistics::{EndpointRow, EndpointWords, Role};
 use crate::stream::Stream;
 
 /// How long a sample's region may take to arrive behind the sample itself, while this process runs.
@@ -24,48 +29,45 @@ pub(crate) struct LinkReceiver {
     pub(super) link: Arc<PublisherLink>,
     pub(super) ring: ReceiverRing,
     /// The link's regions, by their ids, as they were when one was last looked for in vain.
-    pub(super) regions: Vec<KnownRegion>,
+    regions: Vec<(u32, Weak<Region>)>,
     /// The index in `regions` of that of the entry that was copied last.
     region: usize,
     /// The number of the sample that was taken last, lost or not; 0 for none.
-    pub(super) last_sequence: u64,
+    last_sequence: u64,
     /// The number of the sample that the subscriber received last, also over an earlier link to the
     /// same source; 0 for none.
     pub(super) last_received: u64,
     /// How many samples of this link were received over an earlier one. No history is longer than a
     /// ring, so beyond [`DEPTH_MAX`] the source's numbers have begun anew.
-    pub(super) repeated: u32,
-    /// A sample was found without its region.
-    pub(super) region_missing: Option<MissingRegion>,
+    repeated: u32,
+    /// A sample was found without its region, of this number; and the time since then.
+    pub(super) region_missing: Option<(u32, Uptime)>,
     /// A sample taken from the ring that the device refused to wait for. It is the next to be
     /// admitted.
-    pub(super) taken: Option<TakenSample>,
+    pub(super) taken: Option<RawSample>,
     /// The subscriber's row of this process's statistics page.
-    pub(super) row: Arc<EndpointRow>,
+    row: Arc<EndpointRow>,
 }
 
-/// A region of the link's. The link keeps it mapped until the publisher closes it.
-#[derive(Debug)]
-pub(super) struct KnownRegion {
-    id: u32,
-    region: Weak<Region>,
-}
+/// Receives the replies of one subscriber, over its link's second ring. Dropped, it asks for no more.
+pub(crate) type Replies = LeakOnFork<LinkReceiver>;
 
-impl From<&OpenRegion> for KnownRegion {
-    fn from(open: &OpenRegion) -> KnownRegion {
-        KnownRegion {
-            id: open.id,
-            region: Arc::downgrade(&open.region),
-        }
+impl LinkedSubscriber {
+    /// The receiver of its replies; `None` if it sends none. There is one for each subscriber.
+    pub(crate) fn receive_replies(&self, name: &str, domain: &Domain) -> Option<Replies> {
+        let link = self.replies.clone()?;
+        let row = Arc::new(EndpointRow::open(&EndpointWords {
+            kind: Kind::Results,
+            role: Role::Peer,
+            name,
+            domain: domain.identity(),
+            device: None,
+            generation: link.generation,
+            depth: 0,
+            memory_max: 0,
+        }));
+        Some(Replies::new(LinkReceiver::new(link, 0, row)))
     }
-}
-
-/// A region that a sample lies in and that is not mapped yet.
-#[derive(Debug, Default)]
-pub(super) struct MissingRegion {
-    pub(super) id: u32,
-    /// The time since the sample was found.
-    pub(super) clock: Uptime,
 }
 
 /// A link that has ended, until a sample of another link is received.
@@ -80,47 +82,18 @@ pub(super) struct EndedLink {
     pub(super) last_received: u64,
 }
 
-impl EndedLink {
-    /// The break before a sample of the next link.
-    fn break_before(self, sequence: u64, link: &PublisherLink) -> Discontinuity {
-        // An evicted subscriber may find the same publisher again, and a forwarder of a source be
-        // followed by another one: the numbers go on.
-        let missing = if self.source == link.source {
-            missing_between(self.last_received, sequence)
-        } else {
-            0
-        };
-        let is_another = self.generation != link.generation;
-        Discontinuity {
-            missing,
-            previous: is_another.then_some(self.publisher),
-        }
-    }
-}
-
-/// How many numbers lie between the sample received last and the next one. Before the first one
-/// nothing is missing.
-fn missing_between(last: u64, next: u64) -> u64 {
-    match last {
-        0 => 0,
-        last => next.saturating_sub(last).saturating_sub(1),
-    }
-}
-
 impl LinkReceiver {
     /// `last_received`: the number of the sample that the subscriber received last over an earlier
     /// link to the same source; 0 for none.
     pub(super) fn new(
         link: Arc<PublisherLink>,
-        ring: ReceiverRing,
         last_received: u64,
         row: Arc<EndpointRow>,
     ) -> LinkReceiver {
-        let regions = link.regions().iter().map(KnownRegion::from).collect();
         LinkReceiver {
+            ring: ReceiverRing::new(link.segment().clone()),
             link,
-            ring,
-            regions,
+            regions: Vec::new(),
             region: 0,
             last_sequence: 0,
             last_received,
@@ -138,34 +111,24 @@ impl LinkReceiver {
         self.taken.is_none() && self.region_missing.is_none() && !self.may_have_news()
     }
 
+    /// The next sample, if there is one, for `stream`, which waits for its data. The error at the
+    /// link's end comes behind the last sample.
     pub(super) fn poll(
         &mut self,
         stream: &Stream,
         ended: &mut Option<EndedLink>,
     ) -> Result<Option<Sample>> {
-        loop {
-            // Read before the ring: samples sent before the end must be found before the end is
-            // reported.
-            let link_state = self.link.link_state();
-            if link_state == SenderState::Failed {
-                return Err(self.link.why_over());
-            }
-            let kept = self.taken.take();
-            let taken = match kept.map_or_else(|| self.next(), |it| Ok(Some(it))) {
-                Ok(Some(taken)) => taken,
-                Ok(None) => return self.nothing(link_state).map(|()| None),
-                Err(violation) => return Err(self.fail(violation)),
-            };
-            match self.link.admit(taken.position, stream) {
+        while let Some(taken) = self.next()? {
+            match self.link.admit(taken.receipt.position, stream) {
                 Ok(true) => {
-                    let gap = self.break_before(taken.checked.sequence, ended);
-                    let link = self.link.clone();
-                    let sample = Sample::new(link, taken, stream, gap);
+                    let gap = self.break_before(taken.receipt.sequence, ended);
+                    let sample = taken.into_sample(stream, gap);
                     if let Some(latency_ns) = sample.latency_ns() {
                         self.row.time(latency_ns);
                     }
                     return Ok(Some(sample));
                 }
+                // It is lost.
                 Ok(false) => {}
                 Err(error) => {
                     self.taken = Some(taken);
@@ -173,28 +136,35 @@ impl LinkReceiver {
                 }
             }
         }
+        Ok(None)
     }
 
-    /// The next sample that belongs to this end, if there is one, as for [`poll`](Self::poll).
-    pub(super) fn take_next(&mut self) -> Result<Option<TakenSample>> {
+    /// The next sample, if there is one, without a stream. The error at the end is the same as from
+    /// `receive`.
+    pub(crate) fn take(&mut self) -> Result<Option<RawSample>> {
+        let taken = self.next()?;
+        Ok(taken.inspect(|taken| self.link.keep(taken.receipt.position)))
+    }
+
+    /// The next sample that belongs to this end, if there is one: neither admitted nor kept.
+    #[inline]
+    fn next(&mut self) -> Result<Option<RawSample>> {
+        // Read before the ring: samples sent before the end must be found before the end is
+        // reported.
         let link_state = self.link.link_state();
         if link_state == SenderState::Failed {
             return Err(self.link.why_over());
         }
-        let kept = self.taken.take();
-        match kept.map_or_else(|| self.next(), |it| Ok(Some(it))) {
-            Ok(None) => self.nothing(link_state).map(|()| None),
+        if let Some(kept) = self.taken.take() {
+            return Ok(Some(kept));
+        }
+        match self.take_new() {
+            Ok(None) if link_state == SenderState::Open || self.is_region_due() => {
+                self.check_missing_region().map(|()| None)
+            }
+            Ok(None) => Err(self.link.why_over()),
             Ok(taken) => Ok(taken),
             Err(violation) => Err(self.fail(violation)),
-        }
-    }
-
-    /// What a look at the ring says that found no sample, behind a look at the link's state. The
-    /// error at the link's end comes behind the last sample.
-    fn nothing(&self, link_state: SenderState) -> Result<()> {
-        match link_state == SenderState::Open || self.is_region_due() {
-            true => self.check_missing_region(),
-            false => Err(self.link.why_over()),
         }
     }
 
@@ -221,50 +191,33 @@ impl LinkReceiver {
         sequence: u64,
         ended: Option<EndedLink>,
     ) -> Option<Discontinuity> {
-        if let Some(ended) = ended {
-            return Some(ended.break_before(sequence, &self.link));
-        }
-        let missing = missing_between(last, sequence);
-        (missing > 0).then_some(Discontinuity {
-            missing,
-            previous: None,
-        })
+        let missing = match last {
+            // Before the first sample of a source nothing is missing.
+            0 => 0,
+            last => sequence.saturating_sub(last).saturating_sub(1),
+        };
+        let is_break = missing > 0 || ended.is_some();
+        // An evicted subscriber may find the same publisher again.
+        let is_another = |ended: &EndedLink| ended.generation != self.link.generation;
+        let previous = ended.filter(is_another).map(|ended| ended.publisher);
+        is_break.then_some(Discontinuity { missing, previous })
     }
 
     /// Takes and checks the next sample in the ring that this subscriber has not received before.
-    pub(super) fn next(&mut self) -> Result<Option<TakenSample>, Violation> {
-        loop {
-            let Some(position) = self.take_entry()? else {
-                return Ok(None);
-            };
-            let (slot, checked) = self.check()?;
-            // Set whatever happens to the sample: one that its publisher left incomplete is lost,
-            // and the next one follows it.
-            self.last_sequence = checked.sequence;
-            if let Some(completion) = checked.completion {
-                self.link.note_completion(position, completion)?;
-            }
-            if checked.sequence <= self.last_received && self.repeated < DEPTH_MAX {
-                self.skip(position);
+    fn take_new(&mut self) -> Result<Option<RawSample>, Violation> {
+        while let Some(position) = self.take_entry()? {
+            let taken = self.check(position)?;
+            let sequence = taken.receipt.sequence;
+            if sequence <= self.last_received && self.repeated < DEPTH_MAX {
+                // Received over an earlier link: it is given back, and the user does not see it.
+                self.repeated += 1;
+                self.link.keep(position);
                 continue;
             }
-            self.row.count(checked.sequence, checked.layout.bytes());
-            return Ok(Some(TakenSample {
-                position,
-                slot,
-                checked,
-                is_set_aside: false,
-            }));
+            self.row.count(sequence, taken.bytes());
+            return Ok(Some(taken));
         }
-    }
-
-    /// Gives back a sample that was received over an earlier link. No stream waits for it or is
-    /// given its release: the user does not see it.
-    #[cold]
-    fn skip(&mut self, position: u64) {
-        self.repeated += 1;
-        self.link.keep(position);
-        self.link.give_back(position);
+        Ok(None)
     }
 
     fn take_entry(&mut self) -> Result<Option<u64>, Violation> {
@@ -278,10 +231,11 @@ impl LinkReceiver {
         } = self;
         let mut missing = None;
         let taken = ring.take(|id| {
-            let find = |regions: &[KnownRegion]| regions.binary_search_by_key(&id, |it| it.id);
+            let find = |regions: &[(u32, _)]| regions.binary_search_by_key(&id, |it| it.0);
             let found = find(regions).or_else(|_| {
-                regions.clear();
-                regions.extend(link.regions().iter().map(KnownRegion::from));
+                let open = link.regions();
+                let known = open.iter().map(|it| (it.id, Arc::downgrade(&it.region)));
+                *regions = known.collect();
                 find(regions)
             });
             match found {
@@ -293,14 +247,14 @@ impl LinkReceiver {
         // An entry may be taken back while its region is missing: then none is.
         match missing {
             None => *region_missing = None,
-            Some(id) => region_missing.get_or_insert_default().id = id,
+            Some(id) => region_missing.get_or_insert_default().0 = id,
         }
         taken
     }
 
     /// Whether a sample waits for its region, which has been announced but not mapped yet.
     pub(super) fn is_region_due(&self) -> bool {
-        let Some(MissingRegion { id, .. }) = self.region_missing else {
+        let Some((id, _)) = self.region_missing else {
             return false;
         };
         // In this order: the region may have been mapped since the ring was polled, and then it is
@@ -312,44 +266,50 @@ impl LinkReceiver {
     /// is tolerated for a while.
     pub(super) fn check_missing_region(&self) -> Result<()> {
         match &self.region_missing {
-            Some(missing) if missing.clock.ran() > REGION_TIMEOUT && !self.is_region_due() => {
-                Err(self.fail(violation(
+            Some((id, clock)) if clock.ran() > REGION_TIMEOUT && !self.is_region_due() => Err(self
+                .fail(violation(
                     "region",
-                    format!("{}, never announced or closed", missing.id),
+                    format!("{id}, never announced or closed"),
                     format!("one of the {} that are open", self.regions.len()),
-                )))
-            }
+                ))),
             _ => Ok(()),
         }
     }
 
-    /// Checks the entry that was taken last.
-    fn check(&mut self) -> Result<(SampleSlot, CheckedEntry), Violation> {
-        let copy = self.ring.copy();
-        let known = &self.regions[self.region];
-        let region = known.region.upgrade().ok_or_else(|| {
-            let found = format!("{}, which was closed", known.id);
+    /// Checks the entry at `position`, which was taken last.
+    fn check(&mut self, position: u64) -> Result<RawSample, Violation> {
+        let (id, region) = &self.regions[self.region];
+        let region = region.upgrade().ok_or_else(|| {
+            let found = format!("{id}, which was closed");
             violation("region", found, "one that is open")
         })?;
-        let checked = copy.check(region.bytes())?;
-        let slot = SampleSlot {
-            address: region.ptr() + checked.slot,
-            region,
-        };
-        let follows = match self.last_sequence {
-            0 => checked.sequence > 0,
-            last if self.link.lossless => last.checked_add(1) == Some(checked.sequence),
-            last => checked.sequence > last,
+        let checked = self.ring.copy().check(region.bytes())?;
+        let (last, sequence, lossless) = (self.last_sequence, checked.sequence, self.link.lossless);
+        let follows = match last {
+            0 => sequence > 0,
+            last if lossless => last.checked_add(1) == Some(sequence),
+            last => sequence > last,
         };
         if !follows {
-            let allowed = match self.link.lossless {
+            let allowed = match lossless {
                 true => "the next after",
                 false => "more than",
             };
-            let allowed = format!("{allowed} {}", self.last_sequence);
-            return Err(violation("sequence", checked.sequence, allowed));
+            return Err(violation("sequence", sequence, format!("{allowed} {last}")));
         }
-        Ok((slot, checked))
+        // Set whatever happens to the sample: one that its publisher left incomplete is lost, and
+        // the next one follows it.
+        self.last_sequence = sequence;
+        if let Some(completion) = checked.completion {
+            self.link.note_completion(position, completion)?;
+        }
+        let receipt = Receipt {
+            link: self.link.clone(),
+            position,
+            sequence,
+            is_set_aside: false,
+        };
+        Ok(RawSample::new(receipt, region, checked))
     }
 
     /// Closes the link because of the sender's violation.
@@ -357,14 +317,122 @@ impl LinkReceiver {
         self.link.fail(self.link.violation(violation));
         self.link.why_over()
     }
+    /// Whether [`take`](Self::take) is worth a call; cheap.
+    #[inline]
+    pub(crate) fn may_have_news(&self) -> bool {
+        self.ring.may_have_news() || self.link.link_state() != SenderState::Open
+    }
+
+    /// Sets whether the sender is asked to ring [`descriptor`](Self::descriptor) with each sample.
+    pub(crate) fn set_asleep(&self, asleep: bool) {
+        match asleep {
+            true => self.ring.fall_asleep(),
+            false => self.ring.wake_up(),
+        }
+    }
+
+    /// A descriptor that is readable when this end is rung. The observer's doorbell reports changes
+    /// of the link.
+    pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
+        self.link.end.peer_doorbell.as_fd()
+    }
+
+    /// Drains the descriptor.
+    pub(crate) fn quiet(&self) {
+        self.link.drain_wake();
+    }
+
+    /// Whether the sender is proven dead.
+    pub(crate) fn is_sender_dead(&self) -> bool {
+        self.link.is_dead()
+    }
 }
 
 impl Drop for LinkReceiver {
     /// Asks for no more samples.
     fn drop(&mut self) {
-        if let Some(taken) = self.taken.take() {
-            self.link.give_back(taken.position);
-        }
+        self.taken = None;
         self.link.leave();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use super::*;
+    use crate::device::Device;
+    use crate::pubsub::{Publisher, Subscriber};
+    use crate::runtime::heartbeat::Uptime;
+    use crate::tensor::Layout;
+
+    /// A publisher has sent a sample in new memory and is gone. Its last region is mapped between
+    /// the subscriber's poll of the ring and its check whether a region is still due.
+    #[test]
+    fn a_sample_whose_region_is_mapped_this_very_moment_is_not_lost_to_a_goodbye() {
+        let folder = std::env::temp_dir().join(format!("warpipe-arrival-{}", std::process::id()));
+        let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());
+        let stream = device.stream().unwrap();
+        let publisher = Publisher::builder("grows")
+            .domain(&domain)
+            .device(&device)
+            .build()
+            .unwrap();
+        let mut subscriber = Subscriber::builder("grows")
+            .domain(&domain)
+            .device(&device)
+            .build()
+            .unwrap();
+        publisher
+            .loan(&Layout::bytes_only(8).unwrap())
+            .unwrap()
+            .send(&stream)
+            .unwrap();
+        drop(publisher);
+        let attached = subscriber.attached.as_mut().unwrap();
+        let start = Instant::now();
+        while attached.link.link_state() == SenderState::Open || attached.link.is_mapping() {
+            assert!(start.elapsed() < Duration::from_secs(10));
+            std::thread::yield_now();
+        }
+        assert!(attached.regions.is_empty(), "not looked at yet");
+        attached.region_missing = Some(Default::default());
+        assert!(attached.is_region_due());
+        assert!(subscriber.take_raw_sample().unwrap().is_some());
+        let _ = std::fs::remove_dir_all(folder);
+    }
+
+    #[test]
+    fn a_region_is_not_late_while_this_process_stands_still() {
+        let folder = std::env::temp_dir().join(format!("warpipe-late-{}", std::process::id()));
+        let (domain, device) = (Domain::at(&folder).unwrap(), Device::host());
+        let _publisher = Publisher::builder("late")
+            .domain(&domain)
+            .device(&device)
+            .build()
+            .unwrap();
+        let mut subscriber = Subscriber::builder("late")
+            .domain(&domain)
+            .device(&device)
+            .build()
+            .unwrap();
+        let attached = subscriber.attached.as_mut().unwrap();
+        let (_, clock) = attached.region_missing.insert((7, Uptime::default()));
+        clock.freeze(Duration::from_secs(60));
+        attached.check_missing_region().unwrap();
+        let (_, clock) = attached.region_missing.as_ref().unwrap();
+        clock.advance(Duration::from_secs(60));
+        let late = attached.check_missing_region().unwrap_err();
+        assert!(
+            matches!(
+                late,
+                Error::Protocol {
+                    field: "region",
+                    ..
+                }
+            ),
+            "{late}"
+        );
+        let _ = std::fs::remove_dir_all(folder);
     }
 }

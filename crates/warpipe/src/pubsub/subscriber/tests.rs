@@ -11,11 +11,21 @@ use crate::backend::testing::{Failing, Holding, Wrapped};
 use crate::hostile::alone;
 use crate::ipc::domain::watch::tests::MADE;
 use crate::ipc::message::wait_readable;
-use crate::pubsub::{Policy, Publisher};
+use crate::pubsub::{Policy, Publisher, RawSample};
 use crate::tensor::Layout;
 use crate::wait::OptionalExtension;
 
 const LONG: Duration = Duration::from_secs(20);
+
+impl Subscriber {
+    /// As [`LinkReceiver::take`].
+    pub(crate) fn take_raw_sample(&mut self) -> Result<Option<RawSample>> {
+        match &mut self.attached {
+            Some(attached) => attached.take(),
+            None => Err(self.not_found()),
+        }
+    }
+}
 
 struct Place {
     folder: PathBuf,

@@ -149,6 +149,31 @@ impl Subscriber {
             }
         }
     }
+    /// Whether a receive is worth a call; cheap.
+    #[inline]
+    pub(crate) fn may_have_news(&self) -> bool {
+        self.attached.as_ref().is_none_or(|at| at.may_have_news())
+    }
+
+    /// Sets whether the publisher is asked to ring [`descriptor`](Self::descriptor) with each
+    /// sample.
+    pub(crate) fn set_asleep(&self, asleep: bool) {
+        if asleep {
+            self.fall_asleep();
+        } else {
+            self.wake_up();
+        }
+    }
+
+    /// A descriptor that is readable when this end is rung.
+    pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
+        self.readable.as_fd()
+    }
+
+    /// Drains the doorbells.
+    pub(crate) fn quiet(&self) {
+        self.drain();
+    }
 }
 
 impl AsFd for Subscriber {

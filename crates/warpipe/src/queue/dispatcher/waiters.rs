@@ -20,7 +20,7 @@ use super::{Dispatcher, State, StateGuard, WorkerSession};
 use crate::backoff::Backoff;
 use crate::error::{Error, Result};
 use crate::os::timespec;
-use crate::pubsub::CompletionWait;
+use crate::pubsub::Receipt;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::reactor::TICK;
 use crate::runtime::spin::Polls;
@@ -108,7 +108,7 @@ impl Waiters {
 
 impl State {
     /// The data of the only result that was announced and is not complete.
-    fn only_pending_result(&self) -> Option<CompletionWait> {
+    fn only_pending_result(&self) -> Option<Receipt> {
         let mut pending_results = self
             .sessions
             .iter()
@@ -117,7 +117,7 @@ impl State {
         pending_results
             .next()
             .is_none()
-            .then(|| first.arrival.completion_wait())
+            .then(|| first.arrival.receipt())
     }
 
     /// Whether a device is to complete a result, or the input of a job: it cannot ring.
@@ -279,10 +279,12 @@ impl Dispatcher {
     fn pause(&self, guard: &mut StateGuard<'_>, left: Duration, poll_backoff: &mut PollBackoff) {
         let awaits_device = guard.awaits_device();
         if poll_backoff.words > 0
-            && let Some(word) = guard.only_pending_result()
+            && let Some(receipt) = guard.only_pending_result()
         {
             poll_backoff.words -= 1;
-            return guard.unlocked(|| word.wait(WORD_WAIT.min(left)));
+            // The next look asks again, whatever the result.
+            let _ = guard.unlocked(|| receipt.wait_word(WORD_WAIT.min(left)));
+            return;
         }
         let PollBackoff { backoff, polls, .. } = poll_backoff;
         let pause = match awaits_device {
