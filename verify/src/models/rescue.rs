@@ -26,7 +26,7 @@ pub const LOST: Model = Model {
 const POSITION: u64 = 1;
 
 fn monitor(segment: &Arc<Segment>) -> Arc<PublisherMonitor> {
-    let monitor = PublisherMonitor::new(segment, None);
+    let monitor = PublisherMonitor::new(segment);
     // Its words are made.
     monitor.hold(0);
     let _ = (monitor.has_lost(POSITION), monitor.link_state());

@@ -4,6 +4,7 @@
 //! waits for.
 
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
@@ -50,8 +51,8 @@ impl HandshakeLimit {
 /// A connection with a server that has been screened and has not admitted this end yet.
 #[derive(Debug)]
 pub(crate) struct ClientHandshake {
-    pub(crate) socket: PeerSocket,
-    pub(crate) peer: Peer,
+    pub(crate) socket: Arc<PeerSocket>,
+    pub(crate) peer: Arc<Peer>,
     pub(crate) name: String,
     pub(crate) kind: Kind,
     limit: HandshakeLimit,
@@ -71,8 +72,8 @@ impl ClientHandshake {
             return Err(Error::AccessDenied { name, detail });
         }
         Ok(ClientHandshake {
-            socket,
-            peer,
+            socket: Arc::new(socket),
+            peer: Arc::new(peer),
             name,
             kind: at.kind,
             limit,

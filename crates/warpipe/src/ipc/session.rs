@@ -88,7 +88,7 @@ impl ClientSession {
         *self.inner.observer.locked() = Some(observer);
         let me = Arc::downgrade(&self.inner) as Weak<dyn EventSource>;
         let reactor = &self.inner.reactor;
-        let ends = (self.inner.socket.as_fd(), &self.inner.peer);
+        let ends = (self.inner.socket.as_fd(), &*self.inner.peer);
         let all = connection::watch(reactor, ends, &me, 0, ORPHAN_TIMEOUT)?;
         self.inner.registrations.locked().extend(all);
         Ok(())

@@ -25,9 +25,13 @@ pub(super) struct LinkEnd {
 
 impl LinkEnd {
     /// The end of a link's first ring.
-    pub(super) fn new(peer: Peer, peer_doorbell: PeerDoorbell, socket: Arc<PeerSocket>) -> LinkEnd {
+    pub(super) fn new(
+        peer: Arc<Peer>,
+        peer_doorbell: PeerDoorbell,
+        socket: Arc<PeerSocket>,
+    ) -> LinkEnd {
         LinkEnd {
-            peer: Arc::new(peer),
+            peer,
             peer_doorbell: Arc::new(peer_doorbell),
             peer_heartbeat: PeerHeartbeat::default(),
             is_of_replies: false,

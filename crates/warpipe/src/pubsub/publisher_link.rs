@@ -14,29 +14,26 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::Duration;
 
 pub(super) use self::handshake::ConnectOptions;
-use self::handshake::Welcome;
 use self::monitor::PublisherMonitor;
 pub(super) use self::monitor::SenderState;
-pub(super) use self::regions::OpenRegion;
-use self::regions::PublisherRegions;
 use self::samples::SetAside;
-use crate::backend::{Access, DeviceId};
+use crate::backend::DeviceId;
 use crate::clock::now_ns;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
 use crate::ipc::connection::{self, ConnectionEvent, ConnectionUser};
 use crate::ipc::message::{self, CloseReason, Message, Received};
-use crate::ipc::peer::{DeathEvidence, ORPHAN_TIMEOUT};
+use crate::ipc::peer::DeathEvidence;
 use crate::ipc::{Kind, PeerState};
+use crate::memory::region::Region;
 use crate::mutex::LockUnpoisoned;
-use crate::pubsub::entry::Violation;
 use crate::pubsub::link_end::LinkEnd;
 use crate::runtime::closer::PeerFd;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::StreamSet;
-use crate::runtime::reactor::{EventSource, Next, Reactor, Registration, new_generation};
+use crate::runtime::reactor::{EventSource, Next, Reactor, Registration};
 use crate::shm::segment::Segment;
 use crate::statistics;
 use crate::stream::Stream;
@@ -80,6 +77,21 @@ impl Deref for PublisherLink {
     }
 }
 
+/// What a receiver is told of its ring.
+#[derive(Debug)]
+pub(in crate::pubsub) struct RingTerms {
+    pub(in crate::pubsub) name: String,
+    /// The receiver's.
+    pub(in crate::pubsub) device: Device,
+    /// The sender's.
+    pub(in crate::pubsub) owner: DeviceId,
+    /// The publisher's.
+    pub(in crate::pubsub) generation: [u8; 16],
+    /// That of the publisher that gave the samples their numbers.
+    pub(in crate::pubsub) source: [u8; 16],
+    pub(in crate::pubsub) lossless: bool,
+}
+
 /// See [`PublisherLink`].
 #[derive(Debug)]
 pub(crate) struct ReceiverEnd {
@@ -87,13 +99,7 @@ pub(crate) struct ReceiverEnd {
     registrations: OnceLock<Vec<Registration>>,
     me: Weak<ReceiverEnd>,
     pub(super) owner_process: OwnerProcess,
-    pub(super) name: String,
-    pub(super) lossless: bool,
-    /// The publisher's.
-    pub(super) generation: [u8; 16],
-    /// That of the publisher that gave the samples their numbers.
-    pub(super) source: [u8; 16],
-    device: Device,
+    pub(super) terms: RingTerms,
     doorbell: Arc<LocalDoorbell>,
     /// The ring of the replies, until its sender takes it.
     replies: Mutex<Option<Segment>>,
@@ -107,7 +113,12 @@ pub(crate) struct ReceiverEnd {
     monitor: PublisherMonitor,
     segment: Arc<Segment>,
     streams: Arc<StreamSet>,
-    regions: PublisherRegions,
+    /// Those that are open, by their ids. Only one thread at a time changes them, and not under a
+    /// driver call, which may take long: every receive takes this lock, and a queue does so while it
+    /// holds its own.
+    regions: Mutex<Vec<(u32, Arc<Region>)>>,
+    /// Regions that the publisher has closed and that are still mapped.
+    closing: Arc<AtomicUsize>,
     /// Changes of the publisher's regions that it has announced and that have not been made here yet.
     changes: AtomicUsize,
     /// The publisher sees the end of the socket only after the last release.
@@ -128,70 +139,39 @@ pub(in crate::pubsub) trait OtherEnd: Send + Sync {
 }
 
 impl PublisherLink {
-    fn assemble(
-        welcome: Welcome,
+    /// A link that is not [watched](ReceiverEnd::watch) yet.
+    pub(in crate::pubsub) fn new(
+        terms: RingTerms,
+        segment: Segment,
+        replies: Option<Segment>,
         end: LinkEnd,
         doorbell: &Arc<LocalDoorbell>,
         other_end: Option<(Weak<dyn OtherEnd>, u64)>,
-        orphan_timeout: Duration,
     ) -> Result<Arc<PublisherLink>> {
-        let segment = Arc::new(welcome.segment);
-        let heartbeat = &segment.header().receiver.heartbeat_ns;
-        heartbeat.store(now_ns(), Relaxed);
-        let (regions, reactor) = (welcome.regions, Reactor::of_process()?);
+        let (segment, reactor) = (Arc::new(segment), Reactor::of_process()?);
         let streams = Arc::<StreamSet>::default();
         let end = Arc::new_cyclic(|me| ReceiverEnd {
             registrations: OnceLock::new(),
             me: me.clone(),
             owner_process: OwnerProcess::current(),
-            name: regions.name.clone(),
-            lossless: welcome.lossless,
-            generation: regions.generation,
-            source: welcome.source,
-            device: regions.device.clone(),
+            terms,
             doorbell: doorbell.clone(),
-            reads_socket: welcome.replies.is_none() && other_end.is_none(),
-            replies: Mutex::new(welcome.replies),
+            reads_socket: replies.is_none() && other_end.is_none(),
+            replies: Mutex::new(replies),
             other_end: other_end.map_or_else(OnceLock::new, OnceLock::from),
             fault: Mutex::default(),
             set_aside: SetAside::default(),
-            monitor: PublisherMonitor::new(&segment, welcome.completions),
+            monitor: PublisherMonitor::new(&segment),
             segment,
             streams: streams.clone(),
-            regions,
+            regions: Mutex::default(),
+            closing: Arc::default(),
             changes: AtomicUsize::new(0),
             end,
             copies: OnceLock::new(),
             reactor,
         });
-        let link = PublisherLink(DropAfterFence::new(streams, end)?);
-        link.watch(orphan_timeout)?;
-        Ok(Arc::new(link))
-    }
-
-    /// The receiver on `device` of replies from the device `owner`, over the link of `end`. `other`
-    /// reads the socket.
-    pub(in crate::pubsub) fn of_replies(
-        segment: Segment,
-        end: &LinkEnd,
-        doorbell: &Arc<LocalDoorbell>,
-        name: &str,
-        device: &Device,
-        owner: DeviceId,
-        other: (Weak<dyn OtherEnd>, u64),
-    ) -> Result<Arc<PublisherLink>> {
-        let generation = new_generation();
-        let welcome = Welcome {
-            segment,
-            replies: None,
-            lossless: true,
-            regions: PublisherRegions::new(name, device, generation, owner, Access::Read),
-            region_count: 0,
-            completions: None,
-            source: generation,
-        };
-        let end = end.of_replies();
-        PublisherLink::assemble(welcome, end, doorbell, Some(other), ORPHAN_TIMEOUT)
+        Ok(Arc::new(PublisherLink(DropAfterFence::new(streams, end)?)))
     }
 }
 
@@ -208,7 +188,9 @@ impl ReceiverEnd {
 
     /// Begins to watch for the publisher's death, and to read its messages, unless the sender of the
     /// other ring does.
-    fn watch(&self, orphan_timeout: Duration) -> Result<()> {
+    pub(in crate::pubsub) fn watch(&self, orphan_timeout: Duration) -> Result<()> {
+        let heartbeat = &self.segment.header().receiver.heartbeat_ns;
+        heartbeat.store(now_ns(), Relaxed);
         let (me, peer): (Weak<dyn EventSource>, _) = (self.me.clone(), &*self.end.peer);
         let registrations = match self.reads_socket {
             true => {
@@ -256,8 +238,8 @@ impl ReceiverEnd {
         &self.segment
     }
 
-    pub(super) fn regions(&self) -> MutexGuard<'_, Vec<OpenRegion>> {
-        self.regions.open()
+    pub(super) fn regions(&self) -> MutexGuard<'_, Vec<(u32, Arc<Region>)>> {
+        self.regions.locked()
     }
 
     #[inline]
@@ -289,7 +271,7 @@ impl ReceiverEnd {
     /// Why no more samples will come.
     pub(super) fn why_over(&self) -> Error {
         let mut fault = self.fault.locked();
-        let (name, reason) = (self.name.clone(), fault.reason.clone());
+        let (name, reason) = (self.terms.name.clone(), fault.reason.clone());
         match (fault.error.take(), self.link_state()) {
             (Some(error), _) => error,
             (None, SenderState::Evicted) => Error::Evicted { name, reason },
@@ -324,15 +306,6 @@ impl ReceiverEnd {
         self.set_link_state(SenderState::Failed);
     }
 
-    pub(super) fn violation(&self, violation: Violation) -> Error {
-        Error::Protocol {
-            name: self.name.clone(),
-            field: violation.field,
-            found: violation.found,
-            allowed: violation.allowed,
-        }
-    }
-
     /// Asks for no more samples. Samples that are held stay valid.
     pub(super) fn leave(&self) {
         self.end.say_close(CloseReason::Closed);
@@ -341,11 +314,11 @@ impl ReceiverEnd {
     fn record_close(&self, close_reason: CloseReason) {
         match close_reason {
             CloseReason::Closed => {
-                trace::emit(|| TraceEvent::OwnerClosed(self.name.clone(), self.end.peer.pid));
+                trace::emit(|| TraceEvent::OwnerClosed(self.terms.name.clone(), self.end.peer.pid));
                 self.set_link_state(SenderState::Closed);
             }
             CloseReason::Evicted(reason) | CloseReason::Failed(reason) => {
-                let name = self.name.clone();
+                let name = self.terms.name.clone();
                 self.fault.locked().keep(Error::Evicted { name, reason });
                 self.set_link_state(SenderState::Evicted);
             }
@@ -364,7 +337,7 @@ impl ReceiverEnd {
             // Not needed.
             Message::CloseRegion { .. } if self.link_state() == SenderState::Failed => {}
             Message::Region { id, bytes } => {
-                self.change_soon(move |link| link.regions.map(id, bytes, &fds))
+                self.change_soon(move |link| link.map(id, bytes, &fds))
             }
             Message::CloseRegion { id } => self.change_soon(move |link| link.close_region(id)),
             other => self.record_close(self.end.closed_by(other)?),
@@ -375,7 +348,7 @@ impl ReceiverEnd {
 
 impl ConnectionUser for ReceiverEnd {
     fn on_message(&self, _: u64) -> Next {
-        connection::read(self.end.socket(), &self.name, |received| {
+        connection::read(self.end.socket(), &self.terms.name, |received| {
             if self.link_state() == SenderState::Failed {
                 // Further messages of this publisher are not needed, however many it sends.
                 return Next::Stop;
@@ -383,10 +356,10 @@ impl ConnectionUser for ReceiverEnd {
             match received {
                 Ok(Received::Message(message, fds)) => match self.handle_message(message, fds) {
                     Ok(()) => return Next::Keep,
-                    Err(other) => self.fail(Error::Handshake {
-                        name: self.name.clone(),
-                        fault: other.unexpected("Region, CloseRegion or Close"),
-                    }),
+                    Err(other) => self.fail(Error::handshake(
+                        &self.terms.name,
+                        other.unexpected("Region, CloseRegion or Close"),
+                    )),
                 },
                 Ok(_) => self.on_close(0),
                 Err(error) => self.fail(error),
@@ -402,7 +375,7 @@ impl ConnectionUser for ReceiverEnd {
     /// The publisher's messages are read before its end is reported, in whatever order the two events
     /// arrive: its `Close` lies in the socket, behind at most a socket buffer of messages.
     fn on_orphaned(&self, _: u64) {
-        trace::emit(|| TraceEvent::OwnerDied(self.name.clone(), self.end.peer.pid));
+        trace::emit(|| TraceEvent::OwnerDied(self.terms.name.clone(), self.end.peer.pid));
         if self.reads_socket {
             connection::read_out(self, 0);
         } else if let Some((other, link)) = self.other_end() {

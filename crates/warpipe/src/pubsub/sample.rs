@@ -64,11 +64,9 @@ impl Receipt {
         if self.check()? || (self.wait_word(timeout)? && self.check()?) {
             return Ok(());
         }
-        let (sequence, name) = (self.sequence, &self.link.name);
-        Err(Error::Timeout {
-            what: format!("the data of sample {sequence} of {name:?}"),
-            waited: timeout,
-        })
+        let (sequence, name) = (self.sequence, &self.link.terms.name);
+        let what = format!("the data of sample {sequence} of {name:?}");
+        Err(Error::timeout(what, timeout))
     }
 
     /// Waits on the CPU until the data may be complete, or never will be. False once `limit` has

@@ -204,10 +204,10 @@ impl Subscriber {
         watch_descriptor(&self.readable, link.end.peer_doorbell.as_fd(), WAKE)
             .inspect_err(|_| link.leave())?;
         self.row.set_domain(self.at.domain.identity());
-        self.row.attach_to(link.generation);
+        self.row.attach_to(link.terms.generation);
         // The numbers of the link before go on.
         let last_received = match &self.ended {
-            Some(ended) if ended.source == link.source => ended.last_received,
+            Some(ended) if ended.source == link.terms.source => ended.last_received,
             _ => 0,
         };
         let attached = LinkReceiver::new(link, last_received, self.row.clone());
@@ -243,7 +243,9 @@ impl Subscriber {
     /// that of this subscriber's publisher, or of the one that it
     /// [forwards](crate::PublisherBuilder::forwards). `None` while there is no publisher.
     pub fn publisher_source(&self) -> Option<[u8; 16]> {
-        self.attached.as_ref().map(|attached| attached.link.source)
+        self.attached
+            .as_ref()
+            .map(|attached| attached.link.terms.source)
     }
 
     /// The link of its replies.
@@ -452,14 +454,14 @@ impl Subscriber {
                 graceful: matches!(end, Error::PeerGone { graceful: true, .. }),
             };
             let ended = self.ended.get_or_insert(EndedLink {
-                generation: old.link.generation,
-                source: old.link.source,
+                generation: old.link.terms.generation,
+                source: old.link.terms.source,
                 publisher,
                 last_received: old.last_received,
             });
             // Links that ended before any of their samples was received change nothing, but for what
             // they say of the same publisher's end.
-            if ended.generation == old.link.generation {
+            if ended.generation == old.link.terms.generation {
                 ended.publisher = publisher;
             }
             let _ = epoll::delete(&self.readable, old.link.end.peer_doorbell.as_fd());

@@ -32,9 +32,9 @@ pub(super) struct SessionState {
     pub(super) registrations: Mutex<Vec<Registration>>,
     pub(super) name: String,
     pub(super) kind: Kind,
-    pub(super) peer: Peer,
+    pub(super) peer: Arc<Peer>,
     pub(super) generation: [u8; 16],
-    pub(super) socket: PeerSocket,
+    pub(super) socket: Arc<PeerSocket>,
     pub(super) observer: Mutex<Option<Arc<dyn SessionObserver>>>,
     /// Why the session is over, unless the server has ended without a word.
     pub(super) cause: OnceLock<EndCause>,

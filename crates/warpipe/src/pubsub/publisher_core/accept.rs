@@ -11,7 +11,7 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, Weak};
 
 use super::super::link_end::LinkEnd;
-use super::super::publisher_link::{OtherEnd, PublisherLink};
+use super::super::publisher_link::{OtherEnd, PublisherLink, RingTerms};
 use super::super::subscriber_link::{LinkPhase, SubscriberLink, share_memory};
 use super::PublisherCore;
 use super::state::PublisherState;
@@ -26,7 +26,7 @@ use crate::os;
 use crate::runtime::closer::PeerFd;
 use crate::runtime::doorbell::PeerDoorbell;
 use crate::runtime::fence::Fence;
-use crate::runtime::reactor::{DropReadiness, EventSource, Next};
+use crate::runtime::reactor::{DropReadiness, EventSource, Next, new_generation};
 use crate::shm::segment::{OpenError, Segment};
 use crate::slow_path::{self, SlowPath};
 use crate::statistics;
@@ -51,7 +51,7 @@ impl PublisherCore {
             Segment::create_rings(&self.device, depth, replies, self.generation)
                 .map_err(|error| refusal_for(&error))?;
         let (wake, their_wake) = PeerDoorbell::pair().map_err(|error| refusal_for(&error))?;
-        let end = LinkEnd::new(connection.peer, wake, connection.socket);
+        let end = LinkEnd::new(connection.peer.into(), wake, connection.socket);
         let may_set_aside = self.options.kind == Kind::Results;
         let mut link = SubscriberLink::new(connection.id, end, rings.0, policy, may_set_aside);
         link.quota_permit = Some(connection.quota_permit);
@@ -114,15 +114,27 @@ impl PublisherCore {
         else {
             return Ok(());
         };
-        link.partner = Some(PublisherLink::of_replies(
+        let generation = new_generation();
+        let terms = RingTerms {
+            name: self.name.clone(),
+            device: self.device.clone(),
+            owner: device,
+            generation,
+            source: generation,
+            lossless: true,
+        };
+        let end = link.end.of_replies();
+        let other_end: (Weak<dyn OtherEnd>, u64) = (self.this.clone(), link.id);
+        let partner = PublisherLink::new(
+            terms,
             segment,
-            &link.end,
+            None,
+            end,
             &observer.doorbell,
-            &self.name,
-            &self.device,
-            device,
-            (self.this.clone(), link.id),
-        )?);
+            Some(other_end),
+        )?;
+        partner.watch(ORPHAN_TIMEOUT)?;
+        link.partner = Some(partner);
         // Of the memory in which the replies lie.
         os::let_descriptors_in(link.end.socket(), true);
         Ok(())
@@ -163,11 +175,9 @@ impl PublisherCore {
         match message {
             Message::Returned { positions } => {
                 for position in positions {
-                    let slot = link.take_back(position).ok_or_else(|| Error::Protocol {
-                        name: self.name.clone(),
-                        field: "returned sample",
-                        found: position.to_string(),
-                        allowed: "one that was set aside".into(),
+                    let slot = link.take_back(position).ok_or_else(|| {
+                        let allowed = "one that was set aside";
+                        Error::protocol(&self.name, "returned sample", position, allowed)
                     })?;
                     arena.release(slot);
                 }

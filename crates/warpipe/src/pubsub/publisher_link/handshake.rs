@@ -7,10 +7,9 @@ use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
-use super::PublisherLink;
-use super::regions::PublisherRegions;
+use super::{PublisherLink, RingTerms};
 use crate::device::Device;
-use crate::error::{Error, HandshakeFault, Result};
+use crate::error::{HandshakeFault, Result};
 use crate::ipc::client_handshake::{ClientHandshake, HandshakeLimit};
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::message::Message;
@@ -18,23 +17,8 @@ use crate::ipc::{Address, Kind};
 use crate::pubsub::link_end::LinkEnd;
 use crate::runtime::closer::{PeerFd, PeerSocket};
 use crate::runtime::doorbell::{LocalDoorbell, PeerDoorbell};
-use crate::runtime::reactor::Reactor;
 use crate::shm::fence_words::FenceWords;
 use crate::shm::segment::{OpenError, Segment};
-
-/// The publisher's answers in the handshake.
-pub(super) struct Welcome {
-    pub(super) segment: Segment,
-    /// The ring of the replies, of which this end is the sender.
-    pub(super) replies: Option<Segment>,
-    pub(super) lossless: bool,
-    pub(super) regions: PublisherRegions,
-    /// How many regions it announces before it waits for this end.
-    pub(super) region_count: usize,
-    /// Set by a publisher with a history.
-    pub(super) completions: Option<FenceWords>,
-    pub(super) source: [u8; 16],
-}
 
 /// Everything needed to attach to the publisher of a name.
 #[derive(Debug, Clone)]
@@ -71,122 +55,96 @@ impl ConnectOptions {
             name: &self.name,
             kind: self.kind,
         };
-        let handshake = LinkHandshake {
-            client: ClientHandshake::new(&at, socket, limit)?,
-            options: self,
-            is_cancelled,
-        };
-        let device = self.device.info().id;
-        handshake.client.hello(Some(device), &[])?;
-        let (mut welcome, peer_doorbell) = handshake.welcome()?;
-        if let Err(error) = handshake.settle(&mut welcome) {
-            // Not on this thread: unregistering memory may make the driver wait for a stream that
-            // waits for a peer.
-            Reactor::of_process()?.defer_drop(Box::new(welcome));
-            return Err(error);
-        }
-        let ClientHandshake { socket, peer, .. } = handshake.client;
-        let end = LinkEnd::new(peer, peer_doorbell, Arc::new(socket));
-        PublisherLink::assemble(welcome, end, &self.doorbell, None, self.orphan_timeout)
-    }
-}
-
-/// The handshake with a publisher: receives the parts of the link and maps them.
-struct LinkHandshake<'a> {
-    client: ClientHandshake,
-    options: &'a ConnectOptions,
-    is_cancelled: &'a AtomicBool,
-}
-
-impl LinkHandshake<'_> {
-    fn fault(&self, fault: HandshakeFault) -> Error {
-        self.client.fault(fault)
-    }
-
-    fn receive(&self) -> Result<(Message, Vec<PeerFd>)> {
-        self.client.wait(|| self.is_cancelled.load(SeqCst))
-    }
-
-    /// Maps the announced memory, and waits until the publisher confirms that samples go to this
-    /// link from now on. Regions that it adds meanwhile are mapped, too: a subscriber that attaches
-    /// before a send gets that sample.
-    fn settle(&self, welcome: &mut Welcome) -> Result<()> {
+        let client = ClientHandshake::new(&at, socket, limit)?;
+        client.hello(Some(self.device.info().id), &[])?;
+        let receive = || client.wait(|| is_cancelled.load(SeqCst));
+        let (welcome, fds) = receive()?;
+        // On an error its memory is unregistered elsewhere: that may make the driver wait for a
+        // stream that waits for a peer.
+        let (link, regions) = self.open(&client, welcome, fds)?;
+        // Regions that the publisher adds until it confirms the link are mapped, too: a subscriber
+        // that attaches before a send gets that sample.
         let mut is_attached = false;
         loop {
-            if !is_attached && welcome.regions.open().len() >= welcome.region_count {
-                self.client.send(&Message::Attached)?;
+            if !is_attached && link.regions().len() >= regions as usize {
+                client.send(&Message::Attached)?;
                 is_attached = true;
             }
-            let (message, mut fds) = self.receive()?;
+            let (message, fds) = receive()?;
             match message {
-                Message::Attached if is_attached => return Ok(()),
-                Message::Region { id, bytes } => welcome.regions.map(id, bytes, &fds)?,
-                // No sample has come yet.
-                Message::CloseRegion { id } => {
-                    welcome.regions.take_out(id)?;
-                    self.client.send(&Message::RegionClosed { id })?;
+                Message::Attached if is_attached => break,
+                Message::Region { id, bytes } => link.map(id, bytes, &fds)?,
+                Message::CloseRegion { id } => link.close_region(id)?,
+                Message::Completions { bytes } if !link.monitor.has_completions() => {
+                    let [fd] = exactly(fds);
+                    let words = FenceWords::read(fd, bytes, &client.name)?;
+                    link.monitor.set_completions(words);
                 }
-                Message::Completions { bytes } if welcome.completions.is_none() => {
-                    let fd = fds.pop().ok_or_else(|| {
-                        let (found, wanted) = (0, 1);
-                        self.fault(HandshakeFault::Descriptors { found, wanted })
-                    })?;
-                    welcome.completions = Some(FenceWords::read(fd, bytes, &self.client.name)?);
-                }
-                other => return Err(self.fault(other.unexpected("Region or Attached"))),
+                other => return Err(client.fault(other.unexpected("Region or Attached"))),
             }
         }
+        link.watch(self.orphan_timeout)?;
+        Ok(link)
     }
 
-    fn welcome(&self) -> Result<(Welcome, PeerDoorbell)> {
-        let (message, mut fds) = self.receive()?;
+    /// Opens the parts of the link that come with the `Welcome`. Returns also how many regions the
+    /// publisher announces before it waits for this end.
+    fn open(
+        &self,
+        client: &ClientHandshake,
+        welcome: Message,
+        mut fds: Vec<PeerFd>,
+    ) -> Result<(Arc<PublisherLink>, u32)> {
+        let fault = |fault| client.fault(fault);
         let Message::Welcome {
             generation,
             device: owner,
             depth,
-            access,
             lossless,
             source,
             regions,
             replies,
-        } = message
+            ..
+        } = welcome
         else {
-            return Err(self.fault(message.unexpected("Welcome")));
+            return Err(fault(welcome.unexpected("Welcome")));
         };
-        let device = &self.options.device;
-        let reader = device.info().id;
+        let reader = self.device.info().id;
         if owner.kind != reader.kind {
-            let fault = HandshakeFault::Device {
+            return Err(fault(HandshakeFault::Device {
                 publisher: owner.to_string(),
                 subscriber: reader.to_string(),
-            };
-            return Err(self.fault(fault));
+            }));
         }
-        self.client.adopt_lifeline(&mut fds)?;
-        let Ok([memory, wake]) = <[PeerFd; 2]>::try_from(fds) else {
-            let (found, wanted) = (0, 2);
-            return Err(self.fault(HandshakeFault::Descriptors { found, wanted }));
-        };
-        if (replies > 0) != self.options.has_replies {
-            let fault = HandshakeFault::Segment(format!("replies of a depth of {replies}"));
-            return Err(self.fault(fault));
+        client.adopt_lifeline(&mut fds)?;
+        let [memory, wake] = exactly(fds);
+        if (replies > 0) != self.has_replies {
+            let found = format!("replies of a depth of {replies}");
+            return Err(fault(HandshakeFault::Segment(found)));
         }
-        let opened = Segment::open(device, memory.as_fd(), depth, replies, generation);
+        let opened = Segment::open(&self.device, memory.as_fd(), depth, replies, generation);
         let (segment, replies) = opened.map_err(|error| match error {
-            OpenError::Fault(fault) => self.fault(fault),
+            OpenError::Fault(found) => fault(found),
             OpenError::Local(error) => error,
         })?;
         memory.approve();
-        let peer_doorbell = PeerDoorbell::adopt(wake).map_err(|fault| self.fault(fault))?;
-        let welcome = Welcome {
-            segment,
-            replies,
-            lossless,
-            regions: PublisherRegions::new(&self.client.name, device, generation, owner, access),
-            region_count: regions as usize,
-            completions: None,
+        let wake = PeerDoorbell::adopt(wake).map_err(fault)?;
+        let terms = RingTerms {
+            name: client.name.clone(),
+            device: self.device.clone(),
+            owner,
+            generation,
             source,
+            lossless,
         };
-        Ok((welcome, peer_doorbell))
+        let end = LinkEnd::new(client.peer.clone(), wake, client.socket.clone());
+        let link = PublisherLink::new(terms, segment, replies, end, &self.doorbell, None)?;
+        Ok((link, regions))
     }
+}
+
+/// A message's own descriptors: [`message::receive`](crate::ipc::message::receive) has checked their
+/// number.
+fn exactly<const N: usize>(fds: Vec<PeerFd>) -> [PeerFd; N] {
+    fds.try_into().expect("as many as its kind of message has")
 }

@@ -2,8 +2,8 @@
 //! wait for, and the streams' release at the sender's proven death. A table without a call of the
 //! driver or the system.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
+use std::sync::{Arc, OnceLock};
 
 use crate::atomic::{AtomicBool, AtomicU8, AtomicU64};
 use crate::pubsub::entry::Completion;
@@ -50,7 +50,7 @@ pub(super) struct PublisherMonitor {
     /// For each entry, the position that the publisher's death left incomplete.
     lost: Vec<AtomicU64>,
     /// The publisher's own words, if it has a history.
-    completions: Option<Completions>,
+    completions: OnceLock<Completions>,
 }
 
 /// The fence words of a publisher with a history, for the samples that it sent before this link
@@ -64,7 +64,7 @@ struct Completions {
 }
 
 impl PublisherMonitor {
-    pub(super) fn new(segment: &Arc<Segment>, completions: Option<FenceWords>) -> PublisherMonitor {
+    pub(super) fn new(segment: &Arc<Segment>) -> PublisherMonitor {
         let words = || (0..segment.depth()).map(|_| AtomicU64::new(0));
         PublisherMonitor {
             segment: segment.clone(),
@@ -72,11 +72,21 @@ impl PublisherMonitor {
             dead: AtomicBool::new(false),
             held: words().collect(),
             lost: words().collect(),
-            completions: completions.map(|fence_words| Completions {
-                fence_words,
-                entries: words().map(|_| Default::default()).collect(),
-            }),
+            completions: OnceLock::new(),
         }
+    }
+
+    /// Takes the publisher's own words, before any of its samples.
+    pub(super) fn set_completions(&self, fence_words: FenceWords) {
+        let entries = self.held.iter().map(|_| Default::default()).collect();
+        let _ = self.completions.set(Completions {
+            fence_words,
+            entries,
+        });
+    }
+
+    pub(super) fn has_completions(&self) -> bool {
+        self.completions.get().is_some()
     }
 
     #[inline]
@@ -90,7 +100,7 @@ impl PublisherMonitor {
         let Some(Completions {
             fence_words,
             entries,
-        }) = &self.completions
+        }) = self.completions.get()
         else {
             return false;
         };
@@ -106,7 +116,7 @@ impl PublisherMonitor {
 
     /// Whether the publisher's own word says that the data at a position is complete.
     fn is_complete(&self, position: u64) -> bool {
-        self.completions.as_ref().is_some_and(|completions| {
+        self.completions.get().is_some_and(|completions| {
             let [at, word, value] = &completions.entries[self.index(position)];
             let word = || completions.fence_words.word(word.load(SeqCst) as usize);
             at.load(SeqCst) == position && word().reached(value.load(SeqCst))
@@ -181,7 +191,9 @@ mod tests {
         let segment = Arc::new(Segment::create(&device, DEPTH, [7; 16]).unwrap().0);
         let (fence_words, fd) = FenceWords::published(&device, 4).unwrap();
         let copy = FenceWords::read(fd.into(), fence_words.bytes(), "test").unwrap();
-        (PublisherMonitor::new(&segment, Some(copy)), fence_words)
+        let monitor = PublisherMonitor::new(&segment);
+        monitor.set_completions(copy);
+        (monitor, fence_words)
     }
 
     #[test]

@@ -162,7 +162,7 @@ impl PublisherLink {
     #[cold]
     pub(in crate::pubsub) fn lost(&self, sequence: u64) -> Error {
         Error::SampleLost {
-            name: self.name.clone(),
+            name: self.terms.name.clone(),
             sequence,
             pid: self.end.peer.pid,
         }
@@ -172,7 +172,7 @@ impl PublisherLink {
     /// passed.
     pub(in crate::pubsub) fn wait_ready(&self, position: u64, limit: Duration) -> Result<bool> {
         let word = &self.segment.entry(position).ready;
-        self.device.backend().wait_word(word, position, limit)
+        self.terms.device.backend().wait_word(word, position, limit)
     }
 
     /// The stream for copies to the host. It only ever copies complete data, so it never waits for
@@ -181,7 +181,7 @@ impl PublisherLink {
         if let Some(stream) = self.copies.get() {
             return Ok(stream);
         }
-        let made = self.device.stream()?;
+        let made = self.terms.device.stream()?;
         let stream = self.copies.get_or_init(|| made);
         // A copy that was not done in time goes on: the memory stays mapped until it is.
         self.record_use(stream);

@@ -62,7 +62,7 @@ impl LinkedSubscriber {
             name,
             domain: domain.identity(),
             device: None,
-            generation: link.generation,
+            generation: link.terms.generation,
             depth: 0,
             memory_max: 0,
         }));
@@ -198,7 +198,7 @@ impl LinkReceiver {
         };
         let is_break = missing > 0 || ended.is_some();
         // An evicted subscriber may find the same publisher again.
-        let is_another = |ended: &EndedLink| ended.generation != self.link.generation;
+        let is_another = |ended: &EndedLink| ended.generation != self.link.terms.generation;
         let previous = ended.filter(is_another).map(|ended| ended.publisher);
         is_break.then_some(Discontinuity { missing, previous })
     }
@@ -234,7 +234,9 @@ impl LinkReceiver {
             let find = |regions: &[(u32, _)]| regions.binary_search_by_key(&id, |it| it.0);
             let found = find(regions).or_else(|_| {
                 let open = link.regions();
-                let known = open.iter().map(|it| (it.id, Arc::downgrade(&it.region)));
+                let known = open
+                    .iter()
+                    .map(|(id, region)| (*id, Arc::downgrade(region)));
                 *regions = known.collect();
                 find(regions)
             });
@@ -259,7 +261,7 @@ impl LinkReceiver {
         };
         // In this order: the region may have been mapped since the ring was polled, and then it is
         // no longer being mapped.
-        self.link.is_mapping() || self.link.regions().iter().any(|region| region.id == id)
+        self.link.is_mapping() || self.link.regions().iter().any(|it| it.0 == id)
     }
 
     /// There is no sample to take: either none was sent, or its region has not arrived yet, which
@@ -284,7 +286,11 @@ impl LinkReceiver {
             violation("region", found, "one that is open")
         })?;
         let checked = self.ring.copy().check(region.bytes())?;
-        let (last, sequence, lossless) = (self.last_sequence, checked.sequence, self.link.lossless);
+        let (last, sequence, lossless) = (
+            self.last_sequence,
+            checked.sequence,
+            self.link.terms.lossless,
+        );
         let follows = match last {
             0 => sequence > 0,
             last if lossless => last.checked_add(1) == Some(sequence),
@@ -314,7 +320,13 @@ impl LinkReceiver {
 
     /// Closes the link because of the sender's violation.
     pub(crate) fn fail(&self, violation: Violation) -> Error {
-        self.link.fail(self.link.violation(violation));
+        let Violation {
+            field,
+            found,
+            allowed,
+        } = violation;
+        let name = &self.link.terms.name;
+        self.link.fail(Error::protocol(name, field, found, allowed));
         self.link.why_over()
     }
     /// Whether [`take`](Self::take) is worth a call; cheap.
