@@ -18,7 +18,7 @@ pub use builder::SubscriberBuilder;
 pub(crate) use link_receiver::Replies;
 
 use self::link_receiver::{EndedLink, LinkReceiver};
-use self::wait::{ARRIVALS, DOORBELL, TickRinger, WAKE, watch_descriptor};
+use self::wait::{DOORBELL, TickRinger, WAKE, watch_descriptor};
 use super::publisher_link::{ConnectOptions, PublisherLink};
 use super::sample::{PreviousPublisher, Sample};
 use crate::device::Device;
@@ -84,10 +84,10 @@ pub struct Subscriber {
     owner_process: OwnerProcess,
     options: SubscriberBuilder,
     at: ConnectOptions,
-    /// Signals that a new publisher may have appeared. Only with `reconnect`.
+    /// Rings the doorbell when a new publisher may have appeared. Only with `reconnect`.
     arrivals: Option<Arrivals>,
     /// Everything that can end a wait, in one descriptor.
-    readable: CloseOnForkFd,
+    pub(crate) readable: CloseOnForkFd,
     /// An event loop polls `readable`: this end counts as asleep whenever no call of this type
     /// runs.
     is_polled: AtomicBool,
@@ -96,8 +96,8 @@ pub struct Subscriber {
     is_asleep: AtomicBool,
     /// Ends the sleeps of an event loop while only another poll can help.
     ringer: Option<Arc<TickRinger>>,
-    /// The sources that have ended a sleep and are not drained, a bit for each.
-    rung: u8,
+    /// The sources that have ended a sleep and are not drained.
+    rung: u64,
     attached: Option<LeakOnFork<LinkReceiver>>,
     /// The handshake with the next publisher, while it has not answered.
     attempt: Option<Attempt<Arc<PublisherLink>>>,
@@ -132,13 +132,8 @@ impl Subscriber {
         let readable = CloseOnForkFd::open(|| epoll::create(epoll::CreateFlags::CLOEXEC));
         let readable = readable.map_err(|e| Error::os("epoll_create1", "a subscriber", e))?;
         watch_descriptor(&readable, doorbell.as_fd(), DOORBELL)?;
-        let arrivals = if options.reconnect {
-            let arrivals = domain.arrivals()?;
-            watch_descriptor(&readable, arrivals.as_fd(), ARRIVALS)?;
-            Some(arrivals)
-        } else {
-            None
-        };
+        let rings = || domain.ring_at_arrivals(doorbell.clone());
+        let arrivals = options.reconnect.then(rings).transpose()?;
         let row = EndpointRow::open(&EndpointWords {
             kind: options.kind,
             role: Role::Peer,
@@ -225,33 +220,30 @@ impl Subscriber {
         self.at.name.as_str()
     }
 
+    fn link(&self) -> Option<&Arc<PublisherLink>> {
+        self.attached.as_ref().map(|attached| &attached.link)
+    }
+
     /// The state of its publisher; `None` while there is none.
     pub fn publisher_state(&self) -> Option<PeerState> {
-        self.attached
-            .as_ref()
-            .map(|attached| attached.link.peer_state())
+        self.link().map(|link| link.peer_state())
     }
 
     /// The publisher's process id; `None` while there is none.
     pub fn publisher_pid(&self) -> Option<i32> {
-        self.attached
-            .as_ref()
-            .map(|attached| attached.link.end.peer.pid)
+        self.link().map(|link| link.end.peer.pid)
     }
 
     /// Random bytes that name the incarnation of the publisher that gave the samples their numbers:
     /// that of this subscriber's publisher, or of the one that it
     /// [forwards](crate::PublisherBuilder::forwards). `None` while there is no publisher.
     pub fn publisher_source(&self) -> Option<[u8; 16]> {
-        self.attached
-            .as_ref()
-            .map(|attached| attached.link.terms.source)
+        self.link().map(|link| link.terms.source)
     }
 
     /// The link of its replies.
     pub(super) fn link_of_replies(&self) -> Result<Arc<PublisherLink>> {
-        let attached = self.attached.as_ref().ok_or_else(|| self.not_found())?;
-        Ok(attached.link.clone())
+        self.link().cloned().ok_or_else(|| self.not_found())
     }
 
     /// Closes the link because of the publisher's violation.
@@ -274,11 +266,8 @@ impl Subscriber {
     /// Samples that this subscriber did not get because of the publisher's policy.
     pub fn dropped(&self) -> u64 {
         // The peer states this number, so it may have any value.
-        self.dropped_before.saturating_add(
-            self.attached
-                .as_ref()
-                .map_or(0, |attached| attached.link.dropped()),
-        )
+        let dropped = self.link().map_or(0, |link| link.dropped());
+        self.dropped_before.saturating_add(dropped)
     }
 
     /// Takes the next sample, and waits for it if there is none. `stream` will wait, on the device,

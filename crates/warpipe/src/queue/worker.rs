@@ -93,7 +93,7 @@ impl WorkerBuilder {
 #[derive(Debug)]
 pub struct Worker {
     /// Declared first: the jobs end before the answers.
-    jobs: Subscriber,
+    pub(crate) jobs: Subscriber,
     pub(super) results: Arc<ResultPublisher>,
 }
 
@@ -166,29 +166,6 @@ impl Worker {
             },
             other => other,
         }
-    }
-}
-
-/// For callers that poll many queues at once.
-impl Worker {
-    /// Whether a [`lease`](Self::lease) without a wait is worth a call; cheap.
-    pub(crate) fn may_have_news(&self) -> bool {
-        self.jobs.may_have_news()
-    }
-
-    /// Sets whether the queue is asked to ring [`descriptor`](Self::descriptor).
-    pub(crate) fn set_asleep(&self, asleep: bool) {
-        self.jobs.set_asleep(asleep);
-    }
-
-    /// A descriptor that is readable when this end is rung.
-    pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
-        self.jobs.descriptor()
-    }
-
-    /// Drains the doorbells.
-    pub(crate) fn quiet(&self) {
-        self.jobs.quiet();
     }
 }
 

@@ -88,7 +88,7 @@ impl ServerBuilder {
         let doorbell = Arc::new(LocalDoorbell::new()?);
         let arrivals = domain.ring_at_arrivals(doorbell.clone())?;
         let scan_timer = ScanTimer::start(&doorbell)?;
-        watch_descriptor(&readable, doorbell.as_fd(), DOORBELL)?;
+        watch_descriptor(&readable, &doorbell, DOORBELL)?;
         Ok(Server {
             owner_process: OwnerProcess::current(),
             spin: self.shared.spin,
@@ -248,7 +248,7 @@ impl Server {
             left -= 1;
             self.next_client = (self.next_client + 1) % self.clients.len();
             let link = &mut self.clients[self.next_client];
-            if !link.worker.may_have_news() {
+            if !link.worker.jobs.may_have_news() {
                 continue;
             }
             match link.worker.lease(stream, Duration::ZERO) {
@@ -271,7 +271,7 @@ impl Server {
     /// A client has gone, or its link has failed. The next attempt shows which of the two.
     fn drop_client(&mut self, index: usize) {
         let ClientLink { name, worker, .. } = self.clients.swap_remove(index);
-        let _ = epoll::delete(&self.readable, worker.descriptor());
+        let _ = epoll::delete(&self.readable, &worker.jobs.readable);
         self.set_failed(name);
     }
 
@@ -355,7 +355,9 @@ impl Server {
         for (name, result) in results {
             let id = self.next_id;
             match result {
-                Ok(worker) if watch_descriptor(&self.readable, worker.descriptor(), id).is_ok() => {
+                Ok(worker)
+                    if watch_descriptor(&self.readable, &worker.jobs.readable, id).is_ok() =>
+                {
                     self.unattached.remove(&name);
                     self.clients.push(ClientLink { id, name, worker });
                     self.next_id += 1;
@@ -381,10 +383,15 @@ impl Server {
     fn sleep(&mut self, limit: Duration) {
         self.set_asleep(true);
         // Requests that came before the clients were asked to ring did not ring.
-        if !self.clients.iter().any(|link| link.worker.may_have_news()) {
+        if !self.has_news() {
             self.wait_events(limit);
         }
         self.set_asleep(false);
+    }
+
+    fn has_news(&self) -> bool {
+        let mut jobs = self.clients.iter().map(|link| &link.worker.jobs);
+        jobs.any(|jobs| jobs.may_have_news())
     }
 
     fn handle_event(&mut self, id: u64) {
@@ -395,18 +402,14 @@ impl Server {
             }
             id => self
                 .clients
-                .iter()
+                .iter_mut()
                 .filter(|link| link.id == id)
-                .for_each(|link| link.worker.quiet()),
+                .for_each(|link| link.worker.jobs.drain()),
         }
     }
 }
 
-fn watch_descriptor(
-    readable: &CloseOnForkFd,
-    fd: std::os::fd::BorrowedFd<'_>,
-    what: u64,
-) -> Result<()> {
+fn watch_descriptor(readable: &CloseOnForkFd, fd: impl AsFd, what: u64) -> Result<()> {
     epoll::add(
         readable,
         fd,

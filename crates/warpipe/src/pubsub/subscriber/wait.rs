@@ -11,7 +11,6 @@ use rustix::event::epoll;
 use super::{RETRY, Subscriber};
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
-use crate::ipc::domain::Arrivals;
 use crate::os::timespec;
 use crate::pubsub::sample::Sample;
 use crate::runtime::doorbell::LocalDoorbell;
@@ -20,11 +19,10 @@ use crate::runtime::spin::Polls;
 use crate::stream::Stream;
 use crate::wait::{SLICE, Wait};
 
-/// The sources of events in a subscriber's one descriptor: its own process, its publisher, the
-/// domain.
-pub(super) const DOORBELL: u64 = 0;
-pub(super) const WAKE: u64 = 1;
-pub(super) const ARRIVALS: u64 = 2;
+/// The sources of events in a subscriber's one descriptor, a bit for each: its own process, its
+/// publisher.
+pub(super) const DOORBELL: u64 = 1;
+pub(super) const WAKE: u64 = 2;
 
 /// Looks at the ring that make one poll.
 const LOOKS: u32 = 8;
@@ -89,14 +87,14 @@ impl Subscriber {
 
     /// Asks the publisher to ring for samples. Poll once more before sleeping: samples published
     /// before did not ring.
-    pub(super) fn fall_asleep(&self) {
+    pub(crate) fn fall_asleep(&self) {
         self.is_asleep.store(true, Ordering::Relaxed);
         if let Some(attached) = &self.attached {
             attached.ring.fall_asleep();
         }
     }
 
-    pub(super) fn wake_up(&self) {
+    pub(crate) fn wake_up(&self) {
         if self.is_polled.load(Ordering::Relaxed) {
             return;
         }
@@ -110,12 +108,9 @@ impl Subscriber {
     /// [`drain_rung`](Self::drain_rung) before the next sleep: each of those system calls here would
     /// be part of a sample's latency.
     pub(super) fn sleep(&mut self, limit: Duration) {
-        let mut room = [const { MaybeUninit::uninit() }; 3];
-        let Ok((events, _)) = epoll::wait(&self.readable, &mut room, Some(&timespec(limit))) else {
-            return;
-        };
-        for event in events {
-            self.rung |= 1 << event.data.u64();
+        let mut room = [const { MaybeUninit::uninit() }; 2];
+        if let Ok((events, _)) = epoll::wait(&self.readable, &mut room, Some(&timespec(limit))) {
+            self.rung |= events.iter().fold(0, |rung, event| rung | event.data.u64());
         }
     }
 
@@ -123,24 +118,12 @@ impl Subscriber {
     /// [`fall_asleep`](Self::fall_asleep): behind it, a ring for a sample could be lost.
     pub(super) fn drain_rung(&mut self) {
         let rung = std::mem::take(&mut self.rung);
-        for source in (0..3).filter(|source| rung & 1 << source != 0) {
-            match source {
-                DOORBELL => self.at.doorbell.drain(),
-                WAKE => self.drain_wake(),
-                _ => self.arrivals.iter().for_each(Arrivals::drain),
-            }
+        if rung & DOORBELL != 0 {
+            self.at.doorbell.drain();
         }
-    }
-
-    /// Drains every source.
-    pub(super) fn drain(&self) {
-        self.at.doorbell.drain();
-        self.drain_wake();
-        self.arrivals.iter().for_each(Arrivals::drain);
-    }
-
-    fn drain_wake(&self) {
-        if let Some(attached) = &self.attached {
+        if rung & WAKE != 0
+            && let Some(attached) = &self.attached
+        {
             attached.quiet();
             if attached.link.end.peer_doorbell.is_closed() {
                 // The closed doorbell would be readable for ever; the local doorbell reports the
@@ -149,30 +132,17 @@ impl Subscriber {
             }
         }
     }
+
+    /// Drains every source.
+    pub(crate) fn drain(&mut self) {
+        self.rung = DOORBELL | WAKE;
+        self.drain_rung();
+    }
+
     /// Whether a receive is worth a call; cheap.
     #[inline]
     pub(crate) fn may_have_news(&self) -> bool {
         self.attached.as_ref().is_none_or(|at| at.may_have_news())
-    }
-
-    /// Sets whether the publisher is asked to ring [`descriptor`](Self::descriptor) with each
-    /// sample.
-    pub(crate) fn set_asleep(&self, asleep: bool) {
-        if asleep {
-            self.fall_asleep();
-        } else {
-            self.wake_up();
-        }
-    }
-
-    /// A descriptor that is readable when this end is rung.
-    pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
-        self.readable.as_fd()
-    }
-
-    /// Drains the doorbells.
-    pub(crate) fn quiet(&self) {
-        self.drain();
     }
 }
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use rustix::event::epoll;
 
-use super::{SCAN_INTERVAL, Server};
+use super::{ClientLink, SCAN_INTERVAL, Server};
 use crate::error::Result;
 use crate::os::timespec;
 use crate::runtime::doorbell::LocalDoorbell;
@@ -56,9 +56,12 @@ impl Server {
     /// Sets whether the clients are asked to ring. The clients of a polled server always are.
     pub(super) fn set_asleep(&self, asleep: bool) {
         if asleep || !self.is_polled.load(Relaxed) {
-            self.clients
-                .iter()
-                .for_each(|link| link.worker.set_asleep(asleep));
+            for ClientLink { worker, .. } in &self.clients {
+                match asleep {
+                    true => worker.jobs.fall_asleep(),
+                    false => worker.jobs.wake_up(),
+                }
+            }
         }
     }
 
@@ -121,7 +124,7 @@ impl AsFd for Server {
             self.scan_timer.is_on.store(true, Relaxed);
         }
         self.set_asleep(true);
-        if self.last_scan.is_none() || self.clients.iter().any(|link| link.worker.may_have_news()) {
+        if self.last_scan.is_none() || self.has_news() {
             self.doorbell.ring();
         }
         self.readable.as_fd()
