@@ -33,7 +33,7 @@ use crate::mutex::LockUnpoisoned;
 use crate::os;
 use crate::runtime::closer::PeerSocket;
 use crate::runtime::heartbeat::Uptime;
-use crate::runtime::reactor::{EventSource, Next, Reactor, Registration, catch_panic};
+use crate::runtime::reactor::{EventSource, Next, Reactor, Registration, Watch, catch_panic};
 use crate::runtime::reserve;
 use crate::trace::{self, TraceEvent};
 
@@ -151,7 +151,11 @@ impl Acceptor {
             return Ok(());
         }
         let (listener, me) = (self.claim.listener(), self.event_source());
-        state.listener = Some(self.reactor.register(listener.as_fd(), &me, LISTENER)?);
+        state.listener = Some(self.reactor.register(
+            Watch::Readable(listener.as_fd()),
+            &me,
+            LISTENER,
+        )?);
         Ok(())
     }
 
@@ -270,7 +274,7 @@ impl Acceptor {
             .map_err(|(denied, reason)| refusal(denied, reason))?;
         let failed = |error| refusal_for(&error);
         let peer = self.open_peer(credentials, socket).map_err(failed)?;
-        let (fd, me) = (socket.as_fd(), self.event_source());
+        let (fd, me) = (Watch::Readable(socket.as_fd()), self.event_source());
         let registration = self.reactor.register(fd, &me, id).map_err(failed)?;
         Ok(PendingConnection {
             registration,

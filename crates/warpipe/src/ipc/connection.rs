@@ -13,7 +13,7 @@ use super::message::{self, Received};
 use super::peer::{DeathEvidence, Peer};
 use crate::error::Result;
 use crate::runtime::closer::PeerSocket;
-use crate::runtime::reactor::{EventSource, Next, Reactor, Registration};
+use crate::runtime::reactor::{EventSource, Next, Reactor, Registration, Watch};
 
 /// The most messages that are read from one socket before others are served.
 const BATCH_MAX: usize = 16;
@@ -69,7 +69,7 @@ pub(crate) fn watch(
     use ConnectionEvent::{Message, Orphaned, Proven, Suspect};
     let orphaned = DeathEvidence::Orphaned(orphan_timeout);
     Ok([
-        reactor.register(socket, user, Message.tag(id))?,
+        reactor.register(Watch::Readable(socket), user, Message.tag(id))?,
         peer.watch(DeathEvidence::Suspect, user, Suspect.tag(id))?,
         peer.watch(orphaned, user, Orphaned.tag(id))?,
         peer.watch(DeathEvidence::Proven, user, Proven.tag(id))?,

@@ -28,7 +28,7 @@ use crate::mutex::LockUnpoisoned;
 use crate::os;
 use crate::runtime::closer::PeerFd;
 use crate::runtime::heartbeat::Uptime;
-use crate::runtime::reactor::{EventSource, Next, Reactor, Registration};
+use crate::runtime::reactor::{EventSource, Next, Reactor, Registration, Watch};
 
 /// How long streams wait for a suspect process with an open lifeline, unless the caller says
 /// otherwise. Counted while this process runs, since it observes nothing while it is stopped.
@@ -340,9 +340,9 @@ impl Process {
         });
         let me: Weak<dyn EventSource> = process.me.clone();
         let registrations = [
-            reactor.register_hangup(process.end.as_fd(), &me, 0),
-            reactor.register_hangup(process.alarm.as_fd(), &me, 0),
-            reactor.register(process.pidfd.as_fd(), &me, 0),
+            reactor.register(Watch::Hangup(process.end.as_fd()), &me, 0),
+            reactor.register(Watch::Hangup(process.alarm.as_fd()), &me, 0),
+            reactor.register(Watch::Readable(process.pidfd.as_fd()), &me, 0),
         ];
         for registration in registrations {
             let registration = registration.map_err(failed)?;
@@ -358,7 +358,7 @@ impl Process {
         target: &Weak<dyn EventSource>,
         tag: u64,
     ) -> Result<Registration> {
-        let watch = self.reactor.register_trigger(target, tag);
+        let watch = self.reactor.register(Watch::Trigger, target, tag)?;
         let mut state = self.state.locked();
         state.listeners.retain(|&(_, id)| self.reactor.has(id));
         state.listeners.push((evidence, watch.id()));

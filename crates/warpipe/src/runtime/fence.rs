@@ -168,37 +168,42 @@ fn wait_behind(stream: &Stream, other: &Stream) -> Result<()> {
             allowed,
         ));
     }
-    let event = record_behind(other)?;
+    let event = RecordedEvent::behind(other)?;
     // SAFETY: both handles are live. The event may be destroyed while it is waited for: the driver
     // keeps it.
-    let held = unsafe { stream.backend().wait_event(stream.raw(), event) };
-    destroy(other, event);
-    held
+    unsafe { stream.backend().wait_event(stream.raw(), event.raw) }
 }
 
-/// A new event behind the work of a stream that does not capture.
-fn record_behind(stream: &Stream) -> Result<RawEvent> {
-    let backend = stream.backend();
-    // First: `create_event` detects a reset, after which the stream's handle is invalid.
-    let event = backend.create_event()?;
-    let recorded = stream.check_not_capturing().and_then(|()| {
+/// An event behind the work that a stream had.
+#[derive(Debug)]
+struct RecordedEvent {
+    stream: Stream,
+    raw: RawEvent,
+}
+
+impl RecordedEvent {
+    /// A new event behind the work of a stream that does not capture.
+    fn behind(stream: &Stream) -> Result<RecordedEvent> {
+        // First: `create_event` detects a reset, after which the stream's handle is invalid.
+        let event = RecordedEvent {
+            raw: stream.backend().create_event()?,
+            stream: stream.clone(),
+        };
+        stream.check_not_capturing()?;
         // SAFETY: both handles are live: the event was made above, and `stream` is borrowed.
-        unsafe { backend.record_event(event, stream.raw()) }
-    });
-    // If a capture began in between, the event belongs to the capture, and a query of the event
-    // would invalidate it.
-    match recorded.and_then(|()| stream.check_not_capturing()) {
-        Ok(()) => Ok(event),
-        Err(error) => {
-            destroy(stream, event);
-            Err(error)
-        }
+        unsafe { stream.backend().record_event(event.raw, stream.raw())? };
+        // If a capture began in between, the event belongs to the capture, and a query of the event
+        // would invalidate it.
+        stream.check_not_capturing()?;
+        Ok(event)
     }
 }
 
-fn destroy(stream: &Stream, event: RawEvent) {
-    // SAFETY: every caller made the event with this backend, and gives it up.
-    let _ = unsafe { stream.backend().destroy_event(event) };
+impl Drop for RecordedEvent {
+    fn drop(&mut self) {
+        // SAFETY: the event was made with this backend, and is given up here.
+        let _ = unsafe { self.stream.backend().destroy_event(self.raw) };
+    }
 }
 
 /// Events that are still due. The fence is reached when all are complete.
@@ -249,40 +254,31 @@ struct FencePoint {
     stream: Stream,
     /// `None` until the event could be recorded. A retry records it behind all work that the stream
     /// has by then.
-    event: Option<RawEvent>,
+    event: Option<RecordedEvent>,
 }
 
 impl FencePoint {
     fn behind(stream: &Stream) -> FencePoint {
         FencePoint {
             stream: stream.clone(),
-            event: record_behind(stream).ok(),
+            event: RecordedEvent::behind(stream).ok(),
         }
     }
 
     fn is_reached(&mut self) -> bool {
-        let Some(event) = self.event else {
-            self.event = record_behind(&self.stream).ok();
+        let Some(event) = &self.event else {
+            self.event = RecordedEvent::behind(&self.stream).ok();
             // If no event can be made, the stream is queried instead. An event made in this call is
             // queried in the next one.
             return self.event.is_none() && is_proof(self.stream.is_idle());
         };
         // SAFETY: the event is live until drop.
-        let answer = unsafe { self.stream.backend().query_event(event) };
+        let answer = unsafe { self.stream.backend().query_event(event.raw) };
         if matches!(answer, Err(Error::Capturing { .. })) {
             // A capture began and ended while the event was recorded: the event proves nothing.
-            destroy(&self.stream, event);
             self.event = None;
         }
         is_proof(answer)
-    }
-}
-
-impl Drop for FencePoint {
-    fn drop(&mut self) {
-        if let Some(event) = self.event {
-            destroy(&self.stream, event);
-        }
     }
 }
 

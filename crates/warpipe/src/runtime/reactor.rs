@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use rustix::event::epoll;
 
 pub(crate) use self::deferred::{Deferred, DropReadiness, IntoDeferred};
-use self::deferred::{DropCounts, FenceThread, FencedDrop, reap};
+use self::deferred::{DropCounts, FenceThread, FencedDrop, hand, reap};
 use crate::backend::unreclaimed;
 use crate::clock::now_ns;
 use crate::error::{Error, Result};
@@ -110,6 +110,20 @@ impl std::fmt::Debug for Reactor {
     }
 }
 
+/// What a target is registered for.
+pub(crate) enum Watch<'a> {
+    Readable(BorrowedFd<'a>),
+    /// The descriptor's hang-up alone (`EPOLLHUP`), whatever there is to be read.
+    Hangup(BorrowedFd<'a>),
+    /// No descriptor: [`Reactor::trigger`].
+    Trigger,
+}
+
+fn runs_on_control_thread(target: &Weak<dyn EventSource>) -> bool {
+    let target = target.upgrade();
+    target.is_some_and(|target| target.runs_on_control_thread())
+}
+
 /// A watched descriptor. Dropping the registration ends the watch. Drop it before the descriptor.
 pub(crate) struct Registration {
     reactor: Arc<Reactor>,
@@ -196,10 +210,7 @@ impl Reactor {
     /// Queues a task for the control thread. For callers that queue one at a time, or limit their
     /// number (see [`ControlTask`]).
     pub(crate) fn run_on_control_thread(&self, task: ControlTask) {
-        if let Err(mpsc::SendError(task)) = self.tasks.send(task) {
-            // The control thread has ended. A leak is better than a driver call here.
-            std::mem::forget(task);
-        }
+        hand(&self.tasks, task);
     }
 
     fn add(&self, fd: BorrowedFd<'_>, id: u64, events: epoll::EventFlags) -> Result<()> {
@@ -207,75 +218,34 @@ impl Reactor {
             .map_err(|e| Error::os("epoll_ctl", "a watched descriptor", e))
     }
 
-    /// Watches `fd` for `target` until the result is dropped or `on_ready` returns [`Next::Stop`].
+    /// Calls `target` with `tag` at each event of `watch`, until the result is dropped or `on_ready`
+    /// returns [`Next::Stop`].
     pub(crate) fn register(
         self: &Arc<Self>,
-        fd: BorrowedFd<'_>,
+        watch: Watch<'_>,
         target: &Weak<dyn EventSource>,
         tag: u64,
     ) -> Result<Registration> {
-        let runs_on_control_thread = target
-            .upgrade()
-            .is_some_and(|target| target.runs_on_control_thread());
-        let events = if runs_on_control_thread {
-            ONCE
-        } else {
-            epoll::EventFlags::IN
+        let (fd, events) = match watch {
+            Watch::Readable(fd) if runs_on_control_thread(target) => (Some(fd), ONCE),
+            Watch::Readable(fd) => (Some(fd), epoll::EventFlags::IN),
+            Watch::Hangup(fd) => (Some(fd), epoll::EventFlags::empty()),
+            Watch::Trigger => (None, epoll::EventFlags::empty()),
         };
-        self.register_for(events, fd, target, tag)
-    }
-
-    /// Watches `fd` for its hang-up alone (`EPOLLHUP`), whatever there is to be read.
-    pub(crate) fn register_hangup(
-        self: &Arc<Self>,
-        fd: BorrowedFd<'_>,
-        target: &Weak<dyn EventSource>,
-        tag: u64,
-    ) -> Result<Registration> {
-        self.register_for(epoll::EventFlags::empty(), fd, target, tag)
-    }
-
-    fn register_for(
-        self: &Arc<Self>,
-        events: epoll::EventFlags,
-        fd: BorrowedFd<'_>,
-        target: &Weak<dyn EventSource>,
-        tag: u64,
-    ) -> Result<Registration> {
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        let entry = RegistrationEntry {
+            target: target.clone(),
+            tag,
+            fd: fd.map(|fd| fd.as_raw_fd()),
+        };
         // Under the lock of the registrations: no event finds none.
         let mut state = self.state.locked();
-        let registration = self.add_entry(&mut state, target, tag, Some(fd.as_raw_fd()));
-        let added = self.add(fd, registration.id, events);
-        if added.is_err() {
-            state.registrations.remove(&registration.id);
+        if let Some(fd) = fd {
+            self.add(fd, id, events)?;
         }
-        drop(state);
-        added.map(|()| registration)
-    }
-
-    /// A registration without a descriptor: `target` is called with `tag` when
-    /// [`trigger`](Self::trigger) is called.
-    pub(crate) fn register_trigger(
-        self: &Arc<Self>,
-        target: &Weak<dyn EventSource>,
-        tag: u64,
-    ) -> Registration {
-        self.add_entry(&mut self.state.locked(), target, tag, None)
-    }
-
-    fn add_entry(
-        self: &Arc<Self>,
-        state: &mut ReactorState,
-        target: &Weak<dyn EventSource>,
-        tag: u64,
-        fd: Option<RawFd>,
-    ) -> Registration {
-        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let target = target.clone();
-        let entry = RegistrationEntry { target, tag, fd };
         state.registrations.insert(id, entry);
         let reactor = self.clone();
-        Registration { reactor, id }
+        Ok(Registration { reactor, id })
     }
 
     /// Calls the registration's target on the reactor's own thread soon, without waiting.

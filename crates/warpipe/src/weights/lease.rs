@@ -18,7 +18,7 @@ use crate::fork::NoForkSection;
 use crate::mutex::LockUnpoisoned;
 use crate::os;
 use crate::runtime::closer::PeerFd;
-use crate::runtime::reactor::{EventSource, Next, Reactor, Registration};
+use crate::runtime::reactor::{EventSource, Next, Reactor, Registration, Watch};
 
 /// Makes a lease of what `owner` owns, and returns the end that goes with the version.
 pub(super) fn grant(owner: impl Send + 'static) -> Result<Arc<PeerFd>> {
@@ -40,7 +40,7 @@ pub(super) fn grant(owner: impl Send + 'static) -> Result<Arc<PeerFd>> {
         granted: Mutex::default(),
     });
     let target = Arc::downgrade(&watch) as Weak<dyn EventSource>;
-    let registration = reactor.register_hangup(reader.as_fd(), &target, 0)?;
+    let registration = reactor.register(Watch::Hangup(reader.as_fd()), &target, 0)?;
     *watch.granted.locked() = Some(Granted {
         _registration: registration,
         _reader: reader,

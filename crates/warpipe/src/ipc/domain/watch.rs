@@ -24,7 +24,7 @@ use crate::fork::{CloseOnForkFd, lifeline};
 use crate::mutex::LockUnpoisoned;
 use crate::runtime::closer::close_later;
 use crate::runtime::doorbell::LocalDoorbell;
-use crate::runtime::reactor::{EventSource, Next, Reactor, Registration};
+use crate::runtime::reactor::{EventSource, Next, Reactor, Registration, Watch};
 
 /// Reports new files in a directory: readable from then on until it is [drained](Arrivals::drain).
 #[derive(Debug)]
@@ -149,7 +149,7 @@ impl DirectoryWatch {
         );
         match &made.inotify {
             Some(inotify) => {
-                let watch = reactor.register(inotify.as_fd(), &me, 0)?;
+                let watch = reactor.register(Watch::Readable(inotify.as_fd()), &me, 0)?;
                 let _ = made.watch.set(watch);
             }
             None => reactor.register_ticks(me),

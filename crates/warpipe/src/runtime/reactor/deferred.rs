@@ -36,22 +36,17 @@ pub(super) struct FencedDrop {
     readiness: DropReadiness,
     since: Instant,
     next_poll: Instant,
-    /// Counted in [`DropCounts::overdue`].
-    is_overdue: bool,
-    has_panicked: bool,
 }
 
 impl FencedDrop {
     fn look(&mut self, now: Instant) -> DropReadiness {
-        // A closure that panicked may not be called again, since it may have done its work, and the
-        // memory that it owns may be in use. So it is kept.
-        let readiness = match self.has_panicked {
-            true => DropReadiness::Held,
-            false => catch_panic(|| (self.look)()).unwrap_or_else(|| {
-                self.has_panicked = true;
-                DropReadiness::Held
-            }),
-        };
+        let readiness = catch_panic(|| (self.look)()).unwrap_or_else(|| {
+            // A closure that panicked may not be called again, since it may have done its work, and
+            // the memory that it owns may be in use. So it is kept.
+            let panicked = std::mem::replace(&mut self.look, Box::new(|| DropReadiness::Held));
+            std::mem::forget(panicked);
+            DropReadiness::Held
+        });
         if readiness != self.readiness {
             (self.readiness, self.since) = (readiness, now);
         }
@@ -90,17 +85,23 @@ impl FenceThread {
             }
             let readiness = one.look(now);
             let is_slow = now.saturating_duration_since(one.since) > self.overdue_after;
-            let is_busy = readiness == DropReadiness::Busy;
-            self.counts
-                .set_overdue(&mut one.is_overdue, is_slow && is_busy);
             one.next_poll = round + if is_slow { TICK } else { FENCE_POLL_INTERVAL };
             if readiness == DropReadiness::Ready {
                 self.counts.waiting.fetch_sub(1, Ordering::Relaxed);
-                defer(&self.reaper, Box::new(self.waiting.swap_remove(index)));
+                hand(
+                    &self.reaper,
+                    Box::new(self.waiting.swap_remove(index)) as Deferred,
+                );
             } else {
                 index += 1;
             }
         }
+        let is_overdue = |one: &&FencedDrop| {
+            let waited = round.saturating_duration_since(one.since);
+            one.readiness == DropReadiness::Busy && waited > self.overdue_after
+        };
+        let overdue = self.waiting.iter().filter(is_overdue).count();
+        self.counts.overdue.store(overdue, Ordering::Relaxed);
     }
 
     /// Takes in new drops until the next poll.
@@ -138,11 +139,12 @@ pub(super) fn reap(queue: Receiver<Deferred>) {
     }
 }
 
-/// Leaves an object to the reaper.
-fn defer(reaper: &Sender<Deferred>, deferred: Deferred) {
-    if let Err(SendError(deferred)) = reaper.send(deferred) {
-        // The reaper has ended. A leak is better than a driver call here.
-        std::mem::forget(deferred);
+/// Hands an object to the thread that takes it.
+pub(super) fn hand<T>(queue: &Sender<T>, object: T) {
+    if let Err(SendError(object)) = queue.send(object) {
+        // The thread has ended, and nothing proves that memory is touched no more: a leak is better
+        // than a driver call here.
+        std::mem::forget(object);
     }
 }
 
@@ -151,16 +153,6 @@ fn defer(reaper: &Sender<Deferred>, deferred: Deferred) {
 pub(super) struct DropCounts {
     waiting: AtomicUsize,
     overdue: AtomicUsize,
-}
-
-impl DropCounts {
-    fn set_overdue(&self, is_counted: &mut bool, is_overdue: bool) {
-        match (std::mem::replace(is_counted, is_overdue), is_overdue) {
-            (false, true) => self.overdue.fetch_add(1, Ordering::Relaxed),
-            (true, false) => self.overdue.fetch_sub(1, Ordering::Relaxed),
-            _ => return,
-        };
-    }
 }
 
 /// An object that the reaper drops. Each is deferred once, and until it is dropped holds a
@@ -209,13 +201,8 @@ impl Reactor {
             readiness: DropReadiness::Held,
             since: now,
             next_poll: now,
-            is_overdue: false,
-            has_panicked: false,
         };
-        if let Err(SendError(deferred)) = self.fenced_drops.send(deferred) {
-            // The fence thread has ended: nothing proves that the memory is touched no more.
-            std::mem::forget(deferred);
-        }
+        hand(&self.fenced_drops, deferred);
     }
 
     /// Gives up this owner's part of `target`. If it is the last owner, the reaper drops the
@@ -228,6 +215,6 @@ impl Reactor {
 
     /// Has the reaper drop an object, however much waits there; never on this thread.
     pub(crate) fn defer_drop(&self, deferred: Deferred) {
-        defer(&self.deferred, deferred);
+        hand(&self.deferred, deferred);
     }
 }
