@@ -11,7 +11,7 @@ use rustix::io::Errno;
 
 use super::message::{self, Message, Received};
 use super::peer::Peer;
-use super::{Address, Kind};
+use super::{Address, Kind, REPLY_TIMEOUT};
 use crate::backend::DeviceId;
 use crate::backoff::Backoff;
 use crate::error::{Error, HandshakeFault, Result};
@@ -22,6 +22,9 @@ use crate::wait::SLICE;
 /// How long an answer is polled for before the thread sleeps: a running server answers before this
 /// thread could fall asleep and be woken.
 const SPIN: Duration = Duration::from_micros(200);
+
+/// A message of the server, with its descriptors.
+pub(crate) type Answer = (Message, Vec<PeerFd>);
 
 /// The time that a handshake has left, counted while this process runs.
 #[derive(Debug)]
@@ -59,6 +62,22 @@ pub(crate) struct ClientHandshake {
 }
 
 impl ClientHandshake {
+    /// Connects to a server of sessions and sends the client's `Hello`. The whole handshake takes
+    /// at most [`REPLY_TIMEOUT`]; `waits` for room in the server's backlog.
+    pub(crate) fn begin(
+        at: &Address<'_>,
+        device: Option<DeviceId>,
+        body: &[u8],
+        waits: bool,
+    ) -> Result<ClientHandshake> {
+        let limit = HandshakeLimit::new(REPLY_TIMEOUT);
+        let room = waits.then_some(&limit);
+        let socket = at.domain.connect(at.name, at.kind, room)?;
+        let handshake = ClientHandshake::new(at, socket, limit)?;
+        handshake.hello(device, body)?;
+        Ok(handshake)
+    }
+
     /// Checks that the connected server belongs to the domain's owner.
     pub(crate) fn new(
         at: &Address<'_>,
@@ -105,7 +124,7 @@ impl ClientHandshake {
 
     /// The server's next message; `None` while there is none. One that ends the handshake is an
     /// error.
-    pub(crate) fn receive(&self) -> Result<Option<(Message, Vec<PeerFd>)>> {
+    pub(crate) fn receive(&self) -> Result<Option<Answer>> {
         let (message, fds) = match message::receive(self.socket.as_fd(), &self.name)? {
             Received::Nothing => return Ok(None),
             Received::End => return Err(self.fault(HandshakeFault::Closed)),
@@ -128,7 +147,7 @@ impl ClientHandshake {
     }
 
     /// Waits for the server's next message. Cancellation ends the handshake early.
-    pub(crate) fn wait(&self, is_cancelled: impl Fn() -> bool) -> Result<(Message, Vec<PeerFd>)> {
+    pub(crate) fn wait(&self, is_cancelled: impl Fn() -> bool) -> Result<Answer> {
         let start = Instant::now();
         loop {
             // First: a server that goes on sending does not hold this end up either.

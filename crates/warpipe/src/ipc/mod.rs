@@ -29,6 +29,7 @@ mod session;
 #[cfg(test)]
 mod tests;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde::Serialize;
@@ -36,16 +37,14 @@ use serde::de::DeserializeOwned;
 
 pub use self::peer_state::PeerState;
 pub(crate) use self::server::{IpcServer, ServerCore};
-pub(crate) use self::session::{
-    ClientSession, PendingSession, is_passing, until_found, until_open,
-};
+pub(crate) use self::session::{ClientSession, is_passing, until_found, until_open};
 use crate::backend::DeviceId;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
 use crate::ipc::domain::{Domain, EndpointName};
-use crate::ipc::limits::PeerLimits;
+use crate::ipc::limits::{PeerLimits, QuotaPermit};
 use crate::ipc::message::Message;
-use crate::ipc::peer::is_admitted;
+use crate::ipc::peer::{Process, ProcessId, is_admitted};
 pub(crate) use crate::kind::Kind;
 use crate::os::is_shortage;
 use crate::runtime::closer::PeerFd;
@@ -119,6 +118,11 @@ pub(crate) struct ClientInfo {
     pub(crate) uid: u32,
     /// As the client states it.
     pub(crate) device: Option<DeviceId>,
+    pub(crate) process_id: ProcessId,
+    pub(crate) process: Arc<Process>,
+    /// The client's place in the limits. A handler that keeps anything for a client beyond the end
+    /// of its session holds this as long, so that such sessions are limited, too.
+    pub(crate) quota_permit: Arc<QuotaPermit>,
 }
 
 /// How a session ended.
@@ -259,21 +263,17 @@ pub(crate) trait RequestHandler: Send + Sync {
     }
 
     /// A client's socket has closed without a graceful close. The client is presumed dead, and may
-    /// still touch its memory.
-    fn on_suspect(&self, _server_core: &ServerCore, _client: &ClientInfo) {}
+    /// still touch its memory. True if it may still use something that the server gave it: it
+    /// counts then, and is kept until its process is proven dead. If not, it is disconnected.
+    fn on_suspect(&self, _server_core: &ServerCore, _client: &ClientInfo) -> bool {
+        false
+    }
 
     /// A client's process has exited, and a child that it forked may keep its device work running.
     /// Streams that wait for the client are to be rescued. Memory that its device may touch must
     /// not be reused before [`on_disconnect`](RequestHandler::on_disconnect). Also called when the
     /// proof of death follows at once.
     fn on_orphaned(&self, _server_core: &ServerCore, _client: &ClientInfo) {}
-
-    /// Whether a client that closed its socket without a graceful close may still use something
-    /// that the server gave it. If so, the client counts and is kept until its process is proven
-    /// dead. If not, it is disconnected.
-    fn holds_anything(&self, _client: &ClientInfo) -> bool {
-        false
-    }
 
     /// A session is over. Called once for each admitted client, unless the server ends first.
     fn on_disconnect(

@@ -1,7 +1,7 @@
 //! The server side of sessions: admits clients and answers their requests.
 //!
 //! The [acceptor](super::acceptor) takes a connection through its handshake, and the handler's
-//! first reply admits its client. The connection is open then, later leaving or suspect.
+//! first reply admits its client. The session is open then, later leaving or suspect.
 //! `on_disconnect` is called once for each admitted client, unless the server ends first. No call
 //! of the handler is made under the server's lock.
 
@@ -22,9 +22,8 @@ use crate::debug::opaque_debug;
 use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::HANDSHAKE_TIMEOUT;
-use crate::ipc::limits::QuotaPermit;
 use crate::ipc::message::{self, CloseReason, Message, Received};
-use crate::ipc::peer::{ORPHAN_TIMEOUT, Process};
+use crate::ipc::peer::{ORPHAN_TIMEOUT, Peer};
 use crate::mutex::LockUnpoisoned;
 use crate::os::{is_shortage, let_descriptors_in};
 use crate::runtime::closer::{PeerFd, PeerSocket};
@@ -102,26 +101,17 @@ impl Drop for IpcServer {
 struct ServedSession {
     /// Declared first: the registrations end before their descriptors are closed.
     _registrations: [Registration; 4],
-    /// Holds the place in the limits until the session ends. A handler may hold it for longer.
-    connection: Connection,
+    socket: Arc<PeerSocket>,
     client: ClientInfo,
-    phase: SessionPhase,
+    /// The client's socket has closed without a graceful close.
+    is_suspect: bool,
 }
 
 impl ServedSession {
     /// Ends the connection, also where a handler holds the permit, and with it the socket.
-    fn end(self) {
-        let _ = rustix::net::shutdown(&*self.connection.socket, rustix::net::Shutdown::Both);
+    fn end(&self) {
+        let _ = rustix::net::shutdown(&*self.socket, rustix::net::Shutdown::Both);
     }
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum SessionPhase {
-    /// The handler decides about the client.
-    Admitting,
-    Open,
-    /// The client's socket has closed without a graceful close.
-    Suspect,
 }
 
 /// The part of a server that it shares with the reactor and its handler's callers.
@@ -158,40 +148,22 @@ impl ServerCore {
         &self.reactor
     }
 
-    /// Looks at a client's session, if it has one.
-    fn with<T>(&self, id: u64, look: impl FnOnce(&ServedSession) -> T) -> Option<T> {
-        self.sessions.locked().get(&id).map(look)
+    /// The client of a session, also of a suspect one.
+    pub(crate) fn client(&self, id: u64) -> Option<ClientInfo> {
+        let sessions = self.sessions.locked();
+        sessions.get(&id).map(|session| session.client.clone())
     }
 
     fn with_open<T>(&self, id: u64, look: impl FnOnce(&ServedSession) -> T) -> Option<T> {
         let sessions = self.sessions.locked();
         let session = sessions.get(&id);
-        session
-            .filter(|session| session.phase == SessionPhase::Open)
-            .map(look)
-    }
-
-    /// A client's process, for other modules to watch.
-    pub(crate) fn process_of(&self, id: u64) -> Option<Arc<Process>> {
-        self.with(id, |session| session.connection.peer.process().cloned())?
-    }
-
-    /// Whether two clients are known to be of one process.
-    pub(crate) fn are_of_one_process(&self, one: u64, other: u64) -> bool {
-        let process = |id| self.with(id, |session| session.connection.peer.id);
-        process(one).is_some_and(|one| process(other) == Some(one))
-    }
-
-    /// The place of a client in the limits. A handler that keeps anything for a client beyond the
-    /// end of its session holds this as long, so that such sessions are limited, too.
-    pub(crate) fn permit_of(&self, id: u64) -> Option<Arc<QuotaPermit>> {
-        self.with(id, |session| session.connection.quota_permit.clone())
+        session.filter(|session| !session.is_suspect).map(look)
     }
 
     /// Sends a notification to a client, without waiting. False if the client is not connected, or
     /// does not read its socket.
     pub(crate) fn tell(&self, id: u64, reply: &OutgoingReply) -> bool {
-        self.with_open(id, |session| session.connection.socket.clone())
+        self.with_open(id, |session| session.socket.clone())
             .is_some_and(|socket| send_reply(&socket, NOTIFICATION, reply).is_ok())
     }
 
@@ -214,11 +186,8 @@ impl ServerCore {
     }
 
     fn socket_of(&self, id: u64) -> Option<Arc<PeerSocket>> {
-        self.with(id, |session| session.connection.socket.clone())
-    }
-
-    fn watched(&self) -> Weak<dyn EventSource> {
-        self.me.clone()
+        let sessions = self.sessions.locked();
+        sessions.get(&id).map(|session| session.socket.clone())
     }
 
     fn close(&self) {
@@ -229,82 +198,77 @@ impl ServerCore {
         drop(open);
         self.acceptor.close();
         for session in sessions.into_values() {
-            let socket = session.connection.socket.as_fd();
-            let _ = message::send(socket, &Message::Close(CloseReason::Closed), &[]);
+            let close = Message::Close(CloseReason::Closed);
+            let _ = message::send(session.socket.as_fd(), &close, &[]);
             session.end();
         }
     }
 
-    /// Starts to watch for the death of a new client's process, and asks the handler for the reply
-    /// that admits the client.
+    /// Asks the handler for the reply that admits a new client, and opens its session with that.
     fn admit(&self, connection: Connection, hello: Hello) {
-        let (id, socket) = (connection.id, connection.socket.clone());
-        let client = ClientInfo {
-            id,
-            uid: connection.peer.uid,
-            device: hello.device,
-        };
-        // Its events come on this thread, so none before the handler has decided.
-        let (ends, me) = ((socket.as_fd(), &connection.peer), self.watched());
-        let watched = connection::watch(&self.reactor, ends, &me, id, ORPHAN_TIMEOUT);
-        let _registrations = match watched {
-            Ok(registrations) => registrations,
-            Err(error) => return self.say(&socket, &refusal(false, error)),
-        };
-        let session = ServedSession {
-            _registrations,
-            connection,
-            client: client.clone(),
-            phase: SessionPhase::Admitting,
-        };
-        let mut sessions = self.sessions.locked();
-        if self.is_closed.load(Ordering::SeqCst) {
-            // Closed since the connection came, and `close` has not seen it.
-            drop(sessions);
-            let _ = message::send(socket.as_fd(), &Message::Close(CloseReason::Closed), &[]);
+        let (peer, socket) = (connection.peer, connection.socket);
+        let Some(process) = peer.process().cloned() else {
             return;
-        }
-        sessions.insert(id, session);
-        drop(sessions);
-        match self.handler.on_connect(self, &client, &hello.body) {
-            Ok(reply) => self.open(&client, &socket, reply),
-            Err(rejection) => {
-                // Held until the client is told: without it the socket is shut down. `close` may
-                // have taken it out, and tells the client so.
-                let rejected = self.sessions.locked().remove(&id);
-                if rejected.is_some() {
-                    self.say(&socket, &rejection.refusal());
+        };
+        let client = ClientInfo {
+            id: connection.id,
+            uid: peer.uid,
+            device: hello.device,
+            process_id: peer.id,
+            process,
+            quota_permit: connection.quota_permit,
+        };
+        let refused = match self.handler.on_connect(self, &client, &hello.body) {
+            Ok(reply) => match self.open(&client, (&socket, &peer), reply) {
+                Ok(()) => return self.trace(&client, TraceEvent::ClientConnected),
+                Err(rejection) => {
+                    let closed = Disconnected::Closed;
+                    self.handler.on_disconnect(self, &client, closed);
+                    rejection
                 }
-            }
+            },
+            Err(rejection) => rejection,
+        };
+        match self.is_closed.load(Ordering::SeqCst) {
+            true => _ = message::send(socket.as_fd(), &Message::Close(CloseReason::Closed), &[]),
+            false => self.say(&socket, &refused.refusal()),
         }
     }
 
-    /// Sends an admitted client its first reply.
-    fn open(&self, client: &ClientInfo, socket: &PeerSocket, reply: OutgoingReply) {
+    /// Starts to watch for the death of a client's process, and sends the client its first reply.
+    /// Its events come on this thread, so none before that.
+    fn open(
+        &self,
+        client: &ClientInfo,
+        (socket, peer): (&Arc<PeerSocket>, &Peer),
+        reply: OutgoingReply,
+    ) -> Result<(), Rejection> {
         if self.handler.takes_memory() {
             let_descriptors_in(socket.as_fd(), true);
         }
+        let me = self.me.clone() as Weak<dyn EventSource>;
+        let ends = (socket.as_fd(), peer);
+        let session = ServedSession {
+            _registrations: connection::watch(&self.reactor, ends, &me, client.id, ORPHAN_TIMEOUT)?,
+            socket: socket.clone(),
+            client: client.clone(),
+            is_suspect: false,
+        };
         let message = Message::SessionOpened {
             generation: self.generation,
             body: reply.body,
             fds: reply.fds.len().min(FDS_MAX) as u8,
         };
-        // Under the lock the reply is sent before any notification, and a client that it does not
-        // reach gets none. Whatever happens from here, `on_disconnect` is due.
+        // Under the lock the reply is sent before any notification, and no client is added behind
+        // `close`.
         let mut sessions = self.sessions.locked();
-        let sent = message::send_owned(socket, &message, &reply.fds);
-        if sent.is_ok()
-            && let Some(session) = sessions.get_mut(&client.id)
-        {
-            session.phase = SessionPhase::Open;
+        if self.is_closed.load(Ordering::SeqCst) {
+            return Err(Rejection::new("it is closed"));
         }
-        drop(sessions);
-        if let Err(error) = sent {
-            let rejection = Rejection::from(Error::os("sendmsg", "the admission", error));
-            self.say(socket, &rejection.refusal());
-            return self.end_session(client.id, Disconnected::Closed);
-        }
-        self.trace(client, TraceEvent::ClientConnected);
+        message::send_owned(socket, &message, &reply.fds)
+            .map_err(|error| Error::os("sendmsg", "the admission", error))?;
+        sessions.insert(client.id, session);
+        Ok(())
     }
 
     /// Handles one message. An error ends the session.
@@ -380,14 +344,11 @@ impl ServerCore {
         let Some(session) = self.sessions.locked().remove(&id) else {
             return;
         };
-        // One that its admission has not reached was refused, and nothing was said of it.
-        if session.phase != SessionPhase::Admitting {
-            let event = match ended {
-                Disconnected::Closed => TraceEvent::ClientClosed,
-                Disconnected::ProcessDied => TraceEvent::ClientDied,
-            };
-            self.trace(&session.client, event);
-        }
+        let event = match ended {
+            Disconnected::Closed => TraceEvent::ClientClosed,
+            Disconnected::ProcessDied => TraceEvent::ClientDied,
+        };
+        self.trace(&session.client, event);
         self.handler.on_disconnect(self, &session.client, ended);
         session.end();
     }
@@ -424,34 +385,22 @@ impl ConnectionUser for ServerCore {
     }
 
     fn on_close(&self, id: u64) {
-        // Without the lock, which every tick takes: the handler takes a lock of its own.
-        let holds = self
-            .open_client(id)
-            .is_some_and(|client| self.handler.holds_anything(&client));
-        let mut sessions = self.sessions.locked();
-        let Some(session) = sessions.get_mut(&id) else {
+        let Some(client) = self.open_client(id) else {
             return;
         };
-        match session.phase {
-            SessionPhase::Admitting | SessionPhase::Suspect => {}
-            SessionPhase::Open if holds => {
-                session.phase = SessionPhase::Suspect;
-                let socket = &*session.connection.socket;
-                let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Both);
-                let client = session.client.clone();
-                drop(sessions);
-                self.trace(&client, TraceEvent::ClientSuspect);
-                self.handler.on_suspect(self, &client);
-            }
-            SessionPhase::Open => {
-                drop(sessions);
-                self.end_session(id, Disconnected::Closed);
-            }
+        // Without the lock, which every tick takes: the handler takes a lock of its own.
+        if !self.handler.on_suspect(self, &client) {
+            return self.end_session(id, Disconnected::Closed);
         }
+        if let Some(session) = self.sessions.locked().get_mut(&id) {
+            session.is_suspect = true;
+            session.end();
+        }
+        self.trace(&client, TraceEvent::ClientSuspect);
     }
 
     fn on_orphaned(&self, id: u64) {
-        if let Some(client) = self.with(id, |session| session.client.clone()) {
+        if let Some(client) = self.client(id) {
             self.handler.on_orphaned(self, &client);
         }
     }

@@ -3,7 +3,6 @@
 //! A caller's request waits for its reply under [`SessionState`]. The reactor's thread reads the
 //! socket and wakes the caller, so no waiting call may run on that thread.
 
-mod handshake;
 mod state;
 
 use std::os::fd::{AsFd, BorrowedFd};
@@ -13,11 +12,12 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, poll};
 
-pub(crate) use self::handshake::PendingSession;
 use self::state::{SessionState, has_closed};
+use super::client_handshake::{Answer, ClientHandshake};
 use super::{Address, BODY_BYTES_MAX, IncomingReply, REPLY_TIMEOUT, SessionObserver};
 use crate::backend::DeviceId;
 use crate::clock::Stopwatch;
+use crate::debug::opaque_debug;
 use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::connection;
@@ -35,14 +35,7 @@ pub(crate) struct ClientSession {
     inner: LeakOnFork<Arc<SessionState>>,
 }
 
-impl std::fmt::Debug for ClientSession {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("ClientSession")
-            .field("name", &self.inner.name)
-            .field("kind", &self.inner.kind)
-            .finish_non_exhaustive()
-    }
-}
+opaque_debug!(ClientSession { inner });
 
 impl ClientSession {
     /// Connects, and waits up to `wait` for the server to exist. Returns the session and the first
@@ -77,9 +70,36 @@ impl ClientSession {
         body: &[u8],
         wait: &Wait<'_>,
     ) -> Result<(ClientSession, IncomingReply)> {
-        let pending = PendingSession::begin(at, device, body, true)?;
-        let admitted = pending.wait_for_admission(wait)?;
-        pending.enter(admitted)
+        let handshake = ClientHandshake::begin(at, device, body, true)?;
+        let cancellation = wait.cancellable_within(Duration::MAX);
+        match handshake.wait(|| cancellation.is_over()) {
+            Err(_) if cancellation.is_over() => {
+                Err(wait.timed_out(|| format!("an answer of {:?}", at.name.as_str())))
+            }
+            // A handler's refusal is an answer to what the client asks for.
+            Err(Error::Handshake {
+                name,
+                fault: HandshakeFault::Refused(text),
+            }) => Err(Error::Refused { name, text }),
+            answer => ClientSession::enter(handshake, answer?),
+        }
+    }
+
+    /// The session that a server's answer opens, and its first reply.
+    pub(crate) fn enter(
+        handshake: ClientHandshake,
+        (message, mut fds): Answer,
+    ) -> Result<(ClientSession, IncomingReply)> {
+        let Message::SessionOpened {
+            generation, body, ..
+        } = message
+        else {
+            return Err(handshake.fault(message.unexpected("SessionOpened")));
+        };
+        handshake.adopt_lifeline(&mut fds)?;
+        let state = SessionState::new(handshake, generation)?;
+        let inner = LeakOnFork::new(Arc::new(state));
+        Ok((ClientSession { inner }, IncomingReply { body, fds }))
     }
 
     /// Starts to receive the server's notifications and its end. If the server has ended already,
@@ -103,26 +123,17 @@ impl ClientSession {
         body: &[u8],
         wait: impl Into<Wait<'w>>,
     ) -> Result<IncomingReply> {
-        self.ask(body, None, &wait.into())
+        self.request_with(body, None, wait)
     }
 
     /// As [`request`](Self::request), with memory of this process.
-    pub(crate) fn request_with_memory<'w>(
-        &self,
-        body: &[u8],
-        memory: BorrowedFd<'_>,
-        wait: impl Into<Wait<'w>>,
-    ) -> Result<IncomingReply> {
-        self.ask(body, Some(memory), &wait.into())
-    }
-
-    fn ask(
+    pub(crate) fn request_with<'w>(
         &self,
         body: &[u8],
         memory: Option<BorrowedFd<'_>>,
-        wait: &Wait<'_>,
+        wait: impl Into<Wait<'w>>,
     ) -> Result<IncomingReply> {
-        let inner = self.inner.get()?;
+        let (inner, wait) = (self.inner.get()?, wait.into());
         if body.len() > BODY_BYTES_MAX {
             return Err(Error::argument(
                 "message",
@@ -131,7 +142,7 @@ impl ClientSession {
             ));
         }
         let serial = inner.next_serial.fetch_add(1, SeqCst);
-        inner.add_request(serial, wait)?;
+        inner.add_request(serial, &wait)?;
         let (request, fds) = (body, Vec::from_iter(memory));
         let body = request.to_vec();
         let message = match memory {
@@ -151,7 +162,7 @@ impl ClientSession {
             }
             Ok(()) => {}
         }
-        inner.wait_for((serial, request), wait)
+        inner.wait_for((serial, request), &wait)
     }
 
     /// Sends a request without waiting for its reply: for threads that must not wait.

@@ -49,7 +49,7 @@ impl RequestHandler for Echo {
         }
     }
 
-    fn holds_anything(&self, _: &ClientInfo) -> bool {
+    fn on_suspect(&self, _: &ServerCore, _: &ClientInfo) -> bool {
         true
     }
 

@@ -111,7 +111,7 @@ impl Lending {
 impl<L: Lender> RequestHandler for L {
     fn on_connect(
         &self,
-        server_core: &ServerCore,
+        _: &ServerCore,
         client: &ClientInfo,
         _: &[u8],
     ) -> Result<OutgoingReply, Rejection> {
@@ -127,8 +127,6 @@ impl<L: Lender> RequestHandler for L {
                 "its memory is on {owner}, which {device} cannot reach"
             )));
         }
-        let process = server_core.process_of(client.id);
-        let process = process.ok_or_else(|| Rejection::new("it is there no more"))?;
         let (page, fd) = SharedPage::create(None, word_at(claims_max))?;
         let hello = HelloReply {
             owner,
@@ -136,7 +134,7 @@ impl<L: Lender> RequestHandler for L {
             ready_bytes,
         };
         let reply = OutgoingReply::new(&hello, vec![fd, CloseOnForkFd::duplicate(ready_fd)?])?;
-        let permit = server_core.permit_of(client.id);
+        let (process, permit) = (client.process.clone(), Some(client.quota_permit.clone()));
         self.with_borrowers(|it| it.add(client.id, Arc::new(page), process, permit));
         Ok(reply)
     }
@@ -163,7 +161,7 @@ impl<L: Lender> RequestHandler for L {
         OutgoingReply::new(&reply, fds)
     }
 
-    fn holds_anything(&self, client: &ClientInfo) -> bool {
+    fn on_suspect(&self, _: &ServerCore, client: &ClientInfo) -> bool {
         self.with_borrowers(|borrowers| borrowers.has_any(client.id))
     }
 

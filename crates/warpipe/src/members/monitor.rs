@@ -13,8 +13,9 @@ use super::changes::ChangeQueue;
 use super::table::{MemberDeath, MemberEntry, MemberTable, UnresponsiveMember};
 use super::{Change, MEMBERS_MAX, member_name};
 use crate::error::{Error, HandshakeFault, Result};
+use crate::ipc::client_handshake::ClientHandshake;
 use crate::ipc::domain::{Arrivals, Author, Domain, EndpointName};
-use crate::ipc::{Address, Kind, PendingSession, SessionObserver};
+use crate::ipc::{Address, ClientSession, Kind, SessionObserver};
 use crate::os::timespec;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::heartbeat::Uptime;
@@ -137,7 +138,7 @@ impl SessionObserver for SessionListener {
 pub(super) struct DirectoryMonitor {
     shared: Arc<WatchShared>,
     arrivals: Arrivals,
-    calls: HashMap<EndpointName, PendingSession>,
+    calls: HashMap<EndpointName, ClientHandshake>,
     next_id: u64,
     /// The time since the watch began.
     clock: Uptime,
@@ -302,7 +303,7 @@ impl DirectoryMonitor {
                 name: &name,
                 kind: Kind::Member,
             };
-            match PendingSession::begin(&at, None, &[], false) {
+            match ClientHandshake::begin(&at, None, &[], false) {
                 Ok(call) => self.await_answer(name, call),
                 Err(Error::NotFound { .. }) => absent.push(name),
                 Err(error) => {
@@ -320,7 +321,7 @@ impl DirectoryMonitor {
         }
     }
 
-    fn await_answer(&mut self, name: EndpointName, call: PendingSession) {
+    fn await_answer(&mut self, name: EndpointName, call: ClientHandshake) {
         let unresponsive = UnresponsiveMember {
             pid: call.peer.pid,
             uid: call.peer.uid,
@@ -349,7 +350,7 @@ impl DirectoryMonitor {
         let heard: Vec<_> = self
             .calls
             .iter()
-            .filter_map(|(name, call)| Some((name.clone(), call.poll().transpose()?)))
+            .filter_map(|(name, call)| Some((name.clone(), call.receive().transpose()?)))
             .collect();
         for (name, answer) in heard {
             let Some(call) = self.calls.remove(&name) else {
@@ -357,7 +358,7 @@ impl DirectoryMonitor {
             };
             self.shared.table().unresponsive.remove(&name);
             let admitted = answer.and_then(|granted| {
-                let (session, incoming) = call.enter(granted)?;
+                let (session, incoming) = ClientSession::enter(call, granted)?;
                 MemberEntry::open(name, session, incoming)
             });
             match admitted {

@@ -56,7 +56,7 @@ impl ConsumerMemory {
             bytes: mine.bytes(),
             runs_beside: device.backend().runs_beside_other_processes(),
         })?;
-        session.request_with_memory(&offer, mine.export()?.as_fd(), REPLY_TIMEOUT)?;
+        session.request_with(&offer, Some(mine.export()?.as_fd()), REPLY_TIMEOUT)?;
         let memory = ConsumerMemory {
             producer: session.pid(),
             session: Mutex::new(Some(session)),

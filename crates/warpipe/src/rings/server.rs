@@ -236,9 +236,10 @@ impl RingServer {
         client: &ClientInfo,
         seat: Seat,
     ) -> Result<(), Rejection> {
+        let is_same = |other: ClientInfo| other.process_id == client.process_id;
         let takes_turns = |other: &Place| {
             other.seat.is_some_and(|other| take_turns(other, seat))
-                && !server_core.are_of_one_process(client.id, other.client)
+                && !server_core.client(other.client).is_some_and(is_same)
         };
         if self.grant.allows_time_slices || !state.places.iter().flatten().any(takes_turns) {
             return Ok(());
@@ -327,12 +328,11 @@ impl RequestHandler for RingServer {
             owner,
         )?;
         memory.approve();
-        let process = server_core.process_of(client.id);
         let mut state = self.lock();
         let place = Self::awaited(&mut state, client)?;
         place.theirs = Some(theirs);
         place.seat = Some(seat);
-        place.process = process.as_ref().map(Arc::downgrade).unwrap_or_default();
+        place.process = Arc::downgrade(&client.process);
         drop(state);
         self.changed.notify_all();
         Ok(OutgoingReply::default())
@@ -340,23 +340,16 @@ impl RequestHandler for RingServer {
 
     /// Before the start nothing of the ring has the consumer's memory. Afterwards its kernels may
     /// still run: only the proof is its end.
-    fn on_suspect(&self, server_core: &ServerCore, client: &ClientInfo) {
-        let _ = self.leave(server_core, client);
+    fn on_suspect(&self, server_core: &ServerCore, client: &ClientInfo) -> bool {
+        self.leave(server_core, client).is_some()
     }
 
     fn on_orphaned(&self, server_core: &ServerCore, client: &ClientInfo) {
         // Also called on the way to the proof. A producer of several consumers goes on behind that,
         // and must not see an orphan in between.
-        let process = server_core.process_of(client.id);
-        if !process.is_some_and(|process| process.shows(DeathEvidence::Proven)) {
+        if !client.process.shows(DeathEvidence::Proven) {
             self.on_end(server_core, client, RingEnd::Orphaned);
         }
-    }
-
-    fn holds_anything(&self, client: &ClientInfo) -> bool {
-        let state = self.lock();
-        let mut places = state.places.iter().flatten();
-        places.any(|place| place.client == client.id)
     }
 
     fn on_disconnect(

@@ -513,7 +513,7 @@ fn memory_that_is_no_consumers_words_is_refused_and_the_ring_goes_on() {
             runs_beside: true,
         })
         .unwrap();
-        let refused = session.request_with_memory(&offer, memory, LIMIT);
+        let refused = session.request_with(&offer, Some(memory), LIMIT);
         assert!(
             matches!(refused, Err(Error::Refused { .. })),
             "{bytes}: {refused:?}"

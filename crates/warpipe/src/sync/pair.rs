@@ -20,7 +20,7 @@ pub(super) fn share(
     request: &impl Serialize,
 ) -> Result<SharedPage> {
     let draft = UnsealedPage::create(bytes)?;
-    session.request_with_memory(&encode(request)?, draft.as_fd(), REPLY_TIMEOUT)?;
+    session.request_with(&encode(request)?, Some(draft.as_fd()), REPLY_TIMEOUT)?;
     let page = draft.confirm(device, session.name())?;
     match session.has_hung_up() {
         // An owner that ended while the driver took its time counts as none.

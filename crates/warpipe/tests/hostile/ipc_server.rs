@@ -53,11 +53,8 @@ impl RequestHandler for Book {
         })
     }
 
-    fn on_suspect(&self, _: &ServerCore, _: &ClientInfo) {
+    fn on_suspect(&self, _: &ServerCore, _: &ClientInfo) -> bool {
         self.suspects.fetch_add(1, SeqCst);
-    }
-
-    fn holds_anything(&self, _: &ClientInfo) -> bool {
         true
     }
 

@@ -299,7 +299,7 @@ impl RequestHandler for Open {
         })
     }
 
-    fn holds_anything(&self, _: &ClientInfo) -> bool {
+    fn on_suspect(&self, _: &ServerCore, _: &ClientInfo) -> bool {
         true
     }
 }
@@ -326,7 +326,7 @@ impl RequestHandler for Quick {
         Open.on_request(server_core, client, body)
     }
 
-    fn holds_anything(&self, _: &ClientInfo) -> bool {
+    fn on_suspect(&self, _: &ServerCore, _: &ClientInfo) -> bool {
         true
     }
 

@@ -131,22 +131,17 @@ fn a_request_that_is_read_while_the_server_closes_is_not_refused_before_the_clos
     let _ = std::fs::remove_dir_all(folder);
 }
 
-/// Refuses every client, after `close` has taken the connections out and before it tells them.
-#[derive(Default)]
-struct Overtaken {
-    taken: Mutex<HashMap<u64, ServedSession>>,
-}
+/// Refuses every client, while its server closes.
+struct Overtaken;
 
 impl RequestHandler for Overtaken {
     fn on_connect(
         &self,
         server_core: &ServerCore,
-        client: &ClientInfo,
+        _: &ClientInfo,
         _: &[u8],
     ) -> Result<OutgoingReply, Rejection> {
-        let taken = std::mem::take(&mut *server_core.sessions.locked());
-        *self.taken.lock().unwrap() = taken;
-        assert!(server_core.process_of(client.id).is_none());
+        server_core.close();
         Err(Rejection::new("it is there no more"))
     }
 }
@@ -163,20 +158,9 @@ fn a_client_that_the_closing_server_cannot_admit_any_more_is_not_refused() {
         name: &name,
         kind: crate::ipc::Kind::Allocations,
     };
-    let handler = Arc::new(Overtaken::default());
-    let server = IpcServer::open(&at, AccessPolicy::default(), handler.clone()).unwrap();
-    let attach = || crate::ipc::ClientSession::attach(&at, None, &[], std::time::Duration::ZERO);
-    let closed = std::thread::scope(|scope| {
-        let client = scope.spawn(|| attach().map(drop).unwrap_err());
-        while handler.taken.lock().unwrap().is_empty() && !client.is_finished() {
-            std::thread::yield_now();
-        }
-        // As `close` goes on.
-        server.server_core().acceptor.close();
-        let taken = std::mem::take(&mut *handler.taken.lock().unwrap());
-        taken.into_values().for_each(ServedSession::end);
-        client.join().unwrap()
-    });
+    let server = IpcServer::open(&at, AccessPolicy::default(), Arc::new(Overtaken)).unwrap();
+    let attached = crate::ipc::ClientSession::attach(&at, None, &[], std::time::Duration::ZERO);
+    let closed = attached.map(drop).unwrap_err();
     assert!(
         matches!(closed, Error::NotFound { .. }),
         "the name is free: {closed}"

@@ -9,7 +9,9 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 
+use crate::debug::opaque_debug;
 use crate::error::{Error, Result};
+use crate::ipc::client_handshake::ClientHandshake;
 use crate::ipc::connection::{self, ConnectionUser};
 use crate::ipc::message::{self, CloseReason, Message, Received};
 use crate::ipc::peer::Peer;
@@ -83,7 +85,35 @@ pub(super) enum PendingRequest {
     Abandoned(Vec<u8>),
 }
 
+opaque_debug!(SessionState { name, kind });
+
 impl SessionState {
+    /// The session of a client that the server has admitted.
+    pub(super) fn new(handshake: ClientHandshake, generation: [u8; 16]) -> Result<SessionState> {
+        let ClientHandshake {
+            socket,
+            peer,
+            name,
+            kind,
+            ..
+        } = handshake;
+        Ok(SessionState {
+            registrations: Mutex::default(),
+            name,
+            kind,
+            peer,
+            generation,
+            socket,
+            observer: Mutex::default(),
+            cause: OnceLock::new(),
+            is_dead: AtomicBool::new(false),
+            next_serial: AtomicU64::new(NOTIFICATION + 1),
+            requests: Mutex::default(),
+            replied: Condvar::new(),
+            reactor: Reactor::of_process()?,
+        })
+    }
+
     /// The error that says why this session is over.
     pub(super) fn owner_gone(&self) -> Error {
         match self.cause.get() {

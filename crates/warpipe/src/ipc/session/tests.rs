@@ -45,7 +45,7 @@ impl RequestHandler for SilentHandler {
         Ok(OutgoingReply::default())
     }
 
-    fn holds_anything(&self, _: &ClientInfo) -> bool {
+    fn on_suspect(&self, _: &ServerCore, _: &ClientInfo) -> bool {
         true
     }
 

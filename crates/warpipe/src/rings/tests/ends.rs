@@ -19,7 +19,7 @@ use crate::fuzzing::packet;
 use crate::hostile::{alone, in_a_forked_child, send_raw};
 use crate::ipc::message::{self, Message, Received};
 use crate::ipc::peer::DeathEvidence;
-use crate::ipc::{ClientInfo, Kind, RequestHandler, encode};
+use crate::ipc::{Kind, RequestHandler, encode};
 use crate::memory::region::Region;
 use crate::rings::{
     KernelRing, RingEnd, RingMemory, Seat, WordsOffer, allocate, gone_offset, layout,
@@ -105,11 +105,7 @@ fn a_proven_death_is_told_as_such_also_while_the_control_thread_is_held_up() {
             unreachable!("it was built");
         };
         let server_core = memory.server_core();
-        let client = ClientInfo {
-            id: 1,
-            uid: 0,
-            device: None,
-        };
+        let client = server_core.client(1).unwrap();
 
         let mut other = Place::new();
         let driver = wrapped::<Holding>(&mut other);
@@ -121,7 +117,7 @@ fn a_proven_death_is_told_as_such_also_while_the_control_thread_is_held_up() {
             driver.hook().wait_for(1);
 
             drop(puppet.lifeline);
-            let process = server_core.process_of(client.id).unwrap();
+            let process = &client.process;
             assert!(eventually(LIMIT, || process.shows(DeathEvidence::Proven)));
             // As the control thread does on its way to the proof.
             memory.ring_server.0.on_orphaned(&server_core, &client);
@@ -155,14 +151,10 @@ fn a_suspect_consumer_of_a_started_ring_has_not_ended() {
         unreachable!("it was built");
     };
     let server_core = memory.server_core();
-    let process = server_core.process_of(1).unwrap();
+    let client = server_core.client(1).unwrap();
+    let process = &client.process;
     assert!(eventually(LIMIT, || process.shows(DeathEvidence::Suspect)));
-    let client = ClientInfo {
-        id: 1,
-        uid: 0,
-        device: None,
-    };
-    memory.ring_server.0.on_suspect(&server_core, &client);
+    assert!(memory.ring_server.0.on_suspect(&server_core, &client));
     let gone = producer.page.at::<AtomicU64>(gone_offset(0));
     assert_eq!(gone.load(SeqCst), 0, "its kernels may still read the slot");
     drop(puppet.lifeline);

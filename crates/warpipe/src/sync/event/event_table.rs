@@ -175,7 +175,7 @@ impl RequestHandler for EventTable {
                 OutgoingReply::new(&self.open(client, index, serial), vec![])
             }
             EventRequest::Lane { index } => {
-                let reply = self.lock().lane(server_core, client.id, index)?;
+                let reply = self.lock().lane(client, index);
                 OutgoingReply::new(&reply, vec![])
             }
             EventRequest::Close { index, serial } => {
@@ -195,7 +195,7 @@ impl RequestHandler for EventTable {
         }
     }
 
-    fn holds_anything(&self, client: &ClientInfo) -> bool {
+    fn on_suspect(&self, _: &ServerCore, client: &ClientInfo) -> bool {
         let state = self.lock();
         (state.slots.iter()).any(|slot| slot.opening_of(client.id).is_some())
     }

@@ -308,7 +308,7 @@ impl EventImporter {
         use std::os::fd::AsFd;
         let draft = crate::shm::page::UnsealedPage::create(PAGE_BYTES).unwrap();
         let request = encode(&PageRequest(number)).unwrap();
-        let _ = (self.session).request_with_memory(&request, draft.as_fd(), Duration::ZERO);
+        let _ = (self.session).request_with(&request, Some(draft.as_fd()), Duration::ZERO);
     }
 
     /// The handle's contents for one of the exporter's events.

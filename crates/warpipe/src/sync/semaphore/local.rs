@@ -358,8 +358,7 @@ impl LocalSemaphore {
             }
             Some(SemaphoreRole::Member { session }) => {
                 let request = encode(&SemaphoreRequest { member })?;
-                let incoming =
-                    session.request_with_memory(&request, page.as_fd(), REPLY_TIMEOUT)?;
+                let incoming = session.request_with(&request, Some(page.as_fd()), REPLY_TIMEOUT)?;
                 let MemberPresence { is_here, is_told } = decode(&incoming.body, &self.name)?;
                 let process = <[PeerFd; 3]>::try_from(incoming.fds).ok();
                 if is_here && process.is_none() && member != CREATOR {

@@ -101,13 +101,14 @@ impl SemaphoreServer {
         SharedPage::check_unsealed(&page, bytes, server_core.name())?;
         let members = self.members();
         let is_member = members.contains(&member);
-        let process = server_core.process_of(member.into());
-        let Some(process) = process.filter(|_| is_member) else {
+        let client = server_core.client(member.into());
+        let Some(client) = client.filter(|_| is_member) else {
             self.sweep(&members);
             return Ok(None);
         };
         drop(members);
-        let process = process
+        let process = client
+            .process
             .relay()
             .map_err(|e| Error::os("fcntl(F_DUPFD)", "a member's lifeline", e))?;
         let notice = encode(&SemaphoreNotice::Serve { member: asker })?;
@@ -197,7 +198,7 @@ impl RequestHandler for SemaphoreServer {
     }
 
     /// The shared page tells. A process that goes on to use its permits breaks the rules.
-    fn holds_anything(&self, client: &ClientInfo) -> bool {
+    fn on_suspect(&self, _server_core: &ServerCore, client: &ClientInfo) -> bool {
         u32::try_from(client.id).is_ok_and(|member| self.shared_page.holds(member))
     }
 

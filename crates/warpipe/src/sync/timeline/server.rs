@@ -78,10 +78,6 @@ impl RequestHandler for TimelineServer {
         Ok(OutgoingReply::default())
     }
 
-    fn on_suspect(&self, server_core: &ServerCore, client: &ClientInfo) {
-        self.remove_importer(server_core, client);
-    }
-
     fn on_disconnect(&self, server_core: &ServerCore, client: &ClientInfo, _: Disconnected) {
         self.remove_importer(server_core, client);
     }

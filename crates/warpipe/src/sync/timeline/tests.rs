@@ -366,14 +366,14 @@ fn an_importer_whose_page_is_none_gets_no_signals_and_a_second_page_takes_the_pl
         .unwrap();
     let longer = UnsealedPage::create(2 * PAGE_BYTES).unwrap();
     let refused = session
-        .request_with_memory(&[], longer.as_fd(), WAIT)
+        .request_with(&[], Some(longer.as_fd()), WAIT)
         .unwrap_err();
     assert!(matches!(refused, Error::Refused { .. }), "{refused}");
     owner.signal_now(1, WAIT).unwrap();
     let pages = [(); 2].map(|()| UnsealedPage::create(PAGE_BYTES).unwrap());
     for page in &pages {
         // A kernel that can lets no second descriptor in.
-        let _ = session.request_with_memory(&[], page.as_fd(), WAIT);
+        let _ = session.request_with(&[], Some(page.as_fd()), WAIT);
     }
     owner.signal_now(2, WAIT).unwrap();
     drop(pages);

@@ -11,7 +11,7 @@ use super::super::{EventInner, Recording};
 use super::LaneReply;
 use crate::clock::now_ns;
 use crate::ipc::peer::Process;
-use crate::ipc::{Disconnected, Rejection, ServerCore};
+use crate::ipc::{ClientInfo, Disconnected};
 use crate::runtime::reactor::Reactor;
 use crate::shm::counter::SharedCounter;
 use crate::shm::signaler::Signaler;
@@ -321,15 +321,11 @@ impl ExporterState {
     }
 
     /// The lane of a client, granted with its first recording.
-    pub(in crate::sync::event) fn lane(
-        &mut self,
-        server_core: &ServerCore,
-        client: u64,
-        index: u32,
-    ) -> Result<LaneReply, Rejection> {
+    pub(in crate::sync::event) fn lane(&mut self, client: &ClientInfo, index: u32) -> LaneReply {
+        let (process, client) = (client.process.clone(), client.id);
         let slot = self.opened(client, index);
         let Some(slot) = slot.filter(|slot| matches!(slot.phase, SlotPhase::Live(_))) else {
-            return Ok(LaneReply::Dropped);
+            return LaneReply::Dropped;
         };
         let is_free = |&lane: &usize| {
             let mirror = slot.event_words.lane(lane);
@@ -337,7 +333,7 @@ impl ExporterState {
         };
         let own = slot.opening_of(client).and_then(|opening| opening.lane);
         let Some(number) = own.or_else(|| (1..LANES_PER_EVENT).find(is_free)) else {
-            return Ok(LaneReply::Full);
+            return LaneReply::Full;
         };
         // A lane that the client has already stands where its own page says.
         let from = slot.lane(number).value();
@@ -346,12 +342,9 @@ impl ExporterState {
             opening.words.lane(number).bring_up(from);
             opening.lane = Some(number);
         }
-        let process = server_core
-            .process_of(client)
-            .ok_or_else(|| Rejection::new("it is there no more"))?;
         self.recorders.insert(client, process);
         let lane = number as u8;
-        Ok(LaneReply::Granted { lane, from })
+        LaneReply::Granted { lane, from }
     }
 
     /// Closes one opening.
