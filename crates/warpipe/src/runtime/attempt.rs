@@ -23,7 +23,7 @@ pub(crate) struct Attempt<T: Send + 'static> {
 struct AttemptState<T> {
     is_cancelled: AtomicBool,
     result: Mutex<Option<Result<T>>>,
-    /// Ends what a cancelled attempt has made.
+    /// Ends what an attempt has made and nobody has taken.
     discard: fn(T),
 }
 
@@ -46,7 +46,8 @@ impl<T: Send + 'static> Attempt<T> {
             // A panic has ended the attempt: another one is due.
             let fault = HandshakeFault::Closed;
             let reached = catch_panic(|| reach(&state.is_cancelled));
-            state.end(reached.unwrap_or(Err(Error::handshake(name, fault))));
+            let result = reached.unwrap_or(Err(Error::handshake(name, fault)));
+            *state.result.locked() = Some(result);
             doorbell.ring();
         };
         Thread::start("warpipe-attach", run)?;
@@ -60,27 +61,20 @@ impl<T: Send + 'static> Attempt<T> {
     }
 }
 
-impl<T> AttemptState<T> {
-    fn end(&self, result: Result<T>) {
-        let mut place = self.result.locked();
-        match result {
-            Ok(made) if self.is_cancelled.load(SeqCst) => {
-                drop(place);
-                (self.discard)(made);
-            }
-            result => *place = Some(result),
+/// By its last owner: the attempt, or its thread.
+impl<T> Drop for AttemptState<T> {
+    fn drop(&mut self) {
+        let result = self.result.locked().take();
+        if let Some(Ok(made)) = result {
+            (self.discard)(made);
         }
     }
 }
 
 impl<T: Send + 'static> Drop for Attempt<T> {
     fn drop(&mut self) {
-        let Ok(state) = self.shared.get() else {
-            return;
-        };
-        state.is_cancelled.store(true, SeqCst);
-        if let Some(Ok(made)) = self.result() {
-            (state.discard)(made);
+        if let Ok(state) = self.shared.get() {
+            state.is_cancelled.store(true, SeqCst);
         }
     }
 }
