@@ -274,9 +274,9 @@ impl SessionState {
         let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
     }
 
-    /// Ends the session because this process has no room for the next message. The observer gives
-    /// back what that message and those behind it grant.
-    fn end_without_room(&self, code: Errno) {
+    /// Before the session ends because this process has no room for the next message: the observer
+    /// gives back what that message and those behind it grant.
+    fn give_back_unread(&self, code: Errno) {
         let _ = self.cause.set(EndCause::NoRoom(code));
         // First: what the server can no longer send, it takes back itself.
         let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
@@ -286,7 +286,6 @@ impl SessionState {
                 observer.on_stale_reply(&[], IncomingReply { body, fds });
             }
         });
-        self.on_close(0);
     }
 
     /// Calls the observer, if there is one, without a lock.
@@ -312,32 +311,29 @@ impl ConnectionUser for SessionState {
             match received {
                 Ok(Received::Message(Message::Reply { serial, body, .. }, fds)) => {
                     self.on_reply(serial, Ok(IncomingReply { body, fds }));
+                    return Next::Keep;
                 }
                 Ok(Received::Message(Message::RequestFailed { serial, text }, _)) => {
                     self.on_reply(serial, Err(refused(text)));
+                    return Next::Keep;
                 }
                 Ok(Received::Message(Message::Close(_), _)) => {
                     let _ = self.cause.set(EndCause::Closed);
+                    return Next::Keep;
                 }
                 // Any other message or error ends the session.
                 Ok(Received::Message(Message::Refused { text, .. }, _)) => {
                     let _ = self.cause.set(EndCause::Rejected(text));
-                    self.on_close(0);
-                    return Next::Stop;
                 }
-                Ok(_) => {
-                    self.on_close(0);
-                    return Next::Stop;
-                }
+                Ok(_) => {}
                 Err(error) => {
-                    match message::shortage(&error) {
-                        Some(code) => self.end_without_room(code),
-                        None => self.on_close(0),
+                    if let Some(code) = message::shortage(&error) {
+                        self.give_back_unread(code);
                     }
-                    return Next::Stop;
                 }
             }
-            Next::Keep
+            self.on_close(0);
+            Next::Stop
         })
     }
 
