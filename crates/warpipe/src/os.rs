@@ -30,6 +30,12 @@ pub(crate) fn kind_of(fd: BorrowedFd<'_>) -> Result<FdKind, Errno> {
     })
 }
 
+/// `RLIMIT_NOFILE`, soft.
+pub(crate) fn descriptor_limit() -> u64 {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+    limit.current.unwrap_or(u64::MAX)
+}
+
 /// `fcntl(fd, F_OFD_SETLK)` with a write lock on one byte: it belongs to the open file description,
 /// so it ends with the last descriptor of its owner, however that dies. `fcntl_locking(2)`.
 pub(crate) fn ofd_write_lock(fd: BorrowedFd<'_>, byte: u8) -> Result<(), Errno> {

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use super::{Error, HandshakeFault, LegacyFault};
 use crate::kind::Kind;
+use crate::os::descriptor_limit;
 
 impl Error {
     /// An operating system error with its context. Errors of descriptor limits have variants of
@@ -134,12 +135,6 @@ pub(super) fn peer_gone(kind: &Kind, name: &str, pid: i32, graceful: bool, detai
         format!(" ({detail})")
     };
     format!("{object} (process {pid}) {end}{detail}")
-}
-
-fn descriptor_limit() -> u64 {
-    rustix::process::getrlimit(rustix::process::Resource::Nofile)
-        .current
-        .unwrap_or(u64::MAX)
 }
 
 /// Implements `Error` for an error that gives its caller a value back beside the library's error:

@@ -26,7 +26,7 @@ use rustix::pipe::PipeFlags;
 use super::fd_table::{FileId, identity};
 use super::per_process::PerProcess;
 use super::{CloseOnForkFd, NoForkSection};
-use crate::os::{self, above_standard};
+use crate::os::{self, above_standard, descriptor_limit};
 
 /// The read ends of the pipes.
 #[derive(Debug)]
@@ -178,11 +178,6 @@ fn alarm_from(room: Option<u64>, limit: u64) -> RawFd {
         .filter(|&room| room >= ROOM_ENOUGH)
         .map_or(ALARM_FROM, |room| room - 32);
     limit.saturating_sub(16).min(ALARM_FROM).min(in_table) as RawFd
-}
-
-fn descriptor_limit() -> u64 {
-    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
-    limit.current.unwrap_or(u64::MAX)
 }
 
 /// A number of `/proc/self/status`.
