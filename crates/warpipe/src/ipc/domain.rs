@@ -404,11 +404,11 @@ impl Domain {
         }
     }
 
-    /// The last author of the lock file of `name`, whether it lives or not.
+    /// The last author of the lock file of a name without an owner.
     pub(crate) fn last_holder(&self, name: &EndpointName) -> Option<Author> {
         match self.current().lock_state(name) {
-            LockState::Owned(author) | LockState::Free(author) => author,
-            LockState::Absent | LockState::Forbidden | LockState::Unknown => None,
+            LockState::Free(author) => author,
+            _ => None,
         }
     }
 

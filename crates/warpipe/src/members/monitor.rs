@@ -340,8 +340,9 @@ impl DirectoryMonitor {
         let domain = &self.shared.domain;
         let known = self.shared.table().known();
         let unknown = absent.iter().filter(|name| !known.contains(name));
-        let unheld = unknown.filter(|name| domain.holder(name).is_none());
-        let authors = unheld.filter_map(|name| domain.last_holder(name)).collect();
+        let authors = unknown
+            .filter_map(|name| domain.last_holder(name))
+            .collect();
         self.remove(self.left_by(&authors));
     }
 

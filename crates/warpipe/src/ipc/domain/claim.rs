@@ -3,15 +3,16 @@
 //! Other programs may remove the files: a cleaner of old files, a logout, a person. So the owner
 //! looks for them now and then, and puts them back. Until then its [`Place`] keeps the name.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 use rustix::fs::Stat;
 
+use super::lock::LockFile;
 use super::place::Place;
 use super::{Domain, EndpointName};
 use crate::error::Result;
-use crate::fork::{CloseOnForkFd, OwnerProcess};
+use crate::fork::leak_on_fork::LeakOnFork;
 use crate::mutex::LockUnpoisoned;
 use crate::runtime::closer::Listener;
 
@@ -20,9 +21,7 @@ use crate::runtime::closer::Listener;
 pub(crate) struct NameClaim {
     name: EndpointName,
     is_open_to_others: bool,
-    owner_process: OwnerProcess,
-    is_withdrawn: AtomicBool,
-    files: Mutex<Files>,
+    files: LeakOnFork<Mutex<Files>>,
     /// Of the directory that the files are in.
     identity: [AtomicU64; 2],
 }
@@ -32,12 +31,13 @@ pub(crate) struct NameClaim {
 struct Files {
     domain: Domain,
     place: Place,
-    lock: CloseOnForkFd,
+    lock: LockFile,
     listener: Arc<Listener>,
     /// The file of the listener.
     socket: Stat,
     /// They are known to have vanished, and are not back yet.
     are_missing: bool,
+    is_withdrawn: bool,
 }
 
 /// What a [look](NameClaim::look) at the files of a name found.
@@ -61,9 +61,7 @@ impl NameClaim {
             identity: domain.identity().map(AtomicU64::new),
             name: name.clone(),
             is_open_to_others,
-            owner_process: OwnerProcess::current(),
-            is_withdrawn: AtomicBool::new(false),
-            files: Mutex::new(Files::make(domain, name, is_open_to_others)?),
+            files: LeakOnFork::new(Mutex::new(Files::make(domain, name, is_open_to_others)?)),
         })
     }
 
@@ -76,25 +74,21 @@ impl NameClaim {
 
     /// The socket that listens under the name.
     pub(crate) fn listener(&self) -> Arc<Listener> {
-        self.files().listener.clone()
+        self.files.locked().listener.clone()
     }
 
     #[cfg(test)]
     pub(super) fn leave_place(&self) {
-        self.files().place.leave();
-    }
-
-    fn files(&self) -> MutexGuard<'_, Files> {
-        self.files.locked()
+        self.files.locked().place.leave();
     }
 
     /// Looks whether the files are there, and puts them back if not. May wait for a cleaner.
     pub(crate) fn look(&self) -> FilesSeen {
-        if !self.owner_process.is_current() {
+        let Ok(files) = self.files.get() else {
             return FilesSeen::Unchanged;
-        }
-        let mut files = self.files();
-        if self.is_withdrawn.load(Ordering::Relaxed) || files.are_there(&self.name) {
+        };
+        let mut files = files.locked();
+        if files.is_withdrawn || files.are_there(&self.name) {
             return FilesSeen::Unchanged;
         }
         let is_news = !std::mem::replace(&mut files.are_missing, true);
@@ -113,10 +107,11 @@ impl NameClaim {
     /// Removes the endpoint's files, once. No new client can connect, and the name is free.
     pub(crate) fn withdraw(&self) {
         // In a forked child the files are still the parent's.
-        if !self.owner_process.is_current() || self.is_withdrawn.swap(true, Ordering::Relaxed) {
+        let Ok(files) = self.files.get() else { return };
+        let mut files = files.locked();
+        if std::mem::replace(&mut files.is_withdrawn, true) {
             return;
         }
-        let files = self.files();
         // First: a process that finds the name free has to find its place free, too.
         files.place.leave();
         files.remove(&self.name);
@@ -132,22 +127,35 @@ impl Drop for NameClaim {
 impl Files {
     fn make(domain: &Domain, name: &EndpointName, is_open_to_others: bool) -> Result<Files> {
         let place = domain.place(name)?;
-        let lock = domain.lock(name, Some(&place))?;
-        let (listener, socket) = domain.listen(name, is_open_to_others)?;
+        let (lock, listener, socket) =
+            Files::appear(domain, name, is_open_to_others, Some(&place))?;
         Ok(Files {
             domain: domain.clone(),
             place,
-            lock: lock.disarm(),
-            listener: Arc::new(listener),
+            lock,
+            listener,
             socket,
             are_missing: false,
+            is_withdrawn: false,
         })
     }
 
+    /// Locks the name, and listens under it. An error leaves no file.
+    fn appear(
+        domain: &Domain,
+        name: &EndpointName,
+        is_open_to_others: bool,
+        place: Option<&Place>,
+    ) -> Result<(LockFile, Arc<Listener>, Stat)> {
+        let lock = domain.lock(name, place)?;
+        let listening = domain.listen(name, is_open_to_others);
+        let (listener, socket) = listening.inspect_err(|_| lock.unlink(domain, name))?;
+        Ok((lock, Arc::new(listener), socket))
+    }
+
     fn are_there(&self, name: &EndpointName) -> bool {
-        let (lock, socket) = (name.file("", ".lock"), name.file("", ".sock"));
-        self.domain.leads_to(&socket, &self.socket)
-            && rustix::fs::fstat(&self.lock).is_ok_and(|stat| self.domain.leads_to(&lock, &stat))
+        let socket = name.file("", ".sock");
+        self.domain.leads_to(&socket, &self.socket) && self.lock.is_at(&self.domain, name)
     }
 
     /// Removes the files that are this owner's still.
@@ -156,7 +164,7 @@ impl Files {
         if self.domain.leads_to(&socket, &self.socket) {
             self.domain.unlink(&socket);
         }
-        self.domain.unlink_lock(&self.lock, name);
+        self.lock.unlink(&self.domain, name);
     }
 
     fn put_back(&mut self, name: &EndpointName, is_open_to_others: bool) -> Result<()> {
@@ -169,10 +177,8 @@ impl Files {
         // One file of two would stand for a dead owner, or for another program. The place keeps
         // the name meanwhile.
         self.remove(name);
-        let lock = self.domain.lock(name, None)?;
-        let (listener, socket) = self.domain.listen(name, is_open_to_others)?;
-        (self.lock, self.socket) = (lock.disarm(), socket);
-        self.listener = Arc::new(listener);
+        (self.lock, self.listener, self.socket) =
+            Files::appear(&self.domain, name, is_open_to_others, None)?;
         self.are_missing = false;
         Ok(())
     }

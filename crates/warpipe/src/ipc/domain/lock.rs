@@ -50,23 +50,76 @@ pub(super) enum LockState {
     Unknown,
 }
 
-/// The lock of a name. Dropping it removes its file unless it is disarmed.
-pub(super) struct Locked {
-    fd: Option<CloseOnForkFd>,
-    domain: Domain,
-    name: EndpointName,
+/// An open lock file, and what it was when it was opened.
+#[derive(Debug)]
+pub(super) struct LockFile {
+    fd: CloseOnForkFd,
+    stat: Stat,
 }
 
-impl Locked {
-    pub(super) fn disarm(mut self) -> CloseOnForkFd {
-        self.fd.take().expect("present until disarmed")
+impl LockFile {
+    fn open(
+        domain: &Domain,
+        name: &EndpointName,
+        how: OFlags,
+    ) -> std::result::Result<LockFile, Errno> {
+        let flags = how | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        let (file, mode) = (name.file("", ".lock"), Mode::from_raw_mode(LOCK_MODE));
+        let directory = &domain.inner.directory;
+        let fd = CloseOnForkFd::open(|| rustix::fs::openat(directory, &file, flags, mode))?;
+        let stat = rustix::fs::fstat(&fd)?;
+        Ok(LockFile { fd, stat })
     }
-}
 
-impl Drop for Locked {
-    fn drop(&mut self) {
-        if let Some(lock) = &self.fd {
-            self.domain.unlink_lock(lock, &self.name);
+    fn is_regular(&self) -> bool {
+        FileType::from_raw_mode(self.stat.st_mode) == FileType::RegularFile
+    }
+
+    /// Locks one byte; false if another process has it.
+    fn lock(&self, byte: u8) -> std::result::Result<bool, Errno> {
+        match ofd_write_lock(self.fd.as_fd(), byte) {
+            Ok(()) => Ok(true),
+            Err(Errno::AGAIN | Errno::ACCESS) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Whether a process holds the name. Queried, not tried: a lock taken for a query could cost a
+    /// new owner its name.
+    fn is_owned(&self) -> bool {
+        // If the query fails, nothing is proven.
+        ofd_is_locked(self.fd.as_fd(), OWNER.into()).unwrap_or(true)
+    }
+
+    fn write_author(&self) -> std::result::Result<(), Errno> {
+        let line = Author::own().line();
+        without_size_signal(|| rustix::io::pwrite(&self.fd, line.as_bytes(), 0)).map(drop)
+    }
+
+    fn author(&self) -> Option<Author> {
+        let mut text = [0u8; LOCK_BYTES_MAX + 1];
+        let length = rustix::io::pread(&self.fd, &mut text, 0).ok()?;
+        Author::parse(&text[..length])
+    }
+
+    /// Whether it says that it is this library's, or is one that its maker did not live to write.
+    fn is_ours(&self) -> bool {
+        let is_unwritten = self.stat.st_size == 0 && self.stat.st_mode & 0o7777 & !LOCK_MODE == 0;
+        is_unwritten || self.author().is_some()
+    }
+
+    /// Whether the name still leads to this file. It may have been removed, by hand or by a cleaner
+    /// of old files, and the name may be another process's.
+    pub(super) fn is_at(&self, domain: &Domain, name: &EndpointName) -> bool {
+        domain.leads_to(&name.file("", ".lock"), &self.stat)
+    }
+
+    /// Removes the file while both its locks are held: no other process can have the name while the
+    /// name leads to this file. A process that has opened the file meanwhile sees that the name
+    /// leads to another file by now.
+    pub(super) fn unlink(&self, domain: &Domain, name: &EndpointName) {
+        if self.is_at(domain, name) {
+            domain.unlink(&name.file("", ".lock"));
         }
     }
 }
@@ -75,13 +128,12 @@ impl Domain {
     /// Takes the lock of `name` for its next owner, and removes the files that a dead one left.
     /// `place` is that of the next owner; `None` for an owner that has it already, and has lost its
     /// files.
-    pub(super) fn lock(&self, name: &EndpointName, place: Option<&Place>) -> Result<Locked> {
+    pub(super) fn lock(&self, name: &EndpointName, place: Option<&Place>) -> Result<LockFile> {
         let mut contested = place;
-        let file = name.file("", ".lock");
         let (dying, mut backoff) = (Uptime::default(), Backoff::default());
         let mut tries = 0;
         while tries < CLAIM_TRIES {
-            let locked = match self.try_lock(name, &file) {
+            let locked = match self.try_lock(name) {
                 // Its death may be known before the lock is free.
                 Err(Error::NameTaken {
                     holder: Holder { pid: Some(pid) },
@@ -93,36 +145,32 @@ impl Domain {
                 other => other?,
             };
             tries += 1;
-            if let Some(lock) = locked {
-                let author = read_author(&lock);
-                let had_author = author.is_some();
-                if let Some(place) = contested.take()
-                    && !place.take(author)
-                {
-                    if !had_author {
-                        self.unlink_lock(&lock, name);
-                    }
-                    drop(lock);
-                    self.wait_for_owner_of(name, place)?;
-                    continue;
+            let Some(lock) = locked else { continue };
+            let author = lock.author();
+            if let Some(place) = contested.take()
+                && !place.take(author)
+            {
+                if author.is_none() {
+                    lock.unlink(self, name);
                 }
-                let written =
-                    write_author(&lock).map_err(|e| Error::os("pwrite", self.shown(&file), e));
-                let mut locked = Locked {
-                    fd: Some(lock),
-                    domain: self.clone(),
-                    name: name.clone(),
-                };
-                // Also when the claim fails in the end: without a lock file no cleaner would remove
-                // the files that a dead owner left.
-                let cleared = self.clear(name);
-                if cleared.is_err() && had_author {
-                    // For the same reason the lock file stays.
-                    locked.fd = None;
-                }
-                cleared.and(written)?;
-                return Ok(locked);
+                drop(lock);
+                self.wait_for_owner_of(name, place)?;
+                continue;
             }
+            let shown = self.shown(&name.file("", ".lock"));
+            let written = lock
+                .write_author()
+                .map_err(|e| Error::os("pwrite", shown, e));
+            // Also when the claim fails in the end: without a lock file no cleaner would remove the
+            // files that a dead owner left.
+            let cleared = self.clear(name);
+            // For the same reason the lock file stays.
+            let stays = cleared.is_err() && author.is_some();
+            let made = cleared.and(written);
+            if made.is_err() && !stays {
+                lock.unlink(self, name);
+            }
+            return made.map(|()| lock);
         }
         Err(Error::NameTaken {
             name: name.to_string(),
@@ -131,52 +179,42 @@ impl Domain {
     }
 
     /// One try; `None` when the file was removed between opening and locking it.
-    fn try_lock(&self, name: &EndpointName, file: &str) -> Result<Option<CloseOnForkFd>> {
-        let flags =
-            OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
-        let mode = Mode::from_raw_mode(LOCK_MODE);
-        let lock = match CloseOnForkFd::open(|| {
-            rustix::fs::openat(&self.inner.directory, file, flags, mode)
-        }) {
-            Ok(fd) => fd,
-            Err(Errno::LOOP) => return Err(self.foreign(file, "a symlink")),
-            Err(Errno::ISDIR) => return Err(self.foreign(file, "a directory")),
-            Err(Errno::NXIO) => return Err(self.foreign(file, "a socket")),
-            Err(error) => return Err(Error::os("openat", self.shown(file), error)),
+    fn try_lock(&self, name: &EndpointName) -> Result<Option<LockFile>> {
+        let file = name.file("", ".lock");
+        let failed = |error| Error::os("fcntl(F_OFD_SETLK)", self.shown(&file), error);
+        let lock = match LockFile::open(self, name, OFlags::RDWR | OFlags::CREATE) {
+            Ok(lock) if lock.is_regular() => lock,
+            Ok(_) => return Err(self.foreign(&file, "no regular file")),
+            Err(Errno::LOOP) => return Err(self.foreign(&file, "a symlink")),
+            Err(Errno::ISDIR) => return Err(self.foreign(&file, "a directory")),
+            Err(Errno::NXIO) => return Err(self.foreign(&file, "a socket")),
+            Err(error) => return Err(Error::os("openat", self.shown(&file), error)),
         };
-        let stat = rustix::fs::fstat(&lock).map_err(|e| Error::os("fstat", self.shown(file), e))?;
-        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
-            return Err(self.foreign(file, "no regular file"));
-        }
-        if !self.try_byte(&lock, OWNER, file)? {
-            if !self.leads_to(file, &stat) {
+        if !lock.lock(OWNER).map_err(failed)? {
+            if !lock.is_at(self, name) {
                 return Ok(None);
             }
             return Err(Error::NameTaken {
                 name: name.to_string(),
-                holder: self.holder_by(read_author(&lock), name),
+                holder: self.holder_by(lock.author(), name),
             });
         }
-        let taken = || match self.try_byte(&lock, CLEARING, file) {
+        let taken = || match lock.lock(CLEARING) {
             Ok(false) => None,
             taken => Some(taken),
         };
-        if Uptime::look_within(CLEAR_TIMEOUT, taken)
-            .transpose()?
-            .is_none()
-        {
-            let what = format!(
-                "another process to remove what a dead owner of {:?} left",
-                name.as_str()
-            );
+        let cleared = Uptime::look_within(CLEAR_TIMEOUT, taken).transpose();
+        if cleared.map_err(failed)?.is_none() {
+            let name = name.as_str();
+            let what = format!("another process to remove what a dead owner of {name:?} left");
             return Err(Error::timeout(what, CLEAR_TIMEOUT));
         }
-        if !self.leads_to(file, &stat) {
+        if !lock.is_at(self, name) {
             return Ok(None);
         }
         // Only now, when no process of this library can be about to write it.
-        if !is_our_lock(&lock, &stat) {
-            return Err(self.foreign(file, OTHER_CONTENTS));
+        if !lock.is_ours() {
+            return Err(self.foreign(&file, OTHER_CONTENTS));
         }
         Ok(Some(lock))
     }
@@ -184,44 +222,23 @@ impl Domain {
     /// Removes the files of a dead owner of `name`, if they exist and its death is proven. Returns
     /// whether this call did.
     pub(super) fn clear_up(&self, name: &EndpointName) -> bool {
-        let file = name.file("", ".lock");
-        let Ok(lock) = self.open_lock(name, OFlags::RDWR) else {
+        let Ok(lock) = LockFile::open(self, name, OFlags::RDWR) else {
             return false;
         };
-        let Ok(stat) = rustix::fs::fstat(&lock) else {
-            return false;
-        };
-        let is_free = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
-            && ofd_write_lock(lock.as_fd(), CLEARING).is_ok()
-            && !is_owned(&lock);
-        // From here on a new owner waits for this lock to be released, and then checks whether its
-        // file still exists.
-        is_free
-            && self.leads_to(&file, &stat)
-            && is_our_lock(&lock, &stat)
+        // Once CLEARING is locked, a new owner waits for this lock to be released, and then checks
+        // whether its file still exists.
+        lock.is_regular()
+            && lock.lock(CLEARING) == Ok(true)
+            && !lock.is_owned()
+            && lock.is_at(self, name)
+            && lock.is_ours()
             && self.clear(name).is_ok()
-            && rustix::fs::unlinkat(&self.inner.directory, &file, AtFlags::empty()).is_ok()
-    }
-
-    /// Locks one byte; false if another process has it.
-    fn try_byte(&self, lock: &CloseOnForkFd, byte: u8, file: &str) -> Result<bool> {
-        match ofd_write_lock(lock.as_fd(), byte) {
-            Ok(()) => Ok(true),
-            Err(Errno::AGAIN | Errno::ACCESS) => Ok(false),
-            Err(error) => Err(Error::os("fcntl(F_OFD_SETLK)", self.shown(file), error)),
-        }
-    }
-
-    /// Removes a lock file while both its locks are held: no other process can have the name while the
-    /// name leads to this file. A process that has opened the file meanwhile sees that the name
-    /// leads to another file by now.
-    pub(super) fn unlink_lock(&self, lock: &CloseOnForkFd, name: &EndpointName) {
-        let file = name.file("", ".lock");
-        // The file may have been removed, by hand or by a cleaner of old files, and the name may be
-        // another process's.
-        if rustix::fs::fstat(lock).is_ok_and(|stat| self.leads_to(&file, &stat)) {
-            self.unlink(&file);
-        }
+            && rustix::fs::unlinkat(
+                &self.inner.directory,
+                name.file("", ".lock"),
+                AtFlags::empty(),
+            )
+            .is_ok()
     }
 
     /// Whether this file is still the one behind its name.
@@ -230,23 +247,11 @@ impl Domain {
             .is_ok_and(|now| (now.st_dev, now.st_ino) == (stat.st_dev, stat.st_ino))
     }
 
-    pub(super) fn open_lock(
-        &self,
-        name: &EndpointName,
-        access: OFlags,
-    ) -> std::result::Result<CloseOnForkFd, Errno> {
-        let flags = access | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
-        let file = name.file("", ".lock");
-        CloseOnForkFd::open(|| {
-            rustix::fs::openat(&self.inner.directory, file, flags, Mode::empty())
-        })
-    }
-
     /// What the lock file of a name says.
     pub(super) fn lock_state(&self, name: &EndpointName) -> LockState {
-        match self.open_lock(name, OFlags::RDONLY) {
-            Ok(lock) if is_owned(&lock) => LockState::Owned(read_author(&lock)),
-            Ok(lock) => LockState::Free(read_author(&lock)),
+        match LockFile::open(self, name, OFlags::RDONLY) {
+            Ok(lock) if lock.is_owned() => LockState::Owned(lock.author()),
+            Ok(lock) => LockState::Free(lock.author()),
             Err(Errno::ACCESS | Errno::PERM) => LockState::Forbidden,
             Err(error) if is_shortage(error) => LockState::Unknown,
             Err(_) => LockState::Absent,
@@ -272,9 +277,8 @@ impl Domain {
         match self.kind_of(&name.file("", ".lock")) {
             None => {}
             Some(FileType::RegularFile) => {
-                let lock = self.open_lock(name, OFlags::RDONLY).ok()?;
-                let stat = rustix::fs::fstat(&lock).ok()?;
-                if !is_our_lock(&lock, &stat) {
+                let lock = LockFile::open(self, name, OFlags::RDONLY).ok()?;
+                if !lock.is_ours() {
                     return Some(OTHER_CONTENTS);
                 }
             }
@@ -322,31 +326,6 @@ fn described(kind: FileType) -> &'static str {
     }
 }
 
-/// Whether a process holds the name. Queried, not tried: a lock taken for a query could cost a new
-/// owner its name.
-fn is_owned(lock: &CloseOnForkFd) -> bool {
-    // If the query fails, nothing is proven.
-    ofd_is_locked(lock.as_fd(), OWNER.into()).unwrap_or(true)
-}
-
-fn write_author(fd: &CloseOnForkFd) -> std::result::Result<(), Errno> {
-    let line = Author::own().line();
-    without_size_signal(|| rustix::io::pwrite(fd, line.as_bytes(), 0)).map(drop)
-}
-
-fn read_author(fd: &CloseOnForkFd) -> Option<Author> {
-    let mut text = [0u8; LOCK_BYTES_MAX + 1];
-    let length = rustix::io::pread(fd, &mut text, 0).ok()?;
-    Author::parse(&text[..length])
-}
-
-/// Whether a lock file says that it is this library's, or is one that its maker did not live to
-/// write.
-fn is_our_lock(fd: &CloseOnForkFd, stat: &Stat) -> bool {
-    let is_unwritten = stat.st_size == 0 && stat.st_mode & 0o7777 & !LOCK_MODE == 0;
-    is_unwritten || read_author(fd).is_some()
-}
-
 #[cfg(test)]
 mod tests {
     use std::time::Instant;
@@ -366,8 +345,8 @@ mod tests {
         );
         for removes in [false, true] {
             std::fs::write(folder.join("a.lock"), "warpipe 999999999 \n").unwrap();
-            let lock = domain.open_lock(&name, OFlags::RDWR).unwrap();
-            ofd_write_lock(lock.as_fd(), CLEARING).unwrap();
+            let lock = LockFile::open(&domain, &name, OFlags::RDWR).unwrap();
+            assert_eq!(lock.lock(CLEARING), Ok(true));
             std::thread::scope(|scope| {
                 let coming = scope.spawn(|| domain.claim(&name, false));
                 let start = Instant::now();
@@ -402,8 +381,8 @@ mod tests {
         owner.wait().unwrap();
         let file = folder.join("a.lock");
         std::fs::write(&file, Author::seen(owner.id() as i32).line()).unwrap();
-        let copy = domain.open_lock(&name, OFlags::RDWR).unwrap();
-        ofd_write_lock(copy.as_fd(), OWNER).unwrap();
+        let copy = LockFile::open(&domain, &name, OFlags::RDWR).unwrap();
+        assert_eq!(copy.lock(OWNER), Ok(true));
         let opened = inotify::init(inotify::CreateFlags::NONBLOCK).unwrap();
         inotify::add_watch(&opened, &file, inotify::WatchFlags::OPEN).unwrap();
         std::thread::scope(|scope| {
@@ -475,7 +454,7 @@ mod tests {
         place.leave();
         std::fs::remove_file(folder.join("a.lock")).unwrap();
         let second = domain.claim(&name, false).unwrap();
-        drop(failing);
+        failing.unlink(&domain, &name);
         assert!(folder.join("a.lock").exists());
         drop(second);
         std::fs::remove_dir(folder).unwrap();
