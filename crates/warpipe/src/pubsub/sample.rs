@@ -190,6 +190,7 @@ impl RawSample {
 }
 
 impl Drop for RawSample {
+    #[inline]
     fn drop(&mut self) {
         if self.is_released {
             return;

@@ -368,19 +368,24 @@ impl Subscriber {
     /// polls a publisher that is attached during the call: samples that it sent before it was asked
     /// to ring did not ring.
     fn poll(&mut self, stream: &Stream) -> Result<Option<Sample>> {
-        if self.attached.as_ref().is_some_and(|it| it.is_quiet()) {
-            return Ok(None);
-        }
-        if self.attached.is_some()
-            && let Some(found) = self.look(stream)?
-        {
-            return Ok(found);
-        }
-        match self.follow() {
-            Ok(true) => Ok(self.look(stream)?.flatten()),
-            Ok(false) => Ok(None),
-            Err(error) if is_passing(&error) => Ok(None),
-            Err(error) => Err(error),
+        loop {
+            if let Some(attached) = &mut self.attached {
+                if attached.is_quiet() {
+                    return Ok(None);
+                }
+                match attached.poll(stream, &mut self.ended) {
+                    Err(error) if self.options.reconnect && is_an_end(&error) => {
+                        self.detach(&error)
+                    }
+                    polled => return polled,
+                }
+            }
+            // Once more at most: an attempt that begins in this call has no result in it.
+            match self.follow() {
+                Ok(true) => {}
+                Err(error) if !is_passing(&error) => return Err(error),
+                Ok(false) | Err(_) => return Ok(None),
+            }
         }
     }
 
@@ -417,21 +422,6 @@ impl Subscriber {
             reach,
             leave,
         )
-    }
-
-    /// Polls the attached publisher once; `None` when that publisher is at its end and another one
-    /// is to be followed.
-    fn look(&mut self, stream: &Stream) -> Result<Option<Option<Sample>>> {
-        let Some(attached) = &mut self.attached else {
-            return Ok(None);
-        };
-        match attached.poll(stream, &mut self.ended) {
-            Err(error) if self.options.reconnect && is_an_end(&error) => {
-                self.detach(&error);
-                Ok(None)
-            }
-            other => other.map(Some),
-        }
     }
 
     fn detach(&mut self, end: &Error) {

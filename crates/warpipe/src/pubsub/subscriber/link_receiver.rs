@@ -113,6 +113,7 @@ impl LinkReceiver {
 
     /// The next sample, if there is one, for `stream`, which waits for its data. The error at the
     /// link's end comes behind the last sample.
+    #[inline]
     pub(super) fn poll(
         &mut self,
         stream: &Stream,
