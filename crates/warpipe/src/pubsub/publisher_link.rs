@@ -110,8 +110,8 @@ pub(crate) struct ReceiverEnd {
     other_end: OnceLock<(Weak<dyn OtherEnd>, u64)>,
     fault: Mutex<LinkFault>,
     set_aside: SetAside,
-    monitor: PublisherMonitor,
-    segment: Arc<Segment>,
+    pub(super) monitor: PublisherMonitor,
+    pub(super) segment: Arc<Segment>,
     streams: Arc<StreamSet>,
     /// Those that are open, by their ids. Only one thread at a time changes them, and not under a
     /// driver call, which may take long: every receive takes this lock, and a queue does so while it
@@ -232,10 +232,6 @@ impl ReceiverEnd {
     /// Whether no more samples come over it.
     pub(super) fn has_ended(&self) -> bool {
         self.link_state() != SenderState::Open
-    }
-
-    pub(super) fn segment(&self) -> &Arc<Segment> {
-        &self.segment
     }
 
     pub(super) fn regions(&self) -> MutexGuard<'_, Vec<(u32, Arc<Region>)>> {

@@ -72,7 +72,9 @@ impl Receipt {
     /// Waits on the CPU until the data may be complete, or never will be. False once `limit` has
     /// passed.
     pub(crate) fn wait_word(&self, limit: Duration) -> Result<bool> {
-        self.link.wait_ready(self.position, limit)
+        let word = &self.link.segment.entry(self.position).ready;
+        let backend = self.link.terms.device.backend();
+        backend.wait_word(word, self.position, limit)
     }
 
     pub(crate) fn duplicate(&self) -> Receipt {
@@ -122,7 +124,7 @@ pub(crate) struct RawSample {
     address: DevicePtr,
     #[expect(dead_code, reason = "keeps it mapped, whatever the publisher says")]
     region: Arc<Region>,
-    layout: Arc<Layout>,
+    pub(super) layout: Arc<Layout>,
     metadata: Metadata,
     /// 0 for none.
     sent_ns: u64,
@@ -141,10 +143,6 @@ impl RawSample {
             sent_ns: checked.sent_ns,
             is_released: false,
         }
-    }
-
-    pub(super) fn bytes(&self) -> u64 {
-        self.layout.bytes()
     }
 
     pub(crate) fn metadata(&self) -> &[u8] {

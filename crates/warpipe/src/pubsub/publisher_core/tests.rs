@@ -732,7 +732,7 @@ fn a_ring_wakes_the_end_that_it_is_meant_for_whichever_end_of_the_process_takes_
             .spawn(|| (0..20).for_each(|_| drop(subscriber.receive(&receiving, LONG).unwrap())));
         for _ in 0..20 {
             eventually("both sleep", || {
-                let is_asleep = link.segment().header().receiver.asleep.load(Relaxed) != 0;
+                let is_asleep = link.segment.header().receiver.asleep.load(Relaxed) != 0;
                 sender.core.lock().sleepers > 0 && is_asleep
             });
             publisher.send_bytes(&sending, &[7; 8]).unwrap();

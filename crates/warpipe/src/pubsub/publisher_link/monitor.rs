@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, OnceLock};
 
 use crate::atomic::{AtomicBool, AtomicU8, AtomicU64};
-use crate::pubsub::entry::Completion;
+use crate::pubsub::entry::{Completion, Violation, violation};
 use crate::shm::fence_words::FenceWords;
 use crate::shm::segment::Segment;
 
@@ -39,7 +39,7 @@ impl SenderState {
 
 /// See the [module](self).
 #[derive(Debug)]
-pub(super) struct PublisherMonitor {
+pub(in crate::pubsub) struct PublisherMonitor {
     segment: Arc<Segment>,
     link_state: AtomicU8,
     /// The publisher is proven dead, or [orphaned](crate::ipc::peer::DeathEvidence::Orphaned), and
@@ -95,23 +95,26 @@ impl PublisherMonitor {
     }
 
     /// Records the publisher's own word for a sample of the history, before the sample is
-    /// [held](Self::hold). Returns whether there is such a word.
-    pub(super) fn note_completion(&self, position: u64, completion: Completion) -> bool {
-        let Some(Completions {
-            fence_words,
-            entries,
-        }) = self.completions.get()
+    /// [held](Self::hold).
+    pub(in crate::pubsub) fn note_completion(
+        &self,
+        position: u64,
+        completion: Completion,
+    ) -> Result<(), Violation> {
+        let index = completion.word as usize;
+        let Some(Completions { entries, .. }) = self
+            .completions
+            .get()
+            .filter(|completions| index < completions.fence_words.words())
         else {
-            return false;
+            let allowed = "one that the publisher has sent";
+            return Err(violation("completion", format!("word {index}"), allowed));
         };
-        let is_there = (completion.word as usize) < fence_words.words();
-        if is_there {
-            let [at, word, value] = &entries[self.index(position)];
-            word.store(completion.word.into(), SeqCst);
-            value.store(completion.value, SeqCst);
-            at.store(position, SeqCst);
-        }
-        is_there
+        let [at, word, value] = &entries[self.index(position)];
+        word.store(completion.word.into(), SeqCst);
+        value.store(completion.value, SeqCst);
+        at.store(position, SeqCst);
+        Ok(())
     }
 
     /// Whether the publisher's own word says that the data at a position is complete.
@@ -201,13 +204,9 @@ mod tests {
      {
         let (monitor, fence_words) = monitor();
         for position in [1, 2] {
-            assert!(monitor.note_completion(
-                position,
-                Completion {
-                    word: position as u32,
-                    value: 9
-                }
-            ));
+            let word = position as u32;
+            let noted = monitor.note_completion(position, Completion { word, value: 9 });
+            assert!(noted.is_ok());
             assert!(!monitor.hold(position));
         }
         fence_words.word(1).store(9);
@@ -217,13 +216,11 @@ mod tests {
             assert_eq!(monitor.has_lost(position), is_lost);
             assert!(monitor.segment.entry(position).ready.reached(position));
         }
-        assert!(!monitor.note_completion(
-            2,
-            Completion {
-                word: u32::MAX,
-                value: 1
-            }
-        ));
+        let unknown = Completion {
+            word: u32::MAX,
+            value: 1,
+        };
+        assert!(monitor.note_completion(2, unknown).is_err());
     }
 
     #[test]

@@ -9,7 +9,6 @@ use std::collections::VecDeque;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use rustix::io::Errno;
 
@@ -19,7 +18,6 @@ use crate::error::{Error, Result};
 use crate::ipc::message::{self, Message};
 use crate::mutex::LockUnpoisoned;
 use crate::os::is_shortage;
-use crate::pubsub::entry::{Completion, Violation, violation};
 use crate::pubsub::ring::{self, count_release};
 use crate::runtime::reactor::DropReadiness;
 use crate::stream::Stream;
@@ -62,24 +60,6 @@ impl PublisherLink {
         // recorded above, is proven to be past it (`DropAfterFence`).
         unsafe { stream.batch_at_once(&[wait])? };
         Ok(true)
-    }
-
-    /// Records the publisher's own word for a sample of the history, before the sample is kept or
-    /// admitted.
-    pub(in crate::pubsub) fn note_completion(
-        &self,
-        position: u64,
-        completion: Completion,
-    ) -> Result<(), Violation> {
-        if self.monitor.note_completion(position, completion) {
-            return Ok(());
-        }
-        let found = format!("word {}", completion.word);
-        Err(violation(
-            "completion",
-            found,
-            "one that the publisher has sent",
-        ))
     }
 
     /// Records that the sample at `position` is out of the ring and not admitted to any stream: if
@@ -166,13 +146,6 @@ impl PublisherLink {
             sequence,
             pid: self.end.peer.pid,
         }
-    }
-
-    /// Waits on the CPU until the data may be complete, or never will be. False once `limit` has
-    /// passed.
-    pub(in crate::pubsub) fn wait_ready(&self, position: u64, limit: Duration) -> Result<bool> {
-        let word = &self.segment.entry(position).ready;
-        self.terms.device.backend().wait_word(word, position, limit)
     }
 
     /// The stream for copies to the host. It only ever copies complete data, so it never waits for

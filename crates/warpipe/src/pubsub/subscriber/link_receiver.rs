@@ -91,7 +91,7 @@ impl LinkReceiver {
         row: Arc<EndpointRow>,
     ) -> LinkReceiver {
         LinkReceiver {
-            ring: ReceiverRing::new(link.segment().clone()),
+            ring: ReceiverRing::new(link.segment.clone()),
             link,
             regions: Vec::new(),
             region: 0,
@@ -215,7 +215,7 @@ impl LinkReceiver {
                 self.link.keep(position);
                 continue;
             }
-            self.row.count(sequence, taken.bytes());
+            self.row.count(sequence, taken.layout.bytes());
             return Ok(Some(taken));
         }
         Ok(None)
@@ -308,7 +308,7 @@ impl LinkReceiver {
         // the next one follows it.
         self.last_sequence = sequence;
         if let Some(completion) = checked.completion {
-            self.link.note_completion(position, completion)?;
+            self.link.monitor.note_completion(position, completion)?;
         }
         let receipt = Receipt {
             link: self.link.clone(),
