@@ -511,6 +511,7 @@ fn play(row: &[Step], order: ResultOrder, fault: Fault) -> Result<Arc<Dispatcher
         max_attempts: 2,
         lease_timeout: Some(TIMEOUT),
         order,
+        limit: 100,
     };
     let dispatcher = Dispatcher::new(rules, fault, World::default());
     let mut rest = row;

@@ -1,12 +1,19 @@
-//! The options of a queue.
+//! The options of a queue, and of a client, which owns one.
 
+use std::marker::PhantomData;
+use std::sync::Arc;
 use std::time::Duration;
 
-use super::job_table::ResultOrder;
+use super::dispatcher::Dispatcher;
+use super::job_table::{QueueRules, ResultOrder};
+use super::owner::Queue;
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::fork::leak_on_fork::LeakOnFork;
+use crate::ipc::Kind;
 use crate::ipc::domain::Domain;
 use crate::options::{EndpointOptions, option_setters};
+use crate::pubsub::{Policy, Publisher, SubscriberChanges};
 
 /// The most jobs that one worker may hold.
 const PREFETCH_MAX: u32 = 256;
@@ -14,34 +21,50 @@ const PREFETCH_MAX: u32 = 256;
 /// The default of [`QueueBuilder::limit`].
 const LIMIT: usize = 1 << 20;
 
-/// The options of a queue. See [`Queue::builder`](crate::Queue::builder).
+/// Results of one worker that the owner may have taken and not released.
+const ANSWERS: u32 = 64;
+
+/// The options of a queue, or of a [`Client`](crate::Client), whose requests are the jobs of a queue
+/// and whose servers are its workers. See [`Queue::builder`](crate::Queue::builder) and
+/// [`Client::builder`](crate::Client::builder).
 ///
-/// It admits workers of its own user alone.
-#[derive(Debug, Clone)]
-pub struct QueueBuilder {
-    pub(super) name: String,
-    pub(crate) shared: EndpointOptions,
-    pub(super) prefetch: u32,
-    pub(super) max_attempts: u32,
-    pub(super) lease_timeout: Option<Duration>,
-    pub(super) order: ResultOrder,
-    pub(super) limit: usize,
-    pub(super) submit_timeout: Duration,
-    pub(super) workers_max: u32,
+/// It admits workers of its own user alone: the names of a domain are its user's.
+#[derive(Debug)]
+pub struct QueueBuilder<T = Queue> {
+    /// The queue's, or the service's.
+    pub(crate) name: String,
+    shared: EndpointOptions,
+    rules: QueueRules,
+    pub(crate) submit_timeout: Duration,
+    workers_max: u32,
+    builds: PhantomData<fn() -> T>,
 }
 
-impl QueueBuilder {
-    pub(super) fn new(name: &str) -> QueueBuilder {
+impl<T> Clone for QueueBuilder<T> {
+    fn clone(&self) -> QueueBuilder<T> {
+        QueueBuilder {
+            name: self.name.clone(),
+            shared: self.shared.clone(),
+            ..*self
+        }
+    }
+}
+
+impl<T> QueueBuilder<T> {
+    pub(crate) fn new(name: &str) -> QueueBuilder<T> {
         QueueBuilder {
             name: name.to_string(),
             shared: EndpointOptions::default(),
-            prefetch: 2,
-            max_attempts: 3,
-            lease_timeout: None,
-            order: ResultOrder::Submission,
-            limit: LIMIT,
+            rules: QueueRules {
+                prefetch: 2,
+                max_attempts: 3,
+                lease_timeout: None,
+                order: ResultOrder::Submission,
+                limit: LIMIT,
+            },
             submit_timeout: Duration::from_secs(5),
             workers_max: 256,
+            builds: PhantomData,
         }
     }
 
@@ -53,20 +76,18 @@ impl QueueBuilder {
         /// The most device memory that inputs may take, in bytes: 4 GiB by default.
         memory_limit,
         spin,
-        /// How long a worker may take to attach: 5 s by default.
-        handshake_timeout,
     }
 
     /// How many jobs a worker may hold at once, 1 to 256: 2 by default, so that the next job is at
     /// hand when one is done.
     pub fn prefetch(mut self, jobs: u32) -> Self {
-        self.prefetch = jobs;
+        self.rules.prefetch = jobs;
         self
     }
 
     /// How often a job is tried before it is dead-lettered: 3 by default.
     pub fn max_attempts(mut self, attempts: u32) -> Self {
-        self.max_attempts = attempts;
+        self.rules.max_attempts = attempts;
         self
     }
 
@@ -75,24 +96,56 @@ impl QueueBuilder {
     /// queue's own process is stopped does not count. `None`, the default, waits for the worker's
     /// death.
     pub fn lease_timeout(mut self, timeout: Option<Duration>) -> Self {
-        self.lease_timeout = timeout;
-        self
-    }
-
-    /// The order in which results are returned: [`ResultOrder::Submission`] by default.
-    pub fn order(mut self, order: ResultOrder) -> Self {
-        self.order = order;
+        self.rules.lease_timeout = timeout;
         self
     }
 
     /// The most jobs that are pending or have an outcome not taken yet: 1,048,576 by default, more
     /// than the memory limits of most inputs and results allow.
     pub fn limit(mut self, jobs: usize) -> Self {
-        self.limit = jobs;
+        self.rules.limit = jobs;
         self
     }
 
-    /// How long [`Queue::submit`](crate::Queue::submit) waits for room, and [`Queue::loan`](crate::Queue::loan) for memory: 5 s by default.
+    /// Takes this name for a queue, and accepts workers.
+    pub(crate) fn build_queue(&self, name: &str) -> Result<Queue> {
+        self.rules.check()?;
+        let (domain, rules) = (self.shared.domain()?, self.rules);
+        let observer = Arc::new(SubscriberChanges::new()?);
+        let publisher = Publisher::builder(name)
+            .shared(&self.shared)
+            .domain(&domain)
+            .policy(Policy::DropNewest)
+            // More than the prefetch: samples that a late worker has not released occupy entries.
+            .depth((2 * rules.prefetch).next_power_of_two().max(16))
+            .loan_timeout(self.submit_timeout)
+            .subscribers_max(self.workers_max)
+            .kind(Kind::Queue)
+            .observed_by(&observer)
+            .replies(ANSWERS)
+            .build()?;
+        let dispatcher = Dispatcher::new(rules, self.shared.spin, domain, publisher, observer)?;
+        Ok(Queue {
+            dispatcher: LeakOnFork::new(dispatcher),
+            submit_timeout: self.submit_timeout,
+        })
+    }
+}
+
+impl QueueBuilder {
+    option_setters! { (shared):
+        /// How long a worker may take to attach: 5 s by default.
+        handshake_timeout,
+    }
+
+    /// The order in which results are returned: [`ResultOrder::Submission`] by default.
+    pub fn order(mut self, order: ResultOrder) -> Self {
+        self.rules.order = order;
+        self
+    }
+
+    /// How long [`Queue::submit`](crate::Queue::submit) waits for room, and
+    /// [`Queue::loan`](crate::Queue::loan) for memory: 5 s by default.
     pub fn submit_timeout(mut self, timeout: Duration) -> Self {
         self.submit_timeout = timeout;
         self
@@ -104,13 +157,18 @@ impl QueueBuilder {
         self
     }
 
-    /// The same options with another name.
-    pub(crate) fn named(mut self, name: &str) -> Self {
-        self.name = name.to_string();
-        self
+    /// Takes the name and accepts workers.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] and those of [`PublisherBuilder::build`](crate::PublisherBuilder::build).
+    /// On an error nothing is left behind.
+    pub fn build(self) -> Result<Queue> {
+        self.build_queue(&self.name)
     }
+}
 
-    pub(super) fn check(&self) -> Result<()> {
+impl QueueRules {
+    fn check(&self) -> Result<()> {
         if self.prefetch == 0 || self.prefetch > PREFETCH_MAX {
             return Err(Error::argument(
                 "prefetch",
@@ -128,5 +186,12 @@ impl QueueBuilder {
             return Err(Error::argument("lease_timeout", "0 s", "more, or none"));
         }
         Ok(())
+    }
+}
+
+impl Queue {
+    /// A builder for a queue of this name.
+    pub fn builder(name: &str) -> QueueBuilder {
+        QueueBuilder::new(name)
     }
 }

@@ -9,7 +9,6 @@ use std::time::Duration;
 use rustix::event::epoll;
 
 use self::waiters::{OWN_DOORBELL, Waiters};
-use super::builder::QueueBuilder;
 use super::job_table::{JobTable, QueueRules, Stage};
 use super::worker_session::{Jobs, WorkerSession};
 use crate::error::{Error, Result};
@@ -89,7 +88,6 @@ impl State {
 #[derive(Debug)]
 pub(super) struct Dispatcher {
     pub(super) owner_process: OwnerProcess,
-    pub(super) options: QueueBuilder,
     pub(super) domain: Domain,
     pub(super) publisher: Publisher,
     pub(super) observer: Arc<SubscriberChanges>,
@@ -104,11 +102,11 @@ pub(super) struct Dispatcher {
 
 impl Dispatcher {
     pub(super) fn new(
-        options: QueueBuilder,
+        rules: QueueRules,
+        spin: Duration,
         domain: Domain,
         publisher: Publisher,
         observer: Arc<SubscriberChanges>,
-        rules: QueueRules,
     ) -> Result<Arc<Dispatcher>> {
         let readable = CloseOnForkFd::open(|| epoll::create(epoll::CreateFlags::CLOEXEC));
         let readable = readable.map_err(|e| Error::os("epoll_create1", "a queue", e))?;
@@ -121,8 +119,7 @@ impl Dispatcher {
         .map_err(|e| Error::os("epoll_ctl", "a queue's doorbell", e))?;
         let dispatcher = Arc::new(Dispatcher {
             owner_process: OwnerProcess::current(),
-            spin: options.shared.spin,
-            options,
+            spin,
             domain,
             publisher,
             observer,

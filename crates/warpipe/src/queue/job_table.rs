@@ -60,6 +60,8 @@ pub(super) struct QueueRules {
     pub(super) max_attempts: u32,
     pub(super) lease_timeout: Option<Duration>,
     pub(super) order: ResultOrder,
+    /// The most jobs in the table.
+    pub(super) limit: usize,
 }
 
 /// How far a queue has come to its end.
@@ -152,6 +154,11 @@ impl<I, R> JobTable<I, R> {
     /// Jobs without an outcome, or with one that was not taken.
     pub(super) fn len(&self) -> usize {
         self.jobs.len()
+    }
+
+    /// Whether the limit allows one more job.
+    pub(super) fn has_room(&self) -> bool {
+        self.len() < self.rules.limit
     }
 
     /// Jobs that are not done yet.

@@ -16,6 +16,7 @@ fn table(order: ResultOrder, workers: u64) -> Table {
         max_attempts: 2,
         lease_timeout: Some(TIMEOUT),
         order,
+        limit: 100,
     });
     (1..=workers).for_each(|id| table.add_worker(id, 100 + id as i32));
     table

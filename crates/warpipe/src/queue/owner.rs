@@ -3,60 +3,19 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::builder::QueueBuilder;
 use super::dispatcher::{Dispatcher, State, StateGuard};
 use super::job_handle::{JobHandle, into_result};
 use super::job_result::JobResult;
-use super::job_table::{QueueRules, Stage};
+use super::job_table::Stage;
 use super::loan::Loan;
 use super::watch::QueueWatch;
 use crate::device::Device;
 use crate::error::{Error, Result, returns_to_caller};
 use crate::fork::leak_on_fork::LeakOnFork;
-use crate::ipc::Kind;
-use crate::pubsub::{Policy, Publisher, SubscriberChanges};
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 use crate::wait::Wait;
-
-/// Results of one worker that the owner may have taken and not released.
-const ANSWERS: u32 = 64;
-
-impl QueueBuilder {
-    /// Takes the name and accepts workers.
-    ///
-    /// # Errors
-    /// [`Error::Argument`] and those of [`PublisherBuilder::build`](crate::PublisherBuilder::build).
-    /// On an error nothing is left behind.
-    pub fn build(self) -> Result<Queue> {
-        self.check()?;
-        let domain = self.shared.domain()?;
-        let observer = Arc::new(SubscriberChanges::new()?);
-        let publisher = Publisher::builder(&self.name)
-            .shared(&self.shared)
-            .domain(&domain)
-            .policy(Policy::DropNewest)
-            // More than the prefetch: samples that a late worker has not released occupy entries.
-            .depth((2 * self.prefetch).next_power_of_two().max(16))
-            .loan_timeout(self.submit_timeout)
-            .subscribers_max(self.workers_max)
-            .kind(Kind::Queue)
-            .observed_by(&observer)
-            .replies(ANSWERS)
-            .build()?;
-        let rules = QueueRules {
-            prefetch: self.prefetch,
-            max_attempts: self.max_attempts,
-            lease_timeout: self.lease_timeout,
-            order: self.order,
-        };
-        let dispatcher = Dispatcher::new(self, domain, publisher, observer, rules)?;
-        Ok(Queue {
-            dispatcher: LeakOnFork::new(dispatcher),
-        })
-    }
-}
 
 /// The state of a queue.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -104,14 +63,10 @@ pub struct QueueState {
 #[derive(Debug)]
 pub struct Queue {
     pub(super) dispatcher: LeakOnFork<Arc<Dispatcher>>,
+    pub(super) submit_timeout: Duration,
 }
 
 impl Queue {
-    /// A builder for a queue of this name.
-    pub fn builder(name: &str) -> QueueBuilder {
-        QueueBuilder::new(name)
-    }
-
     /// The name of this queue.
     pub fn name(&self) -> &str {
         self.dispatcher.publisher.name()
@@ -139,7 +94,7 @@ impl Queue {
     /// blocks another thread's submit (its stream's launch queue is full); for a stream of another
     /// device, [`Error::Argument`]. [`Error::QueueClosed`]; [`Error::Driver`]; [`Error::Forked`].
     pub fn submit(&self, input: Loan, stream: &Stream) -> Result<JobHandle, SubmitError> {
-        self.submit_within(input, stream, self.dispatcher.options.submit_timeout)
+        self.submit_within(input, stream, self.submit_timeout)
     }
 
     /// [`submit`](Self::submit) with a wait of its own: a [`Wait`] that is cancelled has submitted

@@ -6,8 +6,6 @@ use super::{client_prefix, service_name};
 use crate::clock::now_ns;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::ipc::domain::Domain;
-use crate::options::option_setters;
 use crate::queue::{
     JobHandle, JobResult, Loan, Queue, QueueBuilder, QueueState, QueueWatch, SubmitError,
 };
@@ -20,56 +18,12 @@ use crate::wait::Wait;
 const NAME_TRIES: u32 = 8;
 
 /// The options of a client. See [`Client::builder`].
-///
-/// It admits servers of its own user alone: clients and servers serve names of one domain, and the
-/// names of a domain are its user's.
-#[derive(Debug, Clone)]
-pub struct ClientBuilder {
-    service: String,
-    /// Its name is not the queue's yet.
-    queue: QueueBuilder,
-}
+pub type ClientBuilder = QueueBuilder<Client>;
 
-impl ClientBuilder {
-    option_setters! { (queue.shared):
-        /// The domain to use; the environment's by default.
-        domain,
-        /// The device that holds the requests; [`Device::preferred`] by default.
-        device,
-        /// The most device memory that requests may take, in bytes: 4 GiB by default.
-        memory_limit,
-        spin,
-    }
-
-    /// How many attempts at a request may fail, by a server's death or answer, before it is
-    /// dead-lettered: 3 by default.
-    pub fn max_attempts(mut self, attempts: u32) -> Self {
-        self.queue = self.queue.max_attempts(attempts);
-        self
-    }
-
-    /// How many requests a server may hold at once: 2 by default. See [`QueueBuilder::prefetch`].
-    pub fn prefetch(mut self, requests: u32) -> Self {
-        self.queue = self.queue.prefetch(requests);
-        self
-    }
-
-    /// How long a server may hold requests without answering any before they go to another server:
-    /// `None` by default. See [`QueueBuilder::lease_timeout`].
-    pub fn lease_timeout(mut self, timeout: Option<Duration>) -> Self {
-        self.queue = self.queue.lease_timeout(timeout);
-        self
-    }
-
-    /// The most requests without a reply: 1,048,576 by default.
-    pub fn limit(mut self, requests: usize) -> Self {
-        self.queue = self.queue.limit(requests);
-        self
-    }
-
+impl QueueBuilder<Client> {
     /// How long [`Client::loan`] waits for memory: 5 s by default.
     pub fn loan_timeout(mut self, timeout: Duration) -> Self {
-        self.queue = self.queue.submit_timeout(timeout);
+        self.submit_timeout = timeout;
         self
     }
 
@@ -78,22 +32,22 @@ impl ClientBuilder {
     /// # Errors
     /// [`Error::Name`] (at most 40 bytes), and the others of [`QueueBuilder::build`].
     pub fn build(self) -> Result<Client> {
-        service_name(&self.service)?;
+        service_name(&self.name)?;
         let mut tries = 0;
         loop {
             let [a, b, c, d, ..] = new_generation();
             let name = format!(
                 "{}{:08x}",
-                client_prefix(&self.service),
+                client_prefix(&self.name),
                 u32::from_le_bytes([a, b, c, d])
             );
             tries += 1;
-            match self.queue.clone().named(&name).build() {
+            match self.build_queue(&name) {
                 Err(Error::NameTaken { .. }) if tries < NAME_TRIES => {}
                 built => {
                     return Ok(Client {
                         queue: built?,
-                        service: self.service,
+                        service: self.name,
                     });
                 }
             }
@@ -135,10 +89,7 @@ pub struct Client {
 impl Client {
     /// A builder for a client of this service.
     pub fn builder(service: &str) -> ClientBuilder {
-        ClientBuilder {
-            service: service.to_string(),
-            queue: Queue::builder(service),
-        }
+        ClientBuilder::new(service)
     }
 
     /// The service's name.

@@ -231,14 +231,14 @@ impl Dispatcher {
         wait: &Wait<'_>,
         mut enter: impl FnMut(&mut StateGuard<'_>) -> Option<T>,
     ) -> Result<T> {
-        let (limit, name) = (self.options.limit, self.publisher.name());
+        let name = self.publisher.name();
         let is_full = Cell::new(false);
-        let has_room = |state: &State| state.table.is_shut() || state.table.len() < limit;
-        let full = |_: &State| {
+        let has_room = |state: &State| state.table.is_shut() || state.table.has_room();
+        let full = |state: &State| {
             is_full.set(true);
             Error::QueueFull {
                 name: name.to_string(),
-                limit,
+                limit: state.table.rules.limit,
                 waited: wait.limit(),
             }
         };
