@@ -1,9 +1,9 @@
 //! The outcome of a job or a request, as a `concurrent.futures.Future` has one: the base of
 //! `JobHandle` and `Pending`.
 
-mod job_or_request;
 mod task_waits;
 
+use std::ops::Deref;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -21,8 +21,25 @@ use crate::job_endpoint::JobEndpoint;
 use crate::stream::imported;
 use crate::wait::{SLICE, late, optional, waiting};
 
-use job_or_request::Source;
 use task_waits::Waits;
+
+/// The job or the request behind a future. A request that is dropped is cancelled.
+#[derive(Debug)]
+enum Source {
+    Job(DropDetached<warpipe::JobHandle>),
+    Request(DropDetached<warpipe::Pending>),
+}
+
+impl Deref for Source {
+    type Target = warpipe::JobHandle;
+
+    fn deref(&self) -> &warpipe::JobHandle {
+        match self {
+            Source::Job(handle) => handle,
+            Source::Request(pending) => pending,
+        }
+    }
+}
 
 /// An outcome that Python has not been given yet.
 #[derive(Debug)]
@@ -148,7 +165,11 @@ impl Future {
         if self.state().is_settled {
             return Ok(Some(Ok(())));
         }
-        let outcome = match self.source.take(&self.endpoint, wait) {
+        let outcome = match self
+            .source
+            .wait(&self.endpoint.stream, wait)
+            .map_err(Fault::from)
+        {
             Ok(result) => Settled::Result(result),
             Err(fault) if is_final(&fault) => Settled::Failed(fault),
             Err(fault) if is_taken(&fault) => {
@@ -175,7 +196,7 @@ impl Future {
         }
         if !state.is_settled {
             drop(state);
-            if !self.endpoint.has_cancelled(self.source.job(), SLICE)? {
+            if !self.endpoint.has_cancelled(self.source.id(), SLICE)? {
                 return Some(false);
             }
             let unused = self.state().settle(Settled::Cancelled);
@@ -190,7 +211,12 @@ impl Future {
         let timeout = optional(timeout, "timeout")?;
         let (start, mut left, mut unsure) = (Instant::now(), timeout, 0);
         loop {
-            let described = || self.source.described(&self.endpoint);
+            let noun = match self.source {
+                Source::Job(_) => "result of job",
+                Source::Request(_) => "reply to request",
+            };
+            let (job, name) = (self.source.id(), &self.endpoint.name);
+            let described = || format!("the {noun} {job} of {name:?}");
             let looked = waiting(
                 py,
                 left,
@@ -204,7 +230,7 @@ impl Future {
                 }
                 // A signal's handler that this thread runs may itself wait for what this thread waits for.
                 None if unsure == UNSURE_MAX => {
-                    let (name, job) = (self.endpoint.name.clone(), self.source.job());
+                    let (name, job) = (self.endpoint.name.clone(), self.source.id());
                     return Ok(Err(Error::NoSuchJob { name, job }.into()));
                 }
                 None => py.check_signals()?,
@@ -236,7 +262,7 @@ impl Future {
         if self.state().is_settled {
             return Ok(true);
         }
-        match self.source.is_done() {
+        match self.source.is_done().map_err(Fault::from) {
             Err(fault) if is_over(&fault) => Ok(true),
             found => found,
         }
@@ -249,7 +275,7 @@ impl Future {
             return Ok(state.is_cancelled);
         }
         drop(state);
-        let job = self.source.job();
+        let job = self.source.id();
         Ok(self.endpoint.has_cancelled(job, SLICE) == Some(true))
     }
 
@@ -262,10 +288,9 @@ impl Future {
         let working = Working::begin(self);
         let off = match self.source.is_done() {
             Ok(false) => self.source.cancel(),
-            Ok(true) => Ok(false),
-            Err(fault) => Err(fault),
+            done => done.map(|_| false),
         };
-        match off {
+        match off.map_err(Fault::from) {
             Ok(true) => {
                 let mut state = self.state();
                 let unused = state.settle(Settled::Cancelled);
@@ -309,7 +334,7 @@ impl Future {
     /// The number of the job, or the request, from 1.
     #[getter]
     fn job(&self) -> u64 {
-        self.source.job()
+        self.source.id()
     }
 
     /// Waits for the result, at most ``timeout`` seconds (None: no limit; a request has its
@@ -458,7 +483,7 @@ impl Future {
         Ok(format!(
             "{class}({:?}, job={})",
             this.endpoint.name,
-            this.source.job()
+            this.source.id()
         ))
     }
 }

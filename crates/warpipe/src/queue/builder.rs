@@ -31,7 +31,6 @@ const ANSWERS: u32 = 64;
 /// It admits workers of its own user alone: the names of a domain are its user's.
 #[derive(Debug)]
 pub struct QueueBuilder<T = Queue> {
-    /// The queue's, or the service's.
     pub(crate) name: String,
     shared: EndpointOptions,
     rules: QueueRules,
@@ -124,7 +123,8 @@ impl<T> QueueBuilder<T> {
             .observed_by(&observer)
             .replies(ANSWERS)
             .build()?;
-        let dispatcher = Dispatcher::new(rules, self.shared.spin, domain, publisher, observer)?;
+        let (spin, service) = (self.shared.spin, &self.name);
+        let dispatcher = Dispatcher::new(rules, spin, service, domain, publisher, observer)?;
         Ok(Queue {
             dispatcher: LeakOnFork::new(dispatcher),
             submit_timeout: self.submit_timeout,

@@ -88,6 +88,8 @@ impl State {
 #[derive(Debug)]
 pub(super) struct Dispatcher {
     pub(super) owner_process: OwnerProcess,
+    /// The queue's name, or the service's, in errors.
+    pub(super) name: String,
     pub(super) domain: Domain,
     pub(super) publisher: Publisher,
     pub(super) observer: Arc<SubscriberChanges>,
@@ -104,6 +106,7 @@ impl Dispatcher {
     pub(super) fn new(
         rules: QueueRules,
         spin: Duration,
+        name: &str,
         domain: Domain,
         publisher: Publisher,
         observer: Arc<SubscriberChanges>,
@@ -120,6 +123,7 @@ impl Dispatcher {
         let dispatcher = Arc::new(Dispatcher {
             owner_process: OwnerProcess::current(),
             spin,
+            name: name.to_string(),
             domain,
             publisher,
             observer,
@@ -147,7 +151,7 @@ impl Dispatcher {
 
     pub(super) fn gone(&self) -> Error {
         Error::QueueClosed {
-            name: self.publisher.name().to_string(),
+            name: self.name.clone(),
         }
     }
 

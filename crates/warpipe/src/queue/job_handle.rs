@@ -7,6 +7,7 @@ use super::dispatcher::{Dispatcher, State};
 use super::job_result::JobResult;
 use super::job_table::Outcome;
 use super::worker_session::{Completed, Jobs};
+use crate::clock::now_ns;
 use crate::error::{Error, Result};
 use crate::stream::Stream;
 use crate::wait::Wait;
@@ -18,65 +19,64 @@ pub struct JobHandle {
     dispatcher: Weak<Dispatcher>,
     name: String,
     id: u64,
+    /// When the result is of no use any more, in `CLOCK_MONOTONIC` nanoseconds; 0 is never.
+    pub(crate) deadline_ns: u64,
 }
 
 impl JobHandle {
-    pub(super) fn new(dispatcher: &Arc<Dispatcher>, id: u64) -> JobHandle {
+    pub(super) fn new(dispatcher: &Arc<Dispatcher>, id: u64, deadline_ns: u64) -> JobHandle {
         JobHandle {
             dispatcher: Arc::downgrade(dispatcher),
-            name: dispatcher.publisher.name().to_string(),
+            name: dispatcher.name.clone(),
             id,
+            deadline_ns,
         }
     }
 
-    /// The job's number, from 1.
+    /// The job's, or the request's, number, from 1.
     pub fn id(&self) -> u64 {
         self.id
     }
 
-    /// Takes the result, and waits for it if the job is not done. Its data is complete then; work on
-    /// `stream` may read it at once.
+    /// Takes the result, and waits for it if the job is not done; for a request's reply at most until
+    /// its deadline. Its data is complete then; work on `stream` may read it at once.
     ///
     /// # Errors
-    /// [`Error::Timeout`], after which it can be waited for again; [`Error::DeadLettered`];
-    /// [`Error::Rejected`]; [`Error::NoSuchJob`] when the outcome was taken before;
-    /// [`Error::Argument`] for a stream of another device, and the outcome stays;
-    /// [`Error::QueueClosed`]; [`Error::Forked`].
+    /// [`Error::Timeout`], after which it can be waited for again; [`Error::DeadLettered`] when all
+    /// attempts failed; [`Error::Rejected`]; [`Error::DeadlinePassed`]; [`Error::NoSuchJob`] when the
+    /// outcome was taken before; [`Error::Argument`] for a stream of another device, and the outcome
+    /// stays; [`Error::QueueClosed`], also when the client is gone; [`Error::Forked`].
     pub fn wait<'w>(&self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<JobResult> {
-        let dispatcher = self
-            .dispatcher
-            .upgrade()
-            .ok_or_else(|| Error::QueueClosed {
-                name: self.name.clone(),
-            })?;
+        let dispatcher = self.dispatcher()?;
         stream.check_of(dispatcher.publisher.device())?;
-        let wait = wait.into();
-        let late = |state: &State| {
-            let (id, name) = (self.id, &self.name);
-            wait.timed_out(|| format!("the result of job {id} of {name:?} ({})", state.outlook()))
+        let (mut wait, mut noun) = (wait.into(), "result of job");
+        if self.deadline_ns != 0 {
+            let left = Duration::from_nanos(self.deadline_ns.saturating_sub(now_ns()));
+            (wait, noun) = (wait.no_longer_than(left), "reply to request");
+        }
+        let late = |state: &State| match self.is_late() {
+            true => Error::DeadlinePassed {
+                name: self.name.clone(),
+                job: self.id,
+            },
+            false => wait.timed_out(|| {
+                let (id, name) = (self.id, &self.name);
+                format!("the {noun} {id} of {name:?} ({})", state.outlook())
+            }),
         };
         let (id, outcome) =
             dispatcher.wait_until(&wait, |state| self.try_take(&mut state.table), late)?;
         into_result(&dispatcher, id, outcome, stream)
     }
 
-    /// Whether [`wait`](Self::wait) would return at once: the outcome is there, or was taken. Does
-    /// not take it.
+    /// Whether [`wait`](Self::wait) would return at once: the outcome is there, or was taken, or the
+    /// deadline of a request has passed. Does not take it.
     ///
     /// # Errors
     /// [`Error::QueueClosed`]; [`Error::Forked`].
     pub fn is_done(&self) -> Result<bool> {
-        let dispatcher = self
-            .dispatcher
-            .upgrade()
-            .ok_or_else(|| Error::QueueClosed {
-                name: self.name.clone(),
-            })?;
-        dispatcher.wait_until(
-            Duration::ZERO,
-            |state| Some(Ok(state.table.is_settled(self.id))),
-            |_| dispatcher.gone(),
-        )
+        let is_settled = |state: &mut State| state.table.is_settled(self.id);
+        Ok(self.dispatcher()?.ask(is_settled)? || self.is_late())
     }
 
     /// Cancels the job: it is delivered no more, and the answer of a worker that has it is
@@ -85,19 +85,20 @@ impl JobHandle {
     /// # Errors
     /// [`Error::QueueClosed`]; [`Error::Forked`].
     pub fn cancel(&self) -> Result<bool> {
-        let dispatcher = self
-            .dispatcher
-            .upgrade()
-            .ok_or_else(|| Error::QueueClosed {
-                name: self.name.clone(),
-            })?;
-        // Dropped here, without the lock.
-        let job = dispatcher.wait_until(
-            Duration::ZERO,
-            |state| Some(Ok(state.table.cancel(self.id))),
-            |_| dispatcher.gone(),
-        )?;
-        Ok(job.is_some())
+        // The job is dropped here, without the lock.
+        let cancel = |state: &mut State| state.table.cancel(self.id);
+        Ok(self.dispatcher()?.ask(cancel)?.is_some())
+    }
+
+    fn is_late(&self) -> bool {
+        self.deadline_ns != 0 && self.deadline_ns <= now_ns()
+    }
+
+    fn dispatcher(&self) -> Result<Arc<Dispatcher>> {
+        let closed = || Error::QueueClosed {
+            name: self.name.clone(),
+        };
+        self.dispatcher.upgrade().ok_or_else(closed)
     }
 
     fn try_take(&self, jobs: &mut Jobs) -> Option<Result<(u64, Outcome<Completed>)>> {
@@ -118,7 +119,7 @@ pub(super) fn into_result(
     outcome: Outcome<Completed>,
     stream: &Stream,
 ) -> Result<JobResult> {
-    let name = dispatcher.publisher.name().to_string();
+    let name = dispatcher.name.clone();
     match outcome {
         Outcome::Done(Completed {
             arrival,

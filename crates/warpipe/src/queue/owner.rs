@@ -153,7 +153,7 @@ impl Queue {
         };
         let entered = dispatcher.wait_to_submit(wait, enter);
         let failed = match entered {
-            Ok(Ok(id)) => return Ok(JobHandle::new(&self.dispatcher, id)),
+            Ok(Ok(id)) => return Ok(JobHandle::new(dispatcher, id, deadline_ns)),
             Ok(Err(failed)) => failed,
             Err(error) => SubmitError { error, loan: None },
         };
@@ -225,11 +225,7 @@ impl Queue {
     /// [`Error::QueueClosed`]; [`Error::Forked`].
     pub fn cancel_waiting(&self) -> Result<Vec<u64>> {
         // The jobs are dropped here, without the lock.
-        let cancelled = self.dispatcher.wait_until(
-            Duration::ZERO,
-            |state| Some(Ok(state.table.cancel_waiting())),
-            |_| self.dispatcher.gone(),
-        )?;
+        let cancelled = self.dispatcher.ask(|state| state.table.cancel_waiting())?;
         Ok(cancelled.into_iter().map(|(id, _)| id).collect())
     }
 
@@ -241,7 +237,7 @@ impl Queue {
         let wait = wait.into();
         let late = |state: &State| {
             let noun = if count == 1 { "worker" } else { "workers" };
-            let (name, attached) = (self.name(), state.workers());
+            let (name, attached) = (&self.dispatcher.name, state.workers());
             wait.timed_out(|| format!("{count} {noun} of {name:?} ({attached} attached)"))
         };
         let is_there = |state: &State| state.workers() >= count;

@@ -1,5 +1,6 @@
 //! The client: sends requests and waits for replies.
 
+use std::ops::Deref;
 use std::time::Duration;
 
 use super::{client_prefix, service_name};
@@ -140,17 +141,13 @@ impl Client {
     ) -> Result<Pending, SubmitError> {
         let (deadline_ns, queue) = (deadline_ns.max(1), &self.queue);
         let handle = queue.submit_before(input, stream, deadline_ns, &room.into())?;
-        Ok(Pending {
-            handle,
-            service: self.service.clone(),
-            deadline_ns,
-        })
+        Ok(Pending { handle })
     }
 
     /// Sends a request and waits for the reply.
     ///
     /// # Errors
-    /// Those of [`request`](Self::request) and [`Pending::wait`].
+    /// Those of [`request`](Self::request) and [`JobHandle::wait`].
     pub fn call(&self, input: Loan, stream: &Stream, deadline: Duration) -> Result<JobResult> {
         self.request(input, stream, deadline)?
             .wait(stream, Duration::MAX)
@@ -198,85 +195,27 @@ impl Client {
 }
 
 /// A request without a reply. Dropped, the request is cancelled.
+///
+/// Its number, and how its reply is waited for, are those of the [`JobHandle`] that it dereferences
+/// to; [`JobResult::worker_pid`] is the server's.
 #[derive(Debug)]
 #[must_use = "a request that is dropped is cancelled"]
 pub struct Pending {
     handle: JobHandle,
-    service: String,
-    deadline_ns: u64,
+}
+
+impl Deref for Pending {
+    type Target = JobHandle;
+
+    fn deref(&self) -> &JobHandle {
+        &self.handle
+    }
 }
 
 impl Pending {
-    /// Takes the reply, and waits for it, at most until the deadline, if it has not come. Its data is
-    /// complete then; [`JobResult::worker_pid`] is the server's.
-    ///
-    /// # Errors
-    /// [`Error::Timeout`] before the deadline, after which it can be waited for again;
-    /// [`Error::DeadlinePassed`]; [`Error::Rejected`] by a server; [`Error::DeadLettered`] when all
-    /// attempts failed; [`Error::QueueClosed`] when the client is gone; [`Error::Forked`].
-    pub fn wait<'w>(&self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<JobResult> {
-        let left = Duration::from_nanos(self.deadline_ns.saturating_sub(now_ns()));
-        let waited = self.handle.wait(stream, wait.into().no_longer_than(left));
-        waited.map_err(|error| self.described(error))
-    }
-
-    /// Whether [`wait`](Self::wait) would return at once: the reply is there, or was taken, or the
-    /// deadline has passed.
-    ///
-    /// # Errors
-    /// [`Error::QueueClosed`] when the client is gone; [`Error::Forked`].
-    pub fn is_done(&self) -> Result<bool> {
-        Ok(self.handle.is_done()? || now_ns() >= self.deadline_ns)
-    }
-
-    /// Cancels the request, as dropping it does. False if its outcome was taken before.
-    ///
-    /// # Errors
-    /// Those of [`JobHandle::cancel`].
-    pub fn cancel(&self) -> Result<bool> {
-        self.handle.cancel()
-    }
-
-    /// The request's number, from 1.
-    pub fn id(&self) -> u64 {
-        self.handle.id()
-    }
-
     /// `CLOCK_MONOTONIC` nanoseconds by which the reply is wanted.
     pub fn deadline_ns(&self) -> u64 {
-        self.deadline_ns
-    }
-
-    /// An error of the job as one of the request.
-    fn described(&self, error: Error) -> Error {
-        match error {
-            Error::Timeout { what, waited } if now_ns() < self.deadline_ns => Error::Timeout {
-                what: match what.is_empty() {
-                    true => what,
-                    false => format!("the reply to request {} of {:?}", self.id(), self.service),
-                },
-                waited,
-            },
-            Error::Timeout { .. } | Error::DeadlinePassed { .. } => self.deadline_passed(),
-            Error::Rejected { job, reason, .. } => Error::Rejected {
-                name: self.service.clone(),
-                job,
-                reason,
-            },
-            Error::DeadLettered { job, reasons, .. } => Error::DeadLettered {
-                name: self.service.clone(),
-                job,
-                reasons,
-            },
-            other => other,
-        }
-    }
-
-    fn deadline_passed(&self) -> Error {
-        Error::DeadlinePassed {
-            name: self.service.clone(),
-            job: self.handle.id(),
-        }
+        self.handle.deadline_ns
     }
 }
 

@@ -224,6 +224,15 @@ impl Dispatcher {
         }
     }
 
+    /// Does the queue's work, and applies `question`.
+    pub(in crate::queue) fn ask<T>(
+        self: &Arc<Self>,
+        mut question: impl FnMut(&mut State) -> T,
+    ) -> Result<T> {
+        let look = |state: &mut StateGuard<'_>| Some(Ok(question(state)));
+        self.wait_until(Duration::ZERO, look, |_| self.gone())
+    }
+
     /// Does the queue's work until a job can be entered, or no longer can because the queue is
     /// shut, and no other thread submits. Then calls `enter`.
     pub(in crate::queue) fn wait_to_submit<T>(
@@ -231,13 +240,13 @@ impl Dispatcher {
         wait: &Wait<'_>,
         mut enter: impl FnMut(&mut StateGuard<'_>) -> Option<T>,
     ) -> Result<T> {
-        let name = self.publisher.name();
+        let name = &self.name;
         let is_full = Cell::new(false);
         let has_room = |state: &State| state.table.is_shut() || state.table.has_room();
         let full = |state: &State| {
             is_full.set(true);
             Error::QueueFull {
-                name: name.to_string(),
+                name: name.clone(),
                 limit: state.table.rules.limit,
                 waited: wait.limit(),
             }
