@@ -468,7 +468,7 @@ impl Dispatcher {
         format!(
             "{sessions:?} {jobs:?} {:?} {:?} {world:?} {:?}",
             table.waiting,
-            table.finished,
+            table.finished.values(),
             now()
         )
     }

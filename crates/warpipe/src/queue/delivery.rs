@@ -99,9 +99,9 @@ impl Dispatcher {
     /// that submits leaves waiting, that thread delivers.
     pub(super) fn dispatch(&self, guard: &mut StateGuard<'_>) {
         guard.is_input_due = false;
-        let (mut passed_over, mut not_yet) = (Vec::new(), 0);
+        let (mut passed_over, mut not_yet, mut last) = (Vec::new(), 0, 0);
         while not_yet < NOT_YET_MAX
-            && let Some(waiting) = guard.table.waiting_at(not_yet)
+            && let Some(waiting) = guard.table.first_waiting_after(last)
         {
             if guard.table.is_submitting() {
                 return;
@@ -124,7 +124,7 @@ impl Dispatcher {
                 Ok(Forwarded::NoRoom) => passed_over.push(id),
                 Ok(Forwarded::NotYet) => {
                     guard.is_input_due = true;
-                    not_yet += 1;
+                    (not_yet, last) = (not_yet + 1, waiting);
                 }
                 Err(error) => {
                     let reason = format!("it could not be given out: {error}");

@@ -8,7 +8,7 @@
 //! - an answer counts if its worker holds that lease, has not answered it, and is not late;
 //! - at most one job is being submitted, and its lease has no position until that is over.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::wire::{AnswerKind, DeliveryTag, cut};
@@ -25,7 +25,8 @@ pub(super) struct Job<I, R> {
     deliveries: u32,
     /// One reason for each attempt that failed.
     reasons: Vec<String>,
-    outcome: Option<Outcome<R>>,
+    /// With its place in [`JobTable::finished`].
+    outcome: Option<(u64, Outcome<R>)>,
 }
 
 /// How a job ended.
@@ -104,11 +105,11 @@ pub(super) struct JobTable<I, R> {
     pub(super) rules: QueueRules,
     pub(super) stage: Stage,
     jobs: BTreeMap<u64, Job<I, R>>,
-    /// Jobs to be delivered, in order.
-    pub(super) waiting: VecDeque<u64>,
-    /// Jobs with an outcome, in order of completion. Jobs that were taken by their handle are
-    /// skipped.
-    pub(super) finished: VecDeque<u64>,
+    /// Jobs to be delivered. The oldest goes first, in whatever order jobs were returned: in
+    /// [`ResultOrder::Submission`] all results wait for its own.
+    pub(super) waiting: BTreeSet<u64>,
+    /// Jobs with an outcome, by the revision that it made.
+    pub(super) finished: BTreeMap<u64, u64>,
     unfinished: usize,
     next_job: u64,
     pub(super) workers: Vec<WorkerLeases>,
@@ -123,8 +124,8 @@ impl<I, R> JobTable<I, R> {
             rules,
             stage: Stage::Open,
             jobs: BTreeMap::new(),
-            waiting: VecDeque::new(),
-            finished: VecDeque::new(),
+            waiting: BTreeSet::new(),
+            finished: BTreeMap::new(),
             unfinished: 0,
             next_job: 1,
             workers: Vec::new(),
@@ -168,15 +169,12 @@ impl<I, R> JobTable<I, R> {
 
     /// Jobs that no worker has leased.
     pub(super) fn waiting(&self) -> usize {
-        self.waiting
-            .iter()
-            .filter(|id| self.jobs.contains_key(id))
-            .count()
+        self.waiting.len()
     }
 
     /// The number of the next job, and whether no other job waits to be delivered before it.
     pub(super) fn next_job(&mut self) -> (u64, bool) {
-        (self.next_job, self.first_waiting().is_none())
+        (self.next_job, self.waiting.is_empty())
     }
 
     /// Adds the next job, which is being submitted and delivered to `worker`, if there is one. A
@@ -224,29 +222,13 @@ impl<I, R> JobTable<I, R> {
     pub(super) fn undo_insert(&mut self, id: u64, is_untold: bool) -> Vec<u8> {
         if is_untold {
             self.next_job = id;
-            // A worker that answered before it was given the job has left the number there.
-            self.waiting.retain(|&other| other != id);
-            self.finished.retain(|&other| other != id);
         }
         self.cancel(id).map_or_else(Vec::new, |job| job.metadata)
     }
 
-    /// The first job that waits.
-    pub(super) fn first_waiting(&mut self) -> Option<u64> {
-        self.waiting_at(0)
-    }
-
-    /// The job that waits behind `before` others.
-    pub(super) fn waiting_at(&mut self, before: usize) -> Option<u64> {
-        // A cancelled job leaves its number in the list.
-        while self
-            .waiting
-            .get(before)
-            .is_some_and(|id| !self.jobs.contains_key(id))
-        {
-            self.waiting.remove(before);
-        }
-        self.waiting.get(before).copied()
+    /// The first job that waits and has a higher number.
+    pub(super) fn first_waiting_after(&self, id: u64) -> Option<u64> {
+        self.waiting.range(id + 1..).next().copied()
     }
 
     /// A waiting job, with the delivery tag that it would get.
@@ -266,7 +248,7 @@ impl<I, R> JobTable<I, R> {
 
     /// A job that waits has been delivered to `worker`.
     pub(super) fn deliver(&mut self, tag: DeliveryTag, worker: u64, position: u64, now: Duration) {
-        self.leave_waiting(tag.job);
+        self.waiting.remove(&tag.job);
         if let Some(job) = self.jobs.get_mut(&tag.job) {
             job.deliveries = tag.number;
         }
@@ -278,14 +260,8 @@ impl<I, R> JobTable<I, R> {
 
     /// A job that waits cannot be delivered: an attempt has failed.
     pub(super) fn fail_delivery(&mut self, id: u64, reason: String) {
-        self.leave_waiting(id);
+        self.waiting.remove(&id);
         self.record_failure(id, reason);
-    }
-
-    fn leave_waiting(&mut self, id: u64) {
-        if let Ok(index) = self.waiting.binary_search(&id) {
-            self.waiting.remove(index);
-        }
     }
 
     /// Records the result of the submit for its lease.
@@ -480,23 +456,20 @@ impl<I, R> JobTable<I, R> {
         }
     }
 
-    /// The oldest job goes first, in whatever order jobs were returned: in [`ResultOrder::Submission`]
-    /// all results wait for its own. A job that a worker returned before it was given waits already.
+    /// A job that a worker returned before it was given waits already.
     fn enqueue(&mut self, id: u64) {
-        let index = self.waiting.partition_point(|&other| other < id);
-        if self.waiting.get(index) != Some(&id) {
-            self.waiting.insert(index, id);
-        }
+        self.waiting.insert(id);
         self.revision += 1;
     }
 
     /// Ends a job, once.
     pub(super) fn finish(&mut self, id: u64, outcome: Outcome<R>) {
+        let revision = self.revision + 1;
         if let Some(job) = self.unfinished_job(id) {
-            (job.outcome, job.input) = (Some(outcome), None);
+            (job.outcome, job.input) = (Some((revision, outcome)), None);
             self.unfinished -= 1;
-            self.finished.push_back(id);
-            self.revision += 1;
+            self.finished.insert(revision, id);
+            self.revision = revision;
         }
     }
 
@@ -508,9 +481,12 @@ impl<I, R> JobTable<I, R> {
     /// job. Drop the returned job without the lock.
     pub(super) fn cancel(&mut self, id: u64) -> Option<Job<I, R>> {
         let job = self.jobs.remove(&id)?;
-        self.unfinished -= usize::from(job.outcome.is_none());
+        self.waiting.remove(&id);
+        match &job.outcome {
+            Some((revision, _)) => _ = self.finished.remove(revision),
+            None => self.unfinished -= 1,
+        }
         self.revision += 1;
-        self.prune();
         Some(job)
     }
 
@@ -534,14 +510,9 @@ impl<I, R> JobTable<I, R> {
         if job.outcome.is_none() || self.is_being_submitted(id) {
             return Ok(None);
         }
-        // A thread may wait for the room.
-        self.revision += 1;
-        self.prune();
-        Ok(self
-            .jobs
-            .remove(&id)
-            .and_then(|job| job.outcome)
-            .map(|outcome| (id, outcome)))
+        // This is a change: a thread may wait for the room.
+        let taken = self.cancel(id).and_then(|job| job.outcome);
+        Ok(taken.map(|(_, outcome)| (id, outcome)))
     }
 
     /// Whether the job is being submitted: it may still be withdrawn.
@@ -551,32 +522,13 @@ impl<I, R> JobTable<I, R> {
             .is_some_and(|submit| submit.tag.job == id)
     }
 
-    /// Removes the numbers of jobs that no longer exist, when they are the most.
-    fn prune(&mut self) {
-        let (jobs, limit) = (&self.jobs, 2 * self.jobs.len() + 16);
-        for numbers in [&mut self.waiting, &mut self.finished] {
-            if numbers.len() > limit {
-                numbers.retain(|id| jobs.contains_key(id));
-            }
-        }
-    }
-
     /// The next outcome in the queue's order, if it is there.
     pub(super) fn take_next(&mut self) -> Option<(u64, Outcome<R>)> {
         let id = match self.rules.order {
             ResultOrder::Submission => *self.jobs.keys().next()?,
             ResultOrder::Completion => {
-                while self
-                    .finished
-                    .front()
-                    .is_some_and(|id| !self.jobs.contains_key(id))
-                {
-                    self.finished.pop_front();
-                }
-                // A job that was taken by its handle leaves its number anywhere in the list.
-                let is_ready = |id| self.jobs.contains_key(id) && !self.is_being_submitted(*id);
-                let index = self.finished.iter().position(is_ready)?;
-                self.finished.remove(index)?
+                let mut finished = self.finished.values();
+                *finished.find(|&&id| !self.is_being_submitted(id))?
             }
         };
         self.take_outcome(id).ok().flatten()

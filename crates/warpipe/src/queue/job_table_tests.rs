@@ -39,7 +39,7 @@ fn submit(table: &mut Table) -> u64 {
 
 /// Delivers the first job that waits, at `position` of the worker's ring.
 fn deliver(table: &mut Table, position: u64, now: Duration) -> Option<(u64, DeliveryTag)> {
-    let job = table.first_waiting()?;
+    let job = table.first_waiting_after(0)?;
     let worker = table.pick_worker(table.workers.iter().map(|it| it.worker))?;
     let (tag, _) = table.next_delivery(job)?;
     table.deliver(tag, worker, position, now);
@@ -90,7 +90,7 @@ fn jobs_that_come_back_are_delivered_oldest_first() {
     answer(&mut table, given[0], AnswerKind::Returned);
     let again = [3, 4].map(|at| deliver(&mut table, at, Duration::ZERO).unwrap());
     assert_eq!(again.map(|(_, tag)| tag.job), jobs[..2]);
-    assert_eq!(table.first_waiting(), Some(jobs[2]));
+    assert_eq!(table.first_waiting_after(0), Some(jobs[2]));
 }
 
 #[test]
@@ -307,7 +307,7 @@ fn a_job_with_the_number_of_a_withdrawn_one_is_delivered_once_and_ends_in_its_ow
     withdraw(&mut table, new.1.job);
     assert_eq!(submit(&mut table), new.1.job);
     assert_eq!(
-        Vec::from(table.waiting.clone()),
+        Vec::from_iter(table.waiting.clone()),
         [returned.1.job, new.1.job]
     );
 
@@ -325,5 +325,5 @@ fn a_job_that_its_worker_returns_before_its_submit_came_to_nothing_waits_once() 
     answer(&mut table, given, AnswerKind::Returned);
     table.store_input(given.1.job, "input", false);
     table.finish_submit(DeliveryResult::Nobody, Duration::ZERO);
-    assert_eq!(Vec::from(table.waiting.clone()), [given.1.job]);
+    assert_eq!(Vec::from_iter(table.waiting.clone()), [given.1.job]);
 }
