@@ -17,7 +17,7 @@ use super::dispatcher::Dispatcher;
 use super::job_table::{Outcome, QueueRules, ResultOrder};
 use super::loan::Loan;
 use super::wire::{Answer, AnswerKind, DeliveryTag};
-use super::worker_session::Completed;
+use super::worker_session::WorkerResult;
 use crate::pubsub::{Data, Line};
 use crate::stream::Stream;
 
@@ -352,13 +352,13 @@ impl Dispatcher {
         let _ = self.add_job(&mut guard, loan, &Stream, 0);
     }
 
-    fn took(&self, id: u64, outcome: Outcome<Completed>) {
+    fn took(&self, id: u64, outcome: Outcome<WorkerResult>) {
         let mut world = self.world();
         let truth = world.jobs.entry(id).or_default();
         truth.outcomes += 1;
         let attempts = match &outcome {
             Outcome::DeadLettered { reasons } => reasons.len() as u32,
-            Outcome::Done(Completed { attempt, .. }) => *attempt,
+            Outcome::Done(result) => result.tag.attempt,
             _ => 0,
         };
         let is_wrong =

@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::dispatcher::{Dispatcher, State};
 use super::job_result::JobResult;
 use super::job_table::Outcome;
-use super::worker_session::{Completed, Jobs};
+use super::worker_session::{Jobs, WorkerResult};
 use crate::clock::now_ns;
 use crate::error::{Error, Result};
 use crate::stream::Stream;
@@ -101,7 +101,7 @@ impl JobHandle {
         self.dispatcher.upgrade().ok_or_else(closed)
     }
 
-    fn try_take(&self, jobs: &mut Jobs) -> Option<Result<(u64, Outcome<Completed>)>> {
+    fn try_take(&self, jobs: &mut Jobs) -> Option<Result<(u64, Outcome<WorkerResult>)>> {
         match jobs.take_outcome(self.id) {
             Ok(outcome) => outcome.map(Ok),
             Err(()) => Some(Err(Error::NoSuchJob {
@@ -116,20 +116,15 @@ impl JobHandle {
 pub(super) fn into_result(
     dispatcher: &Arc<Dispatcher>,
     job: u64,
-    outcome: Outcome<Completed>,
+    outcome: Outcome<WorkerResult>,
     stream: &Stream,
 ) -> Result<JobResult> {
     let name = dispatcher.name.clone();
     match outcome {
-        Outcome::Done(Completed {
-            arrival,
-            attempt,
-            pid,
-        }) => Ok(JobResult {
-            sample: arrival.into_sample(stream, None),
-            job,
-            attempt,
-            worker_pid: pid,
+        Outcome::Done(result) => Ok(JobResult {
+            sample: result.arrival.into_sample(stream, None),
+            tag: result.tag,
+            worker_pid: result.pid,
         }),
         Outcome::DeadLettered { reasons } => Err(Error::DeadLettered { name, job, reasons }),
         Outcome::Rejected { reason } => Err(Error::Rejected { name, job, reason }),

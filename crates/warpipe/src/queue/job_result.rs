@@ -3,7 +3,7 @@
 use std::ops::Deref;
 use std::time::Duration;
 
-use super::wire::user_of_answer;
+use super::wire::{DeliveryTag, user_of_answer};
 use crate::error::Result;
 use crate::pubsub::Sample;
 
@@ -19,8 +19,7 @@ const COPY_TIMEOUT: Duration = Duration::from_secs(10);
 #[must_use = "a result that is dropped is released"]
 pub struct JobResult {
     pub(super) sample: Sample,
-    pub(super) job: u64,
-    pub(super) attempt: u32,
+    pub(super) tag: DeliveryTag,
     pub(super) worker_pid: i32,
 }
 
@@ -40,12 +39,12 @@ impl JobResult {
 
     /// The job's number, from 1.
     pub fn job(&self) -> u64 {
-        self.job
+        self.tag.job
     }
 
     /// The number of the attempt that gave this result, from 1.
     pub fn attempt(&self) -> u32 {
-        self.attempt
+        self.tag.attempt
     }
 
     /// The process id of the worker.

@@ -10,7 +10,7 @@
 //! worker does not hold breaks the protocol.
 
 use crate::error::{Error, Result};
-use crate::pubsub::entry::{Metadata, Violation};
+use crate::pubsub::entry::{Metadata, Violation, violation};
 
 /// The most bytes of the user's own that travel with a job or its result.
 pub const JOB_META_BYTES_MAX: usize = 200;
@@ -53,16 +53,18 @@ impl DeliveryTag {
                 "a job's delivery tag",
             )
         };
-        let (head, user) = bytes.split_at_checked(JOB_BYTES).ok_or_else(wrong)?;
-        if head[0] != JOB || user.len() > JOB_META_BYTES_MAX {
-            return Err(wrong());
-        }
-        let tag = DeliveryTag {
-            job: u64_at(head, 1),
-            number: u32_at(head, 9),
-            attempt: u32_at(head, 13),
-            deadline_ns: u64_at(head, 17),
+        let mut rest = bytes;
+        let mut read = || {
+            let [kind] = take(&mut rest)?;
+            let tag = DeliveryTag {
+                job: u64::from_le_bytes(take(&mut rest)?),
+                number: u32::from_le_bytes(take(&mut rest)?),
+                attempt: u32::from_le_bytes(take(&mut rest)?),
+                deadline_ns: u64::from_le_bytes(take(&mut rest)?),
+            };
+            (kind == JOB && rest.len() <= JOB_META_BYTES_MAX).then_some(tag)
         };
+        let tag = read().ok_or_else(wrong)?;
         if tag.job == 0 || tag.number == 0 || tag.attempt == 0 {
             return Err(violation(
                 "job delivery tag",
@@ -131,7 +133,13 @@ impl Answer {
                 "an answer to a job",
             )
         };
-        let (head, rest) = bytes.split_at_checked(ANSWER_BYTES).ok_or_else(wrong)?;
+        let mut rest = bytes;
+        let mut read = || {
+            let [kind] = take(&mut rest)?;
+            let job = u64::from_le_bytes(take(&mut rest)?);
+            Some((kind, job, u32::from_le_bytes(take(&mut rest)?)))
+        };
+        let (kind, job, number) = read().ok_or_else(wrong)?;
         if rest.len() > JOB_META_BYTES_MAX {
             return Err(wrong());
         }
@@ -141,7 +149,7 @@ impl Answer {
                 .filter(|c| !c.is_control())
                 .collect::<String>()
         };
-        let kind = match (head[0], rest.is_empty()) {
+        let kind = match (kind, rest.is_empty()) {
             (1, _) => AnswerKind::Completed,
             (2, _) => AnswerKind::Failed(reason()),
             (3, true) => AnswerKind::Returned,
@@ -149,11 +157,7 @@ impl Answer {
             (5, true) => AnswerKind::Expired,
             (kind, _) => return Err(violation("answer kind", kind, "1 to 5")),
         };
-        Ok(Answer {
-            job: u64_at(head, 1),
-            number: u32_at(head, 9),
-            kind,
-        })
+        Ok(Answer { job, number, kind })
     }
 }
 
@@ -176,30 +180,11 @@ pub(crate) fn cut(reason: &str) -> &str {
     &reason[..end.unwrap_or(0)]
 }
 
-pub(crate) fn violation(
-    field: &'static str,
-    found: impl ToString,
-    allowed: impl ToString,
-) -> Violation {
-    Violation {
-        field,
-        found: found.to_string(),
-        allowed: allowed.to_string(),
-    }
-}
-
-fn u64_at(bytes: &[u8], at: usize) -> u64 {
-    bytes
-        .get(at..at + 8)
-        .and_then(|part| part.try_into().ok())
-        .map_or(0, u64::from_le_bytes)
-}
-
-fn u32_at(bytes: &[u8], at: usize) -> u32 {
-    bytes
-        .get(at..at + 4)
-        .and_then(|part| part.try_into().ok())
-        .map_or(0, u32::from_le_bytes)
+/// Takes the first bytes, as a number has them.
+fn take<const N: usize>(bytes: &mut &[u8]) -> Option<[u8; N]> {
+    let (first, rest) = bytes.split_first_chunk()?;
+    *bytes = rest;
+    Some(*first)
 }
 
 #[cfg(test)]

@@ -5,8 +5,9 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use super::job_table::JobTable;
-use super::wire::{Answer, DeliveryTag, violation};
+use super::wire::{Answer, DeliveryTag};
 use crate::error::Error;
+use crate::pubsub::entry::violation;
 use crate::pubsub::{RawSample, Replies, RetainedSlot};
 use crate::runtime::heartbeat::Uptime;
 
@@ -19,20 +20,13 @@ const DISCONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 const ANSWERS_PER_TURN: usize = 64;
 
 /// The job table of a queue: its inputs are slots of the owner.
-pub(super) type Jobs = JobTable<RetainedSlot, Completed>;
+pub(super) type Jobs = JobTable<RetainedSlot, WorkerResult>;
 
-/// A complete result.
+/// A result that a worker sent. In the job table its data is complete.
 #[derive(Debug)]
-pub(super) struct Completed {
-    pub(super) arrival: RawSample,
-    pub(super) attempt: u32,
-    pub(super) pid: i32,
-}
-
-/// A result with data that is not complete yet.
-#[derive(Debug)]
-pub(super) struct PendingResult {
+pub(super) struct WorkerResult {
     pub(super) tag: DeliveryTag,
+    pub(super) pid: i32,
     pub(super) arrival: RawSample,
 }
 
@@ -52,7 +46,8 @@ pub(super) struct WorkerSession {
     pub(super) id: u64,
     pub(super) pid: i32,
     pub(super) answers: Replies,
-    pub(super) pending_results: VecDeque<PendingResult>,
+    /// Those with data that is not complete yet.
+    pub(super) pending_results: VecDeque<WorkerResult>,
     /// Set once no answers come any more.
     pub(super) end: Option<SessionEnd>,
     /// The worker has closed gracefully: each pending result still completes, or the worker's
@@ -130,9 +125,11 @@ impl WorkerSession {
             Answer::decode(arrival.metadata()).map_err(|wrong| self.answers.fail(wrong))?;
         let lease = (answer.job, answer.number);
         match jobs.answer(self.id, lease, answer.kind, now) {
-            Ok(Some(tag)) => self
-                .pending_results
-                .push_back(PendingResult { tag, arrival }),
+            Ok(Some(tag)) => {
+                let pid = self.pid;
+                self.pending_results
+                    .push_back(WorkerResult { tag, pid, arrival });
+            }
             Ok(None) => {}
             Err(()) => {
                 let found = format!("delivery {} of job {}", answer.number, answer.job);
@@ -156,23 +153,19 @@ impl WorkerSession {
                 Ok(true) => None,
                 Err(error) => Some(error),
             };
-            let Some(PendingResult { tag, mut arrival }) = self.pending_results.remove(index)
-            else {
+            let Some(mut result) = self.pending_results.remove(index) else {
                 return;
             };
-            let (attempt, pid) = (tag.attempt, self.pid);
             match lost {
                 None => {
                     // However long it is kept, the worker sends more.
-                    arrival.make_room();
-                    let result = Completed {
-                        arrival,
-                        attempt,
-                        pid,
-                    };
-                    jobs.complete(self.id, tag, result);
+                    result.arrival.make_room();
+                    jobs.complete(self.id, result.tag, result);
                 }
-                Some(error) => jobs.lose(self.id, tag, format!("process {pid}: {error}")),
+                Some(error) => {
+                    let reason = format!("process {}: {error}", self.pid);
+                    jobs.lose(self.id, result.tag, reason);
+                }
             }
         }
     }

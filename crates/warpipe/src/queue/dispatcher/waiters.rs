@@ -44,16 +44,6 @@ struct PollBackoff {
     polls: Option<Polls>,
 }
 
-impl Default for PollBackoff {
-    fn default() -> PollBackoff {
-        PollBackoff {
-            backoff: Backoff::spinning(POLLS),
-            words: WORD_WAITS,
-            polls: None,
-        }
-    }
-}
-
 /// A sleep is cut into slices, so that a fault elsewhere costs a slice instead of a hang.
 const WAIT_SLICE: Duration = Duration::from_millis(50);
 
@@ -179,7 +169,12 @@ impl Dispatcher {
         what: impl FnOnce(&State) -> Error,
     ) -> Result<T> {
         self.owner_process.check()?;
-        let (wait, mut poll_backoff) = (wait.into(), PollBackoff::default());
+        let wait = wait.into();
+        let mut poll_backoff = PollBackoff {
+            backoff: Backoff::spinning(POLLS),
+            words: WORD_WAITS,
+            polls: None,
+        };
         let mut polling = PollingGuard::begin(self);
         let guard = &mut polling.guard;
         // The revision at the last look.
