@@ -9,7 +9,7 @@ use crate::error::{Error, Result, returns_to_caller};
 use crate::fork::OwnerProcess;
 use crate::ipc::Kind;
 use crate::nvtx;
-use crate::pubsub::{Publisher, REPLIES, Sample, Subscriber};
+use crate::pubsub::{Publisher, REPLIES, Sample, SendError, Subscriber};
 use crate::stream::Stream;
 use crate::tensor::Layout;
 use crate::wait::Wait;
@@ -54,9 +54,7 @@ impl ResultPublisher {
     /// Ends the link of the answers after an answer could not be sent, because its job would
     /// otherwise stay with this worker for ever. Does nothing if the queue has gone.
     fn close_link(&self, error: &Error) {
-        if self.owner_process.is_current()
-            && let Ok(owner) = self.owner()
-        {
+        if let Ok(owner) = self.owner() {
             self.publisher
                 .expel(owner, &format!("an answer could not be given: {error}"));
         }
@@ -64,94 +62,13 @@ impl ResultPublisher {
 
     /// The subscriber id of the queue's own end.
     fn owner(&self) -> Result<u64> {
+        self.owner_process.check()?;
         match self.publisher.has_subscriber(REPLIES) {
             true => Ok(REPLIES),
             false => {
                 let detail = format!("process {} takes no answers", self.queue_pid);
                 Err(self.queue_gone(detail, false))
             }
-        }
-    }
-
-    /// Sends an answer behind the work on `stream`. `wait` replaces the worker's timeout and the
-    /// timeout for another thread's answer.
-    fn send(
-        &self,
-        tag: DeliveryTag,
-        kind: AnswerKind,
-        output: Option<Loan>,
-        stream: &Stream,
-        wait: Option<&Wait<'_>>,
-    ) -> Result<(), AnswerFailure> {
-        self.owner_process.check()?;
-        let mut output = output;
-        // Set whatever the result: the work that fills the output is enqueued.
-        output
-            .iter_mut()
-            .for_each(|output| output.sample.stay_behind(stream));
-        let owner = match self.owner() {
-            Ok(owner) => owner,
-            Err(error) => {
-                return Err(AnswerFailure {
-                    error,
-                    is_delivered: false,
-                    output: output.map(Box::new),
-                });
-            }
-        };
-        let answer = Answer {
-            job: tag.job,
-            number: tag.number,
-            kind,
-        };
-        let has_output = output.is_some();
-        let Loan {
-            sample,
-            metadata,
-            lease,
-        } = match output {
-            Some(output) => output,
-            None => Loan::new(self.publisher.loan_within(&Layout::bytes_only(0)?, wait)?),
-        };
-        let sent = sample.send_to(owner, &answer.encode(&metadata)?, stream, wait);
-        sent.map(drop).map_err(|failed| {
-            let is_delivered = failed.sample.is_none();
-            let error = match failed.error {
-                Error::LinkClosed { reason, .. } => self.queue_gone(reason, false),
-                other => other,
-            };
-            let output = failed.sample.filter(|_| has_output).map(|sample| {
-                Box::new(Loan {
-                    sample: *sample,
-                    metadata,
-                    lease,
-                })
-            });
-            AnswerFailure {
-                error,
-                is_delivered,
-                output,
-            }
-        })
-    }
-}
-
-/// An answer that failed.
-#[derive(Debug)]
-struct AnswerFailure {
-    error: Error,
-    /// The queue has received the answer all the same, and sees that its data is lost: no other
-    /// answer is needed.
-    is_delivered: bool,
-    output: Option<Box<Loan>>,
-}
-
-impl From<Error> for AnswerFailure {
-    fn from(error: Error) -> AnswerFailure {
-        AnswerFailure {
-            error,
-            is_delivered: false,
-            output: None,
         }
     }
 }
@@ -284,80 +201,117 @@ impl AnswerHandle {
         wait: Option<&Wait<'_>>,
     ) -> Result<(), AnswerError> {
         let _range = nvtx::range(nvtx::COMPLETE);
-        if let Some(error) = output.as_ref().and_then(|output| self.check_output(output)) {
-            return Err(AnswerError {
-                error,
-                answer_handle: Some(Box::new(self)),
-                output: output.map(Box::new),
-            });
-        }
-        let stream = stream.unwrap_or(&self.stream);
-        match self.results.send(self.tag, kind, output, stream, wait) {
-            Ok(()) => {
-                self.is_done = true;
-                Ok(())
-            }
-            Err(AnswerFailure {
-                error,
-                is_delivered,
-                output,
-            }) => {
-                self.is_done = is_delivered;
-                let answer_handle = (!is_delivered).then(|| Box::new(self));
-                Err(AnswerError {
-                    error,
-                    answer_handle,
-                    output,
-                })
-            }
-        }
+        let stream = stream.unwrap_or(&self.stream).clone();
+        let sent = self.send(kind, output, &stream, wait);
+        sent.map_err(|failed| AnswerError {
+            answer_handle: (!self.is_done).then(|| Box::new(self)),
+            ..failed
+        })
     }
-}
 
-impl AnswerHandle {
-    /// Why this loan is no result of this lease.
-    fn check_output(&self, output: &Loan) -> Option<Error> {
+    /// Sends an answer behind the work on `stream`. `wait` replaces the worker's timeout and the
+    /// timeout for another thread's answer. It is done also after an error if the queue has received
+    /// the answer all the same, and sees that its data is lost.
+    fn send(
+        &mut self,
+        kind: AnswerKind,
+        mut output: Option<Loan>,
+        stream: &Stream,
+        wait: Option<&Wait<'_>>,
+    ) -> Result<(), AnswerError> {
+        let failed = |error, output: Option<Loan>| AnswerError {
+            error,
+            answer_handle: None,
+            output: output.map(Box::new),
+        };
+        let check = |output| self.check_output(output);
+        let checked = self.results.owner_process.check();
+        if let Err(error) = checked.and_then(|()| output.as_ref().map_or(Ok(()), check)) {
+            return Err(failed(error, output));
+        }
+        // Set whatever the result: the work that fills the output is enqueued.
+        output
+            .iter_mut()
+            .for_each(|output| output.sample.stay_behind(stream));
+        let (results, has_output) = (&self.results, output.is_some());
+        let owner = match results.owner() {
+            Ok(owner) => owner,
+            Err(error) => return Err(failed(error, output)),
+        };
+        let empty = || {
+            let layout = Layout::bytes_only(0)?;
+            results.publisher.loan_within(&layout, wait).map(Loan::new)
+        };
+        let output = output.map_or_else(empty, Ok);
+        let Loan {
+            sample,
+            metadata,
+            lease,
+        } = output.map_err(|error| failed(error, None))?;
+        let answer = Answer {
+            job: self.tag.job,
+            number: self.tag.number,
+            kind,
+        };
+        let encoded = answer.encode(&metadata);
+        let encoded = encoded.map_err(|error| failed(error, None))?;
+        let sent = sample.send_to(owner, &encoded, stream, wait);
+        self.is_done = sent.as_ref().err().is_none_or(|it| it.sample.is_none());
+        sent.map(drop).map_err(|SendError { error, sample }| {
+            let output = sample.filter(|_| has_output).map(|sample| Loan {
+                sample: *sample,
+                metadata,
+                lease,
+            });
+            match error {
+                Error::LinkClosed { reason, .. } => {
+                    failed(results.queue_gone(reason, false), output)
+                }
+                error => failed(error, output),
+            }
+        })
+    }
+
+    /// An error unless this loan is one for a result of this lease.
+    fn check_output(&self, output: &Loan) -> Result<()> {
         let describe = |tag: DeliveryTag| format!("of job {}, attempt {}", tag.job, tag.attempt);
         if !self.results.publisher.lent(&output.sample) {
             let found = format!("a loan of somebody else, {:?}", output.layout());
-            return Some(Error::argument(
+            return Err(Error::argument(
                 "output",
                 found,
                 "an output of this worker's leases",
             ));
         }
-        let other = output.lease.filter(|lease| *lease != self.tag)?;
-        Some(Error::argument(
-            "output",
-            format!("one {}", describe(other)),
-            format!("one {}", describe(self.tag)),
-        ))
+        match output.lease {
+            Some(other) if other != self.tag => Err(Error::argument(
+                "output",
+                format!("one {}", describe(other)),
+                format!("one {}", describe(self.tag)),
+            )),
+            _ => Ok(()),
+        }
     }
 
-    fn send_failure(&self) -> Result<(), AnswerFailure> {
-        let send = |stream: &Stream| {
-            let kind = AnswerKind::Failed("its worker dropped it without an answer".into());
-            self.results.send(self.tag, kind, None, stream, None)
-        };
-        match send(&self.stream) {
-            // The answer has no data to follow, so any stream will do.
-            Err(AnswerFailure {
-                error: Error::Capturing { .. },
-                ..
-            }) => send(&self.results.publisher.device().stream()?),
-            sent => sent,
-        }
+    fn send_failure(&mut self, stream: &Stream) -> Result<()> {
+        let kind = AnswerKind::Failed("its worker dropped it without an answer".into());
+        Ok(self.send(kind, None, stream, None)?)
     }
 }
 
 impl Drop for AnswerHandle {
     fn drop(&mut self) {
-        if !self.is_done
-            && let Err(AnswerFailure {
-                error,
-                is_delivered: false,
-                ..
-            }) = self.send_failure()
+        if self.is_done {
+            return;
+        }
+        let mut sent = self.send_failure(&self.stream.clone());
+        if let Err(Error::Capturing { .. }) = sent {
+            // The answer has no data to follow, so any stream will do.
+            let other = self.results.publisher.device().stream();
+            sent = other.and_then(|stream| self.send_failure(&stream));
+        }
+        if let Err(error) = sent
+            && !self.is_done
         {
             self.results.close_link(&error);
         }
