@@ -2,7 +2,6 @@
 
 mod polled;
 
-use std::collections::HashMap;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -11,7 +10,6 @@ use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
 
-use self::polled::ScanTimer;
 use super::{client_prefix, service_name};
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -19,6 +17,7 @@ use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::ipc::domain::{Arrivals, Domain, EndpointName};
 use crate::memory::arena::check_limit;
 use crate::options::{EndpointOptions, option_setters};
+use crate::pubsub::Subscriber;
 use crate::queue::{Lease, Worker, WorkerBuilder};
 use crate::runtime::attempt::Attempt;
 use crate::runtime::doorbell::LocalDoorbell;
@@ -33,8 +32,9 @@ const ATTACHING_MAX: usize = 32;
 /// tried again.
 const SCAN_INTERVAL: Duration = Duration::from_secs(1);
 
-/// The tag of the server's own doorbell. Clients have the tags from 1.
+/// The tags of the server's own doorbell and timer. Clients have those behind.
 const DOORBELL: u64 = 0;
+const SCAN_TIMER: u64 = 1;
 
 /// The options of a server. See [`Server::builder`].
 #[derive(Debug, Clone)]
@@ -87,8 +87,9 @@ impl ServerBuilder {
         let readable = readable.map_err(|e| Error::os("epoll_create1", "a server", e))?;
         let doorbell = Arc::new(LocalDoorbell::new()?);
         let arrivals = domain.ring_at_arrivals(doorbell.clone())?;
-        let scan_timer = ScanTimer::start(&doorbell)?;
+        let scan_timer = polled::scan_timer()?;
         watch_descriptor(&readable, &doorbell, DOORBELL)?;
+        watch_descriptor(&readable, &scan_timer, SCAN_TIMER)?;
         Ok(Server {
             owner_process: OwnerProcess::current(),
             spin: self.shared.spin,
@@ -96,7 +97,6 @@ impl ServerBuilder {
             domain,
             device,
             clients: Vec::new(),
-            unattached: HashMap::new(),
             doorbell,
             _arrivals: arrivals,
             is_polled: AtomicBool::new(false),
@@ -105,22 +105,24 @@ impl ServerBuilder {
             last_scan: None,
             attach_error: None,
             next_client: 0,
-            next_id: DOORBELL + 1,
+            next_id: SCAN_TIMER + 1,
         })
     }
 }
 
+/// A client whose name was found.
 #[derive(Debug)]
-struct ClientLink {
+struct ClientEntry {
+    /// The tag of its worker's events.
     id: u64,
     name: EndpointName,
-    worker: Worker,
+    state: ClientState,
 }
 
-/// A client that the server is not attached to.
 #[derive(Debug)]
-enum Unattached {
+enum ClientState {
     Attaching(Attempt<Worker>),
+    Attached(Box<Worker>),
     /// The link or the attempt has failed then: it is tried again, but not at once.
     Failed(Instant),
 }
@@ -137,16 +139,15 @@ pub struct Server {
     spin: Duration,
     domain: Domain,
     device: Device,
-    clients: Vec<ClientLink>,
-    unattached: HashMap<EndpointName, Unattached>,
-    /// Rung when an attempt to attach has a result, when the directory has changed, and by the
-    /// timer.
+    clients: Vec<ClientEntry>,
+    /// Rung when an attempt to attach has a result, and when the directory has changed.
     doorbell: Arc<LocalDoorbell>,
     _arrivals: Arrivals,
     /// An event loop polls the descriptor: then clients are asked to ring for as long as the server
     /// lives.
     is_polled: AtomicBool,
-    scan_timer: Arc<ScanTimer>,
+    /// For a server that is polled, and so sleeps in no call of its own.
+    scan_timer: CloseOnForkFd,
     readable: CloseOnForkFd,
     last_scan: Option<Instant>,
     /// Why the last scan could not begin to attach to a client: this process is short of threads.
@@ -174,7 +175,7 @@ impl Server {
 
     /// How many clients it is attached to.
     pub fn clients(&self) -> usize {
-        self.clients.len()
+        self.requests().count()
     }
 
     /// Leases the next request of any client, and waits if there is none; clients are served in
@@ -235,7 +236,7 @@ impl Server {
                 format!(
                     "a request to {:?} ({} clients attached)",
                     self.service(),
-                    self.clients.len()
+                    self.clients()
                 )
             })
         })
@@ -243,15 +244,16 @@ impl Server {
 
     /// Polls each client once, beginning with `next_client`.
     fn poll(&mut self, stream: &Stream) -> Result<Option<Lease>> {
-        let mut left = self.clients.len();
-        while left > 0 && !self.clients.is_empty() {
-            left -= 1;
+        for _ in 0..self.clients.len() {
             self.next_client = (self.next_client + 1) % self.clients.len();
-            let link = &mut self.clients[self.next_client];
-            if !link.worker.jobs.may_have_news() {
+            let client = &mut self.clients[self.next_client];
+            let ClientState::Attached(worker) = &mut client.state else {
+                continue;
+            };
+            if !worker.jobs.may_have_news() {
                 continue;
             }
-            match link.worker.lease(stream, Duration::ZERO) {
+            match worker.lease(stream, Duration::ZERO) {
                 Err(Error::Timeout { .. }) => {}
                 Ok(lease) => return Ok(Some(lease)),
                 Err(
@@ -262,22 +264,14 @@ impl Server {
                 ) => {
                     return Err(error);
                 }
-                Err(_) => self.drop_client(self.next_client),
+                Err(_) => {
+                    // It has gone, or its link has failed. The next attempt shows which of the two.
+                    let _ = epoll::delete(&self.readable, &worker.jobs.readable);
+                    client.state = ClientState::Failed(Instant::now());
+                }
             }
         }
         Ok(None)
-    }
-
-    /// A client has gone, or its link has failed. The next attempt shows which of the two.
-    fn drop_client(&mut self, index: usize) {
-        let ClientLink { name, worker, .. } = self.clients.swap_remove(index);
-        let _ = epoll::delete(&self.readable, &worker.jobs.readable);
-        self.set_failed(name);
-    }
-
-    fn set_failed(&mut self, name: EndpointName) {
-        let failed = Unattached::Failed(Instant::now());
-        self.unattached.insert(name, failed);
     }
 
     /// Scans for new clients when the directory has changed or the interval has passed.
@@ -291,17 +285,18 @@ impl Server {
         }
         self.last_scan = Some(Instant::now());
         let names = self.domain.names_after(&client_prefix(self.service()))?;
-        self.unattached.retain(|name, state| match state {
-            Unattached::Attaching(_) => true,
-            Unattached::Failed(since) => since.elapsed() < SCAN_INTERVAL && names.contains(name),
+        self.clients.retain(|client| match client.state {
+            ClientState::Failed(since) => {
+                since.elapsed() < SCAN_INTERVAL && names.contains(&client.name)
+            }
+            _ => true,
         });
         self.attach_error = None;
         for name in names {
-            let is_known = self.unattached.contains_key(&name)
-                || self.clients.iter().any(|link| link.name == name);
+            let is_known = self.clients.iter().any(|client| client.name == name);
             let attaching = self.attaching();
-            let has_room = attaching < ATTACHING_MAX
-                && self.clients.len() + attaching < self.options.clients_max;
+            let has_room =
+                attaching < ATTACHING_MAX && self.clients() + attaching < self.options.clients_max;
             if !is_known && has_room {
                 self.attach(name);
             }
@@ -311,10 +306,18 @@ impl Server {
 
     /// How many clients are being attached to.
     fn attaching(&self) -> usize {
-        let states = self.unattached.values();
-        states
-            .filter(|state| matches!(state, Unattached::Attaching(_)))
-            .count()
+        let is_attaching = |it: &&ClientEntry| matches!(it.state, ClientState::Attaching(_));
+        self.clients.iter().filter(is_attaching).count()
+    }
+
+    /// The requests of the clients that are attached to.
+    fn requests(&self) -> impl Iterator<Item = &Subscriber> {
+        self.clients
+            .iter()
+            .filter_map(|client| match &client.state {
+                ClientState::Attached(worker) => Some(&worker.jobs),
+                _ => None,
+            })
     }
 
     /// Attaches to a client, on a thread of its own: the client may be stopped, and other clients
@@ -336,62 +339,47 @@ impl Server {
             built
         };
         match Attempt::start(name.as_str(), self.doorbell.clone(), reach, drop) {
-            Ok(attempt) => _ = self.unattached.insert(name, Unattached::Attaching(attempt)),
+            Ok(attempt) => {
+                let (id, state) = (self.next_id, ClientState::Attaching(attempt));
+                self.clients.push(ClientEntry { id, name, state });
+                self.next_id += 1;
+            }
             Err(error) => self.attach_error = Some(error),
         }
     }
 
-    /// Adds the clients that were attached to. An attempt itself changes the directory, and that
-    /// change is no reason for the next one.
+    /// Takes the results of attempts. An attempt itself changes the directory, and that change is no
+    /// reason for the next one.
     fn take_attached(&mut self) {
-        let mut results = Vec::new();
-        for (name, state) in &self.unattached {
-            if let Unattached::Attaching(attempt) = state
-                && let Some(result) = attempt.result()
-            {
-                results.push((name.clone(), result));
-            }
+        for client in &mut self.clients {
+            let ClientState::Attaching(attempt) = &client.state else {
+                continue;
+            };
+            let watch =
+                |it: &Worker| watch_descriptor(&self.readable, &it.jobs.readable, client.id);
+            client.state = match attempt.result() {
+                None => continue,
+                Some(Ok(worker)) if watch(&worker).is_ok() => ClientState::Attached(worker.into()),
+                Some(_) => ClientState::Failed(Instant::now()),
+            };
         }
-        for (name, result) in results {
-            let id = self.next_id;
-            match result {
-                Ok(worker)
-                    if watch_descriptor(&self.readable, &worker.jobs.readable, id).is_ok() =>
-                {
-                    self.unattached.remove(&name);
-                    self.clients.push(ClientLink { id, name, worker });
-                    self.next_id += 1;
-                }
-                _ => self.set_failed(name),
-            }
-        }
-    }
-
-    #[cfg(test)]
-    pub(super) fn scan_timer(&self) -> &ScanTimer {
-        &self.scan_timer
     }
 
     /// How many clients are being attached to, and how many attempts have failed.
     #[cfg(test)]
     pub(super) fn unattached_counts(&self) -> (usize, usize) {
         let attaching = self.attaching();
-        (attaching, self.unattached.len() - attaching)
+        (attaching, self.clients.len() - self.clients() - attaching)
     }
 
     /// Sleeps until a client rings or the directory changes.
     fn sleep(&mut self, limit: Duration) {
         self.set_asleep(true);
         // Requests that came before the clients were asked to ring did not ring.
-        if !self.has_news() {
+        if !self.requests().any(Subscriber::may_have_news) {
             self.wait_events(limit);
         }
         self.set_asleep(false);
-    }
-
-    fn has_news(&self) -> bool {
-        let mut jobs = self.clients.iter().map(|link| &link.worker.jobs);
-        jobs.any(|jobs| jobs.may_have_news())
     }
 
     fn handle_event(&mut self, id: u64) {
@@ -400,11 +388,17 @@ impl Server {
                 self.doorbell.drain();
                 self.last_scan = None;
             }
-            id => self
-                .clients
-                .iter_mut()
-                .filter(|link| link.id == id)
-                .for_each(|link| link.worker.jobs.drain()),
+            SCAN_TIMER => {
+                let _ = rustix::io::read(&self.scan_timer, &mut [0; 8]);
+                self.last_scan = None;
+            }
+            id => {
+                let mut clients = self.clients.iter_mut();
+                let client = clients.find(|client| client.id == id);
+                if let Some(ClientState::Attached(worker)) = client.map(|it| &mut it.state) {
+                    worker.jobs.drain();
+                }
+            }
         }
     }
 }

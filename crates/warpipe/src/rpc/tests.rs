@@ -2,7 +2,6 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::{Client, Pending, Server, client_prefix};
@@ -106,7 +105,7 @@ fn the_descriptor_of_a_polled_server_tells_of_new_clients_and_of_each_request() 
     let fixture = RpcFixture::new("polled");
     let mut server = fixture.server();
     let descriptor = descriptor_of(&server);
-    server.scan_timer().is_on.store(false, Ordering::Relaxed);
+    server.set_scans_every(Duration::ZERO);
     assert!(
         server
             .accept(&fixture.stream, Duration::ZERO)

@@ -2,67 +2,46 @@
 
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::Duration;
 
 use rustix::event::epoll;
+use rustix::time::{
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, timerfd_create, timerfd_settime,
+};
 
-use super::{ClientLink, SCAN_INTERVAL, Server};
-use crate::error::Result;
+use super::{SCAN_INTERVAL, Server};
+use crate::error::{Error, Result};
+use crate::fork::CloseOnForkFd;
 use crate::os::timespec;
-use crate::runtime::doorbell::LocalDoorbell;
-use crate::runtime::reactor::{EventSource, Next, Reactor, TICK};
+use crate::pubsub::Subscriber;
 
-/// How many ticks of the reactor pass between two scans.
-const TICKS_PER_SCAN: u64 = (SCAN_INTERVAL.as_millis() / TICK.as_millis()) as u64;
-
-/// Rings for the directory scan of a server that is polled and so sleeps in no call of its own.
-#[derive(Debug)]
-pub(in crate::rpc) struct ScanTimer {
-    doorbell: Arc<LocalDoorbell>,
-    pub(in crate::rpc) is_on: AtomicBool,
-    ticks: AtomicU64,
-}
-
-impl ScanTimer {
-    pub(super) fn start(doorbell: &Arc<LocalDoorbell>) -> Result<Arc<ScanTimer>> {
-        let timer = Arc::new(ScanTimer {
-            doorbell: doorbell.clone(),
-            is_on: AtomicBool::new(false),
-            ticks: AtomicU64::new(0),
-        });
-        let me = Arc::downgrade(&timer);
-        Reactor::of_process()?.register_ticks(me);
-        Ok(timer)
-    }
-}
-
-impl EventSource for ScanTimer {
-    fn on_ready(&self, _: u64) -> Next {
-        Next::Stop
-    }
-
-    fn on_tick(&self, _: u64) {
-        let ticks = self.ticks.fetch_add(1, Relaxed);
-        if self.is_on.load(Relaxed) && ticks.is_multiple_of(TICKS_PER_SCAN) {
-            self.doorbell.ring();
-        }
-    }
+/// A timer for the directory scans of a server; it stands still.
+pub(super) fn scan_timer() -> Result<CloseOnForkFd> {
+    let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
+    let timer = CloseOnForkFd::open(|| timerfd_create(TimerfdClockId::Monotonic, flags));
+    timer.map_err(|e| Error::os("timerfd_create", "a server", e))
 }
 
 impl Server {
     /// Sets whether the clients are asked to ring. The clients of a polled server always are.
     pub(super) fn set_asleep(&self, asleep: bool) {
         if asleep || !self.is_polled.load(Relaxed) {
-            for ClientLink { worker, .. } in &self.clients {
-                match asleep {
-                    true => worker.jobs.fall_asleep(),
-                    false => worker.jobs.wake_up(),
-                }
-            }
+            self.requests().for_each(|requests| match asleep {
+                true => requests.fall_asleep(),
+                false => requests.wake_up(),
+            });
         }
+    }
+
+    /// Has the timer ring for a scan so often; with zero, no more.
+    pub(in crate::rpc) fn set_scans_every(&self, interval: Duration) {
+        let times = Itimerspec {
+            it_interval: timespec(interval),
+            it_value: timespec(interval),
+        };
+        // A valid timer and valid times: this does not fail.
+        let _ = timerfd_settime(&self.scan_timer, TimerfdTimerFlags::empty(), &times);
     }
 
     /// Drains the events that come within `limit`.
@@ -121,10 +100,10 @@ impl AsFd for Server {
     /// ```
     fn as_fd(&self) -> BorrowedFd<'_> {
         if !self.is_polled.swap(true, Relaxed) {
-            self.scan_timer.is_on.store(true, Relaxed);
+            self.set_scans_every(SCAN_INTERVAL);
         }
         self.set_asleep(true);
-        if self.last_scan.is_none() || self.has_news() {
+        if self.last_scan.is_none() || self.requests().any(Subscriber::may_have_news) {
             self.doorbell.ring();
         }
         self.readable.as_fd()
