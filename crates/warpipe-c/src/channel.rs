@@ -16,7 +16,7 @@ use crate::failure::{Failure, run, warpipe_status};
 use crate::handle::{self, Found};
 use crate::layout::{layout_of, warpipe_layout};
 use crate::loan::{LoanKind, insert_loan, warpipe_loan};
-use crate::sample::{SampleKind, insert_sample, warpipe_sample};
+use crate::sample::{insert_sample, warpipe_sample};
 use crate::streams::Streams;
 
 /// Hands tensors in device memory to any number of subscribers. Any number of threads may use it.
@@ -500,7 +500,7 @@ pub unsafe extern "C" fn warpipe_subscriber_receive(
             let subscriber = &mut object.subscriber;
             let receive = || {
                 let received = subscriber.receive(&stream, timeout(timeout_ns))?;
-                Ok(SampleKind::Sample(received))
+                Ok(received.into())
             };
             place.put(insert_sample(&object.streams, receive)?);
             Ok(())

@@ -71,12 +71,13 @@ pub unsafe extern "C" fn warpipe_sample_to_dlpack_legacy(
 }
 
 fn export_sample(sample: *mut warpipe_sample) -> Result<Exported<ReceivedSample>, Failure> {
-    let mut received: Locked<ReceivedSample> = handle::lock(sample)?;
-    let device = DLDevice::of(received.streams.device());
-    let (layout, address) = (*received.sample.layout(), received.sample.ptr());
+    let mut object: Locked<ReceivedSample> = handle::lock(sample)?;
+    let device = DLDevice::of(object.streams.device());
+    let sample = &object.received.sample;
+    let (layout, address) = (*sample.layout(), sample.ptr());
     // An export drops an owner that it refuses: asked first without one.
     Exported::new(&layout, device, address, ())?;
-    let exported = Exported::new(&layout, device, address, received.take())?;
+    let exported = Exported::new(&layout, device, address, object.take())?;
     Ok(exported.read_only(true))
 }
 

@@ -8,7 +8,7 @@ use warpipe::JobHandle;
 use crate::arguments::{out, out_object, put_unless_null, timeout};
 use crate::failure::{Failure, run, warpipe_status};
 use crate::handle::{self, Found};
-use crate::sample::{SampleKind, insert_sample, warpipe_sample};
+use crate::sample::{insert_sample, warpipe_sample};
 use crate::streams::Streams;
 
 /// A job that was submitted. Any number of threads may use it; one of them gets the result.
@@ -95,7 +95,7 @@ pub unsafe extern "C" fn warpipe_job_wait(
         let stream = unsafe { job.streams.get(stream) }?;
         let wait = || {
             let result = job.handle.wait(&stream, timeout(timeout_ns))?;
-            Ok(SampleKind::Result(result))
+            Ok(result.into())
         };
         place.put(insert_sample(&job.streams, wait)?);
         Ok(())

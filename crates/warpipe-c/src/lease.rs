@@ -11,7 +11,7 @@ use crate::failure::{Failure, run, warpipe_status};
 use crate::handle::{self, Locked};
 use crate::layout::{layout_of, warpipe_layout};
 use crate::loan::{LoanKind, Unpassed, insert_loan, pass, warpipe_loan};
-use crate::sample::{JobInput, ReceivedSample, SampleKind, warpipe_sample, warpipe_sample_info};
+use crate::sample::{Received, ReceivedSample, warpipe_sample, warpipe_sample_info};
 use crate::streams::Streams;
 
 /// A job of a queue or a request of a client: its input, and the answer that this process owes.
@@ -34,20 +34,20 @@ pub(crate) struct Owed {
 #[derive(Debug)]
 pub(crate) struct LeasedInput {
     /// `None` once it is released or split off.
-    input: Option<JobInput>,
+    input: Option<Received>,
     /// The stream of the last answer that was tried; `None` is the one of the lease.
     behind: Option<Stream>,
 }
 
 impl LeasedInput {
-    fn job(&self) -> Result<&JobInput, Failure> {
+    fn job(&self) -> Result<&Received, Failure> {
         let split = || Failure::State("the input was split off this lease; use that sample".into());
         self.input.as_ref().ok_or_else(split)
     }
 
     /// Releases it behind the stream that it was leased with, or that of the last answer.
     fn release_once(&mut self) -> Result<(), Error> {
-        let Some(JobInput { sample, .. }) = self.input.take() else {
+        let Some(Received { sample, .. }) = self.input.take() else {
             return Ok(());
         };
         let released = match self.behind.take() {
@@ -71,7 +71,7 @@ pub(crate) fn insert_lease(
     lease: impl FnOnce() -> Result<Lease, Failure>,
 ) -> Result<*mut warpipe_lease, Failure> {
     let entry = handle::reserve::<Owed>()?;
-    let (input, answer) = JobInput::split(lease()?);
+    let (input, answer) = Received::split(lease()?);
     Ok(entry.fill(Owed {
         answer,
         input: LeasedInput {
@@ -158,7 +158,7 @@ pub unsafe extern "C" fn warpipe_lease_get_info(
         // SAFETY: the caller's promise.
         let place = unsafe { out("info", info) }?;
         with(lease, |owed| {
-            place.put(owed.input.job()?.info());
+            place.put(warpipe_sample_info::of(owed.input.job()?));
             Ok(())
         })
     })
@@ -360,7 +360,7 @@ pub unsafe extern "C" fn warpipe_lease_split(
         let entry = handle::reserve()?;
         if let Some(input) = owed.input.input.take() {
             place.put(entry.fill(ReceivedSample {
-                sample: SampleKind::Input(input),
+                received: input,
                 streams: owed.streams.clone(),
             }));
         }

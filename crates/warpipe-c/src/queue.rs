@@ -17,7 +17,7 @@ use crate::handle::{self, Found};
 use crate::job::{give_job, warpipe_job};
 use crate::layout::{layout_of, warpipe_layout};
 use crate::loan::{LoanKind, Unpassed, insert_loan, pass, warpipe_loan};
-use crate::sample::{SampleKind, insert_sample, warpipe_sample};
+use crate::sample::{insert_sample, warpipe_sample};
 use crate::streams::Streams;
 
 /// Hands jobs to worker processes, each to one, and gets each one's result once. A job that a
@@ -345,7 +345,7 @@ pub unsafe extern "C" fn warpipe_queue_next_result(
             let found = result.as_ref().map_or_else(failed_job, JobResult::job);
             // SAFETY: the caller's promise.
             unsafe { put_unless_null(job, found) };
-            Ok(SampleKind::Result(result?))
+            Ok(result?.into())
         };
         place.put(insert_sample(&queue.streams, take)?);
         Ok(())

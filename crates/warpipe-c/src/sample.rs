@@ -1,7 +1,6 @@
 //! Memory that was received: samples of a channel, and the inputs and results of jobs and requests.
 
 use std::ffi::c_void;
-use std::ops::Deref;
 use std::sync::Arc;
 
 use warpipe::{AnswerHandle, JobResult, Lease, Receipt, Sample};
@@ -69,21 +68,23 @@ pub struct warpipe_sample_info {
 }
 
 impl warpipe_sample_info {
-    pub(crate) fn of(sample: &Sample, metadata: &[u8]) -> warpipe_sample_info {
+    pub(crate) fn of(received: &Received) -> warpipe_sample_info {
+        let (sample, metadata) = (&received.sample, received.sample.metadata());
+        let own_metadata = &metadata[metadata.len() - received.own_metadata_bytes..];
         let gap = sample.discontinuity();
         warpipe_sample_info {
             data: sample.ptr(),
             slot: sample.slot_ptr(),
             layout: warpipe_layout::of(sample.layout()),
-            metadata: metadata.as_ptr(),
-            metadata_bytes: metadata.len(),
+            metadata: own_metadata.as_ptr(),
+            metadata_bytes: own_metadata.len(),
             sequence: sample.sequence(),
             sent_at_ns: sample.sent_at_ns().unwrap_or_default(),
             received_at_ns: sample.received_at_ns().unwrap_or_default(),
-            job: 0,
-            attempt: 0,
-            pid: 0,
-            deadline_ns: 0,
+            job: received.job,
+            attempt: received.attempt,
+            pid: received.pid,
+            deadline_ns: received.deadline_ns,
             missing: gap.map_or(0, |gap| gap.missing),
             is_discontinuity: gap.is_some(),
             previous_pid: gap
@@ -96,77 +97,62 @@ impl warpipe_sample_info {
 /// A received tensor, and the streams of its endpoint's device.
 #[derive(Debug)]
 pub(crate) struct ReceivedSample {
-    pub(crate) sample: SampleKind,
+    pub(crate) received: Received,
     pub(crate) streams: Arc<Streams>,
 }
 
+/// A sample of a channel, or the input or the result of a job or a request.
 #[derive(Debug)]
-pub(crate) enum SampleKind {
-    Sample(Sample),
-    Result(JobResult),
-    Input(JobInput),
-}
-
-/// The input of a leased job or request.
-#[derive(Debug)]
-pub(crate) struct JobInput {
+pub(crate) struct Received {
     pub(crate) sample: Sample,
-    /// How many of the metadata's last bytes are the submitter's own.
+    /// How many of the metadata's last bytes are the sender's own.
     own_metadata_bytes: usize,
+    /// 0 as the number of no job, and then also below.
     job: u64,
     attempt: u32,
     deadline_ns: u64,
     pid: i32,
 }
 
-impl JobInput {
+impl From<Sample> for Received {
+    fn from(sample: Sample) -> Received {
+        Received {
+            own_metadata_bytes: sample.metadata().len(),
+            sample,
+            job: 0,
+            attempt: 0,
+            deadline_ns: 0,
+            pid: 0,
+        }
+    }
+}
+
+impl From<JobResult> for Received {
+    fn from(result: JobResult) -> Received {
+        Received {
+            own_metadata_bytes: result.metadata().len(),
+            job: result.job(),
+            attempt: result.attempt(),
+            pid: result.worker_pid(),
+            ..Received::from(result.into_sample())
+        }
+    }
+}
+
+impl Received {
     /// The parts of a lease.
-    pub(crate) fn split(lease: Lease) -> (JobInput, AnswerHandle) {
+    pub(crate) fn split(lease: Lease) -> (Received, AnswerHandle) {
         let (pid, own_metadata_bytes) = (lease.queue_pid(), lease.metadata().len());
         let (sample, answer) = lease.split();
-        let input = JobInput {
-            sample,
+        let input = Received {
             own_metadata_bytes,
             job: answer.job(),
             attempt: answer.attempt(),
             deadline_ns: answer.deadline_ns().unwrap_or(0),
             pid,
+            sample,
         };
         (input, answer)
-    }
-
-    pub(crate) fn info(&self) -> warpipe_sample_info {
-        let metadata = self.sample.metadata();
-        let own = &metadata[metadata.len() - self.own_metadata_bytes..];
-        warpipe_sample_info {
-            job: self.job,
-            attempt: self.attempt,
-            pid: self.pid,
-            deadline_ns: self.deadline_ns,
-            ..warpipe_sample_info::of(&self.sample, own)
-        }
-    }
-}
-
-impl Deref for SampleKind {
-    type Target = Sample;
-
-    fn deref(&self) -> &Sample {
-        match self {
-            SampleKind::Sample(sample) => sample,
-            SampleKind::Result(result) => result,
-            SampleKind::Input(input) => &input.sample,
-        }
-    }
-}
-
-impl SampleKind {
-    pub(crate) fn into_sample(self) -> Sample {
-        match self {
-            SampleKind::Sample(sample) => sample,
-            SampleKind::Result(result) => result.into_sample(),
-            SampleKind::Input(input) => input.sample,
-        }
     }
 }
 
@@ -174,11 +160,11 @@ impl SampleKind {
 #[inline(always)]
 pub(crate) fn insert_sample(
     streams: &Arc<Streams>,
-    receive: impl FnOnce() -> Result<SampleKind, Failure>,
+    receive: impl FnOnce() -> Result<Received, Failure>,
 ) -> Result<*mut warpipe_sample, Failure> {
     let entry = handle::reserve::<ReceivedSample>()?;
     Ok(entry.fill(ReceivedSample {
-        sample: receive()?,
+        received: receive()?,
         streams: streams.clone(),
     }))
 }
@@ -203,18 +189,8 @@ pub unsafe extern "C" fn warpipe_sample_get_info(
     run(|| {
         // SAFETY: the caller's promise.
         let place = unsafe { out("info", info) }?;
-        with(sample, |received| {
-            let described = match &received.sample {
-                SampleKind::Sample(sample) => warpipe_sample_info::of(sample, sample.metadata()),
-                SampleKind::Result(result) => warpipe_sample_info {
-                    job: result.job(),
-                    attempt: result.attempt(),
-                    pid: result.worker_pid(),
-                    ..warpipe_sample_info::of(result, result.metadata())
-                },
-                SampleKind::Input(input) => input.info(),
-            };
-            place.put(described);
+        with(sample, |object| {
+            place.put(warpipe_sample_info::of(&object.received));
             Ok(())
         })
     })
@@ -234,10 +210,10 @@ pub unsafe extern "C" fn warpipe_sample_wait_on(
     stream: *mut c_void,
 ) -> warpipe_status {
     run(|| {
-        with(sample, |received| {
+        with(sample, |object| {
             // SAFETY: the caller's promise.
-            let stream = unsafe { received.streams.get(stream) }?;
-            Ok(received.sample.wait_on(&stream)?)
+            let stream = unsafe { object.streams.get(stream) }?;
+            Ok(object.received.sample.wait_on(&stream)?)
         })
     })
 }
@@ -252,8 +228,8 @@ pub extern "C" fn warpipe_sample_wait(
     timeout_ns: u64,
 ) -> warpipe_status {
     run(|| {
-        with(sample, |received| {
-            Ok(received.sample.wait(timeout(timeout_ns))?)
+        with(sample, |object| {
+            Ok(object.received.sample.wait(timeout(timeout_ns))?)
         })
     })
 }
@@ -272,8 +248,8 @@ pub unsafe extern "C" fn warpipe_sample_is_complete(
     run(|| {
         // SAFETY: the caller's promise.
         let place = unsafe { out("is_complete", is_complete) }?;
-        with(sample, |received| {
-            place.put(received.sample.is_complete()?);
+        with(sample, |object| {
+            place.put(object.received.sample.is_complete()?);
             Ok(())
         })
     })
@@ -295,8 +271,11 @@ pub unsafe extern "C" fn warpipe_sample_copy_to(
     run(|| {
         // SAFETY: the caller's promise; bytes of any value are valid.
         let buffer = unsafe { slice_mut("buffer", buffer.cast::<u8>(), bytes) }?;
-        with(sample, |received| {
-            Ok(received.sample.copy_to(buffer, timeout(timeout_ns))?)
+        with(sample, |object| {
+            Ok(object
+                .received
+                .sample
+                .copy_to(buffer, timeout(timeout_ns))?)
         })
     })
 }
@@ -312,8 +291,8 @@ pub extern "C" fn warpipe_sample_finish(
     timeout_ns: u64,
 ) -> warpipe_status {
     run(|| {
-        let received = handle::lock::<ReceivedSample>(sample)?.take();
-        Ok(received.sample.into_sample().finish(timeout(timeout_ns))?)
+        let object = handle::lock::<ReceivedSample>(sample)?.take();
+        Ok(object.received.sample.finish(timeout(timeout_ns))?)
     })
 }
 
@@ -334,8 +313,8 @@ pub unsafe extern "C" fn warpipe_sample_release(
         // SAFETY: the caller's promise.
         unsafe { put_unless_null(receipt, std::ptr::null_mut()) };
         let entry = handle::reserve_if(!receipt.is_null())?;
-        let received = handle::lock::<ReceivedSample>(sample)?.take();
-        let released = received.sample.into_sample().release()?;
+        let object = handle::lock::<ReceivedSample>(sample)?.take();
+        let released = object.received.sample.release()?;
         // SAFETY: the caller's promise.
         unsafe { give(released, entry, receipt) };
         Ok(())
@@ -360,7 +339,7 @@ pub unsafe extern "C" fn warpipe_sample_release_on(
         let mut locked: Locked<ReceivedSample> = handle::lock(sample)?;
         // SAFETY: the caller's promise.
         let stream = unsafe { locked.streams.get(stream) }?.into_owned();
-        let released = locked.take().sample.into_sample().release_on(&stream)?;
+        let released = locked.take().received.sample.release_on(&stream)?;
         // SAFETY: the caller's promise.
         unsafe { give(released, entry, receipt) };
         Ok(())

@@ -18,7 +18,7 @@ use crate::layout::{layout_of, warpipe_layout};
 use crate::lease::{insert_lease, warpipe_lease};
 use crate::loan::{LoanKind, Unpassed, insert_loan, pass, warpipe_loan};
 use crate::queue::warpipe_queue_state;
-use crate::sample::{SampleKind, insert_sample, warpipe_sample};
+use crate::sample::{insert_sample, warpipe_sample};
 use crate::streams::Streams;
 
 /// Sends requests to the servers of a service. Any number of threads may use it.
@@ -226,7 +226,7 @@ pub unsafe extern "C" fn warpipe_client_call(
         let stream = unsafe { client.streams.get(stream) }?;
         let call = || {
             let pending = request(&client.client, loan, &stream, deadline_ns)?;
-            Ok(SampleKind::Result(pending.wait(&stream, Duration::MAX)?))
+            Ok(pending.wait(&stream, Duration::MAX)?.into())
         };
         place.put(insert_sample(&client.streams, call)?);
         Ok(())
@@ -345,7 +345,7 @@ pub unsafe extern "C" fn warpipe_pending_wait(
         let waited = timeout(timeout_ns);
         let wait = || {
             let reply = object.pending.wait(&stream, waited)?;
-            Ok(SampleKind::Result(reply))
+            Ok(reply.into())
         };
         place.put(insert_sample(&object.streams, wait)?);
         Ok(())
