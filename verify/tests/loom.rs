@@ -39,7 +39,6 @@ hold! {
     the_dead_readers_entries_are_used_again: ring::DROPPED;
     a_receiver_that_sleeps_is_woken_by_a_sample: sleep::RECEIVER;
     a_receiver_that_sleeps_is_woken_by_a_sample_for_several: sleep::ONE_OF_MANY;
-    a_sender_that_sleeps_is_woken_by_a_release: sleep::SENDER;
     a_receiver_that_sleeps_is_woken_by_its_next_sender: sleep::NEWCOMER;
     who_parks_on_a_word_goes_on_when_it_is_reached: timeline::PARKED;
     who_parks_goes_on_when_a_survivor_stores_what_is_owed: timeline::ADVANCED;
@@ -124,9 +123,6 @@ catch! {
     a_look_at_the_sleeper_in_no_order: sleep::RECEIVER, "pubsub/ring.rs", "receiver.asleep.load(SeqCst) != 0", Load, Order(Acquire);
     a_look_at_several_sleepers_without_a_fence: sleep::ONE_OF_MANY, "pubsub/ring.rs", "atomic::fence(SeqCst);", Fence, Omitted;
     a_newcomer_that_sleeps_without_a_fence: sleep::NEWCOMER, "pubsub/ring.rs", "        fence(SeqCst);", Fence, Omitted;
-    a_sender_that_sleeps_without_a_fence: sleep::SENDER, "pubsub/ring.rs", "        fence(SeqCst);", Fence, Omitted;
-    a_look_at_the_sleeping_sender_in_no_order: sleep::SENDER, "pubsub/ring.rs", "header.sender.asleep.load(SeqCst)", Load, Order(Acquire);
-    a_release_counted_in_no_order: sleep::SENDER, "pubsub/ring.rs", "receiver.released.fetch_add(1", Rmw, Order(AcqRel);
     who_parks_without_a_fence: timeline::PARKED, "backend/word.rs", "fence(Ordering::SeqCst);", Fence, Omitted;
     who_parks_without_being_counted: timeline::PARKED, "backend/word.rs", "self.parked.fetch_add(1", Rmw, Omitted;
     a_word_stored_in_no_order: timeline::PARKED, "backend/word.rs", "self.value.swap(value", Rmw, Order(AcqRel);

@@ -10,7 +10,10 @@ const POLLS_BEFORE_YIELD: u32 = 64;
 const POLLS_OF_A_YIELD: u32 = 16;
 
 /// After so many sleeps of one length they are twice as long.
-const SLEEPS_OF_ONE_LENGTH: u32 = 8;
+const SLEEPS_OF_ONE_LENGTH: u32 = 24;
+
+/// How often the sleeps of a wait for a device are made twice as long: up to half a millisecond.
+const DOUBLINGS: u32 = 4;
 
 /// The pace of a CPU that polls a word that a device writes, since the device cannot wake it: spin
 /// first, then sleep for ever longer times, at most half a millisecond.
@@ -18,6 +21,7 @@ const SLEEPS_OF_ONE_LENGTH: u32 = 8;
 pub(crate) struct Backoff {
     rounds: u32,
     spins: u32,
+    doublings: u32,
 }
 
 impl Default for Backoff {
@@ -29,7 +33,19 @@ impl Default for Backoff {
 impl Backoff {
     /// A backoff that polls `spins` times before it first sleeps.
     pub(crate) fn spinning(spins: u32) -> Backoff {
-        Backoff { rounds: 0, spins }
+        Backoff {
+            rounds: 0,
+            spins,
+            doublings: DOUBLINGS,
+        }
+    }
+
+    /// One for what a peer may keep for long: its sleeps grow to 32 ms.
+    pub(crate) fn patient(spins: u32) -> Backoff {
+        Backoff {
+            doublings: 10,
+            ..Backoff::spinning(spins)
+        }
     }
 
     pub(crate) fn pause(&mut self) {
@@ -60,8 +76,19 @@ impl Backoff {
         self.rounds = self.rounds.saturating_add(1);
         match self.rounds.checked_sub(self.spins) {
             None => Duration::ZERO,
-            // So a wait is at most about an eighth longer than what it waits for.
-            Some(sleeps) => Duration::from_micros(31 << (sleeps / SLEEPS_OF_ONE_LENGTH).min(4)),
+            // So a wait is at most about 4 % longer than what it waits for.
+            Some(sleeps) => {
+                let doublings = (sleeps / SLEEPS_OF_ONE_LENGTH).min(self.doublings);
+                Duration::from_micros(31 << doublings)
+            }
+        }
+    }
+
+    /// Passes the time until the next poll, or what is `left` of it.
+    pub(crate) fn pass(&mut self, left: Duration) {
+        match self.step() {
+            Duration::ZERO => self.spin(4),
+            pause => std::thread::sleep(pause.min(left)),
         }
     }
 }

@@ -1,13 +1,12 @@
-//! The sleep and wake-up of both ends. Sleeps have no limit here: a sleeper that is not woken
+//! The sleep and wake-up of a receiver. Sleeps have no limit here: a sleeper that is not woken
 //! hangs.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Acquire;
 
 use super::Socket;
 use super::ring::packed;
 use crate::models::Model;
-use crate::pubsub::ring::{ReceiverRing, RingSpace, SenderRing, count_release, fence_published};
+use crate::pubsub::ring::{ReceiverRing, RingSpace, SenderRing, fence_published};
 use crate::shm::segment::Segment;
 
 pub const RECEIVER: Model = Model {
@@ -19,11 +18,6 @@ pub const ONE_OF_MANY: Model = Model {
     name: "a receiver that sleeps is woken by a sample for several",
     bound: 4,
     body: || receiver(publish_to_one_of_many),
-};
-pub const SENDER: Model = Model {
-    name: "a sender that sleeps is woken by a release",
-    bound: 4,
-    body: sender,
 };
 pub const NEWCOMER: Model = Model {
     name: "a receiver that sleeps is woken by its next sender",
@@ -86,28 +80,6 @@ fn receiver(publish: fn(&mut SenderRing, u64, &Socket)) {
     });
     publish(&mut ring, 1, &socket);
     publish(&mut ring, 2, &socket);
-    thread.join().expect("the receiver");
-}
-
-fn sender() {
-    let segment = Arc::new(Segment::new(1).touched());
-    let (ring, socket) = (SenderRing::new(segment.clone()), Socket::new());
-    let (theirs, words) = (socket.clone(), segment.clone());
-    let thread = loom::thread::spawn(move || {
-        // The device writes the word, at its leisure; that it is due is what must be seen.
-        if count_release(&words) {
-            theirs.ring();
-        }
-    });
-    // As `PublisherCore::wait_for_release` and `SubscriberLink::device_owes` do.
-    let is_due = || segment.header().receiver.released.load(Acquire) > 0;
-    while !is_due() {
-        ring.set_asleep(true);
-        if !is_due() {
-            socket.sleep();
-        }
-        ring.set_asleep(false);
-    }
     thread.join().expect("the receiver");
 }
 

@@ -11,19 +11,12 @@ const WORDS_USED: usize = 6;
 
 #[derive(Debug, Default)]
 pub(crate) struct Header {
-    pub(crate) sender: SenderWords,
     pub(crate) receiver: ReceiverWords,
-}
-
-#[derive(Debug, Default)]
-pub(crate) struct SenderWords {
-    pub(crate) asleep: AtomicU32,
 }
 
 #[derive(Debug, Default)]
 pub(crate) struct ReceiverWords {
     pub(crate) asleep: AtomicU32,
-    pub(crate) released: AtomicU64,
 }
 
 #[derive(Debug)]
@@ -69,9 +62,7 @@ impl Segment {
 
     /// Makes the words that two threads of a model use.
     pub(crate) fn touched(self) -> Segment {
-        self.header.sender.asleep.touch();
         self.header.receiver.asleep.touch();
-        self.header.receiver.released.touch();
         for entry in &self.entries {
             entry.state_word.touch();
             entry.sequence.touch();

@@ -71,8 +71,6 @@ pub(crate) struct Arena {
     unused: Vec<SlotId>,
     /// Slots without holders, with a fence that has not been reached.
     waiting: Vec<SlotId>,
-    /// Counts released and freed slots.
-    changes: u64,
     /// Counts what was taken.
     taken: u64,
     slots_max: usize,
@@ -150,7 +148,7 @@ pub(crate) fn check_limit(device: &Device, limit: u64) -> Result<()> {
 impl Arena {
     pub(crate) fn new(device: &Device, limit: u64) -> Arena {
         let device = device.clone();
-        let (total, changes, taken) = (0, 0, 0);
+        let (total, taken) = (0, 0);
         let (chunks, slots, unused, waiting) = Default::default();
         Arena {
             device,
@@ -161,7 +159,6 @@ impl Arena {
             slots,
             unused,
             waiting,
-            changes,
             taken,
             slots_max: SLOTS_MAX,
         }
@@ -379,7 +376,6 @@ impl Arena {
     pub(crate) fn release(&mut self, id: SlotId) {
         let slot = &mut self.slots[id as usize];
         slot.holders -= 1;
-        self.changes += 1;
         if slot.holders == 0 {
             if slot.fence == 0 {
                 self.free(id)
@@ -409,22 +405,12 @@ impl Arena {
         }
     }
 
-    /// A number that changes whenever a slot was released or freed.
-    pub(crate) fn changes(&self) -> u64 {
-        self.changes
-    }
-
     /// Bytes that nobody holds and that wait for a fence.
     pub(crate) fn waiting_bytes(&self) -> u64 {
         self.waiting
             .iter()
             .map(|&id| self.slots[id as usize].bytes)
             .sum()
-    }
-
-    /// Whether no slot waits for a fence.
-    pub(crate) fn is_quiet(&self) -> bool {
-        self.waiting.is_empty()
     }
 
     fn free(&mut self, id: SlotId) {
@@ -435,7 +421,6 @@ impl Arena {
             ..
         } = self.slots[id as usize];
         self.slots[id as usize].serial = 0;
-        self.changes += 1;
         let chunk = &mut self.chunks[region as usize];
         (chunk.slots, chunk.used) = (chunk.slots - 1, chunk.used - bytes);
         if bytes > 0 {

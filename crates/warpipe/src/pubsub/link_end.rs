@@ -15,7 +15,6 @@ use crate::runtime::heartbeat::PeerHeartbeat;
 #[derive(Debug)]
 pub(super) struct LinkEnd {
     pub(super) peer: Arc<Peer>,
-    /// Shared, so that a sender can sleep on it without the publisher's lock.
     pub(super) peer_doorbell: Arc<PeerDoorbell>,
     pub(super) peer_heartbeat: PeerHeartbeat,
     /// The ring is that of the replies: the subscriber sends, and the publisher receives.

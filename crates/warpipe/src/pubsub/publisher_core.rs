@@ -23,7 +23,7 @@ pub(super) use links::Recipients;
 pub use memory::{SlotHold, SlotReturn};
 pub(crate) use unicast::{Forwarded, RetainedSlot};
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
 use self::slot_fences::SlotFences;
@@ -38,7 +38,6 @@ use crate::ipc::acceptor::{Acceptor, AcceptorOptions};
 use crate::ipc::domain::NameClaim;
 use crate::mutex::LockUnpoisoned;
 use crate::pubsub::publisher_link::PublisherLink;
-use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::fence::{Fence, StreamSet};
 use crate::runtime::reactor::{DropReadiness, Reactor, new_generation};
 use crate::runtime::timed_lock::TimedLock;
@@ -50,14 +49,6 @@ use crate::stream::Stream;
 /// pipeline usually moves on. Each poll is short, because room that is seen late makes the sample
 /// late.
 const POLLS: u32 = 16_000;
-
-/// A wait is cut into slices, so that a fault elsewhere costs one slice instead of a hang. Tests
-/// would not notice such a fault.
-const WAIT_SLICE: Duration = if cfg!(test) {
-    Duration::from_secs(600)
-} else {
-    Duration::from_millis(50)
-};
 
 /// The shared part of a publisher.
 pub(super) struct PublisherCore {
@@ -71,16 +62,12 @@ pub(super) struct PublisherCore {
     /// Never held across a call of the driver that gives a stream work or asks one: see
     /// [`send_turn`].
     state: Mutex<PublisherState>,
-    /// Notified when the sleeper on the doorbells wakes.
-    changed: Condvar,
     send_lock: Arc<TimedLock>,
     fences: SlotFences,
     /// All streams that have worked on the links or the fence words.
     streams: Arc<StreamSet>,
     /// `None` for the sender of a link's replies, which has no name.
     acceptor: Option<Arc<Acceptor>>,
-    /// Made for the first thread that sleeps on it.
-    doorbell: OnceLock<LocalDoorbell>,
 }
 
 /// Why a sample was not sent, and whether the failure came before or after it was announced.
@@ -158,7 +145,6 @@ impl PublisherCore {
             this: me.clone(),
             reactor: reactor.clone(),
             state: Mutex::new(PublisherState::new(&options, &device, row)),
-            changed: Condvar::new(),
             send_lock: Arc::default(),
             fences,
             streams: Arc::default(),
@@ -172,7 +158,6 @@ impl PublisherCore {
                 };
                 Acceptor::new(claim, acceptor, &reactor, me.clone())
             }),
-            doorbell: OnceLock::new(),
             name: options.name.clone(),
             options,
             device,
@@ -218,7 +203,7 @@ impl PublisherCore {
     pub(super) fn wait_for_subscribers(&self, count: usize, timeout: Duration) -> Result<()> {
         self.owner_process.check()?;
         let start = Instant::now();
-        let mut backoff = Backoff::spinning(0);
+        let mut backoff = Backoff::patient(0);
         let mut state = self.lock();
         loop {
             let attached = state.links.live().count();
@@ -237,7 +222,9 @@ impl PublisherCore {
                     waited: timeout,
                 });
             }
-            state = self.wait_for_release(state, left, &mut backoff, |_| false);
+            drop(state);
+            backoff.pass(left);
+            state = self.lock();
         }
     }
 

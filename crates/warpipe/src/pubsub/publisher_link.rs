@@ -133,9 +133,6 @@ pub(crate) struct ReceiverEnd {
 pub(in crate::pubsub) trait OtherEnd: Send + Sync {
     /// As [`connection::read_out`], for its link with this number.
     fn read_out(&self, link: u64);
-
-    /// The wake channel was drained, and a ring may have been meant for this end.
-    fn pass_on_wake(&self);
 }
 
 impl PublisherLink {
@@ -205,28 +202,6 @@ impl ReceiverEnd {
         let _ = self.registrations.set(registrations);
         self.reactor.register_ticks(me);
         Ok(())
-    }
-
-    /// Drains the wake channel. A ring may have been meant for the sender of the other ring.
-    pub(super) fn drain_wake(&self) {
-        self.end.peer_doorbell.drain();
-        if let Some((other, _)) = self.other_end() {
-            other.pass_on_wake();
-        }
-    }
-
-    fn other_end(&self) -> Option<(Arc<dyn OtherEnd>, u64)> {
-        let (other, link) = self.other_end.get()?;
-        Some((other.upgrade()?, *link))
-    }
-
-    /// The sender of the other ring has drained the wake channel. Returns whether this end sleeps.
-    pub(super) fn pass_on_wake(&self) -> bool {
-        let is_asleep = self.segment.header().receiver.asleep.load(Relaxed) != 0;
-        if is_asleep {
-            self.doorbell.ring();
-        }
-        is_asleep
     }
 
     /// Whether no more samples come over it.
@@ -374,8 +349,10 @@ impl ConnectionUser for ReceiverEnd {
         trace::emit(|| TraceEvent::OwnerDied(self.terms.name.clone(), self.end.peer.pid));
         if self.reads_socket {
             connection::read_out(self, 0);
-        } else if let Some((other, link)) = self.other_end() {
-            other.read_out(link);
+        } else if let Some((other, link)) = self.other_end.get()
+            && let Some(other) = other.upgrade()
+        {
+            other.read_out(*link);
         }
         self.monitor.rescue();
         self.on_close(0);

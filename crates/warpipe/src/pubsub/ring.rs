@@ -136,17 +136,6 @@ impl SenderRing {
         RingSpace::Full
     }
 
-    /// Asks the receiver to wake this end with its releases, or to stop that. Check once more
-    /// before sleeping.
-    pub(crate) fn set_asleep(&self, asleep: bool) {
-        self.segment
-            .header()
-            .sender
-            .asleep
-            .store(u32::from(asleep), Release);
-        fence(SeqCst);
-    }
-
     /// Publishes at a position that [`space`](Self::space) gave just now. `is_complete`: the data is
     /// complete, and no stream is going to say so. Returns whether the receiver sleeps.
     #[inline]
@@ -240,12 +229,6 @@ impl SenderRing {
         lap.into_iter().find(|&position| {
             self.segment.entry(position).ready.reached(position) && self.revoke(position)
         })
-    }
-
-    /// Whether the sample at `position` was taken back.
-    pub(crate) fn is_revoked(&self, position: u64) -> bool {
-        let sent = self.sent[self.segment.index(position) as usize];
-        sent.position == position && sent.revoked
     }
 
     /// The positions that may still lie in the ring, oldest first.
@@ -354,17 +337,6 @@ pub(crate) fn set_aside(segment: &Segment, position: u64) {
     // A sender that sees the release sees this.
     entry.set_aside.store(position, Release);
     entry.released.store(position);
-}
-
-/// Counts a release by the receiver. Returns whether the sender sleeps.
-#[inline]
-pub(crate) fn count_release(segment: &Segment) -> bool {
-    let header = segment.header();
-    // Pairs with the fence in `SenderRing::set_asleep`: in the one order of these two and that
-    // fence, either this end sees the sleeper or the sleeper sees the count (and, if not the word
-    // yet, that it is due; see `SubscriberLink::device_owes`).
-    header.receiver.released.fetch_add(1, SeqCst);
-    header.sender.asleep.load(SeqCst) != 0
 }
 
 /// The receiver's end.

@@ -5,7 +5,7 @@ use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::sync::atomic::Ordering::{Acquire, Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use rustix::io::Errno;
@@ -83,8 +83,6 @@ pub(super) struct SubscriberLink {
     closing_regions: Vec<u32>,
     /// It was told of all regions with lower ids.
     next_region: u32,
-    /// Entries that were seen free again. The subscriber counts the releases that it has enqueued.
-    pub(super) releases_seen: u64,
     /// Samples that it did not get because of its policy.
     pub(super) dropped: u64,
     /// Its share of the publisher's connection limits: held, not used.
@@ -131,7 +129,6 @@ impl SubscriberLink {
             regions: Vec::new(),
             closing_regions: Vec::new(),
             next_region: 0,
-            releases_seen: 0,
             dropped: 0,
             quota_permit: None,
             has_closed: false,
@@ -404,7 +401,6 @@ impl SubscriberLink {
             && let Ok(index) = self.in_flight.binary_search_by_key(&last, |&(it, _)| it)
             && let Some((_, slot)) = self.in_flight.remove(index)
         {
-            self.releases_seen += 1;
             set_aside.insert(last, slot);
         }
     }
@@ -433,7 +429,6 @@ impl SubscriberLink {
         let SubscriberLink {
             ring,
             set_aside,
-            releases_seen,
             in_flight,
             ..
         } = self;
@@ -445,7 +440,6 @@ impl SubscriberLink {
             if !ring.is_over(position) {
                 return false;
             }
-            *releases_seen += u64::from(!ring.is_revoked(position));
             match set_aside {
                 Some(set_aside) if ring.is_set_aside(position) => {
                     set_aside.insert(position, slot);
@@ -479,21 +473,6 @@ impl SubscriberLink {
 
     pub(super) fn holds_nothing(&self) -> bool {
         self.in_flight() == 0
-    }
-
-    /// Whether the device still has to complete something that would free a slot: a release, or a
-    /// revoked sample's own work. No interrupt reports it, so a sender that waits for it must poll.
-    pub(super) fn device_owes(&self) -> bool {
-        self.header().receiver.released.load(Acquire) > self.releases_seen
-            || self
-                .in_flight
-                .iter()
-                .any(|&(position, _)| self.ring.is_revoked(position))
-    }
-
-    /// Asks the subscriber to wake this end with its releases, or to stop that.
-    pub(super) fn set_asleep(&self, asleep: bool) {
-        self.ring.set_asleep(asleep);
     }
 
     /// Called with each tick: writes this end's heartbeat, and checks the subscriber's.

@@ -28,7 +28,7 @@ use crate::fork::CloseOnForkFd;
 const MAGIC: u64 = u64::from_le_bytes(*b"WARPLINK");
 
 /// The version of the layout, and of the handshake.
-pub(crate) const VERSION: u16 = 9;
+pub(crate) const VERSION: u16 = 10;
 
 /// The most entries a ring may have.
 pub(crate) const DEPTH_MAX: u32 = 4096;
@@ -48,7 +48,7 @@ pub(crate) struct Header {
     pub(crate) sender: SenderWords,
     /// Written by the receiver.
     pub(crate) receiver: ReceiverWords,
-    _reserved: [AtomicU64; 416],
+    _reserved: [AtomicU64; 432],
 }
 
 /// Words that only the sender writes.
@@ -58,11 +58,7 @@ pub(crate) struct SenderWords {
     pub(crate) heartbeat_ns: AtomicU64,
     /// Samples that this receiver did not get because of its policy.
     pub(crate) dropped: AtomicU64,
-    _quiet: [AtomicU64; 14],
-    /// 1 while the sender sleeps and wants to be woken by a release.
-    pub(crate) asleep: AtomicU32,
-    _pad: AtomicU32,
-    _line: [AtomicU64; 15],
+    _quiet: [AtomicU64; 30],
 }
 
 /// Words that only the receiver writes.
@@ -75,9 +71,6 @@ pub(crate) struct ReceiverWords {
     pub(crate) asleep: AtomicU32,
     _pad: AtomicU32,
     _line: [AtomicU64; 15],
-    /// Releases enqueued so far; the device completes them later.
-    pub(crate) released: AtomicU64,
-    _line_2: [AtomicU64; 15],
 }
 
 /// One entry of the ring.
@@ -121,8 +114,7 @@ const _: () = {
     assert!(size_of::<Header>() == HEADER_BYTES);
     assert!(offset_of!(Header, generation) == 16);
     assert!(offset_of!(Header, sender) == 128 && offset_of!(Header, receiver) == 384);
-    assert!(offset_of!(SenderWords, dropped) == 8 && offset_of!(SenderWords, asleep) == 128);
-    assert!(offset_of!(ReceiverWords, asleep) == 128 && offset_of!(ReceiverWords, released) == 256);
+    assert!(offset_of!(SenderWords, dropped) == 8 && offset_of!(ReceiverWords, asleep) == 128);
     assert!(size_of::<Entry>() == 640);
     assert!(offset_of!(Entry, sequence) == 8 && offset_of!(Entry, ready) == 16);
     assert!(

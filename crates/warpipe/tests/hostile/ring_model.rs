@@ -135,7 +135,8 @@ impl Play {
         assert_eq!(self.sender.revoke_oldest_complete(), expected);
         self.waiting.retain(|it| Some(it.0) != expected);
         if let Some(position) = expected {
-            assert!(self.sender.is_over(position) && self.sender.is_revoked(position));
+            let state_word = &self.segment.entry(position).state_word;
+            assert!(self.sender.is_over(position) && state_word.load(Relaxed) == position << 2 | 2);
         }
     }
 

@@ -373,12 +373,6 @@ impl OtherEnd for PublisherCore {
     fn read_out(&self, link: u64) {
         connection::read_out(self, link);
     }
-
-    fn pass_on_wake(&self) {
-        if self.lock().sleepers > 0 {
-            self.ring();
-        }
-    }
 }
 
 impl ConnectionUser for PublisherCore {

@@ -14,10 +14,7 @@ use crate::memory::arena::{Chunk, Growth, REGIONS_MAX, SlotId};
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::{Fence, StreamSet};
 use crate::stream::Stream;
-use crate::wait::{SLICE, Wait};
-
-/// How often a loan looks whether this process has unmapped a region that was given back.
-const UNMAP_POLL: Duration = Duration::from_millis(1);
+use crate::wait::Wait;
 
 /// A loan of at most so many bytes takes a free slot without looking for released ones, but for
 /// one in [`LOOK_EVERY`]. Longer slots are used again at once: their memory would leave the caches.
@@ -70,7 +67,7 @@ impl PublisherCore {
     ) -> Result<(SlotId, u64)> {
         self.owner_process.check()?;
         let mut clock = Stopwatch::default();
-        let mut backoff = Backoff::spinning(POLLS);
+        let mut backoff = Backoff::patient(POLLS);
         let mut state = self.lock();
         loop {
             // This thread or another one may have made a region meanwhile. A sample in a region that
@@ -108,9 +105,13 @@ impl PublisherCore {
                 }
             }
             let used = state.arena.bytes_in_use() + state.closing_bytes();
-            let (locked, left) = self.patience(state, wait, clock.elapsed());
-            state = locked;
-            let Some(mut left) = left else { continue };
+            drop(state);
+            let left = match wait {
+                None => self.options.loan_timeout.saturating_sub(clock.elapsed()),
+                // May run a signal's handler, hence without the lock.
+                Some(wait) if wait.is_over() => Duration::ZERO,
+                Some(wait) => wait.time_left(),
+            };
             if left.is_zero() || !can_fit {
                 return Err(Error::MemoryLimit {
                     name: self.name.clone(),
@@ -119,31 +120,9 @@ impl PublisherCore {
                     limit,
                 });
             }
-            if state.is_unmapping() {
-                left = left.min(UNMAP_POLL);
-            }
-            state = self.wait_for_release(state, left, &mut backoff, |_| true);
+            backoff.pass(left);
+            state = self.lock();
         }
-    }
-
-    /// How long a loan may still wait; `None` to look again, as the wait was asked whether it is
-    /// cancelled: without the lock, since that may run a signal's handler.
-    fn patience<'a>(
-        &'a self,
-        state: MutexGuard<'a, PublisherState>,
-        wait: Option<&Wait<'_>>,
-        waited: Duration,
-    ) -> (MutexGuard<'a, PublisherState>, Option<Duration>) {
-        let Some(wait) = wait else {
-            let left = self.options.loan_timeout.saturating_sub(waited);
-            return (state, Some(left));
-        };
-        if !wait.is_look_due() {
-            return (state, Some(wait.time_left().min(SLICE)));
-        }
-        drop(state);
-        let left = wait.slice();
-        (self.lock(), left.is_zero().then_some(left))
     }
 
     /// Takes a slot that is free or released. Most loans do not look for released ones. A new region
@@ -340,12 +319,6 @@ impl PublisherState {
         self.closing.retain(|region| {
             region.own.strong_count() > 0 || links.iter().any(|link| link.has_region(region.id))
         });
-    }
-
-    /// Whether this process still unmaps a region that was given back: nothing rings when it has.
-    pub(super) fn is_unmapping(&self) -> bool {
-        let mut closing = self.closing.iter();
-        closing.any(|region| region.own.strong_count() > 0)
     }
 
     pub(super) fn closing_bytes(&self) -> u64 {

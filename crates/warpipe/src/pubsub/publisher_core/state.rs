@@ -48,11 +48,6 @@ pub(super) struct PublisherState {
     pub(super) row: EndpointRow,
     /// A thread sends.
     pub(super) is_sending: bool,
-    /// Threads that sleep until a subscriber releases a sample. While there is one, the links that
-    /// they wait for are asked to ring.
-    pub(super) sleepers: u32,
-    /// One of them sleeps on the doorbells and wakes the others.
-    pub(super) has_leader: bool,
     /// Loans since released slots were last looked for.
     pub(super) unlooked_loans: u32,
 }
@@ -75,8 +70,6 @@ impl PublisherState {
             closed: false,
             row,
             is_sending: false,
-            sleepers: 0,
-            has_leader: false,
             unlooked_loans: 0,
         }
     }
@@ -135,12 +128,5 @@ impl PublisherState {
         self.forget_closed_regions();
         self.row
             .set_use(dropped, in_flight, peers, self.region_bytes());
-    }
-
-    /// A counter that changes whenever a slot was freed, or only an entry: that of a sample that its
-    /// subscriber has set aside.
-    pub(super) fn freed_count(&self) -> u64 {
-        let seen: u64 = self.links.iter().map(|link| link.releases_seen).sum();
-        self.arena.changes() + seen
     }
 }

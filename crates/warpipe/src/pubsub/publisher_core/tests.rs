@@ -6,13 +6,12 @@ use std::collections::BTreeSet;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-use super::Recipients;
 use super::memory::{LOOK_EVERY, UNLOOKED_BYTES_MAX};
 use crate::backend::testing::{Counting, Holding, Wrapped};
 use crate::device::Device;
@@ -485,13 +484,12 @@ fn a_send_that_is_cancelled_before_there_is_room_sends_nothing_although_room_com
 }
 
 #[test]
-fn of_two_threads_that_wait_for_room_the_one_that_is_woken_last_sleeps_no_longer_than_it_must() {
-    let stage = Stage::new("two-sleepers");
+fn of_two_threads_that_wait_for_room_each_gets_it() {
+    let stage = Stage::new("two-waiters");
     let policy = Policy::Block { timeout: LONG };
     let publisher = stage.builder().depth(1).policy(policy).build().unwrap();
     let mut subscriber = stage.subscriber();
     let (sending, receiving) = (stage.stream(), Device::host().stream().unwrap());
-    let core = Arc::clone(&publisher.core);
     for _ in 0..20 {
         publisher.send_bytes(&sending, &[1; 8]).unwrap();
         std::thread::scope(|scope| {
@@ -499,14 +497,10 @@ fn of_two_threads_that_wait_for_room_the_one_that_is_woken_last_sleeps_no_longer
                 let (publisher, sending) = (&publisher, &sending);
                 scope.spawn(move || publisher.send_bytes(sending, &[value; 8]).map(drop))
             });
-            eventually("both threads sleep", || core.lock().sleepers == 2);
             // What one of them takes, the other one waits for once more.
-            for left in (0..=2_u32).rev() {
+            for _ in 0..3 {
                 let sample = subscriber.receive(&receiving, LONG).unwrap();
                 sample.finish(LONG).unwrap();
-                eventually("those that are left sleep", || {
-                    core.lock().sleepers == left.saturating_sub(1)
-                });
             }
             for sender in senders {
                 sender.join().unwrap().unwrap();
@@ -590,21 +584,29 @@ fn a_loan_that_cannot_be_served_leaves_the_memory_for_those_that_can() {
     assert!(matches!(refused, Error::MemoryLimit { .. }), "{refused}");
     drop(loan(6).expect("as before"));
     drop(holds);
-    eventually("all are unmapped", || !publisher.core.lock().is_unmapping());
+    eventually("all are unmapped", || {
+        let state = publisher.core.lock();
+        let mut closing = state.closing.iter();
+        closing.all(|region| region.own.strong_count() == 0)
+    });
     drop(loan(8).expect("in time"));
 }
 
 #[test]
 fn a_loan_that_waits_sees_that_a_region_is_unmapped_here() {
     let stage = Stage::new("unmapped");
-    let builder = stage.builder().memory_limit(8 * MIB);
-    let publisher = builder.loan_timeout(2 * LONG).build().unwrap();
+    let publisher = stage.builder().memory_limit(8 * MIB).build().unwrap();
     let loan = |mebibytes: u64| publisher.loan(&Layout::bytes_only(mebibytes * MIB).unwrap());
     let holds: Vec<_> = [2, 4, 6].map(|it| loan(it).unwrap().hold()).into();
-    let core = Arc::clone(&publisher.core);
+    let looks = AtomicU32::new(0);
     std::thread::scope(|scope| {
-        let waiting = scope.spawn(|| loan(8).map(drop));
-        eventually("it sleeps", || core.lock().sleepers == 1);
+        let waiting = scope.spawn(|| {
+            let looked = || looks.fetch_add(1, Relaxed) == u32::MAX;
+            let wait = Wait::at_most(2 * LONG).unless(&looked);
+            let layout = Layout::bytes_only(8 * MIB).unwrap();
+            publisher.loan_within(&layout, Some(&wait)).map(drop)
+        });
+        eventually("it waits", || looks.load(Relaxed) > 0);
         drop(holds);
         eventually("it goes on", || waiting.is_finished());
         waiting.join().unwrap().unwrap();
@@ -634,7 +636,7 @@ fn a_subscriber_that_has_left_and_holds_a_sample_closes_the_regions_of_others() 
 }
 
 #[test]
-fn an_entry_that_is_free_since_its_sample_was_set_aside_is_a_change_that_ends_a_wait() {
+fn a_sample_that_is_set_aside_makes_room_for_one_that_waits() {
     let stage = Stage::new("aside");
     let publisher = stage
         .builder()
@@ -657,14 +659,17 @@ fn an_entry_that_is_free_since_its_sample_was_set_aside_is_a_change_that_ends_a_
             taken.unwrap()
         })
         .collect();
-    let mut state = publisher.core.lock();
-    assert!(state.links.first_full(Recipients::All).is_some());
-    // Between the look above and the request to be woken.
-    let before = state.freed_count();
-    kept.iter_mut().for_each(RawSample::make_room);
-    state.reclaim(&publisher.core.fences, true);
-    assert!(state.links.first_full(Recipients::All).is_none());
-    assert_ne!(state.freed_count(), before, "the sender would sleep");
+    let loan = publisher.loan(&layout()).unwrap();
+    let looks = AtomicU32::new(0);
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| {
+            let looked = || looks.fetch_add(1, Relaxed) == u32::MAX;
+            loan.send_within(&stream, Wait::at_most(LONG).unless(&looked))
+        });
+        eventually("it waits", || looks.load(Relaxed) > 0);
+        kept.iter_mut().for_each(RawSample::make_room);
+        assert_eq!(waiting.join().unwrap().unwrap(), 3);
+    });
 }
 
 #[test]
@@ -709,7 +714,7 @@ fn duplex(
 }
 
 #[test]
-fn a_ring_wakes_the_end_that_it_is_meant_for_whichever_end_of_the_process_takes_it() {
+fn a_receiver_is_woken_while_another_thread_waits_for_room_in_the_links_other_ring() {
     let stage = Stage::new("duplex");
     let observer = Arc::new(SubscriberChanges::new().unwrap());
     let (publisher, mut subscriber, sender, mut replies) = duplex(&stage, &observer);
@@ -731,9 +736,8 @@ fn a_ring_wakes_the_end_that_it_is_meant_for_whichever_end_of_the_process_takes_
         let samples = scope
             .spawn(|| (0..20).for_each(|_| drop(subscriber.receive(&receiving, LONG).unwrap())));
         for _ in 0..20 {
-            eventually("both sleep", || {
-                let is_asleep = link.segment.header().receiver.asleep.load(Relaxed) != 0;
-                sender.core.lock().sleepers > 0 && is_asleep
+            eventually("it sleeps", || {
+                link.segment.header().receiver.asleep.load(Relaxed) != 0
             });
             publisher.send_bytes(&sending, &[7; 8]).unwrap();
         }

@@ -63,9 +63,8 @@ impl Drop for RetainedSlot {
 }
 
 impl PublisherCore {
-    /// Wakes every thread that waits for a change, and notifies the observer.
+    /// Notifies the observer.
     pub(super) fn notify(&self) {
-        self.ring();
         let observer = self.options.observer.iter();
         observer.for_each(|observer| observer.tell());
     }

@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::ipc::message::{self, Message};
 use crate::mutex::LockUnpoisoned;
 use crate::os::is_shortage;
-use crate::pubsub::ring::{self, count_release};
+use crate::pubsub::ring;
 use crate::runtime::reactor::DropReadiness;
 use crate::stream::Stream;
 
@@ -86,7 +86,6 @@ impl PublisherLink {
         // SAFETY: the word lies in the link segment, which is dropped only when this stream,
         // recorded above, is proven to be past it (`DropAfterFence`).
         unsafe { stream.batch(&[op])? };
-        self.notify_release();
         Ok(())
     }
 
@@ -113,17 +112,8 @@ impl PublisherLink {
         let is_complete = entry.ready.reached(position);
         if is_complete {
             entry.released.store(position);
-            self.notify_release();
         }
         is_complete
-    }
-
-    /// Counts a release and wakes the publisher if it waits for one.
-    #[inline]
-    fn notify_release(&self) {
-        if count_release(&self.segment) {
-            self.end.peer_doorbell.ring();
-        }
     }
 
     /// Whether the sample's data is complete; an error if it never will be.
@@ -173,7 +163,6 @@ impl PublisherLink {
     pub(in crate::pubsub) fn set_aside(&self, position: u64) {
         self.set_aside.kept.fetch_add(1, Relaxed);
         ring::set_aside(&self.segment, position);
-        self.notify_release();
     }
 
     /// Returns the slot of a sample that was set aside.

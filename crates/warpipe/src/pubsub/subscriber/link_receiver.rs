@@ -352,7 +352,7 @@ impl LinkReceiver {
 
     /// Drains the descriptor.
     pub(crate) fn quiet(&self) {
-        self.link.drain_wake();
+        self.link.end.peer_doorbell.drain();
     }
 
     /// Whether the sender is proven dead.
