@@ -3,16 +3,17 @@
 mod loan;
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use self::loan::check_length;
 pub use self::loan::{SampleMut, SendError};
 use super::builder::{PublisherBuilder, SubscriberInfo};
-use super::publisher_core::{PublisherCore, SendFailure};
+use super::publisher_core::PublisherCore;
 use super::subscriber::Subscriber;
+use super::subscriber_link::{LinkPhase, SubscriberLink};
 use crate::backend::DevicePtr;
 use crate::device::Device;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::domain::EndpointName;
 use crate::memory::arena::check_limit;
@@ -21,6 +22,12 @@ use crate::slow_path::SlowPath;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 use crate::wait::Wait;
+
+/// How often a wait for subscribers looks.
+const SUBSCRIBERS_LOOK: Duration = Duration::from_millis(2);
+
+/// The highest number that may be skipped to.
+const SEQUENCE_MAX: u64 = 1 << 62;
 
 impl PublisherBuilder {
     /// Takes the name and starts to listen.
@@ -115,7 +122,8 @@ impl Publisher {
         let (slot, address) = self.core.take_slot(layout.bytes(), wait)?;
         Ok(SampleMut {
             core: Arc::clone(&self.core),
-            slot: Some(slot),
+            slot,
+            is_given: false,
             address,
             layout: *layout,
             metadata: Metadata::EMPTY,
@@ -140,35 +148,9 @@ impl Publisher {
     /// As [`loan`](Self::loan), [`SampleMut::write`] and [`SampleMut::send`].
     pub fn send_slice(&self, stream: &Stream, layout: &Layout, bytes: &[u8]) -> Result<u64> {
         check_length(layout, bytes)?;
-        // As a loan would, but without `SampleMut`: a loan carries its layout along, and this one
-        // is never returned to the caller.
-        let (slot, address) = self.core.take_slot(layout.bytes(), None)?;
-        let filled = self.fill(stream, address, bytes).map_err(SendFailure::from);
-        let sent =
-            filled.and_then(|()| self.core.send(slot, layout, &Metadata::EMPTY, stream, None));
-        sent.map_err(|unsent| match unsent {
-            SendFailure::BeforePublish(error) => {
-                // Behind the copy, which may be enqueued even if a later step failed.
-                let device = stream.check_of(&self.core.device);
-                let behind = device.map_or(&[][..], |()| std::slice::from_ref(stream));
-                let _ = self.core.return_slot(slot, behind);
-                error
-            }
-            SendFailure::AfterPublish(error) => error,
-        })
-    }
-
-    /// Copies `bytes` to the slot at `address`, which the caller has taken and which is at least as
-    /// long.
-    fn fill(&self, stream: &Stream, address: DevicePtr, bytes: &[u8]) -> Result<()> {
-        stream.check_of(&self.core.device)?;
-        if bytes.is_empty() {
-            return Ok(());
-        }
-        // SAFETY: the stream is live; the slot is the caller's alone and as long as the layout,
-        // which was compared with `bytes`, and stays so until the stream has passed this copy:
-        // `send` publishes it behind the stream's work.
-        unsafe { stream.upload(address, bytes) }
+        let mut sample = self.loan(layout)?;
+        sample.write(stream, bytes)?;
+        Ok(sample.send(stream)?)
     }
 
     /// Loans, copies from another device pointer on `stream` and sends. Returns the sequence
@@ -234,12 +216,34 @@ impl Publisher {
     /// [`Error::Argument`](crate::Error::Argument) for a number that has been given, or is 0, and for a publisher that was
     /// built without [`forwards`](PublisherBuilder::forwards); [`Error::Forked`](crate::Error::Forked).
     pub fn skip_to(&self, sequence: u64) -> Result<()> {
-        self.core.skip_to(sequence)
+        let core = self.core.get()?;
+        let mut state = core.lock();
+        // No count of samples reaches the limit, so the next numbers do not overflow either.
+        let allowed = state.next_sequence..=SEQUENCE_MAX;
+        let is_forwarder = core.options.forwards.is_some();
+        if !is_forwarder || !allowed.contains(&sequence) {
+            let allowed = match is_forwarder {
+                true => format!("{} to {}", allowed.start(), allowed.end()),
+                false => "a publisher built with forwards(source)".into(),
+            };
+            return Err(Error::argument("sequence", sequence, allowed));
+        }
+        state.next_sequence = sequence;
+        Ok(())
     }
 
     /// The subscribers and the state of each.
     pub fn subscribers(&self) -> Vec<SubscriberInfo> {
-        self.core.subscribers()
+        let Ok(core) = self.core.get() else {
+            // Another thread of the parent may have held the lock at the fork, so the child must
+            // not take it.
+            return Vec::new();
+        };
+        let mut state = core.lock();
+        state.reclaim(&core.fences, true);
+        let known = state.links.iter();
+        let known = known.filter(|link| link.phase != LinkPhase::Attaching);
+        known.map(SubscriberLink::info).collect()
     }
 
     /// Waits until `count` subscribers are attached.
@@ -247,7 +251,27 @@ impl Publisher {
     /// # Errors
     /// [`Error::Timeout`](crate::Error::Timeout).
     pub fn wait_for_subscribers(&self, count: usize, timeout: Duration) -> Result<()> {
-        self.core.wait_for_subscribers(count, timeout)
+        let core = self.core.get()?;
+        let start = Instant::now();
+        loop {
+            let attached = core.lock().live().count();
+            if attached >= count {
+                return Ok(());
+            }
+            let left = timeout.saturating_sub(start.elapsed());
+            if left.is_zero() {
+                let noun = match count {
+                    1 => "subscriber",
+                    _ => "subscribers",
+                };
+                let what = format!("{count} {noun} of {:?} ({attached} attached)", core.name);
+                return Err(Error::Timeout {
+                    what,
+                    waited: timeout,
+                });
+            }
+            std::thread::sleep(left.min(SUBSCRIBERS_LOOK));
+        }
     }
 
     /// Counts a tensor of `bytes` that its user wanted to send where it lies, and that has to be
@@ -257,14 +281,18 @@ impl Publisher {
     /// [`Error::Forked`](crate::Error::Forked).
     #[doc(hidden)]
     pub fn count_copy(&self, reason: SlowPath, bytes: u64) -> Result<()> {
-        self.core.get()?.count_copy(reason, bytes);
+        self.core.get()?.lock().row.copied(reason, bytes);
         Ok(())
     }
 
     /// Device memory in regions and its limit, in bytes. Regions that were given back count until no
     /// process has them mapped.
     pub fn memory_in_use(&self) -> (u64, u64) {
-        self.core.memory_in_use()
+        let Ok(core) = self.core.get() else {
+            return (0, self.core.options.shared.memory_limit);
+        };
+        let state = core.lock();
+        (state.region_bytes(), state.arena.limit())
     }
 }
 

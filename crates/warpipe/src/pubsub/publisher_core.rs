@@ -1,36 +1,30 @@
 //! The part that all handles of one publisher share: its slots, from the loan to the return.
 //!
-//! The lock guards [`state`], made of parts with invariants of their own: [`links`], [`history`].
-//! [`slot_fences`] needs no lock. One thread at a time sends: [`send_turn`]. The operations over them: [`memory`] (a loan gets a slot, and
-//! gives it back), [`backpressure`] (a send waits for room, and begins), [`send`], [`unicast`], and
-//! [`accept`] (the control thread's work).
+//! The lock guards [`state`], with its [`history`]; [`slot_fences`] needs no lock. The operations over
+//! them: [`memory`] (a loan gets a slot, and gives it back), [`backpressure`] (a send waits for room,
+//! and begins), [`send`], and [`accept`] (the control thread's work).
 
 mod accept;
 mod backpressure;
 mod history;
-mod links;
 mod memory;
 mod send;
-mod send_turn;
 mod slot_fences;
 mod state;
 #[cfg(test)]
 mod tests;
-mod unicast;
 
 pub(crate) use accept::REPLIES;
-pub(super) use links::Recipients;
 pub use memory::{SlotHold, SlotReturn};
-pub(crate) use unicast::{Forwarded, RetainedSlot};
+pub(super) use send::{Delivery, Given};
+pub(super) use state::{Recipients, SendTurn};
 
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
-use std::time::{Duration, Instant};
 
 use self::slot_fences::SlotFences;
 use self::state::PublisherState;
-use super::builder::{PublisherBuilder, SubscriberInfo};
-use super::subscriber_link::{LinkPhase, SubscriberLink};
-use crate::backoff::Backoff;
+use super::builder::PublisherBuilder;
+use super::subscriber_link::SubscriberLink;
 use crate::device::Device;
 use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::OwnerProcess;
@@ -41,7 +35,6 @@ use crate::pubsub::publisher_link::PublisherLink;
 use crate::runtime::fence::{Fence, StreamSet};
 use crate::runtime::reactor::{DropReadiness, Reactor, new_generation};
 use crate::runtime::timed_lock::TimedLock;
-use crate::slow_path::SlowPath;
 use crate::statistics::{EndpointRow, EndpointWords, Role};
 use crate::stream::Stream;
 
@@ -60,10 +53,10 @@ pub(super) struct PublisherCore {
     this: Weak<PublisherCore>,
     reactor: Arc<Reactor>,
     /// Never held across a call of the driver that gives a stream work or asks one: see
-    /// [`send_turn`].
+    /// [`state`].
     state: Mutex<PublisherState>,
-    send_lock: Arc<TimedLock>,
-    fences: SlotFences,
+    pub(super) send_lock: Arc<TimedLock>,
+    pub(super) fences: SlotFences,
     /// All streams that have worked on the links or the fence words.
     streams: Arc<StreamSet>,
     /// `None` for the sender of a link's replies, which has no name.
@@ -171,69 +164,18 @@ impl PublisherCore {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, PublisherState> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, PublisherState> {
         self.state.locked()
-    }
-
-    pub(super) fn count_copy(&self, reason: SlowPath, bytes: u64) {
-        self.lock().row.copied(reason, bytes);
     }
 
     pub(super) fn record_use(&self, stream: &Stream) {
         self.streams.record_use(stream);
     }
 
-    pub(super) fn subscribers(&self) -> Vec<SubscriberInfo> {
-        if !self.owner_process.is_current() {
-            // Another thread of the parent may have held the lock at the fork, so the child must
-            // not take it.
-            return Vec::new();
-        }
-        let mut state = self.lock();
-        state.reclaim(&self.fences, true);
-        state
-            .links
-            .iter()
-            .filter(|link| link.phase != LinkPhase::Attaching)
-            .map(SubscriberLink::info)
-            .collect()
-    }
-
-    /// Waits until `count` subscribers are attached.
-    pub(super) fn wait_for_subscribers(&self, count: usize, timeout: Duration) -> Result<()> {
-        self.owner_process.check()?;
-        let start = Instant::now();
-        let mut backoff = Backoff::patient(0);
-        let mut state = self.lock();
-        loop {
-            let attached = state.links.live().count();
-            if attached >= count {
-                return Ok(());
-            }
-            let left = timeout.saturating_sub(start.elapsed());
-            if left.is_zero() {
-                let noun = match count {
-                    1 => "subscriber",
-                    _ => "subscribers",
-                };
-                let what = format!("{count} {noun} of {:?} ({attached} attached)", self.name);
-                return Err(Error::Timeout {
-                    what,
-                    waited: timeout,
-                });
-            }
-            drop(state);
-            backoff.pass(left);
-            state = self.lock();
-        }
-    }
-
-    pub(super) fn memory_in_use(&self) -> (u64, u64) {
-        if !self.owner_process.is_current() {
-            return (0, self.options.shared.memory_limit);
-        }
-        let state = self.lock();
-        (state.region_bytes(), state.arena.limit())
+    /// Notifies the observer.
+    pub(super) fn notify(&self) {
+        let observer = self.options.observer.iter();
+        observer.for_each(|observer| observer.tell());
     }
 
     /// Withdraws the name, sends `Close` to every subscriber, and keeps the memory until no stream
@@ -245,7 +187,7 @@ impl PublisherCore {
         if std::mem::replace(&mut state.closed, true) {
             return;
         }
-        let partners = state.links.close();
+        let partners = state.close_links();
         drop(state);
         drop(partners);
         self.notify();
@@ -254,7 +196,11 @@ impl PublisherCore {
         let (core, mut fence) = (self.clone(), Fence::later(self.streams.clone()));
         self.reactor.drop_after(move || {
             // The socket is read for a partner as long as there is one.
-            if Arc::strong_count(&core) > 1 || core.lock().links.has_partner() {
+            let has_partner = |link: &SubscriberLink| {
+                let partner = link.partner.as_ref();
+                partner.is_some_and(|partner| Arc::strong_count(partner) > 1)
+            };
+            if Arc::strong_count(&core) > 1 || core.lock().links.iter().any(has_partner) {
                 return DropReadiness::Held;
             }
             let is_past = fence.is_reached();

@@ -94,7 +94,7 @@ pub(super) struct SubscriberLink {
     /// The ring of the replies, and the device of their sender, until the link is live.
     pub(super) replies: Option<(Segment, DeviceId)>,
     /// The positions that were taken back when it left.
-    pub(super) untaken: Vec<u64>,
+    untaken: Vec<u64>,
     pub(super) end: LinkEnd,
     /// The segment's file, until the link is live.
     pub(super) segment_fd: Option<CloseOnForkFd>,
@@ -188,11 +188,6 @@ impl SubscriberLink {
         !matches!(self.phase, LinkPhase::Leaving | LinkPhase::Suspect)
     }
 
-    /// Whether the link has no room and its subscriber may not miss a sample.
-    pub(super) fn must_be_awaited(&self) -> bool {
-        self.is_live() && self.policy.is_lossless() && self.room().is_none()
-    }
-
     /// Where the next sample can go. Computed once for each sample: the words that decide it are in
     /// the reader's cache.
     #[inline]
@@ -266,6 +261,13 @@ impl SubscriberLink {
         if !self.has_closed {
             self.untaken.extend(self.ring.revoke_all());
         }
+    }
+
+    /// The samples that it had been given and had not taken when it left, each returned once: its id
+    /// and the position.
+    pub(super) fn take_untaken(&mut self) -> impl Iterator<Item = (u64, u64)> + use<> {
+        let (id, untaken) = (self.id, std::mem::take(&mut self.untaken));
+        untaken.into_iter().map(move |position| (id, position))
     }
 
     /// The operation that marks this subscriber's sample at `position` ready.

@@ -1,28 +1,108 @@
-//! For owners that choose which subscriber gets which sample, as a queue does: the calls of
-//! [`Publisher`] and [`SampleMut`] that address one subscriber.
+//! For owners that choose which subscriber gets which sample, as a queue does: delivery to one
+//! subscriber, and slots that stay held so that they can be given to another subscriber later.
+//!
+//! A sample sent with an observer always signals the fence word of its slot, as with a history: the
+//! `ready` of a later receiver of the same slot is ordered behind that.
+
+use std::sync::Arc;
 
 use super::observer::LinkedSubscriber;
 use super::publisher::{Publisher, SampleMut, SendError};
-use super::publisher_core::{Recipients, RetainedSlot};
+use super::publisher_core::{Given, PublisherCore, Recipients, SendTurn};
+use super::subscriber_link::SubscriberLink;
 use crate::error::Result;
+use crate::fork::leak_on_fork::LeakOnFork;
+use crate::ipc::message::{self, CloseReason};
+use crate::memory::arena::SlotId;
 use crate::pubsub::entry::Metadata;
 use crate::stream::Stream;
+use crate::tensor::Layout;
 use crate::wait::Wait;
+
+/// A filled slot that is kept, so that its contents can be given to one subscriber after another
+/// without a copy.
+#[derive(Debug)]
+pub(crate) struct RetainedSlot {
+    core: LeakOnFork<Arc<PublisherCore>>,
+    pub(super) slot: SlotId,
+    layout: Layout,
+}
+
+/// What became of a slot that was to be forwarded.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Forwarded {
+    /// The subscriber has it, at this position.
+    At(u64),
+    /// The subscriber is gone or has no room.
+    NoRoom,
+    /// Its data is not complete, or another thread sends.
+    NotYet,
+}
+
+impl RetainedSlot {
+    /// Gives the slot to the subscriber with this id, too, once the work that fills it is done. Gives
+    /// no stream work and waits for no other send.
+    pub(crate) fn forward(&self, to: u64, metadata: &Metadata) -> Result<Forwarded> {
+        let (core, slot) = (self.core.get()?, self.slot);
+        let Some(sending) = core.send_lock.try_lock() else {
+            return Ok(Forwarded::NotYet);
+        };
+        let mut turn = SendTurn::begin(core, sending, core.lock());
+        let state = &mut *turn.state;
+        state.reclaim(&core.fences, false);
+        if state.closed {
+            return Ok(Forwarded::NoRoom);
+        }
+        let mut live = state.live();
+        let Some(position) = live.find(|it| it.id == to).and_then(|it| it.room()) else {
+            return Ok(Forwarded::NoRoom);
+        };
+        drop(live);
+        if !core.fences.is_reached(slot, state.arena.fence_of(slot)) {
+            return Ok(Forwarded::NotYet);
+        }
+        let given = Given {
+            slot,
+            layout: &self.layout,
+            metadata,
+        };
+        let description = state.describe(given, core.options.timestamps);
+        state.arena.hold(slot);
+        if let Some(link) = state.find(to) {
+            link.publish(position, slot, &description.packed(), true);
+            link.wake_sleeper();
+        }
+        Ok(Forwarded::At(position))
+    }
+}
+
+impl Drop for RetainedSlot {
+    fn drop(&mut self) {
+        if let Ok(core) = self.core.get() {
+            core.lock().arena.release(self.slot);
+        }
+    }
+}
 
 impl Publisher {
     /// The subscribers that can be chosen.
     pub(crate) fn linked_subscribers(&self) -> Vec<LinkedSubscriber> {
-        self.core.linked_subscribers()
+        let linked = |link: &SubscriberLink| LinkedSubscriber {
+            id: link.id,
+            pid: link.end.peer.pid,
+            replies: link.partner.clone(),
+        };
+        self.core.lock().live().map(linked).collect()
     }
 
     /// Whether the subscriber with this id still gets samples.
     pub(crate) fn has_subscriber(&self, id: u64) -> bool {
-        self.core.has_subscriber(id)
+        self.core.lock().is_live(id)
     }
 
     /// Whether the loan is of this publisher's memory.
     pub(crate) fn lent(&self, loan: &SampleMut) -> bool {
-        std::sync::Arc::ptr_eq(&self.core, &loan.core)
+        Arc::ptr_eq(&self.core, &loan.core)
     }
 
     /// Withdraws the name and sends `Close`, as dropping does, for an owner that cannot drop the
@@ -33,13 +113,22 @@ impl Publisher {
 
     /// Ends one subscriber's link.
     pub(crate) fn expel(&self, id: u64, reason: &str) {
-        self.core.expel(id, reason);
+        let mut state = self.core.lock();
+        if let Some(link) = state.find(id).filter(|link| link.is_live()) {
+            link.leave(Some(CloseReason::Failed(message::text(reason))));
+        }
+        drop(state);
+        self.core.notify();
     }
 
     /// The samples that subscribers which have gone had been given and had not taken, each returned
     /// once: subscriber id and position.
     pub(crate) fn take_untaken(&self) -> Vec<(u64, u64)> {
-        self.core.take_untaken()
+        let mut state = self.core.lock();
+        let mut untaken = std::mem::take(&mut state.untaken);
+        let links = state.links.iter_mut();
+        untaken.extend(links.flat_map(SubscriberLink::take_untaken));
+        untaken
     }
 }
 
@@ -53,11 +142,8 @@ impl SampleMut {
         stream: &Stream,
         wait: Option<&Wait<'_>>,
     ) -> Result<u64, SendError> {
-        self.hand_over(stream, |loan, slot| {
-            let to = Recipients::One(to);
-            loan.core
-                .send_to(slot, &loan.layout, metadata, stream, to, wait)
-        })
+        let to = Recipients::One(to);
+        self.give(Some(metadata), stream, to, wait, |_, sent| sent.sequence)
     }
 
     /// Keeps the sample behind the work on `stream`, and gives it to one subscriber at once if it
@@ -68,8 +154,14 @@ impl SampleMut {
         metadata: &Metadata,
         stream: &Stream,
     ) -> Result<(RetainedSlot, Option<u64>), SendError> {
-        self.hand_over(stream, |loan, slot| {
-            loan.core.post(slot, &loan.layout, metadata, stream, to)
+        let to = Recipients::Keep(to);
+        self.give(Some(metadata), stream, to, None, |given, sent| {
+            let retained = RetainedSlot {
+                core: LeakOnFork::new(given.core.clone()),
+                slot: given.slot,
+                layout: given.layout,
+            };
+            (retained, sent.position)
         })
     }
 }

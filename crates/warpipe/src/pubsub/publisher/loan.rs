@@ -7,7 +7,9 @@ use crate::backend::DevicePtr;
 use crate::error::{Error, Result, returns_to_caller};
 use crate::memory::arena::SlotId;
 use crate::pubsub::entry::Metadata;
-use crate::pubsub::publisher_core::{PublisherCore, SendFailure, SlotHold, SlotReturn};
+use crate::pubsub::publisher_core::{
+    Delivery, Given, PublisherCore, Recipients, SendFailure, SlotHold, SlotReturn,
+};
 use crate::stream::Stream;
 use crate::tensor::Layout;
 use crate::wait::Wait;
@@ -20,8 +22,9 @@ use crate::wait::Wait;
 #[must_use = "a loan that is not sent goes back"]
 pub struct SampleMut {
     pub(in crate::pubsub) core: Arc<PublisherCore>,
-    /// `None` once it is sent or discarded.
-    pub(super) slot: Option<SlotId>,
+    pub(in crate::pubsub) slot: SlotId,
+    /// It is sent or discarded: the slot is no longer this loan's.
+    pub(super) is_given: bool,
     pub(super) address: DevicePtr,
     pub(in crate::pubsub) layout: Layout,
     pub(super) metadata: Metadata,
@@ -52,8 +55,7 @@ impl SampleMut {
     /// even after the sample is sent and the publisher is gone. It gives no right to write: that
     /// right ends with the loan.
     pub fn hold(&self) -> SlotHold {
-        self.core
-            .hold(self.slot.expect("a loan has its slot until it is consumed"))
+        self.core.hold(self.slot)
     }
 
     /// A handle that reports, at any later time, whether the slot is free again: no subscriber is
@@ -74,8 +76,7 @@ impl SampleMut {
     /// # Ok::<(), warpipe::Error>(())
     /// ```
     pub fn returned(&self) -> SlotReturn {
-        self.core
-            .watch_slot(self.slot.expect("a loan has its slot until it is consumed"))
+        self.core.watch_slot(self.slot)
     }
 
     /// Sets up to 256 bytes that travel with the sample.
@@ -119,7 +120,8 @@ impl SampleMut {
     /// lost. While another thread's send of the same publisher is held up by the driver (its
     /// stream's launch queue is full), `Timeout` after 10 s.
     pub fn send(self, stream: &Stream) -> Result<u64, SendError> {
-        self.send_by(stream, None)
+        let to = Recipients::All;
+        self.give(None, stream, to, None, |_, sent| sent.sequence)
     }
 
     /// [`send`](Self::send) with another wait for room, and for another thread's send: `wait`
@@ -132,31 +134,44 @@ impl SampleMut {
         stream: &Stream,
         wait: impl Into<Wait<'w>>,
     ) -> Result<u64, SendError> {
-        self.send_by(stream, Some(&wait.into()))
+        let (to, wait) = (Recipients::All, wait.into());
+        self.give(None, stream, to, Some(&wait), |_, sent| sent.sequence)
     }
 
+    /// Has `stream` wait for all work on the loan, and sends it, with its own metadata or these. If
+    /// that fails, the loan goes back to the caller.
     #[inline]
-    fn send_by(self, stream: &Stream, wait: Option<&Wait<'_>>) -> Result<u64, SendError> {
-        self.hand_over(stream, |loan, slot| {
-            let (layout, metadata) = (&loan.layout, &loan.metadata);
-            loan.core.send(slot, layout, metadata, stream, wait)
-        })
-    }
-
-    /// Has `stream` wait for all work on the loan, and gives the slot to `give`. If that fails, the
-    /// loan goes back to the caller.
-    #[inline]
-    pub(in crate::pubsub) fn hand_over<T>(
+    pub(in crate::pubsub) fn give<T>(
         mut self,
+        metadata: Option<&Metadata>,
         stream: &Stream,
-        give: impl FnOnce(&SampleMut, SlotId) -> Result<T, SendFailure>,
+        to: Recipients,
+        wait: Option<&Wait<'_>>,
+        then: impl FnOnce(&SampleMut, Delivery) -> T,
     ) -> Result<T, SendError> {
-        let slot = self
-            .slot
-            .take()
-            .expect("a loan has its slot until it is consumed");
-        let given = self.gather(stream).and_then(|()| give(&self, slot));
-        given.map_err(|unsent| self.unsent(slot, unsent, stream))
+        // Until it is known to be unsent, also where a call panics.
+        self.is_given = true;
+        let sent = self.gather(stream).and_then(|()| {
+            let given = Given {
+                slot: self.slot,
+                layout: &self.layout,
+                metadata: metadata.unwrap_or(&self.metadata),
+            };
+            self.core.send(given, stream, to, wait)
+        });
+        match sent {
+            Ok(delivery) => Ok(then(&self, delivery)),
+            Err(SendFailure::BeforePublish(error)) => {
+                self.is_given = false;
+                self.stay_behind(stream);
+                let sample = Some(Box::new(self));
+                Err(SendError { error, sample })
+            }
+            Err(SendFailure::AfterPublish(error)) => Err(SendError {
+                error,
+                sample: None,
+            }),
+        }
     }
 
     /// Makes `stream` wait for the other streams that got work on the loan.
@@ -184,23 +199,6 @@ impl SampleMut {
         self.earlier.extend(self.behind.replace(stream.clone()));
     }
 
-    fn unsent(mut self, slot: SlotId, unsent: SendFailure, stream: &Stream) -> SendError {
-        match unsent {
-            SendFailure::BeforePublish(error) => {
-                self.slot = Some(slot);
-                self.stay_behind(stream);
-                SendError {
-                    error,
-                    sample: Some(Box::new(self)),
-                }
-            }
-            SendFailure::AfterPublish(error) => SendError {
-                error,
-                sample: None,
-            },
-        }
-    }
-
     /// Gives the slot back unsent, once the work enqueued on `stream` so far is done.
     ///
     /// # Errors
@@ -215,11 +213,11 @@ impl SampleMut {
     }
 
     fn give_back(&mut self) -> Result<()> {
-        let Some(slot) = self.slot.take() else {
+        if std::mem::replace(&mut self.is_given, true) {
             return Ok(());
-        };
+        }
         self.earlier.extend(self.behind.take());
-        self.core.return_slot(slot, &self.earlier)
+        self.core.return_slot(self.slot, &self.earlier)
     }
 }
 

@@ -169,7 +169,7 @@ impl PublisherCore {
             state.reclaim(&self.fences, true);
         }
         let PublisherState { links, arena, .. } = state;
-        let Some(link) = links.find(id) else {
+        let Some(link) = links.iter_mut().find(|link| link.id == id) else {
             return Ok(());
         };
         match message {
@@ -211,11 +211,8 @@ impl PublisherCore {
     /// Sends samples to a link from here on, those of the history first, if its segment could be
     /// registered.
     fn go_live(&self, state: &mut PublisherState, id: u64, registered: Result<(), OpenError>) {
-        let Some(link) = state
-            .links
-            .find(id)
-            .filter(|link| link.phase == LinkPhase::Attaching)
-        else {
+        let link = state.find(id);
+        let Some(link) = link.filter(|link| link.phase == LinkPhase::Attaching) else {
             return;
         };
         // Not for a link that is refused: it would be kept for its other ring.
@@ -277,33 +274,38 @@ impl PublisherCore {
         }
     }
 
-    /// Removes the leaving links that have released everything.
+    /// Drops the links that are over: those that have left and released everything, and those that do
+    /// not attach. Their memory is kept until this process's streams are past it and the current send
+    /// is over.
     fn reap_links(&self, state: &mut PublisherState) {
         state.reclaim(&self.fences, true);
-        let finished = state.links.take_finished();
-        if !finished.is_empty() && self.options.observer.is_some() {
+        let limit = self.options.shared.handshake_timeout;
+        let over = state.take_links(|link| match link.is_staying() {
+            true => link.phase == LinkPhase::Attaching && link.clock.ran() > limit,
+            false => link.holds_nothing() && link.has_partner_ended(),
+        });
+        let is_observed = self.options.observer.is_some();
+        if is_observed && !over.is_empty() {
             self.notify();
         }
-        for link in finished {
-            self.drop_link(state, link);
-        }
-    }
-
-    /// Drops a link's memory once this process's streams are past it and the current send is over.
-    fn drop_link(&self, state: &mut PublisherState, mut link: SubscriberLink) {
-        link.registrations.clear();
-        // The segment alone: a deferred drop that waits for a stream must not keep descriptors.
-        let segment = link.ring.segment().clone();
-        state.history.forget(&segment);
-        drop(link);
-        let mut past = self.past_signals();
-        self.reactor.drop_after(move || {
-            if Arc::strong_count(&segment) > 1 {
-                DropReadiness::Held
-            } else {
-                past().into()
+        for mut link in over {
+            if is_observed {
+                state.untaken.extend(link.take_untaken());
             }
-        });
+            link.registrations.clear();
+            // The segment alone: a deferred drop that waits for a stream must not keep descriptors.
+            let segment = link.ring.segment().clone();
+            state.history.forget(&segment);
+            drop(link);
+            let mut past = self.past_signals();
+            self.reactor.drop_after(move || {
+                if Arc::strong_count(&segment) > 1 {
+                    DropReadiness::Held
+                } else {
+                    past().into()
+                }
+            });
+        }
     }
 
     /// Frees the slots of a dead subscriber once this process's streams are past them, whatever
@@ -316,7 +318,7 @@ impl PublisherCore {
             }
             if let Some(core) = core.upgrade() {
                 let mut state = core.lock();
-                if let Some(link) = state.links.find(id) {
+                if let Some(link) = state.find(id) {
                     link.ring.mark_signals_done();
                     core.reap_links(&mut state);
                     core.notify();
@@ -380,7 +382,7 @@ impl ConnectionUser for PublisherCore {
     fn on_message(&self, id: u64) -> Next {
         let mut state = self.lock();
         for _ in 0..MESSAGES_AT_ONCE {
-            let Some(link) = state.links.find(id).filter(|link| link.reads_socket()) else {
+            let Some(link) = state.find(id).filter(|link| link.reads_socket()) else {
                 return Next::Stop;
             };
             let handled = match message::receive(link.end.socket(), &self.name) {
@@ -411,7 +413,7 @@ impl ConnectionUser for PublisherCore {
             };
             self.notify();
             if let Err(fault) = handled {
-                if let Some(link) = state.links.find(id) {
+                if let Some(link) = state.find(id) {
                     self.fail_link(link, fault);
                 }
                 return Next::Stop;
@@ -423,7 +425,7 @@ impl ConnectionUser for PublisherCore {
     /// A leaving subscriber is finished, any other is suspect from now on.
     fn on_close(&self, id: u64) {
         let mut state = self.lock();
-        if let Some(link) = state.links.find(id) {
+        if let Some(link) = state.find(id) {
             if let Some(partner) = &link.partner {
                 partner.on_close(id);
             }
@@ -443,7 +445,7 @@ impl ConnectionUser for PublisherCore {
     /// once this process's own streams are past them.
     fn on_proven(&self, id: u64) {
         let mut state = self.lock();
-        if let Some(link) = state.links.find(id) {
+        if let Some(link) = state.find(id) {
             trace::emit(|| {
                 TraceEvent::SubscriberDied(self.name.to_string(), id, link.end.peer.pid)
             });
@@ -469,9 +471,6 @@ impl EventSource for PublisherCore {
         self.acceptor.iter().for_each(|it| it.tick());
         // Checked with every tick.
         let mut state = self.lock();
-        for link in state.links.take_late(self.options.shared.handshake_timeout) {
-            self.drop_link(&mut state, link);
-        }
         state.links.iter().for_each(|link| link.beat(now_ns));
         state.history.complete_due(&self.fences);
         // Repeats announcements for which this process lacked resources when the memory grew.

@@ -2,13 +2,13 @@
 //! completes the releases, could not.
 
 use super::super::builder::Policy;
-use super::links::Recipients;
-use super::send_turn::SendTurn;
+use super::state::{Recipients, SendTurn};
 use super::{POLLS, PublisherCore, own_pid};
 use crate::backoff::Backoff;
 use crate::clock::Stopwatch;
 use crate::error::{Error, Result};
 use crate::ipc::Kind;
+use crate::runtime::timed_lock::{LOCK_TIMEOUT, TimedGuard};
 use crate::wait::Wait;
 
 impl PublisherCore {
@@ -34,9 +34,9 @@ impl PublisherCore {
                 let name = self.name.clone();
                 return Err(Error::peer_gone(Kind::Publisher, name, own_pid(), true));
             }
-            state.links.check(to, &self.name)?;
+            state.check(to, &self.name)?;
             // Room does not depend on which slots have been reclaimed.
-            let Some(full) = state.links.first_full(to) else {
+            let Some(full) = state.links.iter().find(|link| to.await_it(link)) else {
                 let (Some(wait), Some(pid)) = (wait, waited_for.take()) else {
                     return Ok(SendTurn::begin(self, sending, state));
                 };
@@ -85,6 +85,16 @@ impl PublisherCore {
                 self.name
             ),
             waited: wait.limit(),
+        }
+    }
+
+    /// Takes the lock for sending.
+    #[inline]
+    pub(super) fn lock_sending(&self, wait: Option<&Wait<'_>>) -> Result<TimedGuard<'_>> {
+        let what = || format!("send of {:?}", self.name);
+        match wait {
+            Some(wait) => self.send_lock.lock_for_a_send(wait, what),
+            None => self.send_lock.lock_for_a_send(LOCK_TIMEOUT, what),
         }
     }
 }

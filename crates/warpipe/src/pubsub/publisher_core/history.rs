@@ -11,7 +11,6 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::links::Links;
 use super::slot_fences::SlotFences;
 use crate::memory::arena::{Arena, SlotId};
 use crate::pubsub::entry::{Completion, PackedEntry};
@@ -96,7 +95,7 @@ impl History {
     /// [polling](Self::complete_due).
     pub(super) fn replay(
         &mut self,
-        links: &mut Links,
+        links: &mut [SubscriberLink],
         arena: &mut Arena,
         fences: &SlotFences,
     ) -> bool {

@@ -11,6 +11,7 @@ use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
 use crate::ipc::Kind;
 use crate::memory::arena::{Chunk, Growth, REGIONS_MAX, SlotId};
+use crate::pubsub::subscriber_link::SubscriberLink;
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::{Fence, StreamSet};
 use crate::stream::Stream;
@@ -161,7 +162,7 @@ impl PublisherCore {
         let Chunk { id, region, .. } = &state.arena.chunks()[number as usize];
         region.identify(self.generation, (*id).into());
         state.regions.extend(held.map(Arc::new));
-        state.links.regions_have_changed();
+        state.must_announce = true;
         Ok(state)
     }
 
@@ -276,7 +277,8 @@ impl PublisherState {
 
     /// Bytes that do not count against the limit.
     fn exempt(&self) -> u64 {
-        let slots = self.links.quarantined();
+        let leaving = self.links.iter().filter(|link| !link.is_staying());
+        let slots = leaving.flat_map(SubscriberLink::holds);
         let quarantined: u64 = slots.map(|slot| self.arena.slot(slot).bytes()).sum();
         let bytes = quarantined.saturating_add(self.closing_bytes());
         bytes.min(self.arena.limit())
@@ -308,7 +310,7 @@ impl PublisherState {
                 own: Arc::downgrade(&chunk.region),
             });
             removed.push((chunk, self.regions.remove(number)));
-            self.links.regions_have_changed();
+            self.must_announce = true;
         }
         removed
     }
@@ -326,7 +328,7 @@ impl PublisherState {
     }
 
     /// Bytes of regions, used and free, and of those that were given back and are still mapped.
-    pub(super) fn region_bytes(&self) -> u64 {
+    pub(in crate::pubsub) fn region_bytes(&self) -> u64 {
         self.arena.total().saturating_add(self.closing_bytes())
     }
 }

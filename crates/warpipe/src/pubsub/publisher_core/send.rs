@@ -8,11 +8,10 @@
 
 use std::sync::Arc;
 
-use super::links::Recipients;
-use super::state::PublisherState;
+use super::state::{PublisherState, Recipients};
 use super::{PublisherCore, SendFailure};
 use crate::backend::DeviceKind;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::memory::arena::SlotId;
 use crate::nvtx;
 use crate::pubsub::entry::Metadata;
@@ -24,111 +23,77 @@ use crate::stream::Stream;
 use crate::tensor::Layout;
 use crate::wait::Wait;
 
-/// The highest number that may be skipped to.
-const SEQUENCE_MAX: u64 = 1 << 62;
+/// What a send hands over.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::pubsub) struct Given<'a> {
+    pub(in crate::pubsub) slot: SlotId,
+    pub(in crate::pubsub) layout: &'a Layout,
+    pub(in crate::pubsub) metadata: &'a Metadata,
+}
 
 /// A sample that was announced.
-pub(super) struct Delivery {
-    sequence: u64,
+pub(in crate::pubsub) struct Delivery {
+    pub(in crate::pubsub) sequence: u64,
     /// Where the first recipient got it; `None` if all have left meanwhile.
-    pub(super) position: Option<u64>,
+    pub(in crate::pubsub) position: Option<u64>,
 }
 
 impl PublisherCore {
-    /// Sends the contents of `slot` to every subscriber, behind the work enqueued on `stream`.
-    /// `wait` replaces the timeout of the subscribers' policies and the timeout of the send turn.
+    /// Sends to these recipients, behind the work enqueued on `stream`. `wait` replaces the timeout of
+    /// the subscribers' policies and the timeout of the send turn.
+    #[inline]
     pub(in crate::pubsub) fn send(
         &self,
-        slot: SlotId,
-        layout: &Layout,
-        metadata: &Metadata,
-        stream: &Stream,
-        wait: Option<&Wait<'_>>,
-    ) -> Result<u64, SendFailure> {
-        let _range = nvtx::range(nvtx::SEND);
-        self.send_to(slot, layout, metadata, stream, Recipients::All, wait)
-    }
-
-    /// Sends to these recipients, as [`send`](Self::send) does to all.
-    #[inline]
-    pub(in crate::pubsub) fn send_to(
-        &self,
-        slot: SlotId,
-        layout: &Layout,
-        metadata: &Metadata,
+        given: Given<'_>,
         stream: &Stream,
         to: Recipients,
         wait: Option<&Wait<'_>>,
-    ) -> Result<u64, SendFailure> {
-        self.admit(stream)?;
-        let mut turn = self.make_room(to, wait)?;
-        let delivery = self.deliver(&mut turn.state, slot, layout, metadata, stream, to)?;
-        turn.state.arena.release(slot);
-        Ok(delivery.sequence)
-    }
-
-    /// See [`Publisher::skip_to`](crate::Publisher::skip_to).
-    pub(in crate::pubsub) fn skip_to(&self, sequence: u64) -> Result<()> {
-        self.owner_process.check()?;
-        let mut state = self.lock();
-        // No count of samples reaches the limit, so the next numbers do not overflow either.
-        let allowed = state.next_sequence..=SEQUENCE_MAX;
-        let is_forwarder = self.options.forwards.is_some();
-        if !is_forwarder || !allowed.contains(&sequence) {
-            let allowed = match is_forwarder {
-                true => format!("{} to {}", allowed.start(), allowed.end()),
-                false => "a publisher built with forwards(source)".into(),
-            };
-            return Err(Error::argument("sequence", sequence, allowed));
-        }
-        state.next_sequence = sequence;
-        Ok(())
-    }
-
-    /// Records the stream, and refuses one that must not be given work. Recording comes first,
-    /// because it may query other streams.
-    #[inline]
-    pub(super) fn admit(&self, stream: &Stream) -> Result<()> {
+    ) -> Result<Delivery, SendFailure> {
+        let _range = (to == Recipients::All).then(|| nvtx::range(nvtx::SEND));
         self.owner_process.check()?;
         stream.check_of(&self.device)?;
+        // Before the turn: recording may query other streams, which a full launch queue blocks.
         self.record_use(stream);
-        stream.check_not_capturing()
+        stream.check_not_capturing()?;
+        let mut turn = self.make_room(to, wait)?;
+        let delivery = self.deliver(&mut turn.state, given, stream, to)?;
+        if !matches!(to, Recipients::Keep(_)) {
+            turn.state.arena.release(given.slot);
+        }
+        Ok(delivery)
     }
 
-    /// Announces the contents of `slot` to the recipients, and enqueues on `stream` the signals
-    /// that complete it. The caller's hold on the slot stays, unless the failure came after the
-    /// announcement. The caller must have [admitted](Self::admit) the stream in the same user call:
-    /// recorded it before the turn, because recording may query other streams, which a full launch
-    /// queue blocks, and then found it usable.
-    pub(super) fn deliver(
+    /// Announces the sample to the recipients, and enqueues on `stream`, which the caller has
+    /// recorded, the signals that complete it. The caller's hold on the slot stays, unless the failure
+    /// came after the announcement.
+    fn deliver(
         &self,
         turn: &mut ReleasableGuard<'_, PublisherState>,
-        slot: SlotId,
-        layout: &Layout,
-        metadata: &Metadata,
+        given: Given<'_>,
         stream: &Stream,
         to: Recipients,
     ) -> Result<Delivery, SendFailure> {
+        let slot = given.slot;
         let fence = self.place(turn, slot, to);
         if stream.may_signal_from_cpu() {
             if let Some(value) = fence {
                 self.fences.store(slot, value);
             }
-            let delivery = self.publish(turn, slot, layout, metadata, true);
-            turn.links.wake_sleepers();
+            let delivery = self.publish(turn, given, true);
+            turn.wake_sleepers();
             return Ok(delivery);
         }
         let signals = std::mem::take(&mut turn.signals);
         let enqueue = |turn: &mut ReleasableGuard<'_, PublisherState>| {
             // SAFETY: the words lie in link segments and the fence words, which are dropped only when
             // this turn is over and this stream, recorded by the caller, is proven to be past them
-            // (`close`, `drop_link`).
+            // (`close`, `reap_links`).
             turn.unlocked(|| unsafe { stream.batch_at_once(&signals) })
         };
         // `ready` orders the devices, so the entries may be published before the driver call: a
         // subscriber on another core enqueues its wait and its kernels meanwhile.
         let early = self.signals_first(turn).then(|| enqueue(turn));
-        let delivery = self.publish(turn, slot, layout, metadata, false);
+        let delivery = self.publish(turn, given, false);
         let enqueued = early.unwrap_or_else(|| enqueue(turn));
         turn.signals = signals;
         if enqueued.is_err() {
@@ -143,7 +108,7 @@ impl PublisherCore {
         }
         // Only now: a wake-up costs as much as many signals, and a woken subscriber finds the words
         // of host streams stored.
-        turn.links.wake_sleepers();
+        turn.wake_sleepers();
         enqueued
             .map(|()| delivery)
             .map_err(SendFailure::AfterPublish)
@@ -156,8 +121,7 @@ impl PublisherCore {
     /// host, where there is no driver to wait for: an entry that is ready from the start moves to
     /// the reader's cache once, without a second transfer.
     fn signals_first(&self, state: &PublisherState) -> bool {
-        self.device.info().id.kind == DeviceKind::Host
-            || state.links.placed().any(|link| link.is_local)
+        self.device.info().id.kind == DeviceKind::Host || state.placed().any(|link| link.is_local)
     }
 
     /// Finds a position on every live recipient's link, and the signals that complete the sample
@@ -182,7 +146,8 @@ impl PublisherCore {
         // sender and receiver had, the slot's own word says when the slot is done; beside a foreign
         // reader's that costs a second device operation. (A reader of this user could write this
         // process's memory anyway.) Sent again later, a sample is ordered behind that word, too.
-        if !(signals.is_empty() || is_any_foreign || self.sends_again()) {
+        let is_sent_again = self.options.history > 0 || self.options.observer.is_some();
+        if !(signals.is_empty() || is_any_foreign || is_sent_again) {
             return None;
         }
         let (value, signal) = self.fences.next(slot);
@@ -193,15 +158,9 @@ impl PublisherCore {
 
     /// Writes the entries of one sample at the positions that [`place`](Self::place) found, and
     /// their signals if its data `is_complete`.
-    fn publish(
-        &self,
-        state: &mut PublisherState,
-        slot: SlotId,
-        layout: &Layout,
-        metadata: &Metadata,
-        is_complete: bool,
-    ) -> Delivery {
-        let description = state.describe(slot, layout, metadata, self.options.timestamps);
+    fn publish(&self, state: &mut PublisherState, given: Given<'_>, is_complete: bool) -> Delivery {
+        let slot = given.slot;
+        let description = state.describe(given, self.options.timestamps);
         let mut delivery = Delivery {
             sequence: description.sequence,
             position: None,
@@ -214,9 +173,13 @@ impl PublisherCore {
             ..
         } = state;
         packed.pack(description);
-        let is_for_many = links.placed().nth(1).is_some();
-        for link in links.placed_mut() {
-            if link.is_live() {
+        let is_for_many = links
+            .iter()
+            .filter(|link| link.placed().is_some())
+            .nth(1)
+            .is_some();
+        for link in links.iter_mut() {
+            if link.is_live() && link.placed().is_some() {
                 arena.hold(slot);
             }
             let position = link.publish_placed(slot, packed, is_complete, is_for_many);
@@ -224,18 +187,11 @@ impl PublisherCore {
         }
         if is_for_many {
             ring::fence_published();
-            links
-                .placed_mut()
-                .for_each(SubscriberLink::look_whether_it_sleeps);
+            let placed = links.iter_mut().filter(|link| link.placed().is_some());
+            placed.for_each(SubscriberLink::look_whether_it_sleeps);
         }
         history.add(slot, packed, arena);
         delivery
-    }
-
-    /// Whether sent samples may be given to other subscribers later, so that each slot has its own
-    /// fence word signalled.
-    fn sends_again(&self) -> bool {
-        self.options.history > 0 || self.options.observer.is_some()
     }
 
     /// Ends a published sample after the driver refused its signals: its readers see at
@@ -243,7 +199,6 @@ impl PublisherCore {
     /// past the work that fills the slot, which was enqueued before and still runs.
     fn mark_lost(&self, state: &mut PublisherState, slot: SlotId, stream: &Stream) {
         let entries: Vec<(Arc<Segment>, u64)> = state
-            .links
             .placed()
             .filter_map(|link| Some((link.ring.segment().clone(), link.placed()?)))
             .collect();

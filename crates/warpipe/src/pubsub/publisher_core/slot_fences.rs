@@ -19,7 +19,7 @@ use crate::shm::fence_words::FenceWords;
 /// subscribers map the words once.
 const PIECES_MAX: usize = 64;
 
-pub(super) struct SlotFences {
+pub(in crate::pubsub) struct SlotFences {
     /// Each of [`SLOTS_MAX`] words, made when the slots before are all in use.
     pieces: [OnceLock<FenceWords>; PIECES_MAX],
     device: Device,
@@ -91,7 +91,7 @@ impl SlotFences {
     }
 
     #[inline]
-    pub(super) fn is_reached(&self, slot: SlotId, value: u64) -> bool {
+    pub(in crate::pubsub) fn is_reached(&self, slot: SlotId, value: u64) -> bool {
         self.word(slot).reached(value)
     }
 

@@ -1,22 +1,33 @@
-//! The state of a publisher under its lock, made of parts that keep their own invariants.
+//! The state of a publisher under its lock, and the turn to send.
+//!
+//! One thread of a publisher sends at a time, by a [`TimedLock`](crate::runtime::timed_lock) that
+//! keeps the order of samples: its holder finds places, publishes entries, and enqueues signals
+//! without the lock of the state. All other threads may read the state, take samples back and free
+//! slots meanwhile.
 
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, MutexGuard, Weak};
 
+use super::PublisherCore;
 use super::history::History;
-use super::links::Links;
+use super::send::Given;
 use super::slot_fences::SlotFences;
 use crate::backend::StreamOp;
 use crate::clock::now_ns;
 use crate::device::Device;
-use crate::error::Result;
-use crate::memory::arena::{Arena, SlotId};
+use crate::error::{Error, Result};
+use crate::ipc::message::CloseReason;
+use crate::kind::Kind;
+use crate::memory::arena::Arena;
 use crate::memory::region::Region;
+use crate::os::is_shortage;
 use crate::pubsub::builder::PublisherBuilder;
-use crate::pubsub::entry::{Description, Metadata, PackedEntry};
+use crate::pubsub::entry::{Description, PackedEntry};
+use crate::pubsub::publisher_link::PublisherLink;
 use crate::pubsub::subscriber_link::SubscriberLink;
 use crate::runtime::drop_after_fence::DropAfterFence;
+use crate::runtime::releasable::ReleasableGuard;
+use crate::runtime::timed_lock::TimedGuard;
 use crate::statistics::EndpointRow;
-use crate::tensor::Layout;
 
 /// A region that the streams of its publisher work on.
 pub(super) type HeldRegion = DropAfterFence<Arc<Region>>;
@@ -29,23 +40,60 @@ pub(super) struct ClosingRegion {
     pub(super) own: Weak<Region>,
 }
 
-pub(super) struct PublisherState {
-    pub(super) arena: Arena,
+/// The recipients of a sample.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::pubsub) enum Recipients {
+    /// Every subscriber.
+    All,
+    /// The subscriber with this id.
+    One(u64),
+    /// The subscriber with this id, if it has room, while the slot stays held for others; or nobody.
+    Keep(Option<u64>),
+}
+
+impl Recipients {
+    #[inline]
+    pub(super) fn include(self, link: &SubscriberLink) -> bool {
+        match self {
+            Recipients::All => true,
+            Recipients::One(id) => link.id == id,
+            Recipients::Keep(id) => id == Some(link.id) && link.room().is_some(),
+        }
+    }
+
+    /// Whether a send must wait for room on this link.
+    #[inline]
+    pub(super) fn await_it(self, link: &SubscriberLink) -> bool {
+        self.include(link) && link.is_live() && link.policy.is_lossless() && link.room().is_none()
+    }
+}
+
+pub(in crate::pubsub) struct PublisherState {
+    pub(in crate::pubsub) arena: Arena,
     /// Their memory still counts against the limit.
     pub(super) closing: Vec<ClosingRegion>,
     /// Each region of the arena, unmapped behind a fence that is recorded after its last holder, a
     /// [`SlotHold`](crate::SlotHold) or the publisher, is gone.
     pub(super) regions: Vec<Arc<HeldRegion>>,
-    pub(super) links: Links,
+    /// Each from its welcome until it has left and holds no slot any more. All know all regions before
+    /// a sample is placed: see [`announce`](Self::announce).
+    pub(in crate::pubsub) links: Vec<SubscriberLink>,
+    /// A link may not know the regions as they are.
+    pub(super) must_announce: bool,
+    /// For the observer, of links that are no longer in the list: see
+    /// [`SubscriberLink::take_untaken`].
+    pub(in crate::pubsub) untaken: Vec<(u64, u64)>,
+    /// The samples that links which are no longer in the list did not get.
+    dropped_before: u64,
     pub(super) history: History,
     /// Of the sample that is being sent. Only the holder of the turn uses these; their memory stays
     /// for the next send.
     pub(super) signals: Vec<StreamOp>,
     pub(super) packed: PackedEntry,
-    pub(super) next_sequence: u64,
-    pub(super) closed: bool,
+    pub(in crate::pubsub) next_sequence: u64,
+    pub(in crate::pubsub) closed: bool,
     /// Its row of this process's statistics page.
-    pub(super) row: EndpointRow,
+    pub(in crate::pubsub) row: EndpointRow,
     /// A thread sends.
     pub(super) is_sending: bool,
     /// Loans since released slots were last looked for.
@@ -62,7 +110,10 @@ impl PublisherState {
             arena: Arena::new(device, options.shared.memory_limit),
             closing: Vec::new(),
             regions: Vec::new(),
-            links: Links::new(options.observer.is_some()),
+            links: Vec::new(),
+            must_announce: false,
+            untaken: Vec::new(),
+            dropped_before: 0,
             history: History::new(options.history),
             signals: Vec::new(),
             packed: PackedEntry::default(),
@@ -74,59 +125,181 @@ impl PublisherState {
         }
     }
 
-    /// Adds a link, with its row of the statistics page.
+    /// Adds a link, with its row of the statistics page. Its welcome has announced every region.
     pub(super) fn add(&mut self, mut link: SubscriberLink) {
         link.row = Some(self.row.link(link.end.peer.pid, link.end.peer.uid));
-        self.links.add(link);
+        self.links.push(link);
+    }
+
+    pub(in crate::pubsub) fn find(&mut self, id: u64) -> Option<&mut SubscriberLink> {
+        self.links.iter_mut().find(|link| link.id == id)
+    }
+
+    /// The links that get samples.
+    pub(in crate::pubsub) fn live(&self) -> impl Iterator<Item = &SubscriberLink> {
+        self.links.iter().filter(|link| link.is_live())
+    }
+
+    pub(in crate::pubsub) fn is_live(&self, id: u64) -> bool {
+        self.live().any(|link| link.id == id)
+    }
+
+    /// The links with a position for the sample that is being sent, or was sent last.
+    #[inline]
+    pub(super) fn placed(&self) -> impl Iterator<Item = &SubscriberLink> {
+        self.links.iter().filter(|link| link.placed().is_some())
+    }
+
+    /// Wakes the sleeping subscribers that have been given the last sample.
+    #[inline]
+    pub(super) fn wake_sleepers(&mut self) {
+        self.links.iter_mut().for_each(SubscriberLink::wake_sleeper);
+    }
+
+    /// Whether a chosen recipient is still attached.
+    #[inline]
+    pub(super) fn check(&self, to: Recipients, name: &str) -> Result<()> {
+        match to {
+            Recipients::One(id) if !self.is_live(id) => Err(Error::LinkClosed {
+                kind: Kind::Publisher,
+                name: name.to_string(),
+                reason: "the one it was meant for has gone".into(),
+            }),
+            _ => Ok(()),
+        }
     }
 
     /// Reclaims every slot that is no longer in use. `thorough` also looks behind samples that are
     /// held long.
     #[inline]
-    pub(super) fn reclaim(&mut self, fences: &SlotFences, thorough: bool) {
+    pub(in crate::pubsub) fn reclaim(&mut self, fences: &SlotFences, thorough: bool) {
         self.unlooked_loans = 0;
-        self.links.reclaim(&mut self.arena, thorough);
-        self.arena
-            .collect(|slot, value| fences.is_reached(slot, value));
+        let arena = &mut self.arena;
+        for link in &mut self.links {
+            link.reclaim(thorough, |slot| arena.release(slot));
+        }
+        arena.collect(|slot, value| fences.is_reached(slot, value));
     }
 
-    /// Announces every region to every subscriber: see [`Links::announce`].
+    /// Announces to every subscriber the regions that it does not know. A subscriber that does not
+    /// read its socket loses its link.
+    ///
+    /// # Errors
+    /// This process lacks resources for the message. No link is lost, and the announcement is
+    /// repeated later.
     #[inline]
     pub(super) fn announce(&mut self, name: &str) -> Result<()> {
-        self.links.announce(self.arena.chunks(), name)
+        if !self.must_announce {
+            return Ok(());
+        }
+        let mut own = Ok(());
+        for link in &mut self.links {
+            match link.announce(self.arena.chunks()) {
+                Ok(()) => {}
+                // What it has mapped counts until it has released its samples.
+                Err(_) if !link.is_staying() => {}
+                Err(error) if is_shortage(error) => {
+                    let context = format!("memory of {name:?}, to process {}", link.end.peer.pid);
+                    own = Err(Error::os("sendmsg", context, error));
+                }
+                Err(_) => link.leave(Some(CloseReason::Evicted(
+                    "it does not read its socket".into(),
+                ))),
+            }
+        }
+        self.must_announce = own.is_err();
+        own
     }
 
     /// The description of the next sample, which takes the next number. `is_stamped`: with the time.
     #[inline]
-    pub(super) fn describe<'a>(
+    pub(in crate::pubsub) fn describe<'a>(
         &mut self,
-        slot: SlotId,
-        layout: &'a Layout,
-        metadata: &'a Metadata,
+        given: Given<'a>,
         is_stamped: bool,
     ) -> Description<'a> {
         let sequence = self.next_sequence;
         self.next_sequence += 1;
-        self.row.count(sequence, layout.bytes());
-        let slot = self.arena.slot(slot);
+        self.row.count(sequence, given.layout.bytes());
+        let slot = self.arena.slot(given.slot);
         Description {
             sequence,
             sent_ns: if is_stamped { now_ns() } else { 0 },
             region: self.arena.chunks()[slot.region as usize].id,
             slot: slot.offset,
-            layout,
-            metadata,
+            layout: given.layout,
+            metadata: given.metadata,
         }
+    }
+
+    /// Takes out the links that are over.
+    pub(super) fn take_links(
+        &mut self,
+        is_over: impl FnMut(&mut SubscriberLink) -> bool,
+    ) -> Vec<SubscriberLink> {
+        let over: Vec<SubscriberLink> = self.links.extract_if(.., is_over).collect();
+        self.dropped_before += over.iter().map(|link| link.dropped).sum::<u64>();
+        over
+    }
+
+    /// Sends `Close` to every subscriber, and reads no socket any more, save for a partner that still
+    /// receives. Returns the partners that do not.
+    pub(super) fn close_links(&mut self) -> Vec<Arc<PublisherLink>> {
+        let mut partners = Vec::new();
+        for link in &mut self.links {
+            link.close();
+            if link.has_partner_ended() || !link.end.is_of_replies {
+                link.registrations.clear();
+                partners.extend(link.partner.take());
+            }
+        }
+        partners
     }
 
     /// Writes what is not counted with each sample: called with each tick.
     pub(super) fn write_statistics(&mut self) {
         self.links.iter().for_each(SubscriberLink::write_statistics);
         let in_flight: u64 = self.links.iter().map(SubscriberLink::in_flight).sum();
-        let peers = self.links.iter().count() as u64;
-        let dropped = self.links.dropped();
+        let dropped: u64 = self.links.iter().map(|link| link.dropped).sum();
+        let (dropped, peers) = (self.dropped_before + dropped, self.links.len() as u64);
         self.forget_closed_regions();
         self.row
             .set_use(dropped, in_flight, peers, self.region_bytes());
+    }
+}
+
+/// The right to send. The state is locked except during driver calls: links may leave and end
+/// meanwhile, places and history stay.
+pub(in crate::pubsub) struct SendTurn<'a> {
+    core: &'a PublisherCore,
+    /// Declared before the lock for sending: unlocked before that.
+    pub(in crate::pubsub) state: ReleasableGuard<'a, PublisherState>,
+    _sending: TimedGuard<'a>,
+}
+
+impl<'a> SendTurn<'a> {
+    pub(in crate::pubsub) fn begin(
+        core: &'a PublisherCore,
+        sending: TimedGuard<'a>,
+        mut state: MutexGuard<'a, PublisherState>,
+    ) -> SendTurn<'a> {
+        state.is_sending = true;
+        SendTurn {
+            core,
+            state: ReleasableGuard::new(&core.state, state),
+            _sending: sending,
+        }
+    }
+}
+
+impl Drop for SendTurn<'_> {
+    /// Gives the history to the links that came during the send. Then the turn is over.
+    #[inline]
+    fn drop(&mut self) {
+        self.state.relock();
+        self.state.is_sending = false;
+        if self.state.history.has_joiners {
+            self.core.replay(&mut self.state);
+        }
     }
 }

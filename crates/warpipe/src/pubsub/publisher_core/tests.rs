@@ -249,8 +249,8 @@ fn a_slot_is_forwarded_once_its_data_is_complete_and_no_other_thread_sends() {
     drop(go);
     eventually("it is filled", || {
         let state = publisher.core.lock();
-        let fence = state.arena.fence_of(retained.slot());
-        publisher.core.fences.is_reached(retained.slot(), fence)
+        let fence = state.arena.fence_of(retained.slot);
+        publisher.core.fences.is_reached(retained.slot, fence)
     });
     let sends = publisher.core.send_lock.try_lock().unwrap();
     assert_eq!(forward(), Forwarded::NotYet);
@@ -770,7 +770,7 @@ fn both_rings_of_a_link_close_one_by_one() {
     drop(sender);
     eventually("the link is gone", || publisher.subscribers().is_empty());
     eventually("its other end knows", || {
-        core.lock().links.live().next().is_none()
+        core.lock().live().next().is_none()
     });
     let mut taken = 0;
     eventually("the reply comes, and then the end", || {
@@ -796,7 +796,7 @@ fn a_message_that_comes_while_a_publisher_closes_makes_the_end_no_fault() {
     let mut state = publisher.core.lock();
     // It announces memory, which nobody has read when the publisher closes.
     let _loan = sender.loan(&layout()).unwrap();
-    drop(state.links.close());
+    drop(state.close_links());
     drop(state);
     assert_eq!(publisher.core.on_message(id), Next::Stop);
     let end = subscriber.receive(&stream, LONG);
@@ -808,21 +808,12 @@ fn a_message_that_comes_while_a_publisher_closes_makes_the_end_no_fault() {
 
 /// Sends a message over the only link of `of`, as the process at that end.
 fn say_as(of: &Publisher, message: &Message, fds: &[BorrowedFd<'_>]) {
-    let socket = of
-        .core
-        .lock()
-        .links
-        .iter()
-        .next()
-        .unwrap()
-        .end
-        .socket
-        .clone();
+    let socket = of.core.lock().links[0].end.socket.clone();
     message::send(socket.as_fd().as_fd(), message, fds).unwrap();
 }
 
 fn has_links(publisher: &Publisher) -> bool {
-    publisher.core.lock().links.live().next().is_some()
+    publisher.core.lock().live().next().is_some()
 }
 
 #[test]
@@ -885,7 +876,7 @@ fn a_link_with_replies_that_is_refused_keeps_no_place() {
         body: Vec::new(),
     };
     send_raw(&socket, &packet(&hello), &[]).unwrap();
-    let links = || publisher.core.lock().links.iter().count();
+    let links = || publisher.core.lock().links.len();
     eventually("it is welcomed", || links() == 1);
     // It has not sealed the segment.
     send_raw(&socket, &packet(&Message::Attached), &[]).unwrap();
