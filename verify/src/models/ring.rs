@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::models::Model;
 use crate::pubsub::entry::{Description, Metadata, PackedEntry};
-use crate::pubsub::ring::{ReceiverRing, RingSpace, SenderRing};
+use crate::pubsub::ring::{ReceiverRing, SenderRing};
 use crate::shm::segment::Segment;
 use crate::tensor::Layout;
 
@@ -78,7 +78,7 @@ impl Sender {
 
     /// Publishes the next sample, with complete data, if there is room.
     fn send(&mut self) {
-        if let RingSpace::At(position) = self.ring.space() {
+        if let Some(position) = self.ring.space() {
             self.sequence += 1;
             // As a stream that is done at once, and as one that is done later.
             let is_complete = self.sequence % 2 == 0;

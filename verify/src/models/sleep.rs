@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::Socket;
 use super::ring::packed;
 use crate::models::Model;
-use crate::pubsub::ring::{ReceiverRing, RingSpace, SenderRing, fence_published};
+use crate::pubsub::ring::{ReceiverRing, SenderRing, fence_published};
 use crate::shm::segment::Segment;
 
 pub const RECEIVER: Model = Model {
@@ -32,7 +32,7 @@ pub const UNTOLD: Model = Model {
 };
 
 fn publish(ring: &mut SenderRing, sequence: u64, socket: &Socket) {
-    let RingSpace::At(position) = ring.space() else {
+    let Some(position) = ring.space() else {
         panic!("an empty ring")
     };
     if ring.publish(position, &packed(sequence), false) {
@@ -42,7 +42,7 @@ fn publish(ring: &mut SenderRing, sequence: u64, socket: &Socket) {
 
 /// As a sender with several receivers does.
 fn publish_to_one_of_many(ring: &mut SenderRing, sequence: u64, socket: &Socket) {
-    let RingSpace::At(position) = ring.space() else {
+    let Some(position) = ring.space() else {
         panic!("an empty ring")
     };
     ring.publish_to_one_of_many(position, &packed(sequence), false);

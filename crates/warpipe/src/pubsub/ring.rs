@@ -41,16 +41,6 @@ struct Sent {
     revoked: bool,
 }
 
-/// Where the next sample can go.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum RingSpace {
-    /// The position is free.
-    At(u64),
-    /// No position can be used: the first entry that the receiver does not hold has a sample that
-    /// it has not taken, or the receiver holds all entries.
-    Full,
-}
-
 /// The sender's end.
 #[derive(Debug)]
 pub(crate) struct SenderRing {
@@ -120,20 +110,21 @@ impl SenderRing {
         self.signals_done = true;
     }
 
-    /// Finds where the next sample can go, without changing anything.
+    /// The free position where the next sample can go. `None` if the first entry that the receiver
+    /// does not hold has a sample that it has not taken, or if it holds all entries.
     #[inline]
-    pub(crate) fn space(&self) -> RingSpace {
+    pub(crate) fn space(&self) -> Option<u64> {
         for position in self.next..self.next + u64::from(self.segment.depth()) {
             let last = self.sent[self.segment.index(position) as usize].position;
             if last == 0 || self.is_over(last) {
-                return RingSpace::At(position);
+                return Some(position);
             }
             if self.segment.entry(position).state_word.load(Acquire) == state_word(last, PUBLISHED)
             {
-                return RingSpace::Full;
+                return None;
             }
         }
-        RingSpace::Full
+        None
     }
 
     /// Publishes at a position that [`space`](Self::space) gave just now. `is_complete`: the data is

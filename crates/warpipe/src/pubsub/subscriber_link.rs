@@ -22,7 +22,7 @@ use crate::memory::arena::{Chunk, SlotId};
 use crate::pubsub::entry::PackedEntry;
 use crate::pubsub::link_end::LinkEnd;
 use crate::pubsub::publisher_link::PublisherLink;
-use crate::pubsub::ring::{RingSpace, SenderRing};
+use crate::pubsub::ring::SenderRing;
 use crate::runtime::heartbeat::Uptime;
 use crate::runtime::reactor::Registration;
 use crate::shm::segment::{Header, Segment};
@@ -77,10 +77,8 @@ pub(super) struct SubscriberLink {
     set_aside: Option<HashMap<u64, SlotId>>,
     /// Counts from the welcome on.
     pub(super) clock: Uptime,
-    /// The regions that it was told of and is to keep open.
-    regions: Vec<u32>,
-    /// Those that it was asked to close and has not closed.
-    closing_regions: Vec<u32>,
+    /// The regions that it was told of and has not closed, and whether it was asked to close each.
+    regions: Vec<(u32, bool)>,
     /// It was told of all regions with lower ids.
     next_region: u32,
     /// Samples that it did not get because of its policy.
@@ -127,7 +125,6 @@ impl SubscriberLink {
             registrations: Vec::new(),
             in_flight: VecDeque::new(),
             regions: Vec::new(),
-            closing_regions: Vec::new(),
             next_region: 0,
             dropped: 0,
             quota_permit: None,
@@ -192,18 +189,10 @@ impl SubscriberLink {
     /// the reader's cache.
     #[inline]
     pub(super) fn room(&self) -> Option<u64> {
-        if self.free.get() == 0
-            && let RingSpace::At(position) = self.ring.space()
-        {
-            self.free.set(position);
+        if self.free.get() == 0 {
+            self.free.set(self.ring.space().unwrap_or_default());
         }
         Some(self.free.get()).filter(|&position| position != 0)
-    }
-
-    /// The segment and its file, which the subscriber claims to have sealed.
-    pub(super) fn take_segment(&mut self) -> Option<(Arc<Segment>, CloseOnForkFd)> {
-        let fd = self.segment_fd.take()?;
-        Some((self.ring.segment().clone(), fd))
     }
 
     /// Ends a link that has not been live, with the reason.
@@ -221,10 +210,11 @@ impl SubscriberLink {
     pub(super) fn announce(&mut self, chunks: &[Chunk]) -> Result<(), Errno> {
         let socket = self.end.socket.clone();
         let is_gone = |id: u32| chunks.binary_search_by_key(&id, |chunk| chunk.id).is_err();
-        while let Some(index) = self.regions.iter().position(|&id| is_gone(id)) {
-            let id = self.regions[index];
-            message::send(socket.as_fd(), &Message::CloseRegion { id }, &[])?;
-            self.closing_regions.push(self.regions.remove(index));
+        for (id, is_closing) in &mut self.regions {
+            if !*is_closing && is_gone(*id) {
+                message::send(socket.as_fd(), &Message::CloseRegion { id: *id }, &[])?;
+                *is_closing = true;
+            }
         }
         if !self.is_staying() || self.has_closed {
             return Ok(());
@@ -234,7 +224,7 @@ impl SubscriberLink {
             let (id, bytes) = (chunk.id, chunk.region.bytes());
             let region = Message::Region { id, bytes };
             message::send(socket.as_fd(), &region, &[chunk.export.as_fd()])?;
-            self.regions.push(id);
+            self.regions.push((id, false));
             self.next_region = id + 1;
         }
         Ok(())
@@ -242,14 +232,14 @@ impl SubscriberLink {
 
     /// Whether the subscriber may have the region mapped.
     pub(super) fn has_region(&self, id: u32) -> bool {
-        self.regions.contains(&id) || self.closing_regions.contains(&id)
+        self.regions.iter().any(|&(known, _)| known == id)
     }
 
     /// The subscriber has closed a region. False if it was not asked to.
     pub(super) fn remove_closed_region(&mut self, id: u32) -> bool {
-        let before = self.closing_regions.len();
-        self.closing_regions.retain(|&closing| closing != id);
-        self.closing_regions.len() < before
+        let before = self.regions.len();
+        self.regions.retain(|&region| region != (id, true));
+        self.regions.len() < before
     }
 
     /// Ends the subscription: takes back the samples that were not taken, and waits for the rest.
@@ -284,38 +274,25 @@ impl SubscriberLink {
         Some(self.placed).filter(|&position| position != 0)
     }
 
-    /// [`place`](Self::place)s the sample that is being sent, if the subscriber `is_recipient`.
+    /// Finds the place of the sample that is being sent, if the subscriber `is_recipient`, by its
+    /// policy: `None` drops the sample for this subscriber.
     #[inline]
-    pub(super) fn place_next(
-        &mut self,
-        is_recipient: bool,
-        free: impl FnMut(SlotId),
-    ) -> Option<u64> {
+    pub(super) fn place(&mut self, is_recipient: bool, free: impl FnMut(SlotId)) -> Option<u64> {
         let place = match is_recipient && self.is_live() {
-            true => self.place(free),
+            true => self.room().or_else(|| self.make_room(free)),
             false => None,
         };
         self.placed = place.unwrap_or_default();
         place
     }
 
-    /// Where the next sample can go once the policy is applied: `None` drops it for this
-    /// subscriber.
-    #[inline]
-    pub(super) fn place(&mut self, mut free: impl FnMut(SlotId)) -> Option<u64> {
-        let room = self.room();
-        if room.is_some() {
-            return room;
-        }
+    fn make_room(&mut self, mut free: impl FnMut(SlotId)) -> Option<u64> {
         self.count_drop();
         let revoked = match self.policy {
             Policy::DropOldest => self.ring.revoke_oldest_complete()?,
             _ => return None,
         };
-        let is_revoked = |&(position, _): &(u64, SlotId)| position == revoked;
-        if let Some(index) = self.in_flight.iter().position(is_revoked)
-            && let Some((_, slot)) = self.in_flight.remove(index)
-        {
+        if let Some(slot) = self.take_in_flight(revoked) {
             free(slot);
         }
         let room = self.room();
@@ -323,6 +300,13 @@ impl SubscriberLink {
             self.count_drop();
         }
         room
+    }
+
+    fn take_in_flight(&mut self, position: u64) -> Option<SlotId> {
+        let found = self
+            .in_flight
+            .binary_search_by_key(&position, |&(it, _)| it);
+        self.in_flight.remove(found.ok()?).map(|(_, slot)| slot)
     }
 
     fn count_drop(&mut self) {
@@ -335,11 +319,13 @@ impl SubscriberLink {
     }
 
     /// Publishes the sample at its [place](Self::placed), or gives the place up if the link has left
-    /// since. Returns the position if it is published. For one of several subscribers,
+    /// since. Returns the position if it is published. If the subscriber sleeps, the next
+    /// [`wake_sleeper`](Self::wake_sleeper) wakes it; for one of several subscribers,
     /// [`fence_published`](crate::pubsub::ring::fence_published) and
-    /// [`look_whether_it_sleeps`](Self::look_whether_it_sleeps) follow.
+    /// [`look_whether_it_sleeps`](Self::look_whether_it_sleeps) come before that. `is_complete`: see
+    /// [`SenderRing::publish`].
     #[inline]
-    pub(super) fn publish_placed(
+    pub(super) fn publish(
         &mut self,
         slot: SlotId,
         packed: &PackedEntry,
@@ -354,65 +340,40 @@ impl SubscriberLink {
             }
             return None;
         }
+        self.free.set(0);
+        self.keep_what_is_set_aside(position);
+        self.in_flight.push_back((position, slot));
         if is_for_many {
-            self.record(position, slot);
             self.ring
                 .publish_to_one_of_many(position, packed, is_complete);
-            self.fetch_next(position, is_complete);
         } else {
-            self.publish(position, slot, packed, is_complete);
+            self.sleeps |= self.ring.publish(position, packed, is_complete);
+        }
+        if !is_complete {
+            // The next entry's lines come while the driver's call and the next sample are made. Not
+            // where CPUs do all the work: there the subscriber polls that entry, and would have to
+            // fetch it back.
+            self.ring.segment().fetch_early(position + 1);
         }
         Some(position)
     }
 
-    /// Publishes the sample to the subscriber. If the subscriber sleeps, the next
-    /// [`wake_sleeper`](Self::wake_sleeper) wakes it. `is_complete`: see [`SenderRing::publish`].
-    #[inline]
-    pub(super) fn publish(
-        &mut self,
-        position: u64,
-        slot: SlotId,
-        packed: &PackedEntry,
-        is_complete: bool,
-    ) {
-        self.record(position, slot);
-        self.sleeps |= self.ring.publish(position, packed, is_complete);
-        self.fetch_next(position, is_complete);
-    }
-
     #[inline]
     pub(super) fn look_whether_it_sleeps(&mut self) {
-        self.sleeps |= self.ring.is_receiver_asleep();
-    }
-
-    #[inline]
-    fn record(&mut self, position: u64, slot: SlotId) {
-        self.free.set(0);
-        if self.set_aside.is_some() {
-            self.keep_what_is_set_aside(position);
-        }
-        self.in_flight.push_back((position, slot));
+        self.sleeps |= self.placed != 0 && self.ring.is_receiver_asleep();
     }
 
     /// Before the entry of `position` is used again: the sample that lay there last may be set
     /// aside, which only the entry says.
+    #[inline]
     fn keep_what_is_set_aside(&mut self, position: u64) {
         let last = self.ring.last_at(position);
-        if let Some(set_aside) = &mut self.set_aside
+        if self.set_aside.is_some()
             && self.ring.is_set_aside(last)
-            && let Ok(index) = self.in_flight.binary_search_by_key(&last, |&(it, _)| it)
-            && let Some((_, slot)) = self.in_flight.remove(index)
+            && let Some(slot) = self.take_in_flight(last)
+            && let Some(set_aside) = &mut self.set_aside
         {
             set_aside.insert(last, slot);
-        }
-    }
-
-    /// The next entry's lines come while the driver's call and the next sample are made. Not where
-    /// CPUs do all the work: there the subscriber polls that entry, and would have to fetch it back.
-    #[inline]
-    fn fetch_next(&self, position: u64, is_complete: bool) {
-        if !is_complete {
-            self.ring.segment().fetch_early(position + 1);
         }
     }
 
@@ -473,10 +434,6 @@ impl SubscriberLink {
             .chain(set_aside)
     }
 
-    pub(super) fn holds_nothing(&self) -> bool {
-        self.in_flight() == 0
-    }
-
     /// Called with each tick: writes this end's heartbeat, and checks the subscriber's.
     pub(super) fn beat(&self, now_ns: u64) {
         let header = self.header();
@@ -531,9 +488,4 @@ impl SubscriberLink {
             dropped: self.dropped,
         }
     }
-}
-
-/// Whether memory of `owner` can be handed to `reader` at all.
-pub(super) fn share_memory(owner: DeviceId, reader: DeviceId) -> bool {
-    owner.kind == reader.kind
 }

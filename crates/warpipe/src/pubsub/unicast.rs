@@ -53,11 +53,10 @@ impl RetainedSlot {
         if state.closed {
             return Ok(Forwarded::NoRoom);
         }
-        let mut live = state.live();
-        let Some(position) = live.find(|it| it.id == to).and_then(|it| it.room()) else {
+        let link = state.find(to).filter(|link| link.is_live());
+        if link.and_then(|link| link.room()).is_none() {
             return Ok(Forwarded::NoRoom);
-        };
-        drop(live);
+        }
         if !core.fences.is_reached(slot, state.arena.fence_of(slot)) {
             return Ok(Forwarded::NotYet);
         }
@@ -68,11 +67,12 @@ impl RetainedSlot {
         };
         let description = state.describe(given, core.options.timestamps);
         state.arena.hold(slot);
-        if let Some(link) = state.find(to) {
-            link.publish(position, slot, &description.packed(), true);
-            link.wake_sleeper();
-        }
-        Ok(Forwarded::At(position))
+        let position = state.find(to).and_then(|link| {
+            link.place(true, |_| {});
+            link.publish(slot, &description.packed(), true, false)
+        });
+        state.wake_sleepers();
+        Ok(position.map_or(Forwarded::NoRoom, Forwarded::At))
     }
 }
 

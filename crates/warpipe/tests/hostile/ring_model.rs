@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use crate::pubsub::entry::{Description, Metadata, PackedEntry};
-use crate::pubsub::ring::{ReceiverRing, RingSpace, SenderRing};
+use crate::pubsub::ring::{ReceiverRing, SenderRing};
 use crate::shm::segment::Segment;
 use crate::{Device, Layout};
 
@@ -95,7 +95,7 @@ impl Play {
             .chain(self.incomplete.iter().copied())
             .collect();
         match self.sender.space() {
-            RingSpace::At(position) => {
+            Some(position) => {
                 assert!(position > self.last_position, "positions only grow");
                 let lands_on = |other: &u64| (position - other).is_multiple_of(self.depth as u64);
                 assert!(
@@ -114,7 +114,7 @@ impl Play {
                 }
             }
             // Full is right as long as an entry is in use; an empty ring has room.
-            RingSpace::Full => assert!(!used.is_empty(), "a ring that nobody uses is full"),
+            None => assert!(!used.is_empty(), "a ring that nobody uses is full"),
         }
     }
 
@@ -297,21 +297,21 @@ fn send_all(segment: &Arc<Segment>) -> (u64, Vec<u64>) {
         for _ in 0..100 {
             sequence += 1;
             let mut room = sender.space();
-            if room == RingSpace::Full
+            if room.is_none()
                 && let Some(position) = sender.revoke_oldest_complete()
             {
                 dropped.extend(at.remove(&position));
                 room = sender.space();
             }
             match room {
-                RingSpace::At(position) => {
+                Some(position) => {
                     at.insert(position, sequence);
                     let (sent_ns, slot, metadata) = fingerprint(sequence);
                     let packed = packed(sequence, sent_ns, slot, &metadata);
                     sender.publish(position, &packed, false);
                     segment.entry(position).ready.store(position);
                 }
-                RingSpace::Full => dropped.push(sequence),
+                None => dropped.push(sequence),
             }
         }
     }

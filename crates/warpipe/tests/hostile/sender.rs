@@ -15,7 +15,7 @@ use super::stage::{
 };
 use crate::ipc::message::{CloseReason, Message, Received};
 use crate::pubsub::entry::{Description, Metadata};
-use crate::pubsub::ring::{RingSpace, SenderRing};
+use crate::pubsub::ring::SenderRing;
 use crate::shm::segment::{Entry, Segment};
 use crate::wait::OptionalExtension;
 use crate::{Error, Layout, Subscriber};
@@ -74,7 +74,7 @@ impl Fake {
 
     /// Publishes a valid sample if there is room, changed by `spoil` before the receiver reads it.
     fn send(&mut self, spoil: impl FnOnce(&Entry)) {
-        let RingSpace::At(position) = self.ring.space() else {
+        let Some(position) = self.ring.space() else {
             return;
         };
         self.sequence += 1;

@@ -12,7 +12,7 @@ use std::sync::{Arc, Weak};
 
 use super::super::link_end::LinkEnd;
 use super::super::publisher_link::{OtherEnd, PublisherLink, RingTerms};
-use super::super::subscriber_link::{LinkPhase, SubscriberLink, share_memory};
+use super::super::subscriber_link::{LinkPhase, SubscriberLink};
 use super::PublisherCore;
 use super::state::PublisherState;
 use crate::backend::{Access, DeviceId};
@@ -144,7 +144,7 @@ impl PublisherCore {
     fn check_hello(&self, hello: &Hello) -> Result<DeviceId, HandshakeFault> {
         let own = self.device.info().id;
         match (hello.device, hello.body.as_slice()) {
-            (Some(device), []) if share_memory(own, device) => Ok(device),
+            (Some(device), []) if device.kind == own.kind => Ok(device),
             (Some(device), []) => {
                 slow_path::count(SlowPath::NoPeerAccess, 0);
                 Err(HandshakeFault::Device {
@@ -282,7 +282,7 @@ impl PublisherCore {
         let limit = self.options.shared.handshake_timeout;
         let over = state.take_links(|link| match link.is_staying() {
             true => link.phase == LinkPhase::Attaching && link.clock.ran() > limit,
-            false => link.holds_nothing() && link.has_partner_ended(),
+            false => link.in_flight() == 0 && link.has_partner_ended(),
         });
         let is_observed = self.options.observer.is_some();
         if is_observed && !over.is_empty() {
@@ -395,7 +395,8 @@ impl ConnectionUser for PublisherCore {
                 Ok(Received::Message(Message::Attached, _))
                     if link.phase == LinkPhase::Attaching =>
                 {
-                    let Some((segment, fd)) = link.take_segment() else {
+                    let segment = link.ring.segment().clone();
+                    let Some(fd) = link.segment_fd.take() else {
                         return Next::Stop;
                     };
                     // Without the lock, which every sender takes: the driver may need a moment.

@@ -115,7 +115,7 @@ impl History {
         for entry in &self.entries {
             let (slot, is_lost) = (entry.slot, entry.is_lost);
             // The history is no longer than an empty ring.
-            let Some(position) = link.place(|_| {}) else {
+            let Some(position) = link.place(true, |_| {}) else {
                 break;
             };
             let (fence, segment) = (arena.fence_of(slot), link.ring.segment().clone());
@@ -142,7 +142,7 @@ impl History {
                 true => entry.packed.clone(),
                 false => (entry.packed.clone()).with_completion(Completion { word, value }),
             };
-            link.publish(position, slot, &packed, false);
+            link.publish(slot, &packed, false, false);
         }
     }
 

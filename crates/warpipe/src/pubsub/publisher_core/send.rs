@@ -137,7 +137,7 @@ impl PublisherCore {
         let mut is_any_foreign = false;
         signals.clear();
         for link in links.iter_mut() {
-            if let Some(position) = link.place_next(to.include(link), |slot| arena.release(slot)) {
+            if let Some(position) = link.place(to.include(link), |slot| arena.release(slot)) {
                 signals.push(link.ready_op(position));
                 is_any_foreign |= link.is_foreign;
             }
@@ -182,13 +182,14 @@ impl PublisherCore {
             if link.is_live() && link.placed().is_some() {
                 arena.hold(slot);
             }
-            let position = link.publish_placed(slot, packed, is_complete, is_for_many);
+            let position = link.publish(slot, packed, is_complete, is_for_many);
             delivery.position = delivery.position.or(position);
         }
         if is_for_many {
             ring::fence_published();
-            let placed = links.iter_mut().filter(|link| link.placed().is_some());
-            placed.for_each(SubscriberLink::look_whether_it_sleeps);
+            links
+                .iter_mut()
+                .for_each(SubscriberLink::look_whether_it_sleeps);
         }
         history.add(slot, packed, arena);
         delivery

@@ -152,7 +152,7 @@ impl PublisherState {
 
     /// Wakes the sleeping subscribers that have been given the last sample.
     #[inline]
-    pub(super) fn wake_sleepers(&mut self) {
+    pub(in crate::pubsub) fn wake_sleepers(&mut self) {
         self.links.iter_mut().for_each(SubscriberLink::wake_sleeper);
     }
 
