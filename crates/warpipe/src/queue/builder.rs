@@ -24,8 +24,8 @@ const LIMIT: usize = 1 << 20;
 /// Results of one worker that the owner may have taken and not released.
 const ANSWERS: u32 = 64;
 
-/// The options of a queue, or of a [`Client`](crate::Client), whose requests are the jobs of a queue
-/// and whose servers are its workers. See [`Queue::builder`](crate::Queue::builder) and
+/// The options of a queue, or of a [`Client`](crate::Client): its requests are the jobs of a queue,
+/// and its servers the workers. See [`Queue::builder`](crate::Queue::builder) and
 /// [`Client::builder`](crate::Client::builder).
 ///
 /// It admits workers of its own user alone: the names of a domain are its user's.

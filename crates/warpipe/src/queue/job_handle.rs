@@ -38,14 +38,14 @@ impl JobHandle {
         self.id
     }
 
-    /// Takes the result, and waits for it if the job is not done; for a request's reply at most until
-    /// its deadline. Its data is complete then; work on `stream` may read it at once.
+    /// Takes the result, and waits for it if the job is not done; for a request's reply at most
+    /// until its deadline. Its data is complete then; work on `stream` may read it at once.
     ///
     /// # Errors
     /// [`Error::Timeout`], after which it can be waited for again; [`Error::DeadLettered`] when all
-    /// attempts failed; [`Error::Rejected`]; [`Error::DeadlinePassed`]; [`Error::NoSuchJob`] when the
-    /// outcome was taken before; [`Error::Argument`] for a stream of another device, and the outcome
-    /// stays; [`Error::QueueClosed`], also when the client is gone; [`Error::Forked`].
+    /// attempts failed; [`Error::Rejected`]; [`Error::DeadlinePassed`]; [`Error::NoSuchJob`] when
+    /// the outcome was taken before; [`Error::Argument`] for a stream of another device, and the
+    /// outcome stays; [`Error::QueueClosed`], also when the client is gone; [`Error::Forked`].
     pub fn wait<'w>(&self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<JobResult> {
         let dispatcher = self.dispatcher()?;
         stream.check_of(dispatcher.publisher.device())?;
@@ -69,8 +69,8 @@ impl JobHandle {
         into_result(&dispatcher, id, outcome, stream)
     }
 
-    /// Whether [`wait`](Self::wait) would return at once: the outcome is there, or was taken, or the
-    /// deadline of a request has passed. Does not take it.
+    /// Whether [`wait`](Self::wait) would return at once: the outcome is there, or was taken, or
+    /// the deadline of a request has passed. Does not take it.
     ///
     /// # Errors
     /// [`Error::QueueClosed`]; [`Error::Forked`].

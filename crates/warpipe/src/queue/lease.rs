@@ -210,8 +210,8 @@ impl AnswerHandle {
     }
 
     /// Sends an answer behind the work on `stream`. `wait` replaces the worker's timeout and the
-    /// timeout for another thread's answer. It is done also after an error if the queue has received
-    /// the answer all the same, and sees that its data is lost.
+    /// timeout for another thread's answer. It is done also after an error if the queue has
+    /// received the answer all the same, and sees that its data is lost.
     fn send(
         &mut self,
         kind: AnswerKind,

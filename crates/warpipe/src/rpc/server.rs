@@ -348,8 +348,8 @@ impl Server {
         }
     }
 
-    /// Takes the results of attempts. An attempt itself changes the directory, and that change is no
-    /// reason for the next one.
+    /// Takes the results of attempts. An attempt itself changes the directory, and that change is
+    /// no reason for the next one.
     fn take_attached(&mut self) {
         for client in &mut self.clients {
             let ClientState::Attaching(attempt) = &client.state else {
