@@ -182,8 +182,7 @@ impl OurConsumer {
             .domain(domain)
             .device(&device)
             .spin(Duration::ZERO)
-            .wait_for_publisher(Some(PATIENCE))
-            .build()?;
+            .wait_for_publisher(PATIENCE)?;
         let stream = device.stream()?;
         Ok(OurConsumer {
             subscriber,

@@ -376,7 +376,7 @@ fn build(builder: impl Fn() -> PublisherBuilder) -> anyhow::Result<Publisher> {
 fn subscriber(place: &BenchDomain) -> anyhow::Result<Subscriber> {
     let (device, domain) = place.open()?;
     let builder = Subscriber::builder(NAME).domain(&domain).device(&device);
-    Ok(builder.wait_for_publisher(Some(PATIENCE)).build()?)
+    Ok(builder.wait_for_publisher(PATIENCE)?)
 }
 
 /// The victim's part, up to its death.

@@ -206,9 +206,8 @@ pub fn subscriber(name: &str, domain: &Domain, device: &Device) -> anyhow::Resul
     };
     let builder = Subscriber::builder(name).domain(domain).device(device);
     Ok(builder
-        .wait_for_publisher(Some(PATIENCE))
         .spin(std::time::Duration::from_micros(spin))
-        .build()?)
+        .wait_for_publisher(PATIENCE)?)
 }
 
 /// A's part.

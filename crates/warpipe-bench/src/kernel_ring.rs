@@ -343,7 +343,7 @@ fn create(
 
 fn open(domain: &Domain, device: &Device, name: &str) -> anyhow::Result<KernelRing> {
     let opener = KernelRing::opener(name).domain(domain).device(device);
-    Ok(opener.wait(PATIENCE).open()?)
+    Ok(opener.open(PATIENCE)?)
 }
 
 /// One process's end of both.

@@ -206,14 +206,9 @@ fn answer(
 }
 
 fn worker(queue: &str, domain: &Domain, device: &Device) -> anyhow::Result<Worker> {
-    let builder = Worker::builder(queue)
-        .domain(domain)
-        .device(device)
-        .wait_for_queue(Some(PATIENCE));
-    Ok(builder
-        .answer_timeout(PATIENCE)
-        .spin(spin(device))
-        .build()?)
+    let builder = Worker::builder(queue).domain(domain).device(device);
+    let builder = builder.answer_timeout(PATIENCE).spin(spin(device));
+    Ok(builder.wait_for_queue(PATIENCE)?)
 }
 
 /// Jobs of one millisecond: four workers beside one.

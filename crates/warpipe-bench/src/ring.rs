@@ -208,7 +208,7 @@ fn subscriber(
         .domain(domain)
         .device(device)
         .spin(spin);
-    Ok(builder.wait_for_publisher(Some(PATIENCE)).build()?)
+    Ok(builder.wait_for_publisher(PATIENCE)?)
 }
 
 /// The other process's part: gives everything back.

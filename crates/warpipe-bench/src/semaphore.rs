@@ -53,7 +53,7 @@ fn uncontended(setup: &Setup) -> anyhow::Result<Figure> {
     let member = Semaphore::opener(NAME)
         .domain(&setup.domain)
         .device(&setup.device)
-        .open()?;
+        .open(Duration::ZERO)?;
     let memory = SharedMemory::create(1)?;
     let [word, ..] = memory.line(0);
     let pairs = setup.times(200_000) as u64;
@@ -199,7 +199,7 @@ impl End {
             semaphore: Semaphore::opener(NAME)
                 .domain(domain)
                 .device(device)
-                .open()?,
+                .open(Duration::ZERO)?,
             stream: device.stream()?,
             cell: Memory::allocate(device, 8)?,
             flag,

@@ -400,8 +400,7 @@ fn receive_all(terms: &Terms, control: &Control) -> anyhow::Result<()> {
         Subscriber::builder(name)
             .domain(&Domain::at(domain)?)
             .device(&device)
-            .wait_for_publisher(Some(PATIENCE))
-            .build()
+            .wait_for_publisher(PATIENCE)
     };
     for case in &terms.cases {
         let [exported, local] = case.names();

@@ -438,8 +438,7 @@ pub unsafe extern "C" fn warpipe_subscriber_open(
         let streams = streams_of(options.device)?;
         let mut builder = Subscriber::builder(name)
             .device(streams.device())
-            .reconnect(flag("options->reconnect", options.reconnect)?)
-            .wait_for_publisher(time_option(options.wait_ns));
+            .reconnect(flag("options->reconnect", options.reconnect)?);
         set!(
             builder,
             domain(domain_of(options.domain)?.as_ref()),
@@ -447,7 +446,8 @@ pub unsafe extern "C" fn warpipe_subscriber_open(
             orphan_timeout(time_option(options.orphan_timeout_ns)),
             spin(time_option(options.spin_ns)),
         );
-        let subscriber = builder.build()?;
+        let wait = time_option(options.wait_ns).unwrap_or_default();
+        let subscriber = builder.wait_for_publisher(wait)?;
         let object = SubscriberObject {
             subscriber,
             streams,

@@ -146,7 +146,7 @@ pub unsafe extern "C" fn warpipe_event_open(
         };
         let found: EventHandle = text.parse()?;
         let streams = streams_of(device)?;
-        let event = Event::open(&found, streams.device())?;
+        let event = Event::open(&found, streams.device(), Duration::ZERO)?;
         place.put(handle::insert(EventObject { event, streams })?);
         Ok(())
     })

@@ -31,6 +31,12 @@ unsafe impl Options for warpipe_open_options {
     const NAME: &'static str = "warpipe_open_options";
 }
 
+impl warpipe_open_options {
+    pub(crate) fn wait(&self) -> Duration {
+        time_option(self.wait_ns).unwrap_or_default()
+    }
+}
+
 /// An opener with these options.
 pub(crate) fn with_options<T>(
     opener: Opener<T>,
@@ -38,8 +44,7 @@ pub(crate) fn with_options<T>(
     streams: &Streams,
 ) -> Result<Opener<T>, Failure> {
     let domain: Option<Domain> = domain_of(options.domain)?;
-    let wait: Duration = time_option(options.wait_ns).unwrap_or_default();
-    let opener = opener.device(streams.device()).wait(wait);
+    let opener = opener.device(streams.device());
     Ok(match &domain {
         Some(domain) => opener.domain(domain),
         None => opener,

@@ -366,7 +366,8 @@ pub unsafe extern "C" fn warpipe_pool_client_open(
             )
         };
         let streams = streams_of(options.device)?;
-        let client = with_options(PoolClient::opener(name), &options, &streams)?.open()?;
+        let client =
+            with_options(PoolClient::opener(name), &options, &streams)?.open(options.wait())?;
         place.put(handle::insert(PoolClientObject { client, streams })?);
         Ok(())
     })

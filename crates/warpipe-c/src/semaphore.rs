@@ -155,7 +155,8 @@ pub unsafe extern "C" fn warpipe_semaphore_open(
             )
         };
         let streams = streams_of(options.device)?;
-        let semaphore = with_options(Semaphore::opener(name), &options, &streams)?.open()?;
+        let semaphore =
+            with_options(Semaphore::opener(name), &options, &streams)?.open(options.wait())?;
         place.put(handle::insert(SemaphoreObject { semaphore, streams })?);
         Ok(())
     })

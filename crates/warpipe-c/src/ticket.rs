@@ -211,9 +211,10 @@ pub unsafe extern "C" fn warpipe_ticket_open(
         // SAFETY: the caller's promises.
         let (place, ticket) = unsafe { (out_object("memory", memory)?, text("ticket", ticket)?) };
         let (ticket, streams): (_, Arc<Streams>) = (parse(ticket)?, streams_of(device)?);
+        let wait = timeout(timeout_ns);
         let opened = match ticket.kind() {
-            Kind::Pool => MemoryKind::Lent(LentBuffer::open(&ticket, streams.device())?),
-            _ => MemoryKind::Shared(ticket.open(streams.device(), timeout(timeout_ns))?),
+            Kind::Pool => MemoryKind::Lent(LentBuffer::open(&ticket, streams.device(), wait)?),
+            _ => MemoryKind::Shared(ticket.open(streams.device(), wait)?),
         };
         place.put(insert_memory(opened, &streams)?);
         Ok(())

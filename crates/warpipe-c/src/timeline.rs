@@ -129,7 +129,8 @@ pub unsafe extern "C" fn warpipe_timeline_open(
             )
         };
         let streams = streams_of(options.device)?;
-        let timeline = with_options(Timeline::opener(name), &options, &streams)?.open()?;
+        let timeline =
+            with_options(Timeline::opener(name), &options, &streams)?.open(options.wait())?;
         place.put(handle::insert(TimelineObject { timeline, streams })?);
         Ok(())
     })

@@ -94,7 +94,6 @@ pub unsafe extern "C" fn warpipe_worker_open(
         let answer_timeout = answer_timeout(options.answer_timeout_ns);
         let mut builder = Worker::builder(queue)
             .device(streams.device())
-            .wait_for_queue(time_option(options.wait_ns))
             .answer_timeout(answer_timeout);
         set!(
             builder,
@@ -103,7 +102,8 @@ pub unsafe extern "C" fn warpipe_worker_open(
             memory_limit(number(options.memory_limit)),
             spin(time_option(options.spin_ns)),
         );
-        let worker = builder.build()?;
+        let wait = time_option(options.wait_ns).unwrap_or_default();
+        let worker = builder.wait_for_queue(wait)?;
         place.put(handle::insert(WorkerObject {
             worker,
             answer_timeout,

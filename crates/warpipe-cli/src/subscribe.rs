@@ -56,7 +56,7 @@ fn subscribe(
             .domain(&domain)
             .device(device)
             .reconnect(args.reconnect);
-        builder.wait_for_publisher(Some(LOOK)).build()
+        builder.wait_for_publisher(LOOK)
     };
     let passes = |error: &Error| match error {
         Error::Timeout { .. } | Error::NotFound { .. } => true,

@@ -82,7 +82,7 @@ fn publisher(domain: &Domain) -> Publisher {
 fn subscriber(domain: &Domain) -> Subscriber {
     let builder = Subscriber::builder("camera/front").domain(domain);
     let builder = builder.device(&Device::host()).reconnect(true);
-    builder.wait_for_publisher(Some(LONG)).build().unwrap()
+    builder.wait_for_publisher(LONG).unwrap()
 }
 
 #[test]
@@ -226,7 +226,7 @@ fn a_killed_publisher_is_gone_in_the_other_domain_too_and_the_next_one_is_anothe
     let builder = Subscriber::builder("camera/front")
         .domain(&far)
         .device(&Device::host());
-    let mut once = builder.wait_for_publisher(Some(LONG)).build().unwrap();
+    let mut once = builder.wait_for_publisher(LONG).unwrap();
     let mut follows = subscriber(&far);
     assert_eq!(
         (next(&mut once).1, next(&mut follows).1),
@@ -254,7 +254,7 @@ fn a_killed_exporter_proves_nothing_the_publisher_there_goes_on_and_what_is_miss
     let builder = Subscriber::builder("camera/front")
         .domain(&far)
         .device(&Device::host());
-    let mut once = builder.wait_for_publisher(Some(LONG)).build().unwrap();
+    let mut once = builder.wait_for_publisher(LONG).unwrap();
     let before = publish_until_received(&publisher, &mut once);
     exporter.signal(Signal::KILL);
     exporter.end();
@@ -281,7 +281,7 @@ fn a_source_that_ended_while_its_bridge_was_down_is_gone_in_the_other_domain_whe
     let mut importer = pair.importer(&["--json"]);
     let builder = Subscriber::builder("camera/front").domain(&far);
     let builder = builder.device(&Device::host());
-    let mut once = builder.wait_for_publisher(Some(LONG)).build().unwrap();
+    let mut once = builder.wait_for_publisher(LONG).unwrap();
     publish_until_received(&publisher, &mut once);
     exporter.signal(Signal::KILL);
     exporter.end();
@@ -312,7 +312,7 @@ fn an_exporter_that_was_evicted_comes_back_and_the_publisher_there_goes_on() {
     let (exporter, _importer) = (pair.exporter(&patient), pair.importer(&patient));
     let builder = Subscriber::builder("camera/front").domain(&far);
     let builder = builder.device(&Device::host());
-    let mut once = builder.wait_for_publisher(Some(LONG)).build().unwrap();
+    let mut once = builder.wait_for_publisher(LONG).unwrap();
     let before = publish_until_received(&publisher, &mut once);
     exporter.stop();
     let is_evicted = || publisher.subscribers().is_empty();
@@ -402,7 +402,7 @@ fn a_link_that_is_silent_is_unreachable_and_no_publisher_there_is_told_of_a_deat
     let builder = Subscriber::builder("camera/front")
         .domain(&far)
         .device(&Device::host());
-    let mut once = builder.wait_for_publisher(Some(LONG)).build().unwrap();
+    let mut once = builder.wait_for_publisher(LONG).unwrap();
     let before = publish_until_received(&publisher, &mut once);
     exporter.stop();
     importer.wait_for_line("is unreachable");
@@ -504,7 +504,7 @@ fn with_fail_a_slow_receiver_loses_its_publisher_and_the_source_goes_on() {
     let _importer = pair.importer(&["--depth", "2"]);
     let builder = Subscriber::builder("camera/front").domain(&far);
     let builder = builder.device(&Device::host());
-    let mut slow = builder.wait_for_publisher(Some(LONG)).build().unwrap();
+    let mut slow = builder.wait_for_publisher(LONG).unwrap();
     let stream = Device::host().stream().unwrap();
     for _ in 0..3000 {
         publisher.send_bytes(&stream, &[0; 4096]).unwrap();
@@ -618,10 +618,8 @@ fn a_name_that_is_taken_is_published_under_its_machine() {
     let [source, _taken] = [&near, &far].map(publisher);
     let _bridges = (pair.exporter(&[]), pair.importer(&[]));
     let builder = Subscriber::builder("remote/near/camera/front").domain(&far);
-    let builder = builder
-        .device(&Device::host())
-        .wait_for_publisher(Some(LONG));
-    let mut subscriber = builder.build().unwrap();
+    let builder = builder.device(&Device::host());
+    let mut subscriber = builder.wait_for_publisher(LONG).unwrap();
     publish_until_received(&source, &mut subscriber);
     let row = listed(&pair.far, |row| row["tensors"].as_u64() > Some(0));
     assert_eq!(row["name"], "remote/near/camera/front");

@@ -534,7 +534,7 @@ fn a_version_on_another_device_than_the_chosen_one_is_not_taken_over() {
     first.wait_for("ready", 1);
     let (domain, host) = (stage.domain(), Device::host());
     let opener = SharedWeights::opener("w").domain(&domain).device(&host);
-    let weights = opener.open().unwrap();
+    let weights = opener.open(Duration::ZERO).unwrap();
     first.signal(Signal::KILL);
     first.end();
 

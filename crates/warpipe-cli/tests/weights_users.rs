@@ -6,6 +6,7 @@ use std::os::unix::fs::{PermissionsExt, chown};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use rustix::process::Signal;
 use support::weights::{DOMAIN, Stage, Worker, be_a_worker_in, expected, safetensors};
@@ -26,7 +27,7 @@ fn a_reader() {
     };
     let opened = Domain::of_user(path, OWNER).and_then(|domain| {
         let opener = SharedWeights::opener("w").domain(&domain);
-        opener.device(&Device::host()).open()
+        opener.device(&Device::host()).open(Duration::ZERO)
     });
     match opened {
         Ok(weights) => println!("outcome: version {}", weights.version()),

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use pyo3::prelude::*;
 
@@ -17,7 +18,7 @@ use crate::process::Home;
 use crate::stream::Consumer;
 use crate::torch_allocator;
 use crate::view::View;
-use crate::wait::{asking, seconds, waiting};
+use crate::wait::{seconds, waiting};
 
 /// Shares memory that other libraries allocate in this process, for ``warpipe.torch``.
 #[pyclass(frozen, extends = Closeable, module = "warpipe._warpipe", name = "_AllocationServer")]
@@ -149,14 +150,10 @@ impl AllocationClient {
             Domain::from_argument(domain)?,
             Device::from_argument(Some(device))?.inner,
         );
-        let called = name.to_owned();
-        let open = move || {
-            warpipe::AllocationClient::opener(&called)
-                .domain(&domain)
-                .device(&device)
-                .open()
-        };
-        let client = asking(py, open)?;
+        let opener = warpipe::AllocationClient::opener(name).domain(&domain);
+        let opener = opener.device(&device);
+        let now = Some(Duration::ZERO);
+        let client = waiting(py, now, || Ok(()), |wait| Ok(opener.open(wait)?))?;
         let handle = CloseableHandle::new("client of allocations", name, client)?;
         let base = handle.base();
         Ok(base.add_subclass(AllocationClient { handle }))

@@ -16,7 +16,7 @@ use crate::interpreter_exit;
 use crate::rows::{Scattered, room_for};
 use crate::slot::Slot;
 use crate::source::{Source, SourceLocation, SourceOwner};
-use crate::wait::{in_slices, until_done};
+use crate::wait::{in_slices, waiting};
 
 /// The most foreign tensors under copy at once; a further send waits.
 const COPIES_MAX: usize = 256;
@@ -201,8 +201,12 @@ impl Copies {
     ) -> PyResult<()> {
         sweep(py);
         if self.open.load(Ordering::Acquire) >= COPIES_MAX {
-            let what = || "the end of a copy".into();
-            until_done(py, patience, what, |slice| Ok(stream.synchronize(slice)?))?;
+            waiting(
+                py,
+                patience,
+                || Ok(()),
+                |wait| Ok(stream.synchronize(wait)?),
+            )?;
         }
         Ok(())
     }

@@ -2,6 +2,7 @@
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString, PyType};
+use warpipe::Wait;
 
 use crate::closeable::Closeable;
 use crate::device::Device;
@@ -9,7 +10,7 @@ use crate::domain::Domain;
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::stream::Consumer;
-use crate::wait::{HELD_UP, asking, optional, until_done, waiting};
+use crate::wait::{HELD_UP, optional, waiting};
 
 /// An interprocess event (``cuEventCreate`` with ``CU_EVENT_INTERPROCESS``). It distinguishes never
 /// recorded, and lost with its recorder, from complete.
@@ -177,11 +178,13 @@ impl Event {
         let domain = domain
             .map(|domain| Domain::from_argument(Some(domain)))
             .transpose()?;
-        let opened = asking(py, move || match &domain {
-            Some(domain) => warpipe::Event::open_in(domain, &handle, &device),
-            None => warpipe::Event::open(&handle, &device),
-        })?;
-        Event::new(py, opened)
+        let open = |wait: Wait<'_>| {
+            Ok(match &domain {
+                Some(domain) => warpipe::Event::open_in(domain, &handle, &device, wait)?,
+                None => warpipe::Event::open(&handle, &device, wait)?,
+            })
+        };
+        Event::new(py, waiting(py, None, || Ok(()), open)?)
     }
 
     /// The handle that names the event to other processes.
@@ -258,12 +261,9 @@ impl Event {
     /// Raises ``TimeoutError``, ``EventNotRecordedError``, ``EventLostError``, ``ClosedError``.
     #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
     fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        let timeout = optional(timeout, "timeout")?;
-        // Looked up anew in each slice, so that closing the event ends the wait.
-        let what = || "the work recorded by the event".into();
-        until_done(py, timeout, what, |slice| {
-            Ok(self.handle.get()?.synchronize(slice)?)
-        })
+        let (event, timeout) = (self.handle.get()?, optional(timeout, "timeout")?);
+        let goes_on = || self.handle.get().map(drop);
+        waiting(py, timeout, goes_on, |wait| Ok(event.synchronize(wait)?))
     }
 
     /// Whether this recording is complete; False if it may still be.

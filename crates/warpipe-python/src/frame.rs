@@ -13,7 +13,7 @@ use crate::memory::{InPlaceView, Memory, MemoryHolder, SampleHolder};
 use crate::stream::Consumer;
 use crate::tensor::{Holding, Tensor};
 use crate::tuples::Info;
-use crate::wait::{Timeout, until_done};
+use crate::wait::{Timeout, waiting};
 
 /// A received tensor in its publisher's memory, lent until it is released, and read in place.
 ///
@@ -202,8 +202,7 @@ impl Frame {
         match Arc::try_unwrap(lent) {
             Ok(sole) => {
                 let receipt = py.detach(|| sole.release())?;
-                let what = || format!("the data of sample {}", self.sequence);
-                until_done(py, timeout, what, |slice| Ok(receipt.wait(slice)?))
+                waiting(py, timeout, || Ok(()), |wait| Ok(receipt.wait(wait)?))
             }
             // Arrays of it stay valid; the slot is released after the last of them.
             Err(shared) => shared.wait(py, timeout),

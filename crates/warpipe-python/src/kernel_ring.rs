@@ -10,7 +10,7 @@ use crate::domain::Domain;
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::stream::{Consumer, Consumers};
-use crate::wait::{attach, optional, until_done};
+use crate::wait::{optional, waiting};
 
 /// A ring that kernels of two processes use from inside: the producer's kernel writes a slot and
 /// publishes it, the consumers' kernels wait for it and release it, with no launch, no stream
@@ -207,15 +207,10 @@ impl KernelRing {
             Device::from_argument(device)?.inner,
         );
         let wait = optional(wait, "wait")?;
-        let called = name.to_owned();
-        let open = move |slice| {
-            warpipe::KernelRing::opener(&called)
-                .domain(&domain)
-                .device(&device)
-                .wait(slice)
-                .open()
-        };
-        KernelRing::new(py, attach(py, wait, open)?)
+        let opener = warpipe::KernelRing::opener(name).domain(&domain);
+        let opener = opener.device(&device);
+        let ring = waiting(py, wait, || Ok(()), |wait| Ok(opener.open(wait)?))?;
+        KernelRing::new(py, ring)
     }
 
     /// Its name.
@@ -263,10 +258,10 @@ impl KernelRing {
     /// Raises ``TimeoutError``, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
     fn wait_for_consumers(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        let timeout = optional(timeout, "timeout")?;
-        let what = || format!("the consumers of {:?}", self.name());
-        until_done(py, timeout, what, |slice| {
-            Ok(self.handle.get()?.inner.wait_for_consumers(slice)?)
+        let (ring, timeout) = (self.handle.get()?, optional(timeout, "timeout")?);
+        let goes_on = || self.handle.get().map(drop);
+        waiting(py, timeout, goes_on, |wait| {
+            Ok(ring.inner.wait_for_consumers(wait)?)
         })
     }
 

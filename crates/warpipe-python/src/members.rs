@@ -17,7 +17,7 @@ use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::interpreter_exit::{self, Callback};
 use crate::tuples::Info;
-use crate::wait::{SLICE, asking, optional};
+use crate::wait::{SLICE, on_a_thread, optional};
 
 /// This process as a member of a domain, visible to its monitors until it is closed or dropped.
 ///
@@ -164,7 +164,7 @@ impl Members {
             let callback = callback.clone();
             builder = builder.on(move |change| callback.call(Info(change.clone())));
         }
-        let started = asking(py, move || builder.build())?;
+        let started = on_a_thread(py, move || builder.build())?;
         let handle =
             CloseableHandle::unlisted("watch", domain.path().display().to_string(), started);
         let base = handle.base();

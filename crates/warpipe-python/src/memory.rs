@@ -19,7 +19,7 @@ use crate::process::Home;
 use crate::rows::Scattered;
 use crate::stream::{Consumer, Consumers};
 use crate::testing;
-use crate::wait::until_done;
+use crate::wait::waiting;
 
 /// A tensor in memory, and the owner that keeps the memory. Cheap to clone; all clones are one
 /// hold.
@@ -223,8 +223,7 @@ impl SampleHolder {
         if py.detach(|| sample.is_complete()).map_err(Fault::from)? {
             return Ok(());
         }
-        let what = || format!("the data of sample {}", sample.sequence());
-        until_done(py, timeout, what, |slice| Ok(sample.wait(slice)?))
+        waiting(py, timeout, || Ok(()), |wait| Ok(sample.wait(wait)?))
     }
 
     /// Releases the sample after all its users. Call without the interpreter.

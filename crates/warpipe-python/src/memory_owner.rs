@@ -14,7 +14,7 @@ use crate::errors::{Fault, Outcome};
 use crate::process::Home;
 use crate::rows::room_for;
 use crate::stream::{Consumer, Consumers};
-use crate::wait::until_done;
+use crate::wait::waiting;
 
 /// The default limit of the CPU's wait for the streams that use memory.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -356,8 +356,7 @@ pub fn await_stream(
     stream: &warpipe::Stream,
     timeout: Option<Duration>,
 ) -> PyResult<()> {
-    let what = || "the end of the work on this memory".into();
-    until_done(py, timeout, what, |slice| Ok(stream.synchronize(slice)?))
+    waiting(py, timeout, || Ok(()), |wait| Ok(stream.synchronize(wait)?))
 }
 
 /// A range of memory that is the target of a write.

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 
 use pyo3::prelude::*;
+use warpipe::Wait;
 use warpipe::backend::Access;
 
 use crate::closeable::Closeable;
@@ -14,7 +15,7 @@ use crate::memory_owner::OwnedMemory;
 use crate::ticket::Ticket;
 use crate::tuples::{Info, pool_usage};
 use crate::view::View;
-use crate::wait::{asking, attach, optional, waiting};
+use crate::wait::{optional, waiting};
 
 /// Memory that is lent in blocks, to this process and to others.
 ///
@@ -220,15 +221,9 @@ impl PoolClient {
             Device::from_argument(device)?.inner,
         );
         let wait = optional(wait, "wait")?;
-        let called = name.to_owned();
-        let open = move |slice| {
-            warpipe::PoolClient::opener(&called)
-                .domain(&domain)
-                .device(&device)
-                .wait(slice)
-                .open()
-        };
-        let client = attach(py, wait, open)?;
+        let opener = warpipe::PoolClient::opener(name).domain(&domain);
+        let opener = opener.device(&device);
+        let client = waiting(py, wait, || Ok(()), |wait| Ok(opener.open(wait)?))?;
         let handle = CloseableHandle::new("visit to the pool", name, client)?;
         let base = handle.base();
         Py::new(py, base.add_subclass(PoolClient { handle }))
@@ -318,7 +313,8 @@ impl LentBuffer {
             Ticket::from_argument(ticket)?,
             Device::from_argument(device)?.inner,
         );
-        let block = asking(py, move || warpipe::LentBuffer::open(&ticket, &device))?;
+        let open = |wait: Wait<'_>| Ok(warpipe::LentBuffer::open(&ticket, &device, wait)?);
+        let block = waiting(py, None, || Ok(()), open)?;
         LentBuffer::make(py, block)
     }
 

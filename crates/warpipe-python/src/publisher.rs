@@ -24,7 +24,7 @@ use crate::slot::{self, Slot};
 use crate::source::{Source, SourceLocation, Wanted};
 use crate::stream::Consumer;
 use crate::tuples::{self, Info};
-use crate::wait::{SLICE, in_slices, late, none_if_late, optional, seconds};
+use crate::wait::{SLICE, optional, seconds, waiting};
 
 /// Publishes tensors in device memory to any number of subscribers.
 ///
@@ -421,14 +421,11 @@ impl Publisher {
         count: usize,
         timeout: Option<f64>,
     ) -> PyResult<()> {
-        let timeout = optional(timeout, "timeout")?;
-        let mut cause = None;
-        let come = in_slices(py, timeout, |slice| {
-            let come = self.inner()?.wait_for_subscribers(count, slice);
-            none_if_late(come.map_err(Fault::from), &mut cause)
-        })?;
-        let what = || format!("{count} subscribers of {:?}", self.name);
-        Ok(come.ok_or_else(|| late(cause.unwrap_or_else(what), timeout))?)
+        let (publisher, timeout) = (self.inner()?, optional(timeout, "timeout")?);
+        let goes_on = || self.inner().map(drop);
+        waiting(py, timeout, goes_on, |wait| {
+            Ok(publisher.wait_for_subscribers(count, wait)?)
+        })
     }
 
     /// Device memory allocated so far and its limit, in bytes: a ``MemoryUse``.

@@ -16,7 +16,7 @@ use crate::handle::CloseableHandle;
 use crate::interpreter_exit::{Endpoint, close_at_exit};
 use crate::process::Home;
 use crate::stream::Consumer;
-use crate::wait::{attach, optional, waiting};
+use crate::wait::{optional, waiting};
 
 /// A limit of concurrent holders, across processes, on streams and on the CPU.
 ///
@@ -192,15 +192,10 @@ impl Semaphore {
             Device::from_argument(device)?.inner,
         );
         let wait = optional(wait, "wait")?;
-        let (on, called) = (device.clone(), name.to_owned());
-        let open = move |slice| {
-            warpipe::Semaphore::opener(&called)
-                .domain(&domain)
-                .device(&on)
-                .wait(slice)
-                .open()
-        };
-        Semaphore::new(py, attach(py, wait, open)?, device)
+        let opener = warpipe::Semaphore::opener(name).domain(&domain);
+        let opener = opener.device(&device);
+        let opened = waiting(py, wait, || Ok(()), |wait| Ok(opener.open(wait)?))?;
+        Semaphore::new(py, opened, device)
     }
 
     /// Its name.

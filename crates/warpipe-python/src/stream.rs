@@ -15,7 +15,7 @@ use crate::device::{Device, is_cuda};
 use crate::errors::{Fault, Outcome};
 use crate::process::Home;
 use crate::torch;
-use crate::wait::{seconds, until_done};
+use crate::wait::{optional, waiting};
 
 /// More streams than this are not remembered: the table starts anew.
 const KNOWN_MAX: usize = 256;
@@ -83,13 +83,8 @@ impl Stream {
     /// Raises ``TimeoutError``, ``DriverError``.
     #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
     fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        let timeout = timeout
-            .map(|timeout| seconds(timeout, "timeout"))
-            .transpose()?;
-        let what = || "the end of the stream's work".into();
-        until_done(py, timeout, what, |slice| {
-            Ok(self.inner()?.synchronize(slice)?)
-        })
+        let (stream, timeout) = (self.inner()?, optional(timeout, "timeout")?);
+        waiting(py, timeout, || Ok(()), |wait| Ok(stream.synchronize(wait)?))
     }
 
     /// Makes this stream wait until the work enqueued on ``other`` so far is done

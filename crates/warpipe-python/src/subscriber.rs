@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use pyo3::exceptions::PyStopIteration;
 use pyo3::prelude::*;
-use warpipe::OptionalExtension;
+use warpipe::{OptionalExtension, Wait};
 
 use crate::closeable::Closeable;
 use crate::detached::OwnStream;
@@ -16,7 +16,7 @@ use crate::in_place::Openings;
 use crate::inbox::{Calls, Inbox};
 use crate::publisher::word_of;
 use crate::stream::stream_of;
-use crate::wait::{SLICE, Timeout, attach, optional, seconds};
+use crate::wait::{SLICE, Timeout, optional, seconds, waiting};
 
 /// The default limit of a receive.
 const RECEIVE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -111,12 +111,8 @@ impl Subscriber {
             .into_iter()
             .fold(builder, warpipe::SubscriberBuilder::spin);
         let stream = stream_of(py, &device, stream)?;
-        let subscriber = attach(py, wait, move |slice| {
-            builder
-                .clone()
-                .wait_for_publisher((!slice.is_zero()).then_some(slice))
-                .build()
-        })?;
+        let attach = |wait: Wait<'_>| Ok(builder.wait_for_publisher(wait)?);
+        let subscriber = waiting(py, wait, || Ok(()), attach)?;
         // A frame that was never returned to Python is released as any other.
         let calls = Calls {
             ring: warpipe::Subscriber::ring,

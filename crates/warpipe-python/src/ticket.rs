@@ -5,13 +5,14 @@ use std::path::PathBuf;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyType};
+use warpipe::Wait;
 use warpipe::backend::{DeviceId, DeviceKind};
 
 use crate::device::Device;
 use crate::domain::Domain;
 use crate::errors::Fault;
 use crate::shared_memory::SharedMemory;
-use crate::wait::{attach, optional, waiting};
+use crate::wait::{optional, waiting};
 
 /// Names memory of a process on this machine: a text that can be sent through a file, a pipe, an
 /// environment variable, or pickled. It is no secret and grants no access: the owner checks each
@@ -136,8 +137,8 @@ impl Ticket {
             Device::from_argument(device)?.inner,
             optional(wait, "wait")?,
         );
-        let ticket = self.inner.clone();
-        let memory = attach(py, wait, move |slice| ticket.open(&device, slice))?;
+        let open = |wait: Wait<'_>| Ok(self.inner.open(&device, wait)?);
+        let memory = waiting(py, wait, || Ok(()), open)?;
         SharedMemory::make(py, memory)
     }
 

@@ -8,7 +8,7 @@ use crate::domain::Domain;
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::stream::Consumer;
-use crate::wait::{HELD_UP, attach, optional, until_done, waiting};
+use crate::wait::{HELD_UP, optional, waiting};
 
 /// A named number that only grows: one process's streams signal it, other processes' streams wait
 /// for it (``cuStreamWriteValue64``, ``cuStreamWaitValue64``), without a CPU wait.
@@ -95,15 +95,10 @@ impl Timeline {
             Device::from_argument(device)?.inner,
         );
         let wait = optional(wait, "wait")?;
-        let called = name.to_owned();
-        let open = move |slice| {
-            warpipe::Timeline::opener(&called)
-                .domain(&domain)
-                .device(&device)
-                .wait(slice)
-                .open()
-        };
-        Timeline::new(py, attach(py, wait, open)?)
+        let opener = warpipe::Timeline::opener(name).domain(&domain);
+        let opener = opener.device(&device);
+        let timeline = waiting(py, wait, || Ok(()), |wait| Ok(opener.open(wait)?))?;
+        Timeline::new(py, timeline)
     }
 
     /// Its name.
@@ -181,11 +176,9 @@ impl Timeline {
                 .map_err(Fault::from)?;
             return Ok(consumer.lead(py)?);
         }
-        drop(timeline);
-        // Looked up anew in each slice, so that closing the timeline ends the wait.
-        let what = || format!("value {value} of timeline {:?}", self.name());
-        until_done(py, timeout, what, |slice| {
-            Ok(self.handle.get()?.wait_host(value, slice)?)
+        let goes_on = || self.handle.get().map(drop);
+        waiting(py, timeout, goes_on, |wait| {
+            Ok(timeline.wait_host(value, wait)?)
         })
     }
 

@@ -1,9 +1,8 @@
 //! Waits that Ctrl-C ends: slices without the interpreter, with a check for signals in between.
 
 use std::cell::RefCell;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
@@ -85,18 +84,6 @@ pub fn in_slices<T: Send>(
     }
 }
 
-/// Repeats a library call that waits no longer than its argument, until it is done or `timeout` has
-/// passed: then the error says that `what` was waited for.
-pub fn until_done<T: Send>(
-    py: Python<'_>,
-    timeout: Option<Duration>,
-    what: impl FnOnce() -> String,
-    mut call: impl FnMut(Duration) -> Outcome<T> + Send,
-) -> PyResult<T> {
-    let done = in_slices(py, timeout, |slice| none_if_late(call(slice), &mut None))?;
-    Ok(done.ok_or_else(|| late(what(), timeout))?)
-}
-
 /// A library call that waits at most `limit` (None: no limit). A signal's handler that raises, or
 /// an error of `goes_on`, cancels it and is the result then.
 pub fn waiting<T: Send>(
@@ -146,95 +133,32 @@ pub fn hand_over<T>(py: Python<'_>, found: T, put_back: impl FnOnce(T)) -> PyRes
     }
 }
 
-/// Cancels a call on another thread that no caller waits for any more.
-#[derive(Debug)]
-pub struct CallOff(Arc<AtomicBool>);
-
-impl CallOff {
-    /// The flag, for library calls that check it themselves.
-    pub fn flag(&self) -> &AtomicBool {
-        &self.0
-    }
-
-    fn is_told(&self) -> bool {
-        self.0.load(Ordering::Relaxed)
-    }
-}
-
-impl Drop for CallOff {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
-    }
-}
-
-/// Runs `call`, which may wait for another process for long, on a thread of its own, while this
-/// thread checks for signals and whether it `goes_on`. A wait that ends before calls it off and
-/// gives it two slices to see that; then it leaves the call to end by itself. Its result is dropped.
+/// Runs `call`, which asks other processes for a while that it limits itself, on a thread of its own,
+/// and handles signals meanwhile. A call whose caller waits no more ends by itself, and its result is
+/// dropped.
 pub fn on_a_thread<T: Send + 'static>(
-    py: Python<'_>,
-    thread: &str,
-    goes_on: impl Fn() -> Outcome<()> + Send + Sync,
-    call: impl FnOnce(&CallOff) -> Outcome<T> + Send + 'static,
-) -> PyResult<T> {
-    let (hand, taken) = channel();
-    let call_off = CallOff(Arc::default());
-    let told = CallOff(call_off.0.clone());
-    let run = move || drop(hand.send(call(&told).map(DropDetached::new)));
-    std::thread::Builder::new().name(thread.into()).spawn(run)?;
-    // Shared with the closure that runs without the interpreter.
-    let taken = Mutex::new(taken);
-    let receive = |limit| {
-        let taken = taken.lock().unwrap_or_else(PoisonError::into_inner);
-        taken.recv_timeout(limit)
-    };
-    let come = in_slices(py, None, |slice| match receive(slice) {
-        Ok(result) => Ok(Some(result?)),
-        Err(RecvTimeoutError::Timeout) => goes_on().map(|()| None),
-        Err(RecvTimeoutError::Disconnected) => Err(Fault::Own(
-            "Error",
-            "the thread that waited has gone".into(),
-        )),
-    });
-    if come.is_err() {
-        // Else an open that was given up could still open what appears right after it.
-        drop(call_off);
-        drop(py.detach(|| receive(2 * SLICE)));
-    }
-    Ok(come?
-        .map(DropDetached::into_inner)
-        .ok_or_else(|| Fault::Own("Error", "a wait without end has ended".into()))?)
-}
-
-/// A library call that waits for another process's answer without a limit of its own.
-pub fn asking<T: Send + 'static>(
     py: Python<'_>,
     call: impl FnOnce() -> Result<T, Error> + Send + 'static,
 ) -> PyResult<T> {
-    on_a_thread(py, "warpipe-asks", || Ok(()), |_| Ok(call()?))
-}
-
-/// Opens another process's endpoint, waiting up to `wait` (None: no limit) until it exists. `open`
-/// waits no longer than its argument.
-pub fn attach<T: Send + 'static>(
-    py: Python<'_>,
-    wait: Option<Duration>,
-    mut open: impl FnMut(Duration) -> Result<T, Error> + Send + 'static,
-) -> PyResult<T> {
-    on_a_thread(
-        py,
-        "warpipe-opens",
-        || Ok(()),
-        move |call_off| {
-            let start = Instant::now();
-            loop {
-                let left = || wait.map_or(SLICE, |wait| wait.saturating_sub(start.elapsed()));
-                match open(left().min(SLICE)) {
-                    Err(Error::NotFound { .. }) if !left().is_zero() && !call_off.is_told() => {}
-                    opened => return Ok(opened?),
-                }
+    let (hand, taken) = channel();
+    let run = move || drop(hand.send(call().map(DropDetached::new)));
+    std::thread::Builder::new()
+        .name("warpipe-asks".into())
+        .spawn(run)?;
+    // Shared with the closure that runs without the interpreter.
+    let taken = Mutex::new(taken);
+    let come = in_slices(py, None, |slice| {
+        let taken = taken.lock().unwrap_or_else(PoisonError::into_inner);
+        match taken.recv_timeout(slice) {
+            Ok(result) => Ok(Some(result?)),
+            Err(RecvTimeoutError::Timeout) => Ok(None),
+            Err(RecvTimeoutError::Disconnected) => {
+                Err(Fault::Own("Error", "the thread that asked has gone".into()))
             }
-        },
-    )
+        }
+    })?;
+    let found = come.map(DropDetached::into_inner);
+    Ok(found.ok_or_else(|| late("an answer".into(), None))?)
 }
 
 /// Converts a call's own timeout to `None`, and keeps in `cause` what it waited for, in the library's

@@ -1,7 +1,6 @@
 //! Model weights: `warpipe.weights`.
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
@@ -9,7 +8,7 @@ use pyo3::exceptions::PyKeyError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyIterator, PyList};
 use warpipe::weights::{self, TensorInfo};
-use warpipe::{Error, HandshakeFault, Opener};
+use warpipe::{Error, HandshakeFault, Opener, Wait};
 
 use crate::closeable::Closeable;
 use crate::device::{Device, is_cuda};
@@ -21,14 +20,8 @@ use crate::memory_owner::{MemoryOwner, OpenWeights, OwnedMemory, await_stream};
 use crate::process::Home;
 use crate::stream::{Consumer, likely};
 use crate::view::View;
-use crate::wait::{
-    CallOff, asking, hand_over, in_slices, late, none_if_late, on_a_thread, optional, until_done,
-};
+use crate::wait::{hand_over, in_slices, late, none_if_late, on_a_thread, optional, waiting};
 use crate::weights_publish::{_publish_weights, PhaseClock, Phases};
-
-/// How long one call of the library waits. A wait that is given up leaves at most so much of it
-/// behind.
-pub const LOOK: Duration = Duration::from_secs(1);
 
 /// Adds the classes.
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -41,6 +34,10 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(_keep_weights, module)?)?;
     module.add_function(wrap_pyfunction!(_verify_weights, module)?)
 }
+
+/// How long a thread of this package waits for a keeper, or for streams, before it looks whether it is
+/// to end.
+pub const LOOK: Duration = Duration::from_secs(1);
 
 /// Whether a wait for a keeper, or for its version, goes on after this error: there is none yet, or
 /// the keeper ends, or is stopped.
@@ -55,44 +52,6 @@ pub fn is_for_now(error: &Error) -> bool {
                 ..
             }
     )
-}
-
-/// Repeats `call`, which waits no longer than its argument, until it is done or `wait` has passed:
-/// after errors that are [for now](is_for_now).
-pub fn patiently<T>(
-    wait: Option<Duration>,
-    call_off: &CallOff,
-    call: impl FnMut(Duration) -> Result<T, Error>,
-) -> Result<T, Error> {
-    more_and_more_patiently(wait, call_off, LOOK, call)
-}
-
-/// As [`patiently`], for a call that begins anew each time and may need longer than a look: it gets
-/// up to `longest`.
-pub fn more_and_more_patiently<T>(
-    wait: Option<Duration>,
-    call_off: &CallOff,
-    longest: Duration,
-    mut call: impl FnMut(Duration) -> Result<T, Error>,
-) -> Result<T, Error> {
-    let (start, mut slice) = (Instant::now(), LOOK);
-    let left = |most| wait.map_or(most, |wait: Duration| wait.saturating_sub(start.elapsed()));
-    loop {
-        match call(left(slice).min(slice)) {
-            Err(error)
-                if is_for_now(&error)
-                    && !left(LOOK).is_zero()
-                    && !call_off.flag().load(Relaxed) =>
-            {
-                slice = longest.min(2 * slice);
-            }
-            Err(Error::Timeout { what, .. }) => {
-                let waited = wait.unwrap_or_default();
-                return Err(Error::Timeout { what, waited });
-            }
-            other => return other,
-        }
-    }
 }
 
 /// The memory of a version that is open in this process, and what it was opened by.
@@ -174,14 +133,12 @@ impl Place {
     }
 
     /// Options of the library.
-    pub fn opener(&self, wait: Duration) -> Opener<weights::SharedWeights> {
-        weights::SharedWeights::opener(&self.name)
-            .domain(&self.domain)
-            .device(&self.device)
-            .wait(wait)
+    pub fn opener(&self) -> Opener<weights::SharedWeights> {
+        let opener = weights::SharedWeights::opener(&self.name).domain(&self.domain);
+        opener.device(&self.device)
     }
 
-    /// Opens a version after number `after`, on a thread, while the caller `goes_on`.
+    /// Opens a version after number `after`, while the caller `goes_on`.
     pub fn open_after(
         &self,
         py: Python<'_>,
@@ -189,12 +146,9 @@ impl Place {
         wait: Option<Duration>,
         goes_on: impl Fn() -> Outcome<()> + Send + Sync,
     ) -> PyResult<Result<Version, Error>> {
-        let place = self.clone();
-        on_a_thread(py, "warpipe-opens", goes_on, move |call_off| {
-            let opened = patiently(wait, call_off, |slice| {
-                place.opener(slice).open_after(after)
-            });
-            Ok(opened.map(|opened| Version::of(place, opened)))
+        waiting(py, wait, goes_on, |wait| {
+            let opened = self.opener().open_after(after, wait);
+            Ok(opened.map(|opened| Version::of(self.clone(), opened)))
         })
     }
 }
@@ -542,7 +496,7 @@ impl Follower {
         let goes_on = || weights.handle.get().map(drop);
         let open = open_weights(&owner);
         let now = open.now();
-        let next = on_a_thread(py, "warpipe-opens", goes_on, move |_| Ok(now.hold_newer()))?;
+        let next = waiting(py, None, goes_on, |wait| Ok(now.hold_newer(&wait)))?;
         let next = match next {
             Err(error) if is_for_now(&error) => None,
             next => Some(next.map_err(Fault::from)?),
@@ -691,11 +645,10 @@ impl PublishedWeights {
     /// Raises ``TimeoutError``; once, the error for which there will be none; ``ClosedError``.
     #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
     fn wait_for_hashes(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
-        let timeout = optional(timeout, "timeout")?;
-        let published = self.handle.get()?;
-        let what = || "the content hashes".into();
-        until_done(py, timeout, what, |slice| {
-            Ok(published.wait_for_hashes(slice)?)
+        let (published, timeout) = (self.handle.get()?, optional(timeout, "timeout")?);
+        let goes_on = || self.handle.get().map(drop);
+        waiting(py, timeout, goes_on, |wait| {
+            Ok(published.wait_for_hashes(wait)?)
         })
     }
 
@@ -764,7 +717,7 @@ fn _keep_weights(
     let domain = Domain::from_argument(domain)?;
     let builder = weights::Keeper::builder(name).domain(&domain);
     let builder = builder.allow_uids(&allow_uids).allow_gids(&allow_gids);
-    let keeper = asking(py, move || builder.build())?;
+    let keeper = on_a_thread(py, move || builder.build())?;
     let unanswered = keeper.unanswered();
     let handle = CloseableHandle::new("keeper", name, keeper)?;
     let base = handle.base();
@@ -781,25 +734,6 @@ fn _verify_weights(
     wait: Option<f64>,
 ) -> PyResult<u64> {
     let (place, wait) = (Place::of(name, device, domain)?, optional(wait, "wait")?);
-    let verified = on_a_thread(
-        py,
-        "warpipe-opens",
-        || Ok(()),
-        move |call_off| {
-            let verify = |slice| place.opener(slice).verify_once_hashed();
-            let late = match patiently(wait, call_off, verify) {
-                Err(late @ Error::Timeout { .. }) => late,
-                verified => return Ok(verified?),
-            };
-            if call_off.flag().load(Relaxed) {
-                return Err(late.into());
-            }
-            // The verdict on a version whose hashes did not come in time.
-            match place.opener(Duration::ZERO).verify() {
-                Err(error) if is_for_now(&error) => Err(late.into()),
-                verified => Ok(verified?),
-            }
-        },
-    )?;
-    Ok(verified)
+    let verify = |wait: Wait<'_>| Ok(place.opener().verify(wait)?);
+    waiting(py, wait, || Ok(()), verify)
 }

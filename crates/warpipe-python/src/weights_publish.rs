@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyInt, PyString, PyType};
 use warpipe::weights::{BaseVersion, Hashing, TensorsInPlace, Weights, WeightsBuilder};
-use warpipe::{Error, Layout};
+use warpipe::{Error, Layout, Wait};
 
 use crate::copies::refuse_capture;
 use crate::detached::OwnStream;
@@ -25,12 +25,8 @@ use crate::memory_owner::{COPIES, MemoryOwner, OwnedMemory, Range};
 use crate::source::{PlainTorch, Source, SourceLocation, Wanted};
 use crate::stream::{Consumer, imported};
 use crate::view::View;
-use crate::wait::{CallOff, on_a_thread, optional, until_done};
-use crate::weights::{LOOK, PublishedWeights, SharedWeights, more_and_more_patiently, patiently};
-
-/// The most that one offer waits for the keeper, which may still ask other processes for what they
-/// hold: an offer that is given up is one of few that a keeper takes at once.
-const OFFER: Duration = Duration::from_secs(8);
+use crate::wait::{optional, waiting};
+use crate::weights::{LOOK, PublishedWeights, SharedWeights};
 
 /// How often a loop over tensors looks for signals.
 const LOOK_EVERY: usize = 4096;
@@ -206,20 +202,18 @@ pub fn _publish_weights(
     clock.end("allocate");
     search.fill(py, &mut builder, found)?;
     clock.end("copy");
-    let to = name.to_owned();
-    let publish = move |call_off: &CallOff| {
+    let publish = |wait: Wait<'_>| {
         let builder = match base {
             None => builder,
-            Some(base) => builder.base(base.find(&domain, &to, wait, call_off)?),
+            Some(base) => builder.base(base.find(&domain, name, &wait)?),
         };
         let weights = builder.finish()?;
         clock.end("describe");
-        let offer = |slice| weights.publish(&domain, &to, slice);
-        let published = more_and_more_patiently(wait, call_off, OFFER, offer)?;
+        let published = weights.publish(&domain, name, &wait)?;
         clock.end("offer");
         Ok((published, weights.bytes(), clock.phases))
     };
-    let (published, nbytes, phases) = on_a_thread(py, "warpipe-offers", || Ok(()), publish)?;
+    let (published, nbytes, phases) = waiting(py, wait, || Ok(()), publish)?;
     let published = PublishedWeights::of(py, name, published, nbytes, copied)?;
     Ok((published, count, refused, phases))
 }
@@ -248,19 +242,11 @@ impl Base {
         Err(Fault::argument("base", found.repr()?, allowed).into())
     }
 
-    fn find(
-        self,
-        domain: &warpipe::Domain,
-        name: &str,
-        wait: Option<Duration>,
-        call_off: &CallOff,
-    ) -> Outcome<BaseVersion> {
-        let number = match self {
-            Base::Held(base) => return Ok(base),
-            Base::Number(number) => number,
-        };
-        let find = |slice| BaseVersion::find(domain, name, number, slice);
-        Ok(patiently(wait, call_off, find)?)
+    fn find(self, domain: &warpipe::Domain, name: &str, wait: &Wait<'_>) -> Outcome<BaseVersion> {
+        match self {
+            Base::Held(base) => Ok(base),
+            Base::Number(number) => Ok(BaseVersion::find(domain, name, number, wait)?),
+        }
     }
 }
 
@@ -650,8 +636,7 @@ fn settle_streams(py: Python<'_>, streams: &[&Consumer]) -> PyResult<()> {
     for reader in streams {
         let behind = reader.follow(py)?.clone();
         refuse_capture(&behind)?;
-        let what = || "the work on the tensors".into();
-        until_done(py, None, what, |slice| Ok(behind.synchronize(slice)?))?;
+        waiting(py, None, || Ok(()), |wait| Ok(behind.synchronize(wait)?))?;
     }
     Ok(())
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use warpipe::OptionalExtension;
+use warpipe::{OptionalExtension, Wait};
 
 use crate::closeable::Closeable;
 use crate::copies::Copies;
@@ -15,7 +15,7 @@ use crate::inbox::{Calls, Inbox};
 use crate::lease::{Lease, LeaseContext};
 use crate::stream::stream_of;
 use crate::subscriber::end_if_graceful;
-use crate::wait::{SLICE, Timeout, attach, optional, seconds};
+use crate::wait::{SLICE, Timeout, optional, seconds, waiting};
 
 /// Takes jobs of a ``Queue`` and answers each: ``for lease in Worker("jobs"):``, ``lease()``, or
 /// ``async for``.
@@ -96,12 +96,8 @@ impl Worker {
         let spin = optional(spin, "spin")?.map(|spin| spin.min(SLICE));
         let builder = spin.into_iter().fold(builder, warpipe::WorkerBuilder::spin);
         let stream = stream_of(py, &device, stream)?;
-        let worker = attach(py, wait, move |slice| {
-            builder
-                .clone()
-                .wait_for_queue((!slice.is_zero()).then_some(slice))
-                .build()
-        })?;
+        let attach = |wait: Wait<'_>| Ok(builder.wait_for_queue(wait)?);
+        let worker = waiting(py, wait, || Ok(()), attach)?;
         let context = LeaseContext {
             device,
             stream,

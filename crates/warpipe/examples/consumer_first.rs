@@ -42,17 +42,13 @@ fn consume(
     stage: &Stage,
     start_producer: impl FnOnce() -> Outcome<Option<Actor>>,
 ) -> Outcome<String> {
-    give_up("at once", subscriber(stage))?;
-    give_up(
-        "after 200 ms",
-        subscriber(stage).wait_for_publisher(Some(Duration::from_millis(200))),
-    )?;
+    give_up("at once", subscriber(stage).build())?;
+    let soon = Duration::from_millis(200);
+    give_up("after 200 ms", subscriber(stage).wait_for_publisher(soon))?;
 
     println!("waiting for somebody to publish {NAME:?}");
     let producer = start_producer()?;
-    let mut subscriber = subscriber(stage)
-        .wait_for_publisher(Some(PATIENCE))
-        .build()?;
+    let mut subscriber = subscriber(stage).wait_for_publisher(PATIENCE)?;
     let greeting = subscriber
         .receive(&stage.device.stream()?, PATIENCE)?
         .to_vec(PATIENCE)?;
@@ -67,8 +63,8 @@ fn consume(
 }
 
 /// There is no publisher: the error has a variant of its own, and its text gives the next step.
-fn give_up(when: &str, subscriber: SubscriberBuilder) -> Outcome {
-    match subscriber.build() {
+fn give_up(when: &str, built: warpipe::Result<Subscriber>) -> Outcome {
+    match built {
         Err(error @ Error::NotFound { .. }) => println!("gave up {when}: {error}"),
         Err(error) => return Err(error.into()),
         Ok(_) => return Err("there is a publisher already; start the consumer first".into()),

@@ -76,7 +76,11 @@ fn record(stage: &Stage, event: &Event) -> Outcome {
 
 fn wait(stage: &Stage, mut talk: Talk) -> Outcome<String> {
     warpipe_kernels::preload(&stage.device)?;
-    let event = Event::open(&talk.hear()?.parse::<EventHandle>()?, &stage.device)?;
+    let event = Event::open(
+        &talk.hear()?.parse::<EventHandle>()?,
+        &stage.device,
+        Duration::ZERO,
+    )?;
     let memory = talk
         .hear()?
         .parse::<Ticket>()?
@@ -153,7 +157,11 @@ fn lose(stage: &Stage, event: &Event) -> Outcome {
 
 /// Records the same event behind work that outlives the process.
 fn die(stage: &Stage, mut talk: Talk) -> Outcome<String> {
-    let event = Event::open(&talk.hear()?.parse::<EventHandle>()?, &stage.device)?;
+    let event = Event::open(
+        &talk.hear()?.parse::<EventHandle>()?,
+        &stage.device,
+        Duration::ZERO,
+    )?;
     let stream = stage.device.stream()?;
     warpipe_kernels::spin(&stream, ENDLESS)?;
     event.record(&stream, PATIENCE)?;

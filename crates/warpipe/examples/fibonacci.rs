@@ -62,8 +62,7 @@ fn consume(stage: &Stage) -> Outcome<String> {
     let mut subscriber = Subscriber::builder(NAME)
         .domain(&stage.domain)
         .device(&stage.device)
-        .wait_for_publisher(Some(PATIENCE))
-        .build()?;
+        .wait_for_publisher(PATIENCE)?;
     let stream = stage.device.stream()?;
     let tensor = subscriber.receive(&stream, PATIENCE)?;
 

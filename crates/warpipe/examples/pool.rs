@@ -54,6 +54,7 @@ fn borrow(stage: &Stage) -> Outcome<String> {
         let block = LentBuffer::open(
             &Ticket::read_file(ticket_file(stage, number), Duration::ZERO)?,
             &stage.device,
+            Duration::ZERO,
         )?;
         ensure(holds(&block.to_vec(PATIENCE)?, number, 0), || {
             format!("block {number} came with a wrong word")
@@ -76,6 +77,7 @@ fn hold(stage: &Stage) -> Outcome<String> {
     let block = LentBuffer::open(
         &Ticket::read_file(ticket_file(stage, 0), Duration::ZERO)?,
         &stage.device,
+        Duration::ZERO,
     )?;
     block.used_on(&stream);
     // SAFETY: as in `borrow`.

@@ -77,8 +77,7 @@ fn read(stage: &Stage) -> Outcome<String> {
     let mut subscriber = Subscriber::builder(NAME)
         .domain(&stage.domain)
         .device(&stage.device)
-        .wait_for_publisher(Some(PATIENCE))
-        .build()?;
+        .wait_for_publisher(PATIENCE)?;
     let stream = stage.device.stream()?;
     let (mut frames, mut waits) = (0, 0);
     // The iterator ends when the sender has closed gracefully and every frame has been received.

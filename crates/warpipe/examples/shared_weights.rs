@@ -126,9 +126,8 @@ fn fill_on_host(
 fn read(stage: &Stage) -> Outcome<String> {
     let opener = SharedWeights::opener(NAME)
         .domain(&stage.domain)
-        .device(&stage.device)
-        .wait(PATIENCE);
-    let weights = opener.open()?;
+        .device(&stage.device);
+    let weights = opener.open(PATIENCE)?;
     let stream = cudarc_stream(stage)?;
     for (tensor, (name, _, _)) in TENSORS.iter().enumerate() {
         let shared = weights

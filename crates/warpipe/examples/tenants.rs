@@ -90,7 +90,7 @@ fn become_tenant(stage: &mut Stage) -> Outcome<OwnedFd> {
 
 fn open_pool(stage: &Stage) -> Outcome<PoolClient> {
     let opener = PoolClient::opener(NAME).domain(&stage.domain);
-    Ok(opener.device(&stage.device).open()?)
+    Ok(opener.device(&stage.device).open(Duration::ZERO)?)
 }
 
 /// Says that it has come this far.

@@ -49,10 +49,7 @@ fn work(stage: &Stage) -> Outcome<String> {
     let builder = Worker::builder(NAME)
         .domain(&stage.domain)
         .device(&stage.device);
-    let mut worker = builder
-        .wait_for_queue(Some(PATIENCE))
-        .answer_timeout(PATIENCE)
-        .build()?;
+    let mut worker = builder.answer_timeout(PATIENCE).wait_for_queue(PATIENCE)?;
     let stream = stage.device.stream()?;
     let mut tasks = 0;
     loop {

@@ -10,7 +10,7 @@ const POLLS_BEFORE_YIELD: u32 = 64;
 const POLLS_OF_A_YIELD: u32 = 16;
 
 /// After so many sleeps of one length they are twice as long.
-const SLEEPS_OF_ONE_LENGTH: u32 = 24;
+const SLEEPS_OF_ONE_LENGTH: u32 = 16;
 
 /// How often the sleeps of a wait for a device are made twice as long: up to half a millisecond.
 const DOUBLINGS: u32 = 4;
@@ -76,7 +76,7 @@ impl Backoff {
         self.rounds = self.rounds.saturating_add(1);
         match self.rounds.checked_sub(self.spins) {
             None => Duration::ZERO,
-            // So a wait is at most about 4 % longer than what it waits for.
+            // So a wait is at most about a sixteenth longer than what it waits for.
             Some(sleeps) => {
                 let doublings = (sleeps / SLEEPS_OF_ONE_LENGTH).min(self.doublings);
                 Duration::from_micros(31 << doublings)

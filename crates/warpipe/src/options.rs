@@ -17,9 +17,10 @@ use crate::error::Result;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
     AccessPolicy, Address, ClientSession, HANDSHAKE_TIMEOUT, IncomingReply, IpcServer, Kind,
-    RequestHandler, until_open,
+    REPLY_TIMEOUT, RequestHandler, until_open,
 };
 use crate::runtime::spin::SPIN;
+use crate::wait::Wait;
 
 /// The options that an endpoint is made or opened with. Each kind of endpoint has setters for the
 /// options that it has; the others keep their defaults, and it does not read them.
@@ -180,20 +181,24 @@ pub(crate) use option_setters;
 /// [`Semaphore::opener`](crate::Semaphore::opener),
 /// [`PoolClient::opener`](crate::PoolClient::opener), [`KernelRing::opener`](crate::KernelRing::opener) and
 /// [`SharedWeights::opener`](crate::weights::SharedWeights::opener).
+///
+/// Opening waits for the name to exist: [`Duration::ZERO`] asks for what is there. An owner that
+/// closes, or dies, before the object is open counts as none: the wait goes on.
 #[derive(Debug, Clone)]
 pub struct Opener<T> {
     name: String,
     shared: EndpointOptions,
-    wait: Duration,
     opens: PhantomData<fn() -> T>,
 }
 
 /// A session with the owner of a name, and the owner's first reply.
-pub(crate) struct Attachment {
+pub(crate) struct Attachment<'w> {
     pub(crate) name: EndpointName,
     pub(crate) device: Device,
     pub(crate) session: ClientSession,
     pub(crate) reply: IncomingReply,
+    /// What waits for further answers of the owner.
+    pub(crate) wait: Wait<'w>,
 }
 
 impl<T> Opener<T> {
@@ -201,7 +206,6 @@ impl<T> Opener<T> {
         Opener {
             name: name.to_string(),
             shared: EndpointOptions::default(),
-            wait: Duration::ZERO,
             opens: PhantomData,
         }
     }
@@ -211,13 +215,6 @@ impl<T> Opener<T> {
         domain,
         /// The device to use it with; [`Device::preferred`] by default.
         device,
-    }
-
-    /// How long to wait for the name to exist: not at all by default. An owner that closes, or
-    /// dies, before the object is open counts as none: the wait goes on until the time is over.
-    pub fn wait(mut self, timeout: Duration) -> Self {
-        self.wait = timeout;
-        self
     }
 
     /// The chosen domain.
@@ -234,17 +231,14 @@ impl<T> Opener<T> {
         &self.name
     }
 
-    pub(crate) fn timeout(&self) -> Duration {
-        self.wait
-    }
-
     /// Asks the owner of the name, which has to be of this kind, and has `open` make the object of
     /// its answer; both once more with the next owner, if this one ends meanwhile.
-    pub(crate) fn open_with<O>(
+    pub(crate) fn open_with<'w, O>(
         &self,
         kind: Kind,
         hello: &[u8],
-        open: impl Fn(Attachment) -> Result<O>,
+        wait: &Wait<'w>,
+        open: impl Fn(Attachment<'w>) -> Result<O>,
     ) -> Result<O> {
         let name = EndpointName::new(&self.name)?;
         let (domain, device) = (self.shared.domain()?, self.shared.device());
@@ -253,14 +247,14 @@ impl<T> Opener<T> {
             name: &name,
             kind,
         };
-        until_open(self.wait, |clock| {
-            let left = self.wait.saturating_sub(clock.elapsed());
-            let (session, reply) = ClientSession::attach(&at, Some(device.info().id), hello, left)?;
+        until_open(wait, || {
+            let (session, reply) = ClientSession::attach(&at, Some(device.info().id), hello, wait)?;
             open(Attachment {
                 name: name.clone(),
                 device: device.clone(),
                 session,
                 reply,
+                wait: wait.cancellable_within(REPLY_TIMEOUT),
             })
         })
     }

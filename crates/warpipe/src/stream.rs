@@ -3,15 +3,14 @@
 use std::any::Any;
 use std::ffi::c_void;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use crate::backend::{Backend, DevicePtr, RawStream, Rows, StreamOp};
-use crate::backoff::Backoff;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
 use crate::kernel::Kernel;
 use crate::tensor::Layout;
+use crate::wait::Wait;
 
 /// A stream of one device, made by this library or borrowed. Cheap to clone; an owned stream is
 /// destroyed with its last clone (work already enqueued still runs).
@@ -281,17 +280,10 @@ impl Stream {
     /// Waits on the CPU until all work enqueued so far is done.
     ///
     /// # Errors
-    /// [`Error::Timeout`] when it is not within `timeout`; [`Error::Driver`].
-    pub fn synchronize(&self, timeout: Duration) -> Result<()> {
-        let start = Instant::now();
-        let mut backoff = Backoff::default();
-        while !self.is_idle()? {
-            if start.elapsed() >= timeout {
-                return Err(Error::timeout("the end of the stream's work", timeout));
-            }
-            backoff.pause();
-        }
-        Ok(())
+    /// [`Error::Timeout`]; [`Error::Driver`].
+    pub fn synchronize<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<()> {
+        let wait = wait.into();
+        wait.poll("the end of the stream's work", || self.is_idle())
     }
 
     /// Makes this stream wait until the work enqueued on `other` so far is done (`cuEventRecord`
@@ -385,6 +377,8 @@ impl Drop for StreamInner {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use std::sync::mpsc;
 
     use super::*;

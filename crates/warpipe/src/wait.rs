@@ -2,9 +2,12 @@
 
 use std::cell::Cell;
 use std::fmt;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::backoff::Backoff;
 use crate::error::{Error, Result};
+use crate::mutex::LockUnpoisoned;
 
 /// How often a wait looks whether it is cancelled.
 pub(crate) const SLICE: Duration = Duration::from_millis(50);
@@ -147,6 +150,37 @@ impl<'a> Wait<'a> {
         match self.is_look_due() {
             true => self.slice().is_zero(),
             false => self.time_left().is_zero(),
+        }
+    }
+
+    /// Polls, ever more rarely, until `is_done`, for what no other thread reports. `what` is awaited,
+    /// for the error of a wait that is over before.
+    pub(crate) fn poll(&self, what: &str, mut is_done: impl FnMut() -> Result<bool>) -> Result<()> {
+        let mut backoff = Backoff::default();
+        while !is_done()? {
+            if self.is_over() {
+                return Err(self.timed_out(|| what.into()));
+            }
+            backoff.pause();
+        }
+        Ok(())
+    }
+
+    /// Sleeps on `changed`, while `is_pending`, until this wait is over.
+    pub(crate) fn sleep_while<'m, T>(
+        &self,
+        state: &'m Mutex<T>,
+        changed: &Condvar,
+        is_pending: impl Fn(&T) -> bool,
+    ) -> MutexGuard<'m, T> {
+        loop {
+            let slice = self.slice();
+            let pending = |state: &mut T| is_pending(state);
+            let waited = changed.wait_timeout_while(state.locked(), slice, pending);
+            let state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            if slice.is_zero() || !is_pending(&state) {
+                return state;
+            }
         }
     }
 

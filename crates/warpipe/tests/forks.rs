@@ -253,7 +253,7 @@ fn open_and_close(domain: &Domain, number: usize) {
         Timeline::opener(&name("timeline"))
             .domain(domain)
             .device(&device)
-            .open()
+            .open(Duration::ZERO)
             .unwrap(),
     );
     let semaphore = Semaphore::builder(&name("semaphore"))
@@ -266,7 +266,7 @@ fn open_and_close(domain: &Domain, number: usize) {
         Semaphore::opener(&name("semaphore"))
             .domain(domain)
             .device(&device)
-            .open()
+            .open(Duration::ZERO)
             .unwrap(),
     );
     drop(

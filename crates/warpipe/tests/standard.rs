@@ -101,7 +101,7 @@ fn open_everything(folder: &Path) {
     let opened = Timeline::opener("timeline")
         .domain(domain)
         .device(device)
-        .open()
+        .open(Duration::ZERO)
         .unwrap();
     let _timeline = none_taken("a timeline", (timeline, opened));
     let semaphore = Semaphore::builder("semaphore")
@@ -113,7 +113,7 @@ fn open_everything(folder: &Path) {
     let opened = Semaphore::opener("semaphore")
         .domain(domain)
         .device(device)
-        .open()
+        .open(Duration::ZERO)
         .unwrap();
     let _semaphore = none_taken("a semaphore", (semaphore, opened));
     let _event = none_taken(

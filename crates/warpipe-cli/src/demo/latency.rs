@@ -109,13 +109,12 @@ impl End {
             .device(device)
             .build()?;
         let subscriber = Subscriber::builder(back).domain(domain).device(device);
-        let subscriber = subscriber.wait_for_publisher(Some(PATIENCE));
         // A hand-over's cost is measured, not that of a wake-up, where there is a core to poll on.
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let polls = device.info().id.kind == DeviceKind::Cuda && cores >= CORES_TO_POLL;
         let subscriber = subscriber
             .spin(if polls { POLL } else { Duration::ZERO })
-            .build()?;
+            .wait_for_publisher(PATIENCE)?;
         publisher.wait_for_subscribers(1, PATIENCE)?;
         Ok(End {
             stream: device.stream()?,

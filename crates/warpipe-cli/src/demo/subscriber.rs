@@ -35,8 +35,7 @@ pub fn run(args: &ChildArgs) -> anyhow::Result<Exit> {
         .domain(&child.domain)
         .device(&child.device)
         .reconnect(true)
-        .wait_for_publisher(Some(PATIENCE))
-        .build()?;
+        .wait_for_publisher(PATIENCE)?;
     let (checks, queue) = sync_channel(CHECKS_MAX);
     let device = child.device.clone();
     let checker = std::thread::spawn(move || check_all(&queue, &device, page));

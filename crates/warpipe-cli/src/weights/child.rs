@@ -192,7 +192,7 @@ fn verify(args: &ChildArgs) -> anyhow::Result<ChildLine> {
     }
     let start = Instant::now();
     let opener = SharedWeights::opener(&args.name).domain(&domain);
-    let (version, reason) = match opener.device(&device).wait(HASHES_TIMEOUT).verify() {
+    let (version, reason) = match opener.device(&device).verify(HASHES_TIMEOUT) {
         Ok(version) => {
             return Ok(ChildLine::Offered(OfferedVersion {
                 version,

@@ -92,8 +92,7 @@ fn samples_of_many_layouts_that_go_together_arrive_each_with_its_own() {
     let mut subscriber = Subscriber::builder("camera/front")
         .domain(&far)
         .device(&device)
-        .wait_for_publisher(Some(LONG))
-        .build()
+        .wait_for_publisher(LONG)
         .unwrap();
     let layouts = layouts();
     let (sent, on) = (layouts.clone(), device.clone());

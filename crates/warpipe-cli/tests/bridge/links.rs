@@ -279,7 +279,7 @@ fn a_network_that_is_cut_ends_no_publisher_and_samples_come_again_with_a_gap_whe
     let builder = Subscriber::builder("camera/front").domain(&far);
     let builder = builder.device(&Device::host());
     // It does not reconnect: the same link of the same publisher goes on.
-    let mut once = builder.wait_for_publisher(Some(LONG)).build().unwrap();
+    let mut once = builder.wait_for_publisher(LONG).unwrap();
     let before = publish_until_received(&publisher, &mut once);
     cable.set("down");
     importer.wait_for_line("is unreachable");

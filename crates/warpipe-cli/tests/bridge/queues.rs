@@ -24,7 +24,7 @@ fn queue(domain: &Domain) -> Queue {
 fn worker(domain: &Domain) -> Worker {
     let builder = Worker::builder("jobs").domain(domain);
     let builder = builder.device(&Device::host());
-    builder.wait_for_queue(Some(LONG)).build().unwrap()
+    builder.wait_for_queue(LONG).unwrap()
 }
 
 /// Starts the bridge that gives jobs of `near` away, or the one that takes them in `far`.

@@ -169,7 +169,7 @@ pub fn be_a_worker() {
 pub fn be_a_worker_in(domain: &Domain) {
     let (device, wait) = (open_device(), Duration::from_secs(60));
     let opener = SharedWeights::opener("w").domain(domain).device(&device);
-    let weights = opener.wait(wait).open().unwrap();
+    let weights = opener.open(wait).unwrap();
     let read = || {
         let sum = |name| -> u64 {
             let bytes = weights.tensor(name).unwrap().memory().to_vec(wait).unwrap();

@@ -2,6 +2,7 @@
 //! has released it or is dead.
 
 use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{Access, AllocationClient, AllocationServer, Error, Stream};
@@ -64,7 +65,7 @@ fn client(context: &Context) -> Result<AllocationClient> {
     Ok(AllocationClient::opener(NAME)
         .domain(&context.domain)
         .device(&context.device)
-        .open()?)
+        .open(Duration::ZERO)?)
 }
 
 /// Memory of both kinds; the receiver of each says when it is freed.

@@ -59,24 +59,21 @@ const ENDPOINTS: &[(&str, Attach)] = &[
         PoolClient::opener("warm/pool")
             .domain(&context.domain)
             .device(&context.device)
-            .wait(patience)
-            .open()?;
+            .open(patience)?;
         Ok(())
     }),
     ("timeline", |context, patience| {
         Timeline::opener("warm/timeline")
             .domain(&context.domain)
             .device(&context.device)
-            .wait(patience)
-            .open()?;
+            .open(patience)?;
         Ok(())
     }),
     ("semaphore", |context, patience| {
         Semaphore::opener("warm/semaphore")
             .domain(&context.domain)
             .device(&context.device)
-            .wait(patience)
-            .open()?;
+            .open(patience)?;
         Ok(())
     }),
 ];

@@ -194,7 +194,7 @@ fn refusals(context: &Context) -> Result<()> {
     );
     let pool = pool.build()?;
     let block = pool.allocate(4096, Duration::ZERO)?;
-    let lent = LentBuffer::open(&block.lend(Access::ReadWrite)?, device)?;
+    let lent = LentBuffer::open(&block.lend(Access::ReadWrite)?, device, Duration::ZERO)?;
 
     graphs.begin(&stream, Mode::Global)?;
     fill(&memory, &stream, 9, Duration::ZERO, true)?;

@@ -262,7 +262,7 @@ fn throw_at_all(context: &Context, mut next: impl FnMut() -> Result<OwnedFd>) ->
             let met = Timeline::opener("evil")
                 .domain(&context.domain)
                 .device(&context.device)
-                .open();
+                .open(Duration::ZERO);
             ensure!(
                 met.is_err(),
                 "a hostile socket was taken for a timeline's owner"

@@ -90,7 +90,7 @@ fn parse(text: &str) -> Result<EventHandle> {
 fn exporter(context: &Context, device: &Device) -> Result<(Peer, Event)> {
     let mut peer = context.peer()?;
     let text = peer.text(&Order::Signals(SignalOrder::CreateEvents(1)))?;
-    let event = Event::open(&parse(&text)?, device)?;
+    let event = Event::open(&parse(&text)?, device, Duration::ZERO)?;
     Ok((peer, event))
 }
 
@@ -242,7 +242,7 @@ fn dropped_event(context: &Context) -> Result<()> {
     stream.synchronize(PATIENCE)?;
     let handle = event.handle()?;
     drop(event);
-    match Event::open(&handle, &context.device) {
+    match Event::open(&handle, &context.device, Duration::ZERO) {
         Err(
             Error::NotFound { .. }
             | Error::PeerGone { graceful: true, .. }
@@ -375,7 +375,7 @@ fn wrong_handles(context: &Context) -> Result<()> {
         matches!(kind, Err("NotFound" | "PeerGone" | "LegacyHandle")),
         "a dead exporter's handle gave {gone:?}"
     );
-    match Event::open(&parse(&text)?, &context.device) {
+    match Event::open(&parse(&text)?, &context.device, Duration::ZERO) {
         Err(Error::NotFound {
             was_there: true, ..
         }) => {}

@@ -198,12 +198,11 @@ fn signals_refuse(context: &Context) -> Result<()> {
         Timeline::opener("theirs")
             .domain(domain)
             .device(device)
-            .wait(PATIENCE)
-            .open()?,
+            .open(PATIENCE)?,
     ];
     let mut events = vec![
         Event::builder().domain(domain).device(device).build()?,
-        Event::open(&text.parse::<EventHandle>()?, device)?,
+        Event::open(&text.parse::<EventHandle>()?, device, Duration::ZERO)?,
     ];
     let code = in_a_child(|| {
         let (timelines, events) = (std::mem::take(&mut timelines), std::mem::take(&mut events));
@@ -308,7 +307,7 @@ fn semaphore_refuses(context: &Context) -> Result<()> {
     let member = Semaphore::opener("forked")
         .domain(&context.domain)
         .device(&context.device)
-        .open()?;
+        .open(Duration::ZERO)?;
     let stream = context.stream()?;
     let mut held = vec![
         member.acquire(&stream, PATIENCE)?,

@@ -1,6 +1,7 @@
 //! Graceful closes reach the peers, however soon the process ends after them.
 
 use anyhow::{Context as _, Result, bail};
+use std::time::Duration;
 use warpipe::{Error, Stream, Timeline};
 
 use super::Case;
@@ -72,7 +73,7 @@ fn timelines(context: &Context) -> Result<()> {
         let timeline = Timeline::opener("brief")
             .domain(&context.domain)
             .device(&context.device)
-            .open()?;
+            .open(Duration::ZERO)?;
         peer.dismiss()?;
         timeline
             .wait_host(1, PATIENCE)

@@ -74,8 +74,7 @@ fn timeline(context: &Context) -> Result<()> {
     let timeline = Timeline::opener("holes")
         .domain(&context.domain)
         .device(&context.device)
-        .wait(PATIENCE)
-        .open()?;
+        .open(PATIENCE)?;
     let (stream, (memory, fd)) = (context.stream()?, Shared::create(&context.device)?);
     owner.signals(SignalOrder::Map(Shared::path(&fd)))?;
     owner.signals(SignalOrder::Write {
@@ -104,7 +103,7 @@ fn event(context: &Context) -> Result<()> {
     let (mut exporter, mut importer) = (context.peer()?, context.peer()?);
     let text = exporter.text(&Order::Signals(SignalOrder::CreateEvents(1)))?;
     importer.signals(SignalOrder::OpenEvent(text.clone()))?;
-    let event = Event::open(&text.parse()?, &context.device)?;
+    let event = Event::open(&text.parse()?, &context.device, Duration::ZERO)?;
     let (stream, (memory, fd)) = (context.stream()?, Shared::create(&context.device)?);
     exporter.signals(SignalOrder::Map(Shared::path(&fd)))?;
     exporter.signals(SignalOrder::Write {

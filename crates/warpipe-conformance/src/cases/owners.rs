@@ -282,11 +282,11 @@ fn pools(context: &Context) -> Result<()> {
         let client = PoolClient::opener("pool")
             .domain(&context.domain)
             .device(&context.device)
-            .open()?;
+            .open(Duration::ZERO)?;
         let ticket = victim
             .text(&Order::Hold(HolderOrder::Lend { bytes: BYTES, seed }))?
             .parse::<Ticket>()?;
-        let lent = LentBuffer::open(&ticket, &context.device)?;
+        let lent = LentBuffer::open(&ticket, &context.device, Duration::ZERO)?;
         victim.send(&Order::Hold(HolderOrder::Lend {
             bytes: BYTES,
             seed: seed + 1,
@@ -312,7 +312,7 @@ fn pools(context: &Context) -> Result<()> {
             "a lent block is torn"
         );
         if let Some(ticket) = last_ticket(&mut victim)? {
-            let late = LentBuffer::open(&ticket, &context.device);
+            let late = LentBuffer::open(&ticket, &context.device, Duration::ZERO);
             ensure!(late.is_err(), "a dead owner's ticket opens");
         }
         drop((lent, client));
@@ -374,8 +374,7 @@ fn semaphores(context: &Context) -> Result<()> {
         let member = Semaphore::opener("turns")
             .domain(&context.domain)
             .device(&context.device)
-            .wait(PATIENCE)
-            .open()?;
+            .open(PATIENCE)?;
         let wait = context.wait(rng);
         let outcome = kill_under(&mut victim, rng, 10_000, || {
             member.acquire(&stream, wait)?.release(&stream)?;
@@ -502,7 +501,7 @@ const BEGINNINGS: &[Beginning] = &[
             PoolClient::opener("new")
                 .domain(&context.domain)
                 .device(&context.device)
-                .open()
+                .open(Duration::ZERO)
                 .map(drop)
         },
     ),
@@ -512,7 +511,7 @@ const BEGINNINGS: &[Beginning] = &[
             Semaphore::opener("new")
                 .domain(&context.domain)
                 .device(&context.device)
-                .open()
+                .open(Duration::ZERO)
                 .map(drop)
         },
     ),
@@ -522,7 +521,7 @@ const BEGINNINGS: &[Beginning] = &[
             Timeline::opener("new")
                 .domain(&context.domain)
                 .device(&context.device)
-                .open()
+                .open(Duration::ZERO)
                 .map(drop)
         },
     ),

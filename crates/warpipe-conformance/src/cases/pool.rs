@@ -311,7 +311,7 @@ fn remote_allocation(context: &Context) -> Result<()> {
     let client = PoolClient::opener("pool")
         .domain(&context.domain)
         .device(&context.device)
-        .open()?;
+        .open(Duration::ZERO)?;
     let stream = context.stream()?;
     let mut error_counters = context.error_counters()?;
     let blocks: Vec<LentBuffer> = (0..2)
@@ -385,11 +385,11 @@ fn killed_owner(context: &Context) -> Result<()> {
             seed: 3,
         },
     )?;
-    let lent = LentBuffer::open(&ticket, &context.device)?;
+    let lent = LentBuffer::open(&ticket, &context.device, Duration::ZERO)?;
     let client = PoolClient::opener("pool")
         .domain(&context.domain)
         .device(&context.device)
-        .open()?;
+        .open(Duration::ZERO)?;
     owner.kill()?;
     let (stream, mut error_counters) = (context.stream()?, context.error_counters()?);
     ensure!(
@@ -409,7 +409,7 @@ fn killed_owner(context: &Context) -> Result<()> {
         }) => ensure!(pid == owner.id() as i32),
         other => bail!("of a dead owner, {other:?}"),
     }
-    match LentBuffer::open(&ticket, &context.device) {
+    match LentBuffer::open(&ticket, &context.device, Duration::ZERO) {
         Err(Error::TicketExpired {
             expiry: Expiry::Gone { died: true },
             ..
@@ -421,7 +421,7 @@ fn killed_owner(context: &Context) -> Result<()> {
     match PoolClient::opener("pool")
         .domain(&context.domain)
         .device(&context.device)
-        .open()
+        .open(Duration::ZERO)
     {
         Err(Error::NotFound {
             kind: Kind::Pool,

@@ -27,8 +27,7 @@ fn ended_links(context: &Context) -> Result<()> {
     let timeline = Timeline::opener(NAME)
         .domain(&context.domain)
         .device(&context.device)
-        .wait(PATIENCE)
-        .open()?;
+        .open(PATIENCE)?;
     let (held, stream) = (context.stream()?, context.stream()?);
     let publisher = context.publisher("frames").build()?;
     timeline.wait(&held, 1)?;

@@ -364,7 +364,7 @@ fn killed_while_connecting(context: &Context) -> Result<()> {
             _ => Semaphore::opener(NAME)
                 .domain(&context.domain)
                 .device(&context.device)
-                .open()?,
+                .open(Duration::ZERO)?,
         };
         let spins = rng.u32(..40_000);
         let acquired = std::thread::scope(|scope| {
@@ -425,7 +425,7 @@ fn both_killed(context: &Context) -> Result<()> {
         let semaphore = Semaphore::opener(NAME)
             .domain(&context.domain)
             .device(&context.device)
-            .open()?;
+            .open(Duration::ZERO)?;
         let stream = context.stream()?;
         let mut victim = open(context)?;
         ask(
@@ -464,7 +464,7 @@ fn killed_creator(context: &Context) -> Result<()> {
     let semaphore = Semaphore::opener(NAME)
         .domain(&context.domain)
         .device(&context.device)
-        .open()?;
+        .open(Duration::ZERO)?;
     let stream = context.stream()?;
     let permit = semaphore.acquire(&stream, PATIENCE)?;
     let mut waiter = open(context)?;

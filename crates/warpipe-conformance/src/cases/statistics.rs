@@ -1,6 +1,7 @@
 //! What the statistics pages of processes say of their memory and of the paths of their data.
 
 use std::collections::HashMap;
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use warpipe::statistics::{Observer, Process, RegionId, Role, SlowPath};
@@ -85,7 +86,7 @@ fn slow_paths(context: &Context) -> Result<()> {
     let blocks = Timeline::opener("blocks")
         .domain(&context.domain)
         .device(&context.device)
-        .open()?;
+        .open(Duration::ZERO)?;
     let before = own_page()?;
     let stream = context.stream()?;
     let memory = Memory::allocate(&context.device, BYTES as u64)?;

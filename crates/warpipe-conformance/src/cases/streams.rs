@@ -175,7 +175,7 @@ fn words_and_memory(context: &Context) -> Result<()> {
         .build()?;
     let block = pool.allocate(4, Duration::ZERO)?;
     refused("a block's write", block.write(&foreign, 0, b"lost"))?;
-    let lent = LentBuffer::open(&block.lend(Access::ReadWrite)?, device)?;
+    let lent = LentBuffer::open(&block.lend(Access::ReadWrite)?, device, Duration::ZERO)?;
     refused("a lent block's write", lent.write(&foreign, 0, b"lost"))?;
     refused("a lent block's free", lent.free(&foreign))?;
     refused("a block's free", block.free(&foreign))?;
@@ -194,7 +194,7 @@ fn written_behind(context: &Context) -> Result<()> {
     let waiting = Timeline::opener("steps")
         .domain(&context.domain)
         .device(device)
-        .open()?;
+        .open(Duration::ZERO)?;
     let bytes: Vec<u8> = (0..3 << 20).map(|place: u32| (place % 251) as u8).collect();
     let (mut written, mut memory) = (Vec::new(), Vec::new());
     for length in [4, 4096, 65_536, 65_537, 1 << 20, bytes.len()] {

@@ -74,8 +74,7 @@ fn open(context: &Context, device: &Device) -> Result<Timeline> {
     Ok(Timeline::opener(NAME)
         .domain(&context.domain)
         .device(device)
-        .wait(PATIENCE)
-        .open()?)
+        .open(PATIENCE)?)
 }
 
 fn late_kernels_are_waited_for(context: &Context) -> Result<()> {
@@ -322,7 +321,7 @@ fn wait_after_death(context: &Context) -> Result<()> {
     match Timeline::opener(NAME)
         .domain(&context.domain)
         .device(&context.device)
-        .open()
+        .open(Duration::ZERO)
     {
         Err(Error::NotFound {
             was_there: true, ..

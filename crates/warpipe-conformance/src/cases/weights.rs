@@ -53,7 +53,6 @@ fn opener(context: &Context) -> Opener<SharedWeights> {
     SharedWeights::opener(NAME)
         .domain(&context.domain)
         .device(&context.device)
-        .wait(PATIENCE)
 }
 
 fn is_freed(freed: &Receiver<()>) -> bool {
@@ -72,13 +71,13 @@ fn read(context: &Context) -> Result<()> {
     drop(tell);
     let published = weights.publish(&context.domain, NAME, PATIENCE)?;
     drop(weights);
-    let shared = opener(context).open()?;
+    let shared = opener(context).open(PATIENCE)?;
     check(context, counters, &shared, 1)?;
     let mut peer = context.peer()?;
     let name = NAME.to_string();
     peer.ask(&Order::Weights(WeightsOrder::Open { name, seed: 1 }))?;
     ensure!(
-        opener(context).verify()? == published.version(),
+        opener(context).verify(PATIENCE)? == published.version(),
         "the hashes"
     );
     let tensor = shared.tensor("t2");
@@ -101,15 +100,15 @@ fn killed(context: &Context) -> Result<()> {
         seed: 5,
     }))?;
     let counters = &mut context.error_counters()?;
-    let shared = opener(context).open()?;
+    let shared = opener(context).open(PATIENCE)?;
     publisher.kill()?;
     keeper.kill()?;
     check(context, counters, &shared, 5)?;
     let next = self::keeper(context)?;
     ensure!(next.candidate()? == Some(version), "{:?}", next.candidate());
-    ensure!(opener(context).verify()? == version, "the hashes");
+    ensure!(opener(context).verify(PATIENCE)? == version, "the hashes");
     drop(shared);
-    check(context, counters, &opener(context).open()?, 5)
+    check(context, counters, &opener(context).open(PATIENCE)?, 5)
 }
 
 fn shared_base(context: &Context) -> Result<()> {
@@ -122,7 +121,7 @@ fn shared_base(context: &Context) -> Result<()> {
         seed: 5,
     }))?;
     let counters = &mut context.error_counters()?;
-    let base = opener(context).open()?;
+    let base = opener(context).open(PATIENCE)?;
     publisher.kill()?;
     let weights = weights_in_place::beside_base(context, &base, 5)?;
     let published = weights.publish(&context.domain, NAME, PATIENCE)?;
@@ -131,7 +130,7 @@ fn shared_base(context: &Context) -> Result<()> {
         published.wait_for_hashes(PATIENCE)?,
         "hashes that come later"
     );
-    let shared = opener(context).open()?;
+    let shared = opener(context).open(PATIENCE)?;
     ensure!(
         shared.tensors().len() == 4 && shared.is_hashed(),
         "{shared:?}"
@@ -142,9 +141,9 @@ fn shared_base(context: &Context) -> Result<()> {
     drop(published);
     let next = self::keeper(context)?;
     ensure!(next.candidate()? == Some(version), "{:?}", next.candidate());
-    ensure!(opener(context).verify()? == version, "the hashes");
+    ensure!(opener(context).verify(PATIENCE)? == version, "the hashes");
     drop(shared);
-    check(context, counters, &opener(context).open()?, 5)
+    check(context, counters, &opener(context).open(PATIENCE)?, 5)
 }
 
 fn many(context: &Context) -> Result<()> {
@@ -162,9 +161,9 @@ fn many(context: &Context) -> Result<()> {
     drop((weights, first));
     let next = keeper(context)?;
     ensure!(next.candidate()? == Some(1), "{:?}", next.candidate());
-    opener(context).verify()?;
+    opener(context).verify(PATIENCE)?;
     drop(published);
-    let shared = opener(context).open()?;
+    let shared = opener(context).open(PATIENCE)?;
     ensure!(shared.parts().count() as u64 <= COUNT, "{shared:?}");
     check(context, &mut context.error_counters()?, &shared, 9)?;
     drop(next);

@@ -121,7 +121,7 @@ impl Actor {
             }
             Order::Subscribe(plan) => {
                 self.subscribers
-                    .push(plan.apply(self.context.subscriber(&plan.name)).build()?);
+                    .push(plan.attach(self.context.subscriber(&plan.name))?);
                 return Ok(Answer::Number(self.subscribers.len() as u64 - 1));
             }
             Order::AwaitSubscribers(count) => {
@@ -402,7 +402,7 @@ impl Actor {
         let client = AllocationClient::opener(name)
             .domain(&self.context.domain)
             .device(&self.context.device)
-            .open()?;
+            .open(Duration::ZERO)?;
         let memory = client.open_share(number, PATIENCE)?;
         let stream = self.context.stream()?;
         let wrong = wrong_words(&memory, &stream, &mut self.streams()?.error_counters, seed)?;

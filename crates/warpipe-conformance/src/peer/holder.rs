@@ -230,10 +230,11 @@ impl Holder {
                         PoolClient::opener(ticket.name())
                             .domain(domain)
                             .device(device)
-                            .open()?,
+                            .open(Duration::ZERO)?,
                     );
                 }
-                self.lent.push(Some(LentBuffer::open(&ticket, device)?));
+                self.lent
+                    .push(Some(LentBuffer::open(&ticket, device, Duration::ZERO)?));
                 return Ok(Answer::Number(self.lent.len() as u64 - 1));
             }
             HolderOrder::Allocate {
@@ -253,7 +254,7 @@ impl Holder {
                             PoolClient::opener(&name)
                                 .domain(domain)
                                 .device(device)
-                                .open()?,
+                                .open(Duration::ZERO)?,
                         );
                         self.clients.last().context("pushed above")?.clone()
                     }

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use serde::{Deserialize, Serialize};
@@ -252,16 +253,14 @@ fn wait(context: &Context, name: &str, event: &str) -> Result<Waiting> {
     let timeline = Timeline::opener(&format!("{name}/timeline"))
         .domain(domain)
         .device(device)
-        .wait(PATIENCE)
-        .open()?;
+        .open(PATIENCE)?;
     timeline.wait(&streams[1], 1)?;
-    let event = Event::open(&event.parse::<EventHandle>()?, device)?;
+    let event = Event::open(&event.parse::<EventHandle>()?, device, Duration::ZERO)?;
     event.wait(&streams[2])?;
     let semaphore = Semaphore::opener(&format!("{name}/semaphore"))
         .domain(domain)
         .device(device)
-        .wait(PATIENCE)
-        .open()?;
+        .open(PATIENCE)?;
     let permit = semaphore.acquire(&streams[3], PATIENCE)?;
     for (stream, what) in streams
         .iter()

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use warpipe::{LegacyHandle, Policy, PublisherBuilder, SubscriberBuilder};
+use warpipe::{LegacyHandle, Policy, PublisherBuilder, Subscriber, SubscriberBuilder};
 
 use super::semaphore::SemaphoreOrder;
 use super::weights::WeightsOrder;
@@ -98,10 +98,9 @@ impl SubscriberPlan {
         }
     }
 
-    pub(super) fn apply(&self, builder: SubscriberBuilder) -> SubscriberBuilder {
-        builder
-            .reconnect(self.reconnect)
-            .wait_for_publisher(self.wait_ms.map(Duration::from_millis))
+    pub(super) fn attach(&self, builder: SubscriberBuilder) -> warpipe::Result<Subscriber> {
+        let wait = self.wait_ms.map(Duration::from_millis).unwrap_or_default();
+        builder.reconnect(self.reconnect).wait_for_publisher(wait)
     }
 }
 

@@ -95,7 +95,7 @@ impl RingSide {
     /// Those of the ring.
     pub fn open(context: &Context, name: &str) -> Result<RingSide> {
         let opener = KernelRing::opener(name).domain(&context.domain);
-        let ring = opener.device(&context.device).wait(PATIENCE).open()?;
+        let ring = opener.device(&context.device).open(PATIENCE)?;
         RingSide::of(context, ring)
     }
 
@@ -214,7 +214,7 @@ impl RingPair {
     /// Those of the rings.
     pub fn begin(context: &Context, out: KernelRing, back: &str) -> Result<RingPair> {
         let opener = KernelRing::opener(back).domain(&context.domain);
-        let receives = opener.device(&context.device).wait(PATIENCE).open()?;
+        let receives = opener.device(&context.device).open(PATIENCE)?;
         out.wait_for_consumers(PATIENCE)?;
         Ok(RingPair {
             receives,
@@ -226,7 +226,7 @@ impl RingPair {
 
     fn answer(context: &Context, out: &str, back: &str) -> Result<RingPair> {
         let opener = KernelRing::opener(out).domain(&context.domain);
-        let receives = opener.device(&context.device).wait(PATIENCE).open()?;
+        let receives = opener.device(&context.device).open(PATIENCE)?;
         let builder = KernelRing::builder(back).domain(&context.domain);
         let sends = builder
             .device(&context.device)

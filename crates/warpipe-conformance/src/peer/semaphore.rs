@@ -263,8 +263,7 @@ impl Contender {
                 let semaphore = Semaphore::opener(&name)
                     .domain(&context.domain)
                     .device(&device)
-                    .wait(PATIENCE)
-                    .open()?;
+                    .open(PATIENCE)?;
                 self.post = Some(Post::new(semaphore, &device)?);
             }
             SemaphoreOrder::Acquire {

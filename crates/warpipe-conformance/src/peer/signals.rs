@@ -123,8 +123,7 @@ impl Signals {
                     Timeline::opener(&name)
                         .domain(domain)
                         .device(device)
-                        .wait(PATIENCE)
-                        .open()?,
+                        .open(PATIENCE)?,
                 );
             }
             SignalOrder::Signal(value) => self.timeline()?.signal(&self.stream, value, PATIENCE)?,
@@ -142,9 +141,11 @@ impl Signals {
                 }
                 return Ok(Answer::Text(self.event()?.handle()?.to_string()));
             }
-            SignalOrder::OpenEvent(text) => self
-                .events
-                .push(Event::open(&text.parse::<EventHandle>()?, device)?),
+            SignalOrder::OpenEvent(text) => self.events.push(Event::open(
+                &text.parse::<EventHandle>()?,
+                device,
+                Duration::ZERO,
+            )?),
             SignalOrder::Record => drop(self.event()?.record(&self.stream, PATIENCE)?),
             SignalOrder::WaitEvent => self.awaited = Some(self.event()?.wait(&self.stream)?),
             SignalOrder::CheckEvent => {

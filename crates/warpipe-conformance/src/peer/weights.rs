@@ -69,7 +69,7 @@ impl WeightsHolder {
             }
             WeightsOrder::Open { name, seed } => {
                 let opener = SharedWeights::opener(&name).domain(&context.domain);
-                let shared = opener.device(&context.device).wait(PATIENCE).open()?;
+                let shared = opener.device(&context.device).open(PATIENCE)?;
                 weights_in_place::check(context, &mut context.error_counters()?, &shared, seed)?;
                 self.shared.push(shared);
             }

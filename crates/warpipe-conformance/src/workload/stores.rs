@@ -55,7 +55,7 @@ pub(super) fn pool(site: Site) -> Result<Box<dyn Workload>> {
     let client = PoolClient::opener(&site.name_of("pool"))
         .domain(&context.domain)
         .device(&context.device)
-        .open()?;
+        .open(Duration::ZERO)?;
     Ok(Box::new(Blocks {
         client,
         pool,
@@ -75,7 +75,11 @@ impl Workload for Blocks {
             site,
         } = self;
         let block = pool.allocate(BLOCK, site.patience)?;
-        let lent = LentBuffer::open(&block.lend(Access::ReadWrite)?, &site.context.device)?;
+        let lent = LentBuffer::open(
+            &block.lend(Access::ReadWrite)?,
+            &site.context.device,
+            Duration::ZERO,
+        )?;
         cross(site, error_counters, stream, &lent, &block, seed)?;
         lent.free(stream)?;
         block.free(stream)?;

@@ -47,7 +47,7 @@ pub(super) fn timeline(site: Site) -> Result<Box<dyn Workload>> {
     let opened = Timeline::opener(&site.name_of("timeline"))
         .domain(&context.domain)
         .device(&context.device)
-        .open()?;
+        .open(Duration::ZERO)?;
     Ok(Box::new(Steps {
         opened,
         owner,
@@ -85,7 +85,7 @@ pub(super) fn event(site: Site) -> Result<Box<dyn Workload>> {
         .domain(&context.domain)
         .device(&context.device)
         .build()?;
-    let opened = Event::open(&created.handle()?, &context.device)?;
+    let opened = Event::open(&created.handle()?, &context.device, Duration::ZERO)?;
     Ok(Box::new(Recorded {
         opened,
         created,
@@ -133,7 +133,7 @@ pub(super) fn semaphore(site: Site) -> Result<Box<dyn Workload>> {
     let member = Semaphore::opener(&site.name_of("semaphore"))
         .domain(&context.domain)
         .device(&context.device)
-        .open()?;
+        .open(Duration::ZERO)?;
     Ok(Box::new(Permits {
         member,
         creator,

@@ -85,8 +85,5 @@ fn subscriber(stage: &Stage, name: &str, reconnect: bool) -> Result<Subscriber> 
     let builder = Subscriber::builder(name)
         .domain(&stage.domain)
         .device(&stage.device);
-    builder
-        .wait_for_publisher(Some(PATIENCE))
-        .reconnect(reconnect)
-        .build()
+    builder.reconnect(reconnect).wait_for_publisher(PATIENCE)
 }

@@ -25,8 +25,8 @@ impl Opener<AllocationClient> {
     /// [`Error::NotFound`] when no process serves it; [`Error::OtherKind`],
     /// [`Error::AccessDenied`], [`Error::Refused`] for a device that cannot reach its memory;
     /// [`Error::Name`].
-    pub fn open(self) -> Result<AllocationClient> {
-        self.open_with(Kind::Allocations, &[], |attachment| {
+    pub fn open<'w>(self, wait: impl Into<Wait<'w>>) -> Result<AllocationClient> {
+        self.open_with(Kind::Allocations, &[], &wait.into(), |attachment| {
             let session = LendSession::of(attachment, &TERMS)?;
             Ok(AllocationClient { session })
         })

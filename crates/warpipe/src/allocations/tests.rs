@@ -49,7 +49,7 @@ impl Stage {
         AllocationClient::opener("tensors")
             .domain(&self.domain)
             .device(&self.device)
-            .open()
+            .open(Duration::ZERO)
             .unwrap()
     }
 
@@ -190,7 +190,10 @@ fn legacy_memory_whose_contents_are_not_ready_is_not_opened() {
     let counting = Wrapped::new(stage.device.backend().clone(), Counting::default());
     let opener = AllocationClient::opener("tensors").domain(&stage.domain);
     let opener = opener.device(&Device::from_backend(counting.clone()));
-    let (stream, client) = (stage.device.stream().unwrap(), opener.open().unwrap());
+    let (stream, client) = (
+        stage.device.stream().unwrap(),
+        opener.open(Duration::ZERO).unwrap(),
+    );
     let (go, held) = channel::<()>();
     stream.call(move || assert!(held.recv().is_err())).unwrap();
     let (number, _told) = stage.share(&stream, b"late");

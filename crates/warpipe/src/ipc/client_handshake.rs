@@ -11,13 +11,13 @@ use rustix::io::Errno;
 
 use super::message::{self, Message, Received};
 use super::peer::Peer;
-use super::{Address, Kind, REPLY_TIMEOUT};
+use super::{Address, Kind};
 use crate::backend::DeviceId;
 use crate::backoff::Backoff;
 use crate::error::{Error, HandshakeFault, Result};
 use crate::runtime::closer::{PeerFd, PeerSocket};
 use crate::runtime::heartbeat::Uptime;
-use crate::wait::SLICE;
+use crate::wait::{SLICE, Wait};
 
 /// How long an answer is polled for before the thread sleeps: a running server answers before this
 /// thread could fall asleep and be woken.
@@ -26,28 +26,46 @@ const SPIN: Duration = Duration::from_micros(200);
 /// A message of the server, with its descriptors.
 pub(crate) type Answer = (Message, Vec<PeerFd>);
 
-/// The time that a handshake has left, counted while this process runs.
+/// The time that a handshake has left, counted while this process runs, unless it is cancelled.
 #[derive(Debug)]
-pub(crate) struct HandshakeLimit {
+pub(crate) struct HandshakeLimit<'w> {
     clock: Uptime,
     timeout: Duration,
+    /// Over once it is cancelled.
+    cancellation: Wait<'w>,
+    /// The limit of the wait that may be cancelled.
+    waited: Duration,
 }
 
-impl HandshakeLimit {
-    /// A limit that counts from now.
-    pub(crate) fn new(timeout: Duration) -> HandshakeLimit {
+impl<'w> HandshakeLimit<'w> {
+    /// A limit that counts from now, and that `wait`'s cancellation ends, too.
+    pub(crate) fn new(timeout: Duration, wait: &Wait<'w>) -> HandshakeLimit<'w> {
         HandshakeLimit {
             clock: Uptime::default(),
             timeout,
+            cancellation: wait.cancellable_within(Duration::MAX),
+            waited: wait.limit(),
         }
     }
 
-    pub(crate) fn timeout(&self) -> Duration {
-        self.timeout
+    /// A limit of so much time alone.
+    pub(crate) fn of(timeout: Duration) -> HandshakeLimit<'w> {
+        HandshakeLimit::new(timeout, &Wait::at_most(timeout))
     }
 
     pub(crate) fn left(&self) -> Duration {
-        self.timeout.saturating_sub(self.clock.ran())
+        match self.cancellation.is_over() {
+            true => Duration::ZERO,
+            false => self.timeout.saturating_sub(self.clock.ran()),
+        }
+    }
+
+    /// The error of a handshake with the server `name` that this has ended.
+    pub(crate) fn error(&self, name: &str) -> Error {
+        match self.cancellation.is_over() {
+            true => Error::timeout(format!("an answer of {name:?}"), self.waited),
+            false => Error::handshake(name, HandshakeFault::Silent(self.timeout)),
+        }
     }
 }
 
@@ -58,32 +76,26 @@ pub(crate) struct ClientHandshake {
     pub(crate) peer: Arc<Peer>,
     pub(crate) name: String,
     pub(crate) kind: Kind,
-    limit: HandshakeLimit,
 }
 
 impl ClientHandshake {
-    /// Connects to a server of sessions and sends the client's `Hello`. The whole handshake takes
-    /// at most [`REPLY_TIMEOUT`]; `waits` for room in the server's backlog.
+    /// Connects to a server of sessions and sends the client's `Hello`. `waits` for room in the
+    /// server's backlog.
     pub(crate) fn begin(
         at: &Address<'_>,
         device: Option<DeviceId>,
         body: &[u8],
+        limit: &HandshakeLimit<'_>,
         waits: bool,
     ) -> Result<ClientHandshake> {
-        let limit = HandshakeLimit::new(REPLY_TIMEOUT);
-        let room = waits.then_some(&limit);
-        let socket = at.domain.connect(at.name, at.kind, room)?;
-        let handshake = ClientHandshake::new(at, socket, limit)?;
-        handshake.hello(device, body)?;
+        let socket = (at.domain).connect(at.name, at.kind, waits.then_some(limit))?;
+        let handshake = ClientHandshake::new(at, socket)?;
+        handshake.hello(device, body, limit)?;
         Ok(handshake)
     }
 
     /// Checks that the connected server belongs to the domain's owner.
-    pub(crate) fn new(
-        at: &Address<'_>,
-        socket: PeerSocket,
-        limit: HandshakeLimit,
-    ) -> Result<ClientHandshake> {
+    pub(crate) fn new(at: &Address<'_>, socket: PeerSocket) -> Result<ClientHandshake> {
         let (name, owner) = (at.name.to_string(), at.domain.owner());
         let peer = Peer::of(socket.as_fd(), &name)?;
         if peer.uid != owner {
@@ -95,18 +107,22 @@ impl ClientHandshake {
             peer: Arc::new(peer),
             name,
             kind: at.kind,
-            limit,
         })
     }
 
     /// Sends this end's first message.
-    pub(crate) fn hello(&self, device: Option<DeviceId>, body: &[u8]) -> Result<()> {
+    pub(crate) fn hello(
+        &self,
+        device: Option<DeviceId>,
+        body: &[u8],
+        limit: &HandshakeLimit<'_>,
+    ) -> Result<()> {
         let hello = Message::Hello {
             device,
             kind: self.kind,
             body: body.to_vec(),
         };
-        send_first(self.socket.as_fd(), &hello, &self.limit).map_err(|error| self.unsent(error))
+        send_first(self.socket.as_fd(), &hello, limit).map_err(|error| self.unsent(error))
     }
 
     /// Sends a later message. If the server has closed, its answer that says why can still be read.
@@ -146,20 +162,17 @@ impl ClientHandshake {
         })
     }
 
-    /// Waits for the server's next message. Cancellation ends the handshake early.
-    pub(crate) fn wait(&self, is_cancelled: impl Fn() -> bool) -> Result<Answer> {
+    /// Waits for the server's next message.
+    pub(crate) fn wait(&self, limit: &HandshakeLimit<'_>) -> Result<Answer> {
         let start = Instant::now();
         loop {
             // First: a server that goes on sending does not hold this end up either.
-            let left = self.limit.left();
+            let left = limit.left();
             if left.is_zero() {
-                return Err(self.fault(HandshakeFault::Silent(self.limit.timeout())));
+                return Err(limit.error(&self.name));
             }
             if let Some(received) = self.receive()? {
                 return Ok(received);
-            }
-            if is_cancelled() {
-                return Err(self.fault(HandshakeFault::Closed));
             }
             if start.elapsed() > SPIN {
                 message::wait_readable(self.socket.as_fd(), left.min(SLICE));
@@ -186,7 +199,7 @@ impl ClientHandshake {
 fn send_first(
     socket: BorrowedFd<'_>,
     message: &Message,
-    limit: &HandshakeLimit,
+    limit: &HandshakeLimit<'_>,
 ) -> std::result::Result<(), Errno> {
     let mut backoff = Backoff::default();
     loop {
@@ -224,34 +237,29 @@ mod tests {
             Domain::at(&folder).unwrap(),
             EndpointName::new("a").unwrap(),
         );
-        // No connection is accepted.
         let claim = domain.claim(&name, false).unwrap();
         let at = Address {
             domain: &domain,
             name: &name,
             kind: Kind::Publisher,
         };
-        let limit = HandshakeLimit::new(2 * TICK);
+        let limit = HandshakeLimit::of(2 * TICK);
         while !limit.left().is_zero() {
             std::thread::yield_now();
         }
         let socket = domain
             .connect(&name, Kind::Publisher, Some(&limit))
             .unwrap();
-        let handshake = ClientHandshake::new(&at, socket, limit).unwrap();
-        handshake.hello(None, &[]).unwrap();
-        let asked = std::cell::Cell::new(0);
-        let late = handshake
-            .wait(|| {
-                asked.set(asked.get() + 1);
-                false
-            })
-            .unwrap_err();
+        let handshake = ClientHandshake::new(&at, socket).unwrap();
+        handshake.hello(None, &[], &limit).unwrap();
+        // An answer that is there is too late, so nothing waits for one.
+        let server = rustix::net::accept(claim.listener()).unwrap();
+        message::send(server.as_fd(), &Message::Attached, &[]).unwrap();
+        let late = handshake.wait(&limit).unwrap_err();
         assert!(
             matches!(late, Error::Handshake { fault: HandshakeFault::Silent(limit), .. } if limit == 2 * TICK),
             "{late}"
         );
-        assert_eq!(asked.get(), 0, "it waited once more");
         drop(claim);
         let _ = std::fs::remove_dir_all(folder);
     }
@@ -270,17 +278,17 @@ mod tests {
             name: &name,
             kind: Kind::Publisher,
         };
-        let limit = HandshakeLimit::new(2 * TICK);
+        let limit = HandshakeLimit::of(2 * TICK);
         let socket = domain
             .connect(&name, Kind::Publisher, Some(&limit))
             .unwrap();
         let server = rustix::net::accept(claim.listener()).unwrap();
-        let handshake = ClientHandshake::new(&at, socket, limit).unwrap();
+        let handshake = ClientHandshake::new(&at, socket).unwrap();
         let start = Instant::now();
         let end = loop {
             // One message is always there.
             message::send(server.as_fd(), &Message::Attached, &[]).unwrap();
-            match handshake.wait(|| false) {
+            match handshake.wait(&limit) {
                 Ok(_) => assert!(start.elapsed() < 100 * TICK, "it goes on"),
                 Err(end) => break end,
             }

@@ -38,7 +38,7 @@ use self::lock::LockState;
 #[cfg(test)]
 pub(crate) use self::place::name_byte;
 pub(crate) use self::watch::Arrivals;
-use crate::error::{Error, HandshakeFault, Holder, Result};
+use crate::error::{Error, Holder, Result};
 use crate::fork::CloseOnForkFd;
 use crate::ipc::Kind;
 use crate::ipc::client_handshake::HandshakeLimit;
@@ -454,7 +454,7 @@ impl Domain {
         &self,
         name: &EndpointName,
         kind: Kind,
-        limit: Option<&HandshakeLimit>,
+        limit: Option<&HandshakeLimit<'_>>,
     ) -> Result<PeerSocket> {
         let file = name.file("", ".sock");
         let now = self.current();
@@ -476,10 +476,10 @@ impl Domain {
                 was_there: error == Errno::CONNREFUSED,
             },
             // The listener accepts no connection: it is stopped, or hung.
-            Errno::AGAIN => Error::handshake(
-                name,
-                HandshakeFault::Silent(limit.map_or(Duration::ZERO, HandshakeLimit::timeout)),
-            ),
+            Errno::AGAIN => {
+                let now = HandshakeLimit::of(Duration::ZERO);
+                limit.unwrap_or(&now).error(name.as_str())
+            }
             Errno::ACCESS | Errno::PERM => Error::AccessDenied {
                 name: name.to_string(),
                 detail: "the socket's permissions".to_string(),

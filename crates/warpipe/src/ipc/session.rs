@@ -13,10 +13,9 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, poll};
 
 use self::state::{SessionState, has_closed};
-use super::client_handshake::{Answer, ClientHandshake};
+use super::client_handshake::{Answer, ClientHandshake, HandshakeLimit};
 use super::{Address, BODY_BYTES_MAX, IncomingReply, REPLY_TIMEOUT, SessionObserver};
 use crate::backend::DeviceId;
-use crate::clock::Stopwatch;
 use crate::debug::opaque_debug;
 use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
@@ -70,12 +69,9 @@ impl ClientSession {
         body: &[u8],
         wait: &Wait<'_>,
     ) -> Result<(ClientSession, IncomingReply)> {
-        let handshake = ClientHandshake::begin(at, device, body, true)?;
-        let cancellation = wait.cancellable_within(Duration::MAX);
-        match handshake.wait(|| cancellation.is_over()) {
-            Err(_) if cancellation.is_over() => {
-                Err(wait.timed_out(|| format!("an answer of {:?}", at.name.as_str())))
-            }
+        let limit = HandshakeLimit::new(REPLY_TIMEOUT, wait);
+        let handshake = ClientHandshake::begin(at, device, body, &limit, true)?;
+        match handshake.wait(&limit) {
             // A handler's refusal is an answer to what the client asks for.
             Err(Error::Handshake {
                 name,
@@ -294,16 +290,11 @@ pub(crate) fn is_passing(error: &Error) -> bool {
 }
 
 /// The rule for all that wait for a name: an owner that ends before what it was asked for is open
-/// counts as none. Until `timeout` is over, the next owner is asked instead. `open` gets the clock
-/// of the whole wait.
-pub(crate) fn until_open<T>(
-    timeout: Duration,
-    mut open: impl FnMut(&mut Stopwatch) -> Result<T>,
-) -> Result<T> {
-    let mut clock = Stopwatch::default();
+/// counts as none. Until the wait is over, the next owner is asked instead.
+pub(crate) fn until_open<T>(wait: &Wait<'_>, mut open: impl FnMut() -> Result<T>) -> Result<T> {
     loop {
-        match open(&mut clock) {
-            Err(Error::PeerGone { .. }) if clock.elapsed() < timeout => {}
+        match open() {
+            Err(Error::PeerGone { .. }) if !wait.is_over() => {}
             other => return other,
         }
     }

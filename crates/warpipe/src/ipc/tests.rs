@@ -337,21 +337,21 @@ fn every_kind_of_endpoint_refuses_clients_of_another_kind_by_name() {
             Timeline::opener(at)
                 .domain(&domain)
                 .device(&device)
-                .open()
+                .open(Duration::ZERO)
                 .err()
         }),
         (Kind::Semaphore, &|at| {
             Semaphore::opener(at)
                 .domain(&domain)
                 .device(&device)
-                .open()
+                .open(Duration::ZERO)
                 .err()
         }),
         (Kind::Pool, &|at| {
             PoolClient::opener(at)
                 .domain(&domain)
                 .device(&device)
-                .open()
+                .open(Duration::ZERO)
                 .err()
         }),
     ];

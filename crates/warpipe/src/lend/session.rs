@@ -152,7 +152,10 @@ impl SessionObserver for LendObserver {
 impl LendSession {
     /// The session with the lender that was attached to. If this process has one already, the new
     /// one ends here.
-    pub(crate) fn of(attachment: Attachment, terms: &'static Terms) -> Result<Arc<LendSession>> {
+    pub(crate) fn of(
+        attachment: Attachment<'_>,
+        terms: &'static Terms,
+    ) -> Result<Arc<LendSession>> {
         let Attachment {
             device,
             session,

@@ -13,9 +13,9 @@ use super::changes::ChangeQueue;
 use super::table::{MemberDeath, MemberEntry, MemberTable, UnresponsiveMember};
 use super::{Change, MEMBERS_MAX, member_name};
 use crate::error::{Error, HandshakeFault, Result};
-use crate::ipc::client_handshake::ClientHandshake;
+use crate::ipc::client_handshake::{ClientHandshake, HandshakeLimit};
 use crate::ipc::domain::{Arrivals, Author, Domain, EndpointName};
-use crate::ipc::{Address, ClientSession, Kind, SessionObserver};
+use crate::ipc::{Address, ClientSession, Kind, REPLY_TIMEOUT, SessionObserver};
 use crate::os::timespec;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::heartbeat::Uptime;
@@ -303,7 +303,8 @@ impl DirectoryMonitor {
                 name: &name,
                 kind: Kind::Member,
             };
-            match ClientHandshake::begin(&at, None, &[], false) {
+            match ClientHandshake::begin(&at, None, &[], &HandshakeLimit::of(REPLY_TIMEOUT), false)
+            {
                 Ok(call) => self.await_answer(name, call),
                 Err(Error::NotFound { .. }) => absent.push(name),
                 Err(error) => {

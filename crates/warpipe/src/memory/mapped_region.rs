@@ -2,7 +2,6 @@
 //! of its memory.
 
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use super::region::{Kept, Region};
 use super::slice::{DeviceSlice, MappedMemory, check_range, wait_for};
@@ -13,6 +12,7 @@ use crate::error::{Error, Result};
 use crate::fork;
 use crate::mutex::LockUnpoisoned;
 use crate::runtime::drop_after_fence::DropAfterFence;
+use crate::wait::Wait;
 
 /// A region that this process allocated, or has imported.
 #[derive(Debug)]
@@ -118,8 +118,8 @@ impl MappedRegion {
     }
 
     /// Waits for the streams that work on it, at most `timeout`.
-    pub(super) fn wait_idle(&self, timeout: Duration) -> Result<()> {
-        wait_for(self.region.streams(), timeout)
+    pub(super) fn wait_idle(&self, wait: &Wait<'_>) -> Result<()> {
+        wait_for(self.region.streams(), wait)
     }
 
     fn ptr(&self) -> DevicePtr {

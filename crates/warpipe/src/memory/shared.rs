@@ -3,7 +3,6 @@
 use std::ops::Deref;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
-use std::time::Duration;
 
 use super::mapped_region::MappedRegion;
 use super::region::{Kept, Region};
@@ -12,6 +11,7 @@ use crate::backend::{Access, DeviceId};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::slow_path::{self, SlowPath};
+use crate::wait::Wait;
 
 /// Another process's memory, or a range of it, mapped here (`cuMemMap` of an imported handle, or
 /// `mmap`). Cheap to clone: all clones, and all other handles that this process opens of it, are
@@ -44,9 +44,9 @@ impl SharedMemory {
         })
     }
 
-    /// Waits until the recorded streams are past their work on any part of it, at most `timeout`.
-    pub(crate) fn wait_idle(&self, timeout: Duration) -> Result<()> {
-        self.mapping.wait_idle(timeout)
+    /// Waits until the recorded streams are past their work on any part of it.
+    pub(crate) fn wait_idle(&self, wait: &Wait<'_>) -> Result<()> {
+        self.mapping.wait_idle(wait)
     }
 
     /// All of a region that this process has imported, which others of it may have, too. `lease` is

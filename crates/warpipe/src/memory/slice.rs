@@ -4,16 +4,15 @@
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use crate::backend::{Access, DeviceId, DevicePtr};
-use crate::backoff::Backoff;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::StreamSet;
 use crate::stream::Stream;
+use crate::wait::Wait;
 
 /// Memory that stays mapped as long as this object, and until its streams are past it.
 #[derive(Clone)]
@@ -176,15 +175,15 @@ impl DeviceSlice {
         unsafe { stream.upload(self.ptr + offset, bytes) }
     }
 
-    /// Waits for the recorded streams ([`used_on`](Self::used_on), [`write`](Self::write)), at most
-    /// `timeout`, and copies all of it to host memory (`cuMemcpyDtoHAsync`).
+    /// Waits for the recorded streams ([`used_on`](Self::used_on), [`write`](Self::write)), and
+    /// copies all of it to host memory (`cuMemcpyDtoHAsync`).
     ///
     /// # Errors
     /// [`Error::Timeout`]; [`Error::DeviceMemory`] when the host has no room; [`Error::Driver`];
     /// [`Error::Forked`].
-    pub fn to_vec(&self, timeout: Duration) -> Result<Vec<u8>> {
+    pub fn to_vec<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<Vec<u8>> {
         self.mapping.owner_process.check()?;
-        wait_for(&self.streams, timeout)?;
+        wait_for(&self.streams, &wait.into())?;
         let mut copy = zeroed(self.bytes)?;
         // SAFETY: the slice lies in memory that is mapped as long as `mapping` (`new`).
         unsafe { self.download(self.ptr, &mut copy) }?;
@@ -195,10 +194,15 @@ impl DeviceSlice {
     ///
     /// # Errors
     /// [`Error::Range`]; as [`to_vec`](Self::to_vec).
-    pub fn copy_to(&self, offset: u64, bytes: &mut [u8], timeout: Duration) -> Result<()> {
+    pub fn copy_to<'w>(
+        &self,
+        offset: u64,
+        bytes: &mut [u8],
+        wait: impl Into<Wait<'w>>,
+    ) -> Result<()> {
         check_range(&self.name, offset, bytes.len() as u64, self.bytes)?;
         self.mapping.owner_process.check()?;
-        wait_for(&self.streams, timeout)?;
+        wait_for(&self.streams, &wait.into())?;
         // SAFETY: the range lies in this slice, as checked above, and the slice in memory that is
         // mapped as long as `mapping` (`new`).
         unsafe { self.download(self.ptr + offset, bytes) }
@@ -282,17 +286,10 @@ pub(crate) fn zeroed(bytes: u64) -> Result<Vec<u8>> {
 }
 
 /// Waits until `streams` have done what they were given so far.
-pub(crate) fn wait_for(streams: &StreamSet, timeout: Duration) -> Result<()> {
-    let (start, mut fence, mut backoff) =
-        (Instant::now(), streams.fence_busy(), Backoff::default());
-    while !fence.is_reached() {
-        if start.elapsed() >= timeout {
-            let what = "the end of the streams' work on this memory";
-            return Err(Error::timeout(what, timeout));
-        }
-        backoff.pause();
-    }
-    Ok(())
+pub(crate) fn wait_for(streams: &StreamSet, wait: &Wait<'_>) -> Result<()> {
+    let mut fence = streams.fence_busy();
+    let what = "the end of the streams' work on this memory";
+    wait.poll(what, || Ok(fence.is_reached()))
 }
 
 /// Whether `offset..offset + bytes` lies in `available` bytes.
@@ -313,6 +310,8 @@ pub(crate) fn check_range(name: &str, offset: u64, bytes: u64, available: u64) -
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
     use crate::hostile::in_a_forked_child;
     use crate::memory::Memory;

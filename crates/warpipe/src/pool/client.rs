@@ -36,8 +36,8 @@ impl Opener<PoolClient> {
     /// [`Error::NotFound`] when no process serves it, or its owner has died (`was_there`);
     /// [`Error::OtherKind`], [`Error::AccessDenied`], [`Error::Refused`] (also for a device that
     /// cannot reach its memory); [`Error::Name`].
-    pub fn open(self) -> Result<PoolClient> {
-        self.open_with(Kind::Pool, &[], |attachment| {
+    pub fn open<'w>(self, wait: impl Into<Wait<'w>>) -> Result<PoolClient> {
+        self.open_with(Kind::Pool, &[], &wait.into(), |attachment| {
             let session = LendSession::of(attachment, &TERMS)?;
             Ok(PoolClient { session })
         })
@@ -54,7 +54,7 @@ impl Opener<PoolClient> {
 /// let pool = Pool::builder("scratch").domain(&domain).device(&device).build()?;
 ///
 /// // In any process of this user:
-/// let client = PoolClient::opener("scratch").domain(&domain).device(&device).open()?;
+/// let client = PoolClient::opener("scratch").domain(&domain).device(&device).open(Duration::ZERO)?;
 /// let block = client.allocate(4096, Duration::ZERO)?;
 /// assert_eq!(pool.stats().lent_bytes, 4096);
 /// drop(block);
@@ -74,7 +74,7 @@ impl PoolClient {
     /// # Errors
     /// As [`Opener`]`::open`.
     pub fn open(name: &str) -> Result<PoolClient> {
-        PoolClient::opener(name).open()
+        PoolClient::opener(name).open(Duration::ZERO)
     }
 
     /// The options with which the pool of this name is connected to.
@@ -175,18 +175,23 @@ impl LentBuffer {
     /// ([`Pool::allocate_for`](crate::Pool::allocate_for)); [`Error::Refused`],
     /// [`Error::PeerGone`], [`Error::Timeout`]; [`Error::Argument`] beyond 1024 blocks at once; [`Error::DescriptorLimit`],
     /// [`Error::PeerAccess`], [`Error::DeviceMemory`], [`Error::Driver`].
-    pub fn open(ticket: &Ticket, device: &Device) -> Result<LentBuffer> {
+    pub fn open<'w>(
+        ticket: &Ticket,
+        device: &Device,
+        wait: impl Into<Wait<'w>>,
+    ) -> Result<LentBuffer> {
+        let wait = wait.into();
         ticket.check(Kind::Pool, device)?;
         let Some(incarnation) = ticket.incarnation() else {
             return Err(ticket.expired(Expiry::Replaced));
         };
         let key = TERMS.key(ticket.owner(), incarnation, device);
         let session = LendSession::at(&key, || {
-            let (session, reply) = ticket.attach(device, &[], &Duration::ZERO.into())?;
+            let (session, reply) = ticket.attach(device, &[], &wait)?;
             LendSession::open(session, reply, device, &TERMS)
         })?;
         let lent = PoolRequest::Lent(ticket.wanted().id);
-        match ask(&session, lent, &Wait::at_most(Duration::MAX)) {
+        match ask(&session, lent, &wait) {
             Ok(Answer::Lent(borrowed)) => Ok(LentBuffer { borrowed }),
             Ok(Answer::Gone) => Err(ticket.expired(Expiry::Returned)),
             Ok(Answer::Refused(refusal)) => {

@@ -57,7 +57,7 @@ impl Stage {
         PoolClient::opener("pool")
             .domain(&self.domain)
             .device(&self.device)
-            .open()
+            .open(Duration::ZERO)
             .unwrap()
     }
 }
@@ -181,7 +181,7 @@ fn a_lent_block_is_free_when_owner_and_borrower_have_let_it_go() {
             .write(&stage.device.stream().unwrap(), 0, b"abc")
             .unwrap();
         let ticket = block.lend(Access::Read).unwrap();
-        let lent = LentBuffer::open(&ticket, &stage.device).unwrap();
+        let lent = LentBuffer::open(&ticket, &stage.device, Duration::ZERO).unwrap();
         assert_eq!(&lent.to_vec(WAIT).unwrap()[..3], b"abc");
         assert_eq!(stage.pool.stats().lent_bytes, 2 * MIB);
         if owner_is_first {
@@ -247,8 +247,8 @@ fn a_ticket_is_good_as_long_as_its_owner_has_the_block() {
     ));
     let text: Ticket = ticket.to_string().parse().unwrap();
     let (one, two) = (
-        LentBuffer::open(&text, &stage.device).unwrap(),
-        LentBuffer::open(&ticket, &stage.device).unwrap(),
+        LentBuffer::open(&text, &stage.device, Duration::ZERO).unwrap(),
+        LentBuffer::open(&ticket, &stage.device, Duration::ZERO).unwrap(),
     );
     assert_eq!(
         (one.ptr(), one.bytes()),
@@ -256,7 +256,7 @@ fn a_ticket_is_good_as_long_as_its_owner_has_the_block() {
         "a region is mapped once"
     );
     drop(block);
-    let returned = LentBuffer::open(&ticket, &stage.device).unwrap_err();
+    let returned = LentBuffer::open(&ticket, &stage.device, Duration::ZERO).unwrap_err();
     assert!(
         matches!(
             returned,
@@ -272,7 +272,8 @@ fn a_ticket_is_good_as_long_as_its_owner_has_the_block() {
         .unwrap()
         .publish(&stage.domain, "memory")
         .unwrap();
-    let other = LentBuffer::open(&memory.ticket().unwrap(), &stage.device).unwrap_err();
+    let other =
+        LentBuffer::open(&memory.ticket().unwrap(), &stage.device, Duration::ZERO).unwrap_err();
     assert!(
         matches!(
             other,
@@ -312,7 +313,7 @@ fn a_pool_that_has_ended_lends_and_grants_nothing() {
         client.allocate(8, Duration::ZERO),
         Err(Error::PeerGone { graceful: true, .. })
     ));
-    let gone = LentBuffer::open(&ticket, &stage.device).unwrap_err();
+    let gone = LentBuffer::open(&ticket, &stage.device, Duration::ZERO).unwrap_err();
     assert!(
         matches!(
             gone,
@@ -440,7 +441,7 @@ fn a_pools_lock_is_free_during_the_device_call_that_clears_a_block() {
     let client = PoolClient::opener("pool")
         .domain(&stage.domain)
         .device(&Device::host())
-        .open()
+        .open(Duration::ZERO)
         .unwrap();
     wrapped.hook().allocator.set(allocator.me.clone()).unwrap();
     let lent = client.allocate(2 * MIB, Duration::ZERO).unwrap();
@@ -471,12 +472,22 @@ fn ranges_and_access_are_kept_to() {
         block.write(&stream, u64::MAX, &[0]),
         Err(Error::Range { .. })
     ));
-    let read = LentBuffer::open(&block.lend(Access::Read).unwrap(), &stage.device).unwrap();
+    let read = LentBuffer::open(
+        &block.lend(Access::Read).unwrap(),
+        &stage.device,
+        Duration::ZERO,
+    )
+    .unwrap();
     assert!(matches!(
         read.write(&stream, 0, &[1]),
         Err(Error::Argument { .. })
     ));
-    let write = LentBuffer::open(&block.lend(Access::ReadWrite).unwrap(), &stage.device).unwrap();
+    let write = LentBuffer::open(
+        &block.lend(Access::ReadWrite).unwrap(),
+        &stage.device,
+        Duration::ZERO,
+    )
+    .unwrap();
     assert!(matches!(
         write.write(&stream, 8, &[1]),
         Err(Error::Range { .. })

@@ -37,7 +37,7 @@ fn tenant(number: u32) -> u32 {
 
 fn client(stage: &Stage) -> PoolClient {
     let opener = PoolClient::opener("users").domain(&stage.domain);
-    opener.device(&stage.device).open().unwrap()
+    opener.device(&stage.device).open(Duration::ZERO).unwrap()
 }
 
 /// The fields of a quota error: its user, bytes used and allowed, blocks used and allowed.
@@ -381,7 +381,7 @@ fn a_region_with_an_open_lend_stays_its_users() {
     block.write(&stream, 0, b"lent").unwrap();
     stream.synchronize(WAIT).unwrap();
     let ticket = block.lend(crate::Access::Read).unwrap();
-    let lent = LentBuffer::open(&ticket, &stage.device).unwrap();
+    let lent = LentBuffer::open(&ticket, &stage.device, Duration::ZERO).unwrap();
     drop(block);
     let early = stage
         .pool
@@ -398,7 +398,7 @@ fn a_block_for_another_user_is_not_opened_by_this_one() {
     let stage = stage("ticket-of-another", 64 * MIB, |it| it);
     let block = stage.pool.allocate_for(tenant(0), 8, NO_WAIT).unwrap();
     let ticket = block.lend(crate::Access::Read).unwrap();
-    let error = LentBuffer::open(&ticket, &stage.device).unwrap_err();
+    let error = LentBuffer::open(&ticket, &stage.device, Duration::ZERO).unwrap_err();
     let Error::AccessDenied { detail, .. } = &error else {
         panic!("{error}");
     };
@@ -413,7 +413,12 @@ fn a_block_for_another_user_is_not_opened_by_this_one() {
     assert_eq!(stage.pool.stats().lent_bytes, 0);
     // The control.
     let own = stage.pool.allocate_for(own_uid(), 8, NO_WAIT).unwrap();
-    LentBuffer::open(&own.lend(crate::Access::Read).unwrap(), &stage.device).unwrap();
+    LentBuffer::open(
+        &own.lend(crate::Access::Read).unwrap(),
+        &stage.device,
+        Duration::ZERO,
+    )
+    .unwrap();
 }
 
 #[test]
@@ -599,7 +604,7 @@ fn an_import_that_the_driver_holds_up_delays_no_block_of_another_region() {
     let hook = Wrapped::new(stage.device.backend().clone(), Holding::default());
     let device = crate::Device::from_backend(hook.clone());
     let opener = PoolClient::opener("users").domain(&stage.domain);
-    let client = opener.device(&device).open().unwrap();
+    let client = opener.device(&device).open(Duration::ZERO).unwrap();
     let first = client.allocate(MIB, NO_WAIT).unwrap();
     hook.hook().hold("import");
     std::thread::scope(|scope| {

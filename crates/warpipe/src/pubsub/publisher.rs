@@ -3,7 +3,7 @@
 mod loan;
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use self::loan::check_length;
 pub use self::loan::{SampleMut, SendError};
@@ -250,27 +250,23 @@ impl Publisher {
     ///
     /// # Errors
     /// [`Error::Timeout`](crate::Error::Timeout).
-    pub fn wait_for_subscribers(&self, count: usize, timeout: Duration) -> Result<()> {
-        let core = self.core.get()?;
-        let start = Instant::now();
+    pub fn wait_for_subscribers<'w>(&self, count: usize, wait: impl Into<Wait<'w>>) -> Result<()> {
+        let (core, wait) = (self.core.get()?, wait.into());
         loop {
             let attached = core.lock().live().count();
             if attached >= count {
                 return Ok(());
             }
-            let left = timeout.saturating_sub(start.elapsed());
-            if left.is_zero() {
+            let slice = wait.slice();
+            if slice.is_zero() {
                 let noun = match count {
                     1 => "subscriber",
                     _ => "subscribers",
                 };
                 let what = format!("{count} {noun} of {:?} ({attached} attached)", core.name);
-                return Err(Error::Timeout {
-                    what,
-                    waited: timeout,
-                });
+                return Err(Error::timeout(what, wait.limit()));
             }
-            std::thread::sleep(left.min(SUBSCRIBERS_LOOK));
+            std::thread::sleep(slice.min(SUBSCRIBERS_LOOK));
         }
     }
 

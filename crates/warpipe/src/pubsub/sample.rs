@@ -13,6 +13,7 @@ use crate::pubsub::entry::{CheckedEntry, Metadata};
 use crate::runtime::fence::Fence;
 use crate::stream::Stream;
 use crate::tensor::Layout;
+use crate::wait::Wait;
 
 /// A break between a sample and the one received before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,13 +61,18 @@ impl Receipt {
     ///
     /// # Errors
     /// [`Error::SampleLost`]; [`Error::Timeout`].
-    pub fn wait(&self, timeout: Duration) -> Result<()> {
-        if self.check()? || (self.wait_word(timeout)? && self.check()?) {
-            return Ok(());
+    pub fn wait<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<()> {
+        let wait = wait.into();
+        while !self.check()? {
+            let slice = wait.slice();
+            if slice.is_zero() {
+                let (sequence, name) = (self.sequence, &self.link.terms.name);
+                let what = format!("the data of sample {sequence} of {name:?}");
+                return Err(Error::timeout(what, wait.limit()));
+            }
+            self.wait_word(slice)?;
         }
-        let (sequence, name) = (self.sequence, &self.link.terms.name);
-        let what = format!("the data of sample {sequence} of {name:?}");
-        Err(Error::timeout(what, timeout))
+        Ok(())
     }
 
     /// Waits on the CPU until the data may be complete, or never will be. False once `limit` has
@@ -307,15 +313,15 @@ impl Sample {
     ///
     /// # Errors
     /// [`Error::SampleLost`] when the sender died first; [`Error::Timeout`]; [`Error::Forked`].
-    pub fn wait(&self, timeout: Duration) -> Result<()> {
-        self.raw.receipt.wait(timeout)
+    pub fn wait<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<()> {
+        self.raw.receipt.wait(wait)
     }
 
     /// Waits for the data and copies the whole slot (`layout().bytes()` bytes) to host memory.
     ///
     /// # Errors
     /// As [`wait`](Self::wait); [`Error::Argument`] unless `bytes` is that long; [`Error::Driver`].
-    pub fn copy_to(&self, bytes: &mut [u8], timeout: Duration) -> Result<()> {
+    pub fn copy_to<'w>(&self, bytes: &mut [u8], wait: impl Into<Wait<'w>>) -> Result<()> {
         if bytes.len() as u64 != self.layout().bytes() {
             let allowed = format!("exactly {}", self.layout().bytes());
             return Err(Error::argument(
@@ -324,7 +330,7 @@ impl Sample {
                 allowed,
             ));
         }
-        self.wait(timeout)?;
+        self.wait(wait)?;
         if bytes.is_empty() {
             return Ok(());
         }
@@ -345,9 +351,9 @@ impl Sample {
     ///
     /// # Errors
     /// As [`copy_to`](Self::copy_to); [`Error::DeviceMemory`] when the host has no room for it.
-    pub fn to_vec(&self, timeout: Duration) -> Result<Vec<u8>> {
+    pub fn to_vec<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<Vec<u8>> {
         let mut bytes = zeroed(self.layout().bytes())?;
-        self.copy_to(&mut bytes, timeout)?;
+        self.copy_to(&mut bytes, wait)?;
         Ok(bytes)
     }
 
@@ -358,8 +364,8 @@ impl Sample {
     /// # Errors
     /// [`Error::SampleLost`]; [`Error::Timeout`]; [`Error::Driver`] when the release could not be
     /// enqueued.
-    pub fn finish(self, timeout: Duration) -> Result<()> {
-        self.release()?.wait(timeout)
+    pub fn finish<'w>(self, wait: impl Into<Wait<'w>>) -> Result<()> {
+        self.release()?.wait(wait)
     }
 
     /// Releases the sample behind the stream's work and returns at once; the receipt can be asked

@@ -114,7 +114,6 @@ impl Subscriber {
         SubscriberBuilder {
             name: name.to_string(),
             shared: EndpointOptions::default(),
-            wait: None,
             reconnect: false,
             kind: Kind::Publisher,
             orphan_timeout: ORPHAN_TIMEOUT,
@@ -127,6 +126,7 @@ impl Subscriber {
         name: EndpointName,
         domain: Domain,
         device: Device,
+        wait: &Wait<'_>,
     ) -> Result<Subscriber> {
         let doorbell = Arc::new(LocalDoorbell::new()?);
         let readable = CloseOnForkFd::open(|| epoll::create(epoll::CreateFlags::CLOEXEC));
@@ -170,29 +170,22 @@ impl Subscriber {
             dropped_before: 0,
             row: Arc::new(row),
         };
-        subscriber.attach_first()?;
+        subscriber.attach_first(wait)?;
         Ok(subscriber)
     }
 
-    fn attach_first(&mut self) -> Result<()> {
-        let (patience, domain) = (
-            self.options.wait.unwrap_or_default(),
-            self.at.domain.clone(),
-        );
+    fn attach_first(&mut self, wait: &Wait<'_>) -> Result<()> {
+        let domain = self.at.domain.clone();
         // Of this wait alone, unless the subscriber keeps one to reconnect.
         let mut arrivals = self.arrivals.take();
         let keeps = arrivals.is_some();
-        let found = until_found(&domain, patience, &mut arrivals, is_passing, || {
-            self.attach()
+        let found = until_found(&domain, wait, &mut arrivals, is_passing, || {
+            let attached = self.at.attach(wait);
+            let link = attached.inspect_err(|_| statistics::write_slow_paths())?;
+            self.attached_by(link)
         });
         self.arrivals = arrivals.filter(|_| keeps);
         found
-    }
-
-    fn attach(&mut self) -> Result<()> {
-        let attached = self.at.attach();
-        let link = attached.inspect_err(|_| statistics::write_slow_paths())?;
-        self.attached_by(link)
     }
 
     fn attached_by(&mut self, link: Arc<PublisherLink>) -> Result<()> {
@@ -412,8 +405,9 @@ impl Subscriber {
             .domain
             .connect(&self.at.name, self.options.kind, None)?;
         let reach = move |is_cancelled: &AtomicBool| {
-            let limit = HandshakeLimit::new(options.timeout);
-            options.shake_hands(socket, limit, is_cancelled)
+            let cancelled = || is_cancelled.load(Ordering::SeqCst);
+            let wait = Wait::at_most(options.timeout).unless(&cancelled);
+            options.shake_hands(socket, &HandshakeLimit::new(options.timeout, &wait))
         };
         let leave = |link: Arc<PublisherLink>| link.leave();
         Attempt::start(

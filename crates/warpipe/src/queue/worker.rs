@@ -22,7 +22,6 @@ use crate::wait::Wait;
 pub struct WorkerBuilder {
     name: String,
     shared: EndpointOptions,
-    wait: Option<Duration>,
     answer_timeout: Duration,
 }
 
@@ -40,12 +39,6 @@ impl WorkerBuilder {
         handshake_timeout,
     }
 
-    /// Wait this long for the queue to exist; not at all by default.
-    pub fn wait_for_queue(mut self, timeout: Option<Duration>) -> Self {
-        self.wait = timeout;
-        self
-    }
-
     /// How long an answer may wait for the owner to release earlier results, and for memory: 10 s by
     /// default.
     pub fn answer_timeout(mut self, timeout: Duration) -> Self {
@@ -60,14 +53,22 @@ impl WorkerBuilder {
     /// no queue's; those of [`PublisherBuilder::build`](crate::PublisherBuilder::build) and
     /// [`SubscriberBuilder::build`](crate::SubscriberBuilder::build).
     pub fn build(self) -> Result<Worker> {
+        self.wait_for_queue(Duration::ZERO)
+    }
+
+    /// Waits for the queue to exist, and attaches.
+    ///
+    /// # Errors
+    /// As [`build`](Self::build); [`Error::Timeout`] when the wait is cancelled while a queue does not
+    /// answer.
+    pub fn wait_for_queue<'w>(self, wait: impl Into<Wait<'w>>) -> Result<Worker> {
         // One domain and one device for both of its ends, also where they are the defaults.
         let shared = (self.shared.clone()).at(&self.shared.domain()?, &self.shared.device());
         let jobs = Subscriber::builder(&self.name)
             .shared(&shared)
-            .wait_for_publisher(self.wait)
             .kind(Kind::Queue)
             .with_replies()
-            .build()?;
+            .wait_for_publisher(wait)?;
         let answers = Publisher::builder(&self.name)
             .shared(&shared)
             .kind(Kind::Results)
@@ -103,7 +104,6 @@ impl Worker {
         WorkerBuilder {
             name: name.to_string(),
             shared: EndpointOptions::default(),
-            wait: None,
             answer_timeout: Duration::from_secs(10),
         }
     }

@@ -12,7 +12,7 @@ use super::{
 use crate::backend::{Access, DeviceId, DevicePtr};
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::ipc::{ClientSession, REPLY_TIMEOUT, SessionObserver, encode};
+use crate::ipc::{ClientSession, SessionObserver, encode};
 use crate::memory::region::Region;
 use crate::options::Attachment;
 use crate::runtime::closer::PeerFd;
@@ -33,7 +33,7 @@ pub(super) struct ConsumerMemory {
 impl ConsumerMemory {
     /// Maps what the producer gives, and brings the words of this side.
     pub(super) fn attach(
-        attachment: Attachment,
+        attachment: Attachment<'_>,
         side: &Side,
     ) -> Result<(RingGrant, ConsumerMemory)> {
         let Attachment {
@@ -41,6 +41,7 @@ impl ConsumerMemory {
             device,
             session,
             reply,
+            wait,
         } = attachment;
         let name = name.as_str();
         let (grant, [slots, words]) = reply.open::<RingGrant, 2>(name)?;
@@ -56,7 +57,7 @@ impl ConsumerMemory {
             bytes: mine.bytes(),
             runs_beside: device.backend().runs_beside_other_processes(),
         })?;
-        session.request_with(&offer, Some(mine.export()?.as_fd()), REPLY_TIMEOUT)?;
+        session.request_with(&offer, Some(mine.export()?.as_fd()), wait)?;
         let memory = ConsumerMemory {
             producer: session.pid(),
             session: Mutex::new(Some(session)),

@@ -40,6 +40,7 @@ use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::StreamSet;
 use crate::shm::page::SharedPage;
 use crate::stream::Stream;
+use crate::wait::Wait;
 
 /// A slot's length is a multiple of this.
 const SLOT_UNIT: u64 = 128;
@@ -205,13 +206,13 @@ impl Opener<KernelRing> {
     /// one of another process on this GPU without MPS; [`Error::Argument`] for the producer's GPU
     /// without MPS, where the two would take turns in time slices; or an error of the device or the
     /// system.
-    pub fn open(self) -> Result<KernelRing> {
-        self.open_with(Kind::KernelRing, &[], KernelRing::consume)
+    pub fn open<'w>(self, wait: impl Into<Wait<'w>>) -> Result<KernelRing> {
+        self.open_with(Kind::KernelRing, &[], &wait.into(), KernelRing::consume)
     }
 }
 
 impl KernelRing {
-    fn consume(attachment: Attachment) -> Result<KernelRing> {
+    fn consume(attachment: Attachment<'_>) -> Result<KernelRing> {
         let (name, device) = (attachment.name.clone(), attachment.device.clone());
         let side = Side::new(&device)?;
         let (grant, memory) = ConsumerMemory::attach(attachment, &side)?;
@@ -305,7 +306,7 @@ fn allocate(device: &Device, bytes: u64) -> Result<Region> {
 /// let limit = Duration::from_secs(10);
 /// let producer = KernelRing::builder("frames").domain(&domain).device(&device).build()?;
 /// // In another process, as a rule:
-/// let consumer = KernelRing::opener("frames").domain(&domain).device(&device).open()?;
+/// let consumer = KernelRing::opener("frames").domain(&domain).device(&device).open(Duration::ZERO)?;
 /// producer.wait_for_consumers(limit)?;
 ///
 /// let (writing, reading) = (device.stream()?, device.stream()?);
@@ -374,7 +375,7 @@ impl KernelRing {
     /// # Errors
     /// As [`Opener`]`::open`.
     pub fn open(name: &str) -> Result<KernelRing> {
-        KernelRing::opener(name).open()
+        KernelRing::opener(name).open(Duration::ZERO)
     }
 
     /// The options with which the ring of this name is opened, as a consumer.
@@ -451,7 +452,7 @@ impl KernelRing {
     ///
     /// # Errors
     /// [`Error::Timeout`], [`Error::Forked`], [`Error::Driver`].
-    pub fn wait_for_consumers(&self, timeout: Duration) -> Result<()> {
+    pub fn wait_for_consumers<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<()> {
         self.owner_process.check()?;
         let RingMemory::Producer(memory) = &self.held.memory else {
             return Ok(());
@@ -459,7 +460,7 @@ impl KernelRing {
         memory
             .ring_server
             .0
-            .start(timeout, &self.name, |consumers| {
+            .start(&wait.into(), &self.name, |consumers| {
                 let mut words = vec![
                     (block::ROLE, layout::PRODUCER),
                     (block::PEERS, consumers.len() as u64),

@@ -5,7 +5,6 @@ use std::os::fd::AsFd;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
-use std::time::{Duration, Instant};
 
 use super::layout::WORDS_BYTES;
 use super::{RingEnd, RingGrant, Seat, WordsOffer, allocate, gone_offset, take_turns};
@@ -21,6 +20,7 @@ use crate::ipc::{
 use crate::memory::region::Region;
 use crate::runtime::closer::PeerFd;
 use crate::shm::page::SharedPage;
+use crate::wait::Wait;
 
 /// The longest memory that a consumer may bring for its words.
 const OFFER_BYTES_MAX: u64 = 64 << 20;
@@ -134,13 +134,13 @@ impl RingServer {
     /// the producer's, and the consumer's. Does nothing once that has been done.
     pub(super) fn start(
         &self,
-        timeout: Duration,
+        wait: &Wait<'_>,
         name: &str,
         write: impl FnOnce(&[(u64, u64)]) -> Result<()>,
     ) -> Result<()> {
-        let start = Instant::now();
-        let mut state = self.lock();
         loop {
+            let slice = wait.slice();
+            let mut state = self.lock();
             if state.has_started {
                 return Ok(());
             }
@@ -164,19 +164,16 @@ impl RingServer {
                 let _ = self.watched.set(watched.collect());
                 return Ok(());
             }
-            let left = timeout.saturating_sub(start.elapsed());
-            if left.is_zero() {
+            if slice.is_zero() {
                 let places = state.places.iter().flatten();
                 let came = places.filter(|place| place.theirs.is_some()).count();
                 let wanted = state.places.len();
-                let what = format!("{wanted} consumers of {name:?} ({came} came)");
-                return Err(Error::timeout(what, timeout));
+                return Err(Error::timeout(
+                    format!("{wanted} consumers of {name:?} ({came} came)"),
+                    wait.limit(),
+                ));
             }
-            state = self
-                .changed
-                .wait_timeout(state, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
+            drop(self.changed.wait_timeout(state, slice));
         }
     }
 

@@ -5,6 +5,7 @@ mod ends;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::SeqCst;
 use std::thread;
+use std::time::Duration;
 
 use super::*;
 
@@ -37,7 +38,7 @@ impl Place {
 
     fn open(&self) -> Result<KernelRing> {
         let opener = KernelRing::opener("ring").domain(&self.domain);
-        opener.device(&self.device).open()
+        opener.device(&self.device).open(Duration::ZERO)
     }
 
     /// A ring with its consumers, started.

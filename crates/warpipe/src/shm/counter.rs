@@ -184,11 +184,10 @@ impl SharedCounter {
         })
     }
 
-    /// Waits on the CPU. The caller then queries the [`WaitStatus`].
-    pub(crate) fn wait_host(&self, device: &Device, value: u64, timeout: Duration) -> Result<bool> {
-        device
-            .backend()
-            .wait_word(&self.words().word, value, timeout)
+    /// Waits on the CPU, at most `limit`. The caller then queries the [`WaitStatus`].
+    pub(crate) fn wait_host(&self, device: &Device, value: u64, limit: Duration) -> Result<bool> {
+        let word = &self.words().word;
+        device.backend().wait_word(word, value, limit)
     }
 
     pub(super) fn word_ptr(&self) -> u64 {

@@ -110,18 +110,19 @@ impl Opener<Timeline> {
     /// # Errors
     /// [`Error::NotFound`], [`Error::OtherKind`], [`Error::AccessDenied`], [`Error::Handshake`],
     /// [`Error::Protocol`], or an error of the device or the system.
-    pub fn open(self) -> Result<Timeline> {
-        self.open_with(Kind::Timeline, &[], Timeline::import)
+    pub fn open<'w>(self, wait: impl Into<Wait<'w>>) -> Result<Timeline> {
+        self.open_with(Kind::Timeline, &[], &wait.into(), Timeline::import)
     }
 }
 
 impl Timeline {
-    fn import(attachment: Attachment) -> Result<Timeline> {
+    fn import(attachment: Attachment<'_>) -> Result<Timeline> {
         let Attachment {
             name,
             device,
             session,
             reply,
+            wait,
         } = attachment;
         let ((), [published]) = reply.open::<(), 1>(name.as_str())?;
         let counter = |page| SharedCounter::new(&Arc::new(page), LANE_OFFSET);
@@ -130,7 +131,7 @@ impl Timeline {
             published: counter(SharedPage::read(published, PAGE_BYTES, name.as_str())?),
         });
         session.observe(death_handler.clone())?;
-        let lane = counter(pair::share(&session, &device, PAGE_BYTES, &())?);
+        let lane = counter(pair::share(&session, &device, PAGE_BYTES, &(), wait)?);
         death_handler.set_lane(lane.clone(), &session);
         let waiting = Arc::<StreamSet>::default();
         Ok(Timeline {
@@ -158,7 +159,7 @@ impl Timeline {
 /// let device = Device::host();
 /// let owner = Timeline::builder("frames").domain(&domain).device(&device).build()?;
 /// // In another process, as a rule:
-/// let frames = Timeline::opener("frames").domain(&domain).device(&device).open()?;
+/// let frames = Timeline::opener("frames").domain(&domain).device(&device).open(Duration::ZERO)?;
 ///
 /// let (writing, reading) = (device.stream()?, device.stream()?);
 /// owner.signal(&writing, 1, Duration::from_secs(1))?; // behind the work that is on `writing` so far
@@ -211,7 +212,7 @@ impl Timeline {
     /// # Errors
     /// As [`Opener`]`::open`.
     pub fn open(name: &str) -> Result<Timeline> {
-        Timeline::opener(name).open()
+        Timeline::opener(name).open(Duration::ZERO)
     }
 
     /// The options with which the timeline of this name is opened.
@@ -306,7 +307,7 @@ impl Timeline {
     /// # Errors
     /// [`Error::PeerGone`], [`Error::Timeout`], [`Error::Argument`] above
     /// [`VALUE_MAX`](Self::VALUE_MAX).
-    pub fn wait_host(&self, value: u64, timeout: Duration) -> Result<()> {
+    pub fn wait_host<'w>(&self, value: u64, wait: impl Into<Wait<'w>>) -> Result<()> {
         if value > VALUE_MAX {
             return Err(Error::argument(
                 "value",
@@ -314,15 +315,16 @@ impl Timeline {
                 format!("up to {VALUE_MAX}"),
             ));
         }
-        if self.check(value)? {
-            return Ok(());
+        let wait = wait.into();
+        while !self.check(value)? {
+            let slice = wait.slice();
+            if slice.is_zero() {
+                let what = || format!("value {value} of timeline {:?}", self.name);
+                return Err(wait.timed_out(what));
+            }
+            self.lane.wait_host(&self.device, value, slice)?;
         }
-        self.lane.wait_host(&self.device, value, timeout)?;
-        if self.check(value)? {
-            return Ok(());
-        }
-        let what = format!("value {value} of timeline {:?}", self.name);
-        Err(Error::timeout(what, timeout))
+        Ok(())
     }
 
     /// Whether `value` has been reached: true, or false if it may still be.

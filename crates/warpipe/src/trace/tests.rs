@@ -258,7 +258,7 @@ fn a_connection_that_breaks_the_protocol_is_told_with_its_process_and_the_reason
     let client = crate::AllocationClient::opener("strict")
         .domain(&folder.0)
         .device(&Device::host());
-    assert!(client.open().is_err());
+    assert!(client.open(Duration::ZERO).is_err());
     let refused = next(&seen, "connection.refused", "strict");
     let pid = std::process::id().to_string();
     assert_eq!(refused.field("pid"), Some(pid.as_str()), "{refused:?}");

@@ -3,9 +3,8 @@
 use std::collections::HashSet;
 use std::fmt;
 use std::sync::Arc;
-use std::time::Duration;
 
-use super::held::{Held, KnownParts};
+use super::held::{Held, KnownParts, PartialVersion};
 use super::keeper::KeeperRequest;
 use super::keeper_session::wait_for_version;
 use super::manifest::{Manifest, Part, TensorInfo};
@@ -14,6 +13,7 @@ use super::weights_name;
 use crate::device_types::DeviceId;
 use crate::error::{Error, Result};
 use crate::ipc::domain::Domain;
+use crate::wait::Wait;
 
 /// A version that another one shares tensors of: see [`WeightsBuilder::base`].
 ///
@@ -41,23 +41,22 @@ impl BaseVersion {
         BaseVersion { held, manifest }
     }
 
-    /// Version `number` of a name, which its keeper offers. Waits for it up to `timeout`.
+    /// Version `number` of a name, which its keeper offers. Waits for it.
     ///
     /// # Errors
     /// [`Error::Argument`] when the keeper offers a later version; as
     /// [`Opener::open`](crate::options::Opener::open).
-    pub fn find(
+    pub fn find<'w>(
         domain: &Domain,
         name: &str,
         number: u64,
-        timeout: Duration,
+        wait: impl Into<Wait<'w>>,
     ) -> Result<BaseVersion> {
         let name = weights_name(name)?;
         let (offered, after) = (KeeperRequest::Offered, number.saturating_sub(1));
-        let (_, held, manifest) =
-            wait_for_version(domain, &name, &offered, after, timeout, &|_| {
-                KnownParts::default()
-            })?;
+        let known = |_: &PartialVersion| KnownParts::default();
+        let wait = &wait.into();
+        let (_, held, manifest) = wait_for_version(domain, &name, &offered, after, wait, &known)?;
         if held.version.number != number {
             let found = format!("version {number} of {name:?}");
             let allowed = format!(

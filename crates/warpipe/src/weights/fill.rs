@@ -192,7 +192,7 @@ impl WeightsBuilder {
     /// memory.write(&stream, builder.offsets()[0], b"new")?;
     /// builder.metadata(r#"{"step": 1}"#).finish()?.publish(&domain, "llama", wait)?;
     ///
-    /// let shared = SharedWeights::opener("llama").domain(&domain).device(&device).wait(wait).open()?;
+    /// let shared = SharedWeights::opener("llama").domain(&domain).device(&device).open(wait)?;
     /// for (name, bytes) in [("embed", b"abc"), ("lora", b"new")] {
     ///     assert_eq!(shared.tensor(name).expect("it has all").memory().to_vec(wait)?, bytes);
     /// }
@@ -227,7 +227,7 @@ impl WeightsBuilder {
     pub fn finish(mut self) -> Result<Weights> {
         check_metadata(&self.metadata)?;
         if let Some(memory) = &self.memory {
-            wait_for(memory.streams(), COPY_TIMEOUT)?;
+            wait_for(memory.streams(), &COPY_TIMEOUT.into())?;
         }
         let in_place = self.in_place.take();
         let in_place = in_place.filter(|tensors| !tensors.is_empty());

@@ -6,13 +6,14 @@
 //! however long the memory is, and no copy.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::held::{KnownParts, PartialVersion};
 use super::manifest::Manifest;
 use super::shared::{HeldVersion, SharedInner, SharedWeights};
 use crate::error::{Error, HandshakeFault, Result};
 use crate::stream::Stream;
+use crate::wait::Wait;
 
 /// Weights whose later versions come in at the same addresses: pointers, captured graphs and
 /// compiled code that have them stay valid, and read the new version.
@@ -76,7 +77,8 @@ impl SharedWeights {
     /// # Errors
     /// As [`newer`](Self::newer).
     #[doc(hidden)] // For the Python package.
-    pub fn hold_newer(&self) -> Result<HeldVersion> {
+    pub fn hold_newer(&self, wait: &Wait<'_>) -> Result<HeldVersion> {
+        let now = &wait.cancellable_within(Duration::ZERO);
         self.inner.owner_process.check()?;
         let HeldVersion {
             held,
@@ -92,7 +94,7 @@ impl SharedWeights {
             known
         };
         let after = held.version.number;
-        let found = HeldVersion::after(domain, name, device, after, Duration::ZERO, &known);
+        let found = HeldVersion::after(domain, name, device, after, now, &known);
         let (keeper, mut next) = found?;
         next.places_in(manifest)?;
         next.hold(&keeper)?;
@@ -130,16 +132,21 @@ impl Follower {
     ///
     /// # Errors
     /// As [`take`](Self::take) and [`newer`](SharedWeights::newer).
-    pub fn update(&mut self, stream: &Stream, timeout: Duration) -> Result<Option<u64>> {
+    pub fn update<'w>(
+        &mut self,
+        stream: &Stream,
+        wait: impl Into<Wait<'w>>,
+    ) -> Result<Option<u64>> {
+        let wait = &wait.into();
         stream.check_usable(self.weights.device())?;
         self.weights.inner.owner_process.check()?;
         if !self.weights.is_whole() {
             // An earlier call could not.
             let present = self.weights.clone();
-            self.take(&present, stream, timeout)?;
+            self.take(&present, stream, wait)?;
         }
-        match self.weights.hold_newer() {
-            Ok(next) => self.take_held(&next, stream, timeout).map(Some),
+        match self.weights.hold_newer(wait) {
+            Ok(next) => self.take_held(&next, stream, wait).map(Some),
             Err(Error::Timeout { .. } | Error::NotFound { .. } | Error::PeerGone { .. }) => {
                 Ok(None)
             }
@@ -155,7 +162,7 @@ impl Follower {
     /// Takes another version of the same name, which is open in this process, at the addresses of
     /// this one, and returns its number.
     ///
-    /// Waits, at most `timeout`, until `stream` has done the work that it was given, and the
+    /// Waits until `stream` has done the work that it was given, and the
     /// streams that the [memory](super::SharedTensor::memory) has recorded. Work that they are
     /// given afterwards reads the new version; work that runs meanwhile on another stream may not
     /// touch the weights. Between two versions the addresses have no memory for a moment.
@@ -172,13 +179,13 @@ impl Follower {
     /// [`Error::Driver`] when the driver refused to map the new memory; if it then also refused the
     /// former one, the tensors have none, or that of both, and an access may fault, until a later call
     /// of this or of [`update`](Self::update) succeeds, whatever it returns.
-    pub fn take(
+    pub fn take<'w>(
         &mut self,
         next: &SharedWeights,
         stream: &Stream,
-        timeout: Duration,
+        wait: impl Into<Wait<'w>>,
     ) -> Result<u64> {
-        self.take_held(&next.inner.version, stream, timeout)
+        self.take_held(&next.inner.version, stream, wait)
     }
 
     /// As [`take`](Self::take), of a version that is mapped nowhere.
@@ -186,14 +193,13 @@ impl Follower {
     /// # Errors
     /// As [`take`](Self::take).
     #[doc(hidden)] // For the Python package.
-    pub fn take_held(
+    pub fn take_held<'w>(
         &mut self,
         next: &HeldVersion,
         stream: &Stream,
-        timeout: Duration,
+        wait: impl Into<Wait<'w>>,
     ) -> Result<u64> {
-        let start = Instant::now();
-        let left = || timeout.saturating_sub(start.elapsed());
+        let wait = &wait.into();
         let present = &self.weights.inner;
         present.owner_process.check()?;
         stream.check_usable(&present.device)?;
@@ -207,15 +213,15 @@ impl Follower {
         }
         let placed = next.places_in(&present.manifest)?.into_iter();
         let places: Vec<u32> = placed.map(|part| present.places[part as usize]).collect();
-        stream.synchronize(left())?;
+        stream.synchronize(wait)?;
         for memory in &present.mapped.memory {
-            memory.wait_idle(left())?;
+            memory.wait_idle(wait)?;
         }
         // SAFETY: the streams that work on it were waited for above; that no other work does is what
         // this asks of its caller.
         unsafe {
             let is = next.placed(&places);
-            present.mapped.replace(present.placed(), is, start, timeout)
+            present.mapped.replace(present.placed(), is, wait)
         }?;
         self.weights = SharedWeights::of(present.mapped.clone(), places, next.clone());
         Ok(next.number())

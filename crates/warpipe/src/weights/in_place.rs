@@ -53,7 +53,7 @@ const LOOK_EVERY: usize = 64;
 /// let weights = Weights::builder(&device, [])?.beside(tensors).finish()?;
 /// weights.publish(&domain, "llama", wait)?;
 ///
-/// let shared = SharedWeights::opener("llama").domain(&domain).device(&device).wait(wait).open()?;
+/// let shared = SharedWeights::opener("llama").domain(&domain).device(&device).open(wait)?;
 /// assert_eq!(shared.tensor("bias").expect("it was published").memory().to_vec(wait)?, b"abc");
 /// # drop((shared, weights, keeper)); std::fs::remove_dir_all(folder).ok();
 /// # Ok::<(), warpipe::Error>(())

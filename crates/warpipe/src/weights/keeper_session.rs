@@ -1,13 +1,12 @@
 //! A session with a keeper, as publishers and workers have it.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::Duration;
 
 use super::held::{Held, KnownParts, NUMBER_MAX, PartialVersion, Version};
 use super::keeper::{Keeper, KeeperNotice, KeeperReply, KeeperRequest};
 use super::manifest::Manifest;
 use super::weights_name;
-use crate::clock::Stopwatch;
 use crate::error::{Error, HandshakeFault, Result};
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
@@ -15,23 +14,22 @@ use crate::ipc::{
     until_open,
 };
 use crate::mutex::LockUnpoisoned;
+use crate::wait::Wait;
 
 /// Has a keeper fetch what the endpoint `offer` serves, and returns the session and the version's
-/// number. Waits up to `timeout`.
+/// number.
 pub(super) fn offer_to_keeper(
     domain: &Domain,
     name: &EndpointName,
     offer: &EndpointName,
-    timeout: Duration,
+    wait: &Wait<'_>,
 ) -> Result<(KeeperSession, u64)> {
-    let start = Instant::now();
-    let keeper = KeeperSession::open(domain, name, timeout)?;
+    let keeper = KeeperSession::open(domain, name, wait)?;
     let take = KeeperRequest::Take {
         name: offer.to_string(),
     };
-    let left = || timeout.saturating_sub(start.elapsed());
-    keeper.request(&take, left())?;
-    let mut news = keeper.news.wait(left(), |news| news.outcome.is_some());
+    keeper.request(&take, wait)?;
+    let mut news = keeper.news.wait(wait, |news| news.outcome.is_some());
     let (outcome, is_over) = (news.outcome.take(), news.is_over);
     drop(news);
     match outcome {
@@ -47,41 +45,41 @@ pub(super) fn offer_to_keeper(
             text,
         }),
         None if is_over => Err(keeper.session.owner_gone()),
-        None => Err(Error::Timeout {
-            what: format!("the answer of the keeper of {name:?}"),
-            waited: timeout,
-        }),
+        None => Err(Error::timeout(
+            format!("the answer of the keeper of {name:?}"),
+            wait.limit(),
+        )),
     }
 }
 
 impl Keeper {
     /// Asks the keeper of `name`, in whatever process of this user, to give its descriptors up and
-    /// to end, and waits up to `timeout` until the name is free. Processes that have the weights
+    /// to end, and waits until the name is free. Processes that have the weights
     /// open keep them.
     ///
     /// # Errors
     /// [`Error::NotFound`] without a keeper; [`Error::Timeout`] when its process does not drop it;
     /// [`Error::OtherKind`], [`Error::Name`], [`Error::Handshake`].
-    pub fn end(domain: &Domain, name: &str, timeout: Duration) -> Result<()> {
-        let name = &weights_name(name)?;
-        let keeper = KeeperSession::open(domain, name, Duration::ZERO)?;
-        match keeper.request(&KeeperRequest::End, timeout) {
+    pub fn end<'w>(domain: &Domain, name: &str, wait: impl Into<Wait<'w>>) -> Result<()> {
+        let (name, wait) = (&weights_name(name)?, &wait.into());
+        let keeper = KeeperSession::open(domain, name, &wait.no_longer_than(Duration::ZERO))?;
+        match keeper.request(&KeeperRequest::End, wait) {
             // Its owner may drop it before the reply is sent.
             Ok(_) | Err(Error::PeerGone { .. }) => {}
             Err(error) => return Err(error),
         }
-        let news = keeper.news.wait(timeout, |_| false);
+        let news = keeper.news.wait(wait, |_| false);
         if news.is_over {
             return Ok(());
         }
-        Err(Error::Timeout {
-            what: format!("the end of the keeper of {name:?}, which has given its descriptors up"),
-            waited: timeout,
-        })
+        Err(Error::timeout(
+            format!("the end of the keeper of {name:?}, which has given its descriptors up"),
+            wait.limit(),
+        ))
     }
 }
 
-/// Waits up to `timeout` for a version after number `after` in the reply to `request`, and gets all
+/// Waits for a version after number `after` in the reply to `request`, and gets all
 /// of it: the pieces that are `known` here are not asked for. If the keeper ends meanwhile, waits for
 /// the next one. The session is with the keeper that has replied.
 pub(super) fn wait_for_version(
@@ -89,16 +87,16 @@ pub(super) fn wait_for_version(
     name: &EndpointName,
     request: &KeeperRequest,
     after: u64,
-    timeout: Duration,
+    wait: &Wait<'_>,
     known: &dyn Fn(&PartialVersion) -> KnownParts,
 ) -> Result<(KeeperSession, Held, Manifest)> {
-    let whole = |keeper: &KeeperSession, mut found: PartialVersion, left| {
+    let whole = |keeper: &KeeperSession, mut found: PartialVersion| {
         if !found.is_whole() {
             found.take_known(&known(&found));
         }
-        keeper.complete(found, left)
+        keeper.complete(found, wait)
     };
-    let (keeper, (held, manifest)) = wait_for(domain, name, request, after, timeout, whole)?;
+    let (keeper, (held, manifest)) = wait_for(domain, name, request, after, wait, whole)?;
     Ok((keeper, held, manifest))
 }
 
@@ -108,10 +106,10 @@ pub(super) fn wait_for_number(
     name: &EndpointName,
     request: &KeeperRequest,
     after: u64,
-    timeout: Duration,
+    wait: &Wait<'_>,
 ) -> Result<u64> {
-    let number = |_: &KeeperSession, found: PartialVersion, _| Ok(Some(found.version.number));
-    Ok(wait_for(domain, name, request, after, timeout, number)?.1)
+    let number = |_: &KeeperSession, found: PartialVersion| Ok(Some(found.version.number));
+    Ok(wait_for(domain, name, request, after, wait, number)?.1)
 }
 
 /// Waits for a version, and has `take` take what is wanted of it: none if the keeper has it no more,
@@ -121,18 +119,16 @@ fn wait_for<T>(
     name: &EndpointName,
     request: &KeeperRequest,
     after: u64,
-    timeout: Duration,
-    take: impl Fn(&KeeperSession, PartialVersion, Duration) -> Result<Option<T>>,
+    wait: &Wait<'_>,
+    take: impl Fn(&KeeperSession, PartialVersion) -> Result<Option<T>>,
 ) -> Result<(KeeperSession, T)> {
-    until_open(timeout, |clock| {
-        let left = timeout.saturating_sub(clock.elapsed());
-        let keeper = KeeperSession::open(domain, name, left)?;
+    until_open(wait, || {
+        let keeper = KeeperSession::open(domain, name, wait)?;
         loop {
-            let found = keeper.version_after(request, after, clock, timeout)?;
-            let left = timeout.saturating_sub(clock.elapsed());
-            match take(&keeper, found, left)? {
+            let found = keeper.version_after(request, after, wait)?;
+            match take(&keeper, found)? {
                 Some(taken) => return Ok((keeper, taken)),
-                None if left.is_zero() => return Err(keeper.none_in_time(after, None, timeout)),
+                None if wait.is_over() => return Err(keeper.none_in_time(after, None, wait)),
                 None => {}
             }
         }
@@ -146,26 +142,24 @@ pub(super) struct KeeperSession {
 }
 
 impl KeeperSession {
-    /// Waits up to `timeout` for the keeper to exist.
+    /// Waits for the keeper to exist.
     pub(super) fn open(
         domain: &Domain,
         name: &EndpointName,
-        timeout: Duration,
+        wait: &Wait<'_>,
     ) -> Result<KeeperSession> {
         let at = Address {
             domain,
             name,
             kind: Kind::Weights,
         };
-        let mut clock = Stopwatch::default();
         let session = loop {
-            let left = timeout.saturating_sub(clock.elapsed());
-            match ClientSession::attach(&at, None, &[], left) {
+            match ClientSession::attach(&at, None, &[], wait) {
                 // The keeper is stopped, and may go on.
                 Err(Error::Handshake {
                     fault: HandshakeFault::Silent(_),
                     ..
-                }) if clock.elapsed() < timeout => {}
+                }) if !wait.is_over() => {}
                 other => break other?.0,
             }
         };
@@ -174,15 +168,14 @@ impl KeeperSession {
         Ok(KeeperSession { session, news })
     }
 
-    /// Sends a request, and waits for the reply: up to `timeout`, and not less than a living keeper
-    /// may need.
+    /// Sends a request, and waits for the reply: not less than a living keeper may need.
     pub(super) fn request(
         &self,
         request: &KeeperRequest,
-        timeout: Duration,
+        wait: &Wait<'_>,
     ) -> Result<(KeeperReply, IncomingReply)> {
-        let timeout = timeout.max(REPLY_TIMEOUT);
-        let reply = self.session.request(&encode(request)?, timeout)?;
+        let wait = wait.cancellable_within(wait.time_left().max(REPLY_TIMEOUT));
+        let reply = self.session.request(&encode(request)?, wait)?;
         Ok((decode(&reply.body, self.session.name())?, reply))
     }
 
@@ -190,16 +183,16 @@ impl KeeperSession {
     /// replies has the name still, so the next one finds the holder.
     pub(super) fn tell_holding(&self, number: u64) -> Result<()> {
         let holding = KeeperRequest::Holding { number };
-        self.request(&holding, Duration::ZERO).map(|_| ())
+        self.request(&holding, &Duration::ZERO.into()).map(|_| ())
     }
 
     /// A version of the keeper's, with the checked manifest; or the number of a candidate.
     pub(super) fn version(
         &self,
         request: &KeeperRequest,
-        timeout: Duration,
+        wait: &Wait<'_>,
     ) -> Result<std::result::Result<PartialVersion, Option<u64>>> {
-        match self.request(request, timeout)? {
+        match self.request(request, wait)? {
             (KeeperReply::Version(version), incoming) => {
                 PartialVersion::receive(self.session.name(), &version, incoming.fds).map(Ok)
             }
@@ -209,23 +202,19 @@ impl KeeperSession {
     }
 
     /// Gets the pieces that a version lacks. `None` if the keeper has it no more.
-    fn complete(
-        &self,
-        found: PartialVersion,
-        timeout: Duration,
-    ) -> Result<Option<(Held, Manifest)>> {
-        let (version, mut clock) = (found.version, Stopwatch::default());
-        found.complete(|first| self.pieces(version, first, timeout.saturating_sub(clock.elapsed())))
+    fn complete(&self, found: PartialVersion, wait: &Wait<'_>) -> Result<Option<(Held, Manifest)>> {
+        let version = found.version;
+        found.complete(|first| self.pieces(version, first, wait))
     }
 
     fn pieces(
         &self,
         version: Version,
         first: u32,
-        timeout: Duration,
+        wait: &Wait<'_>,
     ) -> Result<Option<IncomingReply>> {
         let request = KeeperRequest::Pieces { version, first };
-        match self.request(&request, timeout)? {
+        match self.request(&request, wait)? {
             (KeeperReply::Pieces, incoming) => Ok(Some(incoming)),
             (KeeperReply::Replaced, _) => Ok(None),
             (reply, _) => Err(self.wrong(&reply, "Pieces or Replaced")),
@@ -241,38 +230,35 @@ impl KeeperSession {
         }
     }
 
-    /// Waits up to `timeout` until the keeper has told of something since the session began, or ends.
-    pub(super) fn wait_for_news(&self, timeout: Duration) {
-        drop(self.news.wait(timeout, |news| news.offered > 0));
+    /// Waits until the keeper has told of something since the session began, or ends.
+    pub(super) fn wait_for_news(&self, wait: &Wait<'_>) {
+        drop(self.news.wait(wait, |news| news.offered > 0));
     }
 
     #[cfg(test)]
     pub(super) fn wait_for_offers_for_tests(&self, count: u64, timeout: Duration) -> u64 {
         let is_there = |news: &News| news.offered >= count;
-        self.news.wait(timeout, is_there).offered
+        self.news.wait(&timeout.into(), is_there).offered
     }
 
     fn version_after(
         &self,
         request: &KeeperRequest,
         after: u64,
-        clock: &mut Stopwatch,
-        timeout: Duration,
+        wait: &Wait<'_>,
     ) -> Result<PartialVersion> {
         loop {
             // Before the question, so that a version in between is not missed.
             let seen = self.news.news.locked().offered;
-            let left = timeout.saturating_sub(clock.elapsed());
-            let candidate = match self.version(request, left)? {
+            let candidate = match self.version(request, wait)? {
                 Ok(found) if found.version.number > after => return Ok(found),
                 Ok(_) => None,
                 Err(candidate) => candidate,
             };
-            let left = timeout.saturating_sub(clock.elapsed());
-            if left.is_zero() {
-                return Err(self.none_in_time(after, candidate, timeout));
+            if wait.is_over() {
+                return Err(self.none_in_time(after, candidate, wait));
             }
-            let news = self.news.wait(left, |news| news.offered != seen);
+            let news = self.news.wait(wait, |news| news.offered != seen);
             if news.is_over {
                 drop(news);
                 return Err(self.session.owner_gone());
@@ -280,7 +266,7 @@ impl KeeperSession {
         }
     }
 
-    fn none_in_time(&self, after: u64, candidate: Option<u64>, waited: Duration) -> Error {
+    fn none_in_time(&self, after: u64, candidate: Option<u64>, wait: &Wait<'_>) -> Error {
         let name = self.session.name();
         let what = match candidate {
             Some(number) => format!(
@@ -290,6 +276,7 @@ impl KeeperSession {
             None if after == 0 => format!("a version of the weights {name:?}"),
             None => format!("a version of the weights {name:?} after {after}"),
         };
+        let waited = wait.limit();
         Error::Timeout { what, waited }
     }
 }
@@ -312,13 +299,10 @@ struct News {
 }
 
 impl NewsBoard {
-    /// Waits until `is_there`, or the session is over, at most `timeout`.
-    fn wait(&self, timeout: Duration, is_there: impl Fn(&News) -> bool) -> MutexGuard<'_, News> {
-        let pending = |news: &mut News| !news.is_over && !is_there(news);
-        let waited = self
-            .changed
-            .wait_timeout_while(self.news.locked(), timeout, pending);
-        waited.unwrap_or_else(PoisonError::into_inner).0
+    /// Waits until `is_there`, or the session is over.
+    fn wait(&self, wait: &Wait<'_>, is_there: impl Fn(&News) -> bool) -> MutexGuard<'_, News> {
+        let is_pending = |news: &News| !news.is_over && !is_there(news);
+        wait.sleep_while(&self.news, &self.changed, is_pending)
     }
 
     fn change(&self, change: impl FnOnce(&mut News)) {

@@ -1,7 +1,7 @@
 //! Content hashes that are computed once the version is offered, on a thread of its publisher.
 
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
 use super::base::BaseVersion;
@@ -14,6 +14,7 @@ use crate::fork::thread::Thread;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::until_open;
 use crate::mutex::LockUnpoisoned;
+use crate::wait::Wait;
 
 /// How long the thread waits for a keeper that takes the hashes.
 const KEEPER_TIMEOUT: Duration = Duration::from_secs(30);
@@ -120,16 +121,12 @@ impl LaterHashes {
         later
     }
 
-    /// Waits up to `timeout` until the keeper has the hashes.
-    pub(super) fn wait(&self, timeout: Duration) -> Result<()> {
+    /// Waits until the keeper has the hashes.
+    pub(super) fn wait(&self, wait: &Wait<'_>) -> Result<()> {
         let (progress, changed) = &*self.progress;
-        let waited = changed.wait_timeout_while(progress.locked(), timeout, |it| !it.is_over);
-        let mut progress = waited.unwrap_or_else(PoisonError::into_inner).0;
+        let mut progress = wait.sleep_while(progress, changed, |it| !it.is_over);
         if !progress.is_over {
-            return Err(Error::Timeout {
-                what: "the content hashes".into(),
-                waited: timeout,
-            });
+            return Err(Error::timeout("the content hashes", wait.limit()));
         }
         progress.error.take().map_or(Ok(()), Err)
     }
@@ -164,9 +161,7 @@ impl Task {
         }
         // An offer that has a number already brings a version's hashes.
         let offer = Holder::offer(domain, name.as_str(), base.held().clone())?;
-        until_open(KEEPER_TIMEOUT, |clock| {
-            let left = KEEPER_TIMEOUT.saturating_sub(clock.elapsed());
-            offer_to_keeper(domain, name, &offer.1, left).map(drop)
-        })
+        let wait = Wait::at_most(KEEPER_TIMEOUT);
+        until_open(&wait, || offer_to_keeper(domain, name, &offer.1, &wait)).map(drop)
     }
 }

@@ -3,7 +3,6 @@
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::time::Duration;
 
 use super::base::BaseVersion;
 use super::blocks::{Block, COPY_TIMEOUT, read_in_parallel};
@@ -22,9 +21,11 @@ use crate::device::Device;
 use crate::error::{Error, Result, WeightsFault};
 use crate::fork::OwnerProcess;
 use crate::ipc::domain::Domain;
+use crate::ipc::until_open;
 use crate::memory::Memory;
 use crate::runtime::reactor::new_generation;
 use crate::tensor::Layout;
+use crate::wait::Wait;
 
 /// The bytes of host memory that are enqueued at once.
 const WRITTEN_AT_ONCE: usize = 4 << 20;
@@ -152,28 +153,30 @@ impl Weights {
     }
 
     /// Hands the descriptors to the keeper of `name`, which offers them as its next version: a
-    /// worker gets all of the previous version or all of this one. Waits up to `timeout` for the
-    /// keeper to exist and to answer. This object may be dropped afterwards.
+    /// worker gets all of the previous version or all of this one. Waits for the keeper to exist and
+    /// to answer. This object may be dropped afterwards.
     ///
     /// # Errors
     /// [`Error::NotFound`] when no keeper has the name; [`Error::OtherKind`];
-    /// [`Error::Name`]; [`Error::PeerGone`] when the keeper ends meanwhile; [`Error::Timeout`];
+    /// [`Error::Name`]; [`Error::PeerGone`] when the keeper ends and no time is left for the next one; [`Error::Timeout`];
     /// [`Error::Refused`] when the keeper cannot take it, or fetches 8 offers already;
     /// [`Error::Protocol`] when its answer is damaged; [`Error::DescriptorLimit`],
     /// [`Error::Forked`]. After `PeerGone` and `Timeout` the version may be offered. Publish once
     /// more then: a keeper that offers it gives it no second number.
-    pub fn publish(
+    pub fn publish<'w>(
         &self,
         domain: &Domain,
         name: &str,
-        timeout: Duration,
+        wait: impl Into<Wait<'w>>,
     ) -> Result<PublishedWeights> {
         // In a forked child the numbers of the descriptors may belong to other files.
         self.owner_process.check()?;
         let name = weights_name(name)?;
         let offered = Arc::new(self.held.numbered(0));
         let offer = Holder::offer(domain, name.as_str(), offered)?;
-        let (keeper, number) = offer_to_keeper(domain, &name, &offer.1, timeout)?;
+        let wait = wait.into();
+        let offered = until_open(&wait, || offer_to_keeper(domain, &name, &offer.1, &wait));
+        let (keeper, number) = offered?;
         let held = Arc::new(self.held.numbered(number));
         let holder = Holder::serve(domain, name.as_str(), held.clone())?;
         // The next keeper may have begun before the holder was there: it lacks the version.
@@ -228,16 +231,16 @@ impl PublishedWeights {
         self.version
     }
 
-    /// Whether each tensor of the version has a content hash. Waits up to `timeout` for those that
-    /// are computed [later](Hashing::Later), until the keeper has them, too.
+    /// Whether each tensor of the version has a content hash. Waits for those that are computed
+    /// [later](Hashing::Later), until the keeper has them, too.
     ///
     /// # Errors
     /// [`Error::Timeout`]; once, the error for which there will be none; [`Error::Forked`].
-    pub fn wait_for_hashes(&self, timeout: Duration) -> Result<bool> {
+    pub fn wait_for_hashes<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<bool> {
         // The thread, and its lock, are the parent's.
         self.owner_process.check()?;
         if let Some(later) = &self.later {
-            later.wait(timeout)?;
+            later.wait(&wait.into())?;
         }
         Ok(self.as_base().is_hashed())
     }

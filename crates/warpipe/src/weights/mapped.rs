@@ -8,13 +8,11 @@ use std::collections::HashSet;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
 
 use super::exports::PieceFd;
 use super::held::{Held, KnownParts, PartialVersion, places};
 use super::manifest::{Manifest, PartId};
 use crate::backend::Access;
-use crate::backoff::Backoff;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::memory::mapped_region::ImportKey;
@@ -23,6 +21,7 @@ use crate::memory::slice::check_range;
 use crate::memory::weak_cache::WeakCache;
 use crate::memory::{PiecesInfo, SharedMemory, check_reach};
 use crate::mutex::LockUnpoisoned;
+use crate::wait::Wait;
 
 /// The parts that are mapped in this process, by their publishers' user.
 static PARTS: WeakCache<ImportKey, Region> = WeakCache::new();
@@ -241,7 +240,7 @@ impl Mapped {
     }
 
     /// Maps the memory of `next` in place of that of `former`, where it is another one; all of it, or
-    /// none. Waits until `timeout` has passed since `start` for other openers of that to close it.
+    /// none. Waits for other openers of that to close it.
     ///
     /// # Safety
     /// No enqueued work uses it.
@@ -249,8 +248,7 @@ impl Mapped {
         &self,
         former: Placed<'_>,
         next: Placed<'_>,
-        start: Instant,
-        timeout: Duration,
+        wait: &Wait<'_>,
     ) -> Result<()> {
         let mut lies = self.lies.locked();
         let number = lies.number;
@@ -267,7 +265,7 @@ impl Mapped {
             // What may have been left without memory was claimed.
             *changed = was.id != is.id || (!lies.is_whole && memory.claim());
             if *changed {
-                claim_within(memory, start, timeout)?;
+                wait.poll(CLAIM, || Ok(memory.claim()))?;
             }
         }
         // SAFETY: the caller's promise.
@@ -300,20 +298,7 @@ impl Mapped {
     }
 }
 
-/// Has one part to itself. Openers that have closed it still have it while their streams work on it.
-fn claim_within(memory: &SharedMemory, start: Instant, timeout: Duration) -> Result<()> {
-    let mut backoff = Backoff::default();
-    while !memory.claim() {
-        if start.elapsed() >= timeout {
-            let what = "the close of other weights that this process opened, whose memory these share: \
-                        their addresses cannot change. Close those, or call `follow` before tensors are \
-                        used";
-            return Err(Error::Timeout {
-                what: what.into(),
-                waited: timeout,
-            });
-        }
-        backoff.pause();
-    }
-    Ok(())
-}
+/// What the claim of a part waits for: openers that have closed it still have it while their streams
+/// work on it.
+const CLAIM: &str = "the close of other weights that this process opened, whose memory these share: \
+                     their addresses cannot change. Close those, or call `follow` before tensors are used";

@@ -26,8 +26,8 @@
 //! drop(weights);
 //!
 //! // In each worker:
-//! let opener = SharedWeights::opener("llama").domain(&domain).device(&device).wait(wait);
-//! let weights = opener.open()?;
+//! let opener = SharedWeights::opener("llama").domain(&domain).device(&device);
+//! let weights = opener.open(wait)?;
 //! let bias = weights.tensor("bias").expect("it was published");
 //! assert_eq!(bias.memory().to_vec(wait)?, b"abc");
 //! # drop((bias, weights, keeper)); std::fs::remove_dir_all(folder).ok();

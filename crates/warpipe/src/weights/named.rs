@@ -162,11 +162,12 @@ impl Candidate {
                 was_there: false,
             });
         }
-        let keeper = KeeperSession::open(domain, &self.name, Duration::ZERO)?;
-        if let Ok(offered) = keeper.version(&KeeperRequest::Offered, Duration::ZERO)? {
+        let now = &Duration::ZERO.into();
+        let keeper = KeeperSession::open(domain, &self.name, now)?;
+        if let Ok(offered) = keeper.version(&KeeperRequest::Offered, now)? {
             return Ok(Some(NamedVersion::of(&offered, true)));
         }
-        let candidate = keeper.version(&KeeperRequest::Candidate, Duration::ZERO)?;
+        let candidate = keeper.version(&KeeperRequest::Candidate, now)?;
         Ok(candidate.ok().map(|found| NamedVersion::of(&found, false)))
     }
 

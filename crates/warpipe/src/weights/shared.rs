@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::Deref;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::base::BaseVersion;
 use super::check::damaged_tensors;
@@ -21,6 +21,7 @@ use crate::ipc::domain::{Domain, EndpointName};
 use crate::memory::{DeviceSlice, SharedMemory};
 use crate::options::Opener;
 use crate::tensor::Layout;
+use crate::wait::Wait;
 
 /// All tensors of one version of weights, mapped read-only in this process
 /// (`cuMemImportFromShareableHandle`, or `mmap` of a sealed memfd): nothing is copied. Cheap to
@@ -91,8 +92,8 @@ impl fmt::Debug for HeldVersion {
 }
 
 impl Opener<SharedWeights> {
-    /// Opens the version that is offered, and waits for one up to the time given with
-    /// [`wait`](Opener::wait): also while there is no keeper, or the keeper is replaced.
+    /// Opens the version that is offered, and waits for one: also while there is no keeper, or the
+    /// keeper is replaced.
     ///
     /// # Errors
     /// [`Error::NotFound`] when no keeper has the name; [`Error::Timeout`] when it offers no
@@ -101,8 +102,8 @@ impl Opener<SharedWeights> {
     /// [`Error::Name`], [`Error::AccessDenied`], [`Error::Handshake`]; [`Error::Protocol`] when
     /// what it sends is damaged; [`Error::PeerAccess`] and [`Error::NotDeviceMemory`] when the
     /// device cannot map the memory; [`Error::DescriptorLimit`], [`Error::Driver`].
-    pub fn open(&self) -> Result<SharedWeights> {
-        self.open_after(0)
+    pub fn open<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<SharedWeights> {
+        self.open_after(0, wait)
     }
 
     /// As [`open`](Opener::open), for a version after number `version`, as
@@ -110,10 +111,10 @@ impl Opener<SharedWeights> {
     ///
     /// # Errors
     /// As [`open`](Opener::open).
-    pub fn open_after(&self, version: u64) -> Result<SharedWeights> {
+    pub fn open_after<'w>(&self, version: u64, wait: impl Into<Wait<'w>>) -> Result<SharedWeights> {
         let name = weights_name(self.name())?;
         let (domain, device) = (self.chosen_domain()?, self.chosen_device());
-        SharedWeights::after(&domain, &name, &device, version, self.timeout())
+        SharedWeights::after(&domain, &name, &device, version, &wait.into())
     }
 
     /// The number of the version that is offered, if it is after number `version`; waits for such a
@@ -121,43 +122,27 @@ impl Opener<SharedWeights> {
     ///
     /// # Errors
     /// As [`open`](Opener::open).
-    pub fn version_after(&self, version: u64) -> Result<u64> {
+    pub fn version_after<'w>(&self, version: u64, wait: impl Into<Wait<'w>>) -> Result<u64> {
         let name = weights_name(self.name())?;
         let (domain, wanted) = (self.chosen_domain()?, KeeperRequest::Offered);
-        wait_for_number(&domain, &name, &wanted, version, self.timeout())
+        wait_for_number(&domain, &name, &wanted, version, &wait.into())
     }
 
     /// Compares the content hashes of the version that a new keeper took over, and has the keeper
     /// offer it if they are right. Without such a candidate it compares those of the version that
-    /// is offered. Waits for one of them up to the time given with [`wait`](Opener::wait): also
-    /// while a new keeper still asks its holders, and for hashes that the publisher computes
-    /// [later](Hashing::Later). Returns the version's number. The device reads all of the memory.
+    /// is offered. Waits for one of them: also while a new keeper still asks its holders, and for
+    /// hashes that the publisher computes [later](Hashing::Later). Returns the version's number. The
+    /// device reads all of the memory.
     ///
     /// # Errors
     /// [`Error::WeightsDamaged`], and [`Error::WeightsUnhashed`] for a version with tensors that have no
     /// hash to compare: a candidate is dropped then, and an older one, if there is one, takes its
     /// place, and a version that is offered stays offered; [`Error::Timeout`] when the keeper has no
     /// version; as [`open`](Opener::open).
-    pub fn verify(&self) -> Result<u64> {
+    pub fn verify<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<u64> {
         let name = weights_name(self.name())?;
         let (domain, device) = (self.chosen_domain()?, self.chosen_device());
-        let found = wait_for_hashes(&domain, &name, self.timeout())?;
-        verify(&name, &device, found)
-    }
-
-    /// As [`verify`](Opener::verify), but without the hashes that come later there is no verdict: an
-    /// [`Error::Timeout`].
-    #[doc(hidden)] // For the Python package, which waits in slices.
-    pub fn verify_once_hashed(&self) -> Result<u64> {
-        let name = weights_name(self.name())?;
-        let (domain, device) = (self.chosen_domain()?, self.chosen_device());
-        let found = wait_for_hashes(&domain, &name, self.timeout())?;
-        if are_hashes_due(&found.2) {
-            return Err(Error::Timeout {
-                what: format!("the content hashes of the weights {:?}", self.name()),
-                waited: self.timeout(),
-            });
-        }
+        let found = wait_for_hashes(&domain, &name, &wait.into())?;
         verify(&name, &device, found)
     }
 }
@@ -175,7 +160,7 @@ fn verify(name: &EndpointName, device: &Device, found: FoundVersion) -> Result<u
         version,
         is_sound: tensors.is_empty() && is_hashed,
     };
-    keeper.request(&checked, Duration::ZERO)?;
+    keeper.request(&checked, &Duration::ZERO.into())?;
     let (name, version) = (name.to_string(), version.number);
     if !tensors.is_empty() {
         return Err(Error::WeightsDamaged {
@@ -202,12 +187,12 @@ impl SharedWeights {
         Opener::new(name)
     }
 
-    /// Opens the next version of the same name on the same device, and waits for it up to
-    /// `timeout`. Versions in between are left out. This version stays open as long as this object.
+    /// Opens the next version of the same name on the same device, and waits for it. Versions in
+    /// between are left out. This version stays open as long as this object.
     ///
     /// # Errors
     /// [`Error::Timeout`] when none came; [`Error::Forked`]; as [`Opener::open`].
-    pub fn newer(&self, timeout: Duration) -> Result<SharedWeights> {
+    pub fn newer<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<SharedWeights> {
         let HeldVersion {
             domain,
             name,
@@ -215,7 +200,7 @@ impl SharedWeights {
             ..
         } = &self.inner.version;
         self.inner.owner_process.check()?;
-        SharedWeights::after(domain, name, device, self.version(), timeout)
+        SharedWeights::after(domain, name, device, self.version(), &wait.into())
     }
 
     fn after(
@@ -223,12 +208,11 @@ impl SharedWeights {
         name: &EndpointName,
         device: &Device,
         after: u64,
-        timeout: Duration,
+        wait: &Wait<'_>,
     ) -> Result<SharedWeights> {
         let publisher = domain.owner();
         let known = |found: &PartialVersion| known_parts(publisher, device, found);
-        let (keeper, mut version) =
-            HeldVersion::after(domain, name, device, after, timeout, &known)?;
+        let (keeper, mut version) = HeldVersion::after(domain, name, device, after, wait, &known)?;
         let mapped = Mapped::of(device, publisher, &version.held, &version.manifest)?;
         version.hold(&keeper)?;
         let places = (0..mapped.memory.len() as u32).collect();
@@ -342,19 +326,18 @@ impl SharedWeights {
 }
 
 impl HeldVersion {
-    /// Waits up to `timeout` for a version after number `after`: the pieces that are `known` here are
+    /// Waits for a version after number `after`: the pieces that are `known` here are
     /// not asked for.
     pub(super) fn after(
         domain: &Domain,
         name: &EndpointName,
         device: &Device,
         after: u64,
-        timeout: Duration,
+        wait: &Wait<'_>,
         known: &dyn Fn(&PartialVersion) -> KnownParts,
     ) -> Result<(KeeperSession, HeldVersion)> {
         let wanted = KeeperRequest::Offered;
-        let (keeper, held, manifest) =
-            wait_for_version(domain, name, &wanted, after, timeout, known)?;
+        let (keeper, held, manifest) = wait_for_version(domain, name, &wanted, after, wait, known)?;
         let version = HeldVersion {
             manifest: Arc::new(manifest),
             held: Arc::new(held),
@@ -414,7 +397,7 @@ impl SharedTensor {
 /// holder.
 fn tell_keepers(domain: &Domain, name: &EndpointName, keeper: &KeeperSession, number: u64) {
     if keeper.tell_holding(number).is_err() {
-        let next = KeeperSession::open(domain, name, Duration::ZERO);
+        let next = KeeperSession::open(domain, name, &Duration::ZERO.into());
         let _ = next.and_then(|next| next.tell_holding(number));
     }
 }
@@ -422,28 +405,20 @@ fn tell_keepers(domain: &Domain, name: &EndpointName, keeper: &KeeperSession, nu
 /// A version, and the keeper that has it.
 type FoundVersion = (KeeperSession, Held, Manifest);
 
-/// Whether the publisher of a version still computes its hashes.
-fn are_hashes_due(manifest: &Manifest) -> bool {
-    !manifest.is_hashed() && manifest.hashing() == Hashing::Later
-}
-
-/// The version to be checked. Waits up to `timeout` for it, and for its hashes if they come later.
-fn wait_for_hashes(
-    domain: &Domain,
-    name: &EndpointName,
-    timeout: Duration,
-) -> Result<FoundVersion> {
-    let clock = Instant::now();
+/// The version to be checked. Waits for it, and for its hashes if they come later.
+fn wait_for_hashes(domain: &Domain, name: &EndpointName, wait: &Wait<'_>) -> Result<FoundVersion> {
     loop {
-        let left = timeout.saturating_sub(clock.elapsed());
-        let found = wait_for_version(domain, name, &KeeperRequest::Candidate, 0, left, &|_| {
-            KnownParts::default()
-        })?;
+        let known = |_: &PartialVersion| KnownParts::default();
+        let found = wait_for_version(domain, name, &KeeperRequest::Candidate, 0, wait, &known)?;
         let (keeper, _, manifest) = &found;
-        let left = timeout.saturating_sub(clock.elapsed());
-        if !are_hashes_due(manifest) || left.is_zero() {
+        let are_due = !manifest.is_hashed() && manifest.hashing() == Hashing::Later;
+        if are_due && wait.is_cancelled() {
+            // Without a verdict, which would give the version up.
+            return Err(wait.timed_out(|| format!("the content hashes of the weights {name:?}")));
+        }
+        if !are_due || wait.is_over() {
             return Ok(found);
         }
-        keeper.wait_for_news(left);
+        keeper.wait_for_news(wait);
     }
 }

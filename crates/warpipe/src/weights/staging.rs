@@ -86,10 +86,7 @@ impl Staging {
         let (start, mut backoff) = (Instant::now(), Backoff::spinning(POLLS_BEFORE_SLEEP));
         while !self.is_free(index)? {
             if start.elapsed() >= timeout {
-                return Err(Error::Timeout {
-                    what: "the copy of a part of a tensor".into(),
-                    waited: timeout,
-                });
+                return Err(Error::timeout("the copy of a part of a tensor", timeout));
             }
             backoff.pause();
         }

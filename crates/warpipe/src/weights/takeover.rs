@@ -103,10 +103,10 @@ impl Search<'_> {
         if self.since.elapsed() < TAKEOVER_TIMEOUT {
             return Ok(());
         }
-        Err(Error::Timeout {
-            what: "the answers of all holders".into(),
-            waited: TAKEOVER_TIMEOUT,
-        })
+        Err(Error::timeout(
+            "the answers of all holders",
+            TAKEOVER_TIMEOUT,
+        ))
     }
 
     /// Asks one holder for its version, which has to have the number in its name, unless the version

@@ -48,7 +48,7 @@ impl Stage {
 
     fn opener(&self) -> Opener<SharedWeights> {
         let opener = SharedWeights::opener("w").domain(&self.domain);
-        opener.device(&self.device).wait(WAIT)
+        opener.device(&self.device)
     }
 
     /// Weights with two tensors, every byte of them `byte`.
@@ -113,7 +113,7 @@ fn weights_of_files_are_the_files_bytes_aligned_and_hashed() {
     let _keeper = stage.keeper();
     let published = weights.publish(&stage.domain, "w", WAIT).unwrap();
     drop(weights);
-    let shared = stage.opener().open().unwrap();
+    let shared = stage.opener().open(WAIT).unwrap();
     let bytes = |name: &str| shared.tensor(name).unwrap().memory().to_vec(WAIT).unwrap();
     assert!(bytes("large") == large && bytes("small") == [5, 6] && bytes("none").is_empty());
     assert_eq!(
@@ -121,7 +121,7 @@ fn weights_of_files_are_the_files_bytes_aligned_and_hashed() {
         [large.len() as u64]
     );
     assert!(shared.tensor("none of these").is_none());
-    assert_eq!(stage.opener().verify().unwrap(), published.version());
+    assert_eq!(stage.opener().verify(WAIT).unwrap(), published.version());
 }
 
 /// A file with one tensor, which needs each staging buffer more than once.
@@ -227,7 +227,7 @@ fn each_version_replaces_the_previous_one_which_stays_valid_for_its_readers() {
     let keeper = stage.keeper();
     assert_eq!(keeper.version().unwrap(), None);
     assert_eq!(stage.publish(1).version(), 1);
-    let first = stage.opener().open().unwrap();
+    let first = stage.opener().open(WAIT).unwrap();
     assert_eq!(stage.publish(2).version(), 2);
     let second = first.newer(WAIT).unwrap();
     assert_eq!((first.version(), byte_of(&first)), (1, 1));
@@ -241,7 +241,7 @@ fn each_version_replaces_the_previous_one_which_stays_valid_for_its_readers() {
 fn a_waiting_reader_gets_the_version_that_is_published_later() {
     let stage = Stage::new();
     std::thread::scope(|scope| {
-        let reader = scope.spawn(|| stage.opener().open().unwrap());
+        let reader = scope.spawn(|| stage.opener().open(WAIT).unwrap());
         let _keeper = stage.keeper();
         let _published = stage.publish(4);
         let first = reader.join().unwrap();
@@ -262,7 +262,7 @@ fn concurrent_readers_see_all_of_one_version_and_no_older_one_afterwards() {
             scope.spawn(|| {
                 let mut last = 0;
                 while !is_over.load(SeqCst) {
-                    let weights = stage.opener().open().unwrap();
+                    let weights = stage.opener().open(WAIT).unwrap();
                     assert!(weights.version() >= last);
                     last = weights.version();
                     assert_eq!(u64::from(byte_of(&weights)), last);
@@ -288,11 +288,11 @@ fn a_new_keeper_offers_a_version_of_another_process_only_after_its_hashes_were_c
         (Some(2), None)
     );
     assert_eq!(keeper.unanswered(), 0);
-    let early = stage.opener().wait(Duration::ZERO).open().unwrap_err();
+    let early = stage.opener().open(Duration::ZERO).unwrap_err();
     assert!(early.to_string().contains("check of version 2"), "{early}");
     std::thread::scope(|scope| {
-        let reader = scope.spawn(|| stage.opener().open().unwrap());
-        assert_eq!(stage.opener().verify().unwrap(), 2);
+        let reader = scope.spawn(|| stage.opener().open(WAIT).unwrap());
+        assert_eq!(stage.opener().verify(WAIT).unwrap(), 2);
         assert_eq!(byte_of(&reader.join().unwrap()), 2);
     });
     assert_eq!(
@@ -318,7 +318,7 @@ fn a_damaged_version_is_never_offered_and_an_older_one_takes_its_place() {
         .unwrap();
     stream.synchronize(WAIT).unwrap();
     let keeper = stage.keeper();
-    let damaged = stage.opener().verify().unwrap_err();
+    let damaged = stage.opener().verify(WAIT).unwrap_err();
     assert!(
         matches!(&damaged, Error::WeightsDamaged { version: 2, tensors, .. } if *tensors == ["b"]),
         "{damaged}"
@@ -331,8 +331,8 @@ fn a_damaged_version_is_never_offered_and_an_older_one_takes_its_place() {
         (keeper.candidate().unwrap(), keeper.version().unwrap()),
         (Some(1), None)
     );
-    assert_eq!(stage.opener().verify().unwrap(), 1);
-    assert_eq!(byte_of(&stage.opener().open().unwrap()), 1);
+    assert_eq!(stage.opener().verify(WAIT).unwrap(), 1);
+    assert_eq!(byte_of(&stage.opener().open(WAIT).unwrap()), 1);
     assert_eq!(stage.publish(3).version(), 3, "no number is used twice");
 }
 
@@ -368,14 +368,14 @@ fn a_keeper_refuses_an_offer_that_is_none_of_its_weights() {
     let stage = Stage::new();
     let _keeper = stage.keeper();
     let name = weights_name("w").unwrap();
-    let session = keeper_session::KeeperSession::open(&stage.domain, &name, WAIT).unwrap();
+    let session = keeper_session::KeeperSession::open(&stage.domain, &name, &WAIT.into()).unwrap();
     for name in ["elsewhere", "x/offer-1", "w/held-1-1", ""] {
         let take = keeper::KeeperRequest::Take { name: name.into() };
-        let refused = session.request(&take, WAIT).unwrap_err();
+        let refused = session.request(&take, &WAIT.into()).unwrap_err();
         assert!(matches!(refused, Error::Refused { .. }), "{refused}");
     }
     let gone = EndpointName::new("w/offer-1").unwrap();
-    let offered = keeper_session::offer_to_keeper(&stage.domain, &name, &gone, WAIT);
+    let offered = keeper_session::offer_to_keeper(&stage.domain, &name, &gone, &WAIT.into());
     let offered = offered.map(|(_, number)| number);
     assert!(matches!(offered, Err(Error::Refused { .. })), "{offered:?}");
 }
@@ -406,14 +406,14 @@ fn a_forked_child_neither_hangs_nor_disturbs_what_its_parent_holds() {
     let stage = Stage::new();
     let keeper = stage.keeper();
     let _published = stage.publish(1);
-    let shared = stage.opener().open().unwrap();
+    let shared = stage.opener().open(WAIT).unwrap();
     let memory = shared.tensor("a").unwrap();
     in_a_forked_child(|| {
         let is_forked = |error: Option<Error>| matches!(error, Some(Error::Forked));
         is_forked(keeper.version().err()) && is_forked(memory.memory().to_vec(WAIT).err())
     });
     assert_eq!(byte_of(&shared), 1);
-    assert_eq!(byte_of(&stage.opener().open().unwrap()), 1);
+    assert_eq!(byte_of(&stage.opener().open(WAIT).unwrap()), 1);
 }
 
 #[test]
@@ -430,7 +430,7 @@ fn every_damaged_tensor_is_listed() {
             .unwrap();
     }
     stream.synchronize(WAIT).unwrap();
-    let damaged = stage.opener().verify().unwrap_err();
+    let damaged = stage.opener().verify(WAIT).unwrap_err();
     assert!(
         matches!(&damaged, Error::WeightsDamaged { tensors, .. } if *tensors == ["a", "b"]),
         "{damaged}"
@@ -444,7 +444,7 @@ fn damage_in_any_part_of_a_tensor_is_found() {
     let weights = Weights::load(&stage.device, &source).unwrap();
     let _keeper = stage.keeper();
     let _published = weights.publish(&stage.domain, "w", WAIT).unwrap();
-    assert_eq!(stage.opener().verify().unwrap(), 1);
+    assert_eq!(stage.opener().verify(WAIT).unwrap(), 1);
     let stream = stage.device.stream().unwrap();
     let last = bytes.len() - 1;
     for place in [0, (4 << 20) - 1, 4 << 20, 8 << 20, last] {
@@ -454,11 +454,11 @@ fn damage_in_any_part_of_a_tensor_is_found() {
             stream.synchronize(WAIT).unwrap();
         };
         write(!bytes[place]);
-        let damaged = stage.opener().verify().unwrap_err();
+        let damaged = stage.opener().verify(WAIT).unwrap_err();
         assert!(matches!(damaged, Error::WeightsDamaged { .. }), "{damaged}");
         write(bytes[place]);
     }
-    assert_eq!(stage.opener().verify().unwrap(), 1);
+    assert_eq!(stage.opener().verify(WAIT).unwrap(), 1);
 }
 
 #[test]
@@ -478,14 +478,14 @@ fn a_check_that_the_device_fails_is_no_verdict() {
         let backend = Wrapped::new(stage.device.backend().clone(), Failing::default());
         backend.hook().aim(method, call);
         let device = Device::from_backend(backend);
-        let failed = stage.opener().device(&device).verify().unwrap_err();
+        let failed = stage.opener().device(&device).verify(WAIT).unwrap_err();
         assert!(
             matches!(failed, Error::Injected { .. }),
             "{method}: {failed}"
         );
         assert_eq!(keeper.candidate().unwrap(), Some(1));
     }
-    assert_eq!(stage.opener().verify().unwrap(), 1);
+    assert_eq!(stage.opener().verify(WAIT).unwrap(), 1);
 }
 
 #[test]
@@ -556,7 +556,7 @@ fn a_keeper_that_is_asked_to_end_gives_its_descriptors_up_and_takes_no_more() {
             .publish(&stage.domain, "w", WAIT)
             .unwrap_err();
         assert!(matches!(refused, Error::Refused { .. }), "{refused}");
-        let none = stage.opener().wait(Duration::ZERO).open().unwrap_err();
+        let none = stage.opener().open(Duration::ZERO).unwrap_err();
         assert!(matches!(none, Error::Timeout { .. }), "{none}");
         drop(keeper);
         ending.join().unwrap().unwrap();

@@ -256,7 +256,7 @@ fn of_two_that_race_for_a_name_one_wins_and_the_other_gets_an_error() {
             .connect(
                 &name(),
                 crate::Kind::Publisher,
-                Some(&crate::ipc::client_handshake::HandshakeLimit::new(
+                Some(&crate::ipc::client_handshake::HandshakeLimit::of(
                     super::stage::LONG,
                 )),
             )
@@ -355,7 +355,7 @@ fn a_cleaner_never_costs_a_publisher_its_name() {
                 .connect(
                     &name(),
                     crate::Kind::Publisher,
-                    Some(&crate::ipc::client_handshake::HandshakeLimit::new(
+                    Some(&crate::ipc::client_handshake::HandshakeLimit::of(
                         super::stage::LONG,
                     )),
                 )

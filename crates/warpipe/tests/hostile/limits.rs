@@ -471,17 +471,17 @@ fn opens_that_fail_for_want_of_descriptors_leave_their_owner_nothing_to_keep() {
             "pool" => crate::PoolClient::opener(name)
                 .domain(&domain)
                 .device(&device)
-                .open()
+                .open(Duration::ZERO)
                 .map(drop),
             "timeline" => crate::Timeline::opener(name)
                 .domain(&domain)
                 .device(&device)
-                .open()
+                .open(Duration::ZERO)
                 .map(drop),
             _ => crate::Semaphore::opener(name)
                 .domain(&domain)
                 .device(&device)
-                .open()
+                .open(Duration::ZERO)
                 .map(drop),
         };
         let names = ["pool", "timeline", "turns"];
@@ -561,7 +561,7 @@ fn a_reply_without_a_free_descriptor_ends_its_session_alone_and_its_block_is_ret
             crate::PoolClient::opener("pool")
                 .domain(&scratch.domain)
                 .device(&device)
-                .open()
+                .open(Duration::ZERO)
                 .unwrap()
         };
         let client = open();

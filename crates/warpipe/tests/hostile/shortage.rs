@@ -151,7 +151,7 @@ fn outlasts_unread_answers(scratch: &Scratch) -> bool {
     let builder = Pool::builder("a").domain(&domain).device(&Device::host());
     let pool = builder.build().unwrap();
     let opener = PoolClient::opener("a").domain(&domain);
-    let client = opener.device(&Device::host()).open().unwrap();
+    let client = opener.device(&Device::host()).open(Duration::ZERO).unwrap();
     drop(client.allocate(1, Duration::ZERO).unwrap());
     let silent = [(); 4].map(|()| {
         let (socket, pipes) = (scratch.connection(), [(); 2].map(|()| rustix::pipe::pipe()));

@@ -120,7 +120,7 @@ fn visit() {
         ),
         ("pool", {
             let pool = PoolClient::opener("pool").domain(domain).device(device);
-            pool.open()
+            pool.open(Duration::ZERO)
                 .and_then(|pool| pool.allocate(8, Duration::ZERO))
                 .map(|block| block.bytes() == 8)
         }),
@@ -134,7 +134,7 @@ fn visit() {
             let opener = Timeline::opener("timeline").domain(domain);
             opener
                 .device(device)
-                .open()
+                .open(Duration::ZERO)
                 .and_then(|it| it.wait_host(7, LONG))
                 .map(|()| true)
         }),
@@ -142,7 +142,7 @@ fn visit() {
             let opener = Semaphore::opener("semaphore").domain(domain);
             opener
                 .device(device)
-                .open()
+                .open(Duration::ZERO)
                 .and_then(|it| it.acquire_host(LONG))
                 .map(|_| true)
         }),
@@ -152,7 +152,7 @@ fn visit() {
         }),
         (
             "event",
-            Event::open_in(domain, &event, device)
+            Event::open_in(domain, &event, device, Duration::ZERO)
                 .and_then(|event| event.synchronize(LONG))
                 .map(|()| true),
         ),
@@ -334,7 +334,7 @@ fn pool_of_one_block(scratch: &Scratch) -> Pool {
 
 fn open_pool(domain: &Domain) -> crate::Result<PoolClient> {
     let opener = PoolClient::opener("pool").domain(domain);
-    opener.device(&Device::host()).open()
+    opener.device(&Device::host()).open(Duration::ZERO)
 }
 
 #[test]
@@ -479,7 +479,10 @@ fn root_is_a_user_like_others_to_an_endpoint_of_another_user() {
     let _owner = start(command, "ready");
     let domain = Domain::of_user(own, TENANT).unwrap();
     let closed = PoolClient::opener("closed").domain(&domain);
-    let closed = closed.device(&Device::host()).open().map(drop);
+    let closed = closed
+        .device(&Device::host())
+        .open(Duration::ZERO)
+        .map(drop);
     assert!(
         matches!(closed, Err(Error::AccessDenied { .. })),
         "{closed:?}"

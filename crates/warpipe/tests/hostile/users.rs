@@ -4,6 +4,7 @@
 use std::fs::Permissions;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
+use std::time::Duration;
 
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
@@ -35,7 +36,7 @@ fn other_user() {
         let socket = match domain.connect(
             &name(),
             crate::Kind::Publisher,
-            Some(&crate::ipc::client_handshake::HandshakeLimit::new(LONG)),
+            Some(&crate::ipc::client_handshake::HandshakeLimit::of(LONG)),
         ) {
             Ok(socket) => socket,
             Err(error) => return println!("outcome: {error}"),
@@ -350,13 +351,15 @@ fn a_folder_with_mode_711_lets_admitted_users_open_its_names_and_list_none() {
             let mut subscriber = Subscriber::builder("a")
                 .domain(&domain)
                 .device(&Device::host())
-                .wait_for_publisher(Some(LONG))
-                .build()
+                .wait_for_publisher(LONG)
                 .unwrap();
             let sample = subscriber.receive(&stream(), LONG).unwrap();
             let text = String::from_utf8(sample.to_vec(LONG).unwrap());
             let opener = crate::PoolClient::opener("pool").domain(&domain);
-            let pool = opener.device(&Device::host()).open().map(drop);
+            let pool = opener
+                .device(&Device::host())
+                .open(Duration::ZERO)
+                .map(drop);
             let listed = domain.endpoints().unwrap_err();
             let is_denied = matches!(listed, Error::AccessDenied { .. });
             println!("outcome: {text:?} {pool:?} {is_denied}");
@@ -407,7 +410,7 @@ fn users_that_a_keeper_admits_open_its_weights_and_do_nothing_else() {
     let device = Device::host();
     let open = |domain: &Domain| {
         let opener = SharedWeights::opener("w").domain(domain).device(&device);
-        opener.wait(LONG).open()
+        opener.open(LONG)
     };
     match role().as_deref() {
         Some("owner") => {
@@ -429,7 +432,7 @@ fn users_that_a_keeper_admits_open_its_weights_and_do_nothing_else() {
             let path = std::env::var("WARPIPE_HOSTILE_PATH").unwrap();
             let domain = Domain::of_user(path, OTHER_USER).unwrap();
             let opener = SharedWeights::opener("w").domain(&domain);
-            let refused = opener.device(&device).open().unwrap_err();
+            let refused = opener.device(&device).open(Duration::ZERO).unwrap_err();
             println!("outcome: {refused}; {}", refused.hint().unwrap());
             next_order();
             let weights = open(&domain).unwrap();

@@ -129,8 +129,7 @@ fn an_owner_appears_in_a_domain_that_was_removed_and_made_again() {
     let builder = Subscriber::builder("a").domain(&domain);
     let mut subscriber = builder
         .device(&Device::host())
-        .wait_for_publisher(Some(LONG))
-        .build()
+        .wait_for_publisher(LONG)
         .unwrap();
     publisher.send_bytes(&stream(), b"here").unwrap();
     let sample = subscriber.receive(&stream(), LONG).unwrap();
@@ -158,12 +157,9 @@ fn a_handle_of_a_domain_that_was_removed_leads_to_the_one_that_is_made_in_its_pl
         };
         let first = make_again();
         let builder = || Subscriber::builder("a").domain(&before);
-        let builder = || {
-            builder()
-                .device(&Device::host())
-                .wait_for_publisher(Some(LONG))
-        };
-        let mut subscriber = builder().reconnect(true).build().unwrap();
+        let builder = || builder().device(&Device::host());
+        let subscriber = builder().reconnect(true);
+        let mut subscriber = subscriber.wait_for_publisher(LONG).unwrap();
         assert_delivers(&first, &mut subscriber, b"in its place");
         assert_eq!(before.endpoints().unwrap().len(), 1);
         assert!(before.clean().unwrap().is_empty());

@@ -49,7 +49,7 @@ pub fn worker(domain: &Domain, commands: impl Iterator<Item = String>) {
     let opener = SharedWeights::opener("w")
         .domain(domain)
         .device(&Device::host());
-    let mut weights = opener.wait(WAIT).open().unwrap();
+    let mut weights = opener.open(WAIT).unwrap();
     say_version(&weights);
     for command in commands {
         match command.split_once(' ') {
@@ -104,10 +104,10 @@ pub fn narrow_keeper(domain: &Domain, commands: impl Iterator<Item = String>) {
 /// Opens weights, with room for few pieces.
 pub fn narrow_worker(domain: &Domain, commands: impl Iterator<Item = String>) {
     let opener = SharedWeights::opener("w").domain(domain);
-    let opener = opener.device(&Device::host()).wait(WAIT);
+    let opener = opener.device(&Device::host());
     leave_room(150);
     for _ in commands {
-        match opener.open() {
+        match opener.open(WAIT) {
             Ok(weights) => say(format_args!("version {}", weights.version())),
             Err(error @ Error::DescriptorLimit { .. }) => say(format_args!("limit: {error}")),
             Err(error) => say(error),

@@ -26,7 +26,7 @@ pub(super) fn killed_exporter(context: &Context) -> Result<()> {
         let mut victim = context.peer()?;
         let text = victim.text(&Order::Signals(SignalOrder::CreateEvents(1)))?;
         let (event, mut witness) = (
-            Event::open(&parse(&text)?, &context.device)?,
+            Event::open(&parse(&text)?, &context.device, Duration::ZERO)?,
             context.peer()?,
         );
         witness.signals(SignalOrder::OpenEvent(text))?;
@@ -151,7 +151,7 @@ pub(super) fn blocked_control_thread(context: &Context) -> Result<()> {
     let client = PoolClient::opener("pool")
         .domain(&context.domain)
         .device(&context.device)
-        .open()?;
+        .open(Duration::ZERO)?;
     let event = Event::builder()
         .domain(&context.domain)
         .device(&context.device)
@@ -209,7 +209,7 @@ pub(super) fn killed_anywhere(context: &Context) -> Result<()> {
             Some(event) => event.handle()?.to_string(),
             None => peer.text(&Order::Signals(SignalOrder::CreateEvents(1)))?,
         };
-        let event = Event::open(&parse(&text)?, &context.device)?;
+        let event = Event::open(&parse(&text)?, &context.device, Duration::ZERO)?;
         if own.is_some() {
             peer.signals(SignalOrder::OpenEvent(text.clone()))?;
         }

@@ -82,7 +82,7 @@ impl Scene {
             name: &self.name,
             kind: Kind::Timeline,
         };
-        let limit = HandshakeLimit::new(LONG);
+        let limit = HandshakeLimit::of(LONG);
         let before = self.owner.acceptor.state.locked().pending.len();
         let socket = self
             .domain
@@ -92,7 +92,7 @@ impl Scene {
         while self.owner.acceptor.state.locked().pending.len() == before {
             backoff.pause();
         }
-        ClientHandshake::new(&at, socket, limit).unwrap()
+        ClientHandshake::new(&at, socket).unwrap()
     }
 }
 
@@ -113,7 +113,7 @@ fn a_handshake_does_not_time_out_because_this_process_stood_still() {
     // The client stood still, too, and sends its `Hello` when both go on.
     scene.owner.acceptor.tick();
     assert_eq!(scene.owner.acceptor.state.locked().pending.len(), 1);
-    client.hello(None, &[]).unwrap();
+    client.hello(None, &[], &HandshakeLimit::of(LONG)).unwrap();
     scene.connections.recv_timeout(LONG).unwrap();
 }
 
@@ -125,8 +125,8 @@ fn the_registration_of_a_refused_connection_ends_before_its_socket_is_closed() {
     for _ in 0..10 {
         let mut client = scene.pending();
         client.kind = Kind::Pool;
-        client.hello(None, &[]).unwrap();
-        let refused = client.wait(|| false).unwrap_err();
+        client.hello(None, &[], &HandshakeLimit::of(LONG)).unwrap();
+        let refused = client.wait(&HandshakeLimit::of(LONG)).unwrap_err();
         assert!(matches!(refused, Error::OtherKind { .. }), "{refused}");
         // The thread that accepts this one is through with the one before.
         others.push(scene.pending());
@@ -139,13 +139,18 @@ fn a_connection_with_its_owner_is_ended_neither_by_a_tick_nor_by_an_eviction() {
     let scene = Scene::new("owned");
     let client = scene.pending();
     let silent = scene.pending();
-    client.hello(None, b"body").unwrap();
+    client
+        .hello(None, b"body", &HandshakeLimit::of(LONG))
+        .unwrap();
     let connection = scene.connections.recv_timeout(LONG).unwrap();
     let socket = connection.socket.as_fd();
     message::send(socket, &Message::Attached, &[]).unwrap();
-    let (answer, _) = client.wait(|| false).unwrap();
+    let (answer, _) = client.wait(&HandshakeLimit::of(LONG)).unwrap();
     assert_eq!(answer, Message::Attached);
-    assert!(silent.wait(|| false).is_err(), "it was too late");
+    assert!(
+        silent.wait(&HandshakeLimit::of(LONG)).is_err(),
+        "it was too late"
+    );
 }
 
 #[test]
@@ -153,21 +158,21 @@ fn an_acceptor_that_is_closed_takes_no_connection_that_comes_meanwhile() {
     let scene = Scene::new("closed");
     let client = scene.pending();
     scene.owner.acceptor.close();
-    let limit = HandshakeLimit::new(Duration::ZERO);
+    let limit = HandshakeLimit::of(Duration::ZERO);
     assert!(
         scene
             .domain
             .connect(&scene.name, Kind::Publisher, Some(&limit))
             .is_err()
     );
-    assert!(client.wait(|| false).is_err());
+    assert!(client.wait(&HandshakeLimit::of(LONG)).is_err());
     assert!(scene.connections.try_recv().is_err());
 }
 
 /// Sends a `Hello` to the acceptor. It is not that of this process's lifeline, so that the acceptor
 /// has to make it.
 fn connect(scene: &Scene) -> (PeerSocket, impl Drop) {
-    let limit = HandshakeLimit::new(LONG);
+    let limit = HandshakeLimit::of(LONG);
     let client = scene
         .domain
         .connect(&scene.name, Kind::Publisher, Some(&limit))

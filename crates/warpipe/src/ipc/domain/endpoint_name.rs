@@ -130,7 +130,7 @@ mod tests {
         let name = EndpointName::of_endpoint(&"n".repeat(DERIVED_NAME_BYTES_MAX)).unwrap();
         assert!(name.files().iter().all(|file| file.len() <= 255));
         let claim = domain.claim(&name, false).unwrap();
-        let limit = crate::ipc::client_handshake::HandshakeLimit::new(std::time::Duration::ZERO);
+        let limit = crate::ipc::client_handshake::HandshakeLimit::of(std::time::Duration::ZERO);
         domain
             .connect(&name, crate::Kind::Publisher, Some(&limit))
             .unwrap();

@@ -417,7 +417,7 @@ mod tests {
             .connect(
                 &name,
                 crate::Kind::Publisher,
-                Some(&crate::ipc::client_handshake::HandshakeLimit::new(
+                Some(&crate::ipc::client_handshake::HandshakeLimit::of(
                     Duration::ZERO,
                 )),
             )

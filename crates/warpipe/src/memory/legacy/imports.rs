@@ -2,7 +2,6 @@
 //! closed when no stream uses it. **This module is marked for unsafe**: it closes mappings.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use super::LegacyHandle;
 use crate::backend::{DeviceId, DevicePtr, IpcBytes};
@@ -15,6 +14,7 @@ use crate::origin::ProcessOrigin;
 use crate::runtime::fence::StreamSet;
 use crate::runtime::reactor::Reactor;
 use crate::stream::Stream;
+use crate::wait::Wait;
 
 /// The open allocations of this process.
 static OPEN: WeakCache<LegacyImportKey, Import> = WeakCache::new();
@@ -127,12 +127,12 @@ impl LegacyMemory {
     /// without waiting.
     ///
     /// # Errors
-    /// [`Error::Timeout`] when a stream is not done within `timeout`; it is closed when it is.
+    /// [`Error::Timeout`] when a stream is not done in time; it is closed when it is.
     /// [`Error::Forked`], [`Error::Driver`].
-    pub fn close(mut self, timeout: Duration) -> Result<()> {
+    pub fn close<'w>(mut self, wait: impl Into<Wait<'w>>) -> Result<()> {
         self.import.get()?;
         // After an error the drop closes it.
-        wait_for(&self.streams, timeout)?;
+        wait_for(&self.streams, &wait.into())?;
         let import = self.import.take().and_then(Arc::into_inner);
         import.map_or(Ok(()), |mut last| last.close())
     }

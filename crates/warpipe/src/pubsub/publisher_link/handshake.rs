@@ -3,8 +3,6 @@
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
-use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
 use super::{PublisherLink, RingTerms};
@@ -19,6 +17,7 @@ use crate::runtime::closer::{PeerFd, PeerSocket};
 use crate::runtime::doorbell::{LocalDoorbell, PeerDoorbell};
 use crate::shm::fence_words::FenceWords;
 use crate::shm::segment::{OpenError, Segment};
+use crate::wait::Wait;
 
 /// Everything needed to attach to the publisher of a name.
 #[derive(Debug, Clone)]
@@ -37,28 +36,26 @@ pub(in crate::pubsub) struct ConnectOptions {
 
 impl ConnectOptions {
     /// Connects, shakes hands and maps everything. An error leaves nothing behind on either side.
-    pub(in crate::pubsub) fn attach(&self) -> Result<Arc<PublisherLink>> {
-        let limit = HandshakeLimit::new(self.timeout);
+    pub(in crate::pubsub) fn attach(&self, wait: &Wait<'_>) -> Result<Arc<PublisherLink>> {
+        let limit = HandshakeLimit::new(self.timeout, wait);
         let socket = self.domain.connect(&self.name, self.kind, Some(&limit))?;
-        self.shake_hands(socket, limit, &AtomicBool::new(false))
+        self.shake_hands(socket, &limit)
     }
 
-    /// [`attach`](Self::attach) over a connected socket. Cancellation ends it early.
+    /// [`attach`](Self::attach) over a connected socket.
     pub(in crate::pubsub) fn shake_hands(
         &self,
         socket: PeerSocket,
-        limit: HandshakeLimit,
-        is_cancelled: &AtomicBool,
+        limit: &HandshakeLimit<'_>,
     ) -> Result<Arc<PublisherLink>> {
         let at = Address {
             domain: &self.domain,
             name: &self.name,
             kind: self.kind,
         };
-        let client = ClientHandshake::new(&at, socket, limit)?;
-        client.hello(Some(self.device.info().id), &[])?;
-        let receive = || client.wait(|| is_cancelled.load(SeqCst));
-        let (welcome, fds) = receive()?;
+        let client = ClientHandshake::new(&at, socket)?;
+        client.hello(Some(self.device.info().id), &[], limit)?;
+        let (welcome, fds) = client.wait(limit)?;
         // On an error its memory is unregistered elsewhere: that may make the driver wait for a
         // stream that waits for a peer.
         let (link, regions) = self.open(&client, welcome, fds)?;
@@ -70,7 +67,7 @@ impl ConnectOptions {
                 client.send(&Message::Attached)?;
                 is_attached = true;
             }
-            let (message, fds) = receive()?;
+            let (message, fds) = client.wait(limit)?;
             match message {
                 Message::Attached if is_attached => break,
                 Message::Region { id, bytes } => link.map(id, bytes, &fds)?,

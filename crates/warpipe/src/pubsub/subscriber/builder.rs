@@ -8,13 +8,13 @@ use crate::error::Result;
 use crate::ipc::Kind;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::options::{EndpointOptions, option_setters};
+use crate::wait::Wait;
 
 /// The options of a subscriber. See [`Subscriber::builder`].
 #[derive(Debug, Clone)]
 pub struct SubscriberBuilder {
     pub(super) name: String,
     pub(super) shared: EndpointOptions,
-    pub(super) wait: Option<Duration>,
     pub(super) reconnect: bool,
     pub(super) kind: Kind,
     pub(super) orphan_timeout: Duration,
@@ -32,12 +32,6 @@ impl SubscriberBuilder {
         spin,
         /// How long a publisher may take to answer: 5 s by default.
         handshake_timeout,
-    }
-
-    /// Wait this long for a publisher of the name; not at all by default.
-    pub fn wait_for_publisher(mut self, timeout: Option<Duration>) -> Self {
-        self.wait = timeout;
-        self
     }
 
     /// Follow the next incarnation when the publisher goes, and attach again when this end has
@@ -82,9 +76,18 @@ impl SubscriberBuilder {
     /// [`DescriptorLimit`](crate::Error::DescriptorLimit), or an error of the device. On an error
     /// nothing is left behind.
     pub fn build(self) -> Result<Subscriber> {
+        self.wait_for_publisher(Duration::ZERO)
+    }
+
+    /// Waits for a publisher of the name, and attaches.
+    ///
+    /// # Errors
+    /// As [`build`](Self::build); [`Timeout`](crate::Error::Timeout) when the wait is cancelled while
+    /// a publisher does not answer.
+    pub fn wait_for_publisher<'w>(self, wait: impl Into<Wait<'w>>) -> Result<Subscriber> {
         let name = EndpointName::new(&self.name)?;
         let domain = self.shared.domain()?;
         let device = self.shared.device();
-        Subscriber::new(self, name, domain, device)
+        Subscriber::new(self, name, domain, device, &wait.into())
     }
 }

@@ -591,7 +591,7 @@ fn a_subscriber_that_finds_its_one_publisher_at_once_makes_no_inotify_instance()
             let builder = Subscriber::builder("camera")
                 .domain(&place.domain)
                 .device(&place.device);
-            builder.wait_for_publisher(Some(patience)).build()
+            builder.wait_for_publisher(patience)
         };
         let publisher = place.publisher();
         let before = MADE.load(Ordering::SeqCst);

@@ -266,7 +266,7 @@ fn an_opener_that_waits_goes_on_with_the_next_producer_when_one_closes_during_th
     driver.hook().hold("import");
     thread::scope(|scope| {
         let opener = KernelRing::opener("ring").domain(&place.domain);
-        let opening = scope.spawn(|| opener.device(&device).wait(LIMIT).open());
+        let opening = scope.spawn(|| opener.device(&device).open(LIMIT));
         driver.hook().wait_for(1);
         drop(first);
         let next = place.builder().build().unwrap();

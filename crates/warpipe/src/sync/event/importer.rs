@@ -83,11 +83,12 @@ impl EventImporter {
         body: &HandleBody,
         domain: &Domain,
         device: &Device,
+        wait: &Wait<'_>,
     ) -> Result<Arc<EventImporter>> {
         if let Some(importer) = EventImporter::known(body, device) {
             return Ok(importer);
         }
-        let importer = EventImporter::connect(body, domain, device)?;
+        let importer = EventImporter::connect(body, domain, device, wait)?;
         IMPORTERS.lock().push(Arc::downgrade(&importer));
         Ok(importer)
     }
@@ -96,6 +97,7 @@ impl EventImporter {
         body: &HandleBody,
         domain: &Domain,
         device: &Device,
+        wait: &Wait<'_>,
     ) -> Result<Arc<EventImporter>> {
         let name = EndpointName::new(&body.endpoint)?;
         let at = Address {
@@ -103,7 +105,9 @@ impl EventImporter {
             name: &name,
             kind: Kind::Events,
         };
-        let (session, _) = ClientSession::attach(&at, Some(device.info().id), &[], Duration::ZERO)?;
+        // The name of a handle is there, or gone for good.
+        let now = wait.cancellable_within(Duration::ZERO);
+        let (session, _) = ClientSession::attach(&at, Some(device.info().id), &[], now)?;
         if session.generation() != body.generation {
             return Err(fault(EventHandleFault::Dropped));
         }
@@ -150,7 +154,12 @@ impl EventImporter {
     }
 
     /// Opens an event: from here on its slot is not reused.
-    pub(super) fn open(self: &Arc<Self>, index: u32, serial: u64) -> Result<Arc<EventState>> {
+    pub(super) fn open(
+        self: &Arc<Self>,
+        index: u32,
+        serial: u64,
+        wait: &Wait<'_>,
+    ) -> Result<Arc<EventState>> {
         if index as usize >= EVENTS_PER_PAGE * PAGES_MAX {
             return Err(fault(EventHandleFault::Dropped));
         }
@@ -161,7 +170,8 @@ impl EventImporter {
             Err(Error::Refused { .. }) => return Err(fault(EventHandleFault::Dropped)),
             event_page => event_page?,
         };
-        if !self.ask::<bool>(&EventRequest::Open { index, serial })? {
+        let wait = wait.cancellable_within(REPLY_TIMEOUT);
+        if !self.ask_within::<bool>(&EventRequest::Open { index, serial }, &wait)? {
             return Err(fault(EventHandleFault::Dropped));
         }
         let mut opened = self.open_events.opened.locked();
@@ -247,7 +257,13 @@ impl EventImporter {
             return Ok(event_page.clone());
         }
         let request = PageRequest(number as u32);
-        let page = pair::share(&self.session, &self.device, PAGE_BYTES, &request)?;
+        let page = pair::share(
+            &self.session,
+            &self.device,
+            PAGE_BYTES,
+            &request,
+            REPLY_TIMEOUT,
+        )?;
         let event_page = EventPage::of_importer(&self.device, page)?;
         if pages.len() <= number {
             pages.resize(number + 1, None);

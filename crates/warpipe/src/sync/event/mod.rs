@@ -226,30 +226,39 @@ impl Event {
 
     /// Opens an event by its handle (`cuIpcOpenEventHandle`), also in the process that created it.
     /// The handle may come from any source: it is checked, and opens nothing outside a domain of
-    /// this user.
+    /// this user. Waits for the answers of its exporter, each 5 s at most.
     ///
     /// # Errors
     /// [`Error::EventHandle`]; [`Error::NotFound`] when its exporter is gone, or
     /// [`Error::PeerGone`] when it ends meanwhile; [`Error::Timeout`] when it does not answer;
     /// [`Error::Domain`], [`Error::AccessDenied`], [`Error::Handshake`], [`Error::Protocol`],
     /// [`Error::LegacyHandle`], or an error of the device or the system.
-    pub fn open(handle: &EventHandle, device: &Device) -> Result<Event> {
-        let domain = || handle.domain();
-        Event::open_with(handle, domain, device)
+    pub fn open<'w>(
+        handle: &EventHandle,
+        device: &Device,
+        wait: impl Into<Wait<'w>>,
+    ) -> Result<Event> {
+        Event::open_with(handle, || handle.domain(), device, &wait.into())
     }
 
     /// Like [`open`](Self::open), for a domain that has another path here, as in a container.
     ///
     /// # Errors
     /// As for [`open`](Self::open).
-    pub fn open_in(domain: &Domain, handle: &EventHandle, device: &Device) -> Result<Event> {
-        Event::open_with(handle, || Ok(domain.clone()), device)
+    pub fn open_in<'w>(
+        domain: &Domain,
+        handle: &EventHandle,
+        device: &Device,
+        wait: impl Into<Wait<'w>>,
+    ) -> Result<Event> {
+        Event::open_with(handle, || Ok(domain.clone()), device, &wait.into())
     }
 
     fn open_with(
         handle: &EventHandle,
         domain: impl FnOnce() -> Result<Domain>,
         device: &Device,
+        wait: &Wait<'_>,
     ) -> Result<Event> {
         let body = &handle.body;
         if body.device.kind != device.info().id.kind {
@@ -264,14 +273,15 @@ impl Event {
                 inner: LeakOnFork::new(inner),
             });
         }
-        let importer = EventImporter::for_body(body, &domain()?, device)?;
-        Event::of_importer(importer, handle, device)
+        let importer = EventImporter::for_body(body, &domain()?, device, wait)?;
+        Event::of_importer(importer, handle, device, wait)
     }
 
     fn of_importer(
         importer: Arc<EventImporter>,
         handle: &EventHandle,
         device: &Device,
+        wait: &Wait<'_>,
     ) -> Result<Event> {
         let body = &handle.body;
         let raw = handle
@@ -292,7 +302,7 @@ impl Event {
         let inner = EventInner {
             device: device.clone(),
             raw,
-            state: importer.open(body.index, body.serial)?,
+            state: importer.open(body.index, body.serial, wait)?,
             role: EventRole::Importer(importer),
         };
         Ok(Event {
@@ -417,19 +427,18 @@ impl Event {
     ///
     /// # Errors
     /// [`Error::EventNotRecorded`], [`Error::EventLost`], [`Error::Timeout`].
-    pub fn synchronize(&self, timeout: Duration) -> Result<()> {
-        let recording = self.latest()?;
-        if self.check(recording)? {
-            return Ok(());
+    pub fn synchronize<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<()> {
+        let (recording, wait) = (self.latest()?, wait.into());
+        while !self.check(recording)? {
+            let slice = wait.slice();
+            if slice.is_zero() {
+                let what = || format!("the work recorded by event {}", self.label());
+                return Err(wait.timed_out(what));
+            }
+            let lane = self.inner.lane(recording.lane);
+            lane.wait_host(&self.inner.device, recording.count, slice)?;
         }
-        self.inner
-            .lane(recording.lane)
-            .wait_host(&self.inner.device, recording.count, timeout)?;
-        if self.check(recording)? {
-            return Ok(());
-        }
-        let what = format!("the work recorded by event {}", self.label());
-        Err(Error::timeout(what, timeout))
+        Ok(())
     }
 
     /// Whether this recording is complete: true, or false if it may still complete.

@@ -1,6 +1,7 @@
 //! Events within one process. The conformance suite covers other processes.
 
 use std::sync::mpsc::channel;
+use std::time::Duration;
 
 use super::event_table::EventRequest;
 use super::layout::LANES_PER_EVENT;
@@ -36,8 +37,14 @@ impl Stage {
     /// An importer of its own, like that of another process.
     fn opened(&self, event: &Event) -> Event {
         let handle = event.handle().unwrap();
-        let importer = EventImporter::connect(&handle.body, &self.domain, &self.device).unwrap();
-        Event::of_importer(importer, &handle, &self.device).unwrap()
+        let importer = EventImporter::connect(
+            &handle.body,
+            &self.domain,
+            &self.device,
+            &Duration::ZERO.into(),
+        )
+        .unwrap();
+        Event::of_importer(importer, &handle, &self.device, &Duration::ZERO.into()).unwrap()
     }
 
     fn stream(&self) -> Stream {
@@ -99,12 +106,12 @@ fn an_event_opened_in_its_own_process_is_the_event_itself_until_it_is_dropped() 
     let stage = Stage::new("same");
     let (event, stream) = (stage.create(), stage.device.stream().unwrap());
     let handle = event.handle().unwrap();
-    let other = Event::open(&handle, &stage.device).unwrap();
+    let other = Event::open(&handle, &stage.device, Duration::ZERO).unwrap();
     other.record(&stream, WAIT).unwrap();
     event.synchronize(WAIT).unwrap();
     let next = stage.create();
     drop((event, other));
-    let dropped = Event::open(&handle, &stage.device).unwrap_err();
+    let dropped = Event::open(&handle, &stage.device, Duration::ZERO).unwrap_err();
     assert!(
         matches!(
             dropped,
@@ -115,7 +122,7 @@ fn an_event_opened_in_its_own_process_is_the_event_itself_until_it_is_dropped() 
         "{dropped}"
     );
     drop(next);
-    let gone = Event::open(&handle, &stage.device).unwrap_err();
+    let gone = Event::open(&handle, &stage.device, Duration::ZERO).unwrap_err();
     assert!(
         matches!(
             gone,
@@ -161,7 +168,7 @@ fn an_event_of_another_kind_of_device_or_of_nobody_is_not_opened() {
     let event = stage.create();
     let mut handle = event.handle().unwrap();
     handle.body.device.kind = crate::backend::DeviceKind::Cuda;
-    let other = Event::open(&handle, &stage.device).unwrap_err();
+    let other = Event::open(&handle, &stage.device, Duration::ZERO).unwrap_err();
     assert!(
         matches!(
             other,
@@ -175,7 +182,7 @@ fn an_event_of_another_kind_of_device_or_of_nobody_is_not_opened() {
     handle.body.domain = stage.domain.path().join("nowhere");
     handle.body.generation[0] ^= 1;
     assert!(matches!(
-        Event::open(&handle, &stage.device),
+        Event::open(&handle, &stage.device, Duration::ZERO),
         Err(Error::Domain { .. })
     ));
     assert!(
@@ -364,8 +371,10 @@ fn a_failed_open_while_the_exporter_ends_is_reported_as_owner_gone() {
     let handle = event.handle().unwrap();
     let open = || {
         backend.hook().aim("open_event", 1);
-        let importer = EventImporter::connect(&handle.body, &stage.domain, &device).unwrap();
-        Event::of_importer(importer, &handle, &device)
+        let importer =
+            EventImporter::connect(&handle.body, &stage.domain, &device, &Duration::ZERO.into())
+                .unwrap();
+        Event::of_importer(importer, &handle, &device, &Duration::ZERO.into())
             .map(drop)
             .unwrap_err()
     };
@@ -376,10 +385,12 @@ fn a_failed_open_while_the_exporter_ends_is_reported_as_owner_gone() {
     );
     let refused = std::thread::scope(|scope| {
         backend.hook().aim("open_event", 1);
-        let importer = EventImporter::connect(&handle.body, &stage.domain, &device).unwrap();
+        let importer =
+            EventImporter::connect(&handle.body, &stage.domain, &device, &Duration::ZERO.into())
+                .unwrap();
         // The driver no longer knows the exporter's event, and the socket is still open.
         let opening = scope.spawn(|| {
-            Event::of_importer(importer, &handle, &device)
+            Event::of_importer(importer, &handle, &device, &Duration::ZERO.into())
                 .map(drop)
                 .unwrap_err()
         });
@@ -471,7 +482,13 @@ fn handles_that_a_process_has_opened_apart_record_in_the_order_of_their_calls() 
     let importer = importer.clone();
     let again = || {
         let handle = event.handle().unwrap();
-        Event::of_importer(importer.clone(), &handle, &stage.device).unwrap()
+        Event::of_importer(
+            importer.clone(),
+            &handle,
+            &stage.device,
+            &Duration::ZERO.into(),
+        )
+        .unwrap()
     };
     let ((slow, go), quick) = (stage.held(), stage.stream());
     first.record(&slow, WAIT).unwrap();
@@ -536,10 +553,22 @@ fn a_page_whose_answer_came_too_late_is_shared_anew() {
     let stage = Stage::new("page");
     let event = stage.create();
     let handle = event.handle().unwrap();
-    let importer = EventImporter::connect(&handle.body, &stage.domain, &stage.device).unwrap();
+    let importer = EventImporter::connect(
+        &handle.body,
+        &stage.domain,
+        &stage.device,
+        &Duration::ZERO.into(),
+    )
+    .unwrap();
     // As while the exporter is stopped, which then finds both requests.
     importer.share_page_and_give_up(0);
-    let opened = Event::of_importer(importer.clone(), &handle, &stage.device).unwrap();
+    let opened = Event::of_importer(
+        importer.clone(),
+        &handle,
+        &stage.device,
+        &Duration::ZERO.into(),
+    )
+    .unwrap();
     opened.record(&stage.stream(), WAIT).unwrap();
     event.synchronize(WAIT).unwrap();
     // Not while it has an event open there: its streams may wait for the words.

@@ -168,7 +168,7 @@ fn members_are_connected_to_in_the_background_after_an_attempt_that_panicked() {
     let panicking = Wrapped::new(device.backend().clone(), Panicking::default());
     let late = Device::from_backend(panicking.clone());
     let opener = Semaphore::opener("turns").domain(&stage.domain);
-    let late_member = opener.device(&late).open().unwrap();
+    let late_member = opener.device(&late).open(Duration::ZERO).unwrap();
     let (first, second) = (device.stream().unwrap(), late.stream().unwrap());
     let (go, wait) = mpsc::channel::<()>();
     first.call(move || assert!(wait.recv().is_err())).unwrap();
@@ -211,7 +211,7 @@ fn a_release_that_is_held_up_holds_up_no_reactor_and_no_other_thread() {
     let third = Semaphore::opener("turns")
         .domain(&stage.domain)
         .device(&device)
-        .open()
+        .open(Duration::ZERO)
         .unwrap();
     let (semaphore, on) = (third.clone(), other.clone());
     in_time(move || semaphore.acquire(&on, PATIENCE).unwrap()).release_now();

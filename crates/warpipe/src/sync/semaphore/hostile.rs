@@ -73,7 +73,7 @@ fn opened(title: &str, body: &impl Serialize, page_bytes: usize) -> Result<Semap
     let opened = Semaphore::opener("turns")
         .domain(&domain)
         .device(&Device::host())
-        .open();
+        .open(Duration::ZERO);
     drop(server);
     let _ = std::fs::remove_dir_all(folder);
     opened
@@ -272,7 +272,7 @@ fn acquired_from(end: MemberEnd) -> Result<()> {
     let server = IpcServer::open(&at, AccessPolicy::default(), Arc::new(creator))?;
     let opener = Semaphore::opener("turns").domain(&domain);
     let (semaphore, stream) = (
-        opener.device(&Device::host()).open()?,
+        opener.device(&Device::host()).open(Duration::ZERO)?,
         Device::host().stream()?,
     );
     let patience = Duration::from_secs(60);

@@ -25,6 +25,7 @@ mod tests;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
 
 use self::local::{LocalSemaphore, SemaphoreRole};
 use self::member_monitor::MemberMonitor;
@@ -139,18 +140,24 @@ impl Opener<Semaphore> {
     /// [`Error::NotFound`], [`Error::OtherKind`], [`Error::AccessDenied`]; [`Error::Refused`], also
     /// when it is for another kind of device; [`Error::Protocol`] for a creator that is broken;
     /// [`Error::Driver`], [`Error::Os`].
-    pub fn open(self) -> Result<Semaphore> {
-        self.open_with(Kind::Semaphore, &[], Semaphore::join_as_member)
+    pub fn open<'w>(self, wait: impl Into<Wait<'w>>) -> Result<Semaphore> {
+        self.open_with(
+            Kind::Semaphore,
+            &[],
+            &wait.into(),
+            Semaphore::join_as_member,
+        )
     }
 }
 
 impl Semaphore {
-    fn join_as_member(attachment: Attachment) -> Result<Semaphore> {
+    fn join_as_member(attachment: Attachment<'_>) -> Result<Semaphore> {
         let Attachment {
             name,
             device,
             session,
             reply,
+            ..
         } = attachment;
         let (SemaphoreWelcome { member, permits }, [fd]) =
             reply.open::<SemaphoreWelcome, 1>(name.as_str())?;
@@ -197,7 +204,7 @@ impl Semaphore {
 /// // One process:
 /// let turns = Semaphore::builder("turns").permits(2).domain(&domain).device(&device).build()?;
 /// // Any other:
-/// let same = Semaphore::opener("turns").domain(&domain).device(&device).open()?;
+/// let same = Semaphore::opener("turns").domain(&domain).device(&device).open(Duration::ZERO)?;
 ///
 /// let stream = device.stream()?;
 /// // The stream waits for the last holder's work.
@@ -245,7 +252,7 @@ impl Semaphore {
     /// # Errors
     /// As [`Opener`]`::open`.
     pub fn open(name: &str) -> Result<Semaphore> {
-        Semaphore::opener(name).open()
+        Semaphore::opener(name).open(Duration::ZERO)
     }
 
     /// The options with which the semaphore of this name is opened.

@@ -42,7 +42,7 @@ impl Stage {
             Semaphore::opener("turns")
                 .domain(&self.domain)
                 .device(device)
-                .open()
+                .open(Duration::ZERO)
                 .unwrap(),
         )
     }
@@ -285,7 +285,7 @@ fn another_kind_of_device_a_wrong_number_and_a_wrong_name_are_typed_errors() {
     let nobody = Semaphore::opener("turns")
         .domain(&stage.domain)
         .device(&device)
-        .open()
+        .open(Duration::ZERO)
         .unwrap_err();
     assert!(
         matches!(
@@ -436,7 +436,7 @@ fn no_page_that_a_members_stream_waits_on_can_be_removed_or_is_anybody_elses() {
     let third = Semaphore::opener("turns")
         .domain(&stage.domain)
         .device(&device)
-        .open()
+        .open(Duration::ZERO)
         .unwrap();
     let (streams, go) = chain(&[&creator, &member, &third, &creator], &device);
     assert!(
@@ -506,7 +506,7 @@ fn streams_go_on_when_the_member_that_they_wait_for_is_dead() {
     let third = Semaphore::opener("turns")
         .domain(&stage.domain)
         .device(&device)
-        .open()
+        .open(Duration::ZERO)
         .unwrap();
     let (streams, go) = chain(&[&member, &creator, &third], &device);
     let more = device.stream().unwrap();
@@ -556,7 +556,7 @@ fn members_that_leave_take_their_pages_with_them() {
         let member = Semaphore::opener("turns")
             .domain(&stage.domain)
             .device(&device)
-            .open()
+            .open(Duration::ZERO)
             .unwrap();
         let number = member.local.member;
         let (streams, go) = chain(

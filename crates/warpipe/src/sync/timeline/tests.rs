@@ -38,7 +38,7 @@ impl Stage {
         Timeline::opener("steps")
             .domain(&self.domain)
             .device(&self.device)
-            .open()
+            .open(Duration::ZERO)
             .unwrap()
     }
 
@@ -204,7 +204,7 @@ fn an_owner_that_closes_signals_what_it_promised_and_lets_the_others_go() {
         Timeline::opener("steps")
             .domain(&stage.domain)
             .device(&stage.device)
-            .open(),
+            .open(Duration::ZERO),
         Err(Error::NotFound { .. })
     ));
 }
@@ -226,7 +226,7 @@ fn a_wait_for_a_timeline_finds_one_that_is_created_later() {
     let absent = Timeline::opener("steps")
         .domain(&stage.domain)
         .device(&stage.device)
-        .open()
+        .open(Duration::ZERO)
         .unwrap_err();
     assert!(
         matches!(
@@ -243,8 +243,7 @@ fn a_wait_for_a_timeline_finds_one_that_is_created_later() {
             Timeline::opener("steps")
                 .domain(&stage.domain)
                 .device(&stage.device)
-                .wait(WAIT)
-                .open()
+                .open(WAIT)
                 .unwrap()
         });
         let owner = stage.create();
@@ -439,7 +438,7 @@ fn an_opener_that_waits_goes_on_with_the_next_owner_when_one_closes_during_the_a
     held.hook().hold("register");
     std::thread::scope(|scope| {
         let opener = Timeline::opener("steps").domain(&stage.domain);
-        let opening = scope.spawn(|| opener.device(&device).wait(WAIT).open());
+        let opening = scope.spawn(|| opener.device(&device).open(WAIT));
         held.hook().wait_for(1);
         drop(first);
         let next = stage.create();

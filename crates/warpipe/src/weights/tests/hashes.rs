@@ -52,7 +52,7 @@ fn a_version_without_hashes_is_offered_and_no_keeper_that_takes_it_over_offers_i
     let weights = stage.weights_hashed(&stage.device, 2, Hashing::None);
     let newer = weights.publish(&stage.domain, "w", WAIT).unwrap();
     assert!(!newer.wait_for_hashes(WAIT).unwrap());
-    let shared = stage.opener().open().unwrap();
+    let shared = stage.opener().open(WAIT).unwrap();
     assert_eq!((shared.version(), byte_of(&shared)), (2, 2));
     assert_eq!(
         (shared.hashing(), shared.is_hashed()),
@@ -64,7 +64,7 @@ fn a_version_without_hashes_is_offered_and_no_keeper_that_takes_it_over_offers_i
         (named.number, named.hash, named.is_hashed),
         (2, Hashing::None, false)
     );
-    let told = stage.opener().verify().unwrap_err();
+    let told = stage.opener().verify(WAIT).unwrap_err();
     assert!(
         matches!(told, Error::WeightsUnhashed { version: 2, .. }),
         "{told}"
@@ -73,7 +73,7 @@ fn a_version_without_hashes_is_offered_and_no_keeper_that_takes_it_over_offers_i
     drop(keeper);
     let keeper = stage.keeper();
     assert_eq!(keeper.candidate().unwrap(), Some(2));
-    let told = stage.opener().verify().unwrap_err();
+    let told = stage.opener().verify(WAIT).unwrap_err();
     assert!(
         matches!(told, Error::WeightsUnhashed { version: 2, .. }),
         "{told}"
@@ -82,7 +82,7 @@ fn a_version_without_hashes_is_offered_and_no_keeper_that_takes_it_over_offers_i
         (keeper.candidate().unwrap(), keeper.version().unwrap()),
         (Some(1), None)
     );
-    assert_eq!(stage.opener().verify().unwrap(), 1);
+    assert_eq!(stage.opener().verify(WAIT).unwrap(), 1);
     assert_eq!(stage.publish(3).version(), 3);
 }
 
@@ -96,20 +96,20 @@ fn hashes_that_are_computed_later_reach_the_keeper_new_readers_and_the_next_keep
     drop(weights);
     assert!(published.wait_for_hashes(WAIT).unwrap());
     assert_eq!(keeper.version().unwrap(), Some(1));
-    let shared = stage.opener().open().unwrap();
+    let shared = stage.opener().open(WAIT).unwrap();
     let hash = Some(content::content_hash(&[5; 900]));
     for name in ["a", "b", "c"] {
         assert_eq!(shared.tensor_info(name).unwrap().hash(), hash);
     }
     let named = stage.named();
     assert_eq!((named.hash, named.is_hashed), (Hashing::Later, true));
-    assert_eq!(stage.opener().verify().unwrap(), 1);
+    assert_eq!(stage.opener().verify(WAIT).unwrap(), 1);
     drop((keeper, shared));
     // Its publisher alone has it.
     let keeper = stage.keeper();
     assert_eq!(keeper.candidate().unwrap(), Some(1));
-    assert_eq!(stage.opener().verify().unwrap(), 1);
-    assert_eq!(byte_of(&stage.opener().open().unwrap()), 5);
+    assert_eq!(stage.opener().verify(WAIT).unwrap(), 1);
+    assert_eq!(byte_of(&stage.opener().open(WAIT).unwrap()), 5);
 }
 
 #[test]
@@ -128,7 +128,7 @@ fn a_forked_child_waits_for_no_hashes_of_its_parent_and_disturbs_nothing() {
     });
     let (_, published) = held.unwrap();
     assert!(published.wait_for_hashes(WAIT).unwrap());
-    assert_eq!(stage.opener().verify().unwrap(), 1);
+    assert_eq!(stage.opener().verify(WAIT).unwrap(), 1);
 }
 
 #[test]
@@ -144,7 +144,7 @@ fn a_version_that_its_publisher_could_not_hash_stays_offered_and_says_so() {
     let told = published.wait_for_hashes(WAIT).unwrap_err();
     assert!(matches!(told, Error::Injected { .. }), "{told}");
     assert!(!published.wait_for_hashes(WAIT).unwrap());
-    let shared = stage.opener().open().unwrap();
+    let shared = stage.opener().open(WAIT).unwrap();
     assert_eq!((byte_of(&shared), shared.is_hashed()), (4, false));
     assert_eq!(shared.hashing(), Hashing::Later);
 }
@@ -161,17 +161,17 @@ fn a_check_waits_for_hashes_that_come_later() {
     let keeper = stage.keeper();
     assert_eq!(keeper.candidate().unwrap(), Some(4));
     std::thread::scope(|scope| {
-        let check = scope.spawn(|| stage.opener().verify().unwrap());
+        let check = scope.spawn(|| stage.opener().verify(WAIT).unwrap());
         // Once the check has the version, or before: either way it sees the hashes.
         let manifest = hashed_manifest(&weights, &[3; 900]);
         let hashed = Arc::new(held.hashed(&manifest).unwrap());
         let offer = Holder::offer(&stage.domain, "w", hashed).unwrap();
         let name = weights_name("w").unwrap();
-        offer_to_keeper(&stage.domain, &name, &offer.1, WAIT).unwrap();
+        offer_to_keeper(&stage.domain, &name, &offer.1, &WAIT.into()).unwrap();
         assert_eq!(check.join().unwrap(), 4);
     });
     assert_eq!(keeper.version().unwrap(), Some(4));
-    let told = stage.opener().wait(Duration::ZERO).verify();
+    let told = stage.opener().verify(Duration::ZERO);
     assert_eq!(told.unwrap(), 4);
 }
 
@@ -200,12 +200,12 @@ fn a_keeper_takes_the_hashes_of_a_version_that_it_has_and_nothing_else_of_that_o
     let name = weights_name("w").unwrap();
     let later = stage.weights_hashed(&stage.device, 6, Hashing::None);
     let _published = later.publish(&stage.domain, "w", WAIT).unwrap();
-    let early = stage.opener().open().unwrap();
+    let early = stage.opener().open(WAIT).unwrap();
     let bring = |number| {
         let mut held = later.held_for_tests(number);
         held = held.hashed(&hashed_manifest(&later, &[6; 900])).unwrap();
         let offer = Holder::offer(&stage.domain, "w", Arc::new(held)).unwrap();
-        offer_to_keeper(&stage.domain, &name, &offer.1, WAIT)
+        offer_to_keeper(&stage.domain, &name, &offer.1, &WAIT.into())
             .unwrap()
             .1
     };
@@ -218,8 +218,8 @@ fn a_keeper_takes_the_hashes_of_a_version_that_it_has_and_nothing_else_of_that_o
     let keeper = stage.keeper();
     assert_eq!(bring(1), 1);
     assert_eq!(keeper.candidate().unwrap(), Some(1));
-    assert_eq!(stage.opener().verify().unwrap(), 1);
-    let again = stage.opener().open().unwrap();
+    assert_eq!(stage.opener().verify(WAIT).unwrap(), 1);
+    let again = stage.opener().open(WAIT).unwrap();
     assert!(again.is_hashed() && !early.is_hashed() && !again.is_same(&early));
     // When the version has been replaced they change nothing, and number nothing anew.
     assert_eq!(stage.publish(8).version(), 2);
@@ -229,7 +229,7 @@ fn a_keeper_takes_the_hashes_of_a_version_that_it_has_and_nothing_else_of_that_o
     drop((keeper, early));
     let keeper = stage.keeper();
     assert_eq!(keeper.candidate().unwrap(), Some(1));
-    assert_eq!(stage.opener().verify().unwrap(), 1);
+    assert_eq!(stage.opener().verify(WAIT).unwrap(), 1);
 }
 
 #[test]

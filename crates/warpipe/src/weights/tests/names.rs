@@ -19,17 +19,13 @@ fn weights_with_names_of_200_bytes_are_kept_opened_listed_taken_over_and_leave_n
             .build()
             .unwrap()
     };
-    let opener = || {
-        SharedWeights::opener(&name)
-            .domain(&stage.domain)
-            .wait(WAIT)
-    };
+    let opener = || SharedWeights::opener(&name).domain(&stage.domain);
     let keeper = keep();
     let published = stage
         .weights(7)
         .publish(&stage.domain, &name, WAIT)
         .unwrap();
-    let shared = opener().device(&stage.device).open().unwrap();
+    let shared = opener().device(&stage.device).open(WAIT).unwrap();
     assert_eq!(byte_of(&shared), 7);
     let listed = NamedWeights::list(&stage.domain).unwrap();
     let found: Vec<_> = listed.iter().map(|it| it.name.as_str()).collect();
@@ -47,7 +43,7 @@ fn weights_with_names_of_200_bytes_are_kept_opened_listed_taken_over_and_leave_n
         (keeper.candidate().unwrap(), keeper.unanswered()),
         (Some(1), 0)
     );
-    assert_eq!(opener().device(&stage.device).verify().unwrap(), 1);
+    assert_eq!(opener().device(&stage.device).verify(WAIT).unwrap(), 1);
     assert_eq!(keeper.version().unwrap(), Some(1));
     drop((keeper, shared));
     assert_eq!(std::fs::read_dir(&stage.folder).unwrap().count(), 0);
