@@ -133,9 +133,9 @@ pub fn hand_over<T>(py: Python<'_>, found: T, put_back: impl FnOnce(T)) -> PyRes
     }
 }
 
-/// Runs `call`, which asks other processes for a while that it limits itself, on a thread of its own,
-/// and handles signals meanwhile. A call whose caller waits no more ends by itself, and its result is
-/// dropped.
+/// Runs `call`, which asks other processes for a while that it limits itself, on a thread of its
+/// own, and handles signals meanwhile. A call whose caller waits no more ends by itself, and its
+/// result is dropped.
 pub fn on_a_thread<T: Send + 'static>(
     py: Python<'_>,
     call: impl FnOnce() -> Result<T, Error> + Send + 'static,

@@ -35,8 +35,8 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(_verify_weights, module)?)
 }
 
-/// How long a thread of this package waits for a keeper, or for streams, before it looks whether it is
-/// to end.
+/// How long a thread of this package waits for a keeper, or for streams, before it looks whether it
+/// is to end.
 pub const LOOK: Duration = Duration::from_secs(1);
 
 /// Whether a wait for a keeper, or for its version, goes on after this error: there is none yet, or

@@ -16,8 +16,8 @@ mod tests;
 /// [observe.md]: https://docs.rs/warpipe
 macro_rules! events {
     ($($(#[$doc:meta])* $variant:ident { $($field:ident: $type:ty),* } => $level:ident $name:literal;)*) => {
-        /// An event. Its fields are copies, in the order of the list, so that it outlives what it is
-        /// about.
+        /// An event. Its fields are copies, in the order of the list, so that it outlives what it
+        /// is about.
         #[derive(Debug)]
         #[cfg_attr(not(feature = "tracing"), allow(dead_code))]
         pub(crate) enum TraceEvent {

@@ -153,8 +153,8 @@ impl<'a> Wait<'a> {
         }
     }
 
-    /// Polls, ever more rarely, until `is_done`, for what no other thread reports. `what` is awaited,
-    /// for the error of a wait that is over before.
+    /// Polls, ever more rarely, until `is_done`, for what no other thread reports. `what` is
+    /// awaited, for the error of a wait that is over before.
     pub(crate) fn poll(&self, what: &str, mut is_done: impl FnMut() -> Result<bool>) -> Result<()> {
         let mut backoff = Backoff::default();
         while !is_done()? {

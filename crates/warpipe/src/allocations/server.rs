@@ -69,7 +69,8 @@ impl AllocationServerBuilder {
 /// let number = unsafe { server.share(&stream, pointer, 4096, Box::new(()))? };
 ///
 /// // In another process, as a rule:
-/// let client = AllocationClient::opener("tensors").domain(&domain).device(&device).open(Duration::ZERO)?;
+/// let opener = AllocationClient::opener("tensors").domain(&domain).device(&device);
+/// let client = opener.open(Duration::ZERO)?;
 /// let memory = client.open_share(number, Duration::from_secs(1))?;
 /// assert_eq!(memory.bytes(), 4096);
 /// # drop((memory, client, server));

@@ -54,7 +54,8 @@ impl Opener<PoolClient> {
 /// let pool = Pool::builder("scratch").domain(&domain).device(&device).build()?;
 ///
 /// // In any process of this user:
-/// let client = PoolClient::opener("scratch").domain(&domain).device(&device).open(Duration::ZERO)?;
+/// let opener = PoolClient::opener("scratch").domain(&domain).device(&device);
+/// let client = opener.open(Duration::ZERO)?;
 /// let block = client.allocate(4096, Duration::ZERO)?;
 /// assert_eq!(pool.stats().lent_bytes, 4096);
 /// drop(block);

@@ -1,8 +1,8 @@
 //! The part that all handles of one publisher share: its slots, from the loan to the return.
 //!
-//! The lock guards [`state`], with its [`history`]; [`slot_fences`] needs no lock. The operations over
-//! them: [`memory`] (a loan gets a slot, and gives it back), [`backpressure`] (a send waits for room,
-//! and begins), [`send`], and [`accept`] (the control thread's work).
+//! The lock guards [`state`], with its [`history`]; [`slot_fences`] needs no lock. The operations
+//! over them: [`memory`] (a loan gets a slot, and gives it back), [`backpressure`] (a send waits
+//! for room, and begins), [`send`], and [`accept`] (the control thread's work).
 
 mod accept;
 mod backpressure;
@@ -16,8 +16,8 @@ mod tests;
 
 pub(crate) use accept::REPLIES;
 pub use memory::{SlotHold, SlotReturn};
-pub(super) use send::{Delivery, Given};
-pub(super) use state::{Recipients, SendTurn};
+pub(super) use send::Delivery;
+pub(super) use state::{Given, Recipients, SendTurn};
 
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 

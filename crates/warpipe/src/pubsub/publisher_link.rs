@@ -114,8 +114,8 @@ pub(crate) struct ReceiverEnd {
     pub(super) segment: Arc<Segment>,
     streams: Arc<StreamSet>,
     /// Those that are open, by their ids. Only one thread at a time changes them, and not under a
-    /// driver call, which may take long: every receive takes this lock, and a queue does so while it
-    /// holds its own.
+    /// driver call, which may take long: every receive takes this lock, and a queue does so while
+    /// it holds its own.
     regions: Mutex<Vec<(u32, Arc<Region>)>>,
     /// Regions that the publisher has closed and that are still mapped.
     closing: Arc<AtomicUsize>,

@@ -100,8 +100,9 @@ impl Receipt {
         Ok(())
     }
 
-    /// [Gives the sample back](Self::give_back) once `stream` is past the work that it has; one that
-    /// is being captured, once the capture has ended and it is past the work that it had before.
+    /// [Gives the sample back](Self::give_back) once `stream` is past the work that it has; one
+    /// that is being captured, once the capture has ended and it is past the work that it had
+    /// before.
     fn give_back_behind(&self, stream: &Stream) {
         self.link.record_use(stream);
         let mut fence = Fence::behind(stream);
@@ -166,8 +167,8 @@ impl RawSample {
         self.receipt.duplicate()
     }
 
-    /// Once [`is_complete`](Self::is_complete) is true: gives its entry of the ring back, if samples
-    /// hold more than half of the entries.
+    /// Once [`is_complete`](Self::is_complete) is true: gives its entry of the ring back, if
+    /// samples hold more than half of the entries.
     pub(crate) fn make_room(&mut self) {
         let Receipt { link, position, .. } = &self.receipt;
         if !self.receipt.is_set_aside && link.is_crowded() {

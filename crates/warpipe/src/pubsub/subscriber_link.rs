@@ -253,8 +253,8 @@ impl SubscriberLink {
         }
     }
 
-    /// The samples that it had been given and had not taken when it left, each returned once: its id
-    /// and the position.
+    /// The samples that it had been given and had not taken when it left, each returned once: its
+    /// id and the position.
     pub(super) fn take_untaken(&mut self) -> impl Iterator<Item = (u64, u64)> + use<> {
         let (id, untaken) = (self.id, std::mem::take(&mut self.untaken));
         untaken.into_iter().map(move |position| (id, position))
@@ -322,8 +322,8 @@ impl SubscriberLink {
     /// since. Returns the position if it is published. If the subscriber sleeps, the next
     /// [`wake_sleeper`](Self::wake_sleeper) wakes it; for one of several subscribers,
     /// [`fence_published`](crate::pubsub::ring::fence_published) and
-    /// [`look_whether_it_sleeps`](Self::look_whether_it_sleeps) come before that. `is_complete`: see
-    /// [`SenderRing::publish`].
+    /// [`look_whether_it_sleeps`](Self::look_whether_it_sleeps) come before that. `is_complete`:
+    /// see [`SenderRing::publish`].
     #[inline]
     pub(super) fn publish(
         &mut self,

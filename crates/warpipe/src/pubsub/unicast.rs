@@ -40,8 +40,8 @@ pub(crate) enum Forwarded {
 }
 
 impl RetainedSlot {
-    /// Gives the slot to the subscriber with this id, too, once the work that fills it is done. Gives
-    /// no stream work and waits for no other send.
+    /// Gives the slot to the subscriber with this id, too, once the work that fills it is done.
+    /// Gives no stream work and waits for no other send.
     pub(crate) fn forward(&self, to: u64, metadata: &Metadata) -> Result<Forwarded> {
         let (core, slot) = (self.core.get()?, self.slot);
         let Some(sending) = core.send_lock.try_lock() else {

@@ -160,8 +160,9 @@ impl QueueBuilder {
     /// Takes the name and accepts workers.
     ///
     /// # Errors
-    /// [`Error::Argument`] and those of [`PublisherBuilder::build`](crate::PublisherBuilder::build).
-    /// On an error nothing is left behind.
+    /// [`Error::Argument`] and those of
+    /// [`PublisherBuilder::build`](crate::PublisherBuilder::build). On an error nothing is left
+    /// behind.
     pub fn build(self) -> Result<Queue> {
         self.build_queue(&self.name)
     }

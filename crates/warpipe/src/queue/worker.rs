@@ -59,8 +59,8 @@ impl WorkerBuilder {
     /// Waits for the queue to exist, and attaches.
     ///
     /// # Errors
-    /// As [`build`](Self::build); [`Error::Timeout`] when the wait is cancelled while a queue does not
-    /// answer.
+    /// As [`build`](Self::build); [`Error::Timeout`] when the wait is cancelled while a queue does
+    /// not answer.
     pub fn wait_for_queue<'w>(self, wait: impl Into<Wait<'w>>) -> Result<Worker> {
         // One domain and one device for both of its ends, also where they are the defaults.
         let shared = (self.shared.clone()).at(&self.shared.domain()?, &self.shared.device());

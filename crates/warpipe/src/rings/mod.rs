@@ -306,7 +306,8 @@ fn allocate(device: &Device, bytes: u64) -> Result<Region> {
 /// let limit = Duration::from_secs(10);
 /// let producer = KernelRing::builder("frames").domain(&domain).device(&device).build()?;
 /// // In another process, as a rule:
-/// let consumer = KernelRing::opener("frames").domain(&domain).device(&device).open(Duration::ZERO)?;
+/// let opener = KernelRing::opener("frames").domain(&domain).device(&device);
+/// let consumer = opener.open(Duration::ZERO)?;
 /// producer.wait_for_consumers(limit)?;
 ///
 /// let (writing, reading) = (device.stream()?, device.stream()?);

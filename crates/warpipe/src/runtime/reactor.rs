@@ -218,8 +218,8 @@ impl Reactor {
             .map_err(|e| Error::os("epoll_ctl", "a watched descriptor", e))
     }
 
-    /// Calls `target` with `tag` at each event of `watch`, until the result is dropped or `on_ready`
-    /// returns [`Next::Stop`].
+    /// Calls `target` with `tag` at each event of `watch`, until the result is dropped or
+    /// `on_ready` returns [`Next::Stop`].
     pub(crate) fn register(
         self: &Arc<Self>,
         watch: Watch<'_>,

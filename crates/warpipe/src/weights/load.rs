@@ -153,14 +153,14 @@ impl Weights {
     }
 
     /// Hands the descriptors to the keeper of `name`, which offers them as its next version: a
-    /// worker gets all of the previous version or all of this one. Waits for the keeper to exist and
-    /// to answer. This object may be dropped afterwards.
+    /// worker gets all of the previous version or all of this one. Waits for the keeper to exist
+    /// and to answer. This object may be dropped afterwards.
     ///
     /// # Errors
     /// [`Error::NotFound`] when no keeper has the name; [`Error::OtherKind`];
-    /// [`Error::Name`]; [`Error::PeerGone`] when the keeper ends and no time is left for the next one; [`Error::Timeout`];
-    /// [`Error::Refused`] when the keeper cannot take it, or fetches 8 offers already;
-    /// [`Error::Protocol`] when its answer is damaged; [`Error::DescriptorLimit`],
+    /// [`Error::Name`]; [`Error::PeerGone`] when the keeper ends and no time is left for the next
+    /// one; [`Error::Timeout`]; [`Error::Refused`] when the keeper cannot take it, or fetches 8
+    /// offers already; [`Error::Protocol`] when its answer is damaged; [`Error::DescriptorLimit`],
     /// [`Error::Forked`]. After `PeerGone` and `Timeout` the version may be offered. Publish once
     /// more then: a keeper that offers it gives it no second number.
     pub fn publish<'w>(

@@ -298,7 +298,7 @@ impl Mapped {
     }
 }
 
-/// What the claim of a part waits for: openers that have closed it still have it while their streams
-/// work on it.
+/// What the claim of a part waits for: openers that have closed it still have it while their
+/// streams work on it.
 const CLAIM: &str = "the close of other weights that this process opened, whose memory these share: \
                      their addresses cannot change. Close those, or call `follow` before tensors are used";

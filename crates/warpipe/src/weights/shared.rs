@@ -131,8 +131,8 @@ impl Opener<SharedWeights> {
     /// Compares the content hashes of the version that a new keeper took over, and has the keeper
     /// offer it if they are right. Without such a candidate it compares those of the version that
     /// is offered. Waits for one of them: also while a new keeper still asks its holders, and for
-    /// hashes that the publisher computes [later](Hashing::Later). Returns the version's number. The
-    /// device reads all of the memory.
+    /// hashes that the publisher computes [later](Hashing::Later). Returns the version's number.
+    /// The device reads all of the memory.
     ///
     /// # Errors
     /// [`Error::WeightsDamaged`], and [`Error::WeightsUnhashed`] for a version with tensors that have no

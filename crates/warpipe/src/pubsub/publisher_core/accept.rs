@@ -274,9 +274,9 @@ impl PublisherCore {
         }
     }
 
-    /// Drops the links that are over: those that have left and released everything, and those that do
-    /// not attach. Their memory is kept until this process's streams are past it and the current send
-    /// is over.
+    /// Drops the links that are over: those that have left and released everything, and those that
+    /// do not attach. Their memory is kept until this process's streams are past it and the current
+    /// send is over.
     fn reap_links(&self, state: &mut PublisherState) {
         state.reclaim(&self.fences, true);
         let limit = self.options.shared.handshake_timeout;

@@ -1,5 +1,5 @@
-//! How a sender waits for room: it polls, at ever longer intervals. Nobody wakes it: a device, which
-//! completes the releases, could not.
+//! How a sender waits for room: it polls, at ever longer intervals. No peer wakes it: a device,
+//! which completes the releases, could not.
 
 use super::super::builder::Policy;
 use super::state::{Recipients, SendTurn};

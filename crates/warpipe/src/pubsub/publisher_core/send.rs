@@ -8,28 +8,18 @@
 
 use std::sync::Arc;
 
-use super::state::{PublisherState, Recipients};
+use super::state::{Given, PublisherState, Recipients};
 use super::{PublisherCore, SendFailure};
 use crate::backend::DeviceKind;
 use crate::error::Result;
 use crate::memory::arena::SlotId;
 use crate::nvtx;
-use crate::pubsub::entry::Metadata;
 use crate::pubsub::ring;
 use crate::pubsub::subscriber_link::SubscriberLink;
 use crate::runtime::releasable::ReleasableGuard;
 use crate::shm::segment::Segment;
 use crate::stream::Stream;
-use crate::tensor::Layout;
 use crate::wait::Wait;
-
-/// What a send hands over.
-#[derive(Debug, Clone, Copy)]
-pub(in crate::pubsub) struct Given<'a> {
-    pub(in crate::pubsub) slot: SlotId,
-    pub(in crate::pubsub) layout: &'a Layout,
-    pub(in crate::pubsub) metadata: &'a Metadata,
-}
 
 /// A sample that was announced.
 pub(in crate::pubsub) struct Delivery {
@@ -39,8 +29,8 @@ pub(in crate::pubsub) struct Delivery {
 }
 
 impl PublisherCore {
-    /// Sends to these recipients, behind the work enqueued on `stream`. `wait` replaces the timeout of
-    /// the subscribers' policies and the timeout of the send turn.
+    /// Sends to these recipients, behind the work enqueued on `stream`. `wait` replaces the timeout
+    /// of the subscribers' policies and the timeout of the send turn.
     #[inline]
     pub(in crate::pubsub) fn send(
         &self,
@@ -64,8 +54,8 @@ impl PublisherCore {
     }
 
     /// Announces the sample to the recipients, and enqueues on `stream`, which the caller has
-    /// recorded, the signals that complete it. The caller's hold on the slot stays, unless the failure
-    /// came after the announcement.
+    /// recorded, the signals that complete it. The caller's hold on the slot stays, unless the
+    /// failure came after the announcement.
     fn deliver(
         &self,
         turn: &mut ReleasableGuard<'_, PublisherState>,

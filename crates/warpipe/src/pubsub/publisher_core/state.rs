@@ -9,7 +9,6 @@ use std::sync::{Arc, MutexGuard, Weak};
 
 use super::PublisherCore;
 use super::history::History;
-use super::send::Given;
 use super::slot_fences::SlotFences;
 use crate::backend::StreamOp;
 use crate::clock::now_ns;
@@ -17,17 +16,26 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::ipc::message::CloseReason;
 use crate::kind::Kind;
-use crate::memory::arena::Arena;
+use crate::memory::arena::{Arena, SlotId};
 use crate::memory::region::Region;
 use crate::os::is_shortage;
 use crate::pubsub::builder::PublisherBuilder;
-use crate::pubsub::entry::{Description, PackedEntry};
+use crate::pubsub::entry::{Description, Metadata, PackedEntry};
 use crate::pubsub::publisher_link::PublisherLink;
 use crate::pubsub::subscriber_link::SubscriberLink;
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::releasable::ReleasableGuard;
 use crate::runtime::timed_lock::TimedGuard;
 use crate::statistics::EndpointRow;
+use crate::tensor::Layout;
+
+/// What a send hands over.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::pubsub) struct Given<'a> {
+    pub(in crate::pubsub) slot: SlotId,
+    pub(in crate::pubsub) layout: &'a Layout,
+    pub(in crate::pubsub) metadata: &'a Metadata,
+}
 
 /// A region that the streams of its publisher work on.
 pub(super) type HeldRegion = DropAfterFence<Arc<Region>>;
@@ -47,7 +55,8 @@ pub(in crate::pubsub) enum Recipients {
     All,
     /// The subscriber with this id.
     One(u64),
-    /// The subscriber with this id, if it has room, while the slot stays held for others; or nobody.
+    /// The subscriber with this id, if it has room, while the slot stays held for others; or
+    /// nobody.
     Keep(Option<u64>),
 }
 
@@ -75,8 +84,8 @@ pub(in crate::pubsub) struct PublisherState {
     /// Each region of the arena, unmapped behind a fence that is recorded after its last holder, a
     /// [`SlotHold`](crate::SlotHold) or the publisher, is gone.
     pub(super) regions: Vec<Arc<HeldRegion>>,
-    /// Each from its welcome until it has left and holds no slot any more. All know all regions before
-    /// a sample is placed: see [`announce`](Self::announce).
+    /// Each from its welcome until it has left and holds no slot any more. All know all regions
+    /// before a sample is placed: see [`announce`](Self::announce).
     pub(in crate::pubsub) links: Vec<SubscriberLink>,
     /// A link may not know the regions as they are.
     pub(super) must_announce: bool,
@@ -242,8 +251,8 @@ impl PublisherState {
         over
     }
 
-    /// Sends `Close` to every subscriber, and reads no socket any more, save for a partner that still
-    /// receives. Returns the partners that do not.
+    /// Sends `Close` to every subscriber, and reads no socket any more, save for a partner that
+    /// still receives. Returns the partners that do not.
     pub(super) fn close_links(&mut self) -> Vec<Arc<PublisherLink>> {
         let mut partners = Vec::new();
         for link in &mut self.links {

@@ -140,8 +140,8 @@ impl ConnectOptions {
     }
 }
 
-/// A message's own descriptors: [`message::receive`](crate::ipc::message::receive) has checked their
-/// number.
+/// A message's own descriptors: [`message::receive`](crate::ipc::message::receive) has checked
+/// their number.
 fn exactly<const N: usize>(fds: Vec<PeerFd>) -> [PeerFd; N] {
     fds.try_into().expect("as many as its kind of message has")
 }

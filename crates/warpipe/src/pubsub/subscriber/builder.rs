@@ -82,8 +82,8 @@ impl SubscriberBuilder {
     /// Waits for a publisher of the name, and attaches.
     ///
     /// # Errors
-    /// As [`build`](Self::build); [`Timeout`](crate::Error::Timeout) when the wait is cancelled while
-    /// a publisher does not answer.
+    /// As [`build`](Self::build); [`Timeout`](crate::Error::Timeout) when the wait is cancelled
+    /// while a publisher does not answer.
     pub fn wait_for_publisher<'w>(self, wait: impl Into<Wait<'w>>) -> Result<Subscriber> {
         let name = EndpointName::new(&self.name)?;
         let domain = self.shared.domain()?;

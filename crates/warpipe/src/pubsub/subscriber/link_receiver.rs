@@ -49,7 +49,8 @@ pub(crate) struct LinkReceiver {
     row: Arc<EndpointRow>,
 }
 
-/// Receives the replies of one subscriber, over its link's second ring. Dropped, it asks for no more.
+/// Receives the replies of one subscriber, over its link's second ring. Dropped, it asks for no
+/// more.
 pub(crate) type Replies = LeakOnFork<LinkReceiver>;
 
 impl LinkedSubscriber {
