@@ -87,6 +87,17 @@ struct RingState {
     has_started: bool,
 }
 
+impl RingState {
+    /// The words of all consumers, once these have come: the producer's, and the consumer's.
+    fn words(&self) -> Option<Vec<(u64, u64)>> {
+        let words = self.places.iter().map(|place| {
+            let place = place.as_ref()?;
+            Some((place.mine.ptr(), place.theirs.as_ref()?.ptr()))
+        });
+        words.collect()
+    }
+}
+
 pub(super) struct RingServer {
     device: Device,
     page: Arc<SharedPage>,
@@ -139,20 +150,11 @@ impl RingServer {
         write: impl FnOnce(&[(u64, u64)]) -> Result<()>,
     ) -> Result<()> {
         loop {
-            let slice = wait.slice();
             let mut state = self.lock();
             if state.has_started {
                 return Ok(());
             }
-            let words: Option<Vec<(u64, u64)>> = state
-                .places
-                .iter()
-                .map(|place| {
-                    let place = place.as_ref()?;
-                    Some((place.mine.ptr(), place.theirs.as_ref()?.ptr()))
-                })
-                .collect();
-            if let Some(words) = words {
+            if let Some(words) = state.words() {
                 // Under the lock: no consumer's end takes a place away meanwhile. Only the control
                 // thread and callers of this wait for it, and the copy has a limit.
                 write(&words)?;
@@ -164,16 +166,19 @@ impl RingServer {
                 let _ = self.watched.set(watched.collect());
                 return Ok(());
             }
+            let places = state.places.iter().flatten();
+            let came = places.filter(|place| place.theirs.is_some()).count();
+            let wanted = state.places.len();
+            drop(state);
+            let slice = wait.slice();
             if slice.is_zero() {
-                let places = state.places.iter().flatten();
-                let came = places.filter(|place| place.theirs.is_some()).count();
-                let wanted = state.places.len();
                 return Err(Error::timeout(
                     format!("{wanted} consumers of {name:?} ({came} came)"),
                     wait.limit(),
                 ));
             }
-            drop(self.changed.wait_timeout(state, slice));
+            let lacks_words = |state: &mut RingState| state.words().is_none();
+            drop((self.changed).wait_timeout_while(self.lock(), slice, lacks_words));
         }
     }
 

@@ -2,6 +2,7 @@
 
 mod ends;
 
+use std::cell::Cell;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::SeqCst;
 use std::thread;
@@ -84,6 +85,24 @@ fn check_words(side: &HostRing, item: u64, words: u64) {
         let found = unsafe { side.slot(item).cast::<u64>().add(index as usize).read() };
         assert_eq!(found, item * 1000 + index, "item {item}");
     }
+}
+
+#[test]
+fn a_start_that_is_cancelled_when_the_last_consumer_has_come_starts_nothing() {
+    let place = Place::new();
+    let producer = place.builder().build().unwrap();
+    let consumer = Cell::new(None);
+    let cancelled = || {
+        consumer.set(Some(place.open().unwrap()));
+        true
+    };
+    let wait = Wait::at_most(LIMIT).unless(&cancelled);
+    let told = producer.wait_for_consumers(wait);
+    assert!(matches!(told, Err(Error::Timeout { .. })), "{told:?}");
+    // Its place is free again.
+    drop(consumer.take());
+    let _next = place.open().unwrap();
+    producer.wait_for_consumers(LIMIT).unwrap();
 }
 
 #[test]
