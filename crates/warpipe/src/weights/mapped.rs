@@ -7,7 +7,7 @@
 use std::collections::HashSet;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::exports::PieceFd;
 use super::held::{Held, KnownParts, PartialVersion, places};
@@ -250,24 +250,15 @@ impl Mapped {
         next: Placed<'_>,
         wait: &Wait<'_>,
     ) -> Result<()> {
-        let mut lies = self.lies.locked();
-        let number = lies.number;
-        if number != former.held.version.number {
-            return Err(Error::argument(
-                "weights",
-                format!("version {}", former.held.version.number),
-                format!("version {number}, which another follower took at these addresses"),
-            ));
-        }
-        let mut changed = vec![false; self.memory.len()];
-        let ids = former.parts().into_iter().zip(next.parts());
-        for ((memory, (was, is)), changed) in self.memory.iter().zip(ids).zip(&mut changed) {
-            // What may have been left without memory was claimed.
-            *changed = was.id != is.id || (!lies.is_whole && memory.claim());
-            if *changed {
-                wait.poll(CLAIM, || Ok(memory.claim()))?;
-            }
-        }
+        let mut claimed = None;
+        // The lock is not held from one poll to the next: a cancellation is asked in between.
+        wait.poll(CLAIM, || {
+            claimed = self.claim_changed(former, next)?;
+            Ok(claimed.is_some())
+        })?;
+        let Some((mut lies, changed)) = claimed else {
+            unreachable!("the poll ends with it");
+        };
         // SAFETY: the caller's promise.
         if let Err(error) = unsafe { self.map(next, &changed) } {
             // The first failure is the one to report.
@@ -283,6 +274,35 @@ impl Mapped {
             is_whole: true,
         };
         Ok(())
+    }
+
+    /// Claims the parts that `next` has other memory for, and returns which these are; `None` while
+    /// another opener has one.
+    fn claim_changed(
+        &self,
+        former: Placed<'_>,
+        next: Placed<'_>,
+    ) -> Result<Option<(MutexGuard<'_, Lying>, Vec<bool>)>> {
+        let lies = self.lies.locked();
+        let number = lies.number;
+        if number != former.held.version.number {
+            return Err(Error::argument(
+                "weights",
+                format!("version {}", former.held.version.number),
+                format!("version {number}, which another follower took at these addresses"),
+            ));
+        }
+        let parts = former.parts().into_iter().zip(next.parts());
+        let mut changed = Vec::with_capacity(self.memory.len());
+        for (memory, (was, is)) in self.memory.iter().zip(parts) {
+            // What may have been left without memory was claimed.
+            let is_other = was.id != is.id;
+            changed.push(is_other || (!lies.is_whole && memory.claim()));
+            if is_other && !memory.claim() {
+                return Ok(None);
+            }
+        }
+        Ok(Some((lies, changed)))
     }
 
     /// # Safety

@@ -1,6 +1,7 @@
 //! Versions of memory that readers and keepers have already. **This module is marked for unsafe**: it
 //! publishes tensors by address.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
@@ -16,6 +17,7 @@ use crate::hostile::in_a_forked_child;
 use crate::ipc::OutgoingReply;
 use crate::memory::Memory;
 use crate::tensor::{DType, Layout};
+use crate::wait::Wait;
 use crate::weights::exports::PieceFd;
 use crate::weights::held::{Held, KnownParts, PartialVersion};
 use crate::weights::keeper::{KeeperReply, KeeperRequest};
@@ -372,6 +374,34 @@ fn a_follower_whose_addresses_were_used_waits_until_other_openers_have_closed_th
     drop(first);
     assert_eq!(follower.update(&stream, WAIT).unwrap(), Some(2));
     assert_eq!(tensor.memory().to_vec(WAIT).unwrap(), [2; 900]);
+}
+
+#[test]
+fn a_cancellation_is_asked_while_other_threads_can_look_at_the_weights_that_a_follower_changes() {
+    let stage = Stage::new();
+    let _keeper = stage.keeper();
+    drop(stage.publish(1));
+    let _opened = stage.opener().open(WAIT).unwrap();
+    let shared = stage.opener().open(WAIT).unwrap();
+    assert!(shared.tensor("a").is_some());
+    let (clone, mut follower) = (shared.clone(), shared.follow());
+    drop(stage.publish(2));
+    let next = stage.opener().open(WAIT).unwrap();
+    let was_free = Cell::new(false);
+    let cancelled = || {
+        let ((look, looked), clone) = (channel(), clone.clone());
+        std::thread::spawn(move || look.send(clone.is_whole()));
+        was_free.set(looked.recv_timeout(Duration::from_secs(5)).is_ok());
+        true
+    };
+    let stream = stage.device.stream().unwrap();
+    let wait = Wait::at_most(WAIT).unless(&cancelled);
+    let failed = follower.take(&next, &stream, wait).unwrap_err();
+    assert!(
+        matches!(&failed, Error::Timeout { what, .. } if what.contains("other weights")),
+        "{failed}"
+    );
+    assert!(was_free.get());
 }
 
 #[test]
