@@ -21,6 +21,7 @@ use crate::kernel::{Kernel, KernelLaunch};
 use crate::memory::slice::check_range;
 use crate::memory::{DeviceSlice, Memory};
 use crate::stream::Stream;
+use crate::wait::Wait;
 
 /// Part of the manifest's format, as the next.
 const LEAF_BYTES: u64 = 16 << 10;
@@ -174,8 +175,11 @@ fn of_blocks(blocks: &[u8], length: u64) -> ContentHash {
 ///
 /// # Errors
 /// As [`begin_to_hash`] and [`PendingHashes::finish`].
-pub(super) fn hash_memory(tensors: &[(&DeviceSlice, u64, u64)]) -> Result<Vec<ContentHash>> {
-    begin_to_hash(tensors)?.finish()
+pub(super) fn hash_memory(
+    tensors: &[(&DeviceSlice, u64, u64)],
+    wait: &Wait<'_>,
+) -> Result<Vec<ContentHash>> {
+    begin_to_hash(tensors)?.finish_unless_cancelled(wait)
 }
 
 /// Has the device hash tensors, as [`hash_memory`] does, and does not wait for it.
@@ -253,6 +257,10 @@ impl PendingHashes {
     /// # Errors
     /// [`Error::Timeout`] when the device is busy for that long; [`Error::Driver`].
     pub(super) fn finish(self) -> Result<Vec<ContentHash>> {
+        self.finish_unless_cancelled(&COPY_TIMEOUT.into())
+    }
+
+    fn finish_unless_cancelled(self, wait: &Wait<'_>) -> Result<Vec<ContentHash>> {
         let Some(Enqueued {
             stream,
             scratch,
@@ -261,7 +269,7 @@ impl PendingHashes {
         else {
             return Ok(Vec::new());
         };
-        stream.synchronize(COPY_TIMEOUT)?;
+        stream.synchronize(wait.cancellable_within(COPY_TIMEOUT))?;
         let of_all = scratch.of_blocks(&stream)?;
         let mut rest = &of_all[..];
         let of_tensor = |&length: &u64| {
@@ -477,7 +485,7 @@ mod tests {
             .zip(offsets)
             .map(|(tensor, offset)| (&*memory, offset, tensor.len() as u64))
             .collect();
-        let found = hash_memory(&places).unwrap();
+        let found = hash_memory(&places, &COPY_TIMEOUT.into()).unwrap();
         for (tensor, found) in tensors.iter().zip(found) {
             assert_eq!(found, content_hash(tensor), "{} bytes", tensor.len());
         }

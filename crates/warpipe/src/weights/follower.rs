@@ -97,7 +97,7 @@ impl SharedWeights {
         let found = HeldVersion::after(domain, name, device, after, now, &known);
         let (keeper, mut next) = found?;
         next.places_in(manifest)?;
-        next.hold(&keeper)?;
+        next.hold(&keeper, now)?;
         Ok(next)
     }
 }

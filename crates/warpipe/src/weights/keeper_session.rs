@@ -181,9 +181,9 @@ impl KeeperSession {
 
     /// Tells the keeper that this process serves a holder of the version `number`. A keeper that
     /// replies has the name still, so the next one finds the holder.
-    pub(super) fn tell_holding(&self, number: u64) -> Result<()> {
+    pub(super) fn tell_holding(&self, number: u64, wait: &Wait<'_>) -> Result<()> {
         let holding = KeeperRequest::Holding { number };
-        self.request(&holding, &Duration::ZERO.into()).map(|_| ())
+        self.request(&holding, wait).map(|_| ())
     }
 
     /// A version of the keeper's, with the checked manifest; or the number of a candidate.

@@ -142,19 +142,25 @@ impl Opener<SharedWeights> {
     pub fn verify<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<u64> {
         let name = weights_name(self.name())?;
         let (domain, device) = (self.chosen_domain()?, self.chosen_device());
-        let found = wait_for_hashes(&domain, &name, &wait.into())?;
-        verify(&name, &device, found)
+        let wait = &wait.into();
+        let found = wait_for_hashes(&domain, &name, wait)?;
+        verify(&name, &device, found, wait)
     }
 }
 
 /// Compares the content hashes of a version, and tells its keeper.
-fn verify(name: &EndpointName, device: &Device, found: FoundVersion) -> Result<u64> {
+fn verify(
+    name: &EndpointName,
+    device: &Device,
+    found: FoundVersion,
+    wait: &Wait<'_>,
+) -> Result<u64> {
     let (keeper, held, manifest) = found;
     // Of the descriptors that the keeper has, and not of what may be mapped here already.
     let memory = parts(&held, &manifest).map(|part| part.map_alone(device));
     let memory = memory.collect::<Result<Vec<SharedMemory>>>()?;
     let slices: Vec<&DeviceSlice> = memory.iter().map(|memory| &**memory).collect();
-    let tensors = damaged_tensors(&slices, &manifest)?;
+    let tensors = damaged_tensors(&slices, &manifest, wait)?;
     let (version, is_hashed) = (held.version, manifest.is_hashed());
     let checked = KeeperRequest::Checked {
         version,
@@ -214,7 +220,7 @@ impl SharedWeights {
         let known = |found: &PartialVersion| known_parts(publisher, device, found);
         let (keeper, mut version) = HeldVersion::after(domain, name, device, after, wait, &known)?;
         let mapped = Mapped::of(device, publisher, &version.held, &version.manifest)?;
-        version.hold(&keeper)?;
+        version.hold(&keeper, wait)?;
         let places = (0..mapped.memory.len() as u32).collect();
         Ok(SharedWeights::of(Arc::new(mapped), places, version))
     }
@@ -359,13 +365,13 @@ impl HeldVersion {
     }
 
     /// Holds it for keepers that begin later.
-    pub(super) fn hold(&mut self, keeper: &KeeperSession) -> Result<()> {
+    pub(super) fn hold(&mut self, keeper: &KeeperSession, wait: &Wait<'_>) -> Result<()> {
         let (domain, name) = (&self.domain, &self.name);
         let is_own = domain.owner() == rustix::process::geteuid().as_raw();
         if is_own {
             clear_dead(domain, name.as_str());
             let holder = Holder::serve(domain, name.as_str(), self.held.clone())?;
-            tell_keepers(domain, name, keeper, self.held.version.number);
+            tell_keepers(domain, name, (keeper, self.held.version.number), wait);
             self.holder = Some(Arc::new(holder));
         }
         Ok(())
@@ -395,10 +401,16 @@ impl SharedTensor {
 /// meanwhile may have asked the holders before this one was there: it must not give the number to
 /// another version. The weights are valid in any case, and a keeper that begins later finds the
 /// holder.
-fn tell_keepers(domain: &Domain, name: &EndpointName, keeper: &KeeperSession, number: u64) {
-    if keeper.tell_holding(number).is_err() {
-        let next = KeeperSession::open(domain, name, &Duration::ZERO.into());
-        let _ = next.and_then(|next| next.tell_holding(number));
+fn tell_keepers(
+    domain: &Domain,
+    name: &EndpointName,
+    (keeper, number): (&KeeperSession, u64),
+    wait: &Wait<'_>,
+) {
+    let now = &wait.cancellable_within(Duration::ZERO);
+    if keeper.tell_holding(number, now).is_err() {
+        let next = KeeperSession::open(domain, name, now);
+        let _ = next.and_then(|next| next.tell_holding(number, now));
     }
 }
 

@@ -5,12 +5,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::{Stage, WAIT, byte_of};
-use crate::backend::testing::{Failing, Wrapped};
+use crate::backend::testing::{Counting, Failing, Wrapped};
 use crate::device::Device;
 use crate::error::Error;
 use crate::hostile::in_a_forked_child;
 use crate::memory::Memory;
 use crate::tensor::{DType, Layout};
+use crate::wait::Wait;
 use crate::weights::held::Held;
 use crate::weights::holder::Holder;
 use crate::weights::keeper_session::offer_to_keeper;
@@ -128,6 +129,29 @@ fn a_forked_child_waits_for_no_hashes_of_its_parent_and_disturbs_nothing() {
     });
     let (_, published) = held.unwrap();
     assert!(published.wait_for_hashes(WAIT).unwrap());
+    assert_eq!(stage.opener().verify(WAIT).unwrap(), 1);
+}
+
+#[test]
+fn a_check_that_is_cancelled_while_the_device_hashes_gives_no_verdict() {
+    let stage = Stage::new();
+    let keeper = stage.keeper();
+    let bytes = vec![1; 64 << 20];
+    let layout = Layout::contiguous(DType::U8, &[bytes.len() as u64]).unwrap();
+    let weights = Weights::from_bytes(&stage.device, [("a", layout, &bytes[..])]).unwrap();
+    let _published = weights.publish(&stage.domain, "w", WAIT).unwrap();
+    drop(keeper);
+    let keeper = stage.keeper();
+    let backend = Wrapped::new(stage.device.backend().clone(), Counting::default());
+    let opener = stage.opener();
+    let opener = opener.device(&Device::from_backend(backend.clone()));
+    let cancelled = || backend.hook().calls().contains_key("launch");
+    let told = opener.verify(Wait::at_most(WAIT).unless(&cancelled));
+    assert!(matches!(told, Err(Error::Timeout { .. })), "{told:?}");
+    assert_eq!(
+        (keeper.candidate().unwrap(), keeper.version().unwrap()),
+        (Some(1), None)
+    );
     assert_eq!(stage.opener().verify(WAIT).unwrap(), 1);
 }
 

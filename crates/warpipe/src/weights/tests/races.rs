@@ -1,9 +1,10 @@
 //! Peers that end, answer wrongly or are asked at a bad moment.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::SocketFlags;
@@ -14,9 +15,10 @@ use crate::error::Error;
 use crate::fork::CloseOnForkFd;
 use crate::ipc::domain::{EndpointName, NameClaim};
 use crate::ipc::{
-    AccessPolicy, Address, ClientInfo, IpcServer, Kind, OutgoingReply, Rejection, RequestHandler,
-    ServerCore, decode,
+    AccessPolicy, Address, ClientInfo, IpcServer, Kind, OutgoingReply, REPLY_TIMEOUT, Rejection,
+    RequestHandler, ServerCore, decode,
 };
+use crate::mutex::LockUnpoisoned;
 use crate::runtime::closer::PeerFd;
 use crate::wait::Wait;
 use crate::weights::exports::PieceFd;
@@ -147,19 +149,47 @@ fn a_reader_tells_its_number_once_its_holder_is_there_and_to_the_next_keeper_if_
 }
 
 #[test]
+fn a_reader_that_is_cancelled_does_not_wait_for_a_keeper_to_note_what_it_holds() {
+    let stage = Stage::new();
+    let weights = stage.weights(1);
+    let held = weights.held_for_tests(9);
+    let is_asked = Arc::new(AtomicBool::new(false));
+    let asked = is_asked.clone();
+    let (go, held_up) = channel::<()>();
+    let held_up = Mutex::new(held_up);
+    let _server = stage.scripted(move |_, _, request| match request {
+        KeeperRequest::Holding { .. } => {
+            asked.store(true, SeqCst);
+            let _ended = held_up.locked().recv();
+            noted()
+        }
+        _ => version(&held),
+    });
+    let cancelled = || is_asked.load(SeqCst);
+    let start = Instant::now();
+    let shared = stage
+        .opener()
+        .open(Wait::at_most(Duration::MAX).unless(&cancelled));
+    let took = start.elapsed();
+    drop(go);
+    assert_eq!(byte_of(&shared.unwrap()), 1);
+    assert!(took < REPLY_TIMEOUT / 2, "{took:?}");
+}
+
+#[test]
 fn a_keeper_gives_no_number_that_a_process_holds_which_it_did_not_find() {
     let stage = Stage::new();
     let _keeper = stage.keeper();
     let name = weights_name("w").unwrap();
     let session = KeeperSession::open(&stage.domain, &name, &WAIT.into()).unwrap();
     assert_eq!(stage.publish(1).version(), 1);
-    session.tell_holding(9).unwrap();
-    session.tell_holding(4).unwrap();
+    session.tell_holding(9, &WAIT.into()).unwrap();
+    session.tell_holding(4, &WAIT.into()).unwrap();
     assert_eq!(stage.publish(2).version(), 10);
     // Numbers have an end. A number behind it counts for nothing.
-    session.tell_holding(u64::MAX).unwrap();
+    session.tell_holding(u64::MAX, &WAIT.into()).unwrap();
     assert_eq!(stage.publish(3).version(), 11);
-    session.tell_holding(1 << 48).unwrap();
+    session.tell_holding(1 << 48, &WAIT.into()).unwrap();
     let full = stage.weights(3).publish(&stage.domain, "w", WAIT);
     assert!(
         matches!(&full, Err(Error::Refused { text, .. }) if text.contains("281474976710656")),
