@@ -150,7 +150,7 @@ def test_an_update_waits_for_the_streams_work_and_changes_nothing_in_time_or_whe
     gate = warpipe.Timeline.create("gate", **options)
     warpipe.Timeline.open("gate", **options).wait(1, stream=stream)
     try:
-        with pytest.raises(TimeoutError, match="the work on this memory"):
+        with pytest.raises(TimeoutError, match="the end of the stream's work"):
             follower.update(stream, timeout=0.05)
         assert follower.version == 1
         timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))

@@ -134,7 +134,7 @@ impl PoolBuilder {
 /// stream.synchronize(Duration::from_secs(1))?;
 /// let ticket = buffer.lend(Access::Read)?; // a text, for a peer
 ///
-/// let lent = LentBuffer::open(&ticket, &device)?; // in any process of this user
+/// let lent = LentBuffer::open(&ticket, &device, Duration::ZERO)?; // in any process of this user
 /// assert_eq!(&lent.to_vec(Duration::from_secs(1))?[..10], b"for a peer");
 /// lent.free(&stream)?; // behind the work on the stream
 /// buffer.free(&stream)?; // used again when both are past it

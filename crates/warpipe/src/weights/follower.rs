@@ -30,7 +30,7 @@ use crate::wait::Wait;
 /// # let publish = |bytes| Weights::from_bytes(&device, [("bias", layout, bytes)])?.publish(&domain, "llama", wait);
 /// let first = publish(&b"abc"[..])?;
 /// let opener = SharedWeights::opener("llama").domain(&domain).device(&device);
-/// let mut follower = opener.open()?.follow();
+/// let mut follower = opener.open(wait)?.follow();
 /// let bias = follower.weights().tensor("bias").expect("it was published");
 ///
 /// let second = publish(&b"xyz"[..])?;

@@ -128,7 +128,7 @@ impl Drop for OwnedRawEvent {
 /// let event = Event::builder().domain(&domain).device(&device).build()?;
 /// let text = event.handle()?.to_string(); // to another process, in any way
 ///
-/// let other = Event::open(&text.parse::<EventHandle>()?, &device)?;
+/// let other = Event::open(&text.parse::<EventHandle>()?, &device, Duration::ZERO)?;
 /// let (writing, reading) = (device.stream()?, device.stream()?);
 /// assert!(other.wait(&reading).is_err()); // never recorded: there is nothing to wait for
 /// event.record(&writing, Duration::from_secs(1))?; // behind the work that is on `writing` so far; `other` may record, too
