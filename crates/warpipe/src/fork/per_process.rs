@@ -66,7 +66,7 @@ impl<T: Default + Send> PerProcess<Mutex<T>> {
 
 impl<T> fmt::Debug for PerProcess<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Own")
+        f.write_str("PerProcess")
     }
 }
 

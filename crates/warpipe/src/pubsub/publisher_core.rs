@@ -184,7 +184,7 @@ impl PublisherCore {
     pub(super) fn close(self: &Arc<PublisherCore>) {
         self.acceptor.iter().for_each(|it| it.close());
         let mut state = self.lock();
-        if std::mem::replace(&mut state.closed, true) {
+        if std::mem::replace(&mut state.is_closed, true) {
             return;
         }
         let partners = state.close_links();
@@ -207,8 +207,4 @@ impl PublisherCore {
             DropReadiness::from(is_past && core.lock().history.complete_due(&core.fences))
         });
     }
-}
-
-fn own_pid() -> i32 {
-    std::process::id() as i32
 }

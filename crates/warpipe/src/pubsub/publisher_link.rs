@@ -107,7 +107,7 @@ pub(crate) struct ReceiverEnd {
     reads_socket: bool,
     /// Of a link with replies, once there is one: the sender of the other ring; and the number of
     /// the link there.
-    other_end: OnceLock<(Weak<dyn OtherEnd>, u64)>,
+    partner: OnceLock<(Weak<dyn PartnerCore>, u64)>,
     fault: Mutex<LinkFault>,
     set_aside: SetAside,
     pub(super) monitor: PublisherMonitor,
@@ -130,7 +130,7 @@ pub(crate) struct ReceiverEnd {
 }
 
 /// The sender of the other ring of a link with replies. It reads the socket for both.
-pub(in crate::pubsub) trait OtherEnd: Send + Sync {
+pub(in crate::pubsub) trait PartnerCore: Send + Sync {
     /// As [`connection::read_out`], for its link with this number.
     fn read_out(&self, link: u64);
 }
@@ -143,7 +143,7 @@ impl PublisherLink {
         replies: Option<Segment>,
         end: LinkEnd,
         doorbell: &Arc<LocalDoorbell>,
-        other_end: Option<(Weak<dyn OtherEnd>, u64)>,
+        partner: Option<(Weak<dyn PartnerCore>, u64)>,
     ) -> Result<Arc<PublisherLink>> {
         let (segment, reactor) = (Arc::new(segment), Reactor::of_process()?);
         let streams = Arc::<StreamSet>::default();
@@ -153,9 +153,9 @@ impl PublisherLink {
             owner_process: OwnerProcess::current(),
             terms,
             doorbell: doorbell.clone(),
-            reads_socket: replies.is_none() && other_end.is_none(),
+            reads_socket: replies.is_none() && partner.is_none(),
             replies: Mutex::new(replies),
-            other_end: other_end.map_or_else(OnceLock::new, OnceLock::from),
+            partner: partner.map_or_else(OnceLock::new, OnceLock::from),
             fault: Mutex::default(),
             set_aside: SetAside::default(),
             monitor: PublisherMonitor::new(&segment),
@@ -176,10 +176,10 @@ impl ReceiverEnd {
     /// The ring of the replies, once: `other`, their sender, reads the socket from now on.
     pub(in crate::pubsub) fn take_replies(
         &self,
-        other: (Weak<dyn OtherEnd>, u64),
+        other: (Weak<dyn PartnerCore>, u64),
     ) -> Option<Segment> {
         let replies = self.replies.locked().take()?;
-        let _ = self.other_end.set(other);
+        let _ = self.partner.set(other);
         Some(replies)
     }
 
@@ -206,7 +206,7 @@ impl ReceiverEnd {
 
     /// Whether no more samples come over it.
     pub(super) fn has_ended(&self) -> bool {
-        self.link_state() != SenderState::Open
+        self.sender_state() != SenderState::Open
     }
 
     pub(super) fn regions(&self) -> MutexGuard<'_, Vec<(u32, Arc<Region>)>> {
@@ -214,12 +214,12 @@ impl ReceiverEnd {
     }
 
     #[inline]
-    pub(super) fn link_state(&self) -> SenderState {
-        self.monitor.link_state()
+    pub(super) fn sender_state(&self) -> SenderState {
+        self.monitor.sender_state()
     }
 
-    fn set_link_state(&self, link_state: SenderState) {
-        self.monitor.set_link_state(link_state);
+    fn set_link_state(&self, sender_state: SenderState) {
+        self.monitor.set_link_state(sender_state);
         self.doorbell.ring();
     }
 
@@ -232,7 +232,7 @@ impl ReceiverEnd {
         if self.is_dead() {
             return PeerState::Dead;
         }
-        self.end.peer_state(match self.link_state() {
+        self.end.peer_state(match self.sender_state() {
             SenderState::Suspect | SenderState::Failed => Some(PeerState::Suspect),
             SenderState::Closed | SenderState::Evicted => Some(PeerState::Leaving),
             SenderState::Open => None,
@@ -243,7 +243,7 @@ impl ReceiverEnd {
     pub(super) fn why_over(&self) -> Error {
         let mut fault = self.fault.locked();
         let (name, reason) = (self.terms.name.clone(), fault.reason.clone());
-        match (fault.error.take(), self.link_state()) {
+        match (fault.error.take(), self.sender_state()) {
             (Some(error), _) => error,
             (None, SenderState::Evicted) => Error::Evicted { name, reason },
             (None, SenderState::Failed) => Error::LinkClosed {
@@ -251,8 +251,8 @@ impl ReceiverEnd {
                 name,
                 reason,
             },
-            (None, link_state) => {
-                let graceful = link_state == SenderState::Closed;
+            (None, sender_state) => {
+                let graceful = sender_state == SenderState::Closed;
                 Error::peer_gone(Kind::Publisher, name, self.end.peer.pid, graceful)
             }
         }
@@ -269,7 +269,7 @@ impl ReceiverEnd {
         // Before the message: its answer may end the link at once, for a later reason.
         let mut fault = self.fault.locked();
         // Also of a publisher that has closed: why its last samples are not received.
-        if matches!(self.link_state(), SenderState::Open | SenderState::Closed) {
+        if matches!(self.sender_state(), SenderState::Open | SenderState::Closed) {
             fault.keep(error);
         }
         drop(fault);
@@ -306,7 +306,7 @@ impl ReceiverEnd {
             // Each brings a descriptor: a publisher that goes on sending them is not read.
             Message::Region { .. } if self.has_ended() => return Err(message),
             // Not needed.
-            Message::CloseRegion { .. } if self.link_state() == SenderState::Failed => {}
+            Message::CloseRegion { .. } if self.sender_state() == SenderState::Failed => {}
             Message::Region { id, bytes } => {
                 self.change_soon(move |link| link.map(id, bytes, &fds))
             }
@@ -320,7 +320,7 @@ impl ReceiverEnd {
 impl ConnectionUser for ReceiverEnd {
     fn on_message(&self, _: u64) -> Next {
         connection::read(self.end.socket(), &self.terms.name, |received| {
-            if self.link_state() == SenderState::Failed {
+            if self.sender_state() == SenderState::Failed {
                 // Further messages of this publisher are not needed, however many it sends.
                 return Next::Stop;
             }
@@ -349,7 +349,7 @@ impl ConnectionUser for ReceiverEnd {
         trace::emit(|| TraceEvent::OwnerDied(self.terms.name.clone(), self.end.peer.pid));
         if self.reads_socket {
             connection::read_out(self, 0);
-        } else if let Some((other, link)) = self.other_end.get()
+        } else if let Some((other, link)) = self.partner.get()
             && let Some(other) = other.upgrade()
         {
             other.read_out(*link);

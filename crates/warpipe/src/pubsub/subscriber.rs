@@ -182,13 +182,13 @@ impl Subscriber {
         let found = until_found(&domain, wait, &mut arrivals, is_passing, || {
             let attached = self.at.attach(wait);
             let link = attached.inspect_err(|_| statistics::write_slow_paths())?;
-            self.attached_by(link)
+            self.attach_to(link)
         });
         self.arrivals = arrivals.filter(|_| keeps);
         found
     }
 
-    fn attached_by(&mut self, link: Arc<PublisherLink>) -> Result<()> {
+    fn attach_to(&mut self, link: Arc<PublisherLink>) -> Result<()> {
         watch_descriptor(&self.readable, link.end.peer_doorbell.as_fd(), WAKE)
             .inspect_err(|_| link.leave())?;
         self.row.set_domain(self.at.domain.identity());
@@ -267,9 +267,10 @@ impl Subscriber {
     /// until the sample's data is complete.
     ///
     /// # Errors
-    /// [`Error::Timeout`]; [`Error::DescriptorLimit`] or [`Error::DeviceMemory`] when this process
-    /// lacks resources for the memory of a sample, which closes the link; [`Error::PeerGone`] once every sample that the publisher completed has been
-    /// received (not with `reconnect`); [`Error::Evicted`]; [`Error::Protocol`];
+    /// [`Error::Timeout`]; [`Error::PeerGone`] once every sample that the publisher completed has been
+    /// received (not with `reconnect`); [`Error::Evicted`]; [`Error::Protocol`], and
+    /// [`Error::DescriptorLimit`] or [`Error::DeviceMemory`] when this process lacks resources for the
+    /// memory of a sample: these close the link, which is [`Error::LinkClosed`] from then on;
     /// [`Error::Capturing`] for a stream that is being captured, and nothing is taken;
     /// [`Error::Forked`]; errors of the device.
     pub fn receive<'w>(&mut self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<Sample> {
@@ -306,7 +307,7 @@ impl Subscriber {
             if pause.is_zero() {
                 return self.end_wait(wait);
             }
-            self.sleep(pause.min(self.patience()));
+            self.sleep(pause.min(self.longest_sleep()));
             self.wake_up();
             if let Some(sample) = self.poll(stream)? {
                 return Ok(sample);
@@ -394,7 +395,7 @@ impl Subscriber {
         };
         self.attempt = None;
         let link = result.inspect_err(|_| statistics::write_slow_paths())?;
-        self.attached_by(link).map(|()| true)
+        self.attach_to(link).map(|()| true)
     }
 
     /// Begins the handshake with the next publisher.

@@ -50,7 +50,7 @@ impl RetainedSlot {
         let mut turn = SendTurn::begin(core, sending, core.lock());
         let state = &mut *turn.state;
         state.reclaim(&core.fences, false);
-        if state.closed {
+        if state.is_closed {
             return Ok(Forwarded::NoRoom);
         }
         let link = state.find(to).filter(|link| link.is_live());

@@ -145,13 +145,13 @@ fn record_post(
     match posted {
         Ok((input, position)) => {
             guard.table.store_input(job, input, position.is_some());
-            let result = position.map_or(DeliveryResult::Nobody, DeliveryResult::At);
+            let result = position.map_or(DeliveryResult::NoWorker, DeliveryResult::At);
             (result, Ok(job))
         }
         Err(SendError { error, sample }) => {
             // If the worker may have seen the entry, its answer must find a lease, but no job.
             let result = if sample.is_some() {
-                DeliveryResult::Nobody
+                DeliveryResult::NoWorker
             } else {
                 DeliveryResult::Unconfirmed
             };

@@ -97,7 +97,7 @@ pub(super) enum DeliveryResult {
     At(u64),
     /// The worker may have been given an entry without a valid job: its answer is discarded.
     Unconfirmed,
-    Nobody,
+    NoWorker,
 }
 
 #[derive(Debug)]
@@ -173,7 +173,7 @@ impl<I, R> JobTable<I, R> {
     }
 
     /// The number of the next job, and whether no other job waits to be delivered before it.
-    pub(super) fn next_job(&mut self) -> (u64, bool) {
+    pub(super) fn next_job(&self) -> (u64, bool) {
         (self.next_job, self.waiting.is_empty())
     }
 
@@ -280,7 +280,7 @@ impl<I, R> JobTable<I, R> {
                 }
                 // No sample has position 0.
                 DeliveryResult::Unconfirmed => leases.set_position(tag, 0, now),
-                DeliveryResult::Nobody => _ = leases.remove(tag),
+                DeliveryResult::NoWorker => _ = leases.remove(tag),
             }
         } else if let (DeliveryResult::At(position), Some(reason)) = (result, submit.end) {
             // The worker is gone and has not answered.
@@ -294,7 +294,7 @@ impl<I, R> JobTable<I, R> {
     /// The call that submits has panicked: no worker has the job.
     pub(super) fn abort_submit(&mut self) {
         if let Some(job) = self.submit.as_ref().map(|submit| submit.tag.job) {
-            self.finish_submit(DeliveryResult::Nobody, Duration::ZERO);
+            self.finish_submit(DeliveryResult::NoWorker, Duration::ZERO);
             self.cancel(job);
         }
     }

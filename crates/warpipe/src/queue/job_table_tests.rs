@@ -33,7 +33,7 @@ fn submit(table: &mut Table) -> u64 {
     };
     table.insert(tag, None, Vec::new());
     table.store_input(job, "input", false);
-    table.finish_submit(DeliveryResult::Nobody, Duration::ZERO);
+    table.finish_submit(DeliveryResult::NoWorker, Duration::ZERO);
     job
 }
 
@@ -274,7 +274,7 @@ fn begin_submit(table: &mut Table, worker: u64) -> (u64, DeliveryTag) {
 /// The driver refuses the submit of a job that no worker has seen.
 fn withdraw(table: &mut Table, job: u64) {
     table.undo_insert(job, true);
-    table.finish_submit(DeliveryResult::Nobody, Duration::ZERO);
+    table.finish_submit(DeliveryResult::NoWorker, Duration::ZERO);
 }
 
 #[test]
@@ -324,6 +324,6 @@ fn a_job_that_its_worker_returns_before_its_submit_came_to_nothing_waits_once() 
     let given = begin_submit(&mut table, 1);
     answer(&mut table, given, AnswerKind::Returned);
     table.store_input(given.1.job, "input", false);
-    table.finish_submit(DeliveryResult::Nobody, Duration::ZERO);
+    table.finish_submit(DeliveryResult::NoWorker, Duration::ZERO);
     assert_eq!(Vec::from_iter(table.waiting.clone()), [given.1.job]);
 }

@@ -16,16 +16,16 @@ use crate::wait::Wait;
 
 /// The worker's end, shared by its leases.
 #[derive(Debug)]
-pub(super) struct ResultPublisher {
+pub(super) struct AnswerPublisher {
     pub(super) publisher: Publisher,
     queue: String,
     queue_pid: i32,
     owner_process: OwnerProcess,
 }
 
-impl ResultPublisher {
-    pub(super) fn new(publisher: Publisher, queue: String, jobs: &Subscriber) -> ResultPublisher {
-        ResultPublisher {
+impl AnswerPublisher {
+    pub(super) fn new(publisher: Publisher, queue: String, jobs: &Subscriber) -> AnswerPublisher {
+        AnswerPublisher {
             publisher,
             queue,
             queue_pid: jobs.publisher_pid().unwrap_or_default(),
@@ -101,7 +101,7 @@ impl ResultPublisher {
 pub struct AnswerHandle {
     tag: DeliveryTag,
     stream: Stream,
-    results: Arc<ResultPublisher>,
+    answers: Arc<AnswerPublisher>,
     is_done: bool,
 }
 
@@ -140,7 +140,7 @@ impl AnswerHandle {
     /// # Errors
     /// Those of [`Publisher::loan`](crate::Publisher::loan).
     pub fn output(&self, layout: &Layout) -> Result<Loan> {
-        self.results
+        self.answers
             .publisher
             .loan(layout)
             .map(|sample| Loan::of_lease(sample, self.tag))
@@ -225,7 +225,7 @@ impl AnswerHandle {
             output: output.map(Box::new),
         };
         let check = |output| self.check_output(output);
-        let checked = self.results.owner_process.check();
+        let checked = self.answers.owner_process.check();
         if let Err(error) = checked.and_then(|()| output.as_ref().map_or(Ok(()), check)) {
             return Err(failed(error, output));
         }
@@ -233,14 +233,14 @@ impl AnswerHandle {
         output
             .iter_mut()
             .for_each(|output| output.sample.stay_behind(stream));
-        let (results, has_output) = (&self.results, output.is_some());
-        let owner = match results.owner() {
+        let (answers, has_output) = (&self.answers, output.is_some());
+        let owner = match answers.owner() {
             Ok(owner) => owner,
             Err(error) => return Err(failed(error, output)),
         };
         let empty = || {
             let layout = Layout::bytes_only(0)?;
-            results.publisher.loan_within(&layout, wait).map(Loan::new)
+            answers.publisher.loan_within(&layout, wait).map(Loan::new)
         };
         let output = output.map_or_else(empty, Ok);
         let Loan {
@@ -265,7 +265,7 @@ impl AnswerHandle {
             });
             match error {
                 Error::LinkClosed { reason, .. } => {
-                    failed(results.queue_gone(reason, false), output)
+                    failed(answers.queue_gone(reason, false), output)
                 }
                 error => failed(error, output),
             }
@@ -275,7 +275,7 @@ impl AnswerHandle {
     /// An error unless this loan is one for a result of this lease.
     fn check_output(&self, output: &Loan) -> Result<()> {
         let describe = |tag: DeliveryTag| format!("of job {}, attempt {}", tag.job, tag.attempt);
-        if !self.results.publisher.lent(&output.sample) {
+        if !self.answers.publisher.lent(&output.sample) {
             let found = format!("a loan of somebody else, {:?}", output.layout());
             return Err(Error::argument(
                 "output",
@@ -307,13 +307,13 @@ impl Drop for AnswerHandle {
         let mut sent = self.send_failure(&self.stream.clone());
         if let Err(Error::Capturing { .. }) = sent {
             // The answer has no data to follow, so any stream will do.
-            let other = self.results.publisher.device().stream();
+            let other = self.answers.publisher.device().stream();
             sent = other.and_then(|stream| self.send_failure(&stream));
         }
         if let Err(error) = sent
             && !self.is_done
         {
-            self.results.close_link(&error);
+            self.answers.close_link(&error);
         }
     }
 }
@@ -347,13 +347,13 @@ impl Lease {
         input: Sample,
         tag: DeliveryTag,
         stream: &Stream,
-        results: &Arc<ResultPublisher>,
+        answers: &Arc<AnswerPublisher>,
     ) -> Lease {
         Lease {
             answer_handle: AnswerHandle {
                 tag,
                 stream: stream.clone(),
-                results: results.clone(),
+                answers: answers.clone(),
                 is_done: false,
             },
             input,
@@ -383,7 +383,7 @@ impl Lease {
 
     /// The process that owns the job's queue: of a request the client.
     pub fn queue_pid(&self) -> i32 {
-        self.answer_handle.results.queue_pid()
+        self.answer_handle.answers.queue_pid()
     }
 
     /// `CLOCK_MONOTONIC` nanoseconds by which the answer is wanted, if at all.

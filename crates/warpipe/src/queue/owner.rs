@@ -121,7 +121,7 @@ impl Queue {
         Ok(self.submit(input, stream)?)
     }
 
-    /// With a deadline that is sent to the worker.
+    /// [`submit_within`](Self::submit_within) with a deadline that is sent to the worker; 0 is none.
     pub(crate) fn submit_before(
         &self,
         input: Loan,

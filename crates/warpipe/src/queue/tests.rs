@@ -338,7 +338,7 @@ fn results_that_are_kept_hold_up_no_job() {
     let fixture = QueueFixture::new();
     let queue = fixture.queue();
     let worker = fixture.worker();
-    let answers = worker.results.clone();
+    let answers = worker.answers.clone();
     let working = std::thread::spawn({
         let (mut worker, stream) = (worker, fixture.stream.clone());
         move || {

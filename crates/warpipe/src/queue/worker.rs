@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::lease::{Lease, ResultPublisher};
+use super::lease::{AnswerPublisher, Lease};
 use super::wire::DeliveryTag;
 use crate::clock::now_ns;
 use crate::device::Device;
@@ -77,10 +77,10 @@ impl WorkerBuilder {
             })
             .loan_timeout(self.answer_timeout)
             .build_over(&jobs)?;
-        let answers = ResultPublisher::new(answers, self.name, &jobs);
+        let answers = AnswerPublisher::new(answers, self.name, &jobs);
         Ok(Worker {
             jobs,
-            results: Arc::new(answers),
+            answers: Arc::new(answers),
         })
     }
 }
@@ -95,7 +95,7 @@ impl WorkerBuilder {
 pub struct Worker {
     /// Declared first: the jobs end before the answers.
     pub(crate) jobs: Subscriber,
-    pub(super) results: Arc<ResultPublisher>,
+    pub(super) answers: Arc<AnswerPublisher>,
 }
 
 impl Worker {
@@ -110,12 +110,12 @@ impl Worker {
 
     /// The queue's name.
     pub fn queue(&self) -> &str {
-        self.results.queue()
+        self.answers.queue()
     }
 
     /// The process that owns the queue.
     pub fn queue_pid(&self) -> i32 {
-        self.results.queue_pid()
+        self.answers.queue_pid()
     }
 
     /// Takes the next job, and waits for it if there is none. `stream` will wait, on the device,
@@ -141,7 +141,7 @@ impl Worker {
     /// Checks the queue's metadata. A job past its deadline is answered and not begun.
     fn begin(&mut self, sample: Sample, stream: &Stream) -> Result<Option<Lease>> {
         let tag = DeliveryTag::decode(sample.metadata()).map_err(|wrong| self.jobs.fail(wrong))?;
-        let lease = Lease::new(sample, tag, stream, &self.results);
+        let lease = Lease::new(sample, tag, stream, &self.answers);
         if tag.deadline_ns != 0 && tag.deadline_ns <= now_ns() {
             return match lease.expire() {
                 // Dropped, the lease has failed, or has ended the link: this wait goes on.
@@ -157,7 +157,7 @@ impl Worker {
         match error {
             Error::Timeout { .. } => wait
                 .timed_out(|| format!("a job of {:?} (its queue has none to give)", self.queue())),
-            Error::PeerGone { graceful, .. } => self.results.queue_gone("", graceful),
+            Error::PeerGone { graceful, .. } => self.answers.queue_gone("", graceful),
             // The queue lives, and goes on without this worker.
             Error::Evicted { reason, .. } | Error::LinkClosed { reason, .. } => Error::LinkClosed {
                 kind: Kind::Queue,

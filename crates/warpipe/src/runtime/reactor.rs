@@ -157,10 +157,10 @@ impl Reactor {
         let reactor = reserve::fill()
             .and_then(|()| Reactor::start(OVERDUE_AFTER))
             .inspect_err(|_| reserve::give_up())?;
-        let reaper = Arc::downgrade(&reactor);
+        let me = Arc::downgrade(&reactor);
         unreclaimed::on_retry_due(move || {
-            // To wake it.
-            let reactor = reaper.upgrade().into_iter();
+            // Wakes the reaper.
+            let reactor = me.upgrade().into_iter();
             reactor.for_each(|reactor| reactor.defer_drop(Box::new(())));
         });
         Ok(current.insert(reactor).clone())
@@ -334,11 +334,11 @@ impl Reactor {
         tag: u64,
     ) {
         let me = self.clone();
-        let deal = move || {
+        let call = move || {
             me.call(id, target, tag);
             me.rearm(id);
         };
-        self.run_on_control_thread(Box::new(deal));
+        self.run_on_control_thread(Box::new(call));
     }
 
     /// Re-arms a descriptor after its [`ONCE`] event; does nothing if the registration has ended.

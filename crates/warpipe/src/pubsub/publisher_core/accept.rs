@@ -11,7 +11,7 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, Weak};
 
 use super::super::link_end::LinkEnd;
-use super::super::publisher_link::{OtherEnd, PublisherLink, RingTerms};
+use super::super::publisher_link::{PartnerCore, PublisherLink, RingTerms};
 use super::super::subscriber_link::{LinkPhase, SubscriberLink};
 use super::PublisherCore;
 use super::state::PublisherState;
@@ -74,7 +74,7 @@ impl PublisherCore {
             .welcome(&welcome, their_wake, self.fences.published(), chunks)
             .map_err(|error| Error::os("sendmsg", format!("the link to process {pid}"), error))
             .and_then(|()| self.watch(&mut link));
-        match welcomed.is_ok() && !state.closed {
+        match welcomed.is_ok() && !state.is_closed {
             true => state.add(link),
             false => self.reactor.defer_drop(Box::new(link)),
         }
@@ -124,15 +124,9 @@ impl PublisherCore {
             lossless: true,
         };
         let end = link.end.of_replies();
-        let other_end: (Weak<dyn OtherEnd>, u64) = (self.this.clone(), link.id);
-        let partner = PublisherLink::new(
-            terms,
-            segment,
-            None,
-            end,
-            &observer.doorbell,
-            Some(other_end),
-        )?;
+        let sender: (Weak<dyn PartnerCore>, u64) = (self.this.clone(), link.id);
+        let partner =
+            PublisherLink::new(terms, segment, None, end, &observer.doorbell, Some(sender))?;
         partner.watch(ORPHAN_TIMEOUT)?;
         link.partner = Some(partner);
         // Of the memory in which the replies lie.
@@ -371,7 +365,7 @@ impl ConnectionOwner for PublisherCore {
     }
 }
 
-impl OtherEnd for PublisherCore {
+impl PartnerCore for PublisherCore {
     fn read_out(&self, link: u64) {
         connection::read_out(self, link);
     }
@@ -470,7 +464,6 @@ impl EventSource for PublisherCore {
 
     fn on_tick(&self, now_ns: u64) {
         self.acceptor.iter().for_each(|it| it.tick());
-        // Checked with every tick.
         let mut state = self.lock();
         state.links.iter().for_each(|link| link.beat(now_ns));
         state.history.complete_due(&self.fences);

@@ -3,7 +3,7 @@
 
 use super::super::builder::Policy;
 use super::state::{Recipients, SendTurn};
-use super::{POLLS, PublisherCore, own_pid};
+use super::{POLLS, PublisherCore};
 use crate::backoff::Backoff;
 use crate::clock::Stopwatch;
 use crate::error::{Error, Result};
@@ -30,13 +30,13 @@ impl PublisherCore {
         loop {
             let sending = self.lock_sending(wait)?;
             let state = self.lock();
-            if state.closed {
-                let name = self.name.clone();
-                return Err(Error::peer_gone(Kind::Publisher, name, own_pid(), true));
+            if state.is_closed {
+                let (name, pid) = (self.name.clone(), std::process::id() as i32);
+                return Err(Error::peer_gone(Kind::Publisher, name, pid, true));
             }
             state.check(to, &self.name)?;
             // Room does not depend on which slots have been reclaimed.
-            let Some(full) = state.links.iter().find(|link| to.await_it(link)) else {
+            let Some(full) = state.links.iter().find(|link| to.waits_for(link)) else {
                 let (Some(wait), Some(pid)) = (wait, waited_for.take()) else {
                     return Ok(SendTurn::begin(self, sending, state));
                 };

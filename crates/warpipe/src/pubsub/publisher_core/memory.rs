@@ -17,13 +17,13 @@ use crate::runtime::fence::{Fence, StreamSet};
 use crate::stream::Stream;
 use crate::wait::Wait;
 
-/// A loan of at most so many bytes takes a free slot without looking for released ones, but for
-/// one in [`LOOK_EVERY`]. Longer slots are used again at once: their memory would leave the caches.
-pub(super) const UNLOOKED_BYTES_MAX: u64 = 64 << 10;
+/// A loan of at most so many bytes takes a free slot and reclaims no released ones, but for one in
+/// [`RECLAIM_EVERY`]. Longer slots are used again at once: their memory would leave the caches.
+pub(super) const SHORT_BYTES_MAX: u64 = 64 << 10;
 
-/// Looking costs a cache line that the subscriber's CPU has just written; several at once cost
+/// To reclaim costs a cache line that the subscriber's CPU has just written; several at once cost
 /// hardly more.
-pub(super) const LOOK_EVERY: u32 = 8;
+pub(super) const RECLAIM_EVERY: u32 = 8;
 
 /// Reports when a slot is free again. See [`SampleMut::returned`](crate::SampleMut::returned).
 #[derive(Debug, Clone)]
@@ -126,15 +126,15 @@ impl PublisherCore {
         }
     }
 
-    /// Takes a slot that is free or released. Most loans do not look for released ones. A new region
+    /// Takes a slot that is free or released. Most loans do not reclaim. A new region
     /// is made only when no slot can be reclaimed, not even one behind a sample that is held long.
     #[inline]
     fn take_free(&self, state: &mut PublisherState, bytes: u64) -> Option<SlotId> {
-        if bytes <= UNLOOKED_BYTES_MAX
-            && state.unlooked_loans + 1 < LOOK_EVERY
+        if bytes <= SHORT_BYTES_MAX
+            && state.loans_since_reclaim + 1 < RECLAIM_EVERY
             && let Some(slot) = state.arena.take(bytes)
         {
-            state.unlooked_loans += 1;
+            state.loans_since_reclaim += 1;
             return Some(slot);
         }
         [false, true].into_iter().find_map(|is_thorough| {

@@ -56,7 +56,7 @@ pub(in crate::pubsub) enum Recipients {
     /// The subscriber with this id.
     One(u64),
     /// The subscriber with this id, if it has room, while the slot stays held for others; or
-    /// nobody.
+    /// none.
     Keep(Option<u64>),
 }
 
@@ -72,7 +72,7 @@ impl Recipients {
 
     /// Whether a send must wait for room on this link.
     #[inline]
-    pub(super) fn await_it(self, link: &SubscriberLink) -> bool {
+    pub(super) fn waits_for(self, link: &SubscriberLink) -> bool {
         self.include(link) && link.is_live() && link.policy.is_lossless() && link.room().is_none()
     }
 }
@@ -100,13 +100,13 @@ pub(in crate::pubsub) struct PublisherState {
     pub(super) signals: Vec<StreamOp>,
     pub(super) packed: PackedEntry,
     pub(in crate::pubsub) next_sequence: u64,
-    pub(in crate::pubsub) closed: bool,
+    pub(in crate::pubsub) is_closed: bool,
     /// Its row of this process's statistics page.
     pub(in crate::pubsub) row: EndpointRow,
     /// A thread sends.
     pub(super) is_sending: bool,
-    /// Loans since released slots were last looked for.
-    pub(super) unlooked_loans: u32,
+    /// Loans since released slots were last reclaimed.
+    pub(super) loans_since_reclaim: u32,
 }
 
 impl PublisherState {
@@ -127,10 +127,10 @@ impl PublisherState {
             signals: Vec::new(),
             packed: PackedEntry::default(),
             next_sequence: 1,
-            closed: false,
+            is_closed: false,
             row,
             is_sending: false,
-            unlooked_loans: 0,
+            loans_since_reclaim: 0,
         }
     }
 
@@ -182,7 +182,7 @@ impl PublisherState {
     /// held long.
     #[inline]
     pub(in crate::pubsub) fn reclaim(&mut self, fences: &SlotFences, thorough: bool) {
-        self.unlooked_loans = 0;
+        self.loans_since_reclaim = 0;
         let arena = &mut self.arena;
         for link in &mut self.links {
             link.reclaim(thorough, |slot| arena.release(slot));

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-use super::memory::{LOOK_EVERY, UNLOOKED_BYTES_MAX};
+use super::memory::{RECLAIM_EVERY, SHORT_BYTES_MAX};
 use crate::backend::testing::{Counting, Holding, Wrapped};
 use crate::device::Device;
 use crate::error::Error;
@@ -441,9 +441,9 @@ fn slots_used(stage: &Stage, publisher: &Publisher, bytes: u64) -> usize {
 fn short_slots_that_are_released_are_lent_again_after_a_few_loans_and_long_ones_at_once() {
     let stage = Stage::new("look");
     let publisher = stage.publisher();
-    let short = slots_used(&stage, &publisher, UNLOOKED_BYTES_MAX);
-    assert!(short <= LOOK_EVERY as usize + 1, "{short}");
-    let long = slots_used(&stage, &publisher, UNLOOKED_BYTES_MAX + 1);
+    let short = slots_used(&stage, &publisher, SHORT_BYTES_MAX);
+    assert!(short <= RECLAIM_EVERY as usize + 1, "{short}");
+    let long = slots_used(&stage, &publisher, SHORT_BYTES_MAX + 1);
     assert!(long <= 2, "{long}");
 }
 
@@ -453,11 +453,11 @@ fn a_loan_for_which_there_is_no_other_slot_gets_a_released_one_at_once() {
     let limit = 2 << 20;
     let builder = stage.builder().memory_limit(limit);
     let publisher = builder.loan_timeout(Duration::ZERO).build().unwrap();
-    let layout = Layout::bytes_only(UNLOOKED_BYTES_MAX).unwrap();
-    let all_but_one: Vec<_> = (1..limit / UNLOOKED_BYTES_MAX)
+    let layout = Layout::bytes_only(SHORT_BYTES_MAX).unwrap();
+    let all_but_one: Vec<_> = (1..limit / SHORT_BYTES_MAX)
         .map(|_| publisher.loan(&layout).unwrap())
         .collect();
-    assert_eq!(slots_used(&stage, &publisher, UNLOOKED_BYTES_MAX), 1);
+    assert_eq!(slots_used(&stage, &publisher, SHORT_BYTES_MAX), 1);
     drop(all_but_one);
 }
 

@@ -41,7 +41,7 @@ impl SenderState {
 #[derive(Debug)]
 pub(in crate::pubsub) struct PublisherMonitor {
     segment: Arc<Segment>,
-    link_state: AtomicU8,
+    sender_state: AtomicU8,
     /// The publisher is proven dead, or [orphaned](crate::ipc::peer::DeathEvidence::Orphaned), and
     /// stuck streams are rescued.
     dead: AtomicBool,
@@ -68,7 +68,7 @@ impl PublisherMonitor {
         let words = || (0..segment.depth()).map(|_| AtomicU64::new(0));
         PublisherMonitor {
             segment: segment.clone(),
-            link_state: AtomicU8::new(SenderState::Open as u8),
+            sender_state: AtomicU8::new(SenderState::Open as u8),
             dead: AtomicBool::new(false),
             held: words().collect(),
             lost: words().collect(),
@@ -127,14 +127,16 @@ impl PublisherMonitor {
     }
 
     #[inline]
-    pub(super) fn link_state(&self) -> SenderState {
-        SenderState::from_bits(self.link_state.load(SeqCst))
+    pub(super) fn sender_state(&self) -> SenderState {
+        SenderState::from_bits(self.sender_state.load(SeqCst))
     }
 
     /// Moves away from `Open`, once.
-    pub(super) fn set_link_state(&self, link_state: SenderState) {
-        let (open, now) = (SenderState::Open as u8, link_state as u8);
-        let _ = self.link_state.compare_exchange(open, now, SeqCst, SeqCst);
+    pub(super) fn set_link_state(&self, sender_state: SenderState) {
+        let (open, now) = (SenderState::Open as u8, sender_state as u8);
+        let _ = self
+            .sender_state
+            .compare_exchange(open, now, SeqCst, SeqCst);
     }
 
     /// Records a position that is handed out. Returns whether the publisher is dead, so that no

@@ -70,7 +70,7 @@ impl ReceiverEnd {
         let link = self.me.clone();
         self.reactor.run_on_control_thread(Box::new(move || {
             let Some(link) = link.upgrade() else { return };
-            let is_needed = || link.link_state() != SenderState::Failed;
+            let is_needed = || link.sender_state() != SenderState::Failed;
             if is_needed()
                 && let Err(error) = change(&link)
                 && is_needed()

@@ -153,15 +153,15 @@ impl LinkReceiver {
     fn next(&mut self) -> Result<Option<RawSample>> {
         // Read before the ring: samples sent before the end must be found before the end is
         // reported.
-        let link_state = self.link.link_state();
-        if link_state == SenderState::Failed {
+        let sender_state = self.link.sender_state();
+        if sender_state == SenderState::Failed {
             return Err(self.link.why_over());
         }
         if let Some(kept) = self.taken.take() {
             return Ok(Some(kept));
         }
         match self.take_new() {
-            Ok(None) if link_state == SenderState::Open || self.is_region_due() => {
+            Ok(None) if sender_state == SenderState::Open || self.is_region_due() => {
                 self.check_missing_region().map(|()| None)
             }
             Ok(None) => Err(self.link.why_over()),
@@ -331,10 +331,11 @@ impl LinkReceiver {
         self.link.fail(Error::protocol(name, field, found, allowed));
         self.link.why_over()
     }
+
     /// Whether [`take`](Self::take) is worth a call; cheap.
     #[inline]
     pub(crate) fn may_have_news(&self) -> bool {
-        self.ring.may_have_news() || self.link.link_state() != SenderState::Open
+        self.ring.may_have_news() || self.link.sender_state() != SenderState::Open
     }
 
     /// Sets whether the sender is asked to ring [`descriptor`](Self::descriptor) with each sample.
@@ -352,7 +353,7 @@ impl LinkReceiver {
     }
 
     /// Drains the descriptor.
-    pub(crate) fn quiet(&self) {
+    pub(crate) fn drain(&self) {
         self.link.end.peer_doorbell.drain();
     }
 
@@ -405,7 +406,7 @@ mod tests {
         drop(publisher);
         let attached = subscriber.attached.as_mut().unwrap();
         let start = Instant::now();
-        while attached.link.link_state() == SenderState::Open || attached.link.is_mapping() {
+        while attached.link.sender_state() == SenderState::Open || attached.link.is_mapping() {
             assert!(start.elapsed() < Duration::from_secs(10));
             std::thread::yield_now();
         }

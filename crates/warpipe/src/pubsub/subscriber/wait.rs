@@ -43,7 +43,7 @@ impl EventSource for TickRinger {
 
 impl Subscriber {
     /// How long a sleep may last before the next poll without a wake-up.
-    pub(super) fn patience(&self) -> Duration {
+    pub(super) fn longest_sleep(&self) -> Duration {
         if self.must_look_again() {
             RETRY
         } else {
@@ -124,7 +124,7 @@ impl Subscriber {
         if rung & WAKE != 0
             && let Some(attached) = &self.attached
         {
-            attached.quiet();
+            attached.drain();
             if attached.link.end.peer_doorbell.is_closed() {
                 // The closed doorbell would be readable for ever; the local doorbell reports the
                 // end itself.

@@ -166,7 +166,7 @@ impl Dispatcher {
         self: &Arc<Self>,
         wait: impl Into<Wait<'w>>,
         mut look: impl FnMut(&mut StateGuard<'_>) -> Option<Result<T>>,
-        what: impl FnOnce(&State) -> Error,
+        late: impl FnOnce(&State) -> Error,
     ) -> Result<T> {
         self.owner_process.check()?;
         let wait = wait.into();
@@ -181,7 +181,7 @@ impl Dispatcher {
         let (mut seen, mut must_ask) = (None, false);
         loop {
             if must_ask && self.without_polling(guard, || wait.is_cancelled()) {
-                break Err(what(guard));
+                break Err(late(guard));
             }
             self.process_events(guard);
             let is_new = seen.is_some_and(|seen| seen != guard.table.revision);
@@ -208,7 +208,7 @@ impl Dispatcher {
             }
             let left = wait.time_left();
             if left.is_zero() {
-                break Err(what(guard));
+                break Err(late(guard));
             }
             // Never between the look and the sleep: what comes without the lock wakes no thread that
             // does not sleep yet.
@@ -346,7 +346,7 @@ impl Dispatcher {
                     .lock()
                     .session(id)
                     .into_iter()
-                    .for_each(|session| session.answers.quiet()),
+                    .for_each(|session| session.answers.drain()),
             }
         }
         !events.is_empty()
