@@ -812,8 +812,7 @@ typedef struct {
   const warpipe_domain *domain;
   // The device to work with, which holds the replies; the first GPU by default, else the host.
   const warpipe_device *device;
-  // The most clients at once; 256 by default. Each takes four descriptors, and a fifth once a
-  // reply has waited for room.
+  // The most clients at once; 256 by default. Each takes four descriptors.
   size_t clients_max;
   // The most device memory that the replies to one client may take, in bytes; 4 GiB by default.
   uint64_t memory_limit;

@@ -81,8 +81,7 @@ pub struct warpipe_server_options {
     pub domain: *const warpipe_domain,
     /// The device to work with, which holds the replies; the first GPU by default, else the host.
     pub device: *const warpipe_device,
-    /// The most clients at once; 256 by default. Each takes four descriptors, and a fifth once a
-    /// reply has waited for room.
+    /// The most clients at once; 256 by default. Each takes four descriptors.
     pub clients_max: usize,
     /// The most device memory that the replies to one client may take, in bytes; 4 GiB by default.
     pub memory_limit: u64,

@@ -183,7 +183,9 @@ pub(crate) use option_setters;
 /// [`SharedWeights::opener`](crate::weights::SharedWeights::opener).
 ///
 /// Opening waits for the name to exist: [`Duration::ZERO`] asks for what is there. An owner that
-/// closes, or dies, before the object is open counts as none: the wait goes on.
+/// closes, or dies, before the object is open counts as none: the wait goes on. A wait that is
+/// cancelled ends with the error of a name that is not there, or with `Timeout` where its owner does
+/// not answer.
 #[derive(Debug, Clone)]
 pub struct Opener<T> {
     name: String,
@@ -197,7 +199,7 @@ pub(crate) struct Attachment<'w> {
     pub(crate) device: Device,
     pub(crate) session: ClientSession,
     pub(crate) reply: IncomingReply,
-    /// What waits for further answers of the owner.
+    /// For further answers of the owner.
     pub(crate) wait: Wait<'w>,
 }
 

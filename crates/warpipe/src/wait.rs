@@ -15,8 +15,9 @@ pub(crate) const SLICE: Duration = Duration::from_millis(50);
 /// How long a call may wait, and what else ends the wait. A `Duration` is one, from the call on;
 /// `Duration::ZERO` asks for what is there.
 ///
-/// A call that its wait ended returns [`Error::Timeout`], or, where it waited for memory, which limit
-/// left no room. It has had no effect: it has taken nothing, and memory that was handed to it is in
+/// A call that its wait ended returns [`Error::Timeout`], or says what was missing:
+/// [`Error::NotFound`] a name, [`Error::MemoryLimit`] memory, [`Error::QueueFull`] room. It has had
+/// no effect: it has taken nothing, and memory that was handed to it is in
 /// the error. After a wait of zero `Timeout` costs next to nothing, so it can be polled with.
 ///
 /// ```

@@ -217,7 +217,7 @@ impl Drop for Inner {
     /// A client that has shares goes on with them: their owners stay until it has released them,
     /// or is proven dead.
     fn drop(&mut self) {
-        // First: a client that was admitted later would have shares that nobody looks at.
+        // First: a client that was admitted later would have shares that are not looked at.
         self.server.close();
         let shares = self.shares.clone();
         let reactor = self.server.server_core().reactor();

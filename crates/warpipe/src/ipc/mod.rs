@@ -70,7 +70,7 @@ pub(crate) use messages;
 pub(crate) const BODY_BYTES_MAX: usize = 768;
 
 /// The most descriptors in one reply: the system lets 253 through, and fewer where a user has many
-/// in sockets that nobody reads.
+/// in sockets that are not read.
 pub(crate) const FDS_MAX: usize = 64;
 
 /// The serial number of a reply to no request: see [`ServerCore::tell`].

@@ -37,8 +37,7 @@ pub(crate) struct ClientSession {
 opaque_debug!(ClientSession { inner });
 
 impl ClientSession {
-    /// Connects, and waits up to `wait` for the server to exist. Returns the session and the first
-    /// reply.
+    /// Connects, and waits for the server to exist. Returns the session and the first reply.
     ///
     /// [`Error::NotFound`] when no server has the name, [`Error::OtherKind`],
     /// [`Error::AccessDenied`], [`Error::Refused`], [`Error::Handshake`]; [`Error::Timeout`] when
@@ -243,9 +242,9 @@ impl ClientSession {
 /// client earlier.
 const FIND_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Waits until a name has an owner that admits this process, at most `timeout`: tries again after
-/// the errors that are passing. Watches the domain with `arrivals` meanwhile, or with an instance of
-/// its own.
+/// Waits until a name has an owner that admits this process: tries again after the errors that are
+/// passing, and returns the last of them when the wait is over. Watches the domain with `arrivals`
+/// meanwhile, or with an instance of its own.
 pub(crate) fn until_found<'w, T>(
     domain: &Domain,
     wait: impl Into<Wait<'w>>,

@@ -117,7 +117,7 @@ impl MappedRegion {
         let _former = std::mem::replace(&mut *self.region.lease.locked(), lease);
     }
 
-    /// Waits for the streams that work on it, at most `timeout`.
+    /// Waits for the streams that work on it.
     pub(super) fn wait_idle(&self, wait: &Wait<'_>) -> Result<()> {
         wait_for(self.region.streams(), wait)
     }

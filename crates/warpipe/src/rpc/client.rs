@@ -115,7 +115,7 @@ impl Client {
     /// No server begins the request later.
     ///
     /// # Errors
-    /// [`Error::QueueFull`], with the loan; [`Error::Driver`]; [`Error::Forked`].
+    /// As [`Queue::submit`].
     pub fn request(
         &self,
         input: Loan,

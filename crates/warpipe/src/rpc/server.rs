@@ -67,8 +67,7 @@ impl ServerBuilder {
         self
     }
 
-    /// The most clients at once: 256 by default. Each takes four descriptors, and a fifth
-    /// once a reply has waited for room.
+    /// The most clients at once: 256 by default. Each takes four descriptors.
     pub fn clients_max(mut self, clients: usize) -> Self {
         self.clients_max = clients;
         self
@@ -110,7 +109,7 @@ impl ServerBuilder {
     }
 }
 
-/// A client whose name was found.
+/// A client of which the name was found.
 #[derive(Debug)]
 struct ClientEntry {
     /// The tag of its worker's events.

@@ -23,7 +23,7 @@ pub(crate) struct Attempt<T: Send + 'static> {
 struct AttemptState<T> {
     is_cancelled: AtomicBool,
     result: Mutex<Option<Result<T>>>,
-    /// Ends what an attempt has made and nobody has taken.
+    /// Ends what an attempt has made, unless it was taken.
     discard: fn(T),
 }
 

@@ -105,11 +105,11 @@ impl TimelineBuilder {
 }
 
 impl Opener<Timeline> {
-    /// Opens an existing timeline of any process, including this one.
+    /// Opens a timeline of any process, including this one, and waits for it to exist.
     ///
     /// # Errors
     /// [`Error::NotFound`], [`Error::OtherKind`], [`Error::AccessDenied`], [`Error::Handshake`],
-    /// [`Error::Protocol`], or an error of the device or the system.
+    /// [`Error::Timeout`], [`Error::Protocol`], or an error of the device or the system.
     pub fn open<'w>(self, wait: impl Into<Wait<'w>>) -> Result<Timeline> {
         self.open_with(Kind::Timeline, &[], &wait.into(), Timeline::import)
     }
@@ -182,7 +182,7 @@ pub struct Timeline {
 
 enum TimelineRole {
     Owner {
-        /// Dropped first: nobody opens a timeline that ends.
+        /// Dropped first: no process opens a timeline that ends.
         _server: IpcServer,
         signals: LeakOnFork<OwnerSignals>,
     },
@@ -210,7 +210,7 @@ impl Timeline {
     /// and with the preferred device. [`opener`](Self::opener) has options.
     ///
     /// # Errors
-    /// As [`Opener`]`::open`.
+    /// As for [`Opener::open`].
     pub fn open(name: &str) -> Result<Timeline> {
         Timeline::opener(name).open(Duration::ZERO)
     }

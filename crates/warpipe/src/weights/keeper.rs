@@ -388,7 +388,7 @@ impl OfferSlot {
     /// Fetches the offer of `client` and tells the result.
     fn run(self, client: u64, endpoint: &str) {
         let server = self.0.server.wait().clone();
-        // The keeper has gone, or goes: nobody would be told of the version.
+        // The keeper has gone, or goes: no process would be told of the version.
         if server.upgrade().is_none() {
             return;
         }

@@ -2,7 +2,7 @@
 //! has the version, the publisher keeps what owns the memory.
 //!
 //! It is a pipe. Its writing end goes with the version's descriptors to each process that has it,
-//! and nobody writes. The publisher watches the reading end, which hangs up when the last copy of
+//! and nothing is written. The publisher watches the reading end, which hangs up when the last copy of
 //! the other one is closed: by a process that gave the version up, or by the system at its death.
 
 use std::fmt;

@@ -58,7 +58,7 @@ impl Imports for CudaBackend {
             Ok(()) => Ok(region),
             Err(error) => {
                 // The first failure is the one to report.
-                // SAFETY: made here, and given to nobody.
+                // SAFETY: made here, and handed to no other code.
                 if unsafe { self.release_pieces(&mut region) }.is_err() {
                     self.held.fetch_sub(bytes, Ordering::Relaxed);
                     self.owe(region);

@@ -95,7 +95,7 @@ pub(super) fn import(fds: &[BorrowedFd<'_>], piece: u64, access: Access) -> Resu
     };
     // SAFETY: the range was mapped just now for this, and nothing uses it yet.
     if let Err(error) = unsafe { map_over(&region, fds, piece, access) } {
-        // SAFETY: mapped here, and given to nobody.
+        // SAFETY: mapped here, and handed to no other code.
         let _ = unsafe { release(region) };
         return Err(error);
     }

@@ -48,7 +48,7 @@ impl Place {
     }
 
     /// Takes the place, for a process that has the lock file: one that waits for that has no place,
-    /// and keeps nobody from the name. False if the name has an owner all the same, without a locked
+    /// and keeps no process from the name. False if the name has an owner all the same, without a locked
     /// file. The place of a dying owner, which the file names, or of one that leaves, is free in a
     /// moment.
     pub(super) fn take(&self, author: Option<Author>) -> bool {
@@ -72,7 +72,7 @@ impl Place {
 }
 
 impl Domain {
-    /// The place of `name`, which nobody has taken by that. Where the file system has no such locks,
+    /// The place of `name`, which is not taken by that. Where the file system has no such locks,
     /// the lock file alone keeps the name.
     pub(super) fn place(&self, name: &EndpointName) -> Result<Place> {
         let directory = CloseOnForkFd::open(|| self.open_directory())

@@ -255,7 +255,7 @@ impl SessionState {
     }
 
     /// Has a session that is being dropped close when its last request is answered: a reply that
-    /// came after the close would lend something that nobody gives back. False if no request is
+    /// came after the close would lend something that is never given back. False if no request is
     /// open, or no reply would be read.
     pub(super) fn closes_later(self: &Arc<SessionState>) -> bool {
         let is_observed = !self.registrations.locked().is_empty();

@@ -221,7 +221,7 @@ impl Semaphore {
 /// That holds for 256 waiting threads on the machine; further threads wait for a wait slot, in no
 /// order.
 ///
-/// # When somebody dies
+/// # When a process dies
 ///
 /// * A holder: its permit comes back when its death is proven (its lifeline), after its last
 ///   possible access. The next holder continues; the user must deal with the dead holder's
