@@ -8,10 +8,10 @@
 //! `fork` waits for and which never waits itself. The CUDA driver's files ([`driver_files`]) and
 //! the [`lifeline`] are inherited on purpose; the child releases them in this order.
 //!
-//! A fork is three calls, at the end of this file: [`before_fork`] closes the gate ([`gate`]), which
-//! waits for sections and for other threads' forks; [`after_in_parent`] gives the parent's lifeline a
-//! socket that the child does not have, and opens the gate; [`after_in_child`] makes the parent's
-//! handles void, closes, and releases.
+//! A fork is three calls, at the end of this file: [`before_fork`] closes the gate ([`gate`]),
+//! which waits for sections and for other threads' forks; [`after_in_parent`] gives the parent's
+//! lifeline a socket that the child does not have, and opens the gate; [`after_in_child`] makes the
+//! parent's handles void, closes, and releases.
 
 pub(crate) mod driver_files;
 mod fd_table;

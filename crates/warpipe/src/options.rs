@@ -179,13 +179,14 @@ pub(crate) use option_setters;
 /// The options with which an endpoint of another process, or of this one, is opened by its name:
 /// from [`Timeline::opener`](crate::Timeline::opener),
 /// [`Semaphore::opener`](crate::Semaphore::opener),
-/// [`PoolClient::opener`](crate::PoolClient::opener), [`KernelRing::opener`](crate::KernelRing::opener) and
+/// [`PoolClient::opener`](crate::PoolClient::opener),
+/// [`KernelRing::opener`](crate::KernelRing::opener) and
 /// [`SharedWeights::opener`](crate::weights::SharedWeights::opener).
 ///
 /// Opening waits for the name to exist: [`Duration::ZERO`] asks for what is there. An owner that
 /// closes, or dies, before the object is open counts as none: the wait goes on. A wait that is
-/// cancelled ends with the error of a name that is not there, or with `Timeout` where its owner does
-/// not answer.
+/// cancelled ends with the error of a name that is not there, or with `Timeout` where its owner
+/// does not answer.
 #[derive(Debug, Clone)]
 pub struct Opener<T> {
     name: String,

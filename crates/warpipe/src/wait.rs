@@ -66,8 +66,8 @@ impl<'a> Wait<'a> {
 
     /// This wait, which also ends when `cancelled` returns true, with the same result as the end of
     /// the time. It is called before each sleep, which lasts 50 ms at most, and as often by a call
-    /// that polls. Once it has returned true, it is to go on so, and nothing is taken from a ring or a
-    /// queue. No lock is held while it runs.
+    /// that polls. Once it has returned true, it is to go on so, and nothing is taken from a ring
+    /// or a queue. No lock is held while it runs.
     pub fn unless(self, cancelled: &'a dyn Fn() -> bool) -> Wait<'a> {
         Wait {
             cancelled: Some(cancelled),

@@ -1,5 +1,5 @@
-//! The CUDA driver's files in a forked child. **This module is marked for unsafe**: it replaces them
-//! by number. Everything here is async-signal-safe.
+//! The CUDA driver's files in a forked child. **This module is marked for unsafe**: it replaces
+//! them by number. Everything here is async-signal-safe.
 //!
 //! CUDA does not survive a fork, but the driver's open files do, and as long as a child holds them
 //! the parent's device work goes on after the parent's death. So the child puts `/dev/null` in

@@ -1,5 +1,5 @@
-//! Sets of descriptor numbers, one of them those that a forked child closes. **This module is marked
-//! for unsafe**: it closes by number.
+//! Sets of descriptor numbers, one of them those that a forked child closes. **This module is
+//! marked for unsafe**: it closes by number.
 //!
 //! A set changes within a [`NoForkSection`](super::NoForkSection) alone, so a child finds its lock
 //! free; the child of a signal handler that interrupted a section may not, and closes nothing. To

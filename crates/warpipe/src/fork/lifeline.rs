@@ -45,8 +45,8 @@ pub(crate) struct Lifeline {
 /// process.
 const ALARM_FROM: u64 = 1000;
 
-/// A table of descriptors with this much room is not made larger for the alarm: a number near its end
-/// is above the driver's files.
+/// A table of descriptors with this much room is not made larger for the alarm: a number near its
+/// end is above the driver's files.
 const ROOM_ENOUGH: u64 = 256;
 
 /// A descriptor that forked children inherit until [`release_in_child`], identified by its file: a

@@ -1,8 +1,8 @@
 //! The library's threads. **This module is marked for unsafe**: it calls `pthread_create(3)`.
 //!
-//! The standard library's threads are not used. In a program in Rust each takes, as it begins and as
-//! it ends, a lock of the standard library's (of the table of guard pages). If another thread forks
-//! meanwhile, that lock stays locked in the child, and no such thread begins there any more.
+//! The standard library's threads are not used. In a program in Rust each takes, as it begins and
+//! as it ends, a lock of the standard library's (of the table of guard pages). If another thread
+//! forks meanwhile, that lock stays locked in the child, and no such thread begins there any more.
 
 use std::ffi::{CString, c_void};
 use std::mem::{MaybeUninit, forget};

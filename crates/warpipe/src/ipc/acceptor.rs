@@ -6,8 +6,8 @@
 //! or a publisher. The acceptor's events come on its owner's thread, and only the tick comes from
 //! another one. No call of the owner is made under the acceptor's lock.
 //!
-//! A peer for which this process has no descriptors or memory is refused ([`Message::NoRoom`]): it is
-//! accepted in the place of one in [`reserve`] to say so.
+//! A peer for which this process has no descriptors or memory is refused ([`Message::NoRoom`]): it
+//! is accepted in the place of one in [`reserve`] to say so.
 
 use std::collections::HashMap;
 use std::os::fd::AsFd;

@@ -194,8 +194,9 @@ impl ClientHandshake {
 }
 
 /// Sends the first message of a connection. The listener may let no descriptors in before it has
-/// checked the peer (see [`Listener::set_refusing`](crate::runtime::closer::Listener::set_refusing)). So
-/// the message is sent again until the listener lets it in, replies, or `limit` is over.
+/// checked the peer (see
+/// [`Listener::set_refusing`](crate::runtime::closer::Listener::set_refusing)). So the message is
+/// sent again until the listener lets it in, replies, or `limit` is over.
 fn send_first(
     socket: BorrowedFd<'_>,
     message: &Message,

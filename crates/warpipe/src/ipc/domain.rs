@@ -6,11 +6,11 @@
 //! is this library's if it says so (`warpipe PID NAMESPACE`), or is empty with the mode that only
 //! this library gives it; a socket is dead if the kernel refuses a connection to it.
 //!
-//! All paths are walked from the directory's own descriptor, verified when it is opened (`O_DIRECTORY |
-//! O_NOFOLLOW`, owner, mode), so no other process can swap the directory underneath. A directory that
-//! was removed is opened and verified again. That of an
-//! own domain is locked (`flock(LOCK_SH)`), so that systemd-tmpfiles leaves what is in use alone;
-//! that of another user's is opened with `O_PATH`, since it may let others pass and not read.
+//! All paths are walked from the directory's own descriptor, verified when it is opened
+//! (`O_DIRECTORY | O_NOFOLLOW`, owner, mode), so no other process can swap the directory
+//! underneath. A directory that was removed is opened and verified again. That of an own domain is
+//! locked (`flock(LOCK_SH)`), so that systemd-tmpfiles leaves what is in use alone; that of another
+//! user's is opened with `O_PATH`, since it may let others pass and not read.
 
 mod author;
 mod claim;

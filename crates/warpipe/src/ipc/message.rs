@@ -1,4 +1,5 @@
-//! The messages of a connection, a link's or a session's: small postcard messages with descriptors, one per packet.
+//! The messages of a connection, a link's or a session's: small postcard messages with descriptors,
+//! one per packet.
 //!
 //! A packet is an eight-byte frame (magic, version, zero) and the message; `SOCK_SEQPACKET` keeps
 //! packet boundaries. Nothing read here is trusted: lengths and counts of descriptors are exact or
@@ -259,8 +260,8 @@ pub(crate) enum Received {
 pub(crate) fn receive(socket: BorrowedFd<'_>, name: &str) -> Result<Received> {
     let mut packet = [0u8; PACKET_BYTES_MAX];
     let looked = past_reset(|| match peek(socket, &mut packet) {
-        // The kernel looks for a packet, and then whether the peer has closed. The peer's last packet
-        // may have come in between: the next look finds it.
+        // The kernel looks for a packet, and then whether the peer has closed. The peer's last
+        // packet may have come in between: the next look finds it.
         Ok((0, flags)) if !flags.contains(ReturnFlags::CTRUNC) => peek(socket, &mut packet),
         looked => looked,
     });

@@ -1,10 +1,10 @@
 //! Names, connections and sessions between processes, over Unix sockets.
 //!
 //! For every endpoint: [`domain`] (names), [`acceptor`] and [`client_handshake`] (the two ends of a
-//! handshake), [`message`], [`connection`], [`peer`] (the process at the other end, and the proof of
-//! its death). A publisher and its subscribers go on with a link of their own
-//! ([`pubsub`](crate::pubsub)); timelines, events, pools, semaphores, members, weights and memory have
-//! sessions:
+//! handshake), [`message`], [`connection`], [`peer`] (the process at the other end, and the proof
+//! of its death). A publisher and its subscribers go on with a link of their own
+//! ([`pubsub`](crate::pubsub)); timelines, events, pools, semaphores, members, weights and memory
+//! have sessions:
 //!
 //! An [`IpcServer`] owns an endpoint of the domain and answers requests. A [`ClientSession`]
 //! connects to it and is admitted with a first reply: bytes and descriptors (the shared words, a
@@ -320,8 +320,8 @@ pub(crate) trait SessionObserver: Send + Sync {
         self.on_orphaned();
     }
 
-    /// A reply came to a request after its caller had given up. Its contents count as received all the
-    /// same.
+    /// A reply came to a request after its caller had given up. Its contents count as received all
+    /// the same.
     fn on_stale_reply(&self, _request: &[u8], _incoming: IncomingReply) {}
 
     /// The server has sent a notification.

@@ -28,8 +28,8 @@ use crate::os;
 use crate::runtime::reactor::{EventSource, Reactor};
 use crate::wait::Wait;
 
-/// A session at a server of this or another process. Dropping it closes the session gracefully, once
-/// the requests that its callers have given up are answered.
+/// A session at a server of this or another process. Dropping it closes the session gracefully,
+/// once the requests that its callers have given up are answered.
 pub(crate) struct ClientSession {
     inner: LeakOnFork<Arc<SessionState>>,
 }

@@ -71,8 +71,8 @@ pub struct PublisherBuilder {
     /// Receives the changes of the set of subscribers. With an observer, each sample also signals
     /// its slot's fence word, so that it can be forwarded.
     pub(super) observer: Option<Arc<SubscriberChanges>>,
-    /// The depth of the ring of each subscriber's replies, which the observer's owner receives; 0 for
-    /// none.
+    /// The depth of the ring of each subscriber's replies, which the observer's owner receives; 0
+    /// for none.
     pub(super) replies: u32,
 }
 
@@ -83,11 +83,12 @@ impl PublisherBuilder {
         domain,
         /// The device that holds the samples; [`Device::preferred`] by default.
         device,
-        /// The most device memory that the samples may take, in bytes: 4 GiB by default. It is taken
-        /// as needed, in regions that double. Slots held by stopped or leaving subscribers may come on
-        /// top, at most as much again.
+        /// The most device memory that the samples may take, in bytes: 4 GiB by default. It is
+        /// taken as needed, in regions that double. Slots held by stopped or leaving subscribers
+        /// may come on top, at most as much again.
         memory_limit,
-        /// How long a subscriber may take to attach before its connection is closed: 5 s by default.
+        /// How long a subscriber may take to attach before its connection is closed: 5 s by
+        /// default.
         handshake_timeout,
         allow_uids,
         allow_gids,
@@ -150,16 +151,18 @@ impl PublisherBuilder {
     }
 
     /// This publisher forwards the samples of another one under their numbers: `source` is its
-    /// [`publisher_source`](crate::Subscriber::publisher_source). [`Publisher::skip_to`](crate::Publisher::skip_to) may leave
-    /// out numbers, and subscribers accept a gap under every policy. A subscriber that follows the
-    /// name from one forwarder of a source to the next one sees the numbers go on: it is told how
-    /// many samples are missing in between, and receives none twice.
+    /// [`publisher_source`](crate::Subscriber::publisher_source).
+    /// [`Publisher::skip_to`](crate::Publisher::skip_to) may leave out numbers, and subscribers
+    /// accept a gap under every policy. A subscriber that follows the name from one forwarder of a
+    /// source to the next one sees the numbers go on: it is told how many samples are missing in
+    /// between, and receives none twice.
     pub fn forwards(mut self, source: [u8; 16]) -> Self {
         self.forwards = Some(source);
         self
     }
 
-    /// How long [`Publisher::loan`](crate::Publisher::loan) waits for memory that is in use: 5 s by default.
+    /// How long [`Publisher::loan`](crate::Publisher::loan) waits for memory that is in use: 5 s by
+    /// default.
     pub fn loan_timeout(mut self, timeout: Duration) -> Self {
         self.loan_timeout = timeout;
         self

@@ -72,7 +72,8 @@ const STAMPED: u64 = 4;
 const SHIFTED: u64 = 8;
 const FLAGS: u64 = CONTIGUOUS | COMPLETED | STAMPED | SHIFTED;
 
-/// The most words of a description: packed, slot, time, offset, shape, strides, metadata, completion.
+/// The most words of a description: packed, slot, time, offset, shape, strides, metadata,
+/// completion.
 const WORDS_MAX: usize = 4 + 2 * RANK_MAX + META_BYTES_MAX / 8 + 2;
 const _: () = assert!(WORDS_MAX <= 58);
 

@@ -7,11 +7,11 @@
 //! publisher and each subscriber share a *link* that no third process shares: a socket (handshake,
 //! messages, descriptors), a sealed memfd (the *link segment*, in which samples are announced) and
 //! a wake channel. Each end is named after its peer: the publisher has a `SubscriberLink` for each
-//! subscriber, the subscriber a `PublisherLink`. A link *with replies* has a second ring in the other
-//! direction (a [`queue`](crate::queue)'s). Each process then has both types for it, *partners*: the
-//! `SubscriberLink` of the ring that it fills, which reads the socket for both, and the
-//! `PublisherLink` of the other ring. Each end of a ring has a `LinkEnd`: those of one process share
-//! the connection. Formats: `docs/design/protocol.md`. Deaths: `docs/design/recovery.md`.
+//! subscriber, the subscriber a `PublisherLink`. A link *with replies* has a second ring in the
+//! other direction (a [`queue`](crate::queue)'s). Each process then has both types for it,
+//! *partners*: the `SubscriberLink` of the ring that it fills, which reads the socket for both, and
+//! the `PublisherLink` of the other ring. Each end of a ring has a `LinkEnd`: those of one process
+//! share the connection. Formats: `docs/design/protocol.md`. Deaths: `docs/design/recovery.md`.
 
 mod builder;
 pub(crate) mod entry;

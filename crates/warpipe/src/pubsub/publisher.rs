@@ -33,9 +33,10 @@ impl PublisherBuilder {
     /// Takes the name and starts to listen.
     ///
     /// # Errors
-    /// [`Error::Name`](crate::Error::Name), [`Error::NameTaken`](crate::Error::NameTaken) (with the holder's pid), [`Error::ForeignFile`](crate::Error::ForeignFile),
-    /// [`Error::Domain`](crate::Error::Domain), [`Error::Argument`](crate::Error::Argument), or an error of the device or the system. On an error
-    /// nothing is left behind.
+    /// [`Error::Name`](crate::Error::Name), [`Error::NameTaken`](crate::Error::NameTaken) (with the
+    /// holder's pid), [`Error::ForeignFile`](crate::Error::ForeignFile),
+    /// [`Error::Domain`](crate::Error::Domain), [`Error::Argument`](crate::Error::Argument), or an
+    /// error of the device or the system. On an error nothing is left behind.
     pub fn build(self) -> Result<Publisher> {
         self.check()?;
         let name = EndpointName::new(&self.name)?;
@@ -49,7 +50,8 @@ impl PublisherBuilder {
         })
     }
 
-    /// The sender of replies to what `subscriber` receives, over its link. It has no name of its own.
+    /// The sender of replies to what `subscriber` receives, over its link. It has no name of its
+    /// own.
     pub(crate) fn build_over(self, subscriber: &Subscriber) -> Result<Publisher> {
         self.check()?;
         let (domain, device) = (self.shared.domain()?, self.shared.device());
@@ -107,8 +109,9 @@ impl Publisher {
     /// Its contents are undefined. No memory is allocated while a free slot fits.
     ///
     /// # Errors
-    /// [`Error::MemoryLimit`](crate::Error::MemoryLimit) when the limit is in use for longer than the loan's timeout;
-    /// [`Error::DeviceMemory`](crate::Error::DeviceMemory); [`Error::Forked`](crate::Error::Forked).
+    /// [`Error::MemoryLimit`](crate::Error::MemoryLimit) when the limit is in use for longer than
+    /// the loan's timeout; [`Error::DeviceMemory`](crate::Error::DeviceMemory);
+    /// [`Error::Forked`](crate::Error::Forked).
     pub fn loan(&self, layout: &Layout) -> Result<SampleMut> {
         self.loan_within(layout, None)
     }
@@ -180,8 +183,9 @@ impl Publisher {
     }
 
     /// Gives the next sample this number, for a publisher that forwards the samples of another one.
-    /// Subscribers see the gap in the samples' numbers. [`Subscriber::dropped`](crate::Subscriber::dropped)
-    /// does not count it: no policy dropped a sample.
+    /// Subscribers see the gap in the samples' numbers.
+    /// [`Subscriber::dropped`](crate::Subscriber::dropped) does not count it: no policy dropped a
+    /// sample.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -213,8 +217,9 @@ impl Publisher {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Argument`](crate::Error::Argument) for a number that has been given, or is 0, and for a publisher that was
-    /// built without [`forwards`](PublisherBuilder::forwards); [`Error::Forked`](crate::Error::Forked).
+    /// [`Error::Argument`](crate::Error::Argument) for a number that has been given, or is 0, and
+    /// for a publisher that was built without [`forwards`](PublisherBuilder::forwards);
+    /// [`Error::Forked`](crate::Error::Forked).
     pub fn skip_to(&self, sequence: u64) -> Result<()> {
         let core = self.core.get()?;
         let mut state = core.lock();
@@ -281,8 +286,8 @@ impl Publisher {
         Ok(())
     }
 
-    /// Device memory in regions and its limit, in bytes. Regions that were given back count until no
-    /// process has them mapped.
+    /// Device memory in regions and its limit, in bytes. Regions that were given back count until
+    /// no process has them mapped.
     pub fn memory_in_use(&self) -> (u64, u64) {
         let Ok(core) = self.core.get() else {
             return (0, self.core.options.shared.memory_limit);

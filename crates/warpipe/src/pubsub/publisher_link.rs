@@ -119,7 +119,8 @@ pub(crate) struct ReceiverEnd {
     regions: Mutex<Vec<(u32, Arc<Region>)>>,
     /// Regions that the publisher has closed and that are still mapped.
     closing: Arc<AtomicUsize>,
-    /// Changes of the publisher's regions that it has announced and that have not been made here yet.
+    /// Changes of the publisher's regions that it has announced and that have not been made here
+    /// yet.
     changes: AtomicUsize,
     /// The publisher sees the end of the socket only after the last release.
     pub(super) end: LinkEnd,
@@ -183,8 +184,8 @@ impl ReceiverEnd {
         Some(replies)
     }
 
-    /// Begins to watch for the publisher's death, and to read its messages, unless the sender of the
-    /// other ring does.
+    /// Begins to watch for the publisher's death, and to read its messages, unless the sender of
+    /// the other ring does.
     pub(in crate::pubsub) fn watch(&self, orphan_timeout: Duration) -> Result<()> {
         let heartbeat = &self.segment.header().receiver.heartbeat_ns;
         heartbeat.store(now_ns(), Relaxed);
@@ -343,8 +344,8 @@ impl ConnectionUser for ReceiverEnd {
         self.set_link_state(SenderState::Suspect);
     }
 
-    /// The publisher's messages are read before its end is reported, in whatever order the two events
-    /// arrive: its `Close` lies in the socket, behind at most a socket buffer of messages.
+    /// The publisher's messages are read before its end is reported, in whatever order the two
+    /// events arrive: its `Close` lies in the socket, behind at most a socket buffer of messages.
     fn on_orphaned(&self, _: u64) {
         trace::emit(|| TraceEvent::OwnerDied(self.terms.name.clone(), self.end.peer.pid));
         if self.reads_socket {

@@ -127,8 +127,8 @@ impl SenderRing {
         None
     }
 
-    /// Publishes at a position that [`space`](Self::space) gave just now. `is_complete`: the data is
-    /// complete, and no stream is going to say so. Returns whether the receiver sleeps.
+    /// Publishes at a position that [`space`](Self::space) gave just now. `is_complete`: the data
+    /// is complete, and no stream is going to say so. Returns whether the receiver sleeps.
     #[inline]
     pub(crate) fn publish(
         &mut self,
@@ -255,8 +255,9 @@ impl SenderRing {
     }
 }
 
-/// Comes between [publishing](SenderRing::publish_to_one_of_many) to several receivers and the looks
-/// whether they sleep: one fence is cheaper than an exchange for each. Pairs with the fence in
+/// Comes between [publishing](SenderRing::publish_to_one_of_many) to several receivers and the
+/// looks whether they sleep: one fence is cheaper than an exchange for each. Pairs with the fence
+/// in
 /// [`ReceiverRing::fall_asleep`]: in the one order of the two, either the sender sees the sleeper, or
 /// the sleeper sees the sample.
 #[inline]

@@ -267,10 +267,10 @@ impl Subscriber {
     /// until the sample's data is complete.
     ///
     /// # Errors
-    /// [`Error::Timeout`]; [`Error::PeerGone`] once every sample that the publisher completed has been
-    /// received (not with `reconnect`); [`Error::Evicted`]; [`Error::Protocol`], and
-    /// [`Error::DescriptorLimit`] or [`Error::DeviceMemory`] when this process lacks resources for the
-    /// memory of a sample: these close the link, which is [`Error::LinkClosed`] from then on;
+    /// [`Error::Timeout`]; [`Error::PeerGone`] once every sample that the publisher completed has
+    /// been received (not with `reconnect`); [`Error::Evicted`]; [`Error::Protocol`], and
+    /// [`Error::DescriptorLimit`] or [`Error::DeviceMemory`] when this process lacks resources for
+    /// the memory of a sample: these close the link, which is [`Error::LinkClosed`] from then on;
     /// [`Error::Capturing`] for a stream that is being captured, and nothing is taken;
     /// [`Error::Forked`]; errors of the device.
     pub fn receive<'w>(&mut self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<Sample> {
@@ -330,8 +330,8 @@ impl Subscriber {
     }
 
     /// All samples until the publisher has gone, each waited for as long as `limit`: the iterator
-    /// ends when the publisher closed gracefully, and returns the error once for any other end but a
-    /// timeout.
+    /// ends when the publisher closed gracefully, and returns the error once for any other end but
+    /// a timeout.
     pub fn samples<'a>(&'a mut self, stream: &'a Stream, limit: Duration) -> Samples<'a> {
         Samples {
             subscriber: self,
@@ -433,8 +433,8 @@ impl Subscriber {
                 publisher,
                 last_received: old.last_received,
             });
-            // Links that ended before any of their samples was received change nothing, but for what
-            // they say of the same publisher's end.
+            // Links that ended before any of their samples was received change nothing, but for
+            // what they say of the same publisher's end.
             if ended.generation == old.link.terms.generation {
                 ended.publisher = publisher;
             }

@@ -46,8 +46,8 @@ pub(super) enum LinkPhase {
 
 /// The publisher's record of one subscriber.
 ///
-/// In this order in memory: all that a send needs of a link comes first, in two cache lines, or three
-/// where it begins in the middle of one. A send to many touches these lines of all links.
+/// In this order in memory: all that a send needs of a link comes first, in two cache lines, or
+/// three where it begins in the middle of one. A send to many touches these lines of all links.
 #[derive(Debug)]
 #[repr(C)]
 pub(super) struct SubscriberLink {
@@ -57,8 +57,8 @@ pub(super) struct SubscriberLink {
     /// The position that was found free last, until a sample is published: a free position stays
     /// free. 0 for none, as below.
     free: Cell<u64>,
-    /// The position of the sample that is being sent, or was sent last; 0 if the subscriber does not
-    /// get it.
+    /// The position of the sample that is being sent, or was sent last; 0 if the subscriber does
+    /// not get it.
     placed: u64,
     /// The samples that the subscriber was given and has not yet released, oldest first.
     in_flight: VecDeque<(u64, SlotId)>,
@@ -157,8 +157,8 @@ impl SubscriberLink {
         self.has_closed = true;
     }
 
-    /// Sends `welcome` with the link's descriptors, `their_wake` is the peer's end of the wake channel,
-    /// and every region so far.
+    /// Sends `welcome` with the link's descriptors, `their_wake` is the peer's end of the wake
+    /// channel, and every region so far.
     pub(super) fn welcome(
         &mut self,
         welcome: &Message,
@@ -201,8 +201,8 @@ impl SubscriberLink {
         self.leave(None);
     }
 
-    /// Brings the subscriber up to these regions: asks it to close those that are gone, and, unless the
-    /// link leaves or is closed, sends the descriptors of those that are new.
+    /// Brings the subscriber up to these regions: asks it to close those that are gone, and, unless
+    /// the link leaves or is closed, sends the descriptors of those that are new.
     ///
     /// # Errors
     /// Either [`is_shortage`](crate::os::is_shortage), and the rest is repeated later; or the
@@ -318,8 +318,8 @@ impl SubscriberLink {
         self.ring.segment().header()
     }
 
-    /// Publishes the sample at its [place](Self::placed), or gives the place up if the link has left
-    /// since. Returns the position if it is published. If the subscriber sleeps, the next
+    /// Publishes the sample at its [place](Self::placed), or gives the place up if the link has
+    /// left since. Returns the position if it is published. If the subscriber sleeps, the next
     /// [`wake_sleeper`](Self::wake_sleeper) wakes it; for one of several subscribers,
     /// [`fence_published`](crate::pubsub::ring::fence_published) and
     /// [`look_whether_it_sleeps`](Self::look_whether_it_sleeps) come before that. `is_complete`:

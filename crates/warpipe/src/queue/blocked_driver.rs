@@ -66,8 +66,8 @@ impl Scene {
         submitted
     }
 
-    /// Submits jobs with data that is not complete until the sender is dropped, and has every call block
-    /// that makes a stream wait.
+    /// Submits jobs with data that is not complete until the sender is dropped, and has every call
+    /// block that makes a stream wait.
     fn submit_late<const N: usize>(&self, jobs: [&[u8]; N]) -> ([JobHandle; N], mpsc::Sender<()>) {
         let (go, gate) = mpsc::channel::<()>();
         let late = self.fixture.device.stream().unwrap();

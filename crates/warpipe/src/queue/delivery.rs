@@ -19,7 +19,8 @@ use crate::error::Result;
 use crate::pubsub::{Forwarded, RetainedSlot, SendError};
 use crate::stream::Stream;
 
-/// So many jobs with incomplete data are passed over at once: each is a look under the table's lock.
+/// So many jobs with incomplete data are passed over at once: each is a look under the table's
+/// lock.
 const NOT_YET_MAX: usize = 256;
 
 /// Makes the call of the submit that was begun, without the lock.
@@ -94,9 +95,9 @@ impl Dispatcher {
         submitted
     }
 
-    /// Delivers waiting jobs with complete data as long as a worker has capacity, in their order: a job
-    /// that has to wait for its data does not hold up those behind it, up to a limit. What a thread
-    /// that submits leaves waiting, that thread delivers.
+    /// Delivers waiting jobs with complete data as long as a worker has capacity, in their order: a
+    /// job that has to wait for its data does not hold up those behind it, up to a limit. What a
+    /// thread that submits leaves waiting, that thread delivers.
     pub(super) fn dispatch(&self, guard: &mut StateGuard<'_>) {
         guard.is_input_due = false;
         let (mut passed_over, mut not_yet, mut last) = (Vec::new(), 0, 0);

@@ -235,8 +235,8 @@ impl Dispatcher {
         }
     }
 
-    /// Removes workers after the end of their answers. Jobs that they had not taken return at no cost;
-    /// each other unanswered job has failed an attempt.
+    /// Removes workers after the end of their answers. Jobs that they had not taken return at no
+    /// cost; each other unanswered job has failed an attempt.
     fn remove_disconnected(&self, state: &mut State) {
         for session in &state.sessions {
             if let Some(end) = &session.end

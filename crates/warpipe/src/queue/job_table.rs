@@ -178,8 +178,8 @@ impl<I, R> JobTable<I, R> {
     }
 
     /// Adds the next job, which is being submitted and delivered to `worker`, if there is one. A
-    /// call of [`store_input`](Self::store_input) or [`undo_insert`](Self::undo_insert) must follow,
-    /// and then one of [`finish_submit`](Self::finish_submit).
+    /// call of [`store_input`](Self::store_input) or [`undo_insert`](Self::undo_insert) must
+    /// follow, and then one of [`finish_submit`](Self::finish_submit).
     pub(super) fn insert(&mut self, tag: DeliveryTag, worker: Option<u64>, metadata: Vec<u8>) {
         let job = Job {
             input: None,

@@ -1,4 +1,5 @@
-//! A worker's or a server's handle of a job: the [`Lease`], which is the input and the [`AnswerHandle`] to answer.
+//! A worker's or a server's handle of a job: the [`Lease`], which is the input and the
+//! [`AnswerHandle`] to answer.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -75,9 +76,9 @@ impl AnswerPublisher {
 
 /// The answer that is owed for a leased job, apart from its input: see [`Lease::split`].
 ///
-/// Each answer is given a [`Wait`]: for the owner to release earlier results, in place of the worker's
-/// [timeout](super::WorkerBuilder::answer_timeout), and for another thread's answer that the driver
-/// blocks, in place of 10 s. One that had to be given up comes back in the error.
+/// Each answer is given a [`Wait`]: for the owner to release earlier results, in place of the
+/// worker's [timeout](super::WorkerBuilder::answer_timeout), and for another thread's answer that
+/// the driver blocks, in place of 10 s. One that had to be given up comes back in the error.
 ///
 /// ```
 /// # use std::time::Duration;
@@ -110,8 +111,8 @@ pub struct AnswerHandle {
 pub struct AnswerError {
     /// The reason. After [`Error::Timeout`] the answer can be tried again.
     pub error: Error,
-    /// `None` if the queue has received the answer all the same. Dropping the answer handle fails the
-    /// attempt.
+    /// `None` if the queue has received the answer all the same. Dropping the answer handle fails
+    /// the attempt.
     pub answer_handle: Option<Box<AnswerHandle>>,
     /// The result, if there was one and this worker still owns it.
     pub output: Option<Box<Loan>>,
@@ -191,8 +192,8 @@ impl AnswerHandle {
         self.answer(kind, None, None, Some(&wait.into()))
     }
 
-    /// Answers behind the work on `stream`, by default the one that the job was leased with. Without a
-    /// `wait` the worker's timeout holds.
+    /// Answers behind the work on `stream`, by default the one that the job was leased with.
+    /// Without a `wait` the worker's timeout holds.
     fn answer(
         mut self,
         kind: AnswerKind,

@@ -9,13 +9,14 @@
 //! queue's jobs, and the worker's answers, which [`pubsub`](crate::pubsub) calls replies. An answer
 //! says how a delivery ended ([`wire`]); one that completes its job is a result. A job's way:
 //!
-//! 1. [`Queue::submit`] waits for room (`wait_to_submit`). Then `Dispatcher::add_job` ([`delivery`])
-//!    adds the job to the [`job_table`], and posts its slot: to a worker with capacity, or to none. Then the job waits, until `dispatch` forwards the slot to a worker.
+//! 1. [`Queue::submit`] waits for room (`wait_to_submit`). Then `Dispatcher::add_job`
+//!    ([`delivery`]) adds the job to the [`job_table`], and posts its slot: to a worker with
+//!    capacity, or to none. Then the job waits, until `dispatch` forwards the slot to a worker.
 //! 2. [`Worker::lease`] receives the sample; the [`Lease`] ([`lease`]) sends the answer over the
 //!    link's second ring.
-//! 3. Any thread that waits for the queue, or the queue's own, processes events ([`dispatcher`], its
-//!    `waiters`): the worker's session ([`worker_session`]) takes the answer, the table its lease
-//!    ([`worker_leases`]), and once the result's data is complete the job has its outcome.
+//! 3. Any thread that waits for the queue, or the queue's own, processes events ([`dispatcher`],
+//!    its `waiters`): the worker's session ([`worker_session`]) takes the answer, the table its
+//!    lease ([`worker_leases`]), and once the result's data is complete the job has its outcome.
 //! 4. [`JobHandle::wait`] or [`Queue::next_result`] takes the outcome.
 
 #[cfg(test)]

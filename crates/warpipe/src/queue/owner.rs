@@ -121,7 +121,8 @@ impl Queue {
         Ok(self.submit(input, stream)?)
     }
 
-    /// [`submit_within`](Self::submit_within) with a deadline that is sent to the worker; 0 is none.
+    /// [`submit_within`](Self::submit_within) with a deadline that is sent to the worker; 0 is
+    /// none.
     pub(crate) fn submit_before(
         &self,
         input: Loan,
@@ -167,8 +168,8 @@ impl Queue {
         })
     }
 
-    /// The next result, in the builder's [`ResultOrder`](crate::ResultOrder), of a job that its [`JobHandle`] has not taken.
-    /// Waits for it.
+    /// The next result, in the builder's [`ResultOrder`](crate::ResultOrder), of a job that its
+    /// [`JobHandle`] has not taken. Waits for it.
     ///
     /// # Errors
     /// [`Error::Timeout`], also when there is no job; [`Error::DeadLettered`] and

@@ -5,9 +5,9 @@
 //! answer  kind u8  job u64  delivery u32                        then the user's bytes, or a reason
 //! ```
 //!
-//! Little endian. The *delivery* counts how often a job was delivered, also where it was returned; the
-//! *attempt* is one more than the number of attempts that failed. An answer to a delivery that its
-//! worker does not hold breaks the protocol.
+//! Little endian. The *delivery* counts how often a job was delivered, also where it was returned;
+//! the *attempt* is one more than the number of attempts that failed. An answer to a delivery that
+//! its worker does not hold breaks the protocol.
 
 use crate::error::{Error, Result};
 use crate::pubsub::entry::{Metadata, Violation, violation};

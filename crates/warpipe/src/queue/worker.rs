@@ -39,8 +39,8 @@ impl WorkerBuilder {
         handshake_timeout,
     }
 
-    /// How long an answer may wait for the owner to release earlier results, and for memory: 10 s by
-    /// default.
+    /// How long an answer may wait for the owner to release earlier results, and for memory: 10 s
+    /// by default.
     pub fn answer_timeout(mut self, timeout: Duration) -> Self {
         self.answer_timeout = timeout;
         self
@@ -178,8 +178,8 @@ impl Worker {
 }
 
 impl AsFd for Worker {
-    /// A descriptor that is readable when a [`lease`](Worker::lease) without a wait is worth a call;
-    /// lease until it says [`Error::Timeout`] before waiting on it.
+    /// A descriptor that is readable when a [`lease`](Worker::lease) without a wait is worth a
+    /// call; lease until it says [`Error::Timeout`] before waiting on it.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.jobs.as_fd()
     }

@@ -1,5 +1,5 @@
-//! The queue's side of one worker: the receiver of its answers, results that are not complete yet, and
-//! how it ended. Its leases are in the [job table](super::job_table).
+//! The queue's side of one worker: the receiver of its answers, results that are not complete yet,
+//! and how it ended. Its leases are in the [job table](super::job_table).
 
 use std::collections::VecDeque;
 use std::time::Duration;

@@ -55,8 +55,8 @@ impl ServerBuilder {
         /// The most device memory that the replies to one client may take, in bytes: 4 GiB by
         /// default.
         memory_limit,
-        /// How long a client may take to accept this server: 5 s by default. Other clients are served
-        /// meanwhile.
+        /// How long a client may take to accept this server: 5 s by default. Other clients are
+        /// served meanwhile.
         handshake_timeout,
     }
 
@@ -127,7 +127,8 @@ enum ClientState {
 }
 
 /// Answers the requests of all clients of a service, together with the service's other servers.
-/// Belongs to one thread at a time; its leases may go anywhere. It can be polled: [`AsFd`]. For an example see [`Client`](super::Client).
+/// Belongs to one thread at a time; its leases may go anywhere. It can be polled: [`AsFd`]. For an
+/// example see [`Client`](super::Client).
 ///
 /// Dropped, it takes no more requests: those that it was sent and has not accepted go to other
 /// servers.
@@ -178,15 +179,15 @@ impl Server {
     }
 
     /// Leases the next request of any client, and waits if there is none; clients are served in
-    /// turn. `stream` will wait, on the device, until the input is complete. The client is the owner
-    /// of the lease's queue, and the result is its reply. A request past its deadline is not
-    /// returned. A client that goes, or breaks its link's protocol, is detached, and no other client
-    /// is affected.
+    /// turn. `stream` will wait, on the device, until the input is complete. The client is the
+    /// owner of the lease's queue, and the result is its reply. A request past its deadline is not
+    /// returned. A client that goes, or breaks its link's protocol, is detached, and no other
+    /// client is affected.
     ///
     /// # Errors
     /// [`Error::Timeout`]; [`Error::Os`] when the directory cannot be read, and instead of the
-    /// timeout when this process has no thread left to attach to a client; [`Error::Argument`] for a
-    /// stream of another device; [`Error::Forked`]; [`Error::Driver`].
+    /// timeout when this process has no thread left to attach to a client; [`Error::Argument`] for
+    /// a stream of another device; [`Error::Forked`]; [`Error::Driver`].
     pub fn accept<'w>(&mut self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<Lease> {
         self.owner_process.check()?;
         stream.check_usable(&self.device)?;

@@ -5,9 +5,9 @@
 //! socket for such a descriptor in its queue. So does a receive that has no room for one.
 //!
 //! A [`PeerSocket`] with nothing unread, to which nothing more can come, is closed at once; so is
-//! an [approved](PeerFd::approve) [`PeerFd`]. A thread of this module closes each of the others, and
-//! may hang. A forked child closes its copy only where a `close` that is not the last returns at
-//! once, and keeps one that a thread is closing. A user that keeps [`pending_max`] descriptors
+//! an [approved](PeerFd::approve) [`PeerFd`]. A thread of this module closes each of the others,
+//! and may hang. A forked child closes its copy only where a `close` that is not the last returns
+//! at once, and keeps one that a thread is closing. A user that keeps [`pending_max`] descriptors
 //! pending is [refused](over_limit), and has no more threads than that.
 
 use std::collections::{HashMap, VecDeque};
@@ -346,10 +346,10 @@ pub(crate) fn is_anybody_over_limit() -> bool {
     users.any(|(uid, pending)| uid.is_some() && pending.over_limit(now).is_some())
 }
 
-/// The number of descriptors from peers with a `close` that has not returned. A few for a moment are
-/// harmless. A number that stays means that a peer sends files that take long to close (a socket
-/// that lingers, a file on FUSE). Each costs this process a descriptor and a thread. From 64 of
-/// another user on (256 of this one), new connections of that user are refused, and further
+/// The number of descriptors from peers with a `close` that has not returned. A few for a moment
+/// are harmless. A number that stays means that a peer sends files that take long to close (a
+/// socket that lingers, a file on FUSE). Each costs this process a descriptor and a thread. From 64
+/// of another user on (256 of this one), new connections of that user are refused, and further
 /// descriptors wait without a thread.
 pub fn pending_closes() -> usize {
     let state = CLOSER.lock();

@@ -1,8 +1,8 @@
-//! Wake-ups: a [`PeerDoorbell`] is one end of a link's *wake channel*, which wakes the other process;
-//! a [`LocalDoorbell`] wakes a thread of this one.
+//! Wake-ups: a [`PeerDoorbell`] is one end of a link's *wake channel*, which wakes the other
+//! process; a [`LocalDoorbell`] wakes a thread of this one.
 //!
-//! The channel is a connected pair of sockets and not an eventfd, for one reason: both ends of an eventfd
-//! share one open file, so a peer can clear its `O_NONBLOCK` and fill its counter, and this
+//! The channel is a connected pair of sockets and not an eventfd, for one reason: both ends of an
+//! eventfd share one open file, so a peer can clear its `O_NONBLOCK` and fill its counter, and this
 //! process's next wake-up would block for ever. A socket takes `MSG_DONTWAIT` with each call, which
 //! no peer can take back.
 
@@ -95,10 +95,10 @@ impl PeerDoorbell {
         );
     }
 
-    /// Consumes the wake-ups so far, with few system calls: they are part of the latency of a hand-over
-    /// where both processes share a CPU. Bounded: a peer that rings without end does not keep this
-    /// thread here. A peer that sends descriptors is ignored from then on, since dropping them may
-    /// block.
+    /// Consumes the wake-ups so far, with few system calls: they are part of the latency of a
+    /// hand-over where both processes share a CPU. Bounded: a peer that rings without end does not
+    /// keep this thread here. A peer that sends descriptors is ignored from then on, since dropping
+    /// them may block.
     pub(crate) fn drain(&self) {
         for _ in 0..64 {
             let taken = match self.rights {

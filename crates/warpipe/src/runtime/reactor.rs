@@ -1,12 +1,13 @@
 //! The library's threads, one of each in a process. ARCHITECTURE.md, "Four threads", says which
 //! driver calls each may make.
 //!
-//! The *reactor* reads the sockets of subscriptions and of clients' sessions, detects deaths, rescues streams and keeps
-//! heartbeats. It makes no driver call that may block and takes no lock held across one: such a
-//! call may wait for the very stream that the reactor must rescue. It sleeps in `epoll_wait` and
-//! ticks every [`TICK`] while links exist. The *control thread* accepts connections, makes links
-//! and maps regions; it gives streams no work. The *fence thread* polls whether released memory is
-//! still in use, and the *reaper* returns that memory to the driver; both may be held up.
+//! The *reactor* reads the sockets of subscriptions and of clients' sessions, detects deaths,
+//! rescues streams and keeps heartbeats. It makes no driver call that may block and takes no lock
+//! held across one: such a call may wait for the very stream that the reactor must rescue. It
+//! sleeps in `epoll_wait` and ticks every [`TICK`] while links exist. The *control thread* accepts
+//! connections, makes links and maps regions; it gives streams no work. The *fence thread* polls
+//! whether released memory is still in use, and the *reaper* returns that memory to the driver;
+//! both may be held up.
 
 mod deferred;
 

@@ -3,7 +3,8 @@
 //! A call that gives a stream work blocks while the stream's launch queue is full, for as long as
 //! the stream waits for a peer. The reactor, which releases such a stream when that peer dies,
 //! takes the locks of tables with every tick. So no table's lock is held across such a call; a
-//! [`TimedLock`] for sending is. Only users' threads wait for it, each no longer than its own limit.
+//! [`TimedLock`] for sending is. Only users' threads wait for it, each no longer than its own
+//! limit.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::time::Duration;
@@ -94,8 +95,8 @@ impl TimedLock {
         let mut backoff = Backoff::spinning(POLLS);
         loop {
             let is_polling = backoff.step().is_zero();
-            // The cancellation is asked before the lock is taken: it may run a signal's handler, which
-            // may need the same lock.
+            // The cancellation is asked before the lock is taken: it may run a signal's handler,
+            // which may need the same lock.
             let left = match is_polling {
                 true => wait.time_left(),
                 false => wait.slice(),

@@ -58,8 +58,8 @@ impl TimelineBuilder {
     }
 
     /// Creates a timeline at 0 and takes its name (`cuMemHostRegister`). Up to 256 processes may
-    /// open it, 128 of a user other than this one; each costs a page of shared memory, and one more device store for
-    /// each signal.
+    /// open it, 128 of a user other than this one; each costs a page of shared memory, and one more
+    /// device store for each signal.
     ///
     /// # Errors
     /// [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`], [`Error::Domain`], or an
@@ -242,9 +242,9 @@ impl Timeline {
     /// # Errors
     /// [`Error::NotOwner`]; [`Error::Backwards`] unless it is above the last value;
     /// [`Error::Argument`] above [`VALUE_MAX`](Self::VALUE_MAX), or for a stream of another device;
-    /// [`Error::Capturing`] for a stream that is being captured; [`Error::Timeout`] while the driver
-    /// blocks another thread's signal (its stream's launch queue is full), and nothing was signaled;
-    /// [`Error::Driver`].
+    /// [`Error::Capturing`] for a stream that is being captured; [`Error::Timeout`] while the
+    /// driver blocks another thread's signal (its stream's launch queue is full), and nothing was
+    /// signaled; [`Error::Driver`].
     pub fn signal<'w>(&self, stream: &Stream, value: u64, wait: impl Into<Wait<'w>>) -> Result<()> {
         let TimelineServer {
             signaler,

@@ -32,8 +32,8 @@ impl EndpointName {
         EndpointName::of_at_most(NAME_BYTES_MAX, name, "it is longer than 80 bytes")
     }
 
-    /// [`new`](Self::new) for a name that an endpoint of this library has: those that it derives are
-    /// longer.
+    /// [`new`](Self::new) for a name that an endpoint of this library has: those that it derives
+    /// are longer.
     pub(crate) fn of_endpoint(name: &str) -> Result<EndpointName> {
         EndpointName::of_at_most(DERIVED_NAME_BYTES_MAX, name, "it is longer than 240 bytes")
     }

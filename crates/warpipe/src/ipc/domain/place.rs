@@ -20,8 +20,8 @@ pub(super) const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 /// A socket under a free lock that still answers after this long belongs to another program.
 pub(super) const LIVE_AFTER: Duration = Duration::from_millis(200);
 
-/// How long a claim waits for an owner without files to put them back, where a lock on the directory
-/// may be another user's. An owner looks for its files more often.
+/// How long a claim waits for an owner without files to put them back, where a lock on the
+/// directory may be another user's. An owner looks for its files more often.
 const PUT_BACK_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// The place of a name in its domain: an OFD lock on a byte of the directory, which the name's hash
@@ -48,9 +48,9 @@ impl Place {
     }
 
     /// Takes the place, for a process that has the lock file: one that waits for that has no place,
-    /// and keeps no process from the name. False if the name has an owner all the same, without a locked
-    /// file. The place of a dying owner, which the file names, or of one that leaves, is free in a
-    /// moment.
+    /// and keeps no process from the name. False if the name has an owner all the same, without a
+    /// locked file. The place of a dying owner, which the file names, or of one that leaves, is
+    /// free in a moment.
     pub(super) fn take(&self, author: Option<Author>) -> bool {
         let _ = ofd_read_lock(self.directory.as_fd(), self.byte);
         let is_dying_or_dead = || {

@@ -50,8 +50,8 @@ impl AsFd for Arrivals {
     }
 }
 
-/// An inotify instance, and the socket in which a copy is in flight. When dropped, a closer's thread
-/// releases them.
+/// An inotify instance, and the socket in which a copy is in flight. When dropped, a closer's
+/// thread releases them.
 #[derive(Debug)]
 pub(crate) struct Inotify(Vec<CloseOnForkFd>);
 
@@ -110,7 +110,8 @@ impl Drop for Inotify {
 #[derive(Debug)]
 struct DirectoryWatch {
     /// Declared first: the registration ends before its descriptor is closed. A forked child does
-    /// not call the parent's reactor: its lock may be held by a thread that the child does not have.
+    /// not call the parent's reactor: its lock may be held by a thread that the child does not
+    /// have.
     watch: LeakOnFork<OnceLock<Registration>>,
     /// Without an instance the listeners are notified at each tick.
     inotify: Option<Inotify>,

@@ -173,8 +173,8 @@ impl SessionState {
         })
     }
 
-    /// Sleeps until `look` finds a value, as it does when it is told that the wait is over. It looks
-    /// after each change of a request, and every [`RETRY_INTERVAL`].
+    /// Sleeps until `look` finds a value, as it does when it is told that the wait is over. It
+    /// looks after each change of a request, and every [`RETRY_INTERVAL`].
     fn until<T>(
         &self,
         wait: &Wait<'_>,

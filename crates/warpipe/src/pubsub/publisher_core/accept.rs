@@ -1,11 +1,11 @@
 //! The control thread's work for a publisher: makes the links of new subscribers, reads their
-//! sockets, detects their ends and frees the slots they held. A sender of replies has one link, which
-//! `reply_over` makes of its [partner](SubscriberLink::partner)'s.
+//! sockets, detects their ends and frees the slots they held. A sender of replies has one link,
+//! which `reply_over` makes of its [partner](SubscriberLink::partner)'s.
 //!
-//! A subscriber that is killed: its socket's end or its alarm makes it suspect (`on_close`), and what
-//! it had not taken is revoked. The end of its lifeline proves its death (`on_proven`). `free_soon`
-//! then waits until this process's streams are past the link's signals, and `reap_links` returns the
-//! slots that it held, and drops the link.
+//! A subscriber that is killed: its socket's end or its alarm makes it suspect (`on_close`), and
+//! what it had not taken is revoked. The end of its lifeline proves its death (`on_proven`).
+//! `free_soon` then waits until this process's streams are past the link's signals, and
+//! `reap_links` returns the slots that it held, and drops the link.
 
 use std::os::fd::AsFd;
 use std::sync::{Arc, Weak};

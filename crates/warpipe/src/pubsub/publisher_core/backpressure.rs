@@ -15,8 +15,8 @@ impl PublisherCore {
     /// Waits until every recipient that may not miss a sample has room for one and no other thread
     /// sends. Takes the send turn.
     ///
-    /// `wait` replaces the timeout of the subscribers' policies, and that of the lock for sending. A
-    /// thread that had to wait asks whether it is cancelled before it takes its turn.
+    /// `wait` replaces the timeout of the subscribers' policies, and that of the lock for sending.
+    /// A thread that had to wait asks whether it is cancelled before it takes its turn.
     pub(super) fn make_room(
         &self,
         to: Recipients,

@@ -51,7 +51,8 @@ impl SlotReturn {
     }
 }
 
-/// Keeps the memory of a loan mapped in this process. See [`SampleMut::hold`](crate::SampleMut::hold).
+/// Keeps the memory of a loan mapped in this process. See
+/// [`SampleMut::hold`](crate::SampleMut::hold).
 #[derive(Debug)]
 pub struct SlotHold {
     /// `None` in a forked child.
@@ -71,8 +72,8 @@ impl PublisherCore {
         let mut backoff = Backoff::patient(POLLS);
         let mut state = self.lock();
         loop {
-            // This thread or another one may have made a region meanwhile. A sample in a region that
-            // cannot be announced to a subscriber would end that link.
+            // This thread or another one may have made a region meanwhile. A sample in a region
+            // that cannot be announced to a subscriber would end that link.
             state.announce(&self.name)?;
             if let Some(slot) = self.take_free(&mut state, bytes) {
                 return Ok((slot, state.address(slot)));

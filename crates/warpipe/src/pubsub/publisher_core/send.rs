@@ -1,10 +1,10 @@
-//! How a sample is sent: a position on each link, the entries, the signals that complete it, and the
-//! undoing when they fail.
+//! How a sample is sent: a position on each link, the entries, the signals that complete it, and
+//! the undoing when they fail.
 //!
 //! [`place`](PublisherCore::place) begins a sample, and [`publish`](PublisherCore::publish) must
-//! follow even if the signals fail: a word that is reached must not meet another sample. Between the
-//! two the publisher's lock may be released, and links may leave; the lock for sending keeps other
-//! samples out.
+//! follow even if the signals fail: a word that is reached must not meet another sample. Between
+//! the two the publisher's lock may be released, and links may leave; the lock for sending keeps
+//! other samples out.
 
 use std::sync::Arc;
 
@@ -75,9 +75,9 @@ impl PublisherCore {
         }
         let signals = std::mem::take(&mut turn.signals);
         let enqueue = |turn: &mut ReleasableGuard<'_, PublisherState>| {
-            // SAFETY: the words lie in link segments and the fence words, which are dropped only when
-            // this turn is over and this stream, recorded by the caller, is proven to be past them
-            // (`close`, `reap_links`).
+            // SAFETY: the words lie in link segments and the fence words, which are dropped only
+            // when this turn is over and this stream, recorded by the caller, is proven to be past
+            // them (`close`, `reap_links`).
             turn.unlocked(|| unsafe { stream.batch_at_once(&signals) })
         };
         // `ready` orders the devices, so the entries may be published before the driver call: a
@@ -132,10 +132,11 @@ impl PublisherCore {
                 is_any_foreign |= link.is_foreign;
             }
         }
-        // Without a reader, or with one of another user, which can write `ready` and `released` as if
-        // sender and receiver had, the slot's own word says when the slot is done; beside a foreign
-        // reader's that costs a second device operation. (A reader of this user could write this
-        // process's memory anyway.) Sent again later, a sample is ordered behind that word, too.
+        // Without a reader, or with one of another user, which can write `ready` and `released` as
+        // if sender and receiver had, the slot's own word says when the slot is done; beside a
+        // foreign reader's that costs a second device operation. (A reader of this user could write
+        // this process's memory anyway.) Sent again later, a sample is ordered behind that word,
+        // too.
         let is_sent_again = self.options.history > 0 || self.options.observer.is_some();
         if !(signals.is_empty() || is_any_foreign || is_sent_again) {
             return None;

@@ -220,7 +220,8 @@ impl PublisherState {
         own
     }
 
-    /// The description of the next sample, which takes the next number. `is_stamped`: with the time.
+    /// The description of the next sample, which takes the next number. `is_stamped`: with the
+    /// time.
     #[inline]
     pub(in crate::pubsub) fn describe<'a>(
         &mut self,

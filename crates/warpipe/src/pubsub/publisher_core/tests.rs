@@ -1,5 +1,5 @@
-//! Other threads of a publisher make progress while the driver blocks one thread's send; numbers that a
-//! publisher skips; slots that are lent again.
+//! Other threads of a publisher make progress while the driver blocks one thread's send; numbers
+//! that a publisher skips; slots that are lent again.
 
 use std::cell::Cell;
 use std::collections::BTreeSet;

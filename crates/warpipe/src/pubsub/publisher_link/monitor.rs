@@ -1,6 +1,6 @@
-//! What a receiver knows of the life of its link's sender: the positions that this process's streams
-//! wait for, and the streams' release at the sender's proven death. A table without a call of the
-//! driver or the system.
+//! What a receiver knows of the life of its link's sender: the positions that this process's
+//! streams wait for, and the streams' release at the sender's proven death. A table without a call
+//! of the driver or the system.
 
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, OnceLock};

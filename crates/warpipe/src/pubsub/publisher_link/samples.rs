@@ -2,8 +2,8 @@
 //!
 //! A sample with complete data can be *set aside*: its entry takes the next sample at once, and its
 //! slot goes back with a message, once this process's streams are past it. So the depth of a ring
-//! limits what is under way, and the publisher's memory alone what is kept. Senders of replies allow
-//! it.
+//! limits what is under way, and the publisher's memory alone what is kept. Senders of replies
+//! allow it.
 
 use std::collections::VecDeque;
 use std::sync::atomic::AtomicUsize;

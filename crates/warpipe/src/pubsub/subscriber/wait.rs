@@ -105,8 +105,8 @@ impl Subscriber {
     }
 
     /// Sleeps until a source rings, and notes which did. They are drained by
-    /// [`drain_rung`](Self::drain_rung) before the next sleep: each of those system calls here would
-    /// be part of a sample's latency.
+    /// [`drain_rung`](Self::drain_rung) before the next sleep: each of those system calls here
+    /// would be part of a sample's latency.
     pub(super) fn sleep(&mut self, limit: Duration) {
         let mut room = [const { MaybeUninit::uninit() }; 2];
         if let Ok((events, _)) = epoll::wait(&self.readable, &mut room, Some(&timespec(limit))) {

@@ -1,6 +1,6 @@
 //! Waiting for a queue. Threads wait in one loop ([`Dispatcher::wait_until`]): a thread polls for a
-//! while, and does the queue's work meanwhile; then it sleeps, the first one on the descriptors (the
-//! *leader*), others until a change. The queue's own thread does the work when no other does.
+//! while, and does the queue's work meanwhile; then it sleeps, the first one on the descriptors
+//! (the *leader*), others until a change. The queue's own thread does the work when no other does.
 //!
 //! - Some thread looks in time: the queue's own sleeps no longer than [`State::next_look`] says, or
 //!   is rung; a ring that a leader takes instead has the work done as well.
@@ -160,8 +160,8 @@ impl Drop for PollingGuard<'_> {
 }
 
 impl Dispatcher {
-    /// Does the queue's work until `look` returns a value. What comes while it waits is looked at after
-    /// the wait was asked whether it is cancelled: `look` may take it.
+    /// Does the queue's work until `look` returns a value. What comes while it waits is looked at
+    /// after the wait was asked whether it is cancelled: `look` may take it.
     pub(in crate::queue) fn wait_until<'w, T>(
         self: &Arc<Self>,
         wait: impl Into<Wait<'w>>,
@@ -210,8 +210,8 @@ impl Dispatcher {
             if left.is_zero() {
                 break Err(late(guard));
             }
-            // Never between the look and the sleep: what comes without the lock wakes no thread that
-            // does not sleep yet.
+            // Never between the look and the sleep: what comes without the lock wakes no thread
+            // that does not sleep yet.
             must_ask = wait.is_look_due();
             if !must_ask {
                 self.pause(guard, left, &mut poll_backoff);
