@@ -16,7 +16,7 @@ const SLEEPS_OF_ONE_LENGTH: u32 = 16;
 const DOUBLINGS: u32 = 4;
 
 /// The pace of a CPU that polls a word that a device writes, since the device cannot wake it: spin
-/// first, then sleep for ever longer times, at most half a millisecond.
+/// first, then sleep for ever longer times.
 #[derive(Debug)]
 pub(crate) struct Backoff {
     rounds: u32,
@@ -31,7 +31,7 @@ impl Default for Backoff {
 }
 
 impl Backoff {
-    /// A backoff that polls `spins` times before it first sleeps.
+    /// One that polls `spins` times before it first sleeps, then at most half a millisecond.
     pub(crate) fn spinning(spins: u32) -> Backoff {
         Backoff {
             rounds: 0,

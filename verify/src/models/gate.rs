@@ -21,8 +21,8 @@ pub const SHARED: Model = Model {
     body: || end([1, 2]),
 };
 
-/// The value of a thread's word before its call of the driver, behind it, and once the driver is torn
-/// down.
+/// The value of a thread's word before its call of the driver, behind it, and once the driver is
+/// torn down.
 const BEFORE: u64 = 0;
 const CALLED: u64 = 1;
 const TORN_DOWN: u64 = 2;

@@ -83,8 +83,8 @@ fn receiver(publish: fn(&mut SenderRing, u64, &Socket)) {
     thread.join().expect("the receiver");
 }
 
-/// A receiver with a polling loop, as in `Subscriber::receive` without a wait: it is asleep whenever no call
-/// runs, and then its new sender's ring is there.
+/// A receiver with a polling loop, as in `Subscriber::receive` without a wait: it is asleep
+/// whenever no call runs, and then its new sender's ring is there.
 fn newcomer(tells: bool) {
     let segment = Arc::new(Segment::new(1).touched());
     let (mut ring, socket) = (SenderRing::new(segment.clone()), Socket::new());

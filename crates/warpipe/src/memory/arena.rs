@@ -125,8 +125,8 @@ impl Chunk {
     }
 }
 
-/// The unit of regions. A page of host memory would make a region of every small slot; a GPU's 2 MiB
-/// is right for both.
+/// The unit of regions. A page of host memory would make a region of every small slot; a GPU's 2
+/// MiB is right for both.
 fn unit_of(device: &Device) -> u64 {
     device.backend().granularity().max(2 << 20)
 }
@@ -405,7 +405,7 @@ impl Arena {
         }
     }
 
-    /// Bytes that nobody holds and that wait for a fence.
+    /// Bytes without holders that wait for a fence.
     pub(crate) fn waiting_bytes(&self) -> u64 {
         self.waiting
             .iter()

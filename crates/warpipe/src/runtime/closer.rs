@@ -93,7 +93,7 @@ impl Listener {
     /// Called at each tick. While some user has [too many](over_limit) pending descriptors, none
     /// come in (Linux 6.16) before the peer has been [screened](Self::screen).
     pub(crate) fn look(&self) {
-        self.set_refusing(is_anybody_over_limit());
+        self.set_refusing(is_any_user_over_limit());
     }
 
     fn set_refusing(&self, is_refusing: bool) {
@@ -339,7 +339,7 @@ pub(crate) fn over_limit(uid: u32) -> Option<usize> {
 }
 
 /// Whether any user is over its limit.
-pub(crate) fn is_anybody_over_limit() -> bool {
+pub(crate) fn is_any_user_over_limit() -> bool {
     let state = CLOSER.lock();
     let now = Instant::now();
     let mut users = state.pending.iter();

@@ -1,11 +1,11 @@
 //! The link segment: the memory that both ends of a link map. **This module is marked for unsafe.**
 //!
-//! A sealed memfd with one ring, or two: a header page, then `depth` entries. The publisher makes and
-//! maps it, the subscriber maps and seals it, and each registers its mapping behind the [seal] alone.
-//! The second ring, of a link with *replies*, goes the other way, from the subscriber to the
-//! publisher. The rings hold only atomics, because the other process may write any byte at any time. A value
-//! read from here is *untrusted*: it proves nothing until it has been copied once and the
-//! copy has been checked (see [`entry`](crate::pubsub::entry)).
+//! A sealed memfd with one ring, or two: a header page, then `depth` entries. The publisher makes
+//! and maps it, the subscriber maps and seals it, and each registers its mapping behind the [seal]
+//! alone. The second ring, of a link with *replies*, goes the other way, from the subscriber to the
+//! publisher. The rings hold only atomics, because the other process may write any byte at any
+//! time. A value read from here is *untrusted*: it proves nothing until it has been copied once and
+//! the copy has been checked (see [`entry`](crate::pubsub::entry)).
 //!
 //! `docs/design/protocol.md` draws it byte by byte; the offsets are asserted below.
 
@@ -58,7 +58,7 @@ pub(crate) struct SenderWords {
     pub(crate) heartbeat_ns: AtomicU64,
     /// Samples that this receiver did not get because of its policy.
     pub(crate) dropped: AtomicU64,
-    _quiet: [AtomicU64; 30],
+    _reserved: [AtomicU64; 30],
 }
 
 /// Words that only the receiver writes.
@@ -66,7 +66,7 @@ pub(crate) struct SenderWords {
 pub(crate) struct ReceiverWords {
     /// `CLOCK_MONOTONIC` nanoseconds of the receiver's last heartbeat.
     pub(crate) heartbeat_ns: AtomicU64,
-    _quiet: [AtomicU64; 15],
+    _reserved: [AtomicU64; 15],
     /// 1 while the receiver sleeps and wants to be woken by a sample.
     pub(crate) asleep: AtomicU32,
     _pad: AtomicU32,
@@ -95,8 +95,8 @@ pub(crate) struct Entry {
     /// Reaches the position when the receiver's work on the sample is done. Written by the
     /// receiver's stream.
     pub(crate) released: TimelineWord,
-    /// The last position that the receiver [set aside](crate::pubsub::ring::set_aside). Written before
-    /// `released`.
+    /// The last position that the receiver [set aside](crate::pubsub::ring::set_aside). Written
+    /// before `released`.
     pub(crate) set_aside: AtomicU64,
     _reserved: [AtomicU64; 13],
 }
@@ -140,8 +140,8 @@ pub(crate) struct Segment {
     depth: u32,
 }
 
-// SAFETY: `base` points into the mapping, shared memory made of atomics only, at a fixed address for
-// as long as self.
+// SAFETY: `base` points into the mapping, shared memory made of atomics only, at a fixed address
+// for as long as self.
 unsafe impl Send for Segment {}
 // SAFETY: as above.
 unsafe impl Sync for Segment {}
@@ -214,8 +214,8 @@ impl Segment {
         Ok((samples, fd))
     }
 
-    /// Makes a segment: `memfd_create`, `ftruncate`, the seals of its size, `mmap`. Returns its rings
-    /// and the descriptor for the peer, which seals it. No stream may use it before
+    /// Makes a segment: `memfd_create`, `ftruncate`, the seals of its size, `mmap`. Returns its
+    /// rings and the descriptor for the peer, which seals it. No stream may use it before
     /// [`register`](Self::register).
     pub(crate) fn create_rings(
         device: &Device,

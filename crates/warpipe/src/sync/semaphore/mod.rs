@@ -287,9 +287,9 @@ impl Semaphore {
     /// At most 8 holders' work of one permit may be in progress on devices; beyond that the CPU
     /// waits for the oldest. The first time that a stream of this member waits for another
     /// member's, the two get a page to share: that takes a few messages, and the other process must
-    /// answer. A wait of zero takes a permit that is free and that no thread waits for, and waits for
-    /// no other process: until the two are connected, and while too much work is in progress, the
-    /// permit counts as taken.
+    /// answer. A wait of zero takes a permit that is free and that no thread waits for, and waits
+    /// for no other process: until the two are connected, and while too much work is in progress,
+    /// the permit counts as taken.
     ///
     /// # Errors
     /// [`Error::Timeout`]; [`Error::PeerGone`]; [`Error::Driver`], and the permit is free again.
