@@ -35,7 +35,7 @@ impl Opener<PoolClient> {
     /// # Errors
     /// [`Error::NotFound`] when no process serves it, or its owner has died (`was_there`);
     /// [`Error::OtherKind`], [`Error::AccessDenied`], [`Error::Refused`] (also for a device that
-    /// cannot reach its memory); [`Error::Name`].
+    /// cannot reach its memory), [`Error::Timeout`]; [`Error::Name`].
     pub fn open<'w>(self, wait: impl Into<Wait<'w>>) -> Result<PoolClient> {
         self.open_with(Kind::Pool, &[], &wait.into(), |attachment| {
             let session = LendSession::of(attachment, &TERMS)?;
@@ -104,9 +104,9 @@ impl PoolClient {
     }
 
     /// Allocates `bytes` bytes of the owner's memory, for reading and writing, in a region of this
-    /// process's user, and waits for other blocks to be released where there is no room. A block that
-    /// arrives after the wait is released. The block is cleared if another user had it. The block returns to the owner when it is released here, or when
-    /// this process has died.
+    /// process's user, and waits for other blocks to be released where there is no room. A block
+    /// that arrives after the wait is released. The block is cleared if another user had it. The
+    /// block returns to the owner when it is released here, or when this process has died.
     ///
     /// # Errors
     /// [`Error::MemoryLimit`] when the blocks in use leave no room; [`Error::QuotaExceeded`] when
@@ -174,8 +174,9 @@ impl LentBuffer {
     /// for a ticket that is not a pool's, [`Error::Ticket`] for one of another machine.
     /// [`Error::AccessDenied`], also for a block that was allocated for another user
     /// ([`Pool::allocate_for`](crate::Pool::allocate_for)); [`Error::Refused`],
-    /// [`Error::PeerGone`], [`Error::Timeout`]; [`Error::Argument`] beyond 1024 blocks at once; [`Error::DescriptorLimit`],
-    /// [`Error::PeerAccess`], [`Error::DeviceMemory`], [`Error::Driver`].
+    /// [`Error::PeerGone`], [`Error::Timeout`]; [`Error::Argument`] beyond 1024 blocks at once;
+    /// [`Error::DescriptorLimit`], [`Error::PeerAccess`], [`Error::DeviceMemory`],
+    /// [`Error::Driver`].
     pub fn open<'w>(
         ticket: &Ticket,
         device: &Device,

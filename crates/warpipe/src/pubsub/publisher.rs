@@ -254,7 +254,7 @@ impl Publisher {
     /// Waits until `count` subscribers are attached.
     ///
     /// # Errors
-    /// [`Error::Timeout`](crate::Error::Timeout).
+    /// [`Error::Timeout`](crate::Error::Timeout); [`Error::Forked`](crate::Error::Forked).
     pub fn wait_for_subscribers<'w>(&self, count: usize, wait: impl Into<Wait<'w>>) -> Result<()> {
         let (core, wait) = (self.core.get()?, wait.into());
         loop {

@@ -51,7 +51,7 @@ impl Receipt {
     /// Whether the data was complete; `Ok(false)` while that is not known yet.
     ///
     /// # Errors
-    /// [`Error::SampleLost`].
+    /// [`Error::SampleLost`]; [`Error::Forked`].
     pub fn check(&self) -> Result<bool> {
         self.link.owner_process.check()?;
         Ok(self.is_set_aside || self.link.completion(self.position, self.sequence)?)
@@ -60,7 +60,7 @@ impl Receipt {
     /// Waits until the result is known.
     ///
     /// # Errors
-    /// [`Error::SampleLost`]; [`Error::Timeout`].
+    /// [`Error::SampleLost`]; [`Error::Timeout`]; [`Error::Forked`].
     pub fn wait<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<()> {
         let wait = wait.into();
         while !self.check()? {

@@ -202,10 +202,10 @@ impl Opener<KernelRing> {
     ///
     /// # Errors
     /// [`Error::NotFound`], [`Error::OtherKind`], [`Error::AccessDenied`], [`Error::Handshake`],
-    /// [`Error::Protocol`]; [`Error::Refused`] by a ring that has its consumers, has started, or has
-    /// one of another process on this GPU without MPS; [`Error::Argument`] for the producer's GPU
-    /// without MPS, where the two would take turns in time slices; or an error of the device or the
-    /// system.
+    /// [`Error::Timeout`], [`Error::Protocol`]; [`Error::Refused`] by a ring that has its
+    /// consumers, has started, or has one of another process on this GPU without MPS;
+    /// [`Error::Argument`] for the producer's GPU without MPS, where the two would take turns in
+    /// time slices; or an error of the device or the system.
     pub fn open<'w>(self, wait: impl Into<Wait<'w>>) -> Result<KernelRing> {
         self.open_with(Kind::KernelRing, &[], &wait.into(), KernelRing::consume)
     }
@@ -286,9 +286,9 @@ fn allocate(device: &Device, bytes: u64) -> Result<Region> {
 /// publishes it, the consumers' kernels wait for it and release it, with no launch, no stream
 /// operation and no CPU between items.
 ///
-/// Kernels include [`warpipe/device.cuh`](Self::HEADER) and get [`params`](Self::params) as an argument;
-/// [`HostRing`] is the same for kernels on the CPU. Or two tiny kernels on a stream do it:
-/// [`wait_on`](Self::wait_on), and [`publish_on`](Self::publish_on) or
+/// Kernels include [`warpipe/device.cuh`](Self::HEADER) and get [`params`](Self::params) as an
+/// argument; [`HostRing`] is the same for kernels on the CPU. Or two tiny kernels on a stream do
+/// it: [`wait_on`](Self::wait_on), and [`publish_on`](Self::publish_on) or
 /// [`release_on`](Self::release_on). Their position advances in device memory.
 ///
 /// A wait of a kernel ends when the peer has closed the ring or is proven dead, when this side
