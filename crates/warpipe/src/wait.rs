@@ -160,7 +160,7 @@ impl<'a> Wait<'a> {
         let mut backoff = Backoff::default();
         while !is_done()? {
             if self.is_over() {
-                return Err(self.timed_out(|| what.into()));
+                return Err(Error::timeout(what, self.limit));
             }
             backoff.pause();
         }

@@ -319,8 +319,8 @@ impl Timeline {
         while !self.check(value)? {
             let slice = wait.slice();
             if slice.is_zero() {
-                let what = || format!("value {value} of timeline {:?}", self.name);
-                return Err(wait.timed_out(what));
+                let what = format!("value {value} of timeline {:?}", self.name);
+                return Err(Error::timeout(what, wait.limit()));
             }
             self.lane.wait_host(&self.device, value, slice)?;
         }

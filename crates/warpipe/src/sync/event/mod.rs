@@ -432,8 +432,8 @@ impl Event {
         while !self.check(recording)? {
             let slice = wait.slice();
             if slice.is_zero() {
-                let what = || format!("the work recorded by event {}", self.label());
-                return Err(wait.timed_out(what));
+                let what = format!("the work recorded by event {}", self.label());
+                return Err(Error::timeout(what, wait.limit()));
             }
             let lane = self.inner.lane(recording.lane);
             lane.wait_host(&self.inner.device, recording.count, slice)?;

@@ -66,6 +66,17 @@ impl Drop for Stage {
 }
 
 #[test]
+fn a_wait_of_zero_says_which_events_work_is_not_done() {
+    let stage = Stage::new("zero");
+    let (event, (slow, go)) = (stage.create(), stage.held());
+    event.record(&slow, WAIT).unwrap();
+    let late = event.synchronize(Duration::ZERO).unwrap_err().to_string();
+    assert!(late.starts_with("the work recorded by event"), "{late}");
+    drop(go);
+    slow.synchronize(WAIT).unwrap();
+}
+
+#[test]
 fn an_event_that_was_never_recorded_is_an_error_and_not_complete() {
     let stage = Stage::new("never");
     let (event, stream) = (stage.create(), stage.device.stream().unwrap());

@@ -81,6 +81,19 @@ fn a_stream_waits_until_the_owners_stream_has_come_to_its_signal() {
 }
 
 #[test]
+fn a_wait_of_zero_says_which_value_or_whose_work_is_not_there() {
+    let stage = Stage::new("zero");
+    let (owner, (slow, go)) = (stage.create(), stage.held());
+    owner.signal(&slow, 1, WAIT).unwrap();
+    let late = owner.wait_host(1, Duration::ZERO).unwrap_err().to_string();
+    assert!(late.starts_with("value 1 of timeline"), "{late}");
+    let late = slow.synchronize(Duration::ZERO).unwrap_err().to_string();
+    assert!(late.starts_with("the end of the stream's work"), "{late}");
+    drop(go);
+    slow.synchronize(WAIT).unwrap();
+}
+
+#[test]
 fn a_value_that_does_not_grow_is_refused_and_changes_nothing() {
     let stage = Stage::new("backwards");
     let (owner, stream) = (stage.create(), stage.stream());
