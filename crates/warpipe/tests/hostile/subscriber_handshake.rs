@@ -2,6 +2,7 @@
 //! keeps nothing.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::mpsc;
 use std::time::Duration;
 
 use rustix::fs::SealFlags;
@@ -10,11 +11,12 @@ use warpipe_testkit::Rng;
 use super::descriptors::{descriptors, settled_descriptors};
 use super::fake_publisher::{Offer, meet};
 use super::stage::{
-    LONG, SIZE_SEALS, Scratch, alone, assert_delivers, eventually, hugetlb_memfd, memfd, packet,
-    pipe, random_bytes, send_raw,
+    LONG, SIZE_SEALS, Scratch, alone, assert_delivers, eventually, hear, hugetlb_memfd, memfd,
+    packet, pipe, random_bytes, send_raw,
 };
 use crate::backend::{DeviceId, DeviceKind};
-use crate::ipc::message::Message;
+use crate::ipc::message::{Message, Received};
+use crate::runtime::reactor::Reactor;
 use crate::shm::segment::bytes_for;
 use crate::{Error, HandshakeFault};
 
@@ -552,4 +554,45 @@ fn a_garbage_answer_is_an_error_and_never_a_panic() {
             "{result:?}"
         );
     }
+}
+
+/// What the reaper drops, and does not get past before the other end is dropped.
+struct Stuck(mpsc::Receiver<()>);
+
+impl Drop for Stuck {
+    fn drop(&mut self) {
+        let _ = self.0.recv();
+    }
+}
+
+#[test]
+fn a_publisher_sees_the_end_of_a_handshake_that_failed_while_the_reaper_is_held_up() {
+    let test = "a_publisher_sees_the_end_of_a_handshake_that_failed_while_the_reaper_is_held_up";
+    alone(module_path!(), test, || {
+        let (go, wait) = mpsc::channel();
+        let reactor = Reactor::of_process().unwrap();
+        reactor.defer_drop(Box::new(Stuck(wait)));
+        let met = meet(&Scratch::new(), LONG, |socket| {
+            Offer::new().send(socket);
+            assert!(matches!(
+                hear(socket),
+                Received::Message(Message::Attached, _)
+            ));
+            let undue = Message::RegionClosed { id: 0 };
+            send_raw(socket, &packet(&undue), &[]).unwrap();
+            let end = hear(socket);
+            assert!(matches!(end, Received::End), "{end:?}");
+        });
+        assert!(
+            matches!(
+                met,
+                Err(Error::Handshake {
+                    fault: HandshakeFault::Unexpected { .. },
+                    ..
+                })
+            ),
+            "{met:?}"
+        );
+        drop(go);
+    });
 }

@@ -5,6 +5,8 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 
+use rustix::net::Shutdown;
+
 use super::{PublisherLink, RingTerms};
 use crate::device::Device;
 use crate::error::{HandshakeFault, Result};
@@ -57,10 +59,23 @@ impl ConnectOptions {
         client.hello(Some(self.device.info().id), &[], limit)?;
         let (welcome, fds) = client.wait(limit)?;
         // On an error its memory is unregistered elsewhere: that may make the driver wait for a
-        // stream that waits for a peer.
+        // stream that waits for a peer. The publisher sees the end at once.
         let (link, regions) = self.open(&client, welcome, fds)?;
-        // Regions that the publisher adds until it confirms the link are mapped, too: a subscriber
-        // that attaches before a send gets that sample.
+        let settled = self.settle(&client, &link, regions, limit);
+        settled.inspect_err(|_| _ = rustix::net::shutdown(&client.socket, Shutdown::Both))?;
+        Ok(link)
+    }
+
+    /// Maps the announced memory, and waits until the publisher confirms that samples go to this
+    /// link from now on. Regions that it adds meanwhile are mapped, too: a subscriber that attaches
+    /// before a send gets that sample.
+    fn settle(
+        &self,
+        client: &ClientHandshake,
+        link: &PublisherLink,
+        regions: u32,
+        limit: &HandshakeLimit<'_>,
+    ) -> Result<()> {
         let mut is_attached = false;
         loop {
             if !is_attached && link.regions().len() >= regions as usize {
@@ -69,7 +84,7 @@ impl ConnectOptions {
             }
             let (message, fds) = client.wait(limit)?;
             match message {
-                Message::Attached if is_attached => break,
+                Message::Attached if is_attached => return link.watch(self.orphan_timeout),
                 Message::Region { id, bytes } => link.map(id, bytes, &fds)?,
                 Message::CloseRegion { id } => link.close_region(id)?,
                 Message::Completions { bytes } if !link.monitor.has_completions() => {
@@ -80,8 +95,6 @@ impl ConnectOptions {
                 other => return Err(client.fault(other.unexpected("Region or Attached"))),
             }
         }
-        link.watch(self.orphan_timeout)?;
-        Ok(link)
     }
 
     /// Opens the parts of the link that come with the `Welcome`. Returns also how many regions the
