@@ -22,6 +22,8 @@ pub(crate) struct Backoff {
     rounds: u32,
     spins: u32,
     doublings: u32,
+    /// See [`keep_up_with`](Self::keep_up_with).
+    others: u64,
 }
 
 impl Default for Backoff {
@@ -37,6 +39,7 @@ impl Backoff {
             rounds: 0,
             spins,
             doublings: DOUBLINGS,
+            others: 0,
         }
     }
 
@@ -45,6 +48,14 @@ impl Backoff {
         Backoff {
             doublings: 10,
             ..Backoff::spinning(spins)
+        }
+    }
+
+    /// Begins anew if others have got what is waited for since the last call, by their count. Else a
+    /// thread that has begun just now, and looks more often, would be the first to see all that comes.
+    pub(crate) fn keep_up_with(&mut self, others: u64) {
+        if std::mem::replace(&mut self.others, others) != others {
+            self.rounds = 0;
         }
     }
 
@@ -110,5 +121,16 @@ mod tests {
             turns += u32::from(backoff.rounds > before);
         }
         assert_eq!(turns, (polls - POLLS_BEFORE_YIELD) / POLLS_OF_A_YIELD);
+    }
+
+    #[test]
+    fn a_thread_that_waits_looks_as_often_as_a_new_one_once_others_got_what_it_waits_for() {
+        let mut backoff = Backoff::patient(2);
+        backoff.keep_up_with(7);
+        while backoff.step() < Duration::from_millis(1) {}
+        backoff.keep_up_with(7);
+        assert!(backoff.step() >= Duration::from_millis(1), "nobody got any");
+        backoff.keep_up_with(8);
+        assert!(backoff.is_spinning());
     }
 }

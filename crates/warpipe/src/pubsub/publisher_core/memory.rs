@@ -69,13 +69,14 @@ impl PublisherCore {
     ) -> Result<(SlotId, u64)> {
         self.owner_process.check()?;
         let mut clock = Stopwatch::default();
-        let mut backoff = Backoff::patient(POLLS);
+        let (mut backoff, mut has_waited) = (Backoff::patient(POLLS), false);
         let mut state = self.lock();
         loop {
             // This thread or another one may have made a region meanwhile. A sample in a region
             // that cannot be announced to a subscriber would end that link.
             state.announce(&self.name)?;
             if let Some(slot) = self.take_free(&mut state, bytes) {
+                state.awaited_loans += u64::from(has_waited);
                 return Ok((slot, state.address(slot)));
             }
             if state.arena.is_out_of_slots() {
@@ -107,6 +108,7 @@ impl PublisherCore {
                 }
             }
             let used = state.arena.bytes_in_use() + state.closing_bytes();
+            backoff.keep_up_with(state.awaited_loans);
             drop(state);
             let left = match wait {
                 None => self.options.loan_timeout.saturating_sub(clock.elapsed()),
@@ -123,6 +125,7 @@ impl PublisherCore {
                 });
             }
             backoff.pass(left);
+            has_waited = true;
             state = self.lock();
         }
     }

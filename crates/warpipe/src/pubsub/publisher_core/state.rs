@@ -107,6 +107,8 @@ pub(in crate::pubsub) struct PublisherState {
     pub(super) is_sending: bool,
     /// Loans since released slots were last reclaimed.
     pub(super) loans_since_reclaim: u32,
+    /// How many loans had to wait for memory and got it.
+    pub(super) awaited_loans: u64,
 }
 
 impl PublisherState {
@@ -131,6 +133,7 @@ impl PublisherState {
             row,
             is_sending: false,
             loans_since_reclaim: 0,
+            awaited_loans: 0,
         }
     }
 
