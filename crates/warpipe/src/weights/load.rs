@@ -175,12 +175,14 @@ impl Weights {
         let offered = Arc::new(self.held.numbered(0));
         let offer = Holder::offer(domain, name.as_str(), offered)?;
         let wait = wait.into();
-        let offered = until_open(&wait, || offer_to_keeper(domain, &name, &offer.1, &wait));
-        let (keeper, number) = offered?;
-        let held = Arc::new(self.held.numbered(number));
-        let holder = Holder::serve(domain, name.as_str(), held.clone())?;
-        // The next keeper may have begun before the holder was there: it lacks the version.
-        keeper.tell_holding(number, &REPLY_TIMEOUT.into())?;
+        let (number, held, holder) = until_open(&wait, || {
+            let (keeper, number) = offer_to_keeper(domain, &name, &offer.1, &wait)?;
+            let held = Arc::new(self.held.numbered(number));
+            let holder = Holder::serve(domain, name.as_str(), held.clone())?;
+            // The next keeper may have begun before the holder was there: it lacks the version.
+            keeper.tell_holding(number, &REPLY_TIMEOUT.into())?;
+            Ok((number, held, holder))
+        })?;
         // Readers need not wait for that.
         clear_dead(domain, name.as_str());
         let base = BaseVersion::new(held, self.manifest.clone());
