@@ -55,6 +55,8 @@ struct HeldUp {
     _subscriber: Subscriber,
     /// Has used the stream, too: dropping its memory queries that stream.
     aside: Option<Subscriber>,
+    /// Kept: a driver that unregisters memory waits for all streams, and lets nothing be registered.
+    _other: Publisher,
     stream: Stream,
     publisher: Arc<Publisher>,
     sent: Arc<AtomicU64>,
@@ -76,7 +78,6 @@ impl HeldUp {
         let mut aside = context.subscriber("aside").device(&device).build()?;
         other.send_bytes(&stream, b"before")?;
         aside.receive(&stream, PATIENCE)?.finish(PATIENCE)?;
-        drop(other);
         upstream.ask(&Order::SendBehindGate(Batch::of(1, WORDS, 1)))?;
         let waiting = subscriber.receive(&stream, PATIENCE)?;
         let builder = context
@@ -101,6 +102,7 @@ impl HeldUp {
             waiting,
             _subscriber: subscriber,
             aside: Some(aside),
+            _other: other,
             stream,
             publisher,
             sent,
