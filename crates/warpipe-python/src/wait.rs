@@ -134,8 +134,8 @@ pub fn hand_over<T>(py: Python<'_>, found: T, put_back: impl FnOnce(T)) -> PyRes
 }
 
 /// Runs `call`, which asks other processes for a while that it limits itself, on a thread of its
-/// own, and handles signals meanwhile. A call whose caller waits no more ends by itself, and its
-/// result is dropped.
+/// own, and handles signals meanwhile. A call that is waited for no more ends by itself, and
+/// its result is dropped.
 pub fn on_a_thread<T: Send + 'static>(
     py: Python<'_>,
     call: impl FnOnce() -> Result<T, Error> + Send + 'static,

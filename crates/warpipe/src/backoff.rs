@@ -51,8 +51,9 @@ impl Backoff {
         }
     }
 
-    /// Begins anew if others have got what is waited for since the last call, by their count. Else a
-    /// thread that has begun just now, and looks more often, would be the first to see all that comes.
+    /// Begins anew if others have got what is waited for since the last call, by their count. Else
+    /// a thread that has begun just now, and looks more often, would be the first to see all that
+    /// comes.
     pub(crate) fn keep_up_with(&mut self, others: u64) {
         if std::mem::replace(&mut self.others, others) != others {
             self.rounds = 0;
@@ -129,7 +130,10 @@ mod tests {
         backoff.keep_up_with(7);
         while backoff.step() < Duration::from_millis(1) {}
         backoff.keep_up_with(7);
-        assert!(backoff.step() >= Duration::from_millis(1), "nobody got any");
+        assert!(
+            backoff.step() >= Duration::from_millis(1),
+            "no other one got any"
+        );
         backoff.keep_up_with(8);
         assert!(backoff.is_spinning());
     }

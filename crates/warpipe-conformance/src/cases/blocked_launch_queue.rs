@@ -55,7 +55,8 @@ struct HeldUp {
     _subscriber: Subscriber,
     /// Has used the stream, too: dropping its memory queries that stream.
     aside: Option<Subscriber>,
-    /// Kept: a driver that unregisters memory waits for all streams, and lets nothing be registered.
+    /// Kept: a driver that unregisters memory waits for all streams, and lets nothing be registered
+    /// meanwhile.
     _other: Publisher,
     stream: Stream,
     publisher: Arc<Publisher>,

@@ -320,5 +320,6 @@ impl Mapped {
 
 /// What the claim of a part waits for: openers that have closed it still have it while their
 /// streams work on it.
-const CLAIM: &str = "the close of other weights that this process opened, whose memory these share: \
-                     their addresses cannot change. Close those, or call `follow` before tensors are used";
+const CLAIM: &str = "the close of other weights that this process opened and that share memory with \
+                     these: the addresses cannot change. Close those, or call `follow` before \
+                     tensors are used";
