@@ -16,6 +16,7 @@ use self::state::{SessionState, has_closed};
 use super::client_handshake::{Answer, ClientHandshake, HandshakeLimit};
 use super::{Address, BODY_BYTES_MAX, IncomingReply, REPLY_TIMEOUT, SessionObserver};
 use crate::backend::DeviceId;
+use crate::backoff::Backoff;
 use crate::debug::opaque_debug;
 use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
@@ -291,9 +292,11 @@ pub(crate) fn is_passing(error: &Error) -> bool {
 /// The rule for all that wait for a name: an owner that ends before what it was asked for is open
 /// counts as none. Until the wait is over, the next owner is asked instead.
 pub(crate) fn until_open<T>(wait: &Wait<'_>, mut open: impl FnMut() -> Result<T>) -> Result<T> {
+    // An owner may admit this process and end at once, each time.
+    let mut backoff = Backoff::spinning(0);
     loop {
         match open() {
-            Err(Error::PeerGone { .. }) if !wait.is_over() => {}
+            Err(Error::PeerGone { .. }) if !wait.is_over() => backoff.pause(),
             other => return other,
         }
     }

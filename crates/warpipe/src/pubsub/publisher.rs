@@ -3,7 +3,6 @@
 mod loan;
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use self::loan::check_length;
 pub use self::loan::{SampleMut, SendError};
@@ -22,9 +21,6 @@ use crate::slow_path::SlowPath;
 use crate::stream::Stream;
 use crate::tensor::Layout;
 use crate::wait::Wait;
-
-/// How often a wait for subscribers looks.
-const SUBSCRIBERS_LOOK: Duration = Duration::from_millis(2);
 
 /// The highest number that may be skipped to.
 const SEQUENCE_MAX: u64 = 1 << 62;
@@ -258,6 +254,7 @@ impl Publisher {
     pub fn wait_for_subscribers<'w>(&self, count: usize, wait: impl Into<Wait<'w>>) -> Result<()> {
         let (core, wait) = (self.core.get()?, wait.into());
         loop {
+            let seen = core.changes_seen();
             let attached = core.lock().live().count();
             if attached >= count {
                 return Ok(());
@@ -271,7 +268,7 @@ impl Publisher {
                 let what = format!("{count} {noun} of {:?} ({attached} attached)", core.name);
                 return Err(Error::timeout(what, wait.limit()));
             }
-            std::thread::sleep(slice.min(SUBSCRIBERS_LOOK));
+            core.sleep_until_changed(slice, seen);
         }
     }
 

@@ -19,12 +19,14 @@ pub use memory::{SlotHold, SlotReturn};
 pub(super) use send::Delivery;
 pub(super) use state::{Given, Recipients, SendTurn};
 
+use std::sync::atomic::Ordering::Release;
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use self::slot_fences::SlotFences;
 use self::state::PublisherState;
 use super::builder::PublisherBuilder;
 use super::subscriber_link::SubscriberLink;
+use crate::atomic::{self, AtomicU32};
 use crate::device::Device;
 use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::OwnerProcess;
@@ -55,6 +57,9 @@ pub(super) struct PublisherCore {
     /// Never held across a call of the driver that gives a stream work or asks one: see
     /// [`state`].
     state: Mutex<PublisherState>,
+    /// Changes of links, and slots that a proof has freed: what this process notices. A peer's
+    /// release is none.
+    changes: AtomicU32,
     pub(super) send_lock: Arc<TimedLock>,
     pub(super) fences: SlotFences,
     /// All streams that have worked on the links or the fence words.
@@ -138,6 +143,7 @@ impl PublisherCore {
             this: me.clone(),
             reactor: reactor.clone(),
             state: Mutex::new(PublisherState::new(&options, &device, row)),
+            changes: AtomicU32::default(),
             send_lock: Arc::default(),
             fences,
             streams: Arc::default(),
@@ -172,8 +178,11 @@ impl PublisherCore {
         self.streams.record_use(stream);
     }
 
-    /// Notifies the observer.
+    /// Counts a change, wakes the threads of this process that wait for one, and notifies the
+    /// observer.
     pub(super) fn notify(&self) {
+        self.changes.fetch_add(1, Release);
+        atomic::wake(&self.changes);
         let observer = self.options.observer.iter();
         observer.for_each(|observer| observer.tell());
     }

@@ -21,7 +21,7 @@ use crate::device::Device;
 use crate::error::{Error, Result, WeightsFault};
 use crate::fork::OwnerProcess;
 use crate::ipc::domain::Domain;
-use crate::ipc::{REPLY_TIMEOUT, until_open};
+use crate::ipc::until_open;
 use crate::memory::Memory;
 use crate::runtime::reactor::new_generation;
 use crate::tensor::Layout;
@@ -180,7 +180,7 @@ impl Weights {
             let held = Arc::new(self.held.numbered(number));
             let holder = Holder::serve(domain, name.as_str(), held.clone())?;
             // The next keeper may have begun before the holder was there: it lacks the version.
-            keeper.tell_holding(number, &REPLY_TIMEOUT.into())?;
+            keeper.tell_holding(number, &wait)?;
             Ok((number, held, holder))
         })?;
         // Readers need not wait for that.

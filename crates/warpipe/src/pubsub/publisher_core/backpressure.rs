@@ -1,9 +1,13 @@
 //! How a sender waits for room: it polls, at ever longer intervals. No peer wakes it: a device,
-//! which completes the releases, could not.
+//! which completes the releases, could not. The end of a link, which this process notices, does.
+
+use std::sync::atomic::Ordering::Acquire;
+use std::time::Duration;
 
 use super::super::builder::Policy;
 use super::state::{Recipients, SendTurn};
 use super::{POLLS, PublisherCore};
+use crate::atomic;
 use crate::backoff::Backoff;
 use crate::clock::Stopwatch;
 use crate::error::{Error, Result};
@@ -29,6 +33,7 @@ impl PublisherCore {
         let mut waited_for = None;
         loop {
             let sending = self.lock_sending(wait)?;
+            let seen = self.changes_seen();
             let state = self.lock();
             if state.is_closed {
                 let (name, pid) = (self.name.clone(), std::process::id() as i32);
@@ -63,10 +68,10 @@ impl PublisherCore {
                 let policy = Wait::from(timeout);
                 return Err(self.no_room_at(pid, wait.unwrap_or(&policy)));
             }
-            backoff.keep_up_with(state.next_sequence);
+            backoff.keep_up_with(state.next_sequence.wrapping_add(seen.into()));
             // Others may send meanwhile, to subscribers that have room.
             drop((state, sending));
-            backoff.pass(left);
+            self.pass(&mut backoff, left, seen);
             if let Some(wait) = wait.filter(|wait| wait.is_cancellable()) {
                 waited_for = Some(pid);
                 // What came at the end of the time is taken.
@@ -75,6 +80,26 @@ impl PublisherCore {
                 }
             }
         }
+    }
+
+    /// How many changes there were, for [`pass`](Self::pass): read before the look that they could
+    /// change.
+    pub(in crate::pubsub) fn changes_seen(&self) -> u32 {
+        self.changes.load(Acquire)
+    }
+
+    /// Passes the time until the next look, what is `left` of it, or until there are more changes
+    /// than were `seen`.
+    pub(super) fn pass(&self, backoff: &mut Backoff, left: Duration, seen: u32) {
+        match backoff.step() {
+            Duration::ZERO => backoff.spin(4),
+            pause => self.sleep_until_changed(pause.min(left), seen),
+        }
+    }
+
+    /// Sleeps until there are more changes than were `seen`; may wake sooner.
+    pub(in crate::pubsub) fn sleep_until_changed(&self, limit: Duration, seen: u32) {
+        atomic::wait(&self.changes, seen, limit);
     }
 
     fn no_room_at(&self, pid: i32, wait: &Wait<'_>) -> Error {

@@ -72,6 +72,7 @@ impl PublisherCore {
         let (mut backoff, mut has_waited) = (Backoff::patient(POLLS), false);
         let mut state = self.lock();
         loop {
+            let seen = self.changes_seen();
             // This thread or another one may have made a region meanwhile. A sample in a region
             // that cannot be announced to a subscriber would end that link.
             state.announce(&self.name)?;
@@ -108,7 +109,7 @@ impl PublisherCore {
                 }
             }
             let used = state.arena.bytes_in_use() + state.closing_bytes();
-            backoff.keep_up_with(state.awaited_loans);
+            backoff.keep_up_with(state.awaited_loans.wrapping_add(seen.into()));
             drop(state);
             let left = match wait {
                 None => self.options.loan_timeout.saturating_sub(clock.elapsed()),
@@ -124,7 +125,7 @@ impl PublisherCore {
                     limit,
                 });
             }
-            backoff.pass(left);
+            self.pass(&mut backoff, left, seen);
             has_waited = true;
             state = self.lock();
         }
