@@ -99,7 +99,8 @@ impl AsFd for Server {
     /// # Ok::<(), warpipe::Error>(())
     /// ```
     fn as_fd(&self) -> BorrowedFd<'_> {
-        if !self.is_polled.swap(true, Relaxed) {
+        // In a forked child the timer's number may be another file's.
+        if self.scan_timer.is_own() && !self.is_polled.swap(true, Relaxed) {
             self.set_scans_every(SCAN_INTERVAL);
         }
         self.set_asleep(true);
