@@ -2,14 +2,13 @@
 //! slow listener holds up the watch.
 
 use std::collections::VecDeque;
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-#[cfg(test)]
-use std::time::Duration;
+use std::sync::{Condvar, Mutex, PoisonError};
 
 use super::{Change, MEMBERS_MAX, MemberInfo};
 use crate::error::Result;
+use crate::mutex::LockUnpoisoned;
 use crate::runtime::doorbell::LocalDoorbell;
+use crate::runtime::reactor::catch_panic;
 use crate::wait::Wait;
 
 /// The most changes that wait. This is more than twice the members: merging always brings the queue
@@ -48,7 +47,7 @@ impl ChangeQueue {
     }
 
     pub(super) fn push(&self, change: Change) {
-        let mut state = self.lock();
+        let mut state = self.state.locked();
         state.push(change, CHANGES_MAX);
         self.doorbell.ring();
         self.changed.notify_all();
@@ -56,14 +55,14 @@ impl ChangeQueue {
 
     /// Queues a clean-up for the callback thread.
     pub(super) fn push_cleanup(&self, cleanup: Cleanup, of: MemberInfo) {
-        self.lock().cleanups.push_back((cleanup, of));
+        self.state.locked().cleanups.push_back((cleanup, of));
         self.changed.notify_all();
     }
 
     /// The next change; `None` when the wait is over or the watch has ended.
     pub(super) fn take(&self, wait: &Wait<'_>) -> Option<Change> {
         let is_idle = |state: &mut ChangeQueueState| state.changes.is_empty() && !state.is_closed;
-        let mut state = self.lock();
+        let mut state = self.state.locked();
         while is_idle(&mut state) {
             // The wait is asked whether it is cancelled before each sleep and before anything is taken,
             // and without the lock.
@@ -72,12 +71,14 @@ impl ChangeQueue {
             if pause.is_zero() {
                 return None;
             }
-            let slept = self.changed.wait_timeout_while(self.lock(), pause, is_idle);
+            let slept = self
+                .changed
+                .wait_timeout_while(self.state.locked(), pause, is_idle);
             drop(slept);
             if wait.is_cancelled() {
                 return None;
             }
-            state = self.lock();
+            state = self.state.locked();
         }
         let change = state.changes.pop_front()?;
         if state.changes.is_empty() {
@@ -87,17 +88,15 @@ impl ChangeQueue {
     }
 
     pub(super) fn merged(&self) -> u64 {
-        self.lock().merged
+        self.state.locked().merged
     }
 
     /// Ends the queue: changes that wait are dropped.
     pub(super) fn close(&self) {
-        let mut state = self.lock();
+        let mut state = self.state.locked();
         state.is_closed = true;
-        let dropped = (
-            std::mem::take(&mut state.changes),
-            std::mem::take(&mut state.cleanups),
-        );
+        let changes = std::mem::take(&mut state.changes);
+        let dropped = (changes, std::mem::take(&mut state.cleanups));
         drop(state);
         self.changed.notify_all();
         drop(dropped);
@@ -105,49 +104,28 @@ impl ChangeQueue {
 
     /// Runs callbacks and clean-ups until the queue is closed. A panic in one ends that call alone
     /// (the panic hook has shown it).
-    pub(super) fn serve(self: Arc<Self>, mut callbacks: Vec<Callback>) {
-        while let Some(task) = self.next_task(!callbacks.is_empty()) {
-            match task {
-                CallbackTask::Cleanup(cleanup, member) => {
-                    drop(catch_unwind(AssertUnwindSafe(|| cleanup(&member))))
-                }
-                CallbackTask::Notify(change) => {
-                    for callback in &mut callbacks {
-                        let _panicked = catch_unwind(AssertUnwindSafe(|| callback(&change)));
-                    }
-                }
-            }
-        }
-    }
-
-    /// Clean-ups come before changes: they are done when a death is reported.
-    fn next_task(&self, has_callbacks: bool) -> Option<CallbackTask> {
-        let mut state = self.lock();
-        loop {
-            if state.is_closed {
-                return None;
-            }
+    pub(super) fn serve(&self, mut callbacks: Vec<Callback>) {
+        let mut state = self.state.locked();
+        while !state.is_closed {
+            // Clean-ups come before changes: they are done when a death is reported.
             if let Some((cleanup, member)) = state.cleanups.pop_front() {
-                return Some(CallbackTask::Cleanup(cleanup, member));
+                drop(state);
+                catch_panic(|| cleanup(&member));
+            } else if !callbacks.is_empty()
+                && let Some(change) = state.changes.pop_front()
+            {
+                drop(state);
+                for callback in &mut callbacks {
+                    catch_panic(|| callback(&change));
+                }
+            } else {
+                let waited = self.changed.wait(state);
+                state = waited.unwrap_or_else(PoisonError::into_inner);
+                continue;
             }
-            if has_callbacks && let Some(change) = state.changes.pop_front() {
-                return Some(CallbackTask::Notify(change));
-            }
-            state = self
-                .changed
-                .wait(state)
-                .unwrap_or_else(PoisonError::into_inner);
+            state = self.state.locked();
         }
     }
-
-    fn lock(&self) -> MutexGuard<'_, ChangeQueueState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-enum CallbackTask {
-    Cleanup(Cleanup, MemberInfo),
-    Notify(Change),
 }
 
 impl ChangeQueueState {
@@ -187,7 +165,9 @@ impl ChangeQueueState {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
     use std::sync::mpsc::channel;
+    use std::time::Duration;
 
     use super::*;
     use crate::ipc::PeerState;

@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
-use super::{HEARTBEAT, Introduction, check_role, endpoint};
+use super::{HEARTBEAT, Introduction, allowed_role, endpoint, is_role};
 use crate::clock::now_ns;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
 use crate::ipc::domain::{Author, Domain};
 use crate::ipc::{
@@ -60,7 +60,10 @@ impl MemberBuilder {
     /// # Ok::<(), Error>(())
     /// ```
     pub fn build(self) -> Result<Member> {
-        check_role(&self.role)?;
+        if !is_role(&self.role) {
+            let found = format!("{:?}", self.role);
+            return Err(Error::argument("role", found, allowed_role()));
+        }
         let (page, fd) = SharedPage::publish(None, PAGE_BYTES)?;
         let introduction = Introduction {
             role: self.role,

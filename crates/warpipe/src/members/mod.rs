@@ -133,24 +133,18 @@ fn is_role(role: &str) -> bool {
     role.len() <= ROLE_BYTES_MAX && !role.chars().any(char::is_control)
 }
 
-fn check_role(role: &str) -> Result<()> {
-    let allowed = || format!("up to {ROLE_BYTES_MAX} bytes without control characters");
-    if is_role(role) {
-        Ok(())
-    } else {
-        Err(Error::argument("role", format!("{role:?}"), allowed()))
-    }
+/// What a role may be, for people.
+fn allowed_role() -> String {
+    format!("up to {ROLE_BYTES_MAX} bytes without control characters")
 }
 
 impl Introduction {
     /// Checks that a peer's introduction is one that a member may send.
     fn check(self, name: &str) -> Result<Introduction> {
-        let wrong = |field, found: String, allowed: String| {
-            Err(Error::protocol(name, field, found, allowed))
-        };
+        let wrong = |field, found, allowed| Err(Error::protocol(name, field, found, allowed));
         if !is_role(&self.role) {
-            let allowed = format!("up to {ROLE_BYTES_MAX} bytes without control characters");
-            return wrong("role", format!("{} bytes", self.role.len()), allowed);
+            let found = format!("{} bytes", self.role.len());
+            return wrong("role", found, allowed_role());
         }
         if self.author.pid <= 0 {
             return wrong("process id", self.author.pid.to_string(), "above 0".into());

@@ -4,7 +4,8 @@
 use std::collections::{HashMap, HashSet};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
@@ -16,6 +17,7 @@ use crate::error::{Error, HandshakeFault, Result};
 use crate::ipc::client_handshake::{ClientHandshake, HandshakeLimit};
 use crate::ipc::domain::{Arrivals, Author, Domain, EndpointName};
 use crate::ipc::{Address, ClientSession, Kind, REPLY_TIMEOUT, SessionObserver};
+use crate::mutex::LockUnpoisoned;
 use crate::os::timespec;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::heartbeat::Uptime;
@@ -40,8 +42,6 @@ pub(super) struct WatchShared {
     events: Mutex<Vec<(u64, SessionEvent)>>,
     doorbell: LocalDoorbell,
     is_closed: AtomicBool,
-    is_settled: Mutex<bool>,
-    settled: Condvar,
     cleans: bool,
 }
 
@@ -60,43 +60,17 @@ impl WatchShared {
             events: Mutex::default(),
             doorbell: LocalDoorbell::new()?,
             is_closed: AtomicBool::new(false),
-            is_settled: Mutex::new(false),
-            settled: Condvar::new(),
             cleans,
         })
     }
 
     pub(super) fn table(&self) -> MutexGuard<'_, MemberTable> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+        self.table.locked()
     }
 
     pub(super) fn close(&self) {
         self.is_closed.store(true, SeqCst);
         self.doorbell.ring();
-    }
-
-    /// Waits until each member that was present at the start has answered, or its time to answer
-    /// has passed.
-    pub(super) fn wait_until_settled(&self) {
-        let settled = self
-            .is_settled
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        // The monitor bounds this wait. The limit covers a machine on which the monitor does not
-        // run at all.
-        let limit = 10 * STALLED_AFTER;
-        drop(
-            self.settled
-                .wait_timeout_while(settled, limit, |settled| !*settled),
-        );
-    }
-
-    fn settle(&self) {
-        *self
-            .is_settled
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner) = true;
-        self.settled.notify_all();
     }
 
     fn push_changes(&self, changes: impl IntoIterator<Item = Change>) {
@@ -115,11 +89,7 @@ struct SessionListener {
 impl SessionListener {
     fn push_event(&self, event: SessionEvent) {
         if let Some(shared) = self.shared.upgrade() {
-            shared
-                .events
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .push((self.id, event));
+            shared.events.locked().push((self.id, event));
             shared.doorbell.ring();
         }
     }
@@ -146,11 +116,13 @@ pub(super) struct DirectoryMonitor {
     /// The scans in a row that found a member without room in its backlog.
     busy_scans: u32,
     last_tick: Instant,
-    is_settled: bool,
+    /// Dropped once each member that was present at the start has answered, or its time to answer
+    /// has passed.
+    unsettled: Option<Sender<()>>,
 }
 
 impl DirectoryMonitor {
-    pub(super) fn new(shared: Arc<WatchShared>) -> Result<DirectoryMonitor> {
+    pub(super) fn new(shared: Arc<WatchShared>, unsettled: Sender<()>) -> Result<DirectoryMonitor> {
         let arrivals = shared.domain.arrivals()?;
         let now = Instant::now();
         Ok(DirectoryMonitor {
@@ -162,7 +134,7 @@ impl DirectoryMonitor {
             next_scan: now,
             busy_scans: 0,
             last_tick: now,
-            is_settled: false,
+            unsettled: Some(unsettled),
         })
     }
 
@@ -179,9 +151,8 @@ impl DirectoryMonitor {
                 self.shared.push_changes(changes);
             }
             let is_done = self.calls.is_empty() && self.busy_scans == 0;
-            if !self.is_settled && (is_done || self.clock.ran() > STALLED_AFTER) {
-                self.is_settled = true;
-                self.shared.settle();
+            if is_done || self.clock.ran() > STALLED_AFTER {
+                self.unsettled = None;
             }
             if self.sleep() {
                 self.arrivals.drain();
@@ -221,13 +192,7 @@ impl DirectoryMonitor {
     }
 
     fn take_events(&mut self) {
-        let events = std::mem::take(
-            &mut *self
-                .shared
-                .events
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner),
-        );
+        let events = std::mem::take(&mut *self.shared.events.locked());
         let mut dead = vec![];
         for (id, event) in events {
             match event {

@@ -128,23 +128,19 @@ impl MemberTable {
     /// Adds a member that has answered. A member that returns after its connection was lost,
     /// with the same incarnation, is no change.
     pub(super) fn admit(&mut self, id: u64, mut entry: MemberEntry) -> Option<Change> {
-        let is_same = |other: &MemberEntry| {
+        let is_same = |(_, other): &(&u64, &MemberEntry)| {
             other.name == entry.name
                 && other.session.generation() == entry.session.generation()
                 && other.is_suspect
         };
-        let known = self
-            .entries
-            .iter()
-            .find(|(_, other)| is_same(other))
-            .map(|(id, _)| *id);
-        let known = known.and_then(|id| self.entries.remove(&id));
-        let told = known
-            .is_none()
-            .then(|| Change::Joined(entry.info(PeerState::Alive)));
-        if let Some(known) = known {
-            (entry.is_stalled, entry.pulse) = (known.is_stalled, known.pulse);
-        }
+        let known = self.entries.iter().find(is_same).map(|(id, _)| *id);
+        let told = match known.and_then(|id| self.entries.remove(&id)) {
+            Some(known) => {
+                (entry.is_stalled, entry.pulse) = (known.is_stalled, known.pulse);
+                None
+            }
+            None => Some(Change::Joined(entry.info(PeerState::Alive))),
+        };
         self.entries.insert(id, entry);
         told
     }
@@ -204,10 +200,8 @@ impl MemberTable {
                 format!("up to {CLEANUPS_MAX} at a time"),
             ));
         }
-        self.cleanups
-            .entry(name.to_owned())
-            .or_default()
-            .push(cleanup);
+        let of_name = self.cleanups.entry(name.to_owned()).or_default();
+        of_name.push(cleanup);
         self.cleanups_count += 1;
         Ok(())
     }

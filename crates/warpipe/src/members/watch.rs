@@ -2,6 +2,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
+use std::sync::mpsc::channel;
 
 use super::changes::Callback;
 use super::monitor::{DirectoryMonitor, WatchShared};
@@ -13,6 +14,7 @@ use crate::fork::leak_on_fork::LeakOnFork;
 use crate::fork::thread::Thread;
 use crate::ipc::domain::Domain;
 use crate::options::{EndpointOptions, option_setters};
+use crate::runtime::reactor::STALLED_AFTER;
 use crate::wait::Wait;
 
 /// The members of a domain, followed until this is dropped. The drop does not wait for a callback
@@ -103,7 +105,8 @@ impl MembersBuilder {
     /// [`Error::Os`], [`Error::DescriptorLimit`] when there is no watch, thread or descriptor left.
     pub fn build(self) -> Result<Members> {
         let shared = Arc::new(WatchShared::new(self.shared.domain()?, self.cleans)?);
-        let monitor = DirectoryMonitor::new(shared.clone())?;
+        let (unsettled, settled) = channel();
+        let monitor = DirectoryMonitor::new(shared.clone(), unsettled)?;
         let calls_back = !self.callbacks.is_empty();
         let queue = shared.queue.clone();
         let mut watch = LeakOnFork::new(Watch {
@@ -112,7 +115,8 @@ impl MembersBuilder {
         });
         Thread::start("warpipe-notify", move || queue.serve(self.callbacks))?;
         watch.monitor = Some(Thread::start("warpipe-members", move || monitor.run())?);
-        watch.shared.wait_until_settled();
+        // The monitor bounds this wait. The limit covers a machine on which it does not run at all.
+        let _ = settled.recv_timeout(10 * STALLED_AFTER);
         Ok(Members { watch, calls_back })
     }
 }
@@ -196,13 +200,8 @@ impl Members {
     /// The states of all members, also of those that hold no lock in the domain.
     #[cfg(test)]
     pub(super) fn states(&self) -> Vec<crate::ipc::PeerState> {
-        self.watch
-            .shared
-            .table()
-            .list()
-            .into_iter()
-            .map(|(member, _)| member.state)
-            .collect()
+        let list = self.watch.shared.table().list();
+        list.into_iter().map(|(member, _)| member.state).collect()
     }
 
     /// How many changes were dropped because more than 4096 waited: first
