@@ -2,15 +2,17 @@
 //! unsafe**: it maps and registers memory. A page is one of four kinds:
 //!
 //! * **private** ([`SharedPage::private`]): of this process alone.
-//! * **of two processes** ([`UnsealedPage`]): both write it, neither can remove a page of it
-//!   ([`seal`]). Streams wait for words of these two kinds only, which a CPU store always releases.
+//! * **of two processes** ([`UnsealedPage`], and a link's [segment](super::segment)): both write it,
+//!   neither can remove a page of it ([`seal`]). Streams wait for words of these two kinds only,
+//!   which a CPU store always releases.
 //! * **of many** ([`SharedPage::create`]): each peer can write it and remove pages. **No stream
 //!   waits for its words**: a device keeps a removed page, which no CPU reaches any more.
 //! * **read-only** for all but its maker ([`SharedPage::publish`]).
 
+use std::ffi::CStr;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::{Arc, OnceLock};
 
 use rustix::fs::SealFlags;
 use rustix::mm::{MapFlags, ProtFlags};
@@ -44,6 +46,8 @@ unsafe impl AtomicsOnly for TimelineWord {}
 unsafe impl AtomicsOnly for AtomicU64 {}
 // SAFETY: an atomic.
 unsafe impl AtomicsOnly for AtomicU32 {}
+// SAFETY: an array of such.
+unsafe impl<T: AtomicsOnly, const N: usize> AtomicsOnly for [T; N] {}
 
 /// A mapped page (or several), registered with a device if streams are to use its words. Any thread
 /// may drop it, under any lock: the reaper unregisters it, since a driver may hold that up until a
@@ -52,7 +56,7 @@ unsafe impl AtomicsOnly for AtomicU32 {}
 #[derive(Debug)]
 pub(crate) struct SharedPage {
     mapping: Mapping,
-    registered: Option<Registered>,
+    registered: OnceLock<Registered>,
     owner_process: OwnerProcess,
 }
 
@@ -114,7 +118,7 @@ impl SharedPage {
         let base =
             unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes, protection, flags) };
         let base = base.map_err(|e| Error::os("mmap", format!("{bytes} bytes of words"), e))?;
-        SharedPage::of(base.cast(), bytes).register(Some(device))
+        SharedPage::of(base.cast(), bytes).registered_with(Some(device))
     }
 
     /// Words that this process and its device's streams, if there is a device, write and others
@@ -123,17 +127,20 @@ impl SharedPage {
         device: Option<&Device>,
         bytes: usize,
     ) -> Result<(SharedPage, CloseOnForkFd)> {
-        let UnsealedPage { page, fd } = UnsealedPage::create(bytes)?;
-        seal::close(fd.as_fd())
-            .map_err(|found| Error::argument("words", found, "a memfd that can be sealed"))?;
-        Ok((page.register(device)?, fd))
+        let (page, fd) = UnsealedPage::create(bytes)?.seal_alone()?;
+        Ok((page.registered_with(device)?, fd))
     }
 
     /// Maps a page that a peer has [published](Self::publish), for reading. Whether the peer has
     /// sealed it does not matter, since nothing is registered.
     pub(crate) fn read(fd: PeerFd, bytes: usize, name: &str) -> Result<SharedPage> {
         SharedPage::check_unsealed(&fd, bytes, name)?;
-        SharedPage::map_as(fd.as_fd(), bytes, ProtFlags::READ)
+        SharedPage::map_to_read(fd.as_fd(), bytes)
+    }
+
+    /// Maps a memfd of this length or more, and of a final size, for reading.
+    pub(crate) fn map_to_read(fd: BorrowedFd<'_>, bytes: usize) -> Result<SharedPage> {
+        SharedPage::map_as(fd, bytes, ProtFlags::READ)
     }
 
     /// Words of many: `memfd_create`, `ftruncate`, seals, `mmap`, and registration if there is a
@@ -146,7 +153,7 @@ impl SharedPage {
         let UnsealedPage { page, fd } = UnsealedPage::create(bytes)?;
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SEAL)
             .map_err(|e| Error::os("fcntl(F_ADD_SEALS)", "shared words", e))?;
-        Ok((page.register(device)?, fd))
+        Ok((page.registered_with(device)?, fd))
     }
 
     /// Maps a page of `bytes` bytes that a peer made, once it has been seen to be a sealed memfd of
@@ -160,7 +167,7 @@ impl SharedPage {
         check_length(bytes, name)?;
         host::check_sealed_memfd(fd.as_fd(), bytes as u64).map_err(|found| wrong(found, name))?;
         fd.approve();
-        SharedPage::map(fd.as_fd(), bytes)?.register(device)
+        SharedPage::map(fd.as_fd(), bytes)?.registered_with(device)
     }
 
     /// Maps and seals words of two that a peer made and has mapped, and registers them with the
@@ -174,7 +181,7 @@ impl SharedPage {
         SharedPage::check_unsealed(&fd, bytes, name)?;
         let page = SharedPage::map(fd.as_fd(), bytes)?;
         seal::close(fd.as_fd()).map_err(|found| wrong(found, name))?;
-        page.register(Some(device))
+        page.registered_with(Some(device))
     }
 
     /// Checks that a peer's descriptor is a memfd of `bytes` bytes, which this process or another
@@ -186,7 +193,8 @@ impl SharedPage {
         Ok(())
     }
 
-    fn map(fd: BorrowedFd<'_>, bytes: usize) -> Result<SharedPage> {
+    /// Maps a memfd of this length or more, and of a final size.
+    pub(super) fn map(fd: BorrowedFd<'_>, bytes: usize) -> Result<SharedPage> {
         SharedPage::map_as(fd, bytes, ProtFlags::READ | ProtFlags::WRITE)
     }
 
@@ -210,29 +218,36 @@ impl SharedPage {
     fn of(base: *mut u8, bytes: usize) -> SharedPage {
         SharedPage {
             mapping: Mapping { base, bytes },
-            registered: None,
+            registered: OnceLock::new(),
             owner_process: OwnerProcess::current(),
         }
     }
 
-    fn register(mut self, device: Option<&Device>) -> Result<SharedPage> {
-        debug_assert!(self.registered.is_none());
+    fn registered_with(self, device: Option<&Device>) -> Result<SharedPage> {
         if let Some(device) = device {
-            let reactor = Reactor::of_process()?;
-            let Mapping { base, bytes } = self.mapping;
-            // SAFETY: page-aligned mapped memory, unmapped only after `unregister` (see
-            // `OrphanedMapping`).
-            let registered = unsafe { device.backend().register(base, bytes) };
-            if registered.is_ok() || device.backend().is_registered(base) {
-                self.registered = Some(Registered {
-                    device: device.clone(),
-                    ptr: registered.as_ref().copied().unwrap_or_default(),
-                    reactor,
-                });
-            }
-            registered?;
+            self.register(device)?;
         }
         Ok(self)
+    }
+
+    /// Registers the page with the device, unless it is. The driver's call may take a moment.
+    pub(super) fn register(&self, device: &Device) -> Result<()> {
+        if self.registered.get().is_some() {
+            return Ok(());
+        }
+        let reactor = Reactor::of_process()?;
+        let Mapping { base, bytes } = self.mapping;
+        // SAFETY: page-aligned mapped memory, unmapped only after `unregister` (see
+        // `OrphanedMapping`).
+        let registered = unsafe { device.backend().register(base, bytes) };
+        if registered.is_ok() || device.backend().is_registered(base) {
+            let _ = self.registered.set(Registered {
+                device: device.clone(),
+                ptr: registered.as_ref().copied().unwrap_or_default(),
+                reactor,
+            });
+        }
+        registered.map(drop)
     }
 
     pub(crate) fn bytes(&self) -> usize {
@@ -262,9 +277,8 @@ impl SharedPage {
     #[inline]
     pub(crate) fn device_ptr(&self, offset: usize) -> Option<DevicePtr> {
         debug_assert!(offset < self.bytes());
-        self.registered
-            .as_ref()
-            .map(|registered| registered.ptr + offset as u64)
+        let registered = self.registered.get();
+        registered.map(|registered| registered.ptr + offset as u64)
     }
 
     /// Drops the page once this process has no other handle of it, and then all of `streams` are
@@ -310,12 +324,24 @@ impl AsFd for UnsealedPage {
 
 impl UnsealedPage {
     pub(crate) fn create(bytes: usize) -> Result<UnsealedPage> {
+        UnsealedPage::named(c"warpipe-words", bytes)
+    }
+
+    /// As [`create`](Self::create), with a name that `/proc` shows.
+    pub(crate) fn named(name: &CStr, bytes: usize) -> Result<UnsealedPage> {
         let bytes = bytes.next_multiple_of(PAGE_BYTES);
-        let fd = seal::memfd(c"warpipe-words", bytes as u64)?;
+        let fd = seal::memfd(name, bytes as u64)?;
         Ok(UnsealedPage {
             page: SharedPage::map(fd.as_fd(), bytes)?,
             fd,
         })
+    }
+
+    /// Seals it before another process has it: none will write it.
+    pub(crate) fn seal_alone(self) -> Result<(SharedPage, CloseOnForkFd)> {
+        seal::close(self.fd.as_fd())
+            .map_err(|found| Error::argument("words", found, "a memfd that can be sealed"))?;
+        Ok((self.page, self.fd))
     }
 
     /// Whether the other process has sealed it.
@@ -326,7 +352,7 @@ impl UnsealedPage {
     /// Registers the page with the device, once the other process is seen to have sealed it.
     pub(crate) fn confirm(self, device: &Device, name: &str) -> Result<SharedPage> {
         seal::check_closed(self.fd.as_fd()).map_err(|found| wrong(found, name))?;
-        self.page.register(Some(device))
+        self.page.registered_with(Some(device))
     }
 }
 

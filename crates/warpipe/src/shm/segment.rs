@@ -11,15 +11,14 @@
 
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use std::arch::asm;
-use std::mem::{ManuallyDrop, offset_of};
+use std::mem::offset_of;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64};
-use std::sync::{Arc, OnceLock};
 
-use rustix::mm::{MapFlags, ProtFlags};
-
+use super::page::SharedPage;
 use super::seal;
-use crate::backend::{DevicePtr, TimelineWord, unreclaimed};
+use crate::backend::{DevicePtr, TimelineWord};
 use crate::device::Device;
 use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::CloseOnForkFd;
@@ -134,73 +133,21 @@ pub(crate) fn bytes_for(depth: u32) -> u64 {
 /// last ring that is dropped unregisters and unmaps it.
 #[derive(Debug)]
 pub(crate) struct Segment {
-    mapping: Arc<Mapping>,
-    /// Where the ring begins in the mapping.
+    page: Arc<SharedPage>,
+    device: Device,
+    /// Where the ring begins in the page.
     base: *mut u8,
     depth: u32,
 }
 
-// SAFETY: `base` points into the mapping, shared memory made of atomics only, at a fixed address
-// for as long as self.
+// SAFETY: `base` points into the page, shared memory made of atomics only, at a fixed address for
+// as long as self.
 unsafe impl Send for Segment {}
 // SAFETY: as above.
 unsafe impl Sync for Segment {}
 
-/// A mapped segment.
-#[derive(Debug)]
-struct Mapping {
-    /// Dropped once the segment is unregistered.
-    map: ManuallyDrop<Map>,
-    device: Device,
-    /// The segment's device address; empty until it is sealed and registered.
-    device_ptr: OnceLock<DevicePtr>,
-}
-
 /// The rings of a link: that of its samples, and that of the replies if it has one.
 pub(crate) type Rings = (Segment, Option<Segment>);
-
-/// The mapping alone.
-#[derive(Debug)]
-struct Map {
-    base: *mut u8,
-    bytes: usize,
-}
-
-// SAFETY: the mapping is shared memory made of atomics only, at a fixed address until drop.
-unsafe impl Send for Map {}
-// SAFETY: as above.
-unsafe impl Sync for Map {}
-
-impl Map {
-    fn new(fd: BorrowedFd<'_>, bytes: u64) -> Result<Map> {
-        let protection = ProtFlags::READ | ProtFlags::WRITE;
-        let bytes = bytes as usize;
-        // SAFETY: a fresh shared mapping at an address of the kernel's choice overlaps nothing.
-        let base = unsafe {
-            rustix::mm::mmap(
-                std::ptr::null_mut(),
-                bytes,
-                protection,
-                MapFlags::SHARED,
-                fd,
-                0,
-            )
-        };
-        let base =
-            base.map_err(|e| Error::os("mmap", format!("a link segment of {bytes} bytes"), e))?;
-        Ok(Map {
-            base: base.cast(),
-            bytes,
-        })
-    }
-}
-
-impl Drop for Map {
-    fn drop(&mut self) {
-        // SAFETY: exactly the range that `new` mapped; references into it borrow self.
-        let _ = unsafe { rustix::mm::munmap(self.base.cast(), self.bytes) };
-    }
-}
 
 impl Segment {
     /// Makes a segment with one ring: see [`create_rings`](Self::create_rings).
@@ -225,7 +172,8 @@ impl Segment {
     ) -> Result<(Rings, CloseOnForkFd)> {
         let bytes = bytes_of_rings(depth, replies);
         let fd = seal::memfd(c"warpipe-link", bytes)?;
-        let rings = Segment::rings(Map::new(fd.as_fd(), bytes)?, device, depth, replies);
+        let page = SharedPage::map(fd.as_fd(), bytes as usize)?;
+        let rings = Segment::rings(page, device, depth, replies);
         for ring in [Some(&rings.0), rings.1.as_ref()].into_iter().flatten() {
             write_identity(ring.header(), ring.depth, generation);
         }
@@ -249,9 +197,9 @@ impl Segment {
         }
         let bytes = bytes_of_rings(depth, replies);
         seal::check(fd, bytes).map_err(fault)?;
-        let map = Map::new(fd, bytes).map_err(OpenError::Local)?;
+        let page = SharedPage::map(fd, bytes as usize).map_err(OpenError::Local)?;
         seal::close(fd).map_err(fault)?;
-        let rings = Segment::rings(map, device, depth, replies);
+        let rings = Segment::rings(page, device, depth, replies);
         for ring in [Some(&rings.0), rings.1.as_ref()].into_iter().flatten() {
             check_identity(ring.header(), ring.depth, generation).map_err(OpenError::Fault)?;
         }
@@ -259,25 +207,17 @@ impl Segment {
         Ok(rings)
     }
 
-    /// The rings of a mapping that is long enough for them.
-    fn rings(map: Map, device: &Device, depth: u32, replies: u32) -> Rings {
-        let mapping = Arc::new(Mapping {
-            map: ManuallyDrop::new(map),
+    /// The rings of a page that is long enough for them.
+    fn rings(page: SharedPage, device: &Device, depth: u32, replies: u32) -> Rings {
+        let page = Arc::new(page);
+        let ring = |at, depth| Segment {
+            page: page.clone(),
             device: device.clone(),
-            device_ptr: OnceLock::new(),
-        });
-        let ring = |base, depth| Segment {
-            mapping: mapping.clone(),
-            base,
+            base: page.address(at),
             depth,
         };
-        let first = mapping.map.base;
-        // SAFETY: with replies, the mapping is long enough for both rings.
-        let second = (replies > 0).then(|| unsafe { first.add(bytes_for(depth) as usize) });
-        (
-            ring(first, depth),
-            second.map(|second| ring(second, replies)),
-        )
+        let second = (replies > 0).then(|| ring(bytes_for(depth) as usize, replies));
+        (ring(0, depth), second)
     }
 
     /// Registers the mapping with the device, once its file `fd` is seen to be sealed against
@@ -285,18 +225,7 @@ impl Segment {
     /// moment.
     pub(crate) fn register(&self, fd: BorrowedFd<'_>) -> Result<(), OpenError> {
         seal::check_closed(fd).map_err(|found| OpenError::Fault(HandshakeFault::Segment(found)))?;
-        let Mapping {
-            map,
-            device,
-            device_ptr,
-        } = &*self.mapping;
-        if device_ptr.get().is_none() {
-            // SAFETY: `map` is page-aligned mapped memory; it is unmapped only after `unregister`
-            // (see `Drop`).
-            let registered = unsafe { device.backend().register(map.base, map.bytes) };
-            let _ = device_ptr.set(registered.map_err(OpenError::Local)?);
-        }
-        Ok(())
+        self.page.register(&self.device).map_err(OpenError::Local)
     }
 
     pub(crate) fn depth(&self) -> u32 {
@@ -370,29 +299,10 @@ impl Segment {
     #[inline]
     fn word(&self, position: u64, field: usize) -> DevicePtr {
         let entry = HEADER_BYTES + self.index(position) as usize * size_of::<Entry>();
-        let base = self
-            .mapping
-            .device_ptr
-            .get()
-            .expect("a link is live only behind the registration of its segment");
-        let ring = self.base.addr() - self.mapping.map.base.addr();
-        base + (ring + entry + field) as u64
-    }
-}
-
-impl Drop for Mapping {
-    fn drop(&mut self) {
-        let backend = self.device.backend();
-        let is_registered = self.device_ptr.get().is_some() || backend.is_registered(self.map.base);
-        let is_unregistered = !is_registered || {
-            // SAFETY: registered in `register`, once; the link is dropped only when no stream uses
-            // its words (see `Reactor::drop_after`).
-            unsafe { unreclaimed::unregister(backend, self.map.base, self.map.bytes) }
-        };
-        if is_unregistered {
-            // SAFETY: dropped here only, and not used any more.
-            unsafe { ManuallyDrop::drop(&mut self.map) };
-        }
+        let ring = self.base.addr() - self.page.address(0).addr();
+        self.page
+            .device_ptr(ring + entry + field)
+            .expect("a link is live only behind the registration of its segment")
     }
 }
 

@@ -1,4 +1,4 @@
-//! Reads the pages of other processes. **This module is marked for unsafe**: it maps them.
+//! Reads the pages of other processes.
 //!
 //! A page is another process's, so it may hold anything. Its file is checked before it is mapped
 //! (kind, size, seals), each word is loaded once, and a row with a word that no writer stores is
@@ -15,7 +15,6 @@ use std::sync::atomic::{AtomicU64, fence};
 use std::time::Duration;
 
 use rustix::fs::{AtFlags, FileType, MemfdFlags, Mode, OFlags, Statx, StatxFlags};
-use rustix::mm::{MapFlags, ProtFlags};
 
 use self::search::{Search, visible_processes};
 use super::layout::{
@@ -26,6 +25,7 @@ use crate::ipc::domain::EndpointName;
 use crate::kind::Kind;
 use crate::origin::{self, ProcessOrigin};
 use crate::os;
+use crate::shm::page::SharedPage;
 use crate::shm::seal;
 use crate::slow_path::{SlowPath, SlowPathCount};
 
@@ -267,9 +267,9 @@ pub(super) fn read_descriptor(pid: i32, fd: i32) -> Result<Process, Refusal> {
     seal::check(file.as_fd(), PAGE_BYTES as u64)
         .and_then(|()| seal::check_closed(file.as_fd()))
         .map_err(|found| Refusal::Bad(format!("its statistics page is {found}")))?;
-    let mapping = Mapping::new(&file)
+    let page = SharedPage::map_to_read(file.as_fd(), PAGE_BYTES)
         .map_err(|error| Refusal::Bad(format!("its statistics page cannot be mapped: {error}")))?;
-    read(pid, mapping.words())
+    read(pid, page.at(0))
 }
 
 /// Opens another process's descriptor, if it is a plain file where memfds are: opening a device or
@@ -307,33 +307,6 @@ fn memfd_device() -> Option<[u32; 2]> {
     let made = rustix::fs::memfd_create(c"warpipe-device", MemfdFlags::CLOEXEC).ok()?;
     let device = device_of(&known_stat(&made).ok()?);
     Some(*DEVICE.get_or_init(|| device))
-}
-
-/// A page of another process, mapped for reading.
-struct Mapping(*const AtomicU64);
-
-impl Mapping {
-    fn new(file: &OwnedFd) -> Result<Mapping, rustix::io::Errno> {
-        // SAFETY: a fresh shared mapping at an address of the kernel's choice overlaps nothing.
-        let base = unsafe {
-            let (protection, flags) = (ProtFlags::READ, MapFlags::SHARED);
-            rustix::mm::mmap(std::ptr::null_mut(), PAGE_BYTES, protection, flags, file, 0)
-        };
-        base.map(|base| Mapping(base.cast()))
-    }
-
-    fn words(&self) -> &[AtomicU64; PAGE_WORDS] {
-        // SAFETY: the mapping is as long as the array, page-aligned, and lives as long as self. The
-        // words are only loaded, and atomics have no invalid bit patterns.
-        unsafe { &*self.0.cast() }
-    }
-}
-
-impl Drop for Mapping {
-    fn drop(&mut self) {
-        // SAFETY: exactly the range that `new` mapped; references into it borrow self.
-        let _ = unsafe { rustix::mm::munmap(self.0.cast_mut().cast(), PAGE_BYTES) };
-    }
 }
 
 /// Reads a page that claims to be that of `pid`.

@@ -1,22 +1,20 @@
-//! The page of this process, and its rows. **This module is marked for unsafe**: it maps the page.
+//! The page of this process, and its rows.
 
 use std::sync::Mutex;
 use std::sync::atomic::Ordering::{Relaxed, Release};
 use std::sync::atomic::{AtomicU64, fence};
 
-use rustix::mm::{MapFlags, ProtFlags};
 use rustix::process::{Resource, getrlimit};
 
-use super::layout::{FILE_NAME, MAGIC, PAGE_BYTES, PAGE_WORDS, Table, VERSION, header};
+use super::layout::{FILE_NAME, MAGIC, PAGE_BYTES, Table, VERSION, header};
 use crate::fork::per_process::PerProcess;
 use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::origin::ProcessOrigin;
-use crate::shm::seal;
-use std::os::fd::AsFd;
+use crate::shm::page::{SharedPage, UnsealedPage};
 
 /// The page's words. A process that has made a page keeps it to its end: rows point into it.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Words(&'static [AtomicU64; PAGE_WORDS]);
+pub(super) struct Words(&'static SharedPage);
 
 /// The page, and which of its rows are free.
 #[derive(Debug, Default)]
@@ -55,28 +53,9 @@ impl Page {
             return None;
         }
         let origin = ProcessOrigin::here().ok()?;
-        let fd = seal::memfd(FILE_NAME, PAGE_BYTES as u64).ok()?;
-        // SAFETY: a fresh shared mapping at an address of the kernel's choice overlaps nothing.
-        let base = unsafe {
-            let protection = ProtFlags::READ | ProtFlags::WRITE;
-            rustix::mm::mmap(
-                std::ptr::null_mut(),
-                PAGE_BYTES,
-                protection,
-                MapFlags::SHARED,
-                &fd,
-                0,
-            )
-        };
-        let base = base.ok()?;
-        // SAFETY: the mapping is as long as the array, page-aligned, and never unmapped; atomics
-        // have no invalid bit patterns. The size is sealed, so no access raises SIGBUS.
-        let words = Words(unsafe { &*base.cast::<[AtomicU64; PAGE_WORDS]>() });
-        if seal::close(fd.as_fd()).is_err() {
-            // SAFETY: exactly the range mapped above; the one reference into it is not used again.
-            let _ = unsafe { rustix::mm::munmap(base, PAGE_BYTES) };
-            return None;
-        }
+        let page = UnsealedPage::named(FILE_NAME, PAGE_BYTES).ok()?;
+        let (page, fd) = page.seal_alone().ok()?;
+        let words = Words(Box::leak(Box::new(page)));
         for (word, value) in [
             (header::VERSION, VERSION),
             (header::PID, origin.pid as u64),
@@ -85,7 +64,7 @@ impl Page {
         ] {
             words.store(word, value);
         }
-        words.0[header::MAGIC].store(MAGIC, Release);
+        words.at(header::MAGIC).store(MAGIC, Release);
         Some(Mapped { words, _fd: fd })
     }
 
@@ -102,22 +81,22 @@ impl Page {
             return Some((words, index));
         }
         if *end as usize == table.rows_max() {
-            words.add(header::UNLISTED, 1);
+            words.at(header::UNLISTED).fetch_add(1, Relaxed);
             return None;
         }
         *end += 1;
-        words.0[header::ENDS + table as usize].store(u64::from(*end), Relaxed);
+        words.store(header::ENDS + table as usize, u64::from(*end));
         Some((words, *end - 1))
     }
 }
 
 impl Words {
-    fn store(self, word: usize, value: u64) {
-        self.0[word].store(value, Relaxed);
+    fn at(self, word: usize) -> &'static AtomicU64 {
+        self.0.at(8 * word)
     }
 
-    fn add(self, word: usize, by: u64) {
-        self.store(word, self.0[word].load(Relaxed).wrapping_add(by));
+    fn store(self, word: usize, value: u64) {
+        self.at(word).store(value, Relaxed);
     }
 
     /// Notes that this process runs.
@@ -140,8 +119,7 @@ impl<const N: usize> Row<N> {
         assert_eq!(N, table.row_words());
         let owner_process = OwnerProcess::current();
         let (page, index) = PAGE.lock().take(table)?;
-        let start = table.start() + index as usize * N;
-        let words = page.0[start..start + N].first_chunk()?;
+        let words: &[AtomicU64; N] = page.0.at(8 * (table.start() + index as usize * N));
         // An observer that reads one of the new words sees that the row was free before.
         fence(Release);
         let row = Row {
