@@ -4,13 +4,12 @@ use std::collections::HashSet;
 use std::fmt;
 use std::sync::Arc;
 
-use super::held::{Held, KnownParts, PartialVersion};
+use super::held::{Held, KnownParts, PartialVersion, places};
 use super::keeper::KeeperRequest;
 use super::keeper_session::wait_for_version;
-use super::manifest::{Manifest, Part, TensorInfo};
+use super::manifest::{Part, TensorInfo};
 use super::storage::Storage;
 use super::weights_name;
-use crate::device_types::DeviceId;
 use crate::error::{Error, Result};
 use crate::ipc::domain::Domain;
 use crate::wait::Wait;
@@ -22,25 +21,18 @@ use crate::wait::Wait;
 ///
 /// [`WeightsBuilder::base`]: super::WeightsBuilder::base
 #[derive(Clone)]
-pub struct BaseVersion {
-    held: Arc<Held>,
-    manifest: Arc<Manifest>,
-}
+pub struct BaseVersion(pub(super) Arc<Held>);
 
 impl fmt::Debug for BaseVersion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("BaseVersion")
-            .field("version", &self.held.version.number)
-            .field("tensors", &self.manifest.tensors().len())
+            .field("version", &self.0.version.number)
+            .field("tensors", &self.0.manifest.tensors().len())
             .finish_non_exhaustive()
     }
 }
 
 impl BaseVersion {
-    pub(super) fn new(held: Arc<Held>, manifest: Arc<Manifest>) -> BaseVersion {
-        BaseVersion { held, manifest }
-    }
-
     /// Version `number` of a name, which its keeper offers. Waits for it.
     ///
     /// # Errors
@@ -56,7 +48,7 @@ impl BaseVersion {
         let (offered, after) = (KeeperRequest::Offered, number.saturating_sub(1));
         let known = |_: &PartialVersion| KnownParts::default();
         let wait = &wait.into();
-        let (_, held, manifest) = wait_for_version(domain, &name, &offered, after, wait, &known)?;
+        let (_, held) = wait_for_version(domain, &name, &offered, after, wait, &known)?;
         if held.version.number != number {
             let found = format!("version {number} of {name:?}");
             let allowed = format!(
@@ -65,29 +57,7 @@ impl BaseVersion {
             );
             return Err(Error::argument("base", found, allowed));
         }
-        Ok(BaseVersion::new(Arc::new(held), Arc::new(manifest)))
-    }
-
-    pub(super) fn is_hashed(&self) -> bool {
-        self.held.is_hashed
-    }
-
-    /// The same version, with its content hashes.
-    pub(super) fn hashed(&self, manifest: Arc<Manifest>) -> Result<BaseVersion> {
-        let held = self.held.hashed(&manifest)?;
-        Ok(BaseVersion::new(Arc::new(held), manifest))
-    }
-
-    pub(super) fn held(&self) -> &Arc<Held> {
-        &self.held
-    }
-
-    pub(super) fn manifest(&self) -> &Manifest {
-        &self.manifest
-    }
-
-    pub(super) fn device(&self) -> DeviceId {
-        self.held.device
+        Ok(BaseVersion(Arc::new(held)))
     }
 
     /// Adds the parts of each tensor that is not `changed`, with their pieces and leases, and returns
@@ -97,7 +67,7 @@ impl BaseVersion {
         changed: &HashSet<Arc<str>>,
         storage: &mut Storage,
     ) -> Result<Vec<TensorInfo>> {
-        let (held, manifest) = (&self.held, &self.manifest);
+        let (held, manifest) = (&self.0, &self.0.manifest);
         let kept = |tensor: &&TensorInfo| !changed.contains(&tensor.name);
         let kept: Vec<&TensorInfo> = manifest.tensors().iter().filter(kept).collect();
         let mut is_used = vec![false; manifest.parts().count()];
@@ -106,21 +76,16 @@ impl BaseVersion {
         }
         // How far each part moves.
         let mut moves = vec![0; is_used.len()];
-        let mut first_piece = 0;
-        for (index, (begin, part)) in manifest.parts().enumerate() {
-            let pieces = first_piece..first_piece + part.pieces as usize;
-            first_piece = pieces.end;
-            if !is_used[index] {
-                continue;
-            }
+        let used = (manifest.parts().zip(places(manifest))).zip(&is_used);
+        for (((begin, _), (number, part, pieces)), _) in used.filter(|(_, is_used)| **is_used) {
             let lease = match part.lease {
                 0 => 0,
-                number => storage.add_lease(held.leases[number as usize - 1].clone())?,
+                lease => storage.add_lease(held.leases[lease as usize - 1].clone())?,
             };
-            moves[index] = storage.bytes.wrapping_sub(begin);
+            moves[number as usize] = storage.bytes.wrapping_sub(begin);
             storage.add_part(Part {
                 lease,
-                base: Some(part.id(held.version.id, index as u32)),
+                base: Some(part.id(held.version.id, number)),
                 ..part
             });
             storage.pieces.extend_from_slice(&held.pieces[pieces]);

@@ -279,7 +279,7 @@ impl WeightsBuilder {
         let device = self.device.info().id;
         let others = [
             ("tensors in place", in_place.map(|it| it.device().info().id)),
-            ("base", self.base.as_ref().map(BaseVersion::device)),
+            ("base", self.base.as_ref().map(|base| base.0.device)),
         ];
         for (name, other) in others {
             if let Some(other) = other.filter(|&other| other != device) {

@@ -82,7 +82,6 @@ impl SharedWeights {
         self.inner.owner_process.check()?;
         let HeldVersion {
             held,
-            manifest,
             domain,
             name,
             device,
@@ -96,7 +95,7 @@ impl SharedWeights {
         let after = held.version.number;
         let found = HeldVersion::after(domain, name, device, after, now, &known);
         let (keeper, mut next) = found?;
-        next.places_in(manifest)?;
+        next.places_in(&held.manifest)?;
         next.hold(&keeper, now)?;
         Ok(next)
     }
@@ -111,7 +110,7 @@ impl HeldVersion {
 
     /// For each of its parts the part of the former version in whose place it can be.
     fn places_in(&self, former: &Manifest) -> Result<Vec<u32>> {
-        let placed = former.places_of(&self.manifest);
+        let placed = former.places_of(&self.held.manifest);
         placed.map_err(|difference| Error::WeightsMismatch {
             name: self.name.to_string(),
             version: self.number(),
@@ -211,7 +210,7 @@ impl Follower {
             let allowed = "weights of the same name, domain and device";
             return Err(Error::argument("next", &next.name, allowed));
         }
-        let placed = next.places_in(&present.manifest)?.into_iter();
+        let placed = next.places_in(&present.held.manifest)?.into_iter();
         let places: Vec<u32> = placed.map(|part| present.places[part as usize]).collect();
         stream.synchronize(wait)?;
         for memory in &present.mapped.memory {

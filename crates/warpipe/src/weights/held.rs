@@ -52,17 +52,14 @@ pub(super) struct VersionReply {
 pub(super) struct Held {
     pub(super) version: Version,
     pub(super) device: DeviceId,
-    /// The length of the memory, as its tensors use it.
-    pub(super) bytes: u64,
-    /// A keeper says them in its statistics.
-    parts: Arc<[Part]>,
+    /// Checked.
+    pub(super) manifest: Arc<Manifest>,
+    /// As it goes to other processes.
+    sealed: Arc<SealedManifest>,
     /// Of memory that its publisher must not use again as long as any process has this. A partial
     /// version has those of its base, too.
     pub(super) leases: Arc<[Arc<PeerFd>]>,
     pub(super) pieces: Arc<[Arc<PieceFd>]>,
-    /// Whether each tensor has a content hash.
-    pub(super) is_hashed: bool,
-    manifest: Arc<SealedManifest>,
     /// In a keeper: say in this process's statistics that it has the memory.
     rows: Arc<[RegionRow]>,
 }
@@ -74,17 +71,15 @@ impl Held {
         device: DeviceId,
         pieces: Vec<Arc<PieceFd>>,
         leases: Vec<Arc<PeerFd>>,
-        manifest: &Manifest,
+        manifest: Manifest,
     ) -> Result<Held> {
         Ok(Held {
             version: Version { number: 0, id },
             device,
-            bytes: manifest.bytes(),
-            parts: manifest.parts().map(|(_, part)| part).collect(),
+            sealed: Arc::new(manifest.seal("weights")?),
+            manifest: Arc::new(manifest),
             leases: leases.into(),
             pieces: pieces.into(),
-            is_hashed: manifest.is_hashed(),
-            manifest: Arc::new(manifest.seal("weights")?),
             rows: Arc::default(),
         })
     }
@@ -92,7 +87,7 @@ impl Held {
     /// Says in this process's statistics that it keeps the memory without mapping it.
     pub(super) fn keep(&mut self) {
         let (device, id) = (self.device, self.version.id);
-        let kept = (0..).zip(&*self.parts).map(|(number, part)| {
+        let kept = (0..).zip(self.manifest.parts()).map(|(number, (_, part))| {
             let bytes = part.bytes();
             let row = match &self.pieces[..] {
                 [only] => RegionRow::keep((**only).as_fd(), bytes, device),
@@ -119,23 +114,25 @@ impl Held {
     }
 
     /// The same descriptors, described by a manifest that has the content hashes.
-    pub(super) fn hashed(&self, manifest: &Manifest) -> Result<Held> {
+    pub(super) fn hashed(&self, manifest: Manifest) -> Result<Held> {
         Ok(Held {
-            is_hashed: manifest.is_hashed(),
-            manifest: Arc::new(manifest.seal("weights")?),
+            sealed: Arc::new(manifest.seal("weights")?),
+            manifest: Arc::new(manifest),
             ..self.numbered(self.version.number)
         })
     }
 
-    /// Takes the content hashes that the publisher of the same version has computed since. Returns
-    /// whether it had none.
-    pub(super) fn take_hashes(&mut self, hashed: &Held) -> bool {
-        let is_due = !self.is_hashed && hashed.is_hashed && self.parts == hashed.parts;
-        if is_due {
-            self.manifest = hashed.manifest.clone();
-            self.is_hashed = true;
+    /// Whether each tensor has a content hash.
+    pub(super) fn is_hashed(&self) -> bool {
+        self.manifest.is_hashed()
+    }
+
+    /// Takes the content hashes that the publisher of the same version has computed since.
+    pub(super) fn take_hashes(&mut self, hashed: &Held) {
+        let is_due = !self.is_hashed() && hashed.is_hashed();
+        if is_due && self.manifest.parts().eq(hashed.manifest.parts()) {
+            (self.manifest, self.sealed) = (hashed.manifest.clone(), hashed.sealed.clone());
         }
-        is_due
     }
 
     /// The description of this version, as a part of a [`reply`](Self::reply).
@@ -143,13 +140,13 @@ impl Held {
         VersionReply {
             version: self.version,
             device: self.device,
-            manifest_bytes: self.manifest.bytes,
+            manifest_bytes: self.sealed.bytes,
         }
     }
 
     /// A reply with this version. `body` contains [`describe`](Self::describe).
     pub(super) fn reply(&self, body: &impl Serialize) -> Result<OutgoingReply, Rejection> {
-        let first = std::iter::once(self.manifest.fd.as_fd());
+        let first = std::iter::once(self.sealed.fd.as_fd());
         let all = self.leases.len() + self.pieces.len();
         let count = match all < FIRST_MAX {
             true => all,
@@ -193,11 +190,9 @@ fn duplicates<'a>(fds: impl Iterator<Item = BorrowedFd<'a>>) -> Result<Vec<Close
 }
 
 /// Each part of a version with its number, and the places of its pieces.
-pub(super) fn places(
-    parts: impl IntoIterator<Item = Part>,
-) -> impl Iterator<Item = (u32, Part, Range<usize>)> {
+pub(super) fn places(manifest: &Manifest) -> impl Iterator<Item = (u32, Part, Range<usize>)> {
     let mut end = 0;
-    (0..).zip(parts).map(move |(number, part)| {
+    (0..).zip(manifest.parts()).map(move |(number, (_, part))| {
         let begin = end;
         end += part.pieces as usize;
         (number, part, begin..end)
@@ -212,7 +207,7 @@ pub(super) struct KnownParts(HashMap<PartId, (u64, Vec<Arc<PieceFd>>)>);
 impl KnownParts {
     /// Adds those of a version.
     pub(super) fn add_version(&mut self, held: &Held) {
-        for (number, part, range) in places(held.parts.iter().copied()) {
+        for (number, part, range) in places(&held.manifest) {
             let id = part.id(held.version.id, number);
             self.add(id, part.piece_bytes, &held.pieces[range]);
         }
@@ -292,7 +287,7 @@ impl PartialVersion {
     /// Takes the pieces of parts that this process has already: they need not be asked for.
     pub(super) fn take_known(&mut self, known: &KnownParts) {
         let id = self.version.id;
-        for (number, part, range) in places(self.manifest.parts().map(|(_, part)| part)) {
+        for (number, part, range) in places(&self.manifest) {
             let found = known.find(part.id(id, number), part).unwrap_or_default();
             for (place, piece) in self.pieces[range].iter_mut().zip(found) {
                 *place = Some(piece.clone());
@@ -302,7 +297,7 @@ impl PartialVersion {
 
     /// Of each part what all processes know it under, and the part.
     pub(super) fn part_ids(&self) -> impl Iterator<Item = (PartId, Part)> {
-        let parts = places(self.manifest.parts().map(|(_, part)| part));
+        let parts = places(&self.manifest);
         parts.map(|(number, part, _)| (part.id(self.version.id, number), part))
     }
 
@@ -377,7 +372,7 @@ impl PartialVersion {
     pub(super) fn complete(
         mut self,
         mut ask: impl FnMut(u32) -> Result<Option<IncomingReply>>,
-    ) -> Result<Option<(Held, Manifest)>> {
+    ) -> Result<Option<Held>> {
         check_room(self.missing(), &self.name)?;
         while let Some(first) = self.first_missing() {
             let Some(reply) = ask(first as u32)? else {
@@ -385,18 +380,15 @@ impl PartialVersion {
             };
             self.add(reply.fds, first)?;
         }
-        let held = Held {
+        Ok(Some(Held {
             version: self.version,
             device: self.device,
-            bytes: self.manifest.bytes(),
-            parts: self.manifest.parts().map(|(_, part)| part).collect(),
+            manifest: Arc::new(self.manifest),
+            sealed: Arc::new(self.sealed),
             leases: self.leases.into_iter().map(Arc::new).collect(),
             pieces: self.pieces.into_iter().flatten().collect(),
-            is_hashed: self.manifest.is_hashed(),
-            manifest: Arc::new(self.sealed),
             rows: Arc::default(),
-        };
-        Ok(Some((held, self.manifest)))
+        }))
     }
 }
 

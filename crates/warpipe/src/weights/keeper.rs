@@ -344,7 +344,7 @@ impl KeeperCore {
     fn fetch(&self, endpoint: &str) -> Result<u64, String> {
         let endpoint = EndpointName::of_endpoint(endpoint).map_err(|error| error.to_string())?;
         let fetched = takeover::fetch(&self.domain, &endpoint, || self.state.locked().known());
-        let (held, _) = fetched.map_err(|error| error.to_string())?;
+        let held = fetched.map_err(|error| error.to_string())?;
         // Closed behind the lock.
         let (number, _replaced) = self.state.locked().replace(held)?;
         Ok(number)
@@ -363,7 +363,7 @@ impl KeeperCore {
             TraceEvent::WeightsOffered(
                 self.name.to_string(),
                 offered.map_or(0, |held| held.version.number),
-                offered.map_or(0, |held| held.bytes),
+                offered.map_or(0, |held| held.manifest.bytes()),
             )
         });
     }

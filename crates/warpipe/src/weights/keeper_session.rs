@@ -5,7 +5,6 @@ use std::time::Duration;
 
 use super::held::{Held, KnownParts, NUMBER_MAX, PartialVersion, Version};
 use super::keeper::{Keeper, KeeperNotice, KeeperReply, KeeperRequest};
-use super::manifest::Manifest;
 use super::weights_name;
 use crate::error::{Error, HandshakeFault, Result};
 use crate::ipc::domain::{Domain, EndpointName};
@@ -89,15 +88,14 @@ pub(super) fn wait_for_version(
     after: u64,
     wait: &Wait<'_>,
     known: &dyn Fn(&PartialVersion) -> KnownParts,
-) -> Result<(KeeperSession, Held, Manifest)> {
+) -> Result<(KeeperSession, Held)> {
     let whole = |keeper: &KeeperSession, mut found: PartialVersion| {
         if !found.is_whole() {
             found.take_known(&known(&found));
         }
         keeper.complete(found, wait)
     };
-    let (keeper, (held, manifest)) = wait_for(domain, name, request, after, wait, whole)?;
-    Ok((keeper, held, manifest))
+    wait_for(domain, name, request, after, wait, whole)
 }
 
 /// As [`wait_for_version`], for its number alone.
@@ -202,7 +200,7 @@ impl KeeperSession {
     }
 
     /// Gets the pieces that a version lacks. `None` if the keeper has it no more.
-    fn complete(&self, found: PartialVersion, wait: &Wait<'_>) -> Result<Option<(Held, Manifest)>> {
+    fn complete(&self, found: PartialVersion, wait: &Wait<'_>) -> Result<Option<Held>> {
         let version = found.version;
         found.complete(|first| self.pieces(version, first, wait))
     }

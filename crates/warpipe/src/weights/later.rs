@@ -4,8 +4,8 @@ use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
-use super::base::BaseVersion;
 use super::contents::Contents;
+use super::held::Held;
 use super::holder::Holder;
 use super::keeper_session::offer_to_keeper;
 use super::manifest::{ContentHash, Manifest};
@@ -56,27 +56,27 @@ impl Unhashed {
 #[derive(Debug)]
 pub(super) struct Current {
     holder: Mutex<Holder>,
-    base: BaseVersion,
+    held: Arc<Held>,
     /// The same version, once it has its hashes. A forked child reads it without a lock.
-    hashed: OnceLock<BaseVersion>,
+    hashed: OnceLock<Arc<Held>>,
 }
 
 impl Current {
-    pub(super) fn new(holder: Holder, base: BaseVersion) -> Arc<Current> {
+    pub(super) fn new(holder: Holder, held: Arc<Held>) -> Arc<Current> {
         Arc::new(Current {
             holder: Mutex::new(holder),
-            base,
+            held,
             hashed: OnceLock::new(),
         })
     }
 
     /// The version, with its hashes if they are there.
-    pub(super) fn base(&self) -> &BaseVersion {
-        self.hashed.get().unwrap_or(&self.base)
+    pub(super) fn held(&self) -> &Arc<Held> {
+        self.hashed.get().unwrap_or(&self.held)
     }
 
     /// Serves the version with its hashes from now on.
-    fn replace(&self, holder: Holder, hashed: BaseVersion) {
+    fn replace(&self, holder: Holder, hashed: Arc<Held>) {
         let _ = self.hashed.set(hashed);
         // Ended behind the lock.
         let _without = std::mem::replace(&mut *self.holder.locked(), holder);
@@ -110,7 +110,7 @@ impl LaterHashes {
             unhashed: unhashed.clone(),
             domain: domain.clone(),
             name: name.clone(),
-            base: current.base.clone(),
+            held: current.held.clone(),
             current: Arc::downgrade(current),
         };
         let progress = later.progress.clone();
@@ -143,24 +143,24 @@ struct Task {
     unhashed: Arc<Unhashed>,
     domain: Domain,
     name: EndpointName,
-    base: BaseVersion,
+    held: Arc<Held>,
     current: Weak<Current>,
 }
 
 impl Task {
     fn run(self) -> Result<()> {
-        let manifest = self.unhashed.hash(self.base.manifest())?;
-        let base = self.base.hashed(Arc::new(manifest))?;
+        let manifest = self.unhashed.hash(&self.held.manifest)?;
+        let held = Arc::new(self.held.hashed(manifest)?);
         let (domain, name) = (&self.domain, &self.name);
         // The next keeper finds them there.
         if self.current.strong_count() > 0 {
-            let holder = Holder::serve(domain, name.as_str(), base.held().clone())?;
+            let holder = Holder::serve(domain, name.as_str(), held.clone())?;
             if let Some(current) = self.current.upgrade() {
-                current.replace(holder, base.clone());
+                current.replace(holder, held.clone());
             }
         }
         // An offer that has a number already brings a version's hashes.
-        let offer = Holder::offer(domain, name.as_str(), base.held().clone())?;
+        let offer = Holder::offer(domain, name.as_str(), held)?;
         let wait = Wait::at_most(KEEPER_TIMEOUT);
         until_open(&wait, || offer_to_keeper(domain, name, &offer.1, &wait)).map(drop)
     }

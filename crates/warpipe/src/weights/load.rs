@@ -37,7 +37,6 @@ pub struct Weights {
     /// Mapped as long as this object: the memory itself is kept by every descriptor of it. `None`
     /// if no tensor was copied.
     _memory: Option<Memory>,
-    manifest: Arc<Manifest>,
     held: Held,
     /// The tensors that are hashed once they are published.
     unhashed: Option<Arc<Unhashed>>,
@@ -127,15 +126,14 @@ impl Weights {
     ) -> Result<Weights> {
         let (id, memory) = (new_generation(), contents.memory.clone());
         let Storage { pieces, leases, .. } = storage;
-        let held = Held::new(id, device.info().id, pieces, leases, &manifest)?;
+        let held = Held::new(id, device.info().id, pieces, leases, manifest)?;
         if let Some(memory) = &memory {
             // It is the first part.
             memory.identify(id, 0);
         }
-        let is_later = manifest.hashing() == Hashing::Later;
+        let is_later = held.manifest.hashing() == Hashing::Later;
         Ok(Weights {
             _memory: memory,
-            manifest: Arc::new(manifest),
             held,
             unhashed: is_later.then(|| Arc::new(Unhashed::new(contents))),
             owner_process: OwnerProcess::current(),
@@ -144,12 +142,12 @@ impl Weights {
 
     /// The tensors, in the order of their offsets.
     pub fn tensors(&self) -> &[TensorInfo] {
-        self.manifest.tensors()
+        self.held.manifest.tensors()
     }
 
     /// The length of the memory.
     pub fn bytes(&self) -> u64 {
-        self.manifest.bytes()
+        self.held.manifest.bytes()
     }
 
     /// Hands the descriptors to the keeper of `name`, which offers them as its next version: a
@@ -185,8 +183,7 @@ impl Weights {
         })?;
         // Readers need not wait for that.
         clear_dead(domain, name.as_str());
-        let base = BaseVersion::new(held, self.manifest.clone());
-        let current = Current::new(holder, base);
+        let current = Current::new(holder, held);
         let unhashed = self.unhashed.as_ref();
         let later = unhashed.map(|unhashed| LaterHashes::begin(unhashed, domain, &name, &current));
         Ok(PublishedWeights {
@@ -195,10 +192,6 @@ impl Weights {
             later,
             owner_process: OwnerProcess::current(),
         })
-    }
-
-    pub(super) fn as_base(&self) -> BaseVersion {
-        BaseVersion::new(Arc::new(self.held.numbered(0)), self.manifest.clone())
     }
 }
 
@@ -209,7 +202,7 @@ impl Weights {
     }
 
     pub(super) fn manifest_for_tests(&self) -> &Manifest {
-        &self.manifest
+        &self.held.manifest
     }
 
     pub(super) fn memory_for_tests(&self) -> &Memory {
@@ -244,23 +237,19 @@ impl PublishedWeights {
         if let Some(later) = &self.later {
             later.wait(&wait.into())?;
         }
-        Ok(self.as_base().is_hashed())
-    }
-
-    pub(super) fn as_base(&self) -> BaseVersion {
-        self.current.base().clone()
+        Ok(self.current.held().is_hashed())
     }
 }
 
 impl From<&Weights> for BaseVersion {
     fn from(weights: &Weights) -> BaseVersion {
-        weights.as_base()
+        BaseVersion(Arc::new(weights.held.numbered(0)))
     }
 }
 
 impl From<&PublishedWeights> for BaseVersion {
     fn from(published: &PublishedWeights) -> BaseVersion {
-        published.as_base()
+        BaseVersion(published.current.held().clone())
     }
 }
 

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::exports::PieceFd;
 use super::held::{Held, KnownParts, PartialVersion, places};
-use super::manifest::{Manifest, PartId};
+use super::manifest::PartId;
 use crate::backend::Access;
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -66,25 +66,24 @@ pub(super) struct HeldPart<'a> {
 }
 
 /// The parts of a version's memory.
-pub(super) fn parts<'a>(
-    held: &'a Held,
-    manifest: &'a Manifest,
-) -> impl Iterator<Item = HeldPart<'a>> {
+pub(super) fn parts(held: &Held) -> impl Iterator<Item = HeldPart<'_>> {
+    let manifest = &held.manifest;
     let begins = manifest.parts().map(|(begin, _)| begin);
-    let placed = places(manifest.parts().map(|(_, part)| part));
-    begins.zip(placed).map(|(begin, (number, part, range))| {
-        let lease = (part.lease as usize).checked_sub(1);
-        HeldPart {
-            pieces: &held.pieces[range],
-            shape: PiecesInfo {
-                piece_bytes: part.piece_bytes,
-                bytes: part.bytes().min(manifest.bytes() - begin),
-                device: held.device,
-            },
-            id: part.id(held.version.id, number),
-            lease: lease.map(|lease| held.leases[lease].clone() as Kept),
-        }
-    })
+    begins
+        .zip(places(manifest))
+        .map(|(begin, (number, part, range))| {
+            let lease = (part.lease as usize).checked_sub(1);
+            HeldPart {
+                pieces: &held.pieces[range],
+                shape: PiecesInfo {
+                    piece_bytes: part.piece_bytes,
+                    bytes: part.bytes().min(manifest.bytes() - begin),
+                    device: held.device,
+                },
+                id: part.id(held.version.id, number),
+                lease: lease.map(|lease| held.leases[lease].clone() as Kept),
+            }
+        })
 }
 
 impl HeldPart<'_> {
@@ -153,15 +152,13 @@ impl HeldPart<'_> {
 #[derive(Clone, Copy)]
 pub(super) struct Placed<'a> {
     pub(super) held: &'a Held,
-    pub(super) manifest: &'a Manifest,
     pub(super) places: &'a [u32],
 }
 
 impl<'a> Placed<'a> {
     /// Its parts, in the order of the ranges.
     fn parts(self) -> Vec<HeldPart<'a>> {
-        let parts = parts(self.held, self.manifest);
-        let mut placed: Vec<_> = self.places.iter().zip(parts).collect();
+        let mut placed: Vec<_> = self.places.iter().zip(parts(self.held)).collect();
         placed.sort_by_key(|&(place, _)| place);
         placed.into_iter().map(|(_, part)| part).collect()
     }
@@ -186,15 +183,10 @@ struct Lying {
 
 impl Mapped {
     /// Maps each part of a version of a domain of `publisher` into one range.
-    pub(super) fn of(
-        device: &Device,
-        publisher: u32,
-        held: &Held,
-        manifest: &Manifest,
-    ) -> Result<Mapped> {
+    pub(super) fn of(device: &Device, publisher: u32, held: &Held) -> Result<Mapped> {
         // A follower gives each part other memory: none has its range with another one of the version.
         let mut mapped = HashSet::new();
-        let memory = parts(held, manifest).map(|part| match mapped.insert(part.id) {
+        let memory = parts(held).map(|part| match mapped.insert(part.id) {
             true => part.map(device, publisher),
             false => part.map_alone(device),
         });

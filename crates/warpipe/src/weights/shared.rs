@@ -11,7 +11,7 @@ use super::held::{Held, KnownParts, PartialVersion, Version};
 use super::holder::{Holder, clear_dead};
 use super::keeper::KeeperRequest;
 use super::keeper_session::{KeeperSession, wait_for_number, wait_for_version};
-use super::manifest::{Hashing, Manifest, TensorInfo};
+use super::manifest::{Hashing, TensorInfo};
 use super::mapped::{Mapped, Placed, known_parts, parts};
 use super::weights_name;
 use crate::device::Device;
@@ -62,7 +62,6 @@ impl Deref for SharedInner {
 #[derive(Clone)]
 #[doc(hidden)] // For the Python package.
 pub struct HeldVersion {
-    pub(super) manifest: Arc<Manifest>,
     pub(super) held: Arc<Held>,
     /// A domain of another user takes no endpoints of this process.
     holder: Option<Arc<Holder>>,
@@ -152,16 +151,15 @@ impl Opener<SharedWeights> {
 fn verify(
     name: &EndpointName,
     device: &Device,
-    found: FoundVersion,
+    (keeper, held): (KeeperSession, Held),
     wait: &Wait<'_>,
 ) -> Result<u64> {
-    let (keeper, held, manifest) = found;
     // Of the descriptors that the keeper has, and not of what may be mapped here already.
-    let memory = parts(&held, &manifest).map(|part| part.map_alone(device));
+    let memory = parts(&held).map(|part| part.map_alone(device));
     let memory = memory.collect::<Result<Vec<SharedMemory>>>()?;
     let slices: Vec<&DeviceSlice> = memory.iter().map(|memory| &**memory).collect();
-    let tensors = damaged_tensors(&slices, &manifest, wait)?;
-    let (version, is_hashed) = (held.version, manifest.is_hashed());
+    let tensors = damaged_tensors(&slices, &held.manifest, wait)?;
+    let (version, is_hashed) = (held.version, held.is_hashed());
     let checked = KeeperRequest::Checked {
         version,
         is_sound: tensors.is_empty() && is_hashed,
@@ -183,7 +181,7 @@ fn verify(
 
 impl From<&SharedWeights> for BaseVersion {
     fn from(shared: &SharedWeights) -> BaseVersion {
-        shared.as_base()
+        BaseVersion(shared.inner.held.clone())
     }
 }
 
@@ -219,14 +217,19 @@ impl SharedWeights {
         let publisher = domain.owner();
         let known = |found: &PartialVersion| known_parts(publisher, device, found);
         let (keeper, mut version) = HeldVersion::after(domain, name, device, after, wait, &known)?;
-        let mapped = Mapped::of(device, publisher, &version.held, &version.manifest)?;
+        let mapped = Mapped::of(device, publisher, &version.held)?;
         version.hold(&keeper, wait)?;
         let places = (0..mapped.memory.len() as u32).collect();
         Ok(SharedWeights::of(Arc::new(mapped), places, version))
     }
 
     pub(super) fn of(mapped: Arc<Mapped>, places: Vec<u32>, version: HeldVersion) -> SharedWeights {
-        let begins = version.manifest.parts().map(|(begin, _)| begin).collect();
+        let begins = version
+            .held
+            .manifest
+            .parts()
+            .map(|(begin, _)| begin)
+            .collect();
         SharedWeights {
             inner: Arc::new(SharedInner {
                 mapped,
@@ -255,7 +258,7 @@ impl SharedWeights {
 
     /// The length of the memory: of all [parts](Self::parts).
     pub fn bytes(&self) -> u64 {
-        self.inner.manifest.bytes()
+        self.inner.held.manifest.bytes()
     }
 
     /// The parts of the memory, for reading alone, with the [offset](TensorInfo::offset) at which
@@ -272,27 +275,23 @@ impl SharedWeights {
     /// When the publisher computes the content hashes. Those of [`Hashing::Later`] are there if the
     /// version was opened after that.
     pub fn hashing(&self) -> Hashing {
-        self.inner.manifest.hashing()
+        self.inner.held.manifest.hashing()
     }
 
     /// Whether each tensor has a content hash.
     pub fn is_hashed(&self) -> bool {
-        self.inner.held.is_hashed
+        self.inner.held.is_hashed()
     }
 
     /// The JSON text that the publisher gave with the version; empty if it gave none.
     pub fn metadata(&self) -> &[u8] {
-        self.inner.manifest.metadata()
+        self.inner.held.manifest.metadata()
     }
 
     /// Whether both are one version, and know the same of it.
     pub fn is_same(&self, other: &SharedWeights) -> bool {
         let known = |weights: &SharedWeights| (weights.inner.held.version, weights.is_hashed());
         known(self) == known(other)
-    }
-
-    pub(super) fn as_base(&self) -> BaseVersion {
-        BaseVersion::new(self.inner.held.clone(), self.inner.manifest.clone())
     }
 
     /// Whether a version's memory lies at the addresses: not after a follower's change that failed,
@@ -304,18 +303,19 @@ impl SharedWeights {
 
     /// The tensors, in the order of their offsets.
     pub fn tensors(&self) -> &[TensorInfo] {
-        self.inner.manifest.tensors()
+        self.inner.held.manifest.tensors()
     }
 
     /// The description of the tensor of this name.
     pub fn tensor_info(&self, name: &str) -> Option<&TensorInfo> {
-        self.inner.manifest.tensor(name)
+        self.inner.held.manifest.tensor(name)
     }
 
     /// The tensor of this name.
     pub fn tensor(&self, name: &str) -> Option<SharedTensor> {
-        let info = self.inner.manifest.tensor(name)?;
-        let part = self.inner.manifest.part_at(info.offset);
+        let manifest = &self.inner.held.manifest;
+        let info = manifest.tensor(name)?;
+        let part = manifest.part_at(info.offset);
         // One without elements may lie behind the end of the range.
         let begin = match info.layout.bytes() {
             0 => 0,
@@ -343,9 +343,8 @@ impl HeldVersion {
         known: &dyn Fn(&PartialVersion) -> KnownParts,
     ) -> Result<(KeeperSession, HeldVersion)> {
         let wanted = KeeperRequest::Offered;
-        let (keeper, held, manifest) = wait_for_version(domain, name, &wanted, after, wait, known)?;
+        let (keeper, held) = wait_for_version(domain, name, &wanted, after, wait, known)?;
         let version = HeldVersion {
-            manifest: Arc::new(manifest),
             held: Arc::new(held),
             holder: None,
             domain: domain.clone(),
@@ -359,7 +358,6 @@ impl HeldVersion {
     pub(super) fn placed<'a>(&'a self, places: &'a [u32]) -> Placed<'a> {
         Placed {
             held: &self.held,
-            manifest: &self.manifest,
             places,
         }
     }
@@ -414,15 +412,16 @@ fn tell_keepers(
     }
 }
 
-/// A version, and the keeper that has it.
-type FoundVersion = (KeeperSession, Held, Manifest);
-
-/// The version to be checked. Waits for it, and for its hashes if they come later.
-fn wait_for_hashes(domain: &Domain, name: &EndpointName, wait: &Wait<'_>) -> Result<FoundVersion> {
+/// The version to be checked, and the keeper that has it. Waits for it, and for its hashes if they come later.
+fn wait_for_hashes(
+    domain: &Domain,
+    name: &EndpointName,
+    wait: &Wait<'_>,
+) -> Result<(KeeperSession, Held)> {
     loop {
         let known = |_: &PartialVersion| KnownParts::default();
         let found = wait_for_version(domain, name, &KeeperRequest::Candidate, 0, wait, &known)?;
-        let (keeper, _, manifest) = &found;
+        let (keeper, Held { manifest, .. }) = &found;
         let are_due = !manifest.is_hashed() && manifest.hashing() == Hashing::Later;
         if are_due && wait.is_cancelled() {
             // Without a verdict, which would give the version up.

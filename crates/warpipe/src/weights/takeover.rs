@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 
 use super::held::{Held, KnownParts, PartialVersion, VersionReply};
 use super::holder::{HolderRequest, holders, number_of};
-use super::manifest::Manifest;
 use crate::error::{Error, Result};
 use crate::fork::thread::on_several;
 use crate::ipc::domain::{Domain, EndpointName};
@@ -127,13 +126,14 @@ impl Search<'_> {
         if completing.is_some() {
             self.check_time()?;
             let brings_hashes = version.manifest.is_hashed();
-            let is_same =
-                |held: &Held| held.version == version.version && (held.is_hashed || !brings_hashes);
+            let is_same = |held: &Held| {
+                held.version == version.version && (held.is_hashed() || !brings_hashes)
+            };
             if self.found.locked().versions.iter().any(is_same) {
                 return Ok(());
             }
         }
-        let (held, _) = complete(&session, version)?;
+        let held = complete(&session, version)?;
         // Closed behind the lock.
         let _superfluous = self.found.locked().add(held);
         Ok(())
@@ -155,12 +155,12 @@ impl Search<'_> {
     }
 }
 
-/// Gets a holder's descriptors but those of parts that are `known` here, and the checked manifest.
+/// Gets a holder's version, and its descriptors but those of parts that are `known` here.
 pub(super) fn fetch(
     domain: &Domain,
     name: &EndpointName,
     known: impl FnOnce() -> KnownParts,
-) -> Result<(Held, Manifest)> {
+) -> Result<Held> {
     let (session, mut version) = attach(domain, name)?;
     if !version.is_whole() {
         version.take_known(&known());
@@ -191,7 +191,7 @@ struct NothingElse;
 impl SessionObserver for NothingElse {}
 
 /// Gets the pieces that a version lacks.
-fn complete(session: &ClientSession, version: PartialVersion) -> Result<(Held, Manifest)> {
+fn complete(session: &ClientSession, version: PartialVersion) -> Result<Held> {
     if !version.is_whole() {
         // The reactor receives the replies.
         session.observe(Arc::new(NothingElse))?;

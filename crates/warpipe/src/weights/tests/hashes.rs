@@ -188,7 +188,7 @@ fn a_check_waits_for_hashes_that_come_later() {
         let check = scope.spawn(|| stage.opener().verify(WAIT).unwrap());
         // Once the check has the version, or before: either way it sees the hashes.
         let manifest = hashed_manifest(&weights, &[3; 900]);
-        let hashed = Arc::new(held.hashed(&manifest).unwrap());
+        let hashed = Arc::new(held.hashed(manifest).unwrap());
         let offer = Holder::offer(&stage.domain, "w", hashed).unwrap();
         let name = weights_name("w").unwrap();
         offer_to_keeper(&stage.domain, &name, &offer.1, &WAIT.into()).unwrap();
@@ -206,13 +206,13 @@ fn a_takeover_has_the_hashes_whichever_holder_it_asks_first() {
     let weights = stage.weights_hashed(&stage.device, 3, Hashing::Later);
     let early = Arc::new(weights.held_for_tests(4));
     let manifest = hashed_manifest(&weights, &[3; 900]);
-    let hashed = Arc::new(early.hashed(&manifest).unwrap());
+    let hashed = Arc::new(early.hashed(manifest).unwrap());
     // Their names, and so the order, are drawn.
     for _ in 0..16 {
         let serve = |held: &Arc<Held>| Holder::serve(&stage.domain, "w", held.clone()).unwrap();
         let _holders = [serve(&early), serve(&early), serve(&hashed)];
         let found = takeover::find(&stage.domain, &name).unwrap();
-        let versions: Vec<_> = found.versions.iter().map(|it| it.is_hashed).collect();
+        let versions: Vec<_> = found.versions.iter().map(|it| it.is_hashed()).collect();
         assert_eq!(versions, [true]);
     }
 }
@@ -227,7 +227,7 @@ fn a_keeper_takes_the_hashes_of_a_version_that_it_has_and_nothing_else_of_that_o
     let early = stage.opener().open(WAIT).unwrap();
     let bring = |number| {
         let mut held = later.held_for_tests(number);
-        held = held.hashed(&hashed_manifest(&later, &[6; 900])).unwrap();
+        held = held.hashed(hashed_manifest(&later, &[6; 900])).unwrap();
         let offer = Holder::offer(&stage.domain, "w", Arc::new(held)).unwrap();
         offer_to_keeper(&stage.domain, &name, &offer.1, &WAIT.into())
             .unwrap()
