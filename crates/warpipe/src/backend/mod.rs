@@ -291,18 +291,6 @@ pub trait Imports: Ipc {
         Err(Error::NotExportable { ptr, kind })
     }
 
-    /// Whether the memory at `ptr` is still that of a retained allocation, mapped where it was:
-    /// `cuMemRetainAllocationHandle` + `cuMemGetAddressRange` + `cuMemRelease`.
-    ///
-    /// # Safety
-    /// `retained` came from `retain_mapped` of this backend and is not released.
-    unsafe fn is_mapped_at(&self, retained: &Retained, ptr: DevicePtr) -> Result<bool> {
-        let found = self.retain_mapped(ptr)?;
-        // SAFETY: retained above, and released once.
-        unsafe { self.release_retained(&found) }?;
-        Ok(found == *retained)
-    }
-
     /// `cuMemExportToShareableHandle` (POSIX descriptor) of a retained allocation. Close-on-exec.
     /// [`Error::NotExportable`](crate::Error::NotExportable) if it was made without that.
     ///

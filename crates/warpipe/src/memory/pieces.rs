@@ -1,7 +1,7 @@
 //! Allocations of other code, held by the process that shares them. **This module is marked for
 //! unsafe**: it releases what it holds.
 
-use crate::backend::{DeviceId, DevicePtr, PointerKind, Retained};
+use crate::backend::{DevicePtr, PointerKind, Retained};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
@@ -29,11 +29,6 @@ impl Piece {
         })
     }
 
-    /// The device that it was looked for on.
-    pub(crate) fn device(&self) -> DeviceId {
-        self.device.info().id
-    }
-
     /// Where it is mapped here.
     pub(crate) fn base(&self) -> DevicePtr {
         self.retained.base
@@ -43,11 +38,9 @@ impl Piece {
         self.retained.bytes
     }
 
-    /// Whether `ptr` is in this allocation, mapped at the same place, and not in another one that was
-    /// mapped there since.
-    pub(crate) fn is_at(&self, ptr: DevicePtr) -> Result<bool> {
-        // SAFETY: held until self is dropped.
-        unsafe { self.device.backend().is_mapped_at(&self.retained, ptr) }
+    /// Its identity, as long as it is held.
+    pub(crate) fn handle(&self) -> u64 {
+        self.retained.handle
     }
 
     /// A descriptor of it.
@@ -110,10 +103,7 @@ impl Run {
 
     /// The run's identity, as long as it is held.
     pub(crate) fn handles(&self) -> Vec<u64> {
-        self.pieces
-            .iter()
-            .map(|piece| piece.retained.handle)
-            .collect()
+        self.pieces.iter().map(Piece::handle).collect()
     }
 
     pub(crate) fn len(&self) -> u32 {

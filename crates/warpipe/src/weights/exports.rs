@@ -1,9 +1,8 @@
 //! The descriptors of a version's pieces. A piece that another allocator of this process made is
 //! exported once, as long as a version of this process has it.
 
-use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::Arc;
 
 use twox_hash::XxHash3_128;
 
@@ -12,40 +11,30 @@ use crate::backend::DevicePtr;
 use crate::device::Device;
 use crate::device_types::DeviceId;
 use crate::error::Result;
-use crate::fork::OwnerProcess;
-use crate::fork::per_process::PerProcess;
 use crate::memory::pieces::Piece;
+use crate::memory::weak_cache::WeakCache;
 use crate::runtime::closer::PeerFd;
-use crate::runtime::reactor::{Reactor, new_generation};
+use crate::runtime::drop_after_fence::DropAfterFence;
+use crate::runtime::reactor::new_generation;
 
 /// The descriptor of a piece.
 #[derive(Debug)]
 pub(super) struct PieceFd {
     fd: PeerFd,
-    /// The allocation, if this process exported it: as long as it is held, no other one has its
-    /// handle.
+    /// If this process exported it.
     exported: Option<Exported>,
 }
 
 #[derive(Debug)]
 struct Exported {
-    /// `None` only while dropping.
-    piece: Option<Piece>,
+    /// As long as it is held, no other allocation has its handle.
+    _piece: DropAfterFence<Piece>,
     /// Drawn, so that no other piece has it.
     id: [u8; 16],
-    reactor: Arc<Reactor>,
-    owner_process: OwnerProcess,
 }
 
-/// The pieces of this process that a version has, by their first byte. It keeps none of them.
-#[derive(Default)]
-struct Exports {
-    pieces: BTreeMap<DevicePtr, Weak<PieceFd>>,
-    /// How many of them there were, twice, when those without a version were removed.
-    tidy_at: usize,
-}
-
-static EXPORTS: PerProcess<Mutex<Exports>> = PerProcess::new();
+/// The pieces of this process that a version has, by device, handle and first byte.
+static EXPORTS: WeakCache<(DeviceId, u64, DevicePtr), PieceFd> = WeakCache::new();
 
 impl PieceFd {
     /// Of a piece that a peer has sent.
@@ -68,32 +57,21 @@ impl PieceFd {
         device: &Device,
         ptr: DevicePtr,
     ) -> Result<(DevicePtr, u64, Arc<PieceFd>)> {
-        if let Some(known) = EXPORTS.lock().around(device.info().id, ptr)
-            && let Some(piece) = known.piece()
-            && piece.is_at(ptr)?
-        {
-            return Ok((piece.base(), piece.bytes(), known));
-        }
         let piece = Piece::at(device, ptr)?;
         let (base, bytes) = (piece.base(), piece.bytes());
-        let fd = PeerFd::from(piece.export()?);
-        fd.approve();
-        let exported = Exported {
-            piece: Some(piece),
-            id: new_generation(),
-            reactor: Reactor::of_process()?,
-            owner_process: OwnerProcess::current(),
+        let key = (device.info().id, piece.handle(), base);
+        let export = || {
+            let fd = PeerFd::from(piece.export()?);
+            fd.approve();
+            let exported = Exported {
+                _piece: DropAfterFence::new(Arc::default(), piece)?,
+                id: new_generation(),
+            };
+            let exported = Some(exported);
+            Ok(Arc::new(PieceFd { fd, exported }))
         };
-        let made = Arc::new(PieceFd {
-            fd,
-            exported: Some(exported),
-        });
-        EXPORTS.lock().add(base, &made);
-        Ok((base, bytes, made))
-    }
-
-    fn piece(&self) -> Option<&Piece> {
-        self.exported.as_ref()?.piece.as_ref()
+        let fd = EXPORTS.get_or(&key, |_| true, export)?;
+        Ok((base, bytes, fd))
     }
 
     /// Under which every process knows a part of these pieces, which this process exported: the same
@@ -112,51 +90,23 @@ impl PieceFd {
     }
 }
 
-impl Exports {
-    /// The piece that was mapped around `ptr` when it was exported.
-    fn around(&self, device: DeviceId, ptr: DevicePtr) -> Option<Arc<PieceFd>> {
-        let known = self.pieces.range(..=ptr).next_back()?.1.upgrade()?;
-        let piece = known.piece()?;
-        let is_around = piece.device() == device && ptr - piece.base() < piece.bytes();
-        is_around.then_some(known)
-    }
-
-    fn add(&mut self, base: DevicePtr, made: &Arc<PieceFd>) {
-        if self.pieces.len() >= self.tidy_at {
-            self.pieces.retain(|_, piece| piece.strong_count() > 0);
-            self.tidy_at = 2 * self.pieces.len() + 64;
-        }
-        self.pieces.insert(base, Arc::downgrade(made));
-    }
-}
-
 impl AsFd for PieceFd {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
 }
 
-impl Drop for Exported {
-    fn drop(&mut self) {
-        let Some(piece) = self.piece.take() else {
-            return;
-        };
-        if self.owner_process.is_current() {
-            // The reactor may be the last owner, and the drop calls the driver.
-            self.reactor.defer_drop(Box::new(piece));
-        } else {
-            std::mem::forget(piece);
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::thread;
+    use std::time::{Duration, Instant};
+
     use super::*;
+    use crate::backend::testing::{Counting, Wrapped};
     use crate::memory::Memory;
 
     #[test]
-    fn a_piece_is_exported_once_as_long_as_a_version_has_it_and_other_memory_there_anew() {
+    fn a_piece_is_exported_once_as_long_as_a_version_has_it() {
         let device = Device::host();
         let memory = Memory::allocate(&device, 4096).unwrap();
         let export = |memory: &Memory| PieceFd::export(&device, memory.ptr() + 100).unwrap();
@@ -174,19 +124,37 @@ mod tests {
         assert_eq!(part(&[&first, &elsewhere]), part(&[&again, &elsewhere]));
         assert_ne!(part(&[&first, &elsewhere]), part(&[&elsewhere, &first]));
         assert_ne!(part(&[&first]), part(&[&elsewhere]));
-        // As if the allocator had mapped the other one there meanwhile.
-        let key = memory.ptr();
-        EXPORTS
-            .lock()
-            .pieces
-            .insert(key, Arc::downgrade(&elsewhere));
-        let (.., anew) = export(&memory);
-        assert!(!Arc::ptr_eq(&anew, &elsewhere), "its handle is another one");
-        assert_ne!(part(&[&anew]), part(&[&first]), "exported anew");
-        drop((first, again, anew));
-        assert!(
-            EXPORTS.lock().pieces[&key].upgrade().is_none(),
-            "it keeps none"
-        );
+        drop((first, again, elsewhere));
+        let keys = [&memory, &other].map(|memory| {
+            let piece = Piece::at(&device, memory.ptr()).unwrap();
+            (device.info().id, piece.handle(), memory.ptr())
+        });
+        for key in keys {
+            assert!(EXPORTS.get(&key).is_none(), "it keeps none");
+        }
+    }
+
+    #[test]
+    fn other_memory_at_the_address_of_a_piece_that_a_version_has_is_exported_anew() {
+        let counting = Wrapped::new(Device::host().backend().clone(), Counting::default());
+        let device = Device::from_backend(counting.clone());
+        let memory = Memory::allocate(&device, 4096).unwrap();
+        let (base, _, first) = PieceFd::export(&device, memory.ptr()).unwrap();
+        drop(memory);
+        let start = Instant::now();
+        while !counting.hook().calls().contains_key("release") {
+            assert!(start.elapsed() < Duration::from_secs(10), "it is unmapped");
+            thread::yield_now();
+        }
+        // The system maps it where there is room, once the release that was begun is done.
+        let mut others = vec![Memory::allocate(&device, 4096).unwrap()];
+        while others.last().unwrap().ptr() != base {
+            assert!(others.len() < 200, "another place each time");
+            others.push(Memory::allocate(&device, 4096).unwrap());
+        }
+        let (.., anew) = PieceFd::export(&device, base).unwrap();
+        assert!(!Arc::ptr_eq(&anew, &first), "its handle is another one");
+        let part = |piece: &Arc<PieceFd>| PieceFd::part_of(std::slice::from_ref(piece)).unwrap();
+        assert_ne!(part(&anew), part(&first));
     }
 }

@@ -119,20 +119,6 @@ impl Imports for CudaBackend {
         }
     }
 
-    /// Without a look at the kind of the memory: what has the handle is of the same kind.
-    unsafe fn is_mapped_at(&self, retained: &Retained, ptr: DevicePtr) -> Result<bool> {
-        let _current = self.enter()?;
-        let Ok(handle) = self.driver.memory_retain(ptr) else {
-            // Memory of another kind lies there now, or none.
-            return Ok(false);
-        };
-        let range = self.driver.address_range(ptr);
-        // SAFETY: held just now, and used by nothing.
-        unsafe { self.driver.memory_release(handle) }?;
-        let is_there = range.is_ok_and(|range| range == (retained.base, retained.bytes));
-        Ok(is_there && handle == retained.handle)
-    }
-
     unsafe fn export_retained(&self, retained: &Retained) -> Result<OwnedFd> {
         let _current = self.enter()?;
         // SAFETY: held, by the caller's promise. One that was imported, or not made to be exported,
