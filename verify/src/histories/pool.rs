@@ -12,7 +12,6 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::allocator::PoolState;
-use super::block::BlockUsers;
 use super::last_writers::{LastWriter, LastWriters};
 use super::{CLAIMS_MAX, PAGE_BYTES};
 use crate::backend::TimelineWord;
@@ -82,10 +81,7 @@ enum Job {
 enum Work {
     Use(Lent),
     Zero(Lent),
-    Signal {
-        slot: SlotId,
-        value: u64,
-    },
+    Signal { slot: SlotId, value: u64 },
 }
 
 #[derive(Debug)]
@@ -118,10 +114,10 @@ pub struct Play {
 impl Play {
     pub fn new(fault: Fault) -> Play {
         let arena = Arena::new(&Device, LIMIT);
-        let (blocks, lent_blocks, counts, last_writers) = Default::default();
+        let (owned, lent_blocks, counts, last_writers) = Default::default();
         let state = PoolState {
             arena,
-            blocks,
+            owned,
             lent_blocks,
             borrowers: Borrowers::new(CLAIMS_MAX),
             counts,
@@ -221,7 +217,7 @@ impl Play {
         &mut self,
         bytes: u64,
         user: u64,
-        block: BlockUsers,
+        is_owned: bool,
     ) -> Result<Option<(Lent, Option<u64>)>, String> {
         self.reclaim();
         let slot = match self.state.arena.take(bytes) {
@@ -253,7 +249,9 @@ impl Play {
         let lent = self.lent(slot);
         self.is_unused(&lent)?;
         let cleared_at = self.clear_for(&lent, user);
-        self.state.blocks.insert(slot, block);
+        if is_owned {
+            self.state.owned.insert(slot);
+        }
         Ok(Some((lent, cleared_at)))
     }
 
@@ -322,7 +320,7 @@ impl Play {
         if self.state.borrowers.is_full(number) {
             return Ok(());
         }
-        if let Some((lent, cleared_at)) = self.take(bytes, USERS[peer], BlockUsers::borrowed())? {
+        if let Some((lent, cleared_at)) = self.take(bytes, USERS[peer], false)? {
             self.grant_block(peer, lent, cleared_at, false);
         }
         Ok(())
@@ -381,7 +379,7 @@ impl Play {
         }
         self.grant_block(peer, lent, None, true);
         if self.fault != Fault::ForgetsBorrowers {
-            self.state.borrow(slot);
+            self.state.arena.hold(slot);
         }
         if USERS[peer] != OWNER && self.fault != Fault::NotesOneUser {
             self.state.last_writers[lent.place.region as usize]

@@ -3,16 +3,16 @@
 #[path = "../../../crates/warpipe/src/pool/allocator/block.rs"]
 pub(crate) mod block;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
-use self::block::{BlockUsers, LentBlock, PoolCounts};
+use self::block::{LentBlock, PoolCounts};
 use super::last_writers::LastWriters;
 use crate::lend::claims::Borrowers;
 use crate::memory::arena::{Arena, SlotId};
 
 pub(super) struct PoolState {
     pub(super) arena: Arena,
-    pub(super) blocks: HashMap<SlotId, BlockUsers>,
+    pub(super) owned: HashSet<SlotId>,
     pub(super) lent_blocks: HashMap<u64, LentBlock>,
     pub(super) borrowers: Borrowers<SlotId>,
     pub(super) counts: PoolCounts,

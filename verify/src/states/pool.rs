@@ -11,7 +11,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use super::allocator::PoolState;
-use super::block::{BlockUsers, LentBlock, PoolCounts};
+use super::block::{LentBlock, PoolCounts};
 use super::last_writers::{LastWriter, LastWriters};
 use super::{CLAIMS_MAX, PAGE_BYTES};
 use crate::backend::{Access, TimelineWord};
@@ -122,11 +122,11 @@ impl Play {
     /// A pool of one region of two blocks, and peers that have not come yet.
     pub fn new(peers: usize, fault: Fault) -> Play {
         let arena = Arena::new(&Device, 2 * BLOCK);
-        let (blocks, lent_blocks, counts, last_writers) = Default::default();
+        let (owned, lent_blocks, counts, last_writers) = Default::default();
         let _: &PoolCounts = &counts;
         let mut state = PoolState {
             arena,
-            blocks,
+            owned,
             lent_blocks,
             borrowers: Borrowers::new(CLAIMS_MAX),
             counts,
@@ -210,7 +210,7 @@ impl Play {
                 freed
                     .into_iter()
                     .flatten()
-                    .for_each(|slot| self.state.release_borrower(slot));
+                    .for_each(|slot| self.state.arena.release(slot));
             }
             Act::Clear => self.cleared = self.fences,
             Act::Tick => self.reclaim(),
@@ -248,7 +248,7 @@ impl Play {
     }
 
     /// As `PoolAllocator::take`.
-    fn take(&mut self, user: u32, block: BlockUsers) -> Result<Option<SlotId>, String> {
+    fn take(&mut self, user: u32, is_owned: bool) -> Result<Option<SlotId>, String> {
         self.reclaim();
         let Some(slot) = self.state.arena.take(BLOCK) else {
             return Ok(None);
@@ -292,7 +292,9 @@ impl Play {
                 "user {user} sees what user {other} left at {place:?}"
             ));
         }
-        self.state.blocks.insert(slot, block);
+        if is_owned {
+            self.state.owned.insert(slot);
+        }
         Ok(Some(slot))
     }
 
@@ -301,7 +303,7 @@ impl Play {
         if !self.is_alive(peer) || self.state.borrowers.is_full(number) {
             return Ok(());
         }
-        if let Some(slot) = self.take(peer as u32 + 1, BlockUsers::borrowed())? {
+        if let Some(slot) = self.take(peer as u32 + 1, false)? {
             self.grant_block(peer, slot);
         }
         Ok(())
@@ -330,7 +332,7 @@ impl Play {
         }
         self.grant_block(peer, slot);
         if self.fault != Fault::ForgetsBorrowers {
-            self.state.borrow(slot);
+            self.state.arena.hold(slot);
         }
         if self.fault != Fault::NotesOneUser {
             let (region, offset) = self.place(slot);
@@ -387,7 +389,7 @@ impl Play {
         freed
             .into_iter()
             .flatten()
-            .for_each(|slot| self.state.release_borrower(slot));
+            .for_each(|slot| self.state.arena.release(slot));
     }
 
     /// As `PoolAllocator::free_deferred`.
@@ -429,7 +431,7 @@ impl Play {
 
     fn lend(&mut self) -> Result<(), String> {
         if self.lent.is_none()
-            && let Some(slot) = self.take(OWNER, BlockUsers::owned())?
+            && let Some(slot) = self.take(OWNER, true)?
         {
             self.lent = Some(slot);
             let place = self.place(slot);
@@ -454,10 +456,17 @@ impl Play {
         self.state.arena.collect(|_, value| value <= cleared);
     }
 
+    /// The slots that are held, and by how many.
+    fn held(&self) -> impl Iterator<Item = (SlotId, u32)> {
+        let slots = self.state.arena.slots();
+        let held = slots.filter(|(_, slot)| slot.holders() > 0);
+        held.map(|(id, slot)| (id, slot.holders()))
+    }
+
     /// The invariant of every state.
     fn check(&self) -> Result<(), String> {
         let mut places = HashSet::new();
-        for &slot in self.state.blocks.keys() {
+        for (slot, _) in self.held() {
             if !places.insert(self.place(slot)) {
                 return Err(format!("two blocks lie at {:?}", self.place(slot)));
             }
@@ -508,12 +517,10 @@ impl Play {
     /// All that tells one state from another; what only counts is left out.
     fn print(&self) -> String {
         let mut blocks: Vec<_> = self
-            .state
-            .blocks
-            .iter()
-            .map(|(&slot, block)| (self.place(slot), *block))
+            .held()
+            .map(|(slot, holders)| (self.place(slot), holders, self.state.owned.contains(&slot)))
             .collect();
-        blocks.sort_by_key(|(place, _)| *place);
+        blocks.sort();
         let mut written: Vec<_> = self.written.iter().collect();
         written.sort();
         let words = |number: u64| {

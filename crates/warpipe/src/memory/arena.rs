@@ -42,6 +42,10 @@ impl Slot {
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes
     }
+
+    pub(crate) fn holders(&self) -> u32 {
+        self.holders
+    }
 }
 
 /// A region with its free ranges.
@@ -170,6 +174,11 @@ impl Arena {
 
     pub(crate) fn slot(&self, id: SlotId) -> &Slot {
         &self.slots[id as usize]
+    }
+
+    /// All slots, also those that are not in use, which no one holds.
+    pub(crate) fn slots(&self) -> impl Iterator<Item = (SlotId, &Slot)> {
+        (0..).zip(&self.slots)
     }
 
     /// Bytes of regions, used and free.

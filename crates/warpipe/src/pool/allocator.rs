@@ -4,11 +4,11 @@
 pub(super) mod block;
 pub(super) mod users;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
 use std::time::Duration;
 
-use self::block::{BlockUsers, LentBlock, PoolCounts};
+use self::block::{LentBlock, PoolCounts};
 use self::users::{Quotas, Room, Users};
 use super::last_writers::LastWriter;
 use super::{CLAIMS_MAX, PoolRefusal};
@@ -64,7 +64,8 @@ struct PoolMemory {
 
 pub(super) struct PoolState {
     pub(super) arena: Arena,
-    pub(super) blocks: HashMap<SlotId, BlockUsers>,
+    /// The blocks that this process has itself.
+    pub(super) owned: HashSet<SlotId>,
     pub(super) lent_blocks: HashMap<u64, LentBlock>,
     pub(super) borrowers: Borrowers<SlotId>,
     pub(super) counts: PoolCounts,
@@ -98,7 +99,7 @@ impl PoolAllocator {
         let uid = rustix::process::geteuid().as_raw();
         let state = PoolState {
             arena: Arena::new(&device, limit),
-            blocks: HashMap::new(),
+            owned: HashSet::new(),
             lent_blocks: HashMap::new(),
             borrowers: Borrowers::new(CLAIMS_MAX),
             counts: PoolCounts::default(),
@@ -158,7 +159,7 @@ impl PoolAllocator {
         check_bytes(bytes)?;
         let (mut backoff, mut has_waited) = (Backoff::default(), false);
         loop {
-            match self.take(bytes, uid, BlockUsers::owned())? {
+            match self.take(bytes, uid, true)? {
                 AllocOutcome::Block { slot, cleared_at } => {
                     self.wait_until_clear(slot, cleared_at)?;
                     return Ok(slot);
@@ -192,8 +193,9 @@ impl PoolAllocator {
         Err(Error::timeout("the clearing of a block", CLEAR_TIMEOUT))
     }
 
-    /// Takes a free block for the user `uid`, or makes a new region for it.
-    pub(super) fn take(&self, bytes: u64, uid: u32, block: BlockUsers) -> Result<AllocOutcome> {
+    /// Takes a free block for the user `uid`, or makes a new region for it. It is the owner's, or is to
+    /// be lent.
+    pub(super) fn take(&self, bytes: u64, uid: u32, is_owned: bool) -> Result<AllocOutcome> {
         let mut state = self.lock();
         loop {
             self.reclaim(&mut state);
@@ -203,7 +205,9 @@ impl PoolAllocator {
             }
             if let Some(slot) = state.take_for(uid, bytes) {
                 // From here on the block belongs to this caller, also while the lock is free.
-                state.blocks.insert(slot, block);
+                if is_owned {
+                    state.owned.insert(slot);
+                }
                 let cleared_at = self.clear_for(state, slot, uid)?;
                 return Ok(AllocOutcome::Block { slot, cleared_at });
             }
@@ -276,7 +280,7 @@ impl PoolAllocator {
             if let Err(error) = cleared {
                 // The device has failed. How much of the block is cleared is unknown, so the block
                 // stays unusable.
-                state.blocks.insert(slot, BlockUsers::owned());
+                state.owned.insert(slot);
                 return Err(error);
             }
             cleared_at = Some(value);

@@ -1,6 +1,6 @@
 //! The owner's side of its peers: blocks as claims, and their return.
 
-use super::allocator::block::{BlockUsers, LentBlock};
+use super::allocator::block::LentBlock;
 use super::allocator::{AllocOutcome, PoolAllocator, PoolState};
 use super::{PoolRefusal, PoolRequest};
 use crate::backend::Access;
@@ -47,7 +47,7 @@ impl Lender for PoolAllocator {
     }
 
     fn take_back(&self, slot: SlotId) {
-        self.lock().release_borrower(slot);
+        self.lock().arena.release(slot);
     }
 
     fn collect(&self, _: &ServerCore) {
@@ -83,7 +83,7 @@ impl PoolAllocator {
         self.reclaim(&mut state);
         let reply = self.grant(&mut state, client, slot, (bytes, access), None);
         if let Some(reply) = reply {
-            state.borrow(slot);
+            state.arena.hold(slot);
             if client.uid != self.uid {
                 state.set_several_writers(slot);
             }
@@ -105,7 +105,7 @@ impl PoolAllocator {
         if is_full {
             return Ok(LendReply::TooMany);
         }
-        let (slot, cleared_at) = match self.take(bytes, client.uid, BlockUsers::borrowed())? {
+        let (slot, cleared_at) = match self.take(bytes, client.uid, false)? {
             AllocOutcome::Block { slot, cleared_at } => (slot, cleared_at),
             AllocOutcome::Refused(refusal) => return Ok(LendReply::Refused(refusal)),
         };
@@ -113,7 +113,7 @@ impl PoolAllocator {
         let whole = (bytes, Access::ReadWrite);
         let reply = self.grant(&mut state, client, slot, whole, cleared_at);
         Ok(reply.unwrap_or_else(|| {
-            state.release_borrower(slot);
+            state.arena.release(slot);
             LendReply::TooMany
         }))
     }
@@ -153,7 +153,7 @@ impl PoolAllocator {
         self.reactor().call_after(fence, move || {
             if let Some(allocator) = allocator.upgrade() {
                 let mut state = allocator.lock();
-                slots.iter().for_each(|&slot| state.release_borrower(slot));
+                slots.iter().for_each(|&slot| state.arena.release(slot));
             }
         });
     }

@@ -1,13 +1,13 @@
 //! The owner's acts, and the device's progress.
 
-use super::super::block::{BlockUsers, LentBlock};
+use super::super::block::LentBlock;
 use super::{Fault, Lent, OWNER, Play, Work};
 use crate::backend::Access;
 
 impl Play {
     /// As `PoolAllocator::allocate`: the owner waits until it is clear.
     pub(super) fn own(&mut self, bytes: u64) -> Result<Option<Lent>, String> {
-        let Some((lent, cleared_at)) = self.take(bytes, OWNER, BlockUsers::owned())? else {
+        let Some((lent, cleared_at)) = self.take(bytes, OWNER, true)? else {
             return Ok(None);
         };
         if cleared_at.is_some() {
@@ -85,7 +85,7 @@ impl Play {
         if self.stream.is_empty() && self.scrubber.is_empty() {
             std::mem::take(&mut self.pending)
                 .into_iter()
-                .for_each(|slot| self.state.release_borrower(slot));
+                .for_each(|slot| self.state.arena.release(slot));
         }
         for peer in &mut self.peers {
             peer.take_if(|peer| peer.is_leaving && !peer.is_dead && peer.device.is_empty());

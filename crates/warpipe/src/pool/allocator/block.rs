@@ -1,34 +1,9 @@
-//! Allocated blocks and their users.
+//! Allocated blocks and their users: each holds the block's slot in the arena.
 
 use super::PoolState;
 use crate::backend::Access;
 use crate::lend::claims::Ended;
-use crate::memory::arena::SlotId;
-
-/// The users of an allocated block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::pool) struct BlockUsers {
-    is_owned: bool,
-    borrows: u32,
-}
-
-impl BlockUsers {
-    /// A block that the owner has allocated.
-    pub(in crate::pool) fn owned() -> BlockUsers {
-        BlockUsers {
-            is_owned: true,
-            borrows: 0,
-        }
-    }
-
-    /// A block that a peer has allocated.
-    pub(in crate::pool) fn borrowed() -> BlockUsers {
-        BlockUsers {
-            is_owned: false,
-            borrows: 1,
-        }
-    }
-}
+use crate::memory::arena::{Chunk, Slot, SlotId};
 
 /// A block that is lent under a number.
 #[derive(Debug, Clone, Copy)]
@@ -47,15 +22,6 @@ pub(in crate::pool) struct PoolCounts {
 }
 
 impl PoolState {
-    /// Counts one more borrower of the block.
-    pub(in crate::pool) fn borrow(&mut self, slot: SlotId) {
-        if let Some(block) = self.blocks.get_mut(&slot) {
-            block.borrows += 1;
-            self.arena.hold(slot);
-        }
-        self.update_high_water();
-    }
-
     /// Takes back the blocks that peers have released, and returns those of dead ones.
     pub(in crate::pool) fn collect_released(&mut self) -> Vec<SlotId> {
         let Ended {
@@ -66,56 +32,29 @@ impl PoolState {
         released
             .into_iter()
             .chain(returned)
-            .for_each(|slot| self.release_borrower(slot));
+            .for_each(|slot| self.arena.release(slot));
         dead
-    }
-
-    pub(in crate::pool) fn release_borrower(&mut self, slot: SlotId) {
-        if let Some(block) = self.blocks.get_mut(&slot) {
-            block.borrows -= 1;
-            self.let_go(slot);
-        }
     }
 
     pub(in crate::pool) fn release_owner(&mut self, slot: SlotId) {
         self.lent_blocks.retain(|_, lend| lend.slot != slot);
-        if let Some(block) = self.blocks.get_mut(&slot) {
-            block.is_owned = false;
-            self.let_go(slot);
+        if self.owned.remove(&slot) {
+            self.arena.release(slot);
         }
-    }
-
-    fn let_go(&mut self, slot: SlotId) {
-        self.blocks.retain(|&id, block| {
-            id != slot
-                || *block
-                    != BlockUsers {
-                        is_owned: false,
-                        borrows: 0,
-                    }
-        });
-        self.arena.release(slot);
     }
 
     /// Bytes that are not free: a user has them, or a stream has not completed its work on them.
     pub(in crate::pool) fn used(&self) -> u64 {
-        self.blocks
-            .keys()
-            .map(|&slot| self.arena.slot(slot).bytes())
-            .sum::<u64>()
-            + self.arena.waiting_bytes()
+        self.arena.chunks().iter().map(Chunk::used).sum()
     }
 
     /// Bytes of the owner's blocks, and of the peers'. A block that both have counts in both.
     pub(in crate::pool) fn held(&self) -> (u64, u64) {
-        let bytes = |is_so: fn(&BlockUsers) -> bool| {
-            let slots = self.blocks.iter().filter(|(_, block)| is_so(block));
-            slots.map(|(&slot, _)| self.arena.slot(slot).bytes()).sum()
-        };
-        (
-            bytes(|block| block.is_owned),
-            bytes(|block| block.borrows > 0),
-        )
+        let owned = self.owned.iter().map(|&slot| self.arena.slot(slot).bytes());
+        let is_lent =
+            |(id, slot): &(SlotId, &Slot)| slot.holders() > self.owned.contains(id).into();
+        let lent = self.arena.slots().filter(is_lent);
+        (owned.sum(), lent.map(|(_, slot)| slot.bytes()).sum())
     }
 
     pub(in crate::pool) fn update_high_water(&mut self) {
