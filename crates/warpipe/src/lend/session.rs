@@ -7,7 +7,6 @@ use std::ops::Deref;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -22,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::{ClientSession, IncomingReply, Kind, SessionObserver, decode, encode};
 use crate::memory::DeviceSlice;
-use crate::memory::legacy::{LegacyHandle, LegacyMemory};
+use crate::memory::legacy::LegacyHandle;
 use crate::memory::mapped_region::{ImportKey, MappedRegion};
 use crate::memory::pieces::RUN_PIECES_MAX;
 use crate::memory::region::Region;
@@ -66,16 +65,13 @@ pub(crate) struct LendSession {
     owner: DeviceId,
     terms: &'static Terms,
     ready: FenceWords,
-    runs: Arc<MappedRuns>,
-    /// How often a late answer was given back.
-    given_back: Arc<AtomicU64>,
     /// Goes when this process's streams have stored their words.
     shared: DropAfterFence<SessionParts>,
 }
 
 #[derive(Debug)]
 struct SessionParts {
-    words: Arc<SharedPage>,
+    state: Arc<SessionState>,
     ipc: ClientSession,
 }
 
@@ -89,12 +85,18 @@ pub(crate) enum Answer<R> {
 /// A run's number, which is the lender's, and its mapping's access.
 type RunKey = (u32, Access);
 
-/// The runs that a session has mapped. Never locked during a driver call.
-#[derive(Debug, Default)]
-struct MappedRuns {
-    table: Mutex<RunTable>,
+/// The part of a session that its observer has, too.
+#[derive(Debug)]
+struct SessionState {
+    terms: &'static Terms,
+    words: SharedPage,
+    /// Never locked during a driver call.
+    runs: Mutex<RunTable>,
+    /// How often a late answer was given back.
+    given_back: AtomicU64,
 }
 
+/// The runs that a session has mapped.
 #[derive(Debug, Default)]
 struct RunTable {
     mapped: HashMap<RunKey, Arc<MappedRegion>>,
@@ -102,49 +104,35 @@ struct RunTable {
     is_over: bool,
 }
 
-impl MappedRuns {
-    /// Forgets a run that the lender holds no longer. What is borrowed of it keeps it mapped, and
-    /// the reaper unmaps it.
-    fn end(&self, number: u32) {
-        let mut table = self.table.locked();
-        table.mapped.retain(|key, _| key.0 != number);
-    }
-
-    fn end_all(&self) {
-        let mut table = self.table.locked();
-        table.is_over = true;
-        table.mapped.clear();
+impl SessionState {
+    fn word(&self, word: u32) -> &TimelineWord {
+        self.words.at(word_at(word))
     }
 }
 
 /// Gives back what comes after its requester has given up, and forgets runs that have ended. Runs on
 /// the reactor's thread: CPU stores, and locks that are not held during driver calls.
-struct LendObserver {
-    words: Arc<SharedPage>,
-    claims_max: u32,
-    runs: Arc<MappedRuns>,
-    given_back: Arc<AtomicU64>,
-}
-
-impl SessionObserver for LendObserver {
+impl SessionObserver for SessionState {
     fn on_closed(&self, _: bool) {
-        self.runs.end_all();
+        let mut runs = self.runs.locked();
+        runs.is_over = true;
+        runs.mapped.clear();
     }
 
     /// Nothing has been enqueued on such memory.
     fn on_stale_reply(&self, _: &[u8], incoming: IncomingReply) {
         if let Ok(LendReply::<()>::Lent(grant)) = decode(&incoming.body, "a lender")
-            && grant.word < self.claims_max
+            && grant.word < self.terms.claims_max
         {
-            let word: &TimelineWord = self.words.at(word_at(grant.word));
-            word.store(grant.value | RETURNED);
+            self.word(grant.word).store(grant.value | RETURNED);
             self.given_back.fetch_add(1, SeqCst);
         }
     }
 
+    /// What is borrowed of a run keeps it mapped, and the reaper unmaps it.
     fn on_notification(&self, incoming: IncomingReply) {
         if let Ok(LendNotice::RunEnded(number)) = decode(&incoming.body, "a lender") {
-            self.runs.end(number);
+            self.runs.locked().mapped.retain(|key, _| key.0 != number);
         }
     }
 }
@@ -191,23 +179,20 @@ impl LendSession {
             return Err(Error::protocol(name, "page", found, allowed));
         }
         let of_streams = terms.has_streams.then_some(device);
-        let words = Arc::new(SharedPage::open(of_streams, words, claims_bytes, &name)?);
+        let state = Arc::new(SessionState {
+            terms,
+            words: SharedPage::open(of_streams, words, claims_bytes, &name)?,
+            runs: Mutex::default(),
+            given_back: AtomicU64::new(0),
+        });
         let ready = FenceWords::read(ready, hello.ready_bytes, &name)?;
-        let (runs, given_back) = (Arc::<MappedRuns>::default(), Arc::<AtomicU64>::default());
-        ipc.observe(Arc::new(LendObserver {
-            words: words.clone(),
-            claims_max: terms.claims_max,
-            runs: runs.clone(),
-            given_back: given_back.clone(),
-        }))?;
+        ipc.observe(state.clone())?;
         Ok(LendSession {
             device: device.clone(),
             owner: hello.owner,
             terms,
             ready,
-            runs,
-            given_back,
-            shared: DropAfterFence::new(Arc::default(), SessionParts { words, ipc })?,
+            shared: DropAfterFence::new(Arc::default(), SessionParts { state, ipc })?,
         })
     }
 
@@ -217,10 +202,6 @@ impl LendSession {
 
     pub(crate) fn name(&self) -> &str {
         self.ipc().name()
-    }
-
-    fn word(&self, word: u32) -> &TimelineWord {
-        self.shared.words.at(word_at(word))
     }
 
     pub(crate) fn wrong(
@@ -243,11 +224,11 @@ impl LendSession {
         self.shared.owner_process().check()?;
         let request = encode(&LendRequest::Memory(request))?;
         let reply = loop {
-            let given_back = self.given_back.load(SeqCst);
+            let given_back = self.shared.state.given_back.load(SeqCst);
             let reply = self.ipc().request(&request, answers)?;
             let reply: LendReply<R> = decode(&reply.body, self.name())?;
             // Until its answer came, an earlier request of this process may have had the memory.
-            let is_final = self.given_back.load(SeqCst) == given_back;
+            let is_final = self.shared.state.given_back.load(SeqCst) == given_back;
             if is_final || !matches!(reply, LendReply::Gone) {
                 break reply;
             }
@@ -283,18 +264,18 @@ impl LendSession {
             return Err(self.wrong("word and value", found, format!("below {claims_max}")));
         }
         // From here on its drop ends the claim, also on an error.
-        let claim = Claim {
+        let mut claim = Claim {
             session: self.clone(),
             word,
             value,
-            is_over: false,
+            at_end: Some(value | RETURNED),
         };
-        let (slice, claim) = match self.open_place(&offer, answers, contents) {
-            Ok(Opened::Run(slice)) => (slice, Some(claim)),
-            Ok(Opened::Legacy(memory, owner)) => (self.legacy_slice(memory, owner, claim)?, None),
-            Err(error) => {
-                claim.give_back();
-                return Err(error);
+        let (slice, claim) = match offer.place {
+            Place::Legacy(ref bytes) => (self.open_legacy(bytes, &offer, claim, contents)?, None),
+            Place::Run { .. } => {
+                let slice = self.open_run(&offer, answers, contents)?;
+                claim.at_end = Some(value);
+                (slice, Some(claim))
             }
         };
         let session = self.clone();
@@ -304,41 +285,61 @@ impl LendSession {
         })
     }
 
-    fn open_place(&self, offer: &Offer, answers: &Wait<'_>, contents: &Wait<'_>) -> Result<Opened> {
-        match &offer.place {
-            Place::Legacy(bytes) => {
-                let handle = LegacyHandle::from_bytes(bytes)?;
-                if handle.bytes() != offer.bytes {
-                    let allowed = format!("{} bytes", offer.bytes);
-                    return Err(self.wrong("handle", format!("{} bytes", handle.bytes()), allowed));
-                }
-                // Opened last: it would be closed behind the claim's end, and its owner may free it
-                // then.
-                self.wait_until_ready(offer, contents)?;
-                Ok(Opened::Legacy(handle.open(&self.device)?, handle.device()))
-            }
-            &Place::Run {
-                run,
-                pieces,
-                piece,
-                offset,
-                access,
-            } => {
-                let total = piece
-                    .checked_mul(u64::from(pieces))
-                    .filter(|&total| total > 0 && pieces as usize <= RUN_PIECES_MAX);
-                let total = total.ok_or_else(|| {
-                    let found = format!("{pieces} of {piece} bytes");
-                    self.wrong("pieces", found, format!("1 to {RUN_PIECES_MAX}"))
-                })?;
-                check_range(self.name(), offset, offer.bytes, total)?;
-                // Mapped first: it stays readable if its lender ends meanwhile.
-                let mapping = self.run((run, access), (pieces, piece), answers)?;
-                let slice = mapping.slice(offset, offer.bytes, access, &self.name().into())?;
-                self.wait_until_ready(offer, contents)?;
-                Ok(Opened::Run(slice))
-            }
+    /// Opens the memory of a legacy handle, whose mapping has the claim.
+    fn open_legacy(
+        &self,
+        bytes: &[u8],
+        offer: &Offer,
+        mut claim: Claim,
+        contents: &Wait<'_>,
+    ) -> Result<DeviceSlice> {
+        let handle = LegacyHandle::from_bytes(bytes)?;
+        if handle.bytes() != offer.bytes {
+            let allowed = format!("{} bytes", offer.bytes);
+            return Err(self.wrong("handle", format!("{} bytes", handle.bytes()), allowed));
         }
+        // Opened last: it would be closed behind the claim's end, and its owner may free it then.
+        self.wait_until_ready(offer, contents)?;
+        let (ptr, import) = handle.import(&self.device)?;
+        claim.at_end = Some(claim.value);
+        // The import is dropped first: the owner may free the memory when the claim has ended, which
+        // is undefined for memory that is open elsewhere.
+        let kept = Arc::new(DropAfterFence::new(Arc::default(), (import, claim))?);
+        let mapped = MappedMemory::new((&self.device, handle.device()), &kept, kept.clone());
+        let label = self.name().into();
+        // SAFETY: the handle's range, which is open for writing as long as `kept`.
+        Ok(unsafe { DeviceSlice::new(mapped, ptr, offer.bytes, Access::ReadWrite, &label) })
+    }
+
+    fn open_run(
+        &self,
+        offer: &Offer,
+        answers: &Wait<'_>,
+        contents: &Wait<'_>,
+    ) -> Result<DeviceSlice> {
+        let Place::Run {
+            run,
+            pieces,
+            piece,
+            offset,
+            access,
+        } = offer.place
+        else {
+            return Err(self.wrong("place", "a legacy handle", "a run"));
+        };
+        let total = piece
+            .checked_mul(u64::from(pieces))
+            .filter(|&total| total > 0 && pieces as usize <= RUN_PIECES_MAX);
+        let total = total.ok_or_else(|| {
+            let found = format!("{pieces} of {piece} bytes");
+            self.wrong("pieces", found, format!("1 to {RUN_PIECES_MAX}"))
+        })?;
+        check_range(self.name(), offset, offer.bytes, total)?;
+        // Mapped first: it stays readable if its lender ends meanwhile.
+        let mapping = self.run((run, access), (pieces, piece), answers)?;
+        let slice = mapping.slice(offset, offer.bytes, access, &self.name().into())?;
+        self.wait_until_ready(offer, contents)?;
+        Ok(slice)
     }
 
     /// The mapping of a run, made at its first claim. Of two threads that make it at the same time,
@@ -350,16 +351,16 @@ impl LendSession {
         wait: &Wait<'_>,
     ) -> Result<Arc<MappedRegion>> {
         let bytes = piece * u64::from(pieces);
-        let known = self.runs.table.locked().mapped.get(&key).cloned();
+        let known = self.shared.state.runs.locked().mapped.get(&key).cloned();
         let run = match known {
             Some(known) => known,
             None => {
                 let made = Arc::new(self.map(key, (pieces, piece), wait)?);
-                let mut table = self.runs.table.locked();
+                let mut runs = self.shared.state.runs.locked();
                 // A lender that never ends its runs has no more of them mapped than it could lend.
-                match table.is_over || table.mapped.len() >= self.terms.claims_max as usize {
+                match runs.is_over || runs.mapped.len() >= self.terms.claims_max as usize {
                     true => made,
-                    false => table.mapped.entry(key).or_insert(made).clone(),
+                    false => runs.mapped.entry(key).or_insert(made).clone(),
                 }
             }
         };
@@ -426,32 +427,16 @@ impl LendSession {
         Ok(())
     }
 
-    fn legacy_slice(
-        &self,
-        memory: LegacyMemory,
-        owner: DeviceId,
-        claim: Claim,
-    ) -> Result<DeviceSlice> {
-        let (ptr, bytes, label) = (memory.ptr(), memory.bytes(), self.name().into());
-        let claimed = ClaimedLegacy {
-            memory: Some(memory),
-            _claim: claim,
-        };
-        let claimed = Arc::new(DropAfterFence::new(Arc::default(), claimed)?);
-        let mapped = MappedMemory::new((&self.device, owner), &claimed, claimed.clone());
-        // SAFETY: the handle's range, which is open for writing as long as `claimed`.
-        Ok(unsafe { DeviceSlice::new(mapped, ptr, bytes, Access::ReadWrite, &label) })
-    }
-
     /// The runs that are mapped now.
     #[cfg(test)]
     pub(crate) fn mapped_runs(&self) -> Vec<Arc<MappedRegion>> {
-        self.runs.table.locked().mapped.values().cloned().collect()
+        let runs = self.shared.state.runs.locked();
+        runs.mapped.values().cloned().collect()
     }
 
     #[cfg(test)]
     pub(crate) fn words(&self) -> &SharedPage {
-        &self.shared.words
+        &self.shared.state.words
     }
 }
 
@@ -461,39 +446,32 @@ struct Claim {
     session: Arc<LendSession>,
     word: u32,
     value: u64,
-    is_over: bool,
+    /// The value that its drop stores: at first, that the memory goes back unused. `None` once the
+    /// claim is over.
+    at_end: Option<u64>,
 }
 
 impl Claim {
-    fn end(&mut self, value: u64) {
-        if !std::mem::replace(&mut self.is_over, true) {
-            self.session.word(self.word).store(value);
-        }
-    }
-
-    /// Gives the memory back, unused.
-    fn give_back(mut self) {
-        self.end(self.value | RETURNED);
-    }
-
     /// Has `stream` release the memory.
     fn release_behind(&mut self, stream: &Stream) -> Result<()> {
         let shared = &self.session.shared;
         shared.streams().record_use(stream);
-        let Some(word) = shared.words.device_ptr(word_at(self.word)) else {
+        let Some(word) = shared.state.words.device_ptr(word_at(self.word)) else {
             return Ok(());
         };
         let value = self.value;
         // SAFETY: the page is dropped only when this stream, recorded above, is past its stores.
         unsafe { stream.batch(&[StreamOp::Signal { word, value }]) }?;
-        self.is_over = true;
+        self.at_end = None;
         Ok(())
     }
 }
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        self.end(self.value);
+        if let Some(value) = self.at_end {
+            self.session.shared.state.word(self.word).store(value);
+        }
     }
 }
 
@@ -552,7 +530,7 @@ impl Drop for Borrowed {
         if self.hold.get().is_err() {
             return;
         }
-        let Some(claim) = self.hold.claim.take_if(|claim| !claim.is_over) else {
+        let Some(claim) = self.hold.claim.take_if(|claim| claim.at_end.is_some()) else {
             return;
         };
         let mut fence = self.slice.streams().fence_busy();
@@ -560,32 +538,6 @@ impl Drop for Borrowed {
         if !fence.is_reached() {
             let reactor = self.hold.session.shared.reactor();
             reactor.drop_value_after(fence, claim);
-        }
-    }
-}
-
-/// Borrowed memory in this process.
-enum Opened {
-    Run(DeviceSlice),
-    Legacy(LegacyMemory, DeviceId),
-}
-
-/// An open legacy handle and the claim that keeps its memory allocated. Dropped by the reaper: the
-/// drop calls the driver.
-#[derive(Debug)]
-struct ClaimedLegacy {
-    /// `None` only while dropping.
-    memory: Option<LegacyMemory>,
-    _claim: Claim,
-}
-
-impl Drop for ClaimedLegacy {
-    /// Closes the handle, and then releases the claim: the memory may be freed from then on, which
-    /// is undefined for memory that is open elsewhere.
-    fn drop(&mut self) {
-        if let Some(memory) = self.memory.take() {
-            // Nobody is left to be told. No stream is recorded here: the mapping's are past it.
-            let _ = memory.close(Duration::ZERO);
         }
     }
 }

@@ -11,9 +11,11 @@ mod imports;
 pub use imports::LegacyMemory;
 
 use std::fmt;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use self::imports::Import;
 use crate::backend::{DeviceId, DevicePtr, PointerKind};
 use crate::device::Device;
 use crate::error::{Error, HandleFault, LegacyFault, Result};
@@ -125,6 +127,12 @@ impl LegacyHandle {
     /// [`Error::NoSuchDevice`] for a GPU that this process cannot reach or see;
     /// [`Error::DescriptorLimit`], [`Error::Driver`].
     pub fn open(&self, device: &Device) -> Result<LegacyMemory> {
+        let (ptr, import) = self.import(device)?;
+        LegacyMemory::new(device, ptr, self.fields.bytes, import)
+    }
+
+    /// The address of the range here, and the open allocation, unless it is of this process.
+    pub(crate) fn import(&self, device: &Device) -> Result<(DevicePtr, Option<Arc<Import>>)> {
         let here = ProcessOrigin::here()?;
         if self.fields.origin.host != here.host {
             return Err(Error::legacy(LegacyFault::ForeignHost));
@@ -134,13 +142,11 @@ impl LegacyHandle {
         }
         if self.fields.origin == here {
             let base = exports::find(self, device)?;
-            return Ok(LegacyMemory::own(
-                device,
-                base + self.fields.offset,
-                self.fields.bytes,
-            ));
+            return Ok((base + self.fields.offset, None));
         }
-        imports::open(self, device).map_err(|error| self.explain(error, &here))
+        let opened = imports::open(self, device);
+        let (base, import) = opened.map_err(|error| self.explain(error, &here))?;
+        Ok((base + self.fields.offset, Some(import)))
     }
 
     /// Why the device refused: that is nothing that a driver tells.

@@ -7,12 +7,10 @@ use super::LegacyHandle;
 use crate::backend::{DeviceId, DevicePtr, IpcBytes};
 use crate::device::Device;
 use crate::error::{Error, LegacyFault, Result};
-use crate::fork::leak_on_fork::LeakOnFork;
 use crate::memory::slice::wait_for;
 use crate::memory::weak_cache::WeakCache;
 use crate::origin::ProcessOrigin;
-use crate::runtime::fence::StreamSet;
-use crate::runtime::reactor::Reactor;
+use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::stream::Stream;
 use crate::wait::Wait;
 
@@ -32,9 +30,8 @@ struct LegacyImportKey {
 /// One open allocation. Its drop calls the driver, which counts how often it was opened: one that
 /// is being closed may be opened again.
 #[derive(Debug)]
-struct Import {
+pub(crate) struct Import {
     device: Device,
-    reactor: Arc<Reactor>,
     /// `None` once it is closed.
     base: Option<DevicePtr>,
     /// Its length, which was checked when it was opened.
@@ -69,30 +66,23 @@ pub struct LegacyMemory {
     device: Device,
     ptr: DevicePtr,
     bytes: u64,
-    streams: StreamSet,
-    /// `None` for this process's own memory, and while dropping.
-    import: LeakOnFork<Option<Arc<Import>>>,
+    /// `None` for this process's own memory: nothing to open, nothing to close.
+    import: DropAfterFence<Option<Arc<Import>>>,
 }
 
 impl LegacyMemory {
-    /// This process's own memory: nothing to open, nothing to close.
-    pub(super) fn own(device: &Device, ptr: DevicePtr, bytes: u64) -> LegacyMemory {
-        LegacyMemory::new(device, ptr, bytes, None)
-    }
-
-    fn new(
+    pub(super) fn new(
         device: &Device,
         ptr: DevicePtr,
         bytes: u64,
         import: Option<Arc<Import>>,
-    ) -> LegacyMemory {
-        LegacyMemory {
+    ) -> Result<LegacyMemory> {
+        Ok(LegacyMemory {
             device: device.clone(),
             ptr,
             bytes,
-            streams: StreamSet::default(),
-            import: LeakOnFork::new(import),
-        }
+            import: DropAfterFence::new(Arc::default(), import)?,
+        })
     }
 
     /// The address of the range's first byte, for kernels and copies of the device.
@@ -117,8 +107,8 @@ impl LegacyMemory {
     /// # Errors
     /// [`Error::Forked`].
     pub fn used_by(&self, stream: &Stream) -> Result<()> {
-        self.import.get()?;
-        self.streams.record_use(stream);
+        self.import.owner_process().check()?;
+        self.import.streams().record_use(stream);
         Ok(())
     }
 
@@ -130,36 +120,17 @@ impl LegacyMemory {
     /// [`Error::Timeout`] when a stream is not done in time; it is closed when it is.
     /// [`Error::Forked`], [`Error::Driver`].
     pub fn close<'w>(mut self, wait: impl Into<Wait<'w>>) -> Result<()> {
-        self.import.get()?;
+        self.import.owner_process().check()?;
         // After an error the drop closes it.
-        wait_for(&self.streams, &wait.into())?;
+        wait_for(self.import.streams(), &wait.into())?;
         let import = self.import.take().and_then(Arc::into_inner);
         import.map_or(Ok(()), |mut last| last.close())
     }
 }
 
-impl Drop for LegacyMemory {
-    fn drop(&mut self) {
-        // In a forked child the mapping is the parent's to close, and its locks may be held for
-        // ever.
-        if self.import.get().is_err() {
-            return;
-        }
-        let Some(import) = self.import.take() else {
-            return;
-        };
-        let (reactor, mut fence) = (import.reactor.clone(), self.streams.fence_busy());
-        // Only what calls the driver, or has to wait, is left to other threads.
-        if !fence.is_reached() {
-            reactor.drop_value_after(fence, import);
-        } else if let Some(last) = Arc::into_inner(import) {
-            reactor.defer_drop(Box::new(last));
-        }
-    }
-}
-
-/// Opens what a handle of another process names, or holds once more what is open.
-pub(super) fn open(handle: &LegacyHandle, device: &Device) -> Result<LegacyMemory> {
+/// Opens what a handle of another process names, or holds once more what is open: the allocation's
+/// base, and what keeps it open.
+pub(super) fn open(handle: &LegacyHandle, device: &Device) -> Result<(DevicePtr, Arc<Import>)> {
     let fields = &handle.fields;
     let (owner, bytes) = (fields.owner, fields.allocation_bytes);
     let key = LegacyImportKey {
@@ -173,11 +144,9 @@ pub(super) fn open(handle: &LegacyHandle, device: &Device) -> Result<LegacyMemor
         &key,
         |_| true,
         || {
-            let reactor = Reactor::of_process()?;
             let base = device.backend().open_legacy(&key.raw, bytes, owner)?;
             Ok(Arc::new(Import {
                 device: device.clone(),
-                reactor,
                 base: Some(base),
                 bytes,
             }))
@@ -191,6 +160,5 @@ pub(super) fn open(handle: &LegacyHandle, device: &Device) -> Result<LegacyMemor
             allocation: import.bytes,
         }));
     };
-    let ptr = base + fields.offset;
-    Ok(LegacyMemory::new(device, ptr, fields.bytes, Some(import)))
+    Ok((base, import))
 }
