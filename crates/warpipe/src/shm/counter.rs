@@ -125,9 +125,16 @@ impl SharedCounter {
 
     /// Ends the counter: records its last value, unless another process has, and releases all
     /// waiters. To be called when nothing raises the counter any more. Where something still may,
-    /// call it again from time to time: a late value stands below [`ENDED`].
+    /// [`end_again`](Self::end_again) follows from time to time.
     pub(crate) fn end(&self) {
         self.end_at(self.words().word.load());
+    }
+
+    /// Ends a counter that has ended: a late value stands below [`ENDED`].
+    pub(crate) fn end_again(&self) {
+        if self.has_ended() {
+            self.end();
+        }
     }
 
     /// As [`end`](Self::end), for the signaler itself, which knows the last value and need not

@@ -1,13 +1,11 @@
 //! The event table of an exporter: it answers the requests of importers.
 
-pub(super) mod event_slots;
-
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use serde::{Deserialize, Serialize};
 
-use self::event_slots::ExporterState;
 use super::Recording;
+use super::event_slots::ExporterState;
 use super::layout::EventPage;
 use crate::clock::now_ns;
 use crate::device::Device;
@@ -31,7 +29,8 @@ pub(super) struct PageRequest(pub(super) u32);
 pub(super) enum EventRequest {
     /// Counts the importer among the users of an event; answered with whether the event exists.
     Open { index: u32, serial: u64 },
-    /// Requests the importer's lane for recording; answered with a [`LaneReply`].
+    /// Requests the importer's lane for recording; answered with its number and its count, or with
+    /// nothing if the event does not exist any more. Refused without a free lane.
     Lane { index: u32 },
     /// Closes one opening; with the last one the importer's lane becomes free.
     Close { index: u32, serial: u64 },
@@ -42,16 +41,6 @@ pub(super) enum EventRequest {
         count: u64,
         now_ns: u64,
     },
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-pub(super) enum LaneReply {
-    /// This lane, with the count `from`.
-    Granted { lane: u8, from: u64 },
-    /// All lanes are taken, or belonged to importers that died.
-    Full,
-    /// The event does not exist any more.
-    Dropped,
 }
 
 /// The event table, shared with the control thread and the reactor: no driver call is made under
@@ -175,7 +164,7 @@ impl RequestHandler for EventTable {
                 OutgoingReply::new(&self.open(client, index, serial), vec![])
             }
             EventRequest::Lane { index } => {
-                let reply = self.lock().lane(client, index);
+                let reply = self.lock().lane(client, index)?;
                 OutgoingReply::new(&reply, vec![])
             }
             EventRequest::Close { index, serial } => {

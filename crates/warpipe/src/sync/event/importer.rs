@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use serde::de::DeserializeOwned;
 
-use super::event_table::{EventRequest, LaneReply, PageRequest};
+use super::event_table::{EventRequest, PageRequest};
 use super::handle::{HandleBody, fault};
 use super::layout::{
     EVENTS_PER_PAGE, EventPage, EventWords, FROM_MAX, LANES_PER_EVENT, PAGE_BYTES, PAGES_MAX,
 };
-use super::{EventState, Recording};
+use super::{EventState, Recording, living};
 use crate::device::Device;
 use crate::error::{Error, EventHandleFault, Result};
 use crate::fork::per_process::PerProcess;
@@ -34,7 +34,7 @@ const LANE_WAIT_MIN: Duration = Duration::from_secs(1);
 /// there.
 pub(super) struct EventImporter {
     /// Every event has been closed, each behind its streams' work, when this is dropped.
-    session: ClientSession,
+    pub(super) session: ClientSession,
     /// The part that all handles from that exporter have in common.
     body: HandleBody,
     open_events: Arc<OpenEvents>,
@@ -58,21 +58,6 @@ struct OpenEvent {
     state: Arc<EventState>,
     /// The handles that this process has opened, and dropped ones with streams that are not past it.
     users: u32,
-}
-
-/// The lane on which this process may record an event.
-pub(super) struct GrantedLane {
-    page: EventPage,
-    lane: usize,
-    from: u64,
-}
-
-impl GrantedLane {
-    /// The lane, and its signaler: made once, before anything is recorded there.
-    pub(super) fn start(self, index: u32) -> (usize, Arc<Signaler>) {
-        let GrantedLane { page, lane, from } = self;
-        (lane, Arc::new(page.signaler(index, lane, from)))
-    }
 }
 
 static IMPORTERS: PerProcess<Mutex<Vec<Weak<EventImporter>>>> = PerProcess::new();
@@ -133,23 +118,20 @@ impl EventImporter {
     }
 
     fn known(body: &HandleBody, device: &Device) -> Option<Arc<EventImporter>> {
-        let mut all = IMPORTERS.lock();
-        all.retain(|importer| importer.strong_count() > 0);
-        let all: Vec<_> = all.iter().filter_map(Weak::upgrade).collect();
-        all.into_iter().find(|importer| {
+        living(&IMPORTERS).into_iter().find(|importer| {
             importer.body.generation == body.generation
                 && importer.body.endpoint == body.endpoint
                 && Arc::ptr_eq(importer.device.backend(), device.backend())
-                && !importer.is_over()
+                && !importer.session.is_over()
         })
     }
 
-    fn ask<T: DeserializeOwned>(&self, ask: &EventRequest) -> Result<T> {
-        self.ask_within(ask, &REPLY_TIMEOUT.into())
-    }
-
-    fn ask_within<T: DeserializeOwned>(&self, ask: &EventRequest, wait: &Wait<'_>) -> Result<T> {
-        let incoming = self.session.request(&encode(ask)?, wait.clone())?;
+    fn ask<'w, T: DeserializeOwned>(
+        &self,
+        ask: &EventRequest,
+        wait: impl Into<Wait<'w>>,
+    ) -> Result<T> {
+        let incoming = self.session.request(&encode(ask)?, wait)?;
         Ok(incoming.open::<T, 0>(self.session.name())?.0)
     }
 
@@ -171,7 +153,7 @@ impl EventImporter {
             event_page => event_page?,
         };
         let wait = wait.cancellable_within(REPLY_TIMEOUT);
-        if !self.ask_within::<bool>(&EventRequest::Open { index, serial }, &wait)? {
+        if !self.ask::<bool>(&EventRequest::Open { index, serial }, wait)? {
             return Err(fault(EventHandleFault::Dropped));
         }
         let mut opened = self.open_events.opened.locked();
@@ -200,39 +182,31 @@ impl EventImporter {
         Ok(state)
     }
 
-    /// Requests this process's lane for recording an event. It is the same one each time until the
-    /// event is closed.
-    pub(super) fn lane(&self, index: u32, serial: u64, wait: &Wait<'_>) -> Result<GrantedLane> {
+    /// This process's lane for recording an event, which the exporter grants first. It is the same
+    /// one each time until the event is closed.
+    pub(super) fn lane<'s>(
+        &self,
+        state: &'s EventState,
+        wait: &Wait<'_>,
+    ) -> Result<&'s (usize, Arc<Signaler>)> {
+        let (index, key) = (state.index, (state.index, state.serial));
         let opened = self.open_events.opened.locked();
-        let page = opened.get(&(index, serial)).map(|open| open.page.clone());
+        let page = opened.get(&key).map(|open| open.page.clone());
         drop(opened);
         let page = page.ok_or_else(|| self.dropped())?;
         let limit = wait.time_left().clamp(LANE_WAIT_MIN, REPLY_TIMEOUT);
         let wait = wait.cancellable_within(limit);
-        match self.ask_within(&EventRequest::Lane { index }, &wait)? {
-            LaneReply::Granted { lane, from }
-                if (1..LANES_PER_EVENT).contains(&usize::from(lane)) && from <= FROM_MAX =>
-            {
-                let lane = usize::from(lane);
-                Ok(GrantedLane { page, lane, from })
-            }
-            LaneReply::Granted { lane, from } => {
-                let found = format!("{lane} at {from}");
-                let allowed = format!("1 to {}, at 0 to {FROM_MAX}", LANES_PER_EVENT - 1);
-                Err(Error::protocol(self.name(), "lane", found, allowed))
-            }
-            LaneReply::Full => {
-                let text = format!(
-                    "event {index} has been recorded by {} other processes; make another event",
-                    LANES_PER_EVENT - 1
-                );
-                Err(Error::Refused {
-                    name: self.name().to_string(),
-                    text,
-                })
-            }
-            LaneReply::Dropped => Err(self.dropped()),
+        let granted: Option<(u8, u64)> = self.ask(&EventRequest::Lane { index }, wait)?;
+        let (lane, from) = granted.ok_or_else(|| self.dropped())?;
+        let number = usize::from(lane);
+        if !(1..LANES_PER_EVENT).contains(&number) || from > FROM_MAX {
+            let found = format!("{lane} at {from}");
+            let allowed = format!("1 to {}, at 0 to {FROM_MAX}", LANES_PER_EVENT - 1);
+            return Err(Error::protocol(self.session.name(), "lane", found, allowed));
         }
+        // Before anything is recorded there: another thread's grant has the same count.
+        let start = || (number, Arc::new(page.signaler(index, number, from)));
+        Ok(state.lane.get_or_init(start))
     }
 
     /// Has the exporter forward this importer's recording to the event's other users.
@@ -243,12 +217,14 @@ impl EventImporter {
         now_ns: u64,
     ) -> Result<()> {
         let Recording { lane, count } = recording;
-        self.ask::<()>(&EventRequest::Recorded {
+        let lane = lane as u8;
+        let recorded = EventRequest::Recorded {
             index,
-            lane: lane as u8,
+            lane,
             count,
             now_ns,
-        })
+        };
+        self.ask(&recorded, REPLY_TIMEOUT)
     }
 
     fn page(&self, number: usize) -> Result<EventPage> {
@@ -336,35 +312,17 @@ impl EventImporter {
         }
     }
 
-    pub(super) fn name(&self) -> &str {
-        self.session.name()
-    }
-
-    /// Whether the exporter is gone.
-    pub(super) fn is_over(&self) -> bool {
-        self.session.is_over()
-    }
-
     /// Whether the exporter is proven dead.
     pub(super) fn is_dead(&self) -> bool {
         self.session.is_over() && self.session.is_dead()
     }
 
-    /// The error for an exporter that is gone, or ends within `limit`.
-    pub(super) fn owner_gone_within(&self, limit: Duration) -> Option<Error> {
-        self.session.ends_within(limit).then(|| self.owner_gone())
-    }
-
-    pub(super) fn owner_gone(&self) -> Error {
-        self.session.owner_gone()
-    }
-
     /// The error of a recording on an event that its exporter has dropped.
     pub(super) fn dropped(&self) -> Error {
-        if self.is_over() {
-            return self.owner_gone();
+        if self.session.is_over() {
+            return self.session.owner_gone();
         }
-        let (name, pid) = (self.name().to_string(), self.session.pid());
+        let (name, pid) = (self.session.name().to_string(), self.session.pid());
         Error::peer_gone(Kind::Events, name, pid, true)
     }
 }
@@ -404,11 +362,7 @@ impl EventSource for OpenEvents {
 
     /// Ends the lanes again: a device may have written lower values after the end.
     fn on_tick(&self, _: u64) {
-        self.for_each_lane(|lane| {
-            if lane.has_ended() {
-                lane.end();
-            }
-        });
+        self.for_each_lane(|lane| lane.end_again());
     }
 }
 

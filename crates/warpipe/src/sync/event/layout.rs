@@ -115,27 +115,16 @@ impl EventPage {
         })
     }
 
-    /// Whether this is the last use of the page in this process.
+    /// Whether this is the last use of the shared page in this process.
     pub(super) fn is_last(&self) -> bool {
         Arc::strong_count(&self.page) == 1
-            && self
-                .own
-                .as_ref()
-                .is_none_or(|own| Arc::strong_count(own) == 1)
     }
 
     /// Ends every ended lane once more: a device may have written a lower value after the end.
     pub(super) fn end_again(&self) {
-        let lanes =
-            (0..EVENTS_PER_PAGE).flat_map(|at| (0..LANES_PER_EVENT).map(move |lane| (at, lane)));
-        for (at, lane) in lanes {
-            let lane = SharedCounter::new(
-                &self.page,
-                at * EVENT_BYTES + LANES_AT + lane * COUNTER_BYTES,
-            );
-            if lane.has_ended() {
-                lane.end();
-            }
+        for index in 0..EVENTS_PER_PAGE as u32 {
+            let event_words = self.event_words(index);
+            event_words.lanes().for_each(|lane| lane.end_again());
         }
     }
 
@@ -148,22 +137,17 @@ impl EventPage {
 
     /// The signaler of a lane with the count `from`.
     pub(super) fn signaler(&self, index: u32, lane: usize, from: u64) -> Signaler {
-        let event_words = self.event_words(index);
-        match &self.own {
-            None => Signaler::new(event_words.lane(lane), from),
-            Some(own) => {
-                let signaler = Signaler::new(
-                    EventWords {
-                        page: own.clone(),
-                        at: event_words.at,
-                    }
-                    .lane(lane),
-                    from,
-                );
-                signaler.add(0, &event_words.lane(lane));
-                signaler
-            }
-        }
+        let shared = self.event_words(index);
+        let Some(own) = self.own.clone() else {
+            return Signaler::new(shared.lane(lane), from);
+        };
+        let own = EventWords {
+            page: own,
+            ..shared
+        };
+        let signaler = Signaler::new(own.lane(lane), from);
+        signaler.add(0, &shared.lane(lane));
+        signaler
     }
 }
 

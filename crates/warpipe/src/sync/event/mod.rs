@@ -9,6 +9,7 @@
 //! `docs/design/protocol.md` draws it. An importer misleads only itself: it reaches no other process's
 //! streams.
 
+mod event_slots;
 mod event_table;
 mod exporter;
 mod handle;
@@ -18,13 +19,13 @@ mod layout;
 mod tests;
 
 use std::fmt;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
 use self::exporter::EventExporter;
 pub use self::handle::EventHandle;
 use self::handle::{HandleBody, fault};
-use self::importer::{EventImporter, GrantedLane};
+use self::importer::EventImporter;
 pub use self::layout::Recording;
 use self::layout::{EventWords, max_by_time};
 use crate::backend::RawEvent;
@@ -32,6 +33,7 @@ use crate::clock::now_ns;
 use crate::device::Device;
 use crate::error::{Error, EventHandleFault, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
+use crate::fork::per_process::PerProcess;
 use crate::ipc::domain::Domain;
 use crate::ipc::handle::{DriverHandle, path_of};
 use crate::options::{EndpointOptions, option_setters};
@@ -42,11 +44,7 @@ use crate::shm::signaler::Signaler;
 use crate::stream::Stream;
 use crate::wait::Wait;
 
-crate::ipc::messages!(
-    event_table::EventRequest,
-    event_table::LaneReply,
-    event_table::PageRequest
-);
+crate::ipc::messages!(event_table::EventRequest, event_table::PageRequest);
 
 #[cfg(any(test, feature = "testing"))]
 pub(crate) use handle::forged;
@@ -174,6 +172,13 @@ impl EventState {
     }
 }
 
+/// What is still there of a registry of this process.
+fn living<T: Send + Sync>(all: &PerProcess<Mutex<Vec<Weak<T>>>>) -> Vec<Arc<T>> {
+    let mut all = all.lock();
+    all.retain(|known| known.strong_count() > 0);
+    all.iter().filter_map(Weak::upgrade).collect()
+}
+
 enum EventRole {
     Exporter(Arc<EventExporter>),
     Importer(Arc<EventImporter>),
@@ -290,11 +295,12 @@ impl Event {
             .transpose();
         // A driver cannot open an event of a dying process, and its error does not give that
         // reason.
-        let raw = raw.map_err(|error| {
-            importer
-                .owner_gone_within(MAKER_DEATH_WAIT)
-                .unwrap_or(error)
-        })?;
+        let raw = raw.map_err(
+            |error| match importer.session.ends_within(MAKER_DEATH_WAIT) {
+                true => importer.session.owner_gone(),
+                false => error,
+            },
+        )?;
         let raw = raw.map(|raw| OwnedRawEvent {
             raw,
             device: device.clone(),
@@ -343,49 +349,9 @@ impl Event {
         stream.check_usable(&inner.device)?;
         let wait = wait.into();
         // Without the turn: the cancellation of `wait` is asked meanwhile.
-        let granted = inner.ask_for_lane(&wait)?;
+        let (lane, signaler) = inner.own_lane(&wait)?;
         let turn = (inner.state.recording).lock(wait, || "recording".into())?;
-        self.record_in(&turn, granted, stream)
-    }
-
-    /// The turn keeps the recordings of CUDA's own event and of the lane in one order.
-    fn record_in(
-        &self,
-        turn: &TimedGuard<'_>,
-        granted: Option<GrantedLane>,
-        stream: &Stream,
-    ) -> Result<Recording> {
-        let (inner, state) = (&*self.inner, &self.inner.state);
-        let (lane, signaler) = inner.lane_in(turn, granted)?;
-        if let EventRole::Importer(importer) = &inner.role
-            && (importer.is_over() || state.event_words.lane(*lane).has_ended())
-        {
-            return Err(importer.dropped());
-        }
-        // An importer does not touch CUDA's own event. CUDA does not specify the behaviour of an
-        // event that a dead process recorded last, or that its exporter has destroyed, and a stream
-        // stuck in it could not be released.
-        if let (Some(owned), EventRole::Exporter(_)) = (&inner.raw, &inner.role) {
-            // SAFETY: both handles are live.
-            unsafe { stream.backend().record_event(owned.raw, stream.raw())? };
-        }
-        let count = signaler.raise(stream, inner.streams(), |last| Ok(last + 1))?;
-        let (recording, now_ns) = (Recording { lane: *lane, count }, now_ns());
-        match &inner.role {
-            EventRole::Exporter(exporter) => {
-                let table = exporter.event_table.lock();
-                table.slot(state.index).publish(recording, now_ns);
-            }
-            EventRole::Importer(importer) => {
-                state.event_words.set_importer_latest(now_ns, recording);
-                // After that store: a third process that opens the event meanwhile learns of the
-                // recording from the exporter.
-                if state.event_words.has_other_importers() {
-                    importer.send_recording(state.index, recording, now_ns)?;
-                }
-            }
-        }
-        Ok(recording)
+        inner.record(&turn, *lane, signaler, stream)
     }
 
     /// Has `stream` wait for the last recording (`cuStreamWaitEvent`), and returns that recording
@@ -432,7 +398,7 @@ impl Event {
         while !self.check(recording)? {
             let slice = wait.slice();
             if slice.is_zero() {
-                let what = format!("the work recorded by event {}", self.label());
+                let what = format!("the work recorded by event {}", self.inner.label());
                 return Err(Error::timeout(what, wait.limit()));
             }
             let lane = self.inner.lane(recording.lane);
@@ -470,7 +436,7 @@ impl Event {
             WaitStatus::Reached => Ok(true),
             WaitStatus::Pending => Ok(false),
             WaitStatus::Never => Err(Error::EventLost {
-                event: self.label(),
+                event: self.inner.label(),
                 pid: lane.pid(),
             }),
         }
@@ -481,19 +447,8 @@ impl Event {
             .get()?
             .latest()
             .ok_or_else(|| Error::EventNotRecorded {
-                event: self.label(),
+                event: self.inner.label(),
             })
-    }
-
-    fn label(&self) -> String {
-        match &self.inner.role {
-            EventRole::Exporter(exporter) => {
-                format!("{}#{}", exporter.name, self.inner.state.index)
-            }
-            EventRole::Importer(importer) => {
-                format!("{}#{}", importer.name(), self.inner.state.index)
-            }
-        }
     }
 }
 
@@ -530,43 +485,71 @@ impl EventInner {
         }
     }
 
-    /// Asks for the lane of this process's recordings, unless it has one.
-    fn ask_for_lane(&self, wait: &Wait<'_>) -> Result<Option<GrantedLane>> {
-        let EventState {
-            index,
-            serial,
-            lane,
-            ..
-        } = &*self.state;
-        match (lane.get(), &self.role) {
-            (None, EventRole::Importer(importer)) => importer.lane(*index, *serial, wait).map(Some),
-            _ => Ok(None),
+    /// The lane of this process's recordings. An importer asks for it first; an exporter has its own
+    /// from the beginning.
+    fn own_lane(&self, wait: &Wait<'_>) -> Result<&(usize, Arc<Signaler>)> {
+        match (self.state.lane.get(), &self.role) {
+            (Some(lane), _) => Ok(lane),
+            (None, EventRole::Importer(importer)) => importer.lane(&self.state, wait),
+            (None, EventRole::Exporter(_)) => Err(Error::EventNotRecorded {
+                event: self.label(),
+            }),
         }
     }
 
-    /// The lane of this process's recordings. Of several grants it starts at the one whose thread
-    /// records first: from then on the others' counts are outdated.
-    fn lane_in(
+    /// The turn keeps the recordings of CUDA's own event and of the lane in one order.
+    fn record(
         &self,
         _turn: &TimedGuard<'_>,
-        granted: Option<GrantedLane>,
-    ) -> Result<&(usize, Arc<Signaler>)> {
-        let EventState { index, lane, .. } = &*self.state;
-        match (lane.get(), granted) {
-            (Some(lane), _) => Ok(lane),
-            (None, Some(granted)) => Ok(lane.get_or_init(|| granted.start(*index))),
-            // An exporter has its own lane from the beginning.
-            (None, None) => Err(Error::EventNotRecorded {
-                event: index.to_string(),
-            }),
+        lane: usize,
+        signaler: &Signaler,
+        stream: &Stream,
+    ) -> Result<Recording> {
+        let state = &self.state;
+        if let EventRole::Importer(importer) = &self.role
+            && (importer.session.is_over() || state.event_words.lane(lane).has_ended())
+        {
+            return Err(importer.dropped());
         }
+        // An importer does not touch CUDA's own event. CUDA does not specify the behaviour of an
+        // event that a dead process recorded last, or that its exporter has destroyed, and a stream
+        // stuck in it could not be released.
+        if let (Some(owned), EventRole::Exporter(_)) = (&self.raw, &self.role) {
+            // SAFETY: both handles are live.
+            unsafe { stream.backend().record_event(owned.raw, stream.raw())? };
+        }
+        let count = signaler.raise(stream, self.streams(), |last| Ok(last + 1))?;
+        let (recording, now_ns) = (Recording { lane, count }, now_ns());
+        match &self.role {
+            EventRole::Exporter(exporter) => {
+                let table = exporter.event_table.lock();
+                table.slot(state.index).publish(recording, now_ns);
+            }
+            EventRole::Importer(importer) => {
+                state.event_words.set_importer_latest(now_ns, recording);
+                // After that store: a third process that opens the event meanwhile learns of the
+                // recording from the exporter.
+                if state.event_words.has_other_importers() {
+                    importer.send_recording(state.index, recording, now_ns)?;
+                }
+            }
+        }
+        Ok(recording)
+    }
+
+    fn label(&self) -> String {
+        let name = match &self.role {
+            EventRole::Exporter(exporter) => exporter.name.as_str(),
+            EventRole::Importer(importer) => importer.session.name(),
+        };
+        format!("{name}#{}", self.state.index)
     }
 }
 
 impl fmt::Debug for Event {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Event")
-            .field("event", &self.label())
+            .field("event", &self.inner.label())
             .field("latest", &self.inner.latest())
             .finish_non_exhaustive()
     }

@@ -4,56 +4,55 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
 
-use super::super::layout::{
+use super::layout::{
     EVENTS_PER_PAGE, EventPage, EventWords, FROM_MAX, LANES_PER_EVENT, max_by_time,
 };
-use super::super::{EventInner, Recording};
-use super::LaneReply;
+use super::{EventInner, Recording};
 use crate::clock::now_ns;
 use crate::ipc::peer::Process;
-use crate::ipc::{ClientInfo, Disconnected};
+use crate::ipc::{ClientInfo, Disconnected, Rejection};
 use crate::runtime::reactor::Reactor;
 use crate::shm::counter::SharedCounter;
 use crate::shm::signaler::Signaler;
 
 #[derive(Default)]
-pub(in crate::sync::event) struct ExporterState {
+pub(super) struct ExporterState {
     /// The exporter's own pages.
-    pub(in crate::sync::event) pages: Vec<EventPage>,
+    pub(super) pages: Vec<EventPage>,
     /// Pages that are shared with importers, by client and number.
-    pub(in crate::sync::event) shared: HashMap<(u64, u32), EventPage>,
-    pub(in crate::sync::event) slots: Vec<EventSlot>,
-    pub(in crate::sync::event) free: Vec<u32>,
+    pub(super) shared: HashMap<(u64, u32), EventPage>,
+    pub(super) slots: Vec<EventSlot>,
+    pub(super) free: Vec<u32>,
     /// The processes of clients that have a lane.
-    pub(in crate::sync::event) recorders: HashMap<u64, Arc<Process>>,
+    pub(super) recorders: HashMap<u64, Arc<Process>>,
 }
 
 /// A client's use of an event.
-pub(in crate::sync::event) struct Opening {
+pub(super) struct Opening {
     client: u64,
     /// The event's words in the page that is shared with the client.
     words: EventWords,
     /// How often the client has opened it.
-    pub(in crate::sync::event) count: u32,
+    pub(super) count: u32,
     /// The client's lane, once it has recorded.
     lane: Option<usize>,
 }
 
-pub(in crate::sync::event) struct EventSlot {
-    pub(in crate::sync::event) event_words: EventWords,
-    pub(in crate::sync::event) serial: u64,
-    pub(in crate::sync::event) phase: SlotPhase,
+pub(super) struct EventSlot {
+    pub(super) event_words: EventWords,
+    pub(super) serial: u64,
+    pub(super) phase: SlotPhase,
     /// The signaler of lane 0. It outlives the event: pending signals of its streams belong to its
     /// count.
-    pub(in crate::sync::event) signaler: Arc<Signaler>,
-    pub(in crate::sync::event) openings: Vec<Opening>,
+    pub(super) signaler: Arc<Signaler>,
+    pub(super) openings: Vec<Opening>,
     /// Whether any importer has ever opened it.
-    pub(in crate::sync::event) is_shared: bool,
+    pub(super) is_shared: bool,
     /// Recordings of importers are being forwarded.
-    pub(in crate::sync::event) is_forwarding: bool,
+    pub(super) is_forwarding: bool,
 }
 
-pub(in crate::sync::event) enum SlotPhase {
+pub(super) enum SlotPhase {
     Free,
     Live(Weak<EventInner>),
     /// Dropped; waits for its recordings continue.
@@ -77,7 +76,7 @@ impl EventSlot {
         self.serial == serial && matches!(self.phase, SlotPhase::Live(_))
     }
 
-    pub(in crate::sync::event) fn opening_of(&self, client: u64) -> Option<&Opening> {
+    pub(super) fn opening_of(&self, client: u64) -> Option<&Opening> {
         (self.openings.iter()).find(|opening| opening.client == client)
     }
 
@@ -86,26 +85,26 @@ impl EventSlot {
         (self.openings.iter()).find(|opening| opening.lane == Some(lane))
     }
 
-    pub(in crate::sync::event) fn is_recorder(&self, client: u64, lane: usize) -> bool {
+    pub(super) fn is_recorder(&self, client: u64, lane: usize) -> bool {
         self.holder(lane)
             .is_some_and(|holder| holder.client == client)
     }
 
     /// The words of a lane: those of its holder, or else what has remained.
-    pub(in crate::sync::event) fn lane(&self, lane: usize) -> SharedCounter {
+    pub(super) fn lane(&self, lane: usize) -> SharedCounter {
         let words = self.holder(lane).map(|holder| &holder.words);
         words.unwrap_or(&self.event_words).lane(lane)
     }
 
     /// The last recording by any process.
-    pub(in crate::sync::event) fn latest(&self) -> Option<(u64, Recording)> {
+    pub(super) fn latest(&self) -> Option<(u64, Recording)> {
         let importers = self.openings.iter().map(Opening::recorded);
         max_by_time(importers.chain([self.event_words.latest()]))
     }
 
     /// Writes a recording to the exporter's page and to all importers' pages but that of its
     /// recorder.
-    pub(in crate::sync::event) fn publish(&self, recording: Recording, now_ns: u64) {
+    pub(super) fn publish(&self, recording: Recording, now_ns: u64) {
         self.event_words.set_latest(now_ns, recording);
         (self.openings.iter())
             .filter(|opening| opening.lane != Some(recording.lane))
@@ -113,7 +112,7 @@ impl EventSlot {
     }
 
     /// Forwards the progress of importers' recordings; true once nothing is left to forward.
-    pub(in crate::sync::event) fn forward(&self) -> bool {
+    pub(super) fn forward(&self) -> bool {
         let mut is_done = true;
         for (number, holder) in (1..LANES_PER_EVENT).filter_map(|n| Some((n, self.holder(n)?))) {
             let lane = holder.words.lane(number);
@@ -147,7 +146,7 @@ impl EventSlot {
         }
     }
 
-    pub(in crate::sync::event) fn end_all(&self) {
+    pub(super) fn end_all(&self) {
         self.signaler.end();
         (1..LANES_PER_EVENT).for_each(|lane| self.end_lane(lane));
     }
@@ -221,12 +220,12 @@ impl EventSlot {
 }
 
 impl ExporterState {
-    pub(in crate::sync::event) fn is_full(&self) -> bool {
+    pub(super) fn is_full(&self) -> bool {
         self.slots.len() == EVENTS_PER_PAGE * self.pages.len()
     }
 
     /// Adds a slot, in a page that has room.
-    pub(in crate::sync::event) fn grow(&mut self) -> u32 {
+    pub(super) fn grow(&mut self) -> u32 {
         let index = self.slots.len();
         let (event_page, index) = (&self.pages[index / EVENTS_PER_PAGE], index as u32);
         self.slots.push(EventSlot {
@@ -241,28 +240,24 @@ impl ExporterState {
         index
     }
 
-    pub(in crate::sync::event) fn slot(&self, index: u32) -> &EventSlot {
+    pub(super) fn slot(&self, index: u32) -> &EventSlot {
         &self.slots[index as usize]
     }
 
     /// Whether a client has an event of this page open.
-    pub(in crate::sync::event) fn has_open(&self, client: u64, page: u32) -> bool {
+    pub(super) fn has_open(&self, client: u64, page: u32) -> bool {
         let slots = self.slots.chunks(EVENTS_PER_PAGE).nth(page as usize);
         slots.is_some_and(|slots| slots.iter().any(|slot| slot.opening_of(client).is_some()))
     }
 
     /// The slot of an event that a client has open.
-    pub(in crate::sync::event) fn opened(
-        &mut self,
-        client: u64,
-        index: u32,
-    ) -> Option<&mut EventSlot> {
+    pub(super) fn opened(&mut self, client: u64, index: u32) -> Option<&mut EventSlot> {
         let slot = self.slots.get_mut(index as usize)?;
         slot.opening_of(client).is_some().then_some(slot)
     }
 
     /// Ends the lanes of an importer that is proven dead: its pending recordings never come.
-    pub(in crate::sync::event) fn end_lanes_of(&self, client: u64) {
+    pub(super) fn end_lanes_of(&self, client: u64) {
         for slot in &self.slots {
             if let Some(lane) = slot.opening_of(client).and_then(|opening| opening.lane) {
                 slot.end_lane(lane);
@@ -271,7 +266,7 @@ impl ExporterState {
     }
 
     /// Ends a dropped event once its own work is done: remaining waits are released.
-    pub(in crate::sync::event) fn end(&mut self, index: u32) {
+    pub(super) fn end(&mut self, index: u32) {
         let slot = &mut self.slots[index as usize];
         slot.end_all();
         slot.phase = SlotPhase::Ended;
@@ -291,7 +286,7 @@ impl ExporterState {
         self.free_slot(index);
     }
 
-    pub(in crate::sync::event) fn free_slot(&mut self, index: u32) {
+    pub(super) fn free_slot(&mut self, index: u32) {
         let slot = &mut self.slots[index as usize];
         slot.serial += 1;
         slot.phase = SlotPhase::Free;
@@ -299,7 +294,7 @@ impl ExporterState {
     }
 
     /// Counts an opening. False if there is no such event, or the client shares no page for it.
-    pub(in crate::sync::event) fn open(
+    pub(super) fn open(
         &mut self,
         client: u64,
         index: u32,
@@ -320,12 +315,17 @@ impl ExporterState {
         true
     }
 
-    /// The lane of a client, granted with its first recording.
-    pub(in crate::sync::event) fn lane(&mut self, client: &ClientInfo, index: u32) -> LaneReply {
+    /// The lane of a client, granted with its first recording, and its count. `None` for an event
+    /// that has been dropped.
+    pub(super) fn lane(
+        &mut self,
+        client: &ClientInfo,
+        index: u32,
+    ) -> Result<Option<(u8, u64)>, Rejection> {
         let (process, client) = (client.process.clone(), client.id);
         let slot = self.opened(client, index);
         let Some(slot) = slot.filter(|slot| matches!(slot.phase, SlotPhase::Live(_))) else {
-            return LaneReply::Dropped;
+            return Ok(None);
         };
         let is_free = |&lane: &usize| {
             let mirror = slot.event_words.lane(lane);
@@ -333,7 +333,11 @@ impl ExporterState {
         };
         let own = slot.opening_of(client).and_then(|opening| opening.lane);
         let Some(number) = own.or_else(|| (1..LANES_PER_EVENT).find(is_free)) else {
-            return LaneReply::Full;
+            // The others belong to importers, or belonged to some that died.
+            return Err(Rejection::new(format!(
+                "event {index} has been recorded by {} other processes; make another event",
+                LANES_PER_EVENT - 1
+            )));
         };
         // A lane that the client has already stands where its own page says.
         let from = slot.lane(number).value();
@@ -343,12 +347,11 @@ impl ExporterState {
             opening.lane = Some(number);
         }
         self.recorders.insert(client, process);
-        let lane = number as u8;
-        LaneReply::Granted { lane, from }
+        Ok(Some((number as u8, from)))
     }
 
     /// Closes one opening.
-    pub(in crate::sync::event) fn close(&mut self, client: u64, index: u32, serial: u64) {
+    pub(super) fn close(&mut self, client: u64, index: u32, serial: u64) {
         let slot = self.opened(client, index);
         let Some(slot) = slot.filter(|slot| slot.serial == serial) else {
             return;
@@ -365,11 +368,7 @@ impl ExporterState {
 
     /// Removes a client. The pending recordings of a dead client's device never come. Returns the
     /// pages shared with it.
-    pub(in crate::sync::event) fn gone(
-        &mut self,
-        client: u64,
-        disconnected: Disconnected,
-    ) -> Vec<EventPage> {
+    pub(super) fn gone(&mut self, client: u64, disconnected: Disconnected) -> Vec<EventPage> {
         if disconnected == Disconnected::ProcessDied {
             self.end_lanes_of(client);
         }
