@@ -170,10 +170,7 @@ pub(crate) unsafe fn put_unless_null<T>(place: *mut T, value: T) {
 ///
 /// # Safety
 /// Zeros are a valid value of it.
-pub(crate) unsafe trait Options: Copy {
-    /// Its type in C.
-    const NAME: &'static str;
-}
+pub(crate) unsafe trait Options: Copy {}
 
 /// A copy of the caller's options; the defaults for null.
 ///
@@ -188,7 +185,7 @@ pub(crate) unsafe fn options<T: Options>(options: *const T) -> Result<T, Failure
     // SAFETY: not null; the caller promises at least the size.
     let size = unsafe { options.cast::<usize>().read_unaligned() };
     if size < size_of::<usize>() || size > 64 * 1024 {
-        let allowed = format!("sizeof({})", T::NAME);
+        let allowed = format!("sizeof({})", name_of::<T>());
         return Err(Failure::argument("options->size", size, allowed));
     }
     let known = size.min(size_of::<T>());
@@ -206,11 +203,17 @@ pub(crate) unsafe fn options<T: Options>(options: *const T) -> Result<T, Failure
     if newer.iter().any(|&byte| byte != 0) {
         return Err(Failure::Version(format!(
             "a {} of {size} bytes uses options that this library ({}) does not have; run one version",
-            T::NAME,
+            name_of::<T>(),
             env!("CARGO_PKG_VERSION"),
         )));
     }
     Ok(copy)
+}
+
+/// The name of a type in C, which is that of its type here without the modules.
+fn name_of<T>() -> &'static str {
+    let path = std::any::type_name::<T>();
+    path.rsplit("::").next().unwrap_or(path)
 }
 
 /// Copies a text and its end into the caller's buffer. The length is told in any case, so that a

@@ -20,15 +20,11 @@ use crate::sample::{insert_sample, warpipe_sample};
 use crate::streams::Streams;
 
 /// Hands tensors in device memory to any number of subscribers. Any number of threads may use it.
-pub struct warpipe_publisher {
-    _private: [u8; 0],
-}
+pub struct warpipe_publisher(());
 
 /// Receives the tensors of one publisher. One thread at a time may use it; its samples may go to
 /// any thread.
-pub struct warpipe_subscriber {
-    _private: [u8; 0],
-}
+pub struct warpipe_subscriber(());
 
 /// The action when a subscriber holds as many samples as the publisher's depth.
 #[repr(C)]
@@ -111,9 +107,7 @@ pub struct warpipe_publisher_options {
 }
 
 // SAFETY: numbers and pointers, which may be zero.
-unsafe impl Options for warpipe_publisher_options {
-    const NAME: &'static str = "warpipe_publisher_options";
-}
+unsafe impl Options for warpipe_publisher_options {}
 
 /// Options of a subscriber. Begin with `{.size = sizeof(warpipe_subscriber_options)}`; a field that
 /// is 0 has its default.
@@ -142,9 +136,7 @@ pub struct warpipe_subscriber_options {
 }
 
 // SAFETY: numbers and pointers, which may be zero.
-unsafe impl Options for warpipe_subscriber_options {
-    const NAME: &'static str = "warpipe_subscriber_options";
-}
+unsafe impl Options for warpipe_subscriber_options {}
 
 /// A subscriber, as its publisher sees it.
 #[repr(C)]

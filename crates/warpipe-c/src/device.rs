@@ -12,9 +12,7 @@ use crate::layout::{layout_of, warpipe_layout};
 use crate::streams::Streams;
 
 /// A GPU, or the host: memory of memfds, threads as streams.
-pub struct warpipe_device {
-    _private: [u8; 0],
-}
+pub struct warpipe_device(());
 
 /// The properties of a device.
 #[repr(C)]

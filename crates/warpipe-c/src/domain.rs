@@ -9,9 +9,7 @@ use crate::failure::{Failure, run, warpipe_status};
 use crate::handle::{self, Found};
 
 /// A directory of names. Endpoints meet by their name in one domain.
-pub struct warpipe_domain {
-    _private: [u8; 0],
-}
+pub struct warpipe_domain(());
 
 /// The most bytes of an endpoint's name, without the zero at its end.
 pub const WARPIPE_NAME_BYTES_MAX: usize = 80;

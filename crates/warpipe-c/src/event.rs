@@ -16,9 +16,7 @@ use crate::handle::{self, Found};
 use crate::streams::Streams;
 
 /// An event of this or another process. Any number of threads may use it.
-pub struct warpipe_event {
-    _private: [u8; 0],
-}
+pub struct warpipe_event(());
 
 /// Options of `warpipe_event_create`. Begin with `{.size = sizeof(warpipe_event_options)}`; a field
 /// that is 0 has its default.
@@ -43,9 +41,7 @@ pub struct warpipe_event_options {
 }
 
 // SAFETY: numbers and pointers, which may be zero.
-unsafe impl Options for warpipe_event_options {
-    const NAME: &'static str = "warpipe_event_options";
-}
+unsafe impl Options for warpipe_event_options {}
 
 /// An event, and the streams of its device.
 #[derive(Debug)]

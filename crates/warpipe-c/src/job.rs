@@ -12,9 +12,7 @@ use crate::sample::{insert_sample, warpipe_sample};
 use crate::streams::Streams;
 
 /// A job that was submitted. Any number of threads may use it; one of them gets the result.
-pub struct warpipe_job {
-    _private: [u8; 0],
-}
+pub struct warpipe_job(());
 
 /// A job, and the streams of its queue's device.
 #[derive(Debug)]

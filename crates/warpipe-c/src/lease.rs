@@ -15,9 +15,7 @@ use crate::sample::{Received, ReceivedSample, warpipe_sample, warpipe_sample_inf
 use crate::streams::Streams;
 
 /// A job of a queue or a request of a client: its input, and the answer that this process owes.
-pub struct warpipe_lease {
-    _private: [u8; 0],
-}
+pub struct warpipe_lease(());
 
 /// An answer that is owed, and the input if it is not split off.
 #[derive(Debug)]

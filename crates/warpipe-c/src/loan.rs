@@ -16,9 +16,7 @@ use crate::streams::Streams;
 
 /// Memory on loan from a publisher, a queue, a client or a lease: for the caller to fill, on the
 /// device, then to send, to submit, or to answer with. Its contents are undefined at first.
-pub struct warpipe_loan {
-    _private: [u8; 0],
-}
+pub struct warpipe_loan(());
 
 /// The memory of a loan.
 #[repr(C)]

@@ -14,14 +14,10 @@ use crate::failure::{Failure, run, warpipe_status};
 use crate::handle::{self, Found};
 
 /// This process as a member of a domain. Any number of threads may use it.
-pub struct warpipe_member {
-    _private: [u8; 0],
-}
+pub struct warpipe_member(());
 
 /// The members of a domain, followed until this is closed. Any number of threads may use it.
-pub struct warpipe_members {
-    _private: [u8; 0],
-}
+pub struct warpipe_members(());
 
 /// The most bytes of a member's role, without the zero at its end.
 pub const WARPIPE_ROLE_BYTES_MAX: usize = 64;
@@ -50,9 +46,7 @@ pub struct warpipe_member_options {
 }
 
 // SAFETY: numbers and pointers, which may be zero.
-unsafe impl Options for warpipe_member_options {
-    const NAME: &'static str = "warpipe_member_options";
-}
+unsafe impl Options for warpipe_member_options {}
 
 /// Options of `warpipe_members_open`. Begin with `{.size = sizeof(warpipe_members_options)}`; a
 /// field that is 0 has its default.
@@ -69,9 +63,7 @@ pub struct warpipe_members_options {
 }
 
 // SAFETY: numbers and pointers, which may be zero.
-unsafe impl Options for warpipe_members_options {
-    const NAME: &'static str = "warpipe_members_options";
-}
+unsafe impl Options for warpipe_members_options {}
 
 /// A member of a domain.
 #[repr(C)]

@@ -19,9 +19,7 @@ use crate::streams::Streams;
 
 /// A range of device memory: allocated by this process, opened by a ticket, a descriptor or a
 /// legacy CUDA IPC handle, or a block of a pool. Any number of threads may use it.
-pub struct warpipe_memory {
-    _private: [u8; 0],
-}
+pub struct warpipe_memory(());
 
 /// How memory may be used.
 #[repr(C)]

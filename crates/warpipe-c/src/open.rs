@@ -27,9 +27,7 @@ pub struct warpipe_open_options {
 }
 
 // SAFETY: numbers and pointers, which may be zero.
-unsafe impl Options for warpipe_open_options {
-    const NAME: &'static str = "warpipe_open_options";
-}
+unsafe impl Options for warpipe_open_options {}
 
 impl warpipe_open_options {
     pub(crate) fn wait(&self) -> Duration {

@@ -18,14 +18,10 @@ use crate::streams::Streams;
 
 /// Device memory that is handed out in blocks, to this process and to others. Any number of threads
 /// may use it.
-pub struct warpipe_pool {
-    _private: [u8; 0],
-}
+pub struct warpipe_pool(());
 
 /// A client of another process's pool. Any number of threads may use it.
-pub struct warpipe_pool_client {
-    _private: [u8; 0],
-}
+pub struct warpipe_pool_client(());
 
 /// Options of a pool. Begin with `{.size = sizeof(warpipe_pool_options)}`; a field that is 0 has
 /// its default.
@@ -105,9 +101,7 @@ fn quota_of(bytes_max: u64, blocks_max: u32) -> Quota {
 }
 
 // SAFETY: numbers and pointers, which may be zero.
-unsafe impl Options for warpipe_pool_options {
-    const NAME: &'static str = "warpipe_pool_options";
-}
+unsafe impl Options for warpipe_pool_options {}
 
 /// The present state of a pool. A block that the owner and a client both have counts in both.
 #[repr(C)]

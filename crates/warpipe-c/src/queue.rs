@@ -22,9 +22,7 @@ use crate::streams::Streams;
 
 /// Hands jobs to worker processes, each to one, and gets each one's result once. A job that a
 /// worker's death or failure leaves goes to another worker. Any number of threads may use it.
-pub struct warpipe_queue {
-    _private: [u8; 0],
-}
+pub struct warpipe_queue(());
 
 /// The order in which `warpipe_queue_next_result` gives results.
 #[repr(C)]
@@ -71,9 +69,7 @@ pub struct warpipe_queue_options {
 }
 
 // SAFETY: numbers and pointers, which may be zero.
-unsafe impl Options for warpipe_queue_options {
-    const NAME: &'static str = "warpipe_queue_options";
-}
+unsafe impl Options for warpipe_queue_options {}
 
 /// The jobs and workers of a queue, or the requests and servers of a client, by their numbers.
 #[repr(C)]

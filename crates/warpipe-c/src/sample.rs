@@ -13,14 +13,10 @@ use crate::streams::Streams;
 
 /// A tensor in another process's memory, received from a channel, as the result of a job or a
 /// request, or as the input of one. Memory that this process may only read.
-pub struct warpipe_sample {
-    _private: [u8; 0],
-}
+pub struct warpipe_sample(());
 
 /// Says later whether the data of a released sample was complete.
-pub struct warpipe_receipt {
-    _private: [u8; 0],
-}
+pub struct warpipe_receipt(());
 
 /// A received tensor, as `warpipe_sample_get_info` and `warpipe_lease_get_info` describe it.
 #[repr(C)]

@@ -15,15 +15,11 @@ use crate::streams::Streams;
 
 /// A limited number of permits, held in any number of processes of one machine. Permits go to the
 /// thread that has waited longest. Any number of threads may use it.
-pub struct warpipe_semaphore {
-    _private: [u8; 0],
-}
+pub struct warpipe_semaphore(());
 
 /// A permit of a semaphore. It returns when it is released or closed, or when its holder's death is
 /// proven.
-pub struct warpipe_permit {
-    _private: [u8; 0],
-}
+pub struct warpipe_permit(());
 
 /// Options of `warpipe_semaphore_create`. Begin with `{.size = sizeof(warpipe_semaphore_options)}`;
 /// a field that is 0 has its default.
@@ -51,9 +47,7 @@ pub struct warpipe_semaphore_options {
 }
 
 // SAFETY: numbers and pointers, which may be zero.
-unsafe impl Options for warpipe_semaphore_options {
-    const NAME: &'static str = "warpipe_semaphore_options";
-}
+unsafe impl Options for warpipe_semaphore_options {}
 
 /// The state of a semaphore at this moment: it may have changed when the call returns.
 #[repr(C)]

@@ -22,20 +22,14 @@ use crate::sample::{insert_sample, warpipe_sample};
 use crate::streams::Streams;
 
 /// Sends requests to the servers of a service. Any number of threads may use it.
-pub struct warpipe_client {
-    _private: [u8; 0],
-}
+pub struct warpipe_client(());
 
 /// A request without a reply. Any number of threads may use it; one of them gets the reply.
-pub struct warpipe_pending {
-    _private: [u8; 0],
-}
+pub struct warpipe_pending(());
 
 /// Answers the requests of all clients of a service, together with its other servers. One thread at
 /// a time may use it; its leases may go to any thread.
-pub struct warpipe_server {
-    _private: [u8; 0],
-}
+pub struct warpipe_server(());
 
 /// Options of a client. Begin with `{.size = sizeof(warpipe_client_options)}`; a field that is 0 has
 /// its default.
@@ -66,9 +60,7 @@ pub struct warpipe_client_options {
 }
 
 // SAFETY: numbers and pointers, which may be zero.
-unsafe impl Options for warpipe_client_options {
-    const NAME: &'static str = "warpipe_client_options";
-}
+unsafe impl Options for warpipe_client_options {}
 
 /// Options of a server. Begin with `{.size = sizeof(warpipe_server_options)}`; a field that is 0 has
 /// its default.
@@ -95,9 +87,7 @@ pub struct warpipe_server_options {
 }
 
 // SAFETY: numbers and pointers, which may be zero.
-unsafe impl Options for warpipe_server_options {
-    const NAME: &'static str = "warpipe_server_options";
-}
+unsafe impl Options for warpipe_server_options {}
 
 /// A client, and the streams of its device.
 #[derive(Debug)]

@@ -14,9 +14,7 @@ use crate::memory::{MemoryKind, access_of, insert_memory, owned, warpipe_memory,
 use crate::streams::Streams;
 
 /// Memory under a name, which other processes open by a ticket. Any number of threads may use it.
-pub struct warpipe_published {
-    _private: [u8; 0],
-}
+pub struct warpipe_published(());
 
 /// Options of `warpipe_memory_publish`. Begin with `{.size = sizeof(warpipe_publish_options)}`; a
 /// field that is 0 has its default.
@@ -41,9 +39,7 @@ pub struct warpipe_publish_options {
 }
 
 // SAFETY: numbers and pointers, which may be zero.
-unsafe impl Options for warpipe_publish_options {
-    const NAME: &'static str = "warpipe_publish_options";
-}
+unsafe impl Options for warpipe_publish_options {}
 
 /// Publishes allocated memory under a name (1 to 80 bytes of `a-z A-Z 0-9 _ - .` in parts joined by
 /// `/`), so that tickets of it can be opened. `options` may be null. The memory may be closed

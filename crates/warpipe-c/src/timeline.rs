@@ -16,9 +16,7 @@ use crate::streams::Streams;
 
 /// A named 64-bit value that only grows, across processes: Vulkan's timeline semaphore. Any number
 /// of threads may use it.
-pub struct warpipe_timeline {
-    _private: [u8; 0],
-}
+pub struct warpipe_timeline(());
 
 /// The largest value that can be signalled or waited for, 2^63 - 2.
 pub const WARPIPE_TIMELINE_VALUE_MAX: u64 = 0x7FFF_FFFF_FFFF_FFFE;
@@ -47,9 +45,7 @@ pub struct warpipe_timeline_options {
 }
 
 // SAFETY: numbers and pointers, which may be zero.
-unsafe impl Options for warpipe_timeline_options {
-    const NAME: &'static str = "warpipe_timeline_options";
-}
+unsafe impl Options for warpipe_timeline_options {}
 
 /// A timeline, and the streams of its device.
 #[derive(Debug)]

@@ -12,9 +12,7 @@ use crate::service::{ClientObject, warpipe_client};
 
 /// A descriptor of one event loop for a queue's or a client's results. Any number of threads may use
 /// it.
-pub struct warpipe_watch {
-    _private: [u8; 0],
-}
+pub struct warpipe_watch(());
 
 /// Makes a watch of a queue: its descriptor is readable when a job has changed, and once more when
 /// the queue ends. It may be readable without a change.

@@ -18,9 +18,7 @@ use crate::lease::{insert_lease, warpipe_lease};
 use crate::streams::Streams;
 
 /// Takes jobs of one queue. One thread at a time may use it; its leases may go to any thread.
-pub struct warpipe_worker {
-    _private: [u8; 0],
-}
+pub struct warpipe_worker(());
 
 /// Options of a worker. Begin with `{.size = sizeof(warpipe_worker_options)}`; a field that is 0 has
 /// its default.
@@ -48,9 +46,7 @@ pub struct warpipe_worker_options {
 }
 
 // SAFETY: numbers and pointers, which may be zero.
-unsafe impl Options for warpipe_worker_options {
-    const NAME: &'static str = "warpipe_worker_options";
-}
+unsafe impl Options for warpipe_worker_options {}
 
 /// A worker, and the streams of its device.
 #[derive(Debug)]
