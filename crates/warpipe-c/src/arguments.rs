@@ -92,32 +92,6 @@ fn check_array<T>(name: &'static str, data: *const T, count: usize) -> Result<()
     }
 }
 
-/// Users and groups that an endpoint admits.
-#[derive(Debug)]
-pub(crate) struct Admitted<'a> {
-    pub(crate) uids: &'a [u32],
-    pub(crate) gids: &'a [u32],
-}
-
-/// The users and groups of an endpoint's options.
-///
-/// # Safety
-/// As for [`slice`], for both arrays.
-pub(crate) unsafe fn admitted<'a>(
-    uids: *const u32,
-    uids_count: usize,
-    gids: *const u32,
-    gids_count: usize,
-) -> Result<Admitted<'a>, Failure> {
-    // SAFETY: the caller's promises.
-    unsafe {
-        Ok(Admitted {
-            uids: slice("options->allow_uids", uids, uids_count)?,
-            gids: slice("options->allow_gids", gids, gids_count)?,
-        })
-    }
-}
-
 /// A place for a result. It is written once, when the call succeeds.
 #[derive(Debug)]
 pub(crate) struct Out<T>(*mut T);
@@ -216,17 +190,36 @@ fn name_of<T>() -> &'static str {
     path.rsplit("::").next().unwrap_or(path)
 }
 
+/// Copies as many values as there are places, and tells the number of all.
+///
+/// # Safety
+/// As for [`slice_mut`] and [`out`].
+pub(crate) unsafe fn put_list<T>(
+    (name, places, capacity): (&'static str, *mut T, usize),
+    count: *mut usize,
+    found: impl ExactSizeIterator<Item = T>,
+) -> Result<(), Failure> {
+    // SAFETY: the caller's promises.
+    let (places, count) = unsafe { (slice_mut(name, places, capacity)?, out("count", count)?) };
+    count.put(found.len());
+    for (place, value) in places.iter_mut().zip(found) {
+        *place = value;
+    }
+    Ok(())
+}
+
 /// Copies a text and its end into the caller's buffer. The length is told in any case, so that a
 /// caller may ask with a capacity of 0 first.
 ///
 /// # Safety
 /// `buffer` is the address of `capacity` bytes, and `length` null or the address of a place.
 pub(crate) unsafe fn put_text(
-    found: &str,
+    found: impl ToString,
     buffer: *mut c_char,
     capacity: usize,
     length: *mut usize,
 ) -> Result<(), Failure> {
+    let found = found.to_string();
     // SAFETY: the caller's promise.
     unsafe { put_unless_null(length, found.len()) };
     if capacity <= found.len() {
@@ -302,3 +295,15 @@ macro_rules! set {
     };
 }
 pub(crate) use set;
+
+/// Admits the users and groups of an endpoint's options. It is expanded in an unsafe block, under the
+/// promise of [`slice`] for both arrays.
+macro_rules! admit {
+    ($builder:ident, $options:ident) => {{
+        let (uids, gids) = ($options.allow_uids, $options.allow_gids);
+        let uids = slice("options->allow_uids", uids, $options.allow_uids_count)?;
+        let gids = slice("options->allow_gids", gids, $options.allow_gids_count)?;
+        $builder = $builder.allow_uids(uids).allow_gids(gids);
+    }};
+}
+pub(crate) use admit;

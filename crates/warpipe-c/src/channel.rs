@@ -2,22 +2,20 @@
 
 use std::ffi::{c_char, c_void};
 use std::os::fd::AsRawFd;
-use std::sync::Arc;
 
-use warpipe::{PeerState, Policy, Publisher, Subscriber};
+use warpipe::{Device, PeerState, Policy, Publisher, Stream, Subscriber};
 
 use crate::arguments::{
-    Options, flag, number, options, out, out_object, put_unless_null, set, slice, slice_mut, text,
-    time_option, timeout,
+    Options, admit, flag, number, put_list, put_unless_null, set, slice, text, time_option, timeout,
 };
-use crate::device::{streams_of, warpipe_device};
+use crate::call::{call, call_on, make_alone_on, read};
+use crate::device::{make_with, warpipe_device};
 use crate::domain::{domain_of, warpipe_domain};
 use crate::failure::{Failure, run, warpipe_status};
-use crate::handle::{self, Found};
+use crate::handle;
 use crate::layout::{layout_of, warpipe_layout};
-use crate::loan::{LoanKind, insert_loan, warpipe_loan};
-use crate::sample::{insert_sample, warpipe_sample};
-use crate::streams::Streams;
+use crate::loan::{LoanKind, lend, warpipe_loan};
+use crate::sample::warpipe_sample;
 
 /// Hands tensors in device memory to any number of subscribers. Any number of threads may use it.
 pub struct warpipe_publisher(());
@@ -176,27 +174,10 @@ fn policy_of(options: &warpipe_publisher_options) -> Result<Policy, Failure> {
         2 => Policy::DropNewest,
         3 => Policy::Fail,
         other => {
-            return Err(Failure::argument(
-                "options->policy",
-                other,
-                "a warpipe_policy",
-            ));
+            let allowed = "a warpipe_policy";
+            return Err(Failure::argument("options->policy", other, allowed));
         }
     })
-}
-
-/// A publisher, and the streams of its device.
-#[derive(Debug)]
-pub(crate) struct PublisherObject {
-    pub(crate) publisher: Publisher,
-    pub(crate) streams: Arc<Streams>,
-}
-
-/// A subscriber, and the streams of its device.
-#[derive(Debug)]
-pub(crate) struct SubscriberObject {
-    subscriber: Subscriber,
-    streams: Arc<Streams>,
 }
 
 /// Makes a publisher of `name` (1 to 80 bytes of `a-z A-Z 0-9 _ - .` in parts joined by `/`), and
@@ -215,32 +196,16 @@ pub unsafe extern "C" fn warpipe_publisher_create(
     options: *const warpipe_publisher_options,
     publisher: *mut *mut warpipe_publisher,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        let (place, name, options, uids, gids) = unsafe {
-            let place = out_object("publisher", publisher)?;
-            let options = self::options(options)?;
-            let uids = slice(
-                "options->allow_uids",
-                options.allow_uids,
-                options.allow_uids_count,
-            )?;
-            let gids = slice(
-                "options->allow_gids",
-                options.allow_gids,
-                options.allow_gids_count,
-            )?;
-            (place, text("name", name)?, options, uids, gids)
-        };
-        let streams = streams_of(options.device)?;
-        let mut builder = Publisher::builder(name)
-            .device(streams.device())
-            .policy(policy_of(&options)?)
+    let build = |options: &warpipe_publisher_options, device: &Device| {
+        // SAFETY: the caller's promise.
+        let mut builder = Publisher::builder(unsafe { text("name", name) }?)
+            .device(device)
+            .policy(policy_of(options)?)
             .history(options.history)
             .timestamps(options.timestamps != 0)
-            .evict_after(time_option(options.evict_after_ns))
-            .allow_uids(uids)
-            .allow_gids(gids);
+            .evict_after(time_option(options.evict_after_ns));
+        // SAFETY: the caller's promise.
+        unsafe { admit!(builder, options) };
         set!(
             builder,
             domain(domain_of(options.domain)?.as_ref()),
@@ -252,17 +217,25 @@ pub unsafe extern "C" fn warpipe_publisher_create(
             subscribers_per_user_max(number(options.subscribers_per_user_max)),
             subscribers_per_process_max(number(options.subscribers_per_process_max)),
         );
-        let publisher = builder.build()?;
-        place.put(handle::insert(PublisherObject { publisher, streams })?);
-        Ok(())
-    })
+        Ok(builder.build()?)
+    };
+    // SAFETY: the caller's promises.
+    unsafe {
+        make_with(
+            "publisher",
+            publisher,
+            options,
+            |options| options.device,
+            build,
+        )
+    }
 }
 
 /// Closes a publisher gracefully: subscribers still receive the samples that are complete. Loans
 /// that were not sent stay usable for `warpipe_loan_discard` only. Null is ignored.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_publisher_close(publisher: *mut warpipe_publisher) -> warpipe_status {
-    run(|| handle::close::<PublisherObject>(publisher))
+    run(|| handle::close(publisher))
 }
 
 /// Lends a slot for a tensor of this layout: memory of the publisher's device that no subscriber
@@ -281,14 +254,8 @@ pub unsafe extern "C" fn warpipe_publisher_loan(
     layout: *const warpipe_layout,
     loan: *mut *mut warpipe_loan,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        let (place, layout) = unsafe { (out_object("loan", loan)?, layout_of(layout)?) };
-        let publisher: Found<PublisherObject> = handle::get(publisher)?;
-        let take = || Ok(LoanKind::Sample(publisher.publisher.loan(&layout)?));
-        place.put(insert_loan(&publisher.streams, take)?);
-        Ok(())
-    })
+    // SAFETY: the caller's promises.
+    unsafe { lend(publisher, layout, loan, Publisher::loan, LoanKind::Sample) }
 }
 
 /// Loans, copies from memory of the host and sends, in one call. `*sequence`, which may be null,
@@ -309,24 +276,21 @@ pub unsafe extern "C" fn warpipe_publisher_send_host(
     bytes: usize,
     sequence: *mut u64,
 ) -> warpipe_status {
-    run(|| {
-        let publisher: Found<PublisherObject> = handle::get(publisher)?;
-        // SAFETY: the caller's promises.
-        let (data, stream) = unsafe {
-            let data = slice("data", data.cast::<u8>(), bytes)?;
-            (data, publisher.streams.get(stream)?)
-        };
+    let send = |publisher: &Publisher, stream: &Stream| {
+        // SAFETY: the caller's promise.
+        let data = unsafe { slice("data", data.cast::<u8>(), bytes) }?;
         let sent = if layout.is_null() {
-            publisher.publisher.send_bytes(&stream, data)?
+            publisher.send_bytes(stream, data)?
         } else {
             // SAFETY: the caller's promise.
-            let layout = unsafe { layout_of(layout) }?;
-            publisher.publisher.send_slice(&stream, &layout, data)?
+            publisher.send_slice(stream, &unsafe { layout_of(layout) }?, data)?
         };
         // SAFETY: the caller's promise.
         unsafe { put_unless_null(sequence, sent) };
         Ok(())
-    })
+    };
+    // SAFETY: the caller's promise.
+    unsafe { call_on(publisher, stream, send) }
 }
 
 /// Loans, copies `layout.bytes` bytes from a device address on the stream and sends. `*sequence`,
@@ -343,16 +307,14 @@ pub unsafe extern "C" fn warpipe_publisher_send_device(
     data: u64,
     sequence: *mut u64,
 ) -> warpipe_status {
-    run(|| {
-        let publisher: Found<PublisherObject> = handle::get(publisher)?;
-        // SAFETY: the caller's promises.
-        unsafe {
-            let (layout, stream) = (layout_of(layout)?, publisher.streams.get(stream)?);
-            let sent = publisher.publisher.send_device(&stream, &layout, data)?;
-            put_unless_null(sequence, sent);
-        }
+    // SAFETY: the caller's promises.
+    let send = |publisher: &Publisher, stream: &Stream| unsafe {
+        let sent = publisher.send_device(stream, &layout_of(layout)?, data)?;
+        put_unless_null(sequence, sent);
         Ok(())
-    })
+    };
+    // SAFETY: the caller's promise.
+    unsafe { call_on(publisher, stream, send) }
 }
 
 /// Waits until `count` subscribers are attached.
@@ -364,11 +326,9 @@ pub extern "C" fn warpipe_publisher_wait_for_subscribers(
     count: usize,
     timeout_ns: u64,
 ) -> warpipe_status {
-    run(|| {
-        let publisher: Found<PublisherObject> = handle::get(publisher)?;
-        Ok(publisher
-            .publisher
-            .wait_for_subscribers(count, timeout(timeout_ns))?)
+    let timeout = timeout(timeout_ns);
+    call(publisher, |publisher| {
+        Ok(publisher.wait_for_subscribers(count, timeout)?)
     })
 }
 
@@ -383,26 +343,18 @@ pub unsafe extern "C" fn warpipe_publisher_list_subscribers(
     capacity: usize,
     count: *mut usize,
 ) -> warpipe_status {
-    run(|| {
-        let publisher: Found<PublisherObject> = handle::get(publisher)?;
+    call(publisher, |publisher| {
+        let found = publisher.subscribers();
+        let all = found.iter().map(|info| warpipe_subscriber_info {
+            pid: info.pid,
+            uid: info.uid,
+            state: state_of(info.state) as u32,
+            in_flight: info.in_flight,
+            silent_for_ns: u64::try_from(info.silent_for.as_nanos()).unwrap_or(u64::MAX),
+            dropped: info.dropped,
+        });
         // SAFETY: the caller's promises.
-        let (places, count) = unsafe {
-            let count = out("count", count)?;
-            (slice_mut("subscribers", subscribers, capacity)?, count)
-        };
-        let found = publisher.publisher.subscribers();
-        for (place, info) in places.iter_mut().zip(&found) {
-            *place = warpipe_subscriber_info {
-                pid: info.pid,
-                uid: info.uid,
-                state: state_of(info.state) as u32,
-                in_flight: info.in_flight,
-                silent_for_ns: u64::try_from(info.silent_for.as_nanos()).unwrap_or(u64::MAX),
-                dropped: info.dropped,
-            };
-        }
-        count.put(found.len());
-        Ok(())
+        unsafe { put_list(("subscribers", subscribers, capacity), count, all) }
     })
 }
 
@@ -421,15 +373,10 @@ pub unsafe extern "C" fn warpipe_subscriber_open(
     options: *const warpipe_subscriber_options,
     subscriber: *mut *mut warpipe_subscriber,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        let (place, name, options) = unsafe {
-            let place = out_object("subscriber", subscriber)?;
-            (place, text("name", name)?, self::options(options)?)
-        };
-        let streams = streams_of(options.device)?;
-        let mut builder = Subscriber::builder(name)
-            .device(streams.device())
+    let open = |options: &warpipe_subscriber_options, device: &Device| {
+        // SAFETY: the caller's promise.
+        let mut builder = Subscriber::builder(unsafe { text("name", name) }?)
+            .device(device)
             .reconnect(flag("options->reconnect", options.reconnect)?);
         set!(
             builder,
@@ -438,29 +385,25 @@ pub unsafe extern "C" fn warpipe_subscriber_open(
             orphan_timeout(time_option(options.orphan_timeout_ns)),
             spin(time_option(options.spin_ns)),
         );
-        let wait = time_option(options.wait_ns).unwrap_or_default();
-        let subscriber = builder.wait_for_publisher(wait)?;
-        let object = SubscriberObject {
+        Ok(builder.wait_for_publisher(timeout(options.wait_ns))?)
+    };
+    // SAFETY: the caller's promises.
+    unsafe {
+        make_with(
+            "subscriber",
             subscriber,
-            streams,
-        };
-        place.put(handle::insert(object)?);
-        Ok(())
-    })
+            options,
+            |options| options.device,
+            open,
+        )
+    }
 }
 
 /// Closes a subscriber. Samples that it has received stay usable. While another thread is in a call
 /// on it, it ends when that call returns. Null is ignored.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_subscriber_close(subscriber: *mut warpipe_subscriber) -> warpipe_status {
-    run(|| handle::close::<SubscriberObject>(subscriber))
-}
-
-fn with<R>(
-    subscriber: *const warpipe_subscriber,
-    work: impl FnOnce(&mut SubscriberObject) -> Result<R, Failure>,
-) -> Result<R, Failure> {
-    work(&mut *handle::lock(subscriber)?)
+    run(|| handle::close(subscriber))
 }
 
 /// Waits for the next sample, up to `timeout_ns` nanoseconds; 0 takes one that is there. `stream`
@@ -483,21 +426,12 @@ pub unsafe extern "C" fn warpipe_subscriber_receive(
     timeout_ns: u64,
     sample: *mut *mut warpipe_sample,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out_object("sample", sample) }?;
-        with(subscriber, |object| {
-            // SAFETY: the caller's promise.
-            let stream = unsafe { object.streams.get(stream) }?;
-            let subscriber = &mut object.subscriber;
-            let receive = || {
-                let received = subscriber.receive(&stream, timeout(timeout_ns))?;
-                Ok(received.into())
-            };
-            place.put(insert_sample(&object.streams, receive)?);
-            Ok(())
-        })
-    })
+    let receive = |subscriber: &mut Subscriber, stream: &Stream| {
+        let received = subscriber.receive(stream, timeout(timeout_ns))?;
+        Ok(received.into())
+    };
+    // SAFETY: the caller's promises.
+    unsafe { make_alone_on(subscriber, stream, "sample", sample, receive) }
 }
 
 /// A descriptor for `poll(2)` and `epoll(7)`: readable when `warpipe_subscriber_receive` with a
@@ -511,14 +445,15 @@ pub unsafe extern "C" fn warpipe_subscriber_get_fd(
     subscriber: *const warpipe_subscriber,
     fd: *mut i32,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out("fd", fd) }?;
-        with(subscriber, |object| {
-            place.put(object.subscriber.as_raw_fd());
-            Ok(())
-        })
-    })
+    // SAFETY: the caller's promise.
+    unsafe {
+        read(
+            subscriber,
+            "fd",
+            fd,
+            |subscriber| Ok(subscriber.as_raw_fd()),
+        )
+    }
 }
 
 /// Samples that this subscriber did not get because of the publisher's policy.
@@ -530,14 +465,12 @@ pub unsafe extern "C" fn warpipe_subscriber_get_dropped(
     subscriber: *const warpipe_subscriber,
     dropped: *mut u64,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out("dropped", dropped) }?;
-        with(subscriber, |object| {
-            place.put(object.subscriber.dropped());
-            Ok(())
+    // SAFETY: the caller's promise.
+    unsafe {
+        read(subscriber, "dropped", dropped, |subscriber| {
+            Ok(subscriber.dropped())
         })
-    })
+    }
 }
 
 /// The publisher's state (a `warpipe_peer_state`) and its process id, 0 while there is none. Either
@@ -551,16 +484,14 @@ pub unsafe extern "C" fn warpipe_subscriber_get_publisher(
     state: *mut u32,
     pid: *mut i32,
 ) -> warpipe_status {
-    run(|| {
-        with(subscriber, |object| {
-            let found = object.subscriber.publisher_state();
-            let found = found.map_or(warpipe_peer_state::WARPIPE_PEER_NONE, state_of);
-            // SAFETY: the caller's promises.
-            unsafe {
-                put_unless_null(state, found as u32);
-                put_unless_null(pid, object.subscriber.publisher_pid().unwrap_or(0));
-            }
-            Ok(())
-        })
+    call(subscriber, |subscriber| {
+        let found = subscriber.publisher_state();
+        let found = found.map_or(warpipe_peer_state::WARPIPE_PEER_NONE, state_of);
+        // SAFETY: the caller's promises.
+        unsafe {
+            put_unless_null(state, found as u32);
+            put_unless_null(pid, subscriber.publisher_pid().unwrap_or(0));
+        }
+        Ok(())
     })
 }

@@ -3,13 +3,14 @@
 use std::ffi::{c_char, c_void};
 use std::sync::Arc;
 
-use warpipe::{Device, DeviceInfo, DeviceKind};
+use warpipe::{Device, DeviceInfo, DeviceKind, Stream};
 
-use crate::arguments::{fixed, out, out_object, text_or_null, timeout};
+use crate::arguments::{Options, fixed, options, out_object, text_or_null, timeout};
+use crate::call::{call, call_on, make, read};
 use crate::failure::{Failure, run, warpipe_status};
-use crate::handle::{self, Found};
+use crate::handle::{self, Handle};
 use crate::layout::{layout_of, warpipe_layout};
-use crate::streams::Streams;
+use crate::streams::{OnDevice, Streams};
 
 /// A GPU, or the host: memory of memfds, threads as streams.
 pub struct warpipe_device(());
@@ -42,17 +43,34 @@ impl warpipe_device_info {
     }
 }
 
-/// An open device.
-#[derive(Debug)]
-pub(crate) struct DeviceObject(pub(crate) Arc<Streams>);
-
 /// The device of an argument; of null, the first GPU, else the host.
 pub(crate) fn streams_of(device: *const warpipe_device) -> Result<Arc<Streams>, Failure> {
-    let found: Option<Found<DeviceObject>> = handle::get_optional(device)?;
-    Ok(match found {
-        Some(device) => device.0.clone(),
+    Ok(match handle::find_optional(device)? {
+        Some(device) => device.streams.clone(),
         None => Arc::new(Streams::new(Device::preferred().device)),
     })
+}
+
+/// Makes an object by options, which say on which device.
+///
+/// # Safety
+/// As for [`make`] and [`options`].
+pub(crate) unsafe fn make_with<O: Options, P: Handle<Object = OnDevice<T>>, T>(
+    name: &'static str,
+    place: *mut *mut P,
+    given: *const O,
+    device: impl FnOnce(&O) -> *const warpipe_device,
+    work: impl FnOnce(&O, &Device) -> Result<T, Failure>,
+) -> warpipe_status {
+    let make_object = || {
+        // SAFETY: the caller's promise.
+        let options = unsafe { options(given) }?;
+        let streams = streams_of(device(&options))?;
+        let object = work(&options, streams.device())?;
+        Ok(OnDevice { object, streams })
+    };
+    // SAFETY: the caller's promise.
+    unsafe { make(name, place, make_object) }
 }
 
 fn named(name: &str) -> Result<Device, Failure> {
@@ -103,16 +121,20 @@ pub unsafe extern "C" fn warpipe_device_open(
     name: *const c_char,
     device: *mut *mut warpipe_device,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        let (place, name) = unsafe { (out_object("device", device)?, text_or_null("name", name)?) };
-        let found = match name {
+    let open = || {
+        // SAFETY: the caller's promise.
+        let device = match unsafe { text_or_null("name", name) }? {
             Some(name) => named(name)?,
             None => Device::preferred().device,
         };
-        place.put(handle::insert(DeviceObject(Arc::new(Streams::new(found))))?);
-        Ok(())
-    })
+        let streams = Arc::new(Streams::new(device));
+        Ok(OnDevice {
+            object: (),
+            streams,
+        })
+    };
+    // SAFETY: the caller's promise.
+    unsafe { make("device", device, open) }
 }
 
 /// Reads a device's properties.
@@ -124,19 +146,18 @@ pub unsafe extern "C" fn warpipe_device_get_info(
     device: *const warpipe_device,
     info: *mut warpipe_device_info,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out("info", info) }?;
-        let device: Found<DeviceObject> = handle::get(device)?;
-        place.put(warpipe_device_info::of(device.0.device().info()));
-        Ok(())
-    })
+    // SAFETY: the caller's promise.
+    unsafe {
+        read(device, "info", info, |device| {
+            Ok(warpipe_device_info::of(device.streams.device().info()))
+        })
+    }
 }
 
 /// Closes a device's handle. Null is ignored.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_device_close(device: *mut warpipe_device) -> warpipe_status {
-    run(|| handle::close::<DeviceObject>(device))
+    run(|| handle::close(device))
 }
 
 /// Makes a stream (`cuStreamCreate`, non-blocking; a thread on the host). On CUDA `*stream` is a
@@ -158,8 +179,7 @@ pub unsafe extern "C" fn warpipe_stream_create(
     run(|| {
         // SAFETY: the caller's promise.
         let place = unsafe { out_object("stream", stream) }?;
-        let device: Found<DeviceObject> = handle::get(device)?;
-        place.put(device.0.create()?);
+        place.put(handle::find(device)?.streams.create()?);
         Ok(())
     })
 }
@@ -173,10 +193,7 @@ pub extern "C" fn warpipe_stream_destroy(
     device: *const warpipe_device,
     stream: *mut c_void,
 ) -> warpipe_status {
-    run(|| {
-        let device: Found<DeviceObject> = handle::get(device)?;
-        device.0.destroy(stream)
-    })
+    call(device, |device| device.streams.destroy(stream))
 }
 
 /// Waits on the CPU until all work enqueued on the stream so far is done.
@@ -192,12 +209,9 @@ pub unsafe extern "C" fn warpipe_stream_synchronize(
     stream: *mut c_void,
     timeout_ns: u64,
 ) -> warpipe_status {
-    run(|| {
-        let device: Found<DeviceObject> = handle::get(device)?;
-        // SAFETY: the caller's promise.
-        let stream = unsafe { device.0.get(stream) }?;
-        Ok(stream.synchronize(timeout(timeout_ns))?)
-    })
+    let synchronize = |(): &(), stream: &Stream| Ok(stream.synchronize(timeout(timeout_ns))?);
+    // SAFETY: the caller's promise.
+    unsafe { call_on(device, stream, synchronize) }
 }
 
 /// Makes `stream` wait, on the device, until the work enqueued on `other` so far is done
@@ -211,10 +225,9 @@ pub unsafe extern "C" fn warpipe_stream_wait_for(
     stream: *mut c_void,
     other: *mut c_void,
 ) -> warpipe_status {
-    run(|| {
-        let device: Found<DeviceObject> = handle::get(device)?;
+    call(device, |device| {
         // SAFETY: the caller's promise.
-        let (stream, other) = unsafe { (device.0.get(stream)?, device.0.get(other)?) };
+        let (stream, other) = unsafe { (device.streams.get(stream)?, device.streams.get(other)?) };
         Ok(stream.wait_for(&other)?)
     })
 }
@@ -252,14 +265,13 @@ pub unsafe extern "C" fn warpipe_stream_call(
     function: warpipe_host_function,
     argument: *mut c_void,
 ) -> warpipe_status {
-    run(|| {
+    let enqueue = |(): &(), stream: &Stream| {
         let function = function.ok_or(Failure::NullArgument("function"))?;
-        let device: Found<DeviceObject> = handle::get(device)?;
-        // SAFETY: the caller's promise.
-        let stream = unsafe { device.0.get(stream) }?;
         let call = HostCall { function, argument };
         Ok(stream.call(move || call.call())?)
-    })
+    };
+    // SAFETY: the caller's promise.
+    unsafe { call_on(device, stream, enqueue) }
 }
 
 /// Enqueues a copy of `bytes` bytes between device addresses (`cuMemcpyAsync`).
@@ -275,11 +287,10 @@ pub unsafe extern "C" fn warpipe_stream_copy(
     from: u64,
     bytes: u64,
 ) -> warpipe_status {
-    run(|| {
-        let device: Found<DeviceObject> = handle::get(device)?;
-        // SAFETY: the caller's promises.
-        unsafe { Ok(device.0.get(stream)?.copy(to, from, bytes)?) }
-    })
+    // SAFETY: the caller's promise of both ranges.
+    let copy = |(): &(), stream: &Stream| Ok(unsafe { stream.copy(to, from, bytes) }?);
+    // SAFETY: the caller's promise.
+    unsafe { call_on(device, stream, copy) }
 }
 
 /// Enqueues a copy between tensors of different layouts: a gather of a strided view into row-major
@@ -299,15 +310,11 @@ pub unsafe extern "C" fn warpipe_stream_copy_elements(
     from: u64,
     from_layout: *const warpipe_layout,
 ) -> warpipe_status {
-    run(|| {
-        let device: Found<DeviceObject> = handle::get(device)?;
-        // SAFETY: the caller's promises.
-        unsafe {
-            let (into, source) = (layout_of(to_layout)?, layout_of(from_layout)?);
-            Ok(device
-                .0
-                .get(stream)?
-                .copy_elements(to, &into, from, &source)?)
-        }
-    })
+    // SAFETY: the caller's promises of both layouts and the bytes that they take.
+    let copy = |(): &(), stream: &Stream| unsafe {
+        let (into, source) = (layout_of(to_layout)?, layout_of(from_layout)?);
+        Ok(stream.copy_elements(to, &into, from, &source)?)
+    };
+    // SAFETY: the caller's promise.
+    unsafe { call_on(device, stream, copy) }
 }

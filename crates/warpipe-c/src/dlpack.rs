@@ -5,25 +5,74 @@ use std::ffi::c_void;
 use std::ptr::NonNull;
 
 use warpipe::backend::{DevicePtr, Rows};
-use warpipe::{Layout, Stream};
+use warpipe::{Layout, Publisher, SlotHold, Stream};
 use warpipe_dlpack::{
     CPU, CUDA, CUDA_HOST, CUDA_MANAGED, DLDevice, DLManagedTensor, DLManagedTensorVersioned,
     Exported, Imported, Refusal,
 };
 
 use crate::arguments::{out, out_object, put_unless_null};
-use crate::channel::{PublisherObject, warpipe_publisher};
+use crate::call::{call, call_on};
+use crate::channel::warpipe_publisher;
 use crate::failure::{Failure, run, warpipe_status};
-use crate::handle::{self, Found, Locked};
+use crate::handle;
 use crate::layout::{layout_of, warpipe_layout};
-use crate::loan::{LentSlot, LoanKind, warpipe_loan};
-use crate::memory::{TensorOwner, warpipe_memory, with_owner};
-use crate::sample::{ReceivedSample, warpipe_sample};
+use crate::loan::{LoanKind, warpipe_loan};
+use crate::memory::{TensorOwner, warpipe_memory};
+use crate::sample::{Received, warpipe_sample};
+use crate::streams::OnDevice;
 
 impl From<Refusal> for Failure {
     fn from(refusal: Refusal) -> Failure {
         Failure::Tensor(refusal.to_string())
     }
+}
+
+/// A structure of DLPack around a tensor.
+trait Managed: Sized {
+    fn of<Owner: Send + 'static>(exported: Exported<Owner>) -> NonNull<Self>;
+
+    /// # Safety
+    /// As for [`Imported::from_versioned`].
+    unsafe fn import(tensor: NonNull<Self>) -> Result<Imported, Refusal>;
+}
+
+impl Managed for DLManagedTensorVersioned {
+    fn of<Owner: Send + 'static>(exported: Exported<Owner>) -> NonNull<Self> {
+        exported.into_versioned()
+    }
+
+    unsafe fn import(tensor: NonNull<Self>) -> Result<Imported, Refusal> {
+        // SAFETY: the caller's promise.
+        unsafe { Imported::from_versioned(tensor) }
+    }
+}
+
+impl Managed for DLManagedTensor {
+    fn of<Owner: Send + 'static>(exported: Exported<Owner>) -> NonNull<Self> {
+        exported.into_legacy()
+    }
+
+    unsafe fn import(tensor: NonNull<Self>) -> Result<Imported, Refusal> {
+        // SAFETY: the caller's promise.
+        unsafe { Imported::from_legacy(tensor) }
+    }
+}
+
+/// Gives a tensor to C.
+///
+/// # Safety
+/// As for [`out_object`].
+unsafe fn give<M: Managed, Owner: Send + 'static>(
+    tensor: *mut *mut M,
+    export: impl FnOnce() -> Result<Exported<Owner>, Failure>,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out_object("tensor", tensor) }?;
+        place.put(M::of(export()?).as_ptr());
+        Ok(())
+    })
 }
 
 /// Gives a sample to another framework: `*tensor` is read-only memory of the device, which the
@@ -44,12 +93,8 @@ pub unsafe extern "C" fn warpipe_sample_to_dlpack(
     sample: *mut warpipe_sample,
     tensor: *mut *mut DLManagedTensorVersioned,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out_object("tensor", tensor) }?;
-        place.put(export_sample(sample)?.into_versioned().as_ptr());
-        Ok(())
-    })
+    // SAFETY: the caller's promise.
+    unsafe { give(tensor, || export_sample(sample)) }
 }
 
 /// As `warpipe_sample_to_dlpack`, for consumers of DLPack before 1.0, as `at::fromDLPack`. They are
@@ -62,22 +107,17 @@ pub unsafe extern "C" fn warpipe_sample_to_dlpack_legacy(
     sample: *mut warpipe_sample,
     tensor: *mut *mut DLManagedTensor,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out_object("tensor", tensor) }?;
-        place.put(export_sample(sample)?.into_legacy().as_ptr());
-        Ok(())
-    })
+    // SAFETY: the caller's promise.
+    unsafe { give(tensor, || export_sample(sample)) }
 }
 
-fn export_sample(sample: *mut warpipe_sample) -> Result<Exported<ReceivedSample>, Failure> {
-    let mut object: Locked<ReceivedSample> = handle::lock(sample)?;
-    let device = DLDevice::of(object.streams.device());
-    let sample = &object.received.sample;
-    let (layout, address) = (*sample.layout(), sample.ptr());
+fn export_sample(sample: *mut warpipe_sample) -> Result<Exported<OnDevice<Received>>, Failure> {
+    let mut found = handle::find(sample)?;
+    let device = DLDevice::of(found.streams.device());
+    let (layout, address) = (*found.sample.layout(), found.sample.ptr());
     // An export drops an owner that it refuses: asked first without one.
     Exported::new(&layout, device, address, ())?;
-    let exported = Exported::new(&layout, device, address, object.take())?;
+    let exported = Exported::new(&layout, device, address, found.take())?;
     Ok(exported.read_only(true))
 }
 
@@ -94,14 +134,8 @@ pub unsafe extern "C" fn warpipe_loan_to_dlpack(
     loan: *const warpipe_loan,
     tensor: *mut *mut DLManagedTensorVersioned,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out_object("tensor", tensor) }?;
-        with_loan(loan, |lent| {
-            place.put(export_loan(lent)?.into_versioned().as_ptr());
-            Ok(())
-        })
-    })
+    // SAFETY: the caller's promise.
+    unsafe { give(tensor, || export_loan(loan)) }
 }
 
 /// As `warpipe_loan_to_dlpack`, for consumers of DLPack before 1.0, as `at::fromDLPack`.
@@ -113,27 +147,19 @@ pub unsafe extern "C" fn warpipe_loan_to_dlpack_legacy(
     loan: *const warpipe_loan,
     tensor: *mut *mut DLManagedTensor,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out_object("tensor", tensor) }?;
-        with_loan(loan, |lent| {
-            place.put(export_loan(lent)?.into_legacy().as_ptr());
-            Ok(())
-        })
-    })
+    // SAFETY: the caller's promise.
+    unsafe { give(tensor, || export_loan(loan)) }
 }
 
-fn with_loan<R>(
-    loan: *const warpipe_loan,
-    work: impl FnOnce(&mut LentSlot) -> Result<R, Failure>,
-) -> Result<R, Failure> {
-    work(&mut *handle::lock(loan)?)
-}
-
-fn export_loan(lent: &LentSlot) -> Result<Exported<warpipe::SlotHold>, Failure> {
+fn export_loan(loan: *const warpipe_loan) -> Result<Exported<SlotHold>, Failure> {
+    let lent = handle::find(loan)?;
     let device = DLDevice::of(lent.streams.device());
-    let (layout, address) = (lent.loan.layout(), lent.loan.ptr());
-    Ok(Exported::new(layout, device, address, lent.loan.hold())?)
+    Ok(Exported::new(
+        lent.layout(),
+        device,
+        lent.ptr(),
+        lent.hold(),
+    )?)
 }
 
 /// A view of memory for another framework, as a tensor of this layout. It keeps the memory open,
@@ -154,12 +180,8 @@ pub unsafe extern "C" fn warpipe_memory_to_dlpack(
     layout: *const warpipe_layout,
     tensor: *mut *mut DLManagedTensorVersioned,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        let (place, layout) = unsafe { (out_object("tensor", tensor)?, layout_of(layout)?) };
-        place.put(export_memory(memory, &layout)?.into_versioned().as_ptr());
-        Ok(())
-    })
+    // SAFETY: the caller's promises.
+    unsafe { give(tensor, || export_memory(memory, layout)) }
 }
 
 /// As `warpipe_memory_to_dlpack`, for consumers of DLPack before 1.0, as `at::fromDLPack`. They are
@@ -173,26 +195,26 @@ pub unsafe extern "C" fn warpipe_memory_to_dlpack_legacy(
     layout: *const warpipe_layout,
     tensor: *mut *mut DLManagedTensor,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        let (place, layout) = unsafe { (out_object("tensor", tensor)?, layout_of(layout)?) };
-        place.put(export_memory(memory, &layout)?.into_legacy().as_ptr());
-        Ok(())
-    })
+    // SAFETY: the caller's promises.
+    unsafe { give(tensor, || export_memory(memory, layout)) }
 }
 
-fn export_memory(
+/// # Safety
+/// As for [`layout_of`].
+unsafe fn export_memory(
     memory: *const warpipe_memory,
-    layout: &Layout,
+    layout: *const warpipe_layout,
 ) -> Result<Exported<TensorOwner>, Failure> {
-    with_owner(memory, |info, streams, owner| {
+    // SAFETY: the caller's promise.
+    let layout = unsafe { layout_of(layout) }?;
+    handle::find(memory)?.with_owner(|info, streams, owner| {
         if layout.bytes() > info.bytes {
             let allowed = format!("the memory's {}", info.bytes);
             return Err(Failure::argument("layout->bytes", layout.bytes(), allowed));
         }
         let device = DLDevice::of(streams.device());
         let address = info.data + layout.offset();
-        let exported = Exported::new(layout, device, address, owner)?;
+        let exported = Exported::new(&layout, device, address, owner)?;
         Ok(exported.read_only(info.is_read_only))
     })
 }
@@ -201,22 +223,10 @@ fn export_memory(
 ///
 /// # Safety
 /// `tensor` is null or the address of a valid tensor of DLPack.
-unsafe fn read(tensor: *mut DLManagedTensorVersioned) -> Result<Borrowed, Failure> {
-    let tensor = NonNull::new(tensor).ok_or(Failure::NullArgument("tensor"))?;
+unsafe fn read<M: Managed>(tensor: *const M) -> Result<Borrowed, Failure> {
+    let tensor = NonNull::new(tensor.cast_mut()).ok_or(Failure::NullArgument("tensor"))?;
     // SAFETY: the caller's promise.
-    let imported = unsafe { Imported::from_versioned(tensor) }?;
-    Borrowed::of(imported)
-}
-
-/// As [`read`].
-///
-/// # Safety
-/// As for [`read`].
-unsafe fn read_legacy(tensor: *mut DLManagedTensor) -> Result<Borrowed, Failure> {
-    let tensor = NonNull::new(tensor).ok_or(Failure::NullArgument("tensor"))?;
-    // SAFETY: the caller's promise.
-    let imported = unsafe { Imported::from_legacy(tensor) }?;
-    Borrowed::of(imported)
+    Borrowed::of(unsafe { M::import(tensor) }?)
 }
 
 /// The contents of a foreign tensor, which its owner keeps.
@@ -297,7 +307,7 @@ impl Borrowed {
             return Ok(());
         }
         // SAFETY: the caller's promise.
-        unsafe { self.with_host_bytes(|bytes| write(loan, stream, bytes)) }
+        unsafe { self.with_host_bytes(|bytes| loan.write(stream, bytes)) }
     }
 
     /// Passes the elements in row-major order to `work`.
@@ -331,13 +341,6 @@ impl Borrowed {
     }
 }
 
-fn write(loan: &mut LoanKind, stream: &Stream, bytes: &[u8]) -> Result<(), Failure> {
-    match loan {
-        LoanKind::Sample(sample) => Ok(sample.write(stream, bytes)?),
-        LoanKind::Job(loan) => Ok(loan.write(stream, bytes)?),
-    }
-}
-
 /// The row-major layout of another framework's tensor: the one to lend for a copy of it. The tensor
 /// stays the caller's.
 ///
@@ -348,12 +351,8 @@ pub unsafe extern "C" fn warpipe_dlpack_get_layout(
     tensor: *const DLManagedTensorVersioned,
     layout: *mut warpipe_layout,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        let (place, tensor) = unsafe { (out("layout", layout)?, read(tensor.cast_mut())?) };
-        place.put(warpipe_layout::of(&tensor.packed));
-        Ok(())
-    })
+    // SAFETY: the caller's promises.
+    unsafe { get_layout(tensor, layout) }
 }
 
 /// As `warpipe_dlpack_get_layout`, of a tensor of DLPack before 1.0.
@@ -365,9 +364,16 @@ pub unsafe extern "C" fn warpipe_dlpack_get_layout_legacy(
     tensor: *const DLManagedTensor,
     layout: *mut warpipe_layout,
 ) -> warpipe_status {
+    // SAFETY: the caller's promises.
+    unsafe { get_layout(tensor, layout) }
+}
+
+/// # Safety
+/// As for [`warpipe_dlpack_get_layout`].
+unsafe fn get_layout<M: Managed>(tensor: *const M, layout: *mut warpipe_layout) -> warpipe_status {
     run(|| {
         // SAFETY: the caller's promises.
-        let (place, tensor) = unsafe { (out("layout", layout)?, read_legacy(tensor.cast_mut())?) };
+        let (place, tensor) = unsafe { (out("layout", layout)?, read(tensor)?) };
         place.put(warpipe_layout::of(&tensor.packed));
         Ok(())
     })
@@ -389,10 +395,8 @@ pub unsafe extern "C" fn warpipe_loan_write_dlpack(
     stream: *mut c_void,
     tensor: *const DLManagedTensorVersioned,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        unsafe { write_loan(loan, stream, || read(tensor.cast_mut())) }
-    })
+    // SAFETY: the caller's promises.
+    unsafe { write_loan(loan, stream, tensor) }
 }
 
 /// As `warpipe_loan_write_dlpack`, of a tensor of DLPack before 1.0.
@@ -405,31 +409,28 @@ pub unsafe extern "C" fn warpipe_loan_write_dlpack_legacy(
     stream: *mut c_void,
     tensor: *const DLManagedTensor,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        unsafe { write_loan(loan, stream, || read_legacy(tensor.cast_mut())) }
-    })
+    // SAFETY: the caller's promises.
+    unsafe { write_loan(loan, stream, tensor) }
 }
 
 /// # Safety
 /// As for [`warpipe_loan_write_dlpack`].
-unsafe fn write_loan(
+unsafe fn write_loan<M: Managed>(
     loan: *mut warpipe_loan,
     stream: *mut c_void,
-    tensor: impl FnOnce() -> Result<Borrowed, Failure>,
-) -> Result<(), Failure> {
-    let tensor = tensor()?;
-    with_loan(loan, |lent| {
-        let (found, wanted) = (&tensor.packed, lent.loan.layout());
+    tensor: *const M,
+) -> warpipe_status {
+    call(loan, |lent| {
+        // SAFETY: the caller's promise.
+        let tensor = unsafe { read(tensor) }?;
+        let (found, wanted) = (&tensor.packed, lent.layout());
         if found != wanted {
             let allowed = format!("{wanted:?}, the loan's layout");
             return Err(Failure::argument("tensor", format!("{found:?}"), allowed));
         }
+        let OnDevice { object, streams } = &mut **lent;
         // SAFETY: the caller's promises.
-        unsafe {
-            let stream = lent.streams.get(stream)?;
-            tensor.copy_into(&mut lent.loan, &stream)
-        }
+        unsafe { tensor.copy_into(object, &*streams.get(stream)?) }
     })
 }
 
@@ -447,7 +448,7 @@ pub unsafe extern "C" fn warpipe_publisher_send_dlpack(
     sequence: *mut u64,
 ) -> warpipe_status {
     // SAFETY: the caller's promises.
-    run(|| unsafe { send(publisher, stream, || read(tensor.cast_mut()), sequence) })
+    unsafe { send(publisher, stream, tensor, sequence) }
 }
 
 /// As `warpipe_publisher_send_dlpack`, of a tensor of DLPack before 1.0.
@@ -462,43 +463,37 @@ pub unsafe extern "C" fn warpipe_publisher_send_dlpack_legacy(
     sequence: *mut u64,
 ) -> warpipe_status {
     // SAFETY: the caller's promises.
-    run(|| unsafe {
-        send(
-            publisher,
-            stream,
-            || read_legacy(tensor.cast_mut()),
-            sequence,
-        )
-    })
+    unsafe { send(publisher, stream, tensor, sequence) }
 }
 
 /// # Safety
 /// As for [`warpipe_publisher_send_dlpack`].
-unsafe fn send(
+unsafe fn send<M: Managed>(
     publisher: *const warpipe_publisher,
     stream: *mut c_void,
-    tensor: impl FnOnce() -> Result<Borrowed, Failure>,
+    tensor: *const M,
     sequence: *mut u64,
-) -> Result<(), Failure> {
-    let publisher: Found<PublisherObject> = handle::get(publisher)?;
-    let tensor = tensor()?;
-    // SAFETY: the caller's promise.
-    let stream = unsafe { publisher.streams.get(stream) }?;
-    tensor.check_place(&stream)?;
-    let sent = publisher.publisher.loan(&tensor.packed)?;
-    let mut loan = LoanKind::Sample(sent);
-    // SAFETY: the caller's promise.
-    let copied = unsafe { tensor.copy_into(&mut loan, &stream) };
-    let LoanKind::Sample(sample) = loan else {
-        unreachable!("made above")
+) -> warpipe_status {
+    let send = |publisher: &Publisher, stream: &Stream| {
+        // SAFETY: the caller's promise.
+        let tensor = unsafe { read(tensor) }?;
+        tensor.check_place(stream)?;
+        let mut loan = LoanKind::Sample(publisher.loan(&tensor.packed)?);
+        // SAFETY: the caller's promise.
+        let copied = unsafe { tensor.copy_into(&mut loan, stream) };
+        let LoanKind::Sample(sample) = loan else {
+            unreachable!("made above")
+        };
+        if let Err(failure) = copied {
+            // Behind the stream, which may have been given a part of the copy.
+            let _ = sample.discard(stream);
+            return Err(failure);
+        }
+        let sent = sample.send(stream).map_err(|unsent| unsent.error)?;
+        // SAFETY: the caller's promise.
+        unsafe { put_unless_null(sequence, sent) };
+        Ok(())
     };
-    if let Err(failure) = copied {
-        // Behind the stream, which may have been given a part of the copy.
-        let _ = sample.discard(&stream);
-        return Err(failure);
-    }
-    let sent = sample.send(&stream).map_err(|unsent| unsent.error)?;
     // SAFETY: the caller's promise.
-    unsafe { put_unless_null(sequence, sent) };
-    Ok(())
+    unsafe { call_on(publisher, stream, send) }
 }

@@ -4,9 +4,10 @@ use std::ffi::c_char;
 
 use warpipe::Domain;
 
-use crate::arguments::{fixed, out_object, put_text, put_unless_null, slice_mut, text_or_null};
+use crate::arguments::{fixed, put_list, put_text, text, text_or_null};
+use crate::call::{call, make, read_optional};
 use crate::failure::{Failure, run, warpipe_status};
-use crate::handle::{self, Found};
+use crate::handle;
 
 /// A directory of names. Endpoints meet by their name in one domain.
 pub struct warpipe_domain(());
@@ -31,8 +32,8 @@ pub struct warpipe_endpoint {
 
 /// The domain of an argument; of null, the environment's.
 pub(crate) fn domain_of(domain: *const warpipe_domain) -> Result<Option<Domain>, Failure> {
-    let found: Option<Found<Domain>> = handle::get_optional(domain)?;
-    Ok(found.map(|domain| domain.clone()))
+    let found = handle::find_optional(domain)?;
+    Ok(found.map(|domain| Domain::clone(&domain)))
 }
 
 /// Opens a domain: a directory of this user with mode 0700, which is made if it is missing. Null is
@@ -51,16 +52,13 @@ pub unsafe extern "C" fn warpipe_domain_open(
     path: *const c_char,
     domain: *mut *mut warpipe_domain,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        let (place, path) = unsafe { (out_object("domain", domain)?, text_or_null("path", path)?) };
-        let found = match path {
-            Some(path) => Domain::at(path)?,
-            None => Domain::from_environment()?,
-        };
-        place.put(handle::insert(found)?);
-        Ok(())
-    })
+    // SAFETY: the caller's promise.
+    let open = || match unsafe { text_or_null("path", path) }? {
+        Some(path) => Ok(Domain::at(path)?),
+        None => Ok(Domain::from_environment()?),
+    };
+    // SAFETY: the caller's promise.
+    unsafe { make("domain", domain, open) }
 }
 
 /// Opens a domain of another user, with endpoints that may admit this one. Trusts that user's names.
@@ -75,17 +73,10 @@ pub unsafe extern "C" fn warpipe_domain_open_of_user(
     owner_uid: u32,
     domain: *mut *mut warpipe_domain,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        let (place, path) = unsafe {
-            (
-                out_object("domain", domain)?,
-                crate::arguments::text("path", path)?,
-            )
-        };
-        place.put(handle::insert(Domain::of_user(path, owner_uid)?)?);
-        Ok(())
-    })
+    // SAFETY: the caller's promise.
+    let open = || Ok(Domain::of_user(unsafe { text("path", path) }?, owner_uid)?);
+    // SAFETY: the caller's promise.
+    unsafe { make("domain", domain, open) }
 }
 
 /// The path of a domain's directory, written to `buffer` with a zero at its end. `*length` becomes
@@ -102,11 +93,10 @@ pub unsafe extern "C" fn warpipe_domain_get_path(
     capacity: usize,
     length: *mut usize,
 ) -> warpipe_status {
-    run(|| {
-        let domain: Found<Domain> = handle::get(domain)?;
+    call(domain, |domain| {
         let path = domain.path().to_string_lossy();
         // SAFETY: the caller's promises.
-        unsafe { put_text(&path, buffer, capacity, length) }
+        unsafe { put_text(path, buffer, capacity, length) }
     })
 }
 
@@ -122,26 +112,18 @@ pub unsafe extern "C" fn warpipe_domain_list(
     capacity: usize,
     count: *mut usize,
 ) -> warpipe_status {
-    run(|| {
-        let domain: Found<Domain> = handle::get(domain)?;
-        // SAFETY: the caller's promises.
-        let (place, count) = unsafe {
-            let count = crate::arguments::out("count", count)?;
-            (slice_mut("endpoints", endpoints, capacity)?, count)
-        };
+    call(domain, |domain| {
         let found = domain.endpoints()?;
-        for (to, endpoint) in place.iter_mut().zip(&found) {
-            *to = warpipe_endpoint {
-                name: fixed(endpoint.name.as_str()),
-                pid: match &endpoint.holder {
-                    Some(holder) => holder.pid.unwrap_or(-1),
-                    None => 0,
-                },
-                foreign: fixed(endpoint.foreign.unwrap_or_default()),
-            };
-        }
-        count.put(found.len());
-        Ok(())
+        let all = found.iter().map(|endpoint| warpipe_endpoint {
+            name: fixed(endpoint.name.as_str()),
+            pid: match &endpoint.holder {
+                Some(holder) => holder.pid.unwrap_or(-1),
+                None => 0,
+            },
+            foreign: fixed(endpoint.foreign.unwrap_or_default()),
+        });
+        // SAFETY: the caller's promises.
+        unsafe { put_list(("endpoints", endpoints, capacity), count, all) }
     })
 }
 
@@ -155,17 +137,12 @@ pub unsafe extern "C" fn warpipe_domain_clean(
     domain: *const warpipe_domain,
     removed: *mut usize,
 ) -> warpipe_status {
-    run(|| {
-        let domain: Found<Domain> = handle::get(domain)?;
-        let names = domain.clean()?;
-        // SAFETY: the caller's promise.
-        unsafe { put_unless_null(removed, names.len()) };
-        Ok(())
-    })
+    // SAFETY: the caller's promise.
+    unsafe { read_optional(domain, removed, |domain| Ok(domain.clean()?.len())) }
 }
 
 /// Closes a domain's handle. Null is ignored.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_domain_close(domain: *mut warpipe_domain) -> warpipe_status {
-    run(|| handle::close::<Domain>(domain))
+    run(|| handle::close(domain))
 }

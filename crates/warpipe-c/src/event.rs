@@ -1,19 +1,17 @@
 //! Events: marks in a stream's work that streams of other processes wait for.
 
 use std::ffi::{c_char, c_void};
-use std::sync::Arc;
 use std::time::Duration;
 
-use warpipe::{Event, EventHandle, Recording};
+use warpipe::{Device, Event, EventHandle, Recording, Stream};
 
-use crate::arguments::{
-    Options, admitted, out, out_object, put_text, put_unless_null, set, text, timeout,
-};
-use crate::device::{streams_of, warpipe_device};
+use crate::arguments::{Options, admit, put_text, put_unless_null, set, slice, text, timeout};
+use crate::call::{call, call_on, make, read};
+use crate::device::{make_with, streams_of, warpipe_device};
 use crate::domain::{domain_of, warpipe_domain};
 use crate::failure::{Failure, run, warpipe_status};
-use crate::handle::{self, Found};
-use crate::streams::Streams;
+use crate::handle;
+use crate::streams::OnDevice;
 
 /// An event of this or another process. Any number of threads may use it.
 pub struct warpipe_event(());
@@ -43,13 +41,6 @@ pub struct warpipe_event_options {
 // SAFETY: numbers and pointers, which may be zero.
 unsafe impl Options for warpipe_event_options {}
 
-/// An event, and the streams of its device.
-#[derive(Debug)]
-pub(crate) struct EventObject {
-    event: Event,
-    streams: Arc<Streams>,
-}
-
 /// Makes an event (`cuEventCreate` with `CU_EVENT_INTERPROCESS | CU_EVENT_DISABLE_TIMING`). It has
 /// no name: `warpipe_event_get_handle` names it to other processes. `options` may be null.
 ///
@@ -65,29 +56,15 @@ pub unsafe extern "C" fn warpipe_event_create(
     options: *const warpipe_event_options,
     event: *mut *mut warpipe_event,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        let (place, options, admitted) = unsafe {
-            let place = out_object("event", event)?;
-            let options = crate::arguments::options(options)?;
-            let admitted = admitted(
-                options.allow_uids,
-                options.allow_uids_count,
-                options.allow_gids,
-                options.allow_gids_count,
-            )?;
-            (place, options, admitted)
-        };
-        let streams = streams_of(options.device)?;
-        let mut builder = Event::builder()
-            .device(streams.device())
-            .allow_uids(admitted.uids)
-            .allow_gids(admitted.gids);
+    let build = |options: &warpipe_event_options, device: &Device| {
+        let mut builder = Event::builder().device(device);
+        // SAFETY: the caller's promise.
+        unsafe { admit!(builder, options) };
         set!(builder, domain(domain_of(options.domain)?.as_ref()));
-        let event = builder.build()?;
-        place.put(handle::insert(EventObject { event, streams })?);
-        Ok(())
-    })
+        Ok(builder.build()?)
+    };
+    // SAFETY: the caller's promises.
+    unsafe { make_with("event", event, options, |options| options.device, build) }
 }
 
 /// The text that names an event to other processes (`cuIpcGetEventHandle`), to be sent in any way.
@@ -108,11 +85,9 @@ pub unsafe extern "C" fn warpipe_event_get_handle(
     capacity: usize,
     length: *mut usize,
 ) -> warpipe_status {
-    run(|| {
-        let object: Found<EventObject> = handle::get(event)?;
-        let text = object.event.handle()?.to_string();
+    call(event, |event| {
         // SAFETY: the caller's promises.
-        unsafe { put_text(&text, buffer, capacity, length) }
+        unsafe { put_text(event.handle()?, buffer, capacity, length) }
     })
 }
 
@@ -134,18 +109,15 @@ pub unsafe extern "C" fn warpipe_event_open(
     device: *const warpipe_device,
     event: *mut *mut warpipe_event,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        let (place, text) = unsafe {
-            let place = out_object("event", event)?;
-            (place, text("event_handle", event_handle)?)
-        };
-        let found: EventHandle = text.parse()?;
+    let open = || {
+        // SAFETY: the caller's promise.
+        let found: EventHandle = unsafe { text("event_handle", event_handle) }?.parse()?;
         let streams = streams_of(device)?;
-        let event = Event::open(&found, streams.device(), Duration::ZERO)?;
-        place.put(handle::insert(EventObject { event, streams })?);
-        Ok(())
-    })
+        let object = Event::open(&found, streams.device(), Duration::ZERO)?;
+        Ok(OnDevice { object, streams })
+    };
+    // SAFETY: the caller's promise.
+    unsafe { make("event", event, open) }
 }
 
 /// Records the stream's work so far (`cuEventRecord`), and returns at once. Exporter and importers
@@ -166,16 +138,14 @@ pub unsafe extern "C" fn warpipe_event_record(
     stream: *mut c_void,
     recording: *mut u64,
 ) -> warpipe_status {
-    run(|| {
-        let object: Found<EventObject> = handle::get(event)?;
-        // SAFETY: the caller's promises.
-        unsafe {
-            let stream = object.streams.get(stream)?;
-            let recorded = object.event.record(&stream, Duration::from_secs(10))?;
-            put_unless_null(recording, recorded.to_bits());
-        }
+    let record = |event: &Event, stream: &Stream| {
+        let recorded = event.record(stream, Duration::from_secs(10))?;
+        // SAFETY: the caller's promise.
+        unsafe { put_unless_null(recording, recorded.to_bits()) };
         Ok(())
-    })
+    };
+    // SAFETY: the caller's promise.
+    unsafe { call_on(event, stream, record) }
 }
 
 /// Makes the stream wait, on the device, for the event's last recording (`cuStreamWaitEvent`), and
@@ -194,16 +164,14 @@ pub unsafe extern "C" fn warpipe_event_wait(
     stream: *mut c_void,
     recording: *mut u64,
 ) -> warpipe_status {
-    run(|| {
-        let object: Found<EventObject> = handle::get(event)?;
-        // SAFETY: the caller's promises.
-        unsafe {
-            let stream = object.streams.get(stream)?;
-            let waited_for = object.event.wait(&stream)?;
-            put_unless_null(recording, waited_for.to_bits());
-        }
+    let wait = |event: &Event, stream: &Stream| {
+        let waited_for = event.wait(stream)?;
+        // SAFETY: the caller's promise.
+        unsafe { put_unless_null(recording, waited_for.to_bits()) };
         Ok(())
-    })
+    };
+    // SAFETY: the caller's promise.
+    unsafe { call_on(event, stream, wait) }
 }
 
 /// Whether the last recording is complete (`cuEventQuery`).
@@ -218,13 +186,15 @@ pub unsafe extern "C" fn warpipe_event_query(
     event: *const warpipe_event,
     is_complete: *mut bool,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out("is_complete", is_complete) }?;
-        let object: Found<EventObject> = handle::get(event)?;
-        place.put(object.event.query()?);
-        Ok(())
-    })
+    // SAFETY: the caller's promise.
+    unsafe {
+        read(
+            event,
+            "is_complete",
+            is_complete,
+            |event| Ok(event.query()?),
+        )
+    }
 }
 
 /// Whether this recording, of `warpipe_event_record` or `warpipe_event_wait` on this event, is
@@ -241,17 +211,16 @@ pub unsafe extern "C" fn warpipe_event_is_recording_complete(
     recording: u64,
     is_complete: *mut bool,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out("is_complete", is_complete) }?;
-        let object: Found<EventObject> = handle::get(event)?;
-        let recording = Recording::from_bits(recording).ok_or_else(|| {
-            let allowed = "a number that warpipe_event_record or warpipe_event_wait gave";
-            Failure::argument("recording", recording, allowed)
-        })?;
-        place.put(object.event.check(recording)?);
-        Ok(())
-    })
+    let recording = Recording::from_bits(recording).ok_or_else(|| {
+        let allowed = "a number that warpipe_event_record or warpipe_event_wait gave";
+        Failure::argument("recording", recording, allowed)
+    });
+    // SAFETY: the caller's promise.
+    unsafe {
+        read(event, "is_complete", is_complete, |event| {
+            Ok(event.check(recording?)?)
+        })
+    }
 }
 
 /// Waits on the CPU, up to `timeout_ns` nanoseconds, until the last recording is complete
@@ -263,14 +232,11 @@ pub extern "C" fn warpipe_event_synchronize(
     event: *const warpipe_event,
     timeout_ns: u64,
 ) -> warpipe_status {
-    run(|| {
-        let object: Found<EventObject> = handle::get(event)?;
-        Ok(object.event.synchronize(timeout(timeout_ns))?)
-    })
+    call(event, |event| Ok(event.synchronize(timeout(timeout_ns))?))
 }
 
 /// Closes an event. Recordings that are enqueued still complete. Null is ignored.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_event_close(event: *mut warpipe_event) -> warpipe_status {
-    run(|| handle::close::<EventObject>(event))
+    run(|| handle::close(event))
 }

@@ -5,6 +5,8 @@
 //! 2^32 later objects have had its place), and a call that is under way keeps its object until it
 //! returns.
 
+use std::ops::Deref;
+
 use crate::failure::Failure;
 
 mod atomic;
@@ -17,30 +19,53 @@ const TYPE_BITS: u32 = 6;
 const TYPE_SHIFT: u32 = usize::BITS - TYPE_BITS;
 const _: () = assert!(table::KEY_BITS <= TYPE_SHIFT);
 
-/// An object of the interface: one that any number of threads may use ([`get`]), or one at a time
-/// ([`lock`]).
-pub(crate) trait Object: Sized + Send + 'static {
-    /// The type that its pointer has in C.
-    type Pointee;
+/// A type of pointers in C, and the objects behind them.
+pub(crate) trait Handle: Sized + 'static {
+    /// An object.
+    type Object: Send + 'static;
+    /// How a call has the object.
+    type Guard: Guard<Self::Object>;
     /// Its number among the types, from 1.
     const TYPE: usize;
     /// Its name for messages: `warpipe_publisher`.
     const NAME: &'static str;
 
-    /// The table of its type.
-    fn table() -> &'static Table<Self>;
+    /// The table of its objects.
+    fn table() -> &'static Table<Self::Object>;
 }
 
-/// Declares which objects there are: the Rust type, its number, and its type in C.
-macro_rules! objects {
-    ($($number:literal $name:ident = $type:ty;)+) => {
-        $(impl $crate::handle::Object for $type {
-            type Pointee = $name;
+/// An object in a call: [`Found`] of one that any number of threads may use, [`Locked`] of one that
+/// one thread at a time may use. The value of the latter may be [taken](Locked::take), which closes
+/// the pointer unless it is put back.
+pub(crate) trait Guard<T>: Deref<Target = T> + Sized {
+    fn find(table: &'static Table<T>, key: u64) -> Result<Self, Refusal>;
+}
+
+impl<T: Sync> Guard<T> for Found<T> {
+    #[inline]
+    fn find(table: &'static Table<T>, key: u64) -> Result<Found<T>, Refusal> {
+        table.get(key)
+    }
+}
+
+impl<T> Guard<T> for Locked<T> {
+    #[inline]
+    fn find(table: &'static Table<T>, key: u64) -> Result<Locked<T>, Refusal> {
+        table.lock(key)
+    }
+}
+
+/// Declares the types: a number, the type in C, how a call has an object, and the object's type.
+macro_rules! handles {
+    ($($number:literal $name:ident: $guard:ident<$object:ty>;)+) => {
+        $(impl $crate::handle::Handle for $name {
+            type Object = $object;
+            type Guard = $crate::handle::$guard<$object>;
             const TYPE: usize = $number;
             const NAME: &'static str = stringify!($name);
 
-            fn table() -> &'static $crate::handle::Table<Self> {
-                static TABLE: $crate::handle::Table<$type> = $crate::handle::Table::new();
+            fn table() -> &'static $crate::handle::Table<$object> {
+                static TABLE: $crate::handle::Table<$object> = $crate::handle::Table::new();
                 &TABLE
             }
         })+
@@ -54,99 +79,83 @@ macro_rules! objects {
         }
     };
 }
-pub(crate) use objects;
-
-/// Gives an object to C: its pointer.
-#[inline(always)]
-pub(crate) fn insert<T: Object>(object: T) -> Result<*mut T::Pointee, Failure> {
-    Ok(reserve()?.fill(object))
-}
+pub(crate) use handles;
 
 /// A pointer for an object to come. Large objects are made behind it, so that they are moved once.
 #[inline]
-pub(crate) fn reserve<T: Object>() -> Result<Reserved<T>, Failure> {
-    match T::table().reserve() {
+pub(crate) fn reserve<P: Handle>() -> Result<Reserved<P>, Failure> {
+    match P::table().reserve() {
         Some(entry) => Ok(Reserved(entry)),
-        None => Err(Failure::TooMany(T::NAME)),
+        None => Err(Failure::TooMany(P::NAME)),
     }
 }
 
 /// As [`reserve`], unless the caller wants no pointer.
-pub(crate) fn reserve_if<T: Object>(wanted: bool) -> Result<Option<Reserved<T>>, Failure> {
+pub(crate) fn reserve_if<P: Handle>(wanted: bool) -> Result<Option<Reserved<P>>, Failure> {
     wanted.then(reserve).transpose()
 }
 
 /// See [`reserve`].
 #[derive(Debug)]
-pub(crate) struct Reserved<T: Object>(table::Reserved<T>);
+pub(crate) struct Reserved<P: Handle>(table::Reserved<P::Object>);
 
-impl<T: Object> Reserved<T> {
+impl<P: Handle> Reserved<P> {
     #[inline(always)]
-    pub(crate) fn fill(self, object: T) -> *mut T::Pointee {
+    pub(crate) fn fill(self, object: P::Object) -> *mut P {
         let key = self.0.fill(object) as usize;
-        std::ptr::without_provenance_mut(key | T::TYPE << TYPE_SHIFT)
+        std::ptr::without_provenance_mut(key | P::TYPE << TYPE_SHIFT)
     }
 }
 
-/// The object behind a pointer, shared with other threads.
+/// The object behind a pointer.
 #[inline]
-pub(crate) fn get<T: Object + Sync>(pointer: *const T::Pointee) -> Result<Found<T>, Failure> {
-    let key = key_of::<T>(pointer)?;
-    T::table().get(key).map_err(refused::<T>)
-}
-
-/// The object behind a pointer, for this call alone: a second thread is refused. Its value may be
-/// [taken](Locked::take), which closes the pointer unless it is put back.
-#[inline]
-pub(crate) fn lock<T: Object>(pointer: *const T::Pointee) -> Result<Locked<T>, Failure> {
-    let key = key_of::<T>(pointer)?;
-    T::table().lock(key).map_err(refused::<T>)
+pub(crate) fn find<P: Handle>(pointer: *const P) -> Result<P::Guard, Failure> {
+    let key = key_of(pointer)?;
+    P::Guard::find(P::table(), key).map_err(refused::<P>)
 }
 
 #[cold]
-fn refused<T: Object>(refusal: Refusal) -> Failure {
+fn refused<P: Handle>(refusal: Refusal) -> Failure {
     match refusal {
-        Refusal::Closed => Failure::Closed(T::NAME),
-        Refusal::InUse => Failure::InUse(T::NAME),
+        Refusal::Closed => Failure::Closed(P::NAME),
+        Refusal::InUse => Failure::InUse(P::NAME),
     }
 }
 
 /// The object behind a pointer, if that is not null.
-pub(crate) fn get_optional<T: Object + Sync>(
-    pointer: *const T::Pointee,
-) -> Result<Option<Found<T>>, Failure> {
+pub(crate) fn find_optional<P: Handle>(pointer: *const P) -> Result<Option<P::Guard>, Failure> {
     if pointer.is_null() {
         return Ok(None);
     }
-    get(pointer).map(Some)
+    find(pointer).map(Some)
 }
 
 /// Ends a pointer. Its object is dropped here, or by the last call that uses it. Null is nothing to
 /// close, as for `free(3)`.
-pub(crate) fn close<T: Object>(pointer: *mut T::Pointee) -> Result<(), Failure> {
+pub(crate) fn close<P: Handle>(pointer: *mut P) -> Result<(), Failure> {
     if pointer.is_null() {
         return Ok(());
     }
-    let key = key_of::<T>(pointer)?;
-    if T::table().close(key) {
+    let key = key_of(pointer)?;
+    if P::table().close(key) {
         Ok(())
     } else {
-        Err(Failure::Closed(T::NAME))
+        Err(Failure::Closed(P::NAME))
     }
 }
 
 #[inline]
-fn key_of<T: Object>(pointer: *const T::Pointee) -> Result<u64, Failure> {
+fn key_of<P: Handle>(pointer: *const P) -> Result<u64, Failure> {
     if pointer.is_null() {
-        return Err(Failure::Null(T::NAME));
+        return Err(Failure::Null(P::NAME));
     }
     let key = pointer.addr();
     let found = key >> TYPE_SHIFT;
-    if found == T::TYPE {
+    if found == P::TYPE {
         Ok((key & !(usize::MAX << TYPE_SHIFT)) as u64)
     } else {
         Err(Failure::WrongType {
-            wanted: T::NAME,
+            wanted: P::NAME,
             found: crate::name_of(found),
         })
     }

@@ -1,51 +1,23 @@
 //! Jobs that were submitted to a queue.
 
 use std::ffi::c_void;
-use std::sync::Arc;
 
-use warpipe::JobHandle;
+use warpipe::{JobHandle, Stream};
 
-use crate::arguments::{out, out_object, put_unless_null, timeout};
-use crate::failure::{Failure, run, warpipe_status};
-use crate::handle::{self, Found};
-use crate::sample::{insert_sample, warpipe_sample};
-use crate::streams::Streams;
+use crate::arguments::timeout;
+use crate::call::{make_on, read, read_optional};
+use crate::failure::{run, warpipe_status};
+use crate::handle;
+use crate::sample::warpipe_sample;
 
 /// A job that was submitted. Any number of threads may use it; one of them gets the result.
 pub struct warpipe_job(());
-
-/// A job, and the streams of its queue's device.
-#[derive(Debug)]
-pub(crate) struct JobObject {
-    handle: JobHandle,
-    streams: Arc<Streams>,
-}
-
-/// Submits a job and gives it to C, unless that wants no handle of it. Its pointer comes first: a job
-/// is not submitted that has none.
-///
-/// # Safety
-/// `job` is null or the address of a pointer.
-pub(crate) unsafe fn give_job(
-    streams: &Arc<Streams>,
-    job: *mut *mut warpipe_job,
-    submit: impl FnOnce() -> Result<JobHandle, Failure>,
-) -> Result<(), Failure> {
-    let entry = handle::reserve_if::<JobObject>(!job.is_null())?;
-    let handle = submit()?;
-    if let Some(entry) = entry {
-        let streams = streams.clone();
-        // SAFETY: the caller's promise.
-        unsafe { put_unless_null(job, entry.fill(JobObject { handle, streams })) };
-    }
-    Ok(())
-}
 
 /// Closes a job's handle. The job continues, and `warpipe_queue_next_result` gives its result, if
 /// that was not taken. Null is ignored.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_job_close(job: *mut warpipe_job) -> warpipe_status {
-    run(|| handle::close::<JobObject>(job))
+    run(|| handle::close(job))
 }
 
 /// The job's number in its queue, from 1.
@@ -57,13 +29,8 @@ pub unsafe extern "C" fn warpipe_job_get_id(
     job: *const warpipe_job,
     id: *mut u64,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out("id", id) }?;
-        let job: Found<JobObject> = handle::get(job)?;
-        place.put(job.handle.id());
-        Ok(())
-    })
+    // SAFETY: the caller's promise.
+    unsafe { read(job, "id", id, |job| Ok(job.id())) }
 }
 
 /// Waits for the job's result, up to `timeout_ns` nanoseconds; 0 takes it if it is there. It is
@@ -85,19 +52,12 @@ pub unsafe extern "C" fn warpipe_job_wait(
     timeout_ns: u64,
     sample: *mut *mut warpipe_sample,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out_object("sample", sample) }?;
-        let job: Found<JobObject> = handle::get(job)?;
-        // SAFETY: the caller's promise.
-        let stream = unsafe { job.streams.get(stream) }?;
-        let wait = || {
-            let result = job.handle.wait(&stream, timeout(timeout_ns))?;
-            Ok(result.into())
-        };
-        place.put(insert_sample(&job.streams, wait)?);
-        Ok(())
-    })
+    let wait = |job: &JobHandle, stream: &Stream| {
+        let result = job.wait(stream, timeout(timeout_ns))?;
+        Ok(result.into())
+    };
+    // SAFETY: the caller's promises.
+    unsafe { make_on(job, stream, "sample", sample, wait) }
 }
 
 /// Whether `warpipe_job_wait` would return at once: the outcome is there, or was taken.
@@ -111,13 +71,8 @@ pub unsafe extern "C" fn warpipe_job_is_done(
     job: *const warpipe_job,
     is_done: *mut bool,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out("is_done", is_done) }?;
-        let job: Found<JobObject> = handle::get(job)?;
-        place.put(job.handle.is_done()?);
-        Ok(())
-    })
+    // SAFETY: the caller's promise.
+    unsafe { read(job, "is_done", is_done, |job| Ok(job.is_done()?)) }
 }
 
 /// Cancels the job: it is delivered no more, and the answer of a worker that has it is discarded.
@@ -132,11 +87,6 @@ pub unsafe extern "C" fn warpipe_job_cancel(
     job: *const warpipe_job,
     was_cancelled: *mut bool,
 ) -> warpipe_status {
-    run(|| {
-        let job: Found<JobObject> = handle::get(job)?;
-        let cancelled = job.handle.cancel()?;
-        // SAFETY: the caller's promise.
-        unsafe { put_unless_null(was_cancelled, cancelled) };
-        Ok(())
-    })
+    // SAFETY: the caller's promise.
+    unsafe { read_optional(job, was_cancelled, |job| Ok(job.cancel()?)) }
 }

@@ -1,21 +1,29 @@
 //! Leases: jobs and requests that this process does, and the answers that it owes for them.
 
 use std::ffi::{c_char, c_void};
-use std::sync::Arc;
 use std::time::Duration;
 
-use warpipe::{AnswerError, AnswerHandle, Error, Lease, Loan, Stream};
+use warpipe::{AnswerError, AnswerHandle, Error, Layout, Lease, Loan, Stream};
 
-use crate::arguments::{out, out_object, slice_mut, text, timeout, timeout_unless_usual};
+use crate::arguments::{slice_mut, text, timeout, timeout_unless_usual};
+use crate::call::{call, call_on, make_of, read};
 use crate::failure::{Failure, run, warpipe_status};
 use crate::handle::{self, Locked};
-use crate::layout::{layout_of, warpipe_layout};
-use crate::loan::{LoanKind, Unpassed, insert_loan, pass, warpipe_loan};
-use crate::sample::{Received, ReceivedSample, warpipe_sample, warpipe_sample_info};
-use crate::streams::Streams;
+use crate::layout::warpipe_layout;
+use crate::loan::{LoanKind, Unpassed, lend, pass, warpipe_loan};
+use crate::sample::{Received, warpipe_sample, warpipe_sample_info};
+use crate::streams::OnDevice;
 
 /// A job of a queue or a request of a client: its input, and the answer that this process owes.
 pub struct warpipe_lease(());
+
+/// A worker or a server.
+#[derive(Debug)]
+pub(crate) struct Answering<T> {
+    pub(crate) endpoint: T,
+    /// How long an answer usually waits.
+    pub(crate) answer_timeout: Duration,
+}
 
 /// An answer that is owed, and the input if it is not split off.
 #[derive(Debug)]
@@ -25,7 +33,6 @@ pub(crate) struct Owed {
     input: LeasedInput,
     /// How long an answer usually waits.
     timeout: Duration,
-    streams: Arc<Streams>,
 }
 
 /// The input of a lease.
@@ -38,9 +45,12 @@ pub(crate) struct LeasedInput {
 }
 
 impl LeasedInput {
+    fn was_split() -> Failure {
+        Failure::State("the input was split off this lease; use that sample".into())
+    }
+
     fn job(&self) -> Result<&Received, Failure> {
-        let split = || Failure::State("the input was split off this lease; use that sample".into());
-        self.input.as_ref().ok_or_else(split)
+        self.input.as_ref().ok_or_else(LeasedInput::was_split)
     }
 
     /// Releases it behind the stream that it was leased with, or that of the last answer.
@@ -62,31 +72,18 @@ impl Drop for LeasedInput {
     }
 }
 
-/// Gives a lease to C. Its pointer comes first: a job is not leased that has none.
-pub(crate) fn insert_lease(
-    streams: &Arc<Streams>,
-    timeout: Duration,
-    lease: impl FnOnce() -> Result<Lease, Failure>,
-) -> Result<*mut warpipe_lease, Failure> {
-    let entry = handle::reserve::<Owed>()?;
-    let (input, answer) = Received::split(lease()?);
-    Ok(entry.fill(Owed {
-        answer,
-        input: LeasedInput {
-            input: Some(input),
-            behind: None,
-        },
-        timeout,
-        streams: streams.clone(),
-    }))
-}
-
-/// Runs `work` on a lease that stays the caller's.
-fn with<R>(
-    lease: *const warpipe_lease,
-    work: impl FnOnce(&Owed) -> Result<R, Failure>,
-) -> Result<R, Failure> {
-    work(&*handle::lock(lease)?)
+impl Owed {
+    pub(crate) fn of(lease: Lease, timeout: Duration) -> Owed {
+        let (input, answer) = Received::split(lease);
+        Owed {
+            answer,
+            input: LeasedInput {
+                input: Some(input),
+                behind: None,
+            },
+            timeout,
+        }
+    }
 }
 
 /// Answers without a result.
@@ -95,22 +92,23 @@ fn refuse(
     timeout_ns: u64,
     send: impl FnOnce(AnswerHandle, Duration) -> Result<(), AnswerError>,
 ) -> Result<(), Failure> {
-    answer(&mut handle::lock(lease)?, timeout_ns, send).map_err(|unpassed| unpassed.failure)
+    let owed = &mut handle::find(lease)?;
+    answer(owed, timeout_ns, send).map_err(|unpassed| unpassed.failure)
 }
 
 /// Sends an answer, and releases the input. An answer that could not be sent is put back, with the
 /// input.
 fn answer(
-    owed: &mut Locked<Owed>,
+    owed: &mut Locked<OnDevice<Owed>>,
     timeout_ns: u64,
     send: impl FnOnce(AnswerHandle, Duration) -> Result<(), AnswerError>,
 ) -> Result<(), Unpassed> {
+    let OnDevice { object, streams } = owed.take();
     let Owed {
         answer,
         mut input,
         timeout,
-        streams,
-    } = owed.take();
+    } = object;
     let wait = timeout_unless_usual(timeout_ns).unwrap_or(timeout);
     let (failure, loan) = match send(answer, wait) {
         Ok(()) => (None, None),
@@ -119,12 +117,12 @@ fn answer(
             answer_handle: Some(answer),
             output,
         }) => {
-            owed.put_back(Owed {
+            let object = Owed {
                 answer: *answer,
                 input,
                 timeout,
-                streams,
-            });
+            };
+            owed.put_back(OnDevice { object, streams });
             return Err(Unpassed {
                 failure: error.into(),
                 loan: output,
@@ -152,14 +150,8 @@ pub unsafe extern "C" fn warpipe_lease_get_info(
     lease: *const warpipe_lease,
     info: *mut warpipe_sample_info,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out("info", info) }?;
-        with(lease, |owed| {
-            place.put(warpipe_sample_info::of(owed.input.job()?));
-            Ok(())
-        })
-    })
+    // SAFETY: the caller's promise.
+    unsafe { read(lease, "info", info, |owed| Ok(owed.input.job()?.info())) }
 }
 
 /// Makes another stream wait, on the device, until the input is complete: as
@@ -175,13 +167,9 @@ pub unsafe extern "C" fn warpipe_lease_wait_on(
     lease: *const warpipe_lease,
     stream: *mut c_void,
 ) -> warpipe_status {
-    run(|| {
-        with(lease, |owed| {
-            // SAFETY: the caller's promise.
-            let stream = unsafe { owed.streams.get(stream) }?;
-            Ok(owed.input.job()?.sample.wait_on(&stream)?)
-        })
-    })
+    let wait_on = |owed: &Owed, stream: &Stream| Ok(owed.input.job()?.sample.wait_on(stream)?);
+    // SAFETY: the caller's promise.
+    unsafe { call_on(lease, stream, wait_on) }
 }
 
 /// Waits on the CPU until the input is complete. Device work needs no such wait.
@@ -192,11 +180,8 @@ pub extern "C" fn warpipe_lease_wait(
     lease: *const warpipe_lease,
     timeout_ns: u64,
 ) -> warpipe_status {
-    run(|| {
-        with(lease, |owed| {
-            Ok(owed.input.job()?.sample.wait(timeout(timeout_ns))?)
-        })
-    })
+    let timeout = timeout(timeout_ns);
+    call(lease, |owed| Ok(owed.input.job()?.sample.wait(timeout)?))
 }
 
 /// Waits for the input and copies the whole slot, `layout.bytes` bytes, to memory of the host.
@@ -212,13 +197,11 @@ pub unsafe extern "C" fn warpipe_lease_copy_to(
     bytes: usize,
     timeout_ns: u64,
 ) -> warpipe_status {
-    run(|| {
+    call(lease, |owed| {
         // SAFETY: the caller's promise; bytes of any value are valid.
         let buffer = unsafe { slice_mut("buffer", buffer.cast::<u8>(), bytes) }?;
-        with(lease, |owed| {
-            let sample = &owed.input.job()?.sample;
-            Ok(sample.copy_to(buffer, timeout(timeout_ns))?)
-        })
+        let sample = &owed.input.job()?.sample;
+        Ok(sample.copy_to(buffer, timeout(timeout_ns))?)
     })
 }
 
@@ -238,15 +221,9 @@ pub unsafe extern "C" fn warpipe_lease_output(
     layout: *const warpipe_layout,
     loan: *mut *mut warpipe_loan,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        let (place, layout) = unsafe { (out_object("loan", loan)?, layout_of(layout)?) };
-        with(lease, |owed| {
-            let take = || Ok(LoanKind::Job(owed.answer.output(&layout)?));
-            place.put(insert_loan(&owed.streams, take)?);
-            Ok(())
-        })
-    })
+    let output = |owed: &Owed, layout: &Layout| owed.answer.output(layout);
+    // SAFETY: the caller's promises.
+    unsafe { lend(lease, layout, loan, output, LoanKind::Job) }
 }
 
 /// Completes the job, once the work enqueued on `stream` so far is done, and releases the input behind
@@ -270,14 +247,13 @@ pub unsafe extern "C" fn warpipe_lease_complete(
     stream: *mut c_void,
     timeout_ns: u64,
 ) -> warpipe_status {
-    run(|| {
-        let mut owed: Locked<Owed> = handle::lock(lease)?;
+    call(lease, |owed| {
         // SAFETY: the caller's promise.
         let stream = unsafe { owed.streams.get(stream) }?.into_owned();
         // Whatever the result: work that is enqueued there reads the input.
         owed.input.behind = Some(stream.clone());
         let mut send = |loan: Option<Loan>| {
-            answer(&mut owed, timeout_ns, |answer, wait| {
+            answer(owed, timeout_ns, |answer, wait| {
                 answer.complete(loan, &stream, wait)
             })
         };
@@ -349,26 +325,17 @@ pub unsafe extern "C" fn warpipe_lease_split(
     lease: *mut warpipe_lease,
     sample: *mut *mut warpipe_sample,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out_object("sample", sample) }?;
-        let mut owed = handle::lock::<Owed>(lease)?;
-        owed.input.job()?;
-        // Before the lease is taken apart: without a pointer it stays as it is.
-        let entry = handle::reserve()?;
-        if let Some(input) = owed.input.input.take() {
-            place.put(entry.fill(ReceivedSample {
-                received: input,
-                streams: owed.streams.clone(),
-            }));
-        }
-        Ok(())
-    })
+    let split = |owed: &mut Locked<OnDevice<Owed>>| {
+        let input = owed.input.input.take();
+        Ok(owed.beside(input.ok_or_else(LeasedInput::was_split)?))
+    };
+    // SAFETY: the caller's promise.
+    unsafe { make_of(lease, "sample", sample, split) }
 }
 
 /// Closes a lease that was not answered, which is a failed attempt: another worker tries. While
 /// another thread is in a call on it, it ends when that call returns. Null is ignored.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_lease_close(lease: *mut warpipe_lease) -> warpipe_status {
-    run(|| handle::close::<Owed>(lease))
+    run(|| handle::close(lease))
 }

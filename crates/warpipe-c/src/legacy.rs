@@ -5,11 +5,11 @@ use std::ffi::c_char;
 
 use warpipe::LegacyHandle;
 
-use crate::arguments::{out_object, put_text, text, timeout};
-use crate::device::{DeviceObject, streams_of, warpipe_device};
+use crate::arguments::{put_text, text, timeout};
+use crate::call::{call, make};
+use crate::device::{streams_of, warpipe_device};
 use crate::failure::{Failure, run, warpipe_status};
-use crate::handle::{self, Found};
-use crate::memory::{MemoryKind, consume, insert_memory, warpipe_memory};
+use crate::memory::{MemoryKind, MemoryObject, consume, warpipe_memory};
 
 /// A handle for `bytes` bytes at the device address `data`, which may lie anywhere in an allocation
 /// of `cudaMalloc` (`cuMemAlloc`): `cuIpcGetMemHandle`, with the facts that the driver's 64 bytes
@@ -40,12 +40,11 @@ pub unsafe extern "C" fn warpipe_legacy_export(
     capacity: usize,
     length: *mut usize,
 ) -> warpipe_status {
-    run(|| {
-        let device: Found<DeviceObject> = handle::get(device)?;
+    call(device, |device| {
         // SAFETY: the caller's promise.
-        let exported = unsafe { LegacyHandle::export(device.0.device(), data, bytes) }?;
+        let exported = unsafe { LegacyHandle::export(device.streams.device(), data, bytes) }?;
         // SAFETY: the caller's promises.
-        unsafe { put_text(&exported.to_string(), buffer, capacity, length) }
+        unsafe { put_text(exported, buffer, capacity, length) }
     })
 }
 
@@ -70,22 +69,19 @@ pub unsafe extern "C" fn warpipe_legacy_open(
     device: *const warpipe_device,
     memory: *mut *mut warpipe_memory,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        let (place, text) = unsafe {
-            let place = out_object("memory", memory)?;
-            (place, text("legacy_handle", legacy_handle)?)
-        };
-        let found: LegacyHandle = text.parse()?;
+    let open = || {
+        // SAFETY: the caller's promise.
+        let found: LegacyHandle = unsafe { text("legacy_handle", legacy_handle) }?.parse()?;
         let streams = streams_of(device)?;
         let memory = found.open(streams.device())?;
         let owner = found.device();
-        place.put(insert_memory(
+        Ok(MemoryObject::of(
             MemoryKind::Legacy { memory, owner },
             &streams,
-        )?);
-        Ok(())
-    })
+        ))
+    };
+    // SAFETY: the caller's promise.
+    unsafe { make("memory", memory, open) }
 }
 
 /// Waits, at most `timeout_ns` nanoseconds, until the streams that the memory was used on are past

@@ -12,6 +12,7 @@
 #![allow(non_camel_case_types, reason = "the names are those of C")]
 
 mod arguments;
+mod call;
 mod channel;
 mod device;
 mod dlpack;
@@ -65,30 +66,32 @@ pub use version::*;
 pub use watch::*;
 pub use worker::*;
 
-handle::objects! {
-    1 warpipe_domain = warpipe::Domain;
-    2 warpipe_device = device::DeviceObject;
-    3 warpipe_publisher = channel::PublisherObject;
-    4 warpipe_subscriber = channel::SubscriberObject;
-    5 warpipe_sample = sample::ReceivedSample;
-    6 warpipe_receipt = warpipe::Receipt;
-    7 warpipe_loan = loan::LentSlot;
-    8 warpipe_queue = queue::QueueObject;
-    9 warpipe_job = job::JobObject;
-    10 warpipe_worker = worker::WorkerObject;
-    11 warpipe_lease = lease::Owed;
-    13 warpipe_client = service::ClientObject;
-    14 warpipe_pending = service::PendingObject;
-    15 warpipe_server = service::ServerObject;
-    16 warpipe_watch = warpipe::QueueWatch;
-    20 warpipe_memory = memory::MemoryObject;
-    21 warpipe_published = warpipe::Published;
-    22 warpipe_pool = pool::PoolObject;
-    23 warpipe_pool_client = pool::PoolClientObject;
-    24 warpipe_timeline = timeline::TimelineObject;
-    25 warpipe_event = event::EventObject;
-    26 warpipe_semaphore = semaphore::SemaphoreObject;
-    27 warpipe_permit = semaphore::PermitObject;
-    28 warpipe_member = warpipe::Member;
-    29 warpipe_members = warpipe::Members;
+use streams::OnDevice;
+
+handle::handles! {
+    1 warpipe_domain: Found<warpipe::Domain>;
+    2 warpipe_device: Found<OnDevice<()>>;
+    3 warpipe_publisher: Found<OnDevice<warpipe::Publisher>>;
+    4 warpipe_subscriber: Locked<OnDevice<warpipe::Subscriber>>;
+    5 warpipe_sample: Locked<OnDevice<sample::Received>>;
+    6 warpipe_receipt: Found<warpipe::Receipt>;
+    7 warpipe_loan: Locked<OnDevice<loan::LoanKind>>;
+    8 warpipe_queue: Found<OnDevice<warpipe::Queue>>;
+    9 warpipe_job: Found<OnDevice<warpipe::JobHandle>>;
+    10 warpipe_worker: Locked<OnDevice<lease::Answering<warpipe::Worker>>>;
+    11 warpipe_lease: Locked<OnDevice<lease::Owed>>;
+    13 warpipe_client: Found<OnDevice<warpipe::Client>>;
+    14 warpipe_pending: Found<OnDevice<warpipe::Pending>>;
+    15 warpipe_server: Locked<OnDevice<lease::Answering<warpipe::Server>>>;
+    16 warpipe_watch: Found<warpipe::QueueWatch>;
+    20 warpipe_memory: Found<memory::MemoryObject>;
+    21 warpipe_published: Found<warpipe::Published>;
+    22 warpipe_pool: Found<OnDevice<warpipe::Pool>>;
+    23 warpipe_pool_client: Found<OnDevice<warpipe::PoolClient>>;
+    24 warpipe_timeline: Found<OnDevice<warpipe::Timeline>>;
+    25 warpipe_event: Found<OnDevice<warpipe::Event>>;
+    26 warpipe_semaphore: Found<OnDevice<warpipe::Semaphore>>;
+    27 warpipe_permit: Locked<OnDevice<warpipe::Permit>>;
+    28 warpipe_member: Found<warpipe::Member>;
+    29 warpipe_members: Found<warpipe::Members>;
 }

@@ -1,18 +1,17 @@
 //! Memory on loan: to be filled, then sent, submitted, or given as an answer.
 
-use std::borrow::Cow;
 use std::ffi::c_void;
 use std::ops::Deref;
-use std::sync::Arc;
 use std::time::Duration;
 
-use warpipe::{Loan, SampleMut, Stream};
+use warpipe::{Layout, Loan, SampleMut, Stream};
 
-use crate::arguments::{out, put_unless_null, slice, timeout_unless_usual};
+use crate::arguments::{put_unless_null, slice, timeout_unless_usual};
+use crate::call::{call, make_of, read};
 use crate::failure::{Failure, run, warpipe_status};
-use crate::handle::{self, Locked};
-use crate::layout::warpipe_layout;
-use crate::streams::Streams;
+use crate::handle::{self, Handle};
+use crate::layout::{layout_of, warpipe_layout};
+use crate::streams::OnDevice;
 
 /// Memory on loan from a publisher, a queue, a client or a lease: for the caller to fill, on the
 /// device, then to send, to submit, or to answer with. Its contents are undefined at first.
@@ -31,13 +30,7 @@ pub struct warpipe_loan_info {
     pub layout: warpipe_layout,
 }
 
-/// A loan, and the streams of its endpoint's device.
-#[derive(Debug)]
-pub(crate) struct LentSlot {
-    pub(crate) loan: LoanKind,
-    pub(crate) streams: Arc<Streams>,
-}
-
+/// A loan, by what may be done with it.
 #[derive(Debug)]
 pub(crate) enum LoanKind {
     /// Of a publisher.
@@ -57,28 +50,34 @@ impl Deref for LoanKind {
     }
 }
 
-impl LentSlot {
-    /// The stream with this raw handle.
-    ///
-    /// # Safety
-    /// As for [`Streams::get`].
-    pub(crate) unsafe fn stream(&self, raw: *mut c_void) -> Result<Cow<'_, Stream>, Failure> {
-        // SAFETY: the caller's promise.
-        unsafe { self.streams.get(raw) }
+impl LoanKind {
+    pub(crate) fn write(&mut self, stream: &Stream, data: &[u8]) -> Result<(), Failure> {
+        match self {
+            LoanKind::Sample(sample) => Ok(sample.write(stream, data)?),
+            LoanKind::Job(loan) => Ok(loan.write(stream, data)?),
+        }
     }
 }
 
-/// Gives a loan to C. Its pointer comes first: a loan is not taken that has none.
+/// Lends memory of an object's device to C, for a tensor of the caller's layout.
+///
+/// # Safety
+/// As for [`layout_of`] and [`make_of`].
 #[inline(always)]
-pub(crate) fn insert_loan(
-    streams: &Arc<Streams>,
-    take: impl FnOnce() -> Result<LoanKind, Failure>,
-) -> Result<*mut warpipe_loan, Failure> {
-    let entry = handle::reserve::<LentSlot>()?;
-    Ok(entry.fill(LentSlot {
-        loan: take()?,
-        streams: streams.clone(),
-    }))
+pub(crate) unsafe fn lend<S: Handle<Object = OnDevice<T>>, T, L>(
+    source: *const S,
+    layout: *const warpipe_layout,
+    loan: *mut *mut warpipe_loan,
+    take: impl FnOnce(&T, &Layout) -> warpipe::Result<L>,
+    kind: impl FnOnce(L) -> LoanKind,
+) -> warpipe_status {
+    let take = |found: &mut S::Guard| {
+        // SAFETY: the caller's promise.
+        let layout = unsafe { layout_of(layout) }?;
+        Ok(found.beside(kind(take(&found.object, &layout)?)))
+    };
+    // SAFETY: the caller's promise.
+    unsafe { make_of(source, "loan", loan, take) }
 }
 
 /// A loan that was not taken.
@@ -90,14 +89,14 @@ pub(crate) struct Unpassed {
 
 /// Passes a loan of a queue, a client or a lease to `work`. One that `work` returns stays the
 /// caller's.
-pub(crate) fn pass<R>(
+pub(crate) fn pass<R, E: Into<Unpassed>>(
     loan: *mut warpipe_loan,
-    work: impl FnOnce(Loan) -> Result<R, Unpassed>,
+    work: impl FnOnce(Loan) -> Result<R, E>,
 ) -> Result<R, Failure> {
-    let mut lent: Locked<LentSlot> = handle::lock(loan)?;
-    let LentSlot { loan, streams } = lent.take();
-    let (failure, loan) = match loan {
-        LoanKind::Job(loan) => match work(loan) {
+    let mut lent = handle::find(loan)?;
+    let OnDevice { object, streams } = lent.take();
+    let (failure, loan) = match object {
+        LoanKind::Job(loan) => match work(loan).map_err(E::into) {
             Ok(result) => return Ok(result),
             Err(Unpassed { failure, loan }) => (failure, loan.map(|loan| LoanKind::Job(*loan))),
         },
@@ -106,17 +105,10 @@ pub(crate) fn pass<R>(
             (failure, Some(loan))
         }
     };
-    if let Some(loan) = loan {
-        lent.put_back(LentSlot { loan, streams });
+    if let Some(object) = loan {
+        lent.put_back(OnDevice { object, streams });
     }
     Err(failure)
-}
-
-fn with<R>(
-    loan: *const warpipe_loan,
-    work: impl FnOnce(&mut LentSlot) -> Result<R, Failure>,
-) -> Result<R, Failure> {
-    work(&mut *handle::lock(loan)?)
 }
 
 /// Describes a loan: its address and layout.
@@ -128,18 +120,13 @@ pub unsafe extern "C" fn warpipe_loan_get_info(
     loan: *const warpipe_loan,
     info: *mut warpipe_loan_info,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out("info", info) }?;
-        with(loan, |lent| {
-            place.put(warpipe_loan_info {
-                data: lent.loan.ptr(),
-                slot: lent.loan.slot_ptr(),
-                layout: warpipe_layout::of(lent.loan.layout()),
-            });
-            Ok(())
-        })
-    })
+    let info_of = |loan: &SampleMut| warpipe_loan_info {
+        data: loan.ptr(),
+        slot: loan.slot_ptr(),
+        layout: warpipe_layout::of(loan.layout()),
+    };
+    // SAFETY: the caller's promise.
+    unsafe { read(loan, "info", info, |loan| Ok(info_of(loan))) }
 }
 
 /// Sets bytes that travel with the tensor: up to 256 of a publisher's loan, up to 200 of another.
@@ -154,13 +141,13 @@ pub unsafe extern "C" fn warpipe_loan_set_metadata(
     metadata: *const c_void,
     bytes: usize,
 ) -> warpipe_status {
-    run(|| {
+    call(loan, |lent| {
         // SAFETY: the caller's promise.
         let metadata = unsafe { slice("metadata", metadata.cast::<u8>(), bytes) }?;
-        with(loan, |lent| match &mut lent.loan {
+        match &mut lent.object {
             LoanKind::Sample(sample) => Ok(sample.set_metadata(metadata)?),
             LoanKind::Job(loan) => Ok(loan.set_metadata(metadata)?),
-        })
+        }
     })
 }
 
@@ -178,17 +165,13 @@ pub unsafe extern "C" fn warpipe_loan_write(
     data: *const c_void,
     bytes: usize,
 ) -> warpipe_status {
-    run(|| {
+    call(loan, |lent| {
         // SAFETY: the caller's promise.
         let data = unsafe { slice("data", data.cast::<u8>(), bytes) }?;
-        with(loan, |lent| {
-            // SAFETY: the caller's promise.
-            let stream = unsafe { lent.streams.get(stream) }?;
-            match &mut lent.loan {
-                LoanKind::Sample(sample) => Ok(sample.write(&stream, data)?),
-                LoanKind::Job(loan) => Ok(loan.write(&stream, data)?),
-            }
-        })
+        let OnDevice { object, streams } = &mut **lent;
+        // SAFETY: the caller's promise.
+        let stream = unsafe { streams.get(stream) }?;
+        object.write(&stream, data)
     })
 }
 
@@ -229,10 +212,10 @@ unsafe fn send(
         Some(timeout) => sample.send_within(stream, timeout),
         None => sample.send(stream),
     };
-    let mut lent: Locked<LentSlot> = handle::lock(loan)?;
-    let LentSlot { loan, streams } = lent.take();
+    let mut lent = handle::find(loan)?;
+    let OnDevice { object, streams } = lent.take();
     // SAFETY: the caller's promise.
-    let (failure, loan) = match (unsafe { streams.get(stream) }, loan) {
+    let (failure, loan) = match (unsafe { streams.get(stream) }, object) {
         (Ok(stream), LoanKind::Sample(sample)) => match send(sample, &stream) {
             Ok(sent) => {
                 // SAFETY: the caller's promise.
@@ -250,8 +233,8 @@ unsafe fn send(
         }
         (Err(failure), loan) => (failure, Some(loan)),
     };
-    if let Some(loan) = loan {
-        lent.put_back(LentSlot { loan, streams });
+    if let Some(object) = loan {
+        lent.put_back(OnDevice { object, streams });
     }
     Err(failure)
 }
@@ -261,7 +244,7 @@ unsafe fn send(
 /// their stream instead.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_loan_close(loan: *mut warpipe_loan) -> warpipe_status {
-    run(|| handle::close::<LentSlot>(loan))
+    run(|| handle::close(loan))
 }
 
 /// Returns a loan unused, once the work enqueued on `stream` so far is done. Closes `loan`, also
@@ -274,11 +257,10 @@ pub unsafe extern "C" fn warpipe_loan_discard(
     loan: *mut warpipe_loan,
     stream: *mut c_void,
 ) -> warpipe_status {
-    run(|| {
-        let mut lent: Locked<LentSlot> = handle::lock(loan)?;
+    call(loan, |lent| {
         // SAFETY: the caller's promise.
-        let stream = unsafe { lent.stream(stream) }?.into_owned();
-        match lent.take().loan {
+        let stream = unsafe { lent.streams.get(stream) }?.into_owned();
+        match lent.take().object {
             LoanKind::Sample(sample) => Ok(sample.discard(&stream)?),
             LoanKind::Job(loan) => Ok(loan.discard(&stream)?),
         }

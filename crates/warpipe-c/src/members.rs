@@ -6,12 +6,13 @@ use std::os::fd::{AsFd, AsRawFd};
 use warpipe::{Change, Error, Member, MemberInfo, Members};
 
 use crate::arguments::{
-    Options, admitted, fixed, flag, out, out_object, set, slice_mut, text, text_or_null, timeout,
+    Options, admit, fixed, flag, options, put_list, set, slice, text, text_or_null, timeout,
 };
+use crate::call::{call, make, read};
 use crate::channel::state_of;
 use crate::domain::{domain_of, warpipe_domain};
 use crate::failure::{Failure, run, warpipe_status};
-use crate::handle::{self, Found};
+use crate::handle;
 
 /// This process as a member of a domain. Any number of threads may use it.
 pub struct warpipe_member(());
@@ -166,31 +167,24 @@ pub unsafe extern "C" fn warpipe_member_create(
     options: *const warpipe_member_options,
     member: *mut *mut warpipe_member,
 ) -> warpipe_status {
-    run(|| {
+    let build = || {
         // SAFETY: the caller's promises.
-        let (place, name, options, role, admitted) = unsafe {
-            let place = out_object("member", member)?;
-            let options = crate::arguments::options(options)?;
-            let role = text_or_null("options->role", options.role)?;
-            let admitted = admitted(
-                options.allow_uids,
-                options.allow_uids_count,
-                options.allow_gids,
-                options.allow_gids_count,
-            )?;
-            (place, text("name", name)?, options, role, admitted)
+        let (name, options) = unsafe { (text("name", name)?, self::options(options)?) };
+        let mut builder = Member::builder(name);
+        // SAFETY: the caller's promises.
+        let role = unsafe {
+            admit!(builder, options);
+            text_or_null("options->role", options.role)?
         };
-        let mut builder = Member::builder(name)
-            .allow_uids(admitted.uids)
-            .allow_gids(admitted.gids);
         set!(
             builder,
             domain(domain_of(options.domain)?.as_ref()),
             role(role),
         );
-        place.put(handle::insert(builder.build()?)?);
-        Ok(())
-    })
+        Ok(builder.build()?)
+    };
+    // SAFETY: the caller's promise.
+    unsafe { make("member", member, build) }
 }
 
 /// This incarnation of a member, as its `warpipe_member_info` shows it: 16 bytes.
@@ -202,19 +196,18 @@ pub unsafe extern "C" fn warpipe_member_get_generation(
     member: *const warpipe_member,
     generation: *mut u8,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { slice_mut("generation", generation, 16) }?;
-        let member: Found<Member> = handle::get(member)?;
-        place.copy_from_slice(&member.generation());
-        Ok(())
-    })
+    // SAFETY: the caller's promise.
+    unsafe {
+        read(member, "generation", generation.cast(), |member| {
+            Ok(member.generation())
+        })
+    }
 }
 
 /// Leaves the domain. Null is ignored.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_member_close(member: *mut warpipe_member) -> warpipe_status {
-    run(|| handle::close::<Member>(member))
+    run(|| handle::close(member))
 }
 
 /// Watches the members of a domain (`inotify(7)`), on two threads of the library. Waits until the
@@ -232,18 +225,16 @@ pub unsafe extern "C" fn warpipe_members_open(
     options: *const warpipe_members_options,
     members: *mut *mut warpipe_members,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        let (place, options) = unsafe {
-            let place = out_object("members", members)?;
-            (place, crate::arguments::options(options)?)
-        };
+    let build = || {
+        // SAFETY: the caller's promise.
+        let options = unsafe { self::options(options) }?;
         let keeps_files = flag("options->keeps_files", options.keeps_files)?;
         let mut builder = Members::builder().clean(!keeps_files);
         set!(builder, domain(domain_of(options.domain)?.as_ref()));
-        place.put(handle::insert(builder.build()?)?);
-        Ok(())
-    })
+        Ok(builder.build()?)
+    };
+    // SAFETY: the caller's promise.
+    unsafe { make("members", members, build) }
 }
 
 /// Lists the present members, sorted by name: at most `capacity` of them. `*count` becomes the
@@ -260,19 +251,11 @@ pub unsafe extern "C" fn warpipe_members_list(
     capacity: usize,
     count: *mut usize,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        let (places, count) = unsafe {
-            let count = out("count", count)?;
-            (slice_mut("list", list, capacity)?, count)
-        };
-        let members: Found<Members> = handle::get(members)?;
+    call(members, |members| {
         let found = members.list()?;
-        for (place, member) in places.iter_mut().zip(&found) {
-            *place = warpipe_member_info::of(member);
-        }
-        count.put(found.len());
-        Ok(())
+        let all = found.iter().map(warpipe_member_info::of);
+        // SAFETY: the caller's promises.
+        unsafe { put_list(("list", list, capacity), count, all) }
     })
 }
 
@@ -289,18 +272,16 @@ pub unsafe extern "C" fn warpipe_members_next_change(
     timeout_ns: u64,
     change: *mut warpipe_change,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out("change", change) }?;
-        let members: Found<Members> = handle::get(members)?;
-        let waited = timeout(timeout_ns);
-        let found = members.changes(waited)?.ok_or_else(|| {
+    let waited = timeout(timeout_ns);
+    let next_change = |members: &Members| match members.changes(waited)? {
+        Some(found) => Ok(warpipe_change::of(&found)),
+        None => {
             let what = "a change of a member's state".into();
-            Failure::from(Error::Timeout { what, waited })
-        })?;
-        place.put(warpipe_change::of(&found));
-        Ok(())
-    })
+            Err(Failure::from(Error::Timeout { what, waited }))
+        }
+    };
+    // SAFETY: the caller's promise.
+    unsafe { read(members, "change", change, |members| next_change(members)) }
 }
 
 /// A descriptor for `poll(2)` and `epoll(7)`: readable while `warpipe_members_next_change` has a
@@ -313,17 +294,12 @@ pub unsafe extern "C" fn warpipe_members_get_fd(
     members: *const warpipe_members,
     fd: *mut i32,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out("fd", fd) }?;
-        let members: Found<Members> = handle::get(members)?;
-        place.put(members.as_fd().as_raw_fd());
-        Ok(())
-    })
+    // SAFETY: the caller's promise.
+    unsafe { read(members, "fd", fd, |members| Ok(members.as_fd().as_raw_fd())) }
 }
 
 /// Ends the watch. Null is ignored.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_members_close(members: *mut warpipe_members) -> warpipe_status {
-    run(|| handle::close::<Members>(members))
+    run(|| handle::close(members))
 }

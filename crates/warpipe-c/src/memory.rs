@@ -11,10 +11,11 @@ use warpipe::{
     MemoryInfo, SharedMemory,
 };
 
-use crate::arguments::{fixed, out, out_object, put_text, slice, slice_mut, timeout};
+use crate::arguments::{fixed, out, put_text, slice, slice_mut, timeout};
+use crate::call::{call, make, read};
 use crate::device::{streams_of, warpipe_device};
 use crate::failure::{Failure, run, warpipe_status};
-use crate::handle::{self, Found};
+use crate::handle;
 use crate::streams::Streams;
 
 /// A range of device memory: allocated by this process, opened by a ticket, a descriptor or a
@@ -157,49 +158,45 @@ impl Drop for TensorOwner {
     }
 }
 
-/// Runs `work` on memory, with an owner for the tensor that it makes.
-pub(crate) fn with_owner<R>(
-    memory: *const warpipe_memory,
-    work: impl FnOnce(warpipe_memory_info, &Streams, TensorOwner) -> Result<R, Failure>,
-) -> Result<R, Failure> {
-    with(memory, |found, streams| {
-        let object: Found<MemoryObject> = handle::get(memory)?;
-        // Under the lock for reading, so that a call which frees the memory sees it.
-        object.0.tensors.fetch_add(1, Ordering::Relaxed);
-        work(found.info(), streams, TensorOwner(object.0.clone()))
-    })
-}
-
 const NAME: &str = "warpipe_memory";
 
-/// Gives memory to C.
-pub(crate) fn insert_memory(
-    memory: MemoryKind,
-    streams: &Arc<Streams>,
-) -> Result<*mut warpipe_memory, Failure> {
-    handle::insert(MemoryObject(Arc::new(MemoryState {
-        held: RwLock::new(Some(memory)),
-        streams: streams.clone(),
-        tensors: AtomicUsize::new(0),
-    })))
-}
+impl MemoryObject {
+    pub(crate) fn of(memory: MemoryKind, streams: &Arc<Streams>) -> MemoryObject {
+        MemoryObject(Arc::new(MemoryState {
+            held: RwLock::new(Some(memory)),
+            streams: streams.clone(),
+            tensors: AtomicUsize::new(0),
+        }))
+    }
 
-/// Runs `work` on memory that stays the caller's.
-pub(crate) fn with<R>(
-    memory: *const warpipe_memory,
-    work: impl FnOnce(&MemoryKind, &Streams) -> Result<R, Failure>,
-) -> Result<R, Failure> {
-    let object: Found<MemoryObject> = handle::get(memory)?;
-    let held = match object.0.held.try_read() {
-        Ok(held) => held,
-        Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-        Err(TryLockError::WouldBlock) => {
-            let said = "another thread frees this warpipe_memory";
-            return Err(Failure::State(said.into()));
-        }
-    };
-    let memory = held.as_ref().ok_or(Failure::Closed(NAME))?;
-    work(memory, &object.0.streams)
+    /// Runs `work` on memory that stays the caller's.
+    pub(crate) fn with<R>(
+        &self,
+        work: impl FnOnce(&MemoryKind, &Streams) -> Result<R, Failure>,
+    ) -> Result<R, Failure> {
+        let held = match self.0.held.try_read() {
+            Ok(held) => held,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => {
+                let said = "another thread frees this warpipe_memory";
+                return Err(Failure::State(said.into()));
+            }
+        };
+        let memory = held.as_ref().ok_or(Failure::Closed(NAME))?;
+        work(memory, &self.0.streams)
+    }
+
+    /// Runs `work` on memory, with an owner for the tensor that it makes.
+    pub(crate) fn with_owner<R>(
+        &self,
+        work: impl FnOnce(warpipe_memory_info, &Streams, TensorOwner) -> Result<R, Failure>,
+    ) -> Result<R, Failure> {
+        self.with(|found, streams| {
+            // Under the lock for reading, so that a call which frees the memory sees it.
+            self.0.tensors.fetch_add(1, Ordering::Relaxed);
+            work(found.info(), streams, TensorOwner(self.0.clone()))
+        })
+    }
 }
 
 /// Passes memory to `consume`, which takes it when it uses it up: then the pointer is closed.
@@ -207,7 +204,7 @@ pub(crate) fn consume<R>(
     memory: *mut warpipe_memory,
     consume: impl FnOnce(&mut Option<MemoryKind>, &Streams) -> Result<R, Failure>,
 ) -> Result<R, Failure> {
-    let object: Found<MemoryObject> = handle::get(memory)?;
+    let object = handle::find(memory)?;
     let mut held = match object.0.held.try_write() {
         Ok(held) => held,
         Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
@@ -228,7 +225,7 @@ pub(crate) fn consume<R>(
     drop(held);
     if is_used_up {
         // Only this call had the memory, so that only this call ends the pointer.
-        let _ = handle::close::<MemoryObject>(memory);
+        let _ = handle::close(memory);
     }
     result
 }
@@ -260,14 +257,13 @@ pub unsafe extern "C" fn warpipe_memory_allocate(
     bytes: u64,
     memory: *mut *mut warpipe_memory,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out_object("memory", memory) }?;
+    let allocate = || {
         let streams = streams_of(device)?;
         let allocated = Memory::allocate(streams.device(), bytes)?;
-        place.put(insert_memory(MemoryKind::Owned(allocated), &streams)?);
-        Ok(())
-    })
+        Ok(MemoryObject::of(MemoryKind::Owned(allocated), &streams))
+    };
+    // SAFETY: the caller's promise.
+    unsafe { make("memory", memory, allocate) }
 }
 
 /// Describes memory: its address, length and device.
@@ -279,14 +275,12 @@ pub unsafe extern "C" fn warpipe_memory_get_info(
     memory: *const warpipe_memory,
     info: *mut warpipe_memory_info,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out("info", info) }?;
-        with(memory, |memory, _| {
-            place.put(memory.info());
-            Ok(())
+    // SAFETY: the caller's promise.
+    unsafe {
+        read(memory, "info", info, |memory| {
+            memory.with(|held, _| Ok(held.info()))
         })
-    })
+    }
 }
 
 /// Enqueues a copy of `bytes` bytes from memory of the host to byte `offset`
@@ -306,15 +300,15 @@ pub unsafe extern "C" fn warpipe_memory_write(
     data: *const c_void,
     bytes: usize,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let data = unsafe { slice("data", data.cast::<u8>(), bytes) }?;
-        with(memory, |memory, streams| {
-            // SAFETY: the caller's promise.
-            let stream = unsafe { streams.get(stream) }?;
-            Ok(memory.to_copy()?.write(&stream, offset, data)?)
-        })
-    })
+    let write = |memory: &MemoryKind, streams: &Streams| {
+        // SAFETY: the caller's promises.
+        let (data, stream) = unsafe {
+            let data = slice("data", data.cast::<u8>(), bytes)?;
+            (data, streams.get(stream)?)
+        };
+        Ok(memory.to_copy()?.write(&stream, offset, data)?)
+    };
+    call(memory, |memory| memory.with(write))
 }
 
 /// Waits on the CPU for the streams that `warpipe_memory_write` and `warpipe_memory_used_on` were
@@ -334,14 +328,13 @@ pub unsafe extern "C" fn warpipe_memory_copy_to(
     bytes: usize,
     timeout_ns: u64,
 ) -> warpipe_status {
-    run(|| {
+    let copy = |memory: &MemoryKind, _: &Streams| {
         // SAFETY: the caller's promise; bytes of any value are valid.
         let buffer = unsafe { slice_mut("buffer", buffer.cast::<u8>(), bytes) }?;
-        with(memory, |memory, _| {
-            let slice = memory.to_copy()?;
-            Ok(slice.copy_to(offset, buffer, timeout(timeout_ns))?)
-        })
-    })
+        let slice = memory.to_copy()?;
+        Ok(slice.copy_to(offset, buffer, timeout(timeout_ns))?)
+    };
+    call(memory, |memory| memory.with(copy))
 }
 
 /// Says that the stream is about to be given work on this memory, which is neither unmapped nor
@@ -355,17 +348,16 @@ pub unsafe extern "C" fn warpipe_memory_used_on(
     memory: *const warpipe_memory,
     stream: *mut c_void,
 ) -> warpipe_status {
-    run(|| {
-        with(memory, |memory, streams| {
-            // SAFETY: the caller's promise.
-            let stream = unsafe { streams.get(stream) }?;
-            match memory.range() {
-                Range::Slice(slice) => slice.used_on(&stream),
-                Range::Legacy(memory, _) => memory.used_by(&stream)?,
-            }
-            Ok(())
-        })
-    })
+    let use_on = |memory: &MemoryKind, streams: &Streams| {
+        // SAFETY: the caller's promise.
+        let stream = unsafe { streams.get(stream) }?;
+        match memory.range() {
+            Range::Slice(slice) => slice.used_on(&stream),
+            Range::Legacy(memory, _) => memory.used_by(&stream)?,
+        }
+        Ok(())
+    };
+    call(memory, |memory| memory.with(use_on))
 }
 
 /// A descriptor of allocated memory, close-on-exec (`cuMemExportToShareableHandle`, or a duplicate
@@ -388,7 +380,7 @@ pub unsafe extern "C" fn warpipe_memory_export_fd(
         // SAFETY: the caller's promise.
         let place = unsafe { out("fd", fd) }?;
         place.put(-1);
-        with(memory, |memory, _| {
+        handle::find(memory)?.with(|memory, _| {
             place.put(owned(memory)?.export_fd()?.into_raw_fd());
             Ok(())
         })
@@ -430,15 +422,10 @@ pub unsafe extern "C" fn warpipe_memory_import_fd(
     access: u32,
     memory: *mut *mut warpipe_memory,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        let (place, uuid) = unsafe {
-            let place = out_object("memory", memory)?;
-            (
-                place,
-                slice("uuid", uuid, if uuid.is_null() { 0 } else { 16 })?,
-            )
-        };
+    let import = || {
+        let uuid_bytes = if uuid.is_null() { 0 } else { 16 };
+        // SAFETY: the caller's promise.
+        let uuid = unsafe { slice("uuid", uuid, uuid_bytes) }?;
         if fd < 0 {
             return Err(Failure::argument("fd", fd, "an open descriptor"));
         }
@@ -456,9 +443,10 @@ pub unsafe extern "C" fn warpipe_memory_import_fd(
         // is an error of the first call of the system that gets it.
         let fd = unsafe { BorrowedFd::borrow_raw(fd) };
         let imported = Memory::import_fd(streams.device(), fd, &info, access)?;
-        place.put(insert_memory(MemoryKind::Shared(imported), &streams)?);
-        Ok(())
-    })
+        Ok(MemoryObject::of(MemoryKind::Shared(imported), &streams))
+    };
+    // SAFETY: the caller's promise.
+    unsafe { make("memory", memory, import) }
 }
 
 /// A ticket with which other processes open this block of a pool (`warpipe_ticket_open`) until it
@@ -479,18 +467,16 @@ pub unsafe extern "C" fn warpipe_memory_lend(
     capacity: usize,
     length: *mut usize,
 ) -> warpipe_status {
-    run(|| {
+    let lend = |memory: &MemoryKind, _: &Streams| {
         let access = access_of("access", access)?;
-        with(memory, |memory, _| {
-            let MemoryKind::Block { block, .. } = memory else {
-                let said = "this memory is no block of a pool of this process; publish it instead (warpipe_memory_publish)";
-                return Err(Failure::State(said.into()));
-            };
-            let ticket = block.lend(access)?.to_string();
-            // SAFETY: the caller's promises.
-            unsafe { put_text(&ticket, buffer, capacity, length) }
-        })
-    })
+        let MemoryKind::Block { block, .. } = memory else {
+            let said = "this memory is no block of a pool of this process; publish it instead (warpipe_memory_publish)";
+            return Err(Failure::State(said.into()));
+        };
+        // SAFETY: the caller's promises.
+        unsafe { put_text(block.lend(access)?, buffer, capacity, length) }
+    };
+    call(memory, |memory| memory.with(lend))
 }
 
 /// Frees a block of a pool behind the work enqueued on the stream so far, and on the others that it
@@ -529,7 +515,7 @@ pub unsafe extern "C" fn warpipe_memory_free_on(
 /// Null is ignored.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_memory_close(memory: *mut warpipe_memory) -> warpipe_status {
-    run(|| handle::close::<MemoryObject>(memory))
+    run(|| handle::close(memory))
 }
 
 #[cfg(test)]
@@ -542,11 +528,15 @@ mod tests {
     fn memory_that_a_call_uses_is_not_consumed_meanwhile() {
         let streams = Arc::new(Streams::new(Device::host()));
         let memory = Memory::allocate(streams.device(), 64).expect("the host has memory");
-        let memory = insert_memory(MemoryKind::Owned(memory), &streams).expect("a free entry");
+        let memory = MemoryObject::of(MemoryKind::Owned(memory), &streams);
+        let memory: *mut warpipe_memory = handle::reserve().expect("a free entry").fill(memory);
+        let with_it = |work: &dyn Fn() -> Result<bool, Failure>| {
+            handle::find(memory)?.with(|_, _| Ok(work()))
+        };
         let take = || consume(memory, |held, _| Ok(held.take().is_some()));
-        let refused = with(memory, |_, _| Ok(take())).expect("it is open");
+        let refused = with_it(&take).expect("it is open");
         assert!(matches!(refused, Err(Failure::State(_))), "{refused:?}");
-        let used_in_use = consume(memory, |_, _| Ok(with(memory, |_, _| Ok(()))));
+        let used_in_use = consume(memory, |_, _| Ok(with_it(&|| Ok(true))));
         let refused = used_in_use.expect("no call uses it");
         assert!(matches!(refused, Err(Failure::State(_))), "{refused:?}");
         assert!(take().expect("no call uses it"));

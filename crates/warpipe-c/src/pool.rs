@@ -1,20 +1,18 @@
 //! Pools: device memory that is handed out in blocks, to this process and to others.
 
 use std::ffi::c_char;
-use std::sync::Arc;
 
-use warpipe::{Buffer, Pool, PoolClient, Quota};
+use warpipe::{Buffer, Device, Pool, PoolClient, Quota};
 
-use crate::arguments::{
-    Options, admitted, number, out, out_object, put_unless_null, set, slice, text, timeout,
-};
-use crate::device::{streams_of, warpipe_device};
+use crate::arguments::{Options, admit, number, put_unless_null, set, slice, text, timeout};
+use crate::call::{call, make_of, read};
+use crate::device::{make_with, warpipe_device};
 use crate::domain::{domain_of, warpipe_domain};
-use crate::failure::{Failure, run, warpipe_status};
+use crate::failure::{run, warpipe_status};
 use crate::handle::{self, Found};
-use crate::memory::{MemoryKind, insert_memory, warpipe_memory};
+use crate::memory::{MemoryKind, MemoryObject, warpipe_memory};
 use crate::open::{warpipe_open_options, with_options};
-use crate::streams::Streams;
+use crate::streams::OnDevice;
 
 /// Device memory that is handed out in blocks, to this process and to others. Any number of threads
 /// may use it.
@@ -100,6 +98,11 @@ fn quota_of(bytes_max: u64, blocks_max: u32) -> Quota {
     }
 }
 
+/// A limit, or 0 if it is `none`.
+fn unless<T: PartialEq + Default>(none: T, limit: T) -> T {
+    if limit == none { T::default() } else { limit }
+}
+
 // SAFETY: numbers and pointers, which may be zero.
 unsafe impl Options for warpipe_pool_options {}
 
@@ -129,20 +132,6 @@ pub struct warpipe_pool_stats {
     pub peers: u64,
 }
 
-/// A pool, and the streams of its device.
-#[derive(Debug)]
-pub(crate) struct PoolObject {
-    pool: Pool,
-    streams: Arc<Streams>,
-}
-
-/// A client of a pool, and the streams of its device.
-#[derive(Debug)]
-pub(crate) struct PoolClientObject {
-    client: PoolClient,
-    streams: Arc<Streams>,
-}
-
 /// Makes a pool of `name` (1 to 80 bytes of `a-z A-Z 0-9 _ - .` in parts joined by `/`). `options`
 /// may be null.
 ///
@@ -161,41 +150,31 @@ pub unsafe extern "C" fn warpipe_pool_create(
     options: *const warpipe_pool_options,
     pool: *mut *mut warpipe_pool,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        let (place, name, options, admitted, quotas) = unsafe {
-            let place = out_object("pool", pool)?;
-            let options = crate::arguments::options(options)?;
-            let admitted = admitted(
-                options.allow_uids,
-                options.allow_uids_count,
-                options.allow_gids,
-                options.allow_gids_count,
-            )?;
-            let quotas = slice("options->quotas", options.quotas, options.quotas_count)?;
-            (place, text("name", name)?, options, admitted, quotas)
-        };
-        let streams = streams_of(options.device)?;
-        let mut builder = Pool::builder(name)
-            .device(streams.device())
+    let build = |options: &warpipe_pool_options, device: &Device| {
+        // SAFETY: the caller's promise.
+        let mut builder = Pool::builder(unsafe { text("name", name) }?)
+            .device(device)
             .reserve(options.reserve)
-            .user_quota(quota_of(options.user_bytes_max, options.user_blocks_max))
-            .allow_uids(admitted.uids)
-            .allow_gids(admitted.gids);
+            .user_quota(quota_of(options.user_bytes_max, options.user_blocks_max));
         set!(
             builder,
             domain(domain_of(options.domain)?.as_ref()),
             memory_limit(number(options.memory_limit)),
             peers_max(number(options.peers_max as usize)),
         );
+        // SAFETY: the caller's promises.
+        let quotas = unsafe {
+            admit!(builder, options);
+            slice("options->quotas", options.quotas, options.quotas_count)?
+        };
         for quota in quotas {
             let allowed = quota_of(quota.bytes_max, quota.blocks_max);
             builder = builder.quota_for(quota.uid, allowed);
         }
-        let pool = builder.build()?;
-        place.put(handle::insert(PoolObject { pool, streams })?);
-        Ok(())
-    })
+        Ok(builder.build()?)
+    };
+    // SAFETY: the caller's promises.
+    unsafe { make_with("pool", pool, options, |options| options.device, build) }
 }
 
 /// Allocates a block of `bytes` bytes, aligned to 512, and waits up to `timeout_ns` nanoseconds for
@@ -218,19 +197,17 @@ pub unsafe extern "C" fn warpipe_pool_allocate(
     timeout_ns: u64,
     memory: *mut *mut warpipe_memory,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out_object("memory", memory) }?;
-        let object: Found<PoolObject> = handle::get(pool)?;
-        let block = object.pool.allocate(bytes, timeout(timeout_ns))?;
-        place.put(insert_block(block, &object)?);
-        Ok(())
-    })
+    let allocate = |pool: &mut Found<OnDevice<Pool>>| {
+        let block = pool.allocate(bytes, timeout(timeout_ns))?;
+        Ok(block_of(pool, block))
+    };
+    // SAFETY: the caller's promise.
+    unsafe { make_of(pool, "memory", memory, allocate) }
 }
 
-fn insert_block(block: Buffer, object: &PoolObject) -> Result<*mut warpipe_memory, Failure> {
-    let pool = object.pool.name().into();
-    insert_memory(MemoryKind::Block { block, pool }, &object.streams)
+fn block_of(pool: &OnDevice<Pool>, block: Buffer) -> MemoryObject {
+    let name = pool.name().into();
+    MemoryObject::of(MemoryKind::Block { block, pool: name }, &pool.streams)
 }
 
 /// As `warpipe_pool_allocate`, in a region of the user `uid`: its processes, and no others, can
@@ -249,15 +226,12 @@ pub unsafe extern "C" fn warpipe_pool_allocate_for(
     timeout_ns: u64,
     memory: *mut *mut warpipe_memory,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out_object("memory", memory) }?;
-        let object: Found<PoolObject> = handle::get(pool)?;
-        let waited = timeout(timeout_ns);
-        let block = object.pool.allocate_for(uid, bytes, waited)?;
-        place.put(insert_block(block, &object)?);
-        Ok(())
-    })
+    let allocate = |pool: &mut Found<OnDevice<Pool>>| {
+        let block = pool.allocate_for(uid, bytes, timeout(timeout_ns))?;
+        Ok(block_of(pool, block))
+    };
+    // SAFETY: the caller's promise.
+    unsafe { make_of(pool, "memory", memory, allocate) }
 }
 
 /// Reads which part of a pool the user `uid` has.
@@ -270,29 +244,19 @@ pub unsafe extern "C" fn warpipe_pool_get_usage(
     uid: u32,
     usage: *mut warpipe_pool_usage,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out("usage", usage) }?;
-        let object: Found<PoolObject> = handle::get(pool)?;
-        let (found, none) = (object.pool.usage(uid), Quota::default());
+    let usage_of = |pool: &Pool| {
+        let (found, none) = (pool.usage(uid), Quota::default());
         let limit = found.quota;
-        place.put(warpipe_pool_usage {
+        warpipe_pool_usage {
             bytes: found.bytes,
-            bytes_max: if limit.bytes == none.bytes {
-                0
-            } else {
-                limit.bytes
-            },
+            bytes_max: unless(none.bytes, limit.bytes),
             region_bytes: found.region_bytes,
             blocks: found.blocks,
-            blocks_max: if limit.blocks == none.blocks {
-                0
-            } else {
-                limit.blocks
-            },
-        });
-        Ok(())
-    })
+            blocks_max: unless(none.blocks, limit.blocks),
+        }
+    };
+    // SAFETY: the caller's promise.
+    unsafe { read(pool, "usage", usage, |pool| Ok(usage_of(pool))) }
 }
 
 /// Reads a pool's present state.
@@ -304,12 +268,9 @@ pub unsafe extern "C" fn warpipe_pool_get_stats(
     pool: *const warpipe_pool,
     stats: *mut warpipe_pool_stats,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out("stats", stats) }?;
-        let object: Found<PoolObject> = handle::get(pool)?;
-        let stats = object.pool.stats();
-        place.put(warpipe_pool_stats {
+    let stats_of = |pool: &Pool| {
+        let stats = pool.stats();
+        warpipe_pool_stats {
             regions: stats.regions as u64,
             total_bytes: stats.total_bytes,
             limit_bytes: stats.limit_bytes,
@@ -320,16 +281,17 @@ pub unsafe extern "C" fn warpipe_pool_get_stats(
             allocations: stats.allocations,
             waits: stats.waits,
             peers: stats.peers as u64,
-        });
-        Ok(())
-    })
+        }
+    };
+    // SAFETY: the caller's promise.
+    unsafe { read(pool, "stats", stats, |pool| Ok(stats_of(pool))) }
 }
 
 /// Closes a pool: its name is released, and clients get no more memory. Blocks in use stay valid
 /// until they are closed. Null is ignored.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_pool_close(pool: *mut warpipe_pool) -> warpipe_status {
-    run(|| handle::close::<PoolObject>(pool))
+    run(|| handle::close(pool))
 }
 
 /// Connects to the pool of this name in another process, to allocate from its memory. `options` may
@@ -349,22 +311,13 @@ pub unsafe extern "C" fn warpipe_pool_client_open(
     options: *const warpipe_open_options,
     client: *mut *mut warpipe_pool_client,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        let (place, name, options) = unsafe {
-            let place = out_object("client", client)?;
-            (
-                place,
-                text("name", name)?,
-                crate::arguments::options(options)?,
-            )
-        };
-        let streams = streams_of(options.device)?;
-        let client =
-            with_options(PoolClient::opener(name), &options, &streams)?.open(options.wait())?;
-        place.put(handle::insert(PoolClientObject { client, streams })?);
-        Ok(())
-    })
+    let open = |options: &warpipe_open_options, device: &Device| {
+        // SAFETY: the caller's promise.
+        let opener = PoolClient::opener(unsafe { text("name", name) }?);
+        Ok(with_options(opener, options, device)?.open(timeout(options.wait_ns))?)
+    };
+    // SAFETY: the caller's promises.
+    unsafe { make_with("client", client, options, |options| options.device, open) }
 }
 
 /// Allocates a block of `bytes` bytes of the owner's memory, for reading and writing, and waits up
@@ -389,14 +342,12 @@ pub unsafe extern "C" fn warpipe_pool_client_allocate(
     timeout_ns: u64,
     memory: *mut *mut warpipe_memory,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out_object("memory", memory) }?;
-        let object: Found<PoolClientObject> = handle::get(client)?;
-        let block = object.client.allocate(bytes, timeout(timeout_ns))?;
-        place.put(insert_memory(MemoryKind::Lent(block), &object.streams)?);
-        Ok(())
-    })
+    let allocate = |client: &mut Found<OnDevice<PoolClient>>| {
+        let block = client.allocate(bytes, timeout(timeout_ns))?;
+        Ok(MemoryObject::of(MemoryKind::Lent(block), &client.streams))
+    };
+    // SAFETY: the caller's promise.
+    unsafe { make_of(client, "memory", memory, allocate) }
 }
 
 /// The owner's process id, and whether it has closed the pool or has died: its blocks stay valid
@@ -410,12 +361,11 @@ pub unsafe extern "C" fn warpipe_pool_client_get_owner(
     pid: *mut i32,
     is_gone: *mut bool,
 ) -> warpipe_status {
-    run(|| {
-        let object: Found<PoolClientObject> = handle::get(client)?;
+    call(client, |client| {
         // SAFETY: the caller's promises.
         unsafe {
-            put_unless_null(pid, object.client.owner_pid());
-            put_unless_null(is_gone, object.client.is_owner_gone());
+            put_unless_null(pid, client.owner_pid());
+            put_unless_null(is_gone, client.is_owner_gone());
         }
         Ok(())
     })
@@ -424,5 +374,5 @@ pub unsafe extern "C" fn warpipe_pool_client_get_owner(
 /// Closes a client of a pool. Its blocks stay valid until they are closed. Null is ignored.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_pool_client_close(client: *mut warpipe_pool_client) -> warpipe_status {
-    run(|| handle::close::<PoolClientObject>(client))
+    run(|| handle::close(client))
 }

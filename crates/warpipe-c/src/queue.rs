@@ -1,24 +1,22 @@
 //! Queues: jobs that one of any number of workers does, each once, and their results.
 
 use std::ffi::{c_char, c_void};
-use std::ptr::null_mut;
-use std::sync::Arc;
 
-use warpipe::{Error, JobResult, Queue, QueueState, ResultOrder, SubmitError};
+use warpipe::{Device, Error, JobResult, Queue, QueueState, ResultOrder, Stream, SubmitError};
 
 use crate::arguments::{
-    Options, number, options, out, out_object, put_unless_null, set, slice, slice_mut, text,
-    time_option, timeout, timeout_unless_usual,
+    Options, number, out, put_unless_null, set, slice, slice_mut, text, time_option, timeout,
+    timeout_unless_usual,
 };
-use crate::device::{streams_of, warpipe_device};
+use crate::call::{call, make_on, make_optional};
+use crate::device::{make_with, warpipe_device};
 use crate::domain::{domain_of, warpipe_domain};
 use crate::failure::{Failure, run, warpipe_status};
-use crate::handle::{self, Found};
-use crate::job::{give_job, warpipe_job};
+use crate::handle;
+use crate::job::warpipe_job;
 use crate::layout::{layout_of, warpipe_layout};
-use crate::loan::{LoanKind, Unpassed, insert_loan, pass, warpipe_loan};
-use crate::sample::{insert_sample, warpipe_sample};
-use crate::streams::Streams;
+use crate::loan::{LoanKind, Unpassed, lend, pass, warpipe_loan};
+use crate::sample::warpipe_sample;
 
 /// Hands jobs to worker processes, each to one, and gets each one's result once. A job that a
 /// worker's death or failure leaves goes to another worker. Any number of threads may use it.
@@ -114,13 +112,6 @@ impl warpipe_queue_state {
     }
 }
 
-/// A queue, and the streams of its device.
-#[derive(Debug)]
-pub(crate) struct QueueObject {
-    pub(crate) queue: Queue,
-    streams: Arc<Streams>,
-}
-
 fn order_of(order: u32) -> Result<ResultOrder, Failure> {
     match order {
         0 => Ok(ResultOrder::Submission),
@@ -148,15 +139,10 @@ pub unsafe extern "C" fn warpipe_queue_create(
     options: *const warpipe_queue_options,
     queue: *mut *mut warpipe_queue,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        let (place, name, options) = unsafe {
-            let place = out_object("queue", queue)?;
-            (place, text("name", name)?, self::options(options)?)
-        };
-        let streams = streams_of(options.device)?;
-        let mut builder = Queue::builder(name)
-            .device(streams.device())
+    let build = |options: &warpipe_queue_options, device: &Device| {
+        // SAFETY: the caller's promise.
+        let mut builder = Queue::builder(unsafe { text("name", name) }?)
+            .device(device)
             .order(order_of(options.order)?)
             .lease_timeout(time_option(options.lease_timeout_ns));
         set!(
@@ -171,10 +157,10 @@ pub unsafe extern "C" fn warpipe_queue_create(
             submit_timeout(time_option(options.submit_timeout_ns)),
             spin(time_option(options.spin_ns)),
         );
-        let queue = builder.build()?;
-        place.put(handle::insert(QueueObject { queue, streams })?);
-        Ok(())
-    })
+        Ok(builder.build()?)
+    };
+    // SAFETY: the caller's promises.
+    unsafe { make_with("queue", queue, options, |options| options.device, build) }
 }
 
 /// Closes a queue: its jobs end without an outcome, and its workers get `WARPIPE_PEER_GONE`. Results
@@ -182,7 +168,7 @@ pub unsafe extern "C" fn warpipe_queue_create(
 /// in a call on it, it ends when that call returns. Null is ignored.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_queue_close(queue: *mut warpipe_queue) -> warpipe_status {
-    run(|| handle::close::<QueueObject>(queue))
+    run(|| handle::close(queue))
 }
 
 /// Lends memory for the input of a job, a tensor of this layout, with undefined contents.
@@ -200,14 +186,8 @@ pub unsafe extern "C" fn warpipe_queue_loan(
     layout: *const warpipe_layout,
     loan: *mut *mut warpipe_loan,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        let (place, layout) = unsafe { (out_object("loan", loan)?, layout_of(layout)?) };
-        let queue: Found<QueueObject> = handle::get(queue)?;
-        let take = || Ok(LoanKind::Job(queue.queue.loan(&layout)?));
-        place.put(insert_loan(&queue.streams, take)?);
-        Ok(())
-    })
+    // SAFETY: the caller's promises.
+    unsafe { lend(queue, layout, loan, Queue::loan, LoanKind::Job) }
 }
 
 /// Submits a loan of this queue as a job, behind the work enqueued on `stream` so far. Waits up to
@@ -234,24 +214,18 @@ pub unsafe extern "C" fn warpipe_queue_submit(
     timeout_ns: u64,
     job: *mut *mut warpipe_job,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        unsafe { put_unless_null(job, null_mut()) };
-        let queue: Found<QueueObject> = handle::get(queue)?;
+    let submit = || {
+        let queue = handle::find(queue)?;
         // SAFETY: the caller's promise.
         let stream = unsafe { queue.streams.get(stream) }?;
-        let submit = || {
-            pass(loan, |loan| {
-                let submitted = match timeout_unless_usual(timeout_ns) {
-                    Some(limit) => queue.queue.submit_within(loan, &stream, limit),
-                    None => queue.queue.submit(loan, &stream),
-                };
-                submitted.map_err(Unpassed::from)
-            })
-        };
-        // SAFETY: the caller's promise.
-        unsafe { give_job(&queue.streams, job, submit) }
-    })
+        let submitted = pass(loan, |loan| match timeout_unless_usual(timeout_ns) {
+            Some(limit) => queue.submit_within(loan, &stream, limit),
+            None => queue.submit(loan, &stream),
+        })?;
+        Ok(queue.beside(submitted))
+    };
+    // SAFETY: the caller's promise.
+    unsafe { make_optional(job, submit) }
 }
 
 impl From<SubmitError> for Unpassed {
@@ -281,28 +255,24 @@ pub unsafe extern "C" fn warpipe_queue_submit_host(
     bytes: usize,
     job: *mut *mut warpipe_job,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        unsafe { put_unless_null(job, null_mut()) };
-        let queue: Found<QueueObject> = handle::get(queue)?;
+    let submit = || {
+        let queue = handle::find(queue)?;
         // SAFETY: the caller's promises.
         let (data, stream) = unsafe {
             let data = slice("data", data.cast::<u8>(), bytes)?;
             (data, queue.streams.get(stream)?)
         };
-        let submit = || {
-            if layout.is_null() {
-                return Ok(queue.queue.submit_bytes(data, &stream)?);
-            }
-            // SAFETY: the caller's promise.
-            let layout = unsafe { layout_of(layout) }?;
-            let mut input = queue.queue.loan(&layout)?;
-            input.write(&stream, data)?;
-            Ok(queue.queue.submit(input, &stream).map_err(Error::from)?)
-        };
+        if layout.is_null() {
+            return Ok(queue.beside(queue.submit_bytes(data, &stream)?));
+        }
         // SAFETY: the caller's promise.
-        unsafe { give_job(&queue.streams, job, submit) }
-    })
+        let mut input = queue.loan(&unsafe { layout_of(layout) }?)?;
+        input.write(&stream, data)?;
+        let submitted = queue.submit(input, &stream).map_err(Error::from)?;
+        Ok(queue.beside(submitted))
+    };
+    // SAFETY: the caller's promise.
+    unsafe { make_optional(job, submit) }
 }
 
 /// Waits for the next result, in the order of the queue's options, of a job that
@@ -327,25 +297,18 @@ pub unsafe extern "C" fn warpipe_queue_next_result(
     sample: *mut *mut warpipe_sample,
     job: *mut u64,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        let place = unsafe {
-            put_unless_null(job, 0);
-            out_object("sample", sample)?
-        };
-        let queue: Found<QueueObject> = handle::get(queue)?;
+    let next_result = |queue: &Queue, stream: &Stream| {
+        let result = queue.next_result(stream, timeout(timeout_ns));
+        let found = result.as_ref().map_or_else(failed_job, JobResult::job);
         // SAFETY: the caller's promise.
-        let stream = unsafe { queue.streams.get(stream) }?;
-        let take = || {
-            let result = queue.queue.next_result(&stream, timeout(timeout_ns));
-            let found = result.as_ref().map_or_else(failed_job, JobResult::job);
-            // SAFETY: the caller's promise.
-            unsafe { put_unless_null(job, found) };
-            Ok(result?.into())
-        };
-        place.put(insert_sample(&queue.streams, take)?);
-        Ok(())
-    })
+        unsafe { put_unless_null(job, found) };
+        Ok(result?.into())
+    };
+    // SAFETY: the caller's promises.
+    unsafe {
+        put_unless_null(job, 0);
+        make_on(queue, stream, "sample", sample, next_result)
+    }
 }
 
 /// The job of which an error is the outcome, or 0.
@@ -367,10 +330,8 @@ pub extern "C" fn warpipe_queue_wait_for_workers(
     count: usize,
     timeout_ns: u64,
 ) -> warpipe_status {
-    run(|| {
-        let queue: Found<QueueObject> = handle::get(queue)?;
-        Ok(queue.queue.wait_for_workers(count, timeout(timeout_ns))?)
-    })
+    let timeout = timeout(timeout_ns);
+    call(queue, |queue| Ok(queue.wait_for_workers(count, timeout)?))
 }
 
 /// Waits until every job has its outcome. The outcomes stay to be taken.
@@ -381,10 +342,7 @@ pub extern "C" fn warpipe_queue_drain(
     queue: *const warpipe_queue,
     timeout_ns: u64,
 ) -> warpipe_status {
-    run(|| {
-        let queue: Found<QueueObject> = handle::get(queue)?;
-        Ok(queue.queue.drain(timeout(timeout_ns))?)
-    })
+    call(queue, |queue| Ok(queue.drain(timeout(timeout_ns))?))
 }
 
 /// Takes no more jobs, and waits until every job has its outcome. Then, also after a timeout here,
@@ -397,10 +355,7 @@ pub extern "C" fn warpipe_queue_shutdown(
     queue: *const warpipe_queue,
     timeout_ns: u64,
 ) -> warpipe_status {
-    run(|| {
-        let queue: Found<QueueObject> = handle::get(queue)?;
-        Ok(queue.queue.shutdown(timeout(timeout_ns))?)
-    })
+    call(queue, |queue| Ok(queue.shutdown(timeout(timeout_ns))?))
 }
 
 /// Cancels every job that no worker holds; they have no outcome. Writes the numbers of at most
@@ -415,11 +370,10 @@ pub unsafe extern "C" fn warpipe_queue_cancel_waiting(
     capacity: usize,
     count: *mut usize,
 ) -> warpipe_status {
-    run(|| {
-        let queue: Found<QueueObject> = handle::get(queue)?;
+    call(queue, |queue| {
         // SAFETY: the caller's promise.
         let places = unsafe { slice_mut("jobs", jobs, capacity) }?;
-        let cancelled = queue.queue.cancel_waiting()?;
+        let cancelled = queue.cancel_waiting()?;
         for (place, &job) in places.iter_mut().zip(&cancelled) {
             *place = job;
         }
@@ -440,10 +394,8 @@ pub unsafe extern "C" fn warpipe_queue_get_state(
     workers: *mut i32,
     capacity: usize,
 ) -> warpipe_status {
-    run(|| {
-        let queue: Found<QueueObject> = handle::get(queue)?;
-        let found = queue.queue.state()?;
+    call(queue, |queue| {
         // SAFETY: the caller's promises.
-        unsafe { warpipe_queue_state::put(&found, state, workers, capacity) }
+        unsafe { warpipe_queue_state::put(&queue.state()?, state, workers, capacity) }
     })
 }

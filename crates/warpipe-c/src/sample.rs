@@ -1,15 +1,14 @@
 //! Memory that was received: samples of a channel, and the inputs and results of jobs and requests.
 
 use std::ffi::c_void;
-use std::sync::Arc;
 
-use warpipe::{AnswerHandle, JobResult, Lease, Receipt, Sample};
+use warpipe::{AnswerHandle, JobResult, Lease, Sample, Stream};
 
-use crate::arguments::{out, put_unless_null, slice_mut, timeout};
-use crate::failure::{Failure, run, warpipe_status};
-use crate::handle::{self, Found, Locked, Reserved};
+use crate::arguments::{slice_mut, timeout};
+use crate::call::{call, call_on, make_optional, read};
+use crate::failure::{run, warpipe_status};
+use crate::handle;
 use crate::layout::warpipe_layout;
-use crate::streams::Streams;
 
 /// A tensor in another process's memory, received from a channel, as the result of a job or a
 /// request, or as the input of one. Memory that this process may only read.
@@ -63,40 +62,6 @@ pub struct warpipe_sample_info {
     pub previous_pid: i32,
 }
 
-impl warpipe_sample_info {
-    pub(crate) fn of(received: &Received) -> warpipe_sample_info {
-        let (sample, metadata) = (&received.sample, received.sample.metadata());
-        let own_metadata = &metadata[metadata.len() - received.own_metadata_bytes..];
-        let gap = sample.discontinuity();
-        warpipe_sample_info {
-            data: sample.ptr(),
-            slot: sample.slot_ptr(),
-            layout: warpipe_layout::of(sample.layout()),
-            metadata: own_metadata.as_ptr(),
-            metadata_bytes: own_metadata.len(),
-            sequence: sample.sequence(),
-            sent_at_ns: sample.sent_at_ns().unwrap_or_default(),
-            received_at_ns: sample.received_at_ns().unwrap_or_default(),
-            job: received.job,
-            attempt: received.attempt,
-            pid: received.pid,
-            deadline_ns: received.deadline_ns,
-            missing: gap.map_or(0, |gap| gap.missing),
-            is_discontinuity: gap.is_some(),
-            previous_pid: gap
-                .and_then(|gap| gap.previous)
-                .map_or(0, |previous| previous.pid),
-        }
-    }
-}
-
-/// A received tensor, and the streams of its endpoint's device.
-#[derive(Debug)]
-pub(crate) struct ReceivedSample {
-    pub(crate) received: Received,
-    pub(crate) streams: Arc<Streams>,
-}
-
 /// A sample of a channel, or the input or the result of a job or a request.
 #[derive(Debug)]
 pub(crate) struct Received {
@@ -136,6 +101,30 @@ impl From<JobResult> for Received {
 }
 
 impl Received {
+    pub(crate) fn info(&self) -> warpipe_sample_info {
+        let (sample, metadata) = (&self.sample, self.sample.metadata());
+        let own_metadata = &metadata[metadata.len() - self.own_metadata_bytes..];
+        let gap = sample.discontinuity();
+        let previous = gap.and_then(|gap| gap.previous);
+        warpipe_sample_info {
+            data: sample.ptr(),
+            slot: sample.slot_ptr(),
+            layout: warpipe_layout::of(sample.layout()),
+            metadata: own_metadata.as_ptr(),
+            metadata_bytes: own_metadata.len(),
+            sequence: sample.sequence(),
+            sent_at_ns: sample.sent_at_ns().unwrap_or_default(),
+            received_at_ns: sample.received_at_ns().unwrap_or_default(),
+            job: self.job,
+            attempt: self.attempt,
+            pid: self.pid,
+            deadline_ns: self.deadline_ns,
+            missing: gap.map_or(0, |gap| gap.missing),
+            is_discontinuity: gap.is_some(),
+            previous_pid: previous.map_or(0, |previous| previous.pid),
+        }
+    }
+
     /// The parts of a lease.
     pub(crate) fn split(lease: Lease) -> (Received, AnswerHandle) {
         let (pid, own_metadata_bytes) = (lease.queue_pid(), lease.metadata().len());
@@ -152,27 +141,6 @@ impl Received {
     }
 }
 
-/// Gives a sample to C. Its pointer comes first: a sample is not received that has none.
-#[inline(always)]
-pub(crate) fn insert_sample(
-    streams: &Arc<Streams>,
-    receive: impl FnOnce() -> Result<Received, Failure>,
-) -> Result<*mut warpipe_sample, Failure> {
-    let entry = handle::reserve::<ReceivedSample>()?;
-    Ok(entry.fill(ReceivedSample {
-        received: receive()?,
-        streams: streams.clone(),
-    }))
-}
-
-/// Runs `work` on a sample that stays the caller's.
-fn with<R>(
-    sample: *const warpipe_sample,
-    work: impl FnOnce(&ReceivedSample) -> Result<R, Failure>,
-) -> Result<R, Failure> {
-    work(&*handle::lock(sample)?)
-}
-
 /// Describes a sample: its address, layout, metadata and origin.
 ///
 /// # Safety
@@ -182,14 +150,8 @@ pub unsafe extern "C" fn warpipe_sample_get_info(
     sample: *const warpipe_sample,
     info: *mut warpipe_sample_info,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out("info", info) }?;
-        with(sample, |object| {
-            place.put(warpipe_sample_info::of(&object.received));
-            Ok(())
-        })
-    })
+    // SAFETY: the caller's promise.
+    unsafe { read(sample, "info", info, |sample| Ok(sample.info())) }
 }
 
 /// Makes another stream wait, on the device, until the sample's data is complete: work that is
@@ -205,13 +167,9 @@ pub unsafe extern "C" fn warpipe_sample_wait_on(
     sample: *const warpipe_sample,
     stream: *mut c_void,
 ) -> warpipe_status {
-    run(|| {
-        with(sample, |object| {
-            // SAFETY: the caller's promise.
-            let stream = unsafe { object.streams.get(stream) }?;
-            Ok(object.received.sample.wait_on(&stream)?)
-        })
-    })
+    let wait_on = |received: &Received, stream: &Stream| Ok(received.sample.wait_on(stream)?);
+    // SAFETY: the caller's promise.
+    unsafe { call_on(sample, stream, wait_on) }
 }
 
 /// Waits on the CPU until the data is complete. Device work needs no such wait: the stream that the
@@ -223,10 +181,8 @@ pub extern "C" fn warpipe_sample_wait(
     sample: *const warpipe_sample,
     timeout_ns: u64,
 ) -> warpipe_status {
-    run(|| {
-        with(sample, |object| {
-            Ok(object.received.sample.wait(timeout(timeout_ns))?)
-        })
+    call(sample, |found| {
+        Ok(found.sample.wait(timeout(timeout_ns))?)
     })
 }
 
@@ -241,14 +197,9 @@ pub unsafe extern "C" fn warpipe_sample_is_complete(
     sample: *const warpipe_sample,
     is_complete: *mut bool,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out("is_complete", is_complete) }?;
-        with(sample, |object| {
-            place.put(object.received.sample.is_complete()?);
-            Ok(())
-        })
-    })
+    let look = |received: &Received| Ok(received.sample.is_complete()?);
+    // SAFETY: the caller's promise.
+    unsafe { read(sample, "is_complete", is_complete, |found| look(found)) }
 }
 
 /// Waits for the data and copies the whole slot, `layout.bytes` bytes, to memory of the host.
@@ -264,15 +215,10 @@ pub unsafe extern "C" fn warpipe_sample_copy_to(
     bytes: usize,
     timeout_ns: u64,
 ) -> warpipe_status {
-    run(|| {
+    call(sample, |found| {
         // SAFETY: the caller's promise; bytes of any value are valid.
         let buffer = unsafe { slice_mut("buffer", buffer.cast::<u8>(), bytes) }?;
-        with(sample, |object| {
-            Ok(object
-                .received
-                .sample
-                .copy_to(buffer, timeout(timeout_ns))?)
-        })
+        Ok(found.sample.copy_to(buffer, timeout(timeout_ns))?)
     })
 }
 
@@ -287,8 +233,8 @@ pub extern "C" fn warpipe_sample_finish(
     timeout_ns: u64,
 ) -> warpipe_status {
     run(|| {
-        let object = handle::lock::<ReceivedSample>(sample)?.take();
-        Ok(object.received.sample.finish(timeout(timeout_ns))?)
+        let received = handle::find(sample)?.take().object;
+        Ok(received.sample.finish(timeout(timeout_ns))?)
     })
 }
 
@@ -305,16 +251,12 @@ pub unsafe extern "C" fn warpipe_sample_release(
     sample: *mut warpipe_sample,
     receipt: *mut *mut warpipe_receipt,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        unsafe { put_unless_null(receipt, std::ptr::null_mut()) };
-        let entry = handle::reserve_if(!receipt.is_null())?;
-        let object = handle::lock::<ReceivedSample>(sample)?.take();
-        let released = object.received.sample.release()?;
-        // SAFETY: the caller's promise.
-        unsafe { give(released, entry, receipt) };
-        Ok(())
-    })
+    let release = || {
+        let received = handle::find(sample)?.take().object;
+        Ok(received.sample.release()?)
+    };
+    // SAFETY: the caller's promise.
+    unsafe { make_optional(receipt, release) }
 }
 
 /// As `warpipe_sample_release`, behind the work of another stream, which must have been made to wait
@@ -328,31 +270,14 @@ pub unsafe extern "C" fn warpipe_sample_release_on(
     stream: *mut c_void,
     receipt: *mut *mut warpipe_receipt,
 ) -> warpipe_status {
-    run(|| {
+    let release = || {
+        let mut found = handle::find(sample)?;
         // SAFETY: the caller's promise.
-        unsafe { put_unless_null(receipt, std::ptr::null_mut()) };
-        let entry = handle::reserve_if(!receipt.is_null())?;
-        let mut locked: Locked<ReceivedSample> = handle::lock(sample)?;
-        // SAFETY: the caller's promise.
-        let stream = unsafe { locked.streams.get(stream) }?.into_owned();
-        let released = locked.take().received.sample.release_on(&stream)?;
-        // SAFETY: the caller's promise.
-        unsafe { give(released, entry, receipt) };
-        Ok(())
-    })
-}
-
-/// # Safety
-/// `receipt` is null or the address of a pointer.
-unsafe fn give(
-    released: Receipt,
-    entry: Option<Reserved<Receipt>>,
-    receipt: *mut *mut warpipe_receipt,
-) {
-    if let Some(entry) = entry {
-        // SAFETY: the caller's promise.
-        unsafe { put_unless_null(receipt, entry.fill(released)) };
-    }
+        let stream = unsafe { found.streams.get(stream) }?.into_owned();
+        Ok(found.take().object.sample.release_on(&stream)?)
+    };
+    // SAFETY: the caller's promise.
+    unsafe { make_optional(receipt, release) }
 }
 
 /// Waits until it is known whether the data of the released sample was complete.
@@ -363,14 +288,11 @@ pub extern "C" fn warpipe_receipt_wait(
     receipt: *const warpipe_receipt,
     timeout_ns: u64,
 ) -> warpipe_status {
-    run(|| {
-        let receipt: Found<Receipt> = handle::get(receipt)?;
-        Ok(receipt.wait(timeout(timeout_ns))?)
-    })
+    call(receipt, |receipt| Ok(receipt.wait(timeout(timeout_ns))?))
 }
 
 /// Closes a receipt. Null is ignored.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_receipt_close(receipt: *mut warpipe_receipt) -> warpipe_status {
-    run(|| handle::close::<Receipt>(receipt))
+    run(|| handle::close(receipt))
 }

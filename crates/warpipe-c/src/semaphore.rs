@@ -1,17 +1,17 @@
 //! Semaphores: a limited number of permits, held in any number of processes.
 
 use std::ffi::{c_char, c_void};
-use std::sync::Arc;
 
-use warpipe::{Permit, Semaphore};
+use warpipe::{Device, Semaphore, Stream};
 
-use crate::arguments::{Options, admitted, number, out, out_object, set, text, timeout};
-use crate::device::{streams_of, warpipe_device};
+use crate::arguments::{Options, admit, number, set, slice, text, timeout};
+use crate::call::{make_of, make_on, read};
+use crate::device::{make_with, warpipe_device};
 use crate::domain::{domain_of, warpipe_domain};
-use crate::failure::{Failure, run, warpipe_status};
-use crate::handle::{self, Found};
+use crate::failure::{run, warpipe_status};
+use crate::handle;
 use crate::open::{warpipe_open_options, with_options};
-use crate::streams::Streams;
+use crate::streams::OnDevice;
 
 /// A limited number of permits, held in any number of processes of one machine. Permits go to the
 /// thread that has waited longest. Any number of threads may use it.
@@ -61,20 +61,6 @@ pub struct warpipe_semaphore_info {
     pub waiting: u32,
 }
 
-/// A semaphore, and the streams of its device.
-#[derive(Debug)]
-pub(crate) struct SemaphoreObject {
-    semaphore: Semaphore,
-    streams: Arc<Streams>,
-}
-
-/// A permit, and the streams of its semaphore's device.
-#[derive(Debug)]
-pub(crate) struct PermitObject {
-    permit: Permit,
-    streams: Arc<Streams>,
-}
-
 /// Makes a semaphore of `name` (1 to 80 bytes of `a-z A-Z 0-9 _ - .` in parts joined by `/`), with
 /// all permits free. `options` may be null.
 ///
@@ -93,33 +79,28 @@ pub unsafe extern "C" fn warpipe_semaphore_create(
     options: *const warpipe_semaphore_options,
     semaphore: *mut *mut warpipe_semaphore,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        let (place, name, options, admitted) = unsafe {
-            let place = out_object("semaphore", semaphore)?;
-            let options = crate::arguments::options(options)?;
-            let admitted = admitted(
-                options.allow_uids,
-                options.allow_uids_count,
-                options.allow_gids,
-                options.allow_gids_count,
-            )?;
-            (place, text("name", name)?, options, admitted)
-        };
-        let streams = streams_of(options.device)?;
-        let mut builder = Semaphore::builder(name)
-            .device(streams.device())
-            .allow_uids(admitted.uids)
-            .allow_gids(admitted.gids);
+    let build = |options: &warpipe_semaphore_options, device: &Device| {
+        // SAFETY: the caller's promise.
+        let mut builder = Semaphore::builder(unsafe { text("name", name) }?).device(device);
+        // SAFETY: the caller's promise.
+        unsafe { admit!(builder, options) };
         set!(
             builder,
             domain(domain_of(options.domain)?.as_ref()),
             permits(number(options.permits)),
         );
-        let semaphore = builder.build()?;
-        place.put(handle::insert(SemaphoreObject { semaphore, streams })?);
-        Ok(())
-    })
+        Ok(builder.build()?)
+    };
+    // SAFETY: the caller's promises.
+    unsafe {
+        make_with(
+            "semaphore",
+            semaphore,
+            options,
+            |options| options.device,
+            build,
+        )
+    }
 }
 
 /// Opens the semaphore of this name, of any process, including this one. `options` may be null.
@@ -138,22 +119,21 @@ pub unsafe extern "C" fn warpipe_semaphore_open(
     options: *const warpipe_open_options,
     semaphore: *mut *mut warpipe_semaphore,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        let (place, name, options) = unsafe {
-            let place = out_object("semaphore", semaphore)?;
-            (
-                place,
-                text("name", name)?,
-                crate::arguments::options(options)?,
-            )
-        };
-        let streams = streams_of(options.device)?;
-        let semaphore =
-            with_options(Semaphore::opener(name), &options, &streams)?.open(options.wait())?;
-        place.put(handle::insert(SemaphoreObject { semaphore, streams })?);
-        Ok(())
-    })
+    let open = |options: &warpipe_open_options, device: &Device| {
+        // SAFETY: the caller's promise.
+        let opener = Semaphore::opener(unsafe { text("name", name) }?);
+        Ok(with_options(opener, options, device)?.open(timeout(options.wait_ns))?)
+    };
+    // SAFETY: the caller's promises.
+    unsafe {
+        make_with(
+            "semaphore",
+            semaphore,
+            options,
+            |options| options.device,
+            open,
+        )
+    }
 }
 
 /// Waits up to `timeout_ns` nanoseconds for a permit, and makes the stream wait, on the device, for
@@ -176,16 +156,10 @@ pub unsafe extern "C" fn warpipe_semaphore_acquire(
     timeout_ns: u64,
     permit: *mut *mut warpipe_permit,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out_object("permit", permit) }?;
-        let object: Found<SemaphoreObject> = handle::get(semaphore)?;
-        // SAFETY: the caller's promise.
-        let stream = unsafe { object.streams.get(stream) }?;
-        let acquire = || Ok(object.semaphore.acquire(&stream, timeout(timeout_ns))?);
-        place.put(insert_permit(&object.streams, acquire)?);
-        Ok(())
-    })
+    let timeout = timeout(timeout_ns);
+    let acquire = |semaphore: &Semaphore, stream: &Stream| Ok(semaphore.acquire(stream, timeout)?);
+    // SAFETY: the caller's promises.
+    unsafe { make_on(semaphore, stream, "permit", permit, acquire) }
 }
 
 /// As `warpipe_semaphore_acquire`, and waits on the CPU for the device work of the permit's last
@@ -199,26 +173,12 @@ pub unsafe extern "C" fn warpipe_semaphore_acquire_host(
     timeout_ns: u64,
     permit: *mut *mut warpipe_permit,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out_object("permit", permit) }?;
-        let object: Found<SemaphoreObject> = handle::get(semaphore)?;
-        let acquire = || Ok(object.semaphore.acquire_host(timeout(timeout_ns))?);
-        place.put(insert_permit(&object.streams, acquire)?);
-        Ok(())
-    })
-}
-
-/// Gives a permit to C. Its pointer comes first: a permit is not acquired that has none.
-fn insert_permit(
-    streams: &Arc<Streams>,
-    acquire: impl FnOnce() -> Result<Permit, Failure>,
-) -> Result<*mut warpipe_permit, Failure> {
-    let entry = handle::reserve::<PermitObject>()?;
-    Ok(entry.fill(PermitObject {
-        permit: acquire()?,
-        streams: streams.clone(),
-    }))
+    // SAFETY: the caller's promise.
+    unsafe {
+        make_of(semaphore, "permit", permit, |semaphore| {
+            Ok(semaphore.beside(semaphore.acquire_host(timeout(timeout_ns))?))
+        })
+    }
 }
 
 /// Reads how many permits there are, how many are free, and how many threads wait.
@@ -230,24 +190,20 @@ pub unsafe extern "C" fn warpipe_semaphore_get_info(
     semaphore: *const warpipe_semaphore,
     info: *mut warpipe_semaphore_info,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out("info", info) }?;
-        let object: Found<SemaphoreObject> = handle::get(semaphore)?;
-        place.put(warpipe_semaphore_info {
-            permits: object.semaphore.permits(),
-            available: object.semaphore.available(),
-            waiting: object.semaphore.waiting(),
-        });
-        Ok(())
-    })
+    let info_of = |semaphore: &Semaphore| warpipe_semaphore_info {
+        permits: semaphore.permits(),
+        available: semaphore.available(),
+        waiting: semaphore.waiting(),
+    };
+    // SAFETY: the caller's promise.
+    unsafe { read(semaphore, "info", info, |semaphore| Ok(info_of(semaphore))) }
 }
 
 /// Closes a semaphore. That of its maker ends when its permits are closed, too, and their streams
 /// are past their work: waits end with `WARPIPE_PEER_GONE` then. Null is ignored.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_semaphore_close(semaphore: *mut warpipe_semaphore) -> warpipe_status {
-    run(|| handle::close::<SemaphoreObject>(semaphore))
+    run(|| handle::close(semaphore))
 }
 
 /// Releases a permit behind the stream's work so far (`cuStreamWriteValue64`), and returns at once:
@@ -267,10 +223,10 @@ pub unsafe extern "C" fn warpipe_permit_release(
     stream: *mut c_void,
 ) -> warpipe_status {
     run(|| {
-        let PermitObject { permit, streams } = handle::lock::<PermitObject>(permit)?.take();
+        let OnDevice { object, streams } = handle::find(permit)?.take();
         // SAFETY: the caller's promise.
         let stream = unsafe { streams.get(stream) }?;
-        Ok(permit.release(&stream)?)
+        Ok(object.release(&stream)?)
     })
 }
 
@@ -279,8 +235,8 @@ pub unsafe extern "C" fn warpipe_permit_release(
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_permit_release_now(permit: *mut warpipe_permit) -> warpipe_status {
     run(|| {
-        let held = handle::lock::<PermitObject>(permit)?.take();
-        held.permit.release_now();
+        let permit = handle::find(permit)?.take().object;
+        permit.release_now();
         Ok(())
     })
 }
@@ -289,5 +245,5 @@ pub extern "C" fn warpipe_permit_release_now(permit: *mut warpipe_permit) -> war
 /// acquired on the CPU. Null is ignored.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_permit_close(permit: *mut warpipe_permit) -> warpipe_status {
-    run(|| handle::close::<PermitObject>(permit))
+    run(|| handle::close(permit))
 }

@@ -2,24 +2,21 @@
 
 use std::ffi::{c_char, c_void};
 use std::os::fd::AsRawFd;
-use std::sync::Arc;
 use std::time::Duration;
 
-use warpipe::{Client, Pending, Server, Stream};
+use warpipe::{Client, Device, Pending, Server, Stream};
 
-use crate::arguments::{
-    Options, answer_timeout, number, options, out, out_object, set, text, time_option, timeout,
-};
-use crate::device::{streams_of, warpipe_device};
+use crate::arguments::{Options, answer_timeout, number, set, text, time_option, timeout};
+use crate::call::{call, make_alone_on, make_on, read};
+use crate::device::{make_with, warpipe_device};
 use crate::domain::{domain_of, warpipe_domain};
 use crate::failure::{Failure, run, warpipe_status};
-use crate::handle::{self, Found};
-use crate::layout::{layout_of, warpipe_layout};
-use crate::lease::{insert_lease, warpipe_lease};
-use crate::loan::{LoanKind, Unpassed, insert_loan, pass, warpipe_loan};
+use crate::handle;
+use crate::layout::warpipe_layout;
+use crate::lease::{Answering, Owed, warpipe_lease};
+use crate::loan::{LoanKind, lend, pass, warpipe_loan};
 use crate::queue::warpipe_queue_state;
-use crate::sample::{insert_sample, warpipe_sample};
-use crate::streams::Streams;
+use crate::sample::warpipe_sample;
 
 /// Sends requests to the servers of a service. Any number of threads may use it.
 pub struct warpipe_client(());
@@ -89,29 +86,6 @@ pub struct warpipe_server_options {
 // SAFETY: numbers and pointers, which may be zero.
 unsafe impl Options for warpipe_server_options {}
 
-/// A client, and the streams of its device.
-#[derive(Debug)]
-pub(crate) struct ClientObject {
-    pub(crate) client: Client,
-    streams: Arc<Streams>,
-}
-
-/// A request, and the streams of its client's device.
-#[derive(Debug)]
-pub(crate) struct PendingObject {
-    pending: Pending,
-    streams: Arc<Streams>,
-}
-
-/// A server, and the streams of its device.
-#[derive(Debug)]
-pub(crate) struct ServerObject {
-    server: Server,
-    /// How long an answer usually waits.
-    answer_timeout: Duration,
-    streams: Arc<Streams>,
-}
-
 /// Makes a client of `service` (a name as a publisher's, of at most 40 bytes). No server needs to
 /// exist yet. `options` may be null.
 ///
@@ -127,15 +101,10 @@ pub unsafe extern "C" fn warpipe_client_create(
     options: *const warpipe_client_options,
     client: *mut *mut warpipe_client,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        let (place, service, options) = unsafe {
-            let place = out_object("client", client)?;
-            (place, text("service", service)?, self::options(options)?)
-        };
-        let streams = streams_of(options.device)?;
-        let mut builder = Client::builder(service)
-            .device(streams.device())
+    let build = |options: &warpipe_client_options, device: &Device| {
+        // SAFETY: the caller's promise.
+        let mut builder = Client::builder(unsafe { text("service", service) }?)
+            .device(device)
             .lease_timeout(time_option(options.lease_timeout_ns));
         set!(
             builder,
@@ -147,17 +116,17 @@ pub unsafe extern "C" fn warpipe_client_create(
             loan_timeout(time_option(options.loan_timeout_ns)),
             spin(time_option(options.spin_ns)),
         );
-        let client = builder.build()?;
-        place.put(handle::insert(ClientObject { client, streams })?);
-        Ok(())
-    })
+        Ok(builder.build()?)
+    };
+    // SAFETY: the caller's promises.
+    unsafe { make_with("client", client, options, |options| options.device, build) }
 }
 
 /// Closes a client: its requests are withdrawn. Replies that were taken stay usable. While another
 /// thread is in a call on it, it ends when that call returns. Null is ignored.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_client_close(client: *mut warpipe_client) -> warpipe_status {
-    run(|| handle::close::<ClientObject>(client))
+    run(|| handle::close(client))
 }
 
 /// Lends memory for a request, a tensor of this layout, with undefined contents.
@@ -176,14 +145,8 @@ pub unsafe extern "C" fn warpipe_client_loan(
     layout: *const warpipe_layout,
     loan: *mut *mut warpipe_loan,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        let (place, layout) = unsafe { (out_object("loan", loan)?, layout_of(layout)?) };
-        let client: Found<ClientObject> = handle::get(client)?;
-        let take = || Ok(LoanKind::Job(client.client.loan(&layout)?));
-        place.put(insert_loan(&client.streams, take)?);
-        Ok(())
-    })
+    // SAFETY: the caller's promises.
+    unsafe { lend(client, layout, loan, Client::loan, LoanKind::Job) }
 }
 
 /// Sends a loan of this client as a request, behind the work enqueued on `stream` so far, and waits
@@ -207,19 +170,12 @@ pub unsafe extern "C" fn warpipe_client_call(
     deadline_ns: u64,
     reply: *mut *mut warpipe_sample,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out_object("reply", reply) }?;
-        let client: Found<ClientObject> = handle::get(client)?;
-        // SAFETY: the caller's promise.
-        let stream = unsafe { client.streams.get(stream) }?;
-        let call = || {
-            let pending = request(&client.client, loan, &stream, deadline_ns)?;
-            Ok(pending.wait(&stream, Duration::MAX)?.into())
-        };
-        place.put(insert_sample(&client.streams, call)?);
-        Ok(())
-    })
+    let call = |client: &Client, stream: &Stream| {
+        let pending = request(client, loan, stream, deadline_ns)?;
+        Ok(pending.wait(stream, Duration::MAX)?.into())
+    };
+    // SAFETY: the caller's promises.
+    unsafe { make_on(client, stream, "reply", reply, call) }
 }
 
 /// Sends a loan of this client as a request, behind the work enqueued on `stream` so far. The reply
@@ -243,19 +199,9 @@ pub unsafe extern "C" fn warpipe_client_request(
     deadline_ns: u64,
     pending: *mut *mut warpipe_pending,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out_object("pending", pending) }?;
-        let client: Found<ClientObject> = handle::get(client)?;
-        // SAFETY: the caller's promise.
-        let stream = unsafe { client.streams.get(stream) }?;
-        let entry = handle::reserve::<PendingObject>()?;
-        place.put(entry.fill(PendingObject {
-            pending: request(&client.client, loan, &stream, deadline_ns)?,
-            streams: client.streams.clone(),
-        }));
-        Ok(())
-    })
+    let request = |client: &Client, stream: &Stream| request(client, loan, stream, deadline_ns);
+    // SAFETY: the caller's promises.
+    unsafe { make_on(client, stream, "pending", pending, request) }
 }
 
 fn request(
@@ -264,10 +210,8 @@ fn request(
     stream: &Stream,
     deadline_ns: u64,
 ) -> Result<Pending, Failure> {
-    pass(loan, |loan| {
-        let sent = client.request(loan, stream, timeout(deadline_ns));
-        sent.map_err(Unpassed::from)
-    })
+    let deadline = timeout(deadline_ns);
+    pass(loan, |loan| client.request(loan, stream, deadline))
 }
 
 /// Waits until `count` servers are attached. A server attaches to a new client while it is in
@@ -280,10 +224,11 @@ pub extern "C" fn warpipe_client_wait_for_servers(
     count: usize,
     timeout_ns: u64,
 ) -> warpipe_status {
-    run(|| {
-        let client: Found<ClientObject> = handle::get(client)?;
-        Ok(client.client.wait_for_servers(count, timeout(timeout_ns))?)
-    })
+    let timeout = timeout(timeout_ns);
+    call(
+        client,
+        |client| Ok(client.wait_for_servers(count, timeout)?),
+    )
 }
 
 /// Reads how many requests are in which state, and the process ids of at most `capacity` servers.
@@ -297,11 +242,9 @@ pub unsafe extern "C" fn warpipe_client_get_state(
     servers: *mut i32,
     capacity: usize,
 ) -> warpipe_status {
-    run(|| {
-        let client: Found<ClientObject> = handle::get(client)?;
-        let found = client.client.state()?;
+    call(client, |client| {
         // SAFETY: the caller's promises.
-        unsafe { warpipe_queue_state::put(&found, state, servers, capacity) }
+        unsafe { warpipe_queue_state::put(&client.state()?, state, servers, capacity) }
     })
 }
 
@@ -325,20 +268,12 @@ pub unsafe extern "C" fn warpipe_pending_wait(
     timeout_ns: u64,
     reply: *mut *mut warpipe_sample,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out_object("reply", reply) }?;
-        let object: Found<PendingObject> = handle::get(pending)?;
-        // SAFETY: the caller's promise.
-        let stream = unsafe { object.streams.get(stream) }?;
-        let waited = timeout(timeout_ns);
-        let wait = || {
-            let reply = object.pending.wait(&stream, waited)?;
-            Ok(reply.into())
-        };
-        place.put(insert_sample(&object.streams, wait)?);
-        Ok(())
-    })
+    let wait = |pending: &Pending, stream: &Stream| {
+        let reply = pending.wait(stream, timeout(timeout_ns))?;
+        Ok(reply.into())
+    };
+    // SAFETY: the caller's promises.
+    unsafe { make_on(pending, stream, "reply", reply, wait) }
 }
 
 /// Whether `warpipe_pending_wait` would return at once: the reply is there, or was taken, or the
@@ -353,19 +288,21 @@ pub unsafe extern "C" fn warpipe_pending_is_done(
     pending: *const warpipe_pending,
     is_done: *mut bool,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out("is_done", is_done) }?;
-        let object: Found<PendingObject> = handle::get(pending)?;
-        place.put(object.pending.is_done()?);
-        Ok(())
-    })
+    // SAFETY: the caller's promise.
+    unsafe {
+        read(
+            pending,
+            "is_done",
+            is_done,
+            |pending| Ok(pending.is_done()?),
+        )
+    }
 }
 
 /// Closes a request's handle, and withdraws the request if its reply was not taken. Null is ignored.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_pending_close(pending: *mut warpipe_pending) -> warpipe_status {
-    run(|| handle::close::<PendingObject>(pending))
+    run(|| handle::close(pending))
 }
 
 /// Makes a server of `service` (a name as a publisher's, of at most 40 bytes). No client needs to
@@ -383,16 +320,11 @@ pub unsafe extern "C" fn warpipe_server_create(
     options: *const warpipe_server_options,
     server: *mut *mut warpipe_server,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        let (place, service, options) = unsafe {
-            let place = out_object("server", server)?;
-            (place, text("service", service)?, self::options(options)?)
-        };
-        let streams = streams_of(options.device)?;
+    let build = |options: &warpipe_server_options, device: &Device| {
         let answer_timeout = answer_timeout(options.answer_timeout_ns);
-        let mut builder = Server::builder(service)
-            .device(streams.device())
+        // SAFETY: the caller's promise.
+        let mut builder = Server::builder(unsafe { text("service", service) }?)
+            .device(device)
             .answer_timeout(answer_timeout);
         set!(
             builder,
@@ -402,14 +334,13 @@ pub unsafe extern "C" fn warpipe_server_create(
             handshake_timeout(time_option(options.handshake_timeout_ns)),
             spin(time_option(options.spin_ns)),
         );
-        let server = builder.build()?;
-        place.put(handle::insert(ServerObject {
-            server,
+        Ok(Answering {
+            endpoint: builder.build()?,
             answer_timeout,
-            streams,
-        })?);
-        Ok(())
-    })
+        })
+    };
+    // SAFETY: the caller's promises.
+    unsafe { make_with("server", server, options, |options| options.device, build) }
 }
 
 /// Closes a server: requests that it was sent and has not accepted go to other servers. Its leases
@@ -417,14 +348,7 @@ pub unsafe extern "C" fn warpipe_server_create(
 /// Null is ignored.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_server_close(server: *mut warpipe_server) -> warpipe_status {
-    run(|| handle::close::<ServerObject>(server))
-}
-
-fn with<R>(
-    server: *const warpipe_server,
-    work: impl FnOnce(&mut ServerObject) -> Result<R, Failure>,
-) -> Result<R, Failure> {
-    work(&mut *handle::lock(server)?)
+    run(|| handle::close(server))
 }
 
 /// Waits for the next request of any client, up to `timeout_ns` nanoseconds; 0 takes one that is
@@ -446,22 +370,12 @@ pub unsafe extern "C" fn warpipe_server_accept(
     timeout_ns: u64,
     lease: *mut *mut warpipe_lease,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out_object("lease", lease) }?;
-        with(server, |object| {
-            // SAFETY: the caller's promise.
-            let stream = unsafe { object.streams.get(stream) }?;
-            let server = &mut object.server;
-            let accept = || Ok(server.accept(&stream, timeout(timeout_ns))?);
-            place.put(insert_lease(
-                &object.streams,
-                object.answer_timeout,
-                accept,
-            )?);
-            Ok(())
-        })
-    })
+    let accept = |server: &mut Answering<Server>, stream: &Stream| {
+        let leased = server.endpoint.accept(stream, timeout(timeout_ns))?;
+        Ok(Owed::of(leased, server.answer_timeout))
+    };
+    // SAFETY: the caller's promises.
+    unsafe { make_alone_on(server, stream, "lease", lease, accept) }
 }
 
 /// A descriptor for `poll(2)` and `epoll(7)`: readable when `warpipe_server_accept` with a timeout
@@ -475,12 +389,6 @@ pub unsafe extern "C" fn warpipe_server_get_fd(
     server: *const warpipe_server,
     fd: *mut i32,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out("fd", fd) }?;
-        with(server, |object| {
-            place.put(object.server.as_raw_fd());
-            Ok(())
-        })
-    })
+    // SAFETY: the caller's promise.
+    unsafe { read(server, "fd", fd, |server| Ok(server.endpoint.as_raw_fd())) }
 }

@@ -7,8 +7,9 @@
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::ffi::c_void;
+use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use warpipe::{Device, DeviceId, DeviceKind, Stream};
@@ -31,6 +32,36 @@ pub(crate) struct Streams {
     device: Device,
     known: [OnceLock<Known>; KNOWN_MAX],
     more: Mutex<HashMap<usize, Stream>>,
+}
+
+/// An object, and the streams of its device.
+#[derive(Debug)]
+pub(crate) struct OnDevice<T> {
+    pub(crate) object: T,
+    pub(crate) streams: Arc<Streams>,
+}
+
+impl<T> OnDevice<T> {
+    /// An object of the same device.
+    #[inline]
+    pub(crate) fn beside<U>(&self, object: U) -> OnDevice<U> {
+        let streams = self.streams.clone();
+        OnDevice { object, streams }
+    }
+}
+
+impl<T> Deref for OnDevice<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.object
+    }
+}
+
+impl<T> DerefMut for OnDevice<T> {
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.object
+    }
 }
 
 /// A stream that a call has named. It stays as long as its device's endpoints: an owned stream

@@ -1,17 +1,16 @@
 //! Tickets: texts that name memory to other processes; and memory that is published for them.
 
 use std::ffi::c_char;
-use std::sync::Arc;
 
-use warpipe::{Kind, LentBuffer, Published, Ticket};
+use warpipe::{Domain, Kind, LentBuffer, Ticket};
 
-use crate::arguments::{Options, admitted, out_object, put_text, set, text, timeout};
+use crate::arguments::{Options, admit, options, put_text, set, slice, text, timeout};
+use crate::call::{call, make, make_of};
 use crate::device::{streams_of, warpipe_device};
 use crate::domain::{domain_of, warpipe_domain};
 use crate::failure::{Failure, run, warpipe_status};
 use crate::handle::{self, Found};
-use crate::memory::{MemoryKind, access_of, insert_memory, owned, warpipe_memory, with};
-use crate::streams::Streams;
+use crate::memory::{MemoryKind, MemoryObject, access_of, owned, warpipe_memory};
 
 /// Memory under a name, which other processes open by a ticket. Any number of threads may use it.
 pub struct warpipe_published(());
@@ -60,31 +59,20 @@ pub unsafe extern "C" fn warpipe_memory_publish(
     options: *const warpipe_publish_options,
     published: *mut *mut warpipe_published,
 ) -> warpipe_status {
-    run(|| {
+    let publish = |memory: &mut Found<MemoryObject>| {
         // SAFETY: the caller's promises.
-        let (place, name, options, admitted) = unsafe {
-            let place = out_object("published", published)?;
-            let options = crate::arguments::options(options)?;
-            let admitted = admitted(
-                options.allow_uids,
-                options.allow_uids_count,
-                options.allow_gids,
-                options.allow_gids_count,
-            )?;
-            (place, text("name", name)?, options, admitted)
-        };
+        let (name, options) = unsafe { (text("name", name)?, self::options(options)?) };
         let access = access_of("options->access", options.access)?;
-        with(memory, |memory, _| {
-            let mut publication = owned(memory)?
-                .publication(name)
-                .access(access)
-                .allow_uids(admitted.uids)
-                .allow_gids(admitted.gids);
+        memory.with(|memory, _| {
+            let mut publication = owned(memory)?.publication(name).access(access);
+            // SAFETY: the caller's promise.
+            unsafe { admit!(publication, options) };
             set!(publication, domain(domain_of(options.domain)?.as_ref()));
-            place.put(handle::insert(publication.build()?)?);
-            Ok(())
+            Ok(publication.build()?)
         })
-    })
+    };
+    // SAFETY: the caller's promise.
+    unsafe { make_of(memory, "published", published, publish) }
 }
 
 /// A ticket for all of the memory, valid until the publication is closed: a text of some hundred
@@ -105,11 +93,9 @@ pub unsafe extern "C" fn warpipe_published_get_ticket(
     capacity: usize,
     length: *mut usize,
 ) -> warpipe_status {
-    run(|| {
-        let published: Found<Published> = handle::get(published)?;
-        let ticket = published.ticket()?.to_string();
+    call(published, |published| {
         // SAFETY: the caller's promises.
-        unsafe { put_text(&ticket, buffer, capacity, length) }
+        unsafe { put_text(published.ticket()?, buffer, capacity, length) }
     })
 }
 
@@ -129,15 +115,14 @@ pub unsafe extern "C" fn warpipe_published_get_ticket_of(
     capacity: usize,
     length: *mut usize,
 ) -> warpipe_status {
-    run(|| {
-        let published: Found<Published> = handle::get(published)?;
+    call(published, |published| {
         let end = offset.checked_add(bytes).ok_or_else(|| {
             let found = format!("{bytes} from {offset} on");
             Failure::argument("bytes", found, "a range of the memory")
         })?;
-        let ticket = published.ticket_of(offset..end)?.to_string();
+        let ticket = published.ticket_of(offset..end)?;
         // SAFETY: the caller's promises.
-        unsafe { put_text(&ticket, buffer, capacity, length) }
+        unsafe { put_text(ticket, buffer, capacity, length) }
     })
 }
 
@@ -145,11 +130,16 @@ pub unsafe extern "C" fn warpipe_published_get_ticket_of(
 /// keep it. Null is ignored.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_published_close(published: *mut warpipe_published) -> warpipe_status {
-    run(|| handle::close::<Published>(published))
+    run(|| handle::close(published))
 }
 
-fn parse(ticket: &str) -> Result<Ticket, Failure> {
-    Ok(ticket.parse::<Ticket>()?)
+/// A ticket by its text.
+///
+/// # Safety
+/// As for [`text`].
+unsafe fn parse(ticket: *const c_char) -> Result<Ticket, Failure> {
+    // SAFETY: the caller's promise.
+    Ok(unsafe { text("ticket", ticket) }?.parse()?)
 }
 
 /// A ticket for the memory that will be published under `name`, now or later, by any process of
@@ -168,15 +158,15 @@ pub unsafe extern "C" fn warpipe_ticket_for(
     length: *mut usize,
 ) -> warpipe_status {
     run(|| {
-        // SAFETY: the caller's promise.
-        let name = unsafe { text("name", name) }?;
         let domain = match domain_of(domain)? {
             Some(domain) => domain,
-            None => warpipe::Domain::from_environment()?,
+            None => Domain::from_environment()?,
         };
-        let ticket = Ticket::to(&domain, name)?.to_string();
         // SAFETY: the caller's promises.
-        unsafe { put_text(&ticket, buffer, capacity, length) }
+        unsafe {
+            let ticket = Ticket::to(&domain, text("name", name)?)?;
+            put_text(ticket, buffer, capacity, length)
+        }
     })
 }
 
@@ -203,18 +193,18 @@ pub unsafe extern "C" fn warpipe_ticket_open(
     timeout_ns: u64,
     memory: *mut *mut warpipe_memory,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        let (place, ticket) = unsafe { (out_object("memory", memory)?, text("ticket", ticket)?) };
-        let (ticket, streams): (_, Arc<Streams>) = (parse(ticket)?, streams_of(device)?);
-        let wait = timeout(timeout_ns);
+    let open = || {
+        // SAFETY: the caller's promise.
+        let ticket = unsafe { parse(ticket) }?;
+        let (streams, wait) = (streams_of(device)?, timeout(timeout_ns));
         let opened = match ticket.kind() {
             Kind::Pool => MemoryKind::Lent(LentBuffer::open(&ticket, streams.device(), wait)?),
             _ => MemoryKind::Shared(ticket.open(streams.device(), wait)?),
         };
-        place.put(insert_memory(opened, &streams)?);
-        Ok(())
-    })
+        Ok(MemoryObject::of(opened, &streams))
+    };
+    // SAFETY: the caller's promise.
+    unsafe { make("memory", memory, open) }
 }
 
 /// Writes a ticket to a file of mode 0600, in one piece (`rename(2)`): a reader finds all of it, or
@@ -229,11 +219,8 @@ pub unsafe extern "C" fn warpipe_ticket_write_file(
     ticket: *const c_char,
     path: *const c_char,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        let (ticket, path) = unsafe { (text("ticket", ticket)?, text("path", path)?) };
-        Ok(parse(ticket)?.write_file(path)?)
-    })
+    // SAFETY: the caller's promises.
+    run(|| unsafe { Ok(parse(ticket)?.write_file(text("path", path)?)?) })
 }
 
 /// Reads a ticket from a file, and waits up to `timeout_ns` nanoseconds for the file to appear
@@ -254,12 +241,12 @@ pub unsafe extern "C" fn warpipe_ticket_read_file(
     length: *mut usize,
 ) -> warpipe_status {
     run(|| {
-        // SAFETY: the caller's promise.
-        let path = unsafe { text("path", path) }?;
         // Also without a wait, an absent file is a timeout.
         let waited = timeout(timeout_ns.max(1));
-        let ticket = Ticket::read_file(path, waited)?.to_string();
         // SAFETY: the caller's promises.
-        unsafe { put_text(&ticket, buffer, capacity, length) }
+        unsafe {
+            let ticket = Ticket::read_file(text("path", path)?, waited)?;
+            put_text(ticket, buffer, capacity, length)
+        }
     })
 }

@@ -1,18 +1,17 @@
 //! Timelines: named values that only grow, which streams of other processes wait for.
 
 use std::ffi::{c_char, c_void};
-use std::sync::Arc;
 use std::time::Duration;
 
-use warpipe::Timeline;
+use warpipe::{Device, Stream, Timeline};
 
-use crate::arguments::{Options, admitted, out, out_object, set, text, timeout};
-use crate::device::{streams_of, warpipe_device};
+use crate::arguments::{Options, admit, set, slice, text, timeout};
+use crate::call::{call, call_on, read};
+use crate::device::{make_with, warpipe_device};
 use crate::domain::{domain_of, warpipe_domain};
 use crate::failure::{run, warpipe_status};
-use crate::handle::{self, Found};
+use crate::handle;
 use crate::open::{warpipe_open_options, with_options};
-use crate::streams::Streams;
 
 /// A named 64-bit value that only grows, across processes: Vulkan's timeline semaphore. Any number
 /// of threads may use it.
@@ -47,13 +46,6 @@ pub struct warpipe_timeline_options {
 // SAFETY: numbers and pointers, which may be zero.
 unsafe impl Options for warpipe_timeline_options {}
 
-/// A timeline, and the streams of its device.
-#[derive(Debug)]
-pub(crate) struct TimelineObject {
-    timeline: Timeline,
-    streams: Arc<Streams>,
-}
-
 /// Makes a timeline of `name` (1 to 80 bytes of `a-z A-Z 0-9 _ - .` in parts joined by `/`) at 0,
 /// which this process signals and up to 256 processes may open, 128 of them of each other user.
 /// `options` may be null.
@@ -72,29 +64,24 @@ pub unsafe extern "C" fn warpipe_timeline_create(
     options: *const warpipe_timeline_options,
     timeline: *mut *mut warpipe_timeline,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        let (place, name, options, admitted) = unsafe {
-            let place = out_object("timeline", timeline)?;
-            let options = crate::arguments::options(options)?;
-            let admitted = admitted(
-                options.allow_uids,
-                options.allow_uids_count,
-                options.allow_gids,
-                options.allow_gids_count,
-            )?;
-            (place, text("name", name)?, options, admitted)
-        };
-        let streams = streams_of(options.device)?;
-        let mut builder = Timeline::builder(name)
-            .device(streams.device())
-            .allow_uids(admitted.uids)
-            .allow_gids(admitted.gids);
+    let build = |options: &warpipe_timeline_options, device: &Device| {
+        // SAFETY: the caller's promise.
+        let mut builder = Timeline::builder(unsafe { text("name", name) }?).device(device);
+        // SAFETY: the caller's promise.
+        unsafe { admit!(builder, options) };
         set!(builder, domain(domain_of(options.domain)?.as_ref()));
-        let timeline = builder.build()?;
-        place.put(handle::insert(TimelineObject { timeline, streams })?);
-        Ok(())
-    })
+        Ok(builder.build()?)
+    };
+    // SAFETY: the caller's promises.
+    unsafe {
+        make_with(
+            "timeline",
+            timeline,
+            options,
+            |options| options.device,
+            build,
+        )
+    }
 }
 
 /// Opens the timeline of this name, of any process, including this one. It can be waited for, and
@@ -114,22 +101,21 @@ pub unsafe extern "C" fn warpipe_timeline_open(
     options: *const warpipe_open_options,
     timeline: *mut *mut warpipe_timeline,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        let (place, name, options) = unsafe {
-            let place = out_object("timeline", timeline)?;
-            (
-                place,
-                text("name", name)?,
-                crate::arguments::options(options)?,
-            )
-        };
-        let streams = streams_of(options.device)?;
-        let timeline =
-            with_options(Timeline::opener(name), &options, &streams)?.open(options.wait())?;
-        place.put(handle::insert(TimelineObject { timeline, streams })?);
-        Ok(())
-    })
+    let open = |options: &warpipe_open_options, device: &Device| {
+        // SAFETY: the caller's promise.
+        let opener = Timeline::opener(unsafe { text("name", name) }?);
+        Ok(with_options(opener, options, device)?.open(timeout(options.wait_ns))?)
+    };
+    // SAFETY: the caller's promises.
+    unsafe {
+        make_with(
+            "timeline",
+            timeline,
+            options,
+            |options| options.device,
+            open,
+        )
+    }
 }
 
 /// Signals `value` behind the stream's work so far (`cuStreamWriteValue64`), and returns at once.
@@ -149,14 +135,10 @@ pub unsafe extern "C" fn warpipe_timeline_signal(
     stream: *mut c_void,
     value: u64,
 ) -> warpipe_status {
-    run(|| {
-        let object: Found<TimelineObject> = handle::get(timeline)?;
-        // SAFETY: the caller's promise.
-        let stream = unsafe { object.streams.get(stream) }?;
-        Ok(object
-            .timeline
-            .signal(&stream, value, Duration::from_secs(10))?)
-    })
+    let wait = Duration::from_secs(10);
+    let signal = |timeline: &Timeline, stream: &Stream| Ok(timeline.signal(stream, value, wait)?);
+    // SAFETY: the caller's promise.
+    unsafe { call_on(timeline, stream, signal) }
 }
 
 /// Signals `value` now, from the CPU.
@@ -168,10 +150,8 @@ pub extern "C" fn warpipe_timeline_signal_now(
     timeline: *const warpipe_timeline,
     value: u64,
 ) -> warpipe_status {
-    run(|| {
-        let object: Found<TimelineObject> = handle::get(timeline)?;
-        Ok(object.timeline.signal_now(value, Duration::from_secs(10))?)
-    })
+    let wait = Duration::from_secs(10);
+    call(timeline, |timeline| Ok(timeline.signal_now(value, wait)?))
 }
 
 /// Makes the stream wait, on the device, for `value` (`cuStreamWaitValue64`), and returns at once.
@@ -193,12 +173,9 @@ pub unsafe extern "C" fn warpipe_timeline_wait(
     stream: *mut c_void,
     value: u64,
 ) -> warpipe_status {
-    run(|| {
-        let object: Found<TimelineObject> = handle::get(timeline)?;
-        // SAFETY: the caller's promise.
-        let stream = unsafe { object.streams.get(stream) }?;
-        Ok(object.timeline.wait(&stream, value)?)
-    })
+    let wait = |timeline: &Timeline, stream: &Stream| Ok(timeline.wait(stream, value)?);
+    // SAFETY: the caller's promise.
+    unsafe { call_on(timeline, stream, wait) }
 }
 
 /// Waits on the CPU, up to `timeout_ns` nanoseconds, until `value` is reached.
@@ -211,10 +188,8 @@ pub extern "C" fn warpipe_timeline_wait_host(
     value: u64,
     timeout_ns: u64,
 ) -> warpipe_status {
-    run(|| {
-        let object: Found<TimelineObject> = handle::get(timeline)?;
-        Ok(object.timeline.wait_host(value, timeout(timeout_ns))?)
-    })
+    let timeout = timeout(timeout_ns);
+    call(timeline, |timeline| Ok(timeline.wait_host(value, timeout)?))
 }
 
 /// Whether `value` has been reached; false if it may still be.
@@ -229,13 +204,12 @@ pub unsafe extern "C" fn warpipe_timeline_is_reached(
     value: u64,
     is_reached: *mut bool,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out("is_reached", is_reached) }?;
-        let object: Found<TimelineObject> = handle::get(timeline)?;
-        place.put(object.timeline.check(value)?);
-        Ok(())
-    })
+    // SAFETY: the caller's promise.
+    unsafe {
+        read(timeline, "is_reached", is_reached, |timeline| {
+            Ok(timeline.check(value)?)
+        })
+    }
 }
 
 /// The value now, or the last one if the owner is gone.
@@ -247,18 +221,13 @@ pub unsafe extern "C" fn warpipe_timeline_get_value(
     timeline: *const warpipe_timeline,
     value: *mut u64,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out("value", value) }?;
-        let object: Found<TimelineObject> = handle::get(timeline)?;
-        place.put(object.timeline.value());
-        Ok(())
-    })
+    // SAFETY: the caller's promise.
+    unsafe { read(timeline, "value", value, |timeline| Ok(timeline.value())) }
 }
 
 /// Closes a timeline. That of its maker ends: signals that are enqueued are still given, and waits
 /// for later values end with `WARPIPE_PEER_GONE`. Null is ignored.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_timeline_close(timeline: *mut warpipe_timeline) -> warpipe_status {
-    run(|| handle::close::<TimelineObject>(timeline))
+    run(|| handle::close(timeline))
 }

@@ -2,13 +2,11 @@
 
 use std::os::fd::{AsFd, AsRawFd};
 
-use warpipe::QueueWatch;
-
-use crate::arguments::{out, out_object};
+use crate::call::{call, make_of, read};
 use crate::failure::{run, warpipe_status};
-use crate::handle::{self, Found};
-use crate::queue::{QueueObject, warpipe_queue};
-use crate::service::{ClientObject, warpipe_client};
+use crate::handle;
+use crate::queue::warpipe_queue;
+use crate::service::warpipe_client;
 
 /// A descriptor of one event loop for a queue's or a client's results. Any number of threads may use
 /// it.
@@ -28,13 +26,8 @@ pub unsafe extern "C" fn warpipe_queue_watch(
     queue: *const warpipe_queue,
     watch: *mut *mut warpipe_watch,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out_object("watch", watch) }?;
-        let queue: Found<QueueObject> = handle::get(queue)?;
-        place.put(handle::insert(queue.queue.watch()?)?);
-        Ok(())
-    })
+    // SAFETY: the caller's promise.
+    unsafe { make_of(queue, "watch", watch, |queue| Ok(queue.watch()?)) }
 }
 
 /// As `warpipe_queue_watch`, for the requests of a client.
@@ -46,13 +39,8 @@ pub unsafe extern "C" fn warpipe_client_watch(
     client: *const warpipe_client,
     watch: *mut *mut warpipe_watch,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out_object("watch", watch) }?;
-        let client: Found<ClientObject> = handle::get(client)?;
-        place.put(handle::insert(client.client.watch()?)?);
-        Ok(())
-    })
+    // SAFETY: the caller's promise.
+    unsafe { make_of(client, "watch", watch, |client| Ok(client.watch()?)) }
 }
 
 /// The descriptor for `poll(2)` and `epoll(7)`. When it is readable, call `warpipe_watch_quiet` and
@@ -66,20 +54,14 @@ pub unsafe extern "C" fn warpipe_watch_get_fd(
     watch: *const warpipe_watch,
     fd: *mut i32,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out("fd", fd) }?;
-        let watch: Found<QueueWatch> = handle::get(watch)?;
-        place.put(watch.as_fd().as_raw_fd());
-        Ok(())
-    })
+    // SAFETY: the caller's promise.
+    unsafe { read(watch, "fd", fd, |watch| Ok(watch.as_fd().as_raw_fd())) }
 }
 
 /// Makes the descriptor unreadable until the next change.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_watch_quiet(watch: *const warpipe_watch) -> warpipe_status {
-    run(|| {
-        let watch: Found<QueueWatch> = handle::get(watch)?;
+    call(watch, |watch| {
         watch.quiet();
         Ok(())
     })
@@ -88,5 +70,5 @@ pub extern "C" fn warpipe_watch_quiet(watch: *const warpipe_watch) -> warpipe_st
 /// Closes a watch, and its descriptor. Null is ignored.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_watch_close(watch: *mut warpipe_watch) -> warpipe_status {
-    run(|| handle::close::<QueueWatch>(watch))
+    run(|| handle::close(watch))
 }

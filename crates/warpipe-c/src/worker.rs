@@ -2,20 +2,16 @@
 
 use std::ffi::{c_char, c_void};
 use std::os::fd::{AsFd, AsRawFd};
-use std::sync::Arc;
-use std::time::Duration;
 
-use warpipe::Worker;
+use warpipe::{Device, Stream, Worker};
 
-use crate::arguments::{
-    Options, answer_timeout, number, options, out, out_object, set, text, time_option, timeout,
-};
-use crate::device::{streams_of, warpipe_device};
+use crate::arguments::{Options, answer_timeout, number, set, text, time_option, timeout};
+use crate::call::{make_alone_on, read};
+use crate::device::{make_with, warpipe_device};
 use crate::domain::{domain_of, warpipe_domain};
-use crate::failure::{Failure, run, warpipe_status};
+use crate::failure::{run, warpipe_status};
 use crate::handle;
-use crate::lease::{insert_lease, warpipe_lease};
-use crate::streams::Streams;
+use crate::lease::{Answering, Owed, warpipe_lease};
 
 /// Takes jobs of one queue. One thread at a time may use it; its leases may go to any thread.
 pub struct warpipe_worker(());
@@ -48,22 +44,6 @@ pub struct warpipe_worker_options {
 // SAFETY: numbers and pointers, which may be zero.
 unsafe impl Options for warpipe_worker_options {}
 
-/// A worker, and the streams of its device.
-#[derive(Debug)]
-pub(crate) struct WorkerObject {
-    worker: Worker,
-    /// How long an answer usually waits.
-    answer_timeout: Duration,
-    streams: Arc<Streams>,
-}
-
-fn with<R>(
-    worker: *const warpipe_worker,
-    work: impl FnOnce(&mut WorkerObject) -> Result<R, Failure>,
-) -> Result<R, Failure> {
-    work(&mut *handle::lock(worker)?)
-}
-
 /// Attaches to the queue of this name. `options` may be null.
 ///
 /// `*worker` is the caller's, to be closed by `warpipe_worker_close`.
@@ -80,16 +60,11 @@ pub unsafe extern "C" fn warpipe_worker_open(
     options: *const warpipe_worker_options,
     worker: *mut *mut warpipe_worker,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promises.
-        let (place, queue, options) = unsafe {
-            let place = out_object("worker", worker)?;
-            (place, text("queue", queue)?, self::options(options)?)
-        };
-        let streams = streams_of(options.device)?;
+    let open = |options: &warpipe_worker_options, device: &Device| {
         let answer_timeout = answer_timeout(options.answer_timeout_ns);
-        let mut builder = Worker::builder(queue)
-            .device(streams.device())
+        // SAFETY: the caller's promise.
+        let mut builder = Worker::builder(unsafe { text("queue", queue) }?)
+            .device(device)
             .answer_timeout(answer_timeout);
         set!(
             builder,
@@ -98,15 +73,13 @@ pub unsafe extern "C" fn warpipe_worker_open(
             memory_limit(number(options.memory_limit)),
             spin(time_option(options.spin_ns)),
         );
-        let wait = time_option(options.wait_ns).unwrap_or_default();
-        let worker = builder.wait_for_queue(wait)?;
-        place.put(handle::insert(WorkerObject {
-            worker,
+        Ok(Answering {
+            endpoint: builder.wait_for_queue(timeout(options.wait_ns))?,
             answer_timeout,
-            streams,
-        })?);
-        Ok(())
-    })
+        })
+    };
+    // SAFETY: the caller's promises.
+    unsafe { make_with("worker", worker, options, |options| options.device, open) }
 }
 
 /// Closes a worker: jobs that it was given and has not leased go to other workers, at no cost of an
@@ -114,7 +87,7 @@ pub unsafe extern "C" fn warpipe_worker_open(
 /// that call returns. Null is ignored.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_worker_close(worker: *mut warpipe_worker) -> warpipe_status {
-    run(|| handle::close::<WorkerObject>(worker))
+    run(|| handle::close(worker))
 }
 
 /// Waits for the next job, up to `timeout_ns` nanoseconds; 0 takes one that is there. `stream` will
@@ -136,18 +109,12 @@ pub unsafe extern "C" fn warpipe_worker_lease(
     timeout_ns: u64,
     lease: *mut *mut warpipe_lease,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out_object("lease", lease) }?;
-        with(worker, |object| {
-            // SAFETY: the caller's promise.
-            let stream = unsafe { object.streams.get(stream) }?;
-            let worker = &mut object.worker;
-            let take = || Ok(worker.lease(&stream, timeout(timeout_ns))?);
-            place.put(insert_lease(&object.streams, object.answer_timeout, take)?);
-            Ok(())
-        })
-    })
+    let lease_job = |worker: &mut Answering<Worker>, stream: &Stream| {
+        let leased = worker.endpoint.lease(stream, timeout(timeout_ns))?;
+        Ok(Owed::of(leased, worker.answer_timeout))
+    };
+    // SAFETY: the caller's promises.
+    unsafe { make_alone_on(worker, stream, "lease", lease, lease_job) }
 }
 
 /// A descriptor for `poll(2)` and `epoll(7)`: readable when `warpipe_worker_lease` with a timeout of
@@ -161,12 +128,10 @@ pub unsafe extern "C" fn warpipe_worker_get_fd(
     worker: *const warpipe_worker,
     fd: *mut i32,
 ) -> warpipe_status {
-    run(|| {
-        // SAFETY: the caller's promise.
-        let place = unsafe { out("fd", fd) }?;
-        with(worker, |object| {
-            place.put(object.worker.as_fd().as_raw_fd());
-            Ok(())
+    // SAFETY: the caller's promise.
+    unsafe {
+        read(worker, "fd", fd, |worker| {
+            Ok(worker.endpoint.as_fd().as_raw_fd())
         })
-    })
+    }
 }

@@ -1,0 +1,183 @@
+//! The forms of a call: objects are found by their pointers, and its result is written, or given to
+//! C as an object. A new object's pointer comes first: nothing is done for one that has none.
+
+use std::ffi::c_void;
+use std::ptr::null_mut;
+
+use warpipe::Stream;
+
+use crate::arguments::{out, out_object, put_unless_null};
+use crate::failure::{Failure, run, warpipe_status};
+use crate::handle::{self, Handle, Locked};
+use crate::streams::OnDevice;
+
+/// Runs `work` on an object.
+pub(crate) fn call<P: Handle>(
+    pointer: *const P,
+    work: impl FnOnce(&mut P::Guard) -> Result<(), Failure>,
+) -> warpipe_status {
+    run(|| work(&mut handle::find(pointer)?))
+}
+
+/// Runs `work` on an object and a stream of its device.
+///
+/// # Safety
+/// As for [`Streams::get`](crate::streams::Streams::get).
+pub(crate) unsafe fn call_on<P: Handle<Object = OnDevice<T>>, T>(
+    pointer: *const P,
+    stream: *mut c_void,
+    work: impl FnOnce(&T, &Stream) -> Result<(), Failure>,
+) -> warpipe_status {
+    run(|| {
+        let found = handle::find(pointer)?;
+        // SAFETY: the caller's promise.
+        let stream = unsafe { found.streams.get(stream) }?;
+        work(&found.object, &stream)
+    })
+}
+
+/// Reads a value of an object.
+///
+/// # Safety
+/// As for [`out`].
+pub(crate) unsafe fn read<P: Handle, V>(
+    pointer: *const P,
+    name: &'static str,
+    place: *mut V,
+    work: impl FnOnce(&mut P::Guard) -> Result<V, Failure>,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out(name, place) }?;
+        place.put(work(&mut handle::find(pointer)?)?);
+        Ok(())
+    })
+}
+
+/// As [`call`], with a result that the caller may not want: `place` may be null.
+///
+/// # Safety
+/// As for [`put_unless_null`].
+pub(crate) unsafe fn read_optional<P: Handle, V>(
+    pointer: *const P,
+    place: *mut V,
+    work: impl FnOnce(&mut P::Guard) -> Result<V, Failure>,
+) -> warpipe_status {
+    call(pointer, |found| {
+        let value = work(found)?;
+        // SAFETY: the caller's promise.
+        unsafe { put_unless_null(place, value) };
+        Ok(())
+    })
+}
+
+/// Makes an object.
+///
+/// # Safety
+/// As for [`out_object`].
+#[inline(always)]
+pub(crate) unsafe fn make<P: Handle>(
+    name: &'static str,
+    place: *mut *mut P,
+    work: impl FnOnce() -> Result<P::Object, Failure>,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out_object(name, place) }?;
+        let entry = handle::reserve()?;
+        place.put(entry.fill(work()?));
+        Ok(())
+    })
+}
+
+/// As [`make`], for an object that the caller may not want: `place` may be null.
+///
+/// # Safety
+/// As for [`put_unless_null`].
+#[inline(always)]
+pub(crate) unsafe fn make_optional<P: Handle>(
+    place: *mut *mut P,
+    work: impl FnOnce() -> Result<P::Object, Failure>,
+) -> warpipe_status {
+    run(|| {
+        // SAFETY: the caller's promise.
+        unsafe { put_unless_null(place, null_mut()) };
+        let entry = handle::reserve_if(!place.is_null())?;
+        let object = work()?;
+        if let Some(entry) = entry {
+            // SAFETY: the caller's promise.
+            unsafe { put_unless_null(place, entry.fill(object)) };
+        }
+        Ok(())
+    })
+}
+
+/// Makes an object of another one.
+///
+/// # Safety
+/// As for [`make`].
+#[inline(always)]
+pub(crate) unsafe fn make_of<S: Handle, P: Handle>(
+    source: *const S,
+    name: &'static str,
+    place: *mut *mut P,
+    work: impl FnOnce(&mut S::Guard) -> Result<P::Object, Failure>,
+) -> warpipe_status {
+    // SAFETY: the caller's promise.
+    unsafe { make(name, place, || work(&mut handle::find(source)?)) }
+}
+
+/// Makes an object of another one on its device, with a stream of that.
+///
+/// # Safety
+/// As for [`make`] and [`Streams::get`](crate::streams::Streams::get).
+#[inline(always)]
+pub(crate) unsafe fn make_on<S, T, P, V>(
+    source: *const S,
+    stream: *mut c_void,
+    name: &'static str,
+    place: *mut *mut P,
+    work: impl FnOnce(&T, &Stream) -> Result<V, Failure>,
+) -> warpipe_status
+where
+    S: Handle<Object = OnDevice<T>>,
+    P: Handle<Object = OnDevice<V>>,
+{
+    let make_object = |found: &mut S::Guard| {
+        // SAFETY: the caller's promise.
+        let stream = unsafe { found.streams.get(stream) }?;
+        Ok(found.beside(work(&found.object, &stream)?))
+    };
+    // SAFETY: the caller's promise.
+    unsafe { make_of(source, name, place, make_object) }
+}
+
+/// As [`make_on`], of an object that one thread at a time may use.
+///
+/// # Safety
+/// As for [`make_on`].
+#[inline(always)]
+pub(crate) unsafe fn make_alone_on<S, T: 'static, P, V>(
+    source: *const S,
+    stream: *mut c_void,
+    name: &'static str,
+    place: *mut *mut P,
+    work: impl FnOnce(&mut T, &Stream) -> Result<V, Failure>,
+) -> warpipe_status
+where
+    S: Handle<Object = OnDevice<T>, Guard = Locked<OnDevice<T>>>,
+    P: Handle<Object = OnDevice<V>>,
+{
+    let make_object = |found: &mut Locked<OnDevice<T>>| {
+        let OnDevice { object, streams } = &mut **found;
+        // SAFETY: the caller's promise.
+        let made = work(object, &*unsafe { streams.get(stream) }?)?;
+        let streams = streams.clone();
+        Ok(OnDevice {
+            object: made,
+            streams,
+        })
+    };
+    // SAFETY: the caller's promise.
+    unsafe { make_of(source, name, place, make_object) }
+}
