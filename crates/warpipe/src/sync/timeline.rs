@@ -292,7 +292,7 @@ impl Timeline {
             TimelineRole::Importer { .. } => VALUE_MAX,
         };
         if value > limit {
-            return Err(Error::argument("value", value, format!("up to {limit}")));
+            return Err(beyond(value, limit));
         }
         // Work that is launched after the CPU has seen the value follows it without a wait on the
         // device.
@@ -309,11 +309,7 @@ impl Timeline {
     /// [`VALUE_MAX`](Self::VALUE_MAX).
     pub fn wait_host<'w>(&self, value: u64, wait: impl Into<Wait<'w>>) -> Result<()> {
         if value > VALUE_MAX {
-            return Err(Error::argument(
-                "value",
-                value,
-                format!("up to {VALUE_MAX}"),
-            ));
+            return Err(beyond(value, VALUE_MAX));
         }
         let wait = wait.into();
         while !self.check(value)? {
@@ -391,11 +387,7 @@ impl Timeline {
 
     fn check_above(&self, value: u64, last: u64) -> Result<u64> {
         match value {
-            _ if value > VALUE_MAX => Err(Error::argument(
-                "value",
-                value,
-                format!("up to {VALUE_MAX}"),
-            )),
+            _ if value > VALUE_MAX => Err(beyond(value, VALUE_MAX)),
             _ if value <= last => Err(Error::Backwards {
                 name: self.name.clone(),
                 value,
@@ -414,6 +406,10 @@ impl Timeline {
             }
         }
     }
+}
+
+fn beyond(value: u64, limit: u64) -> Error {
+    Error::argument("value", value, format!("up to {limit}"))
 }
 
 opaque_debug!(Timeline { name; is_owner, value });

@@ -204,7 +204,7 @@ fn a_release_that_is_held_up_holds_up_no_reactor_and_no_other_thread() {
     creator.local.shared_page.hand_on(0, CREATOR);
     let (semaphore, on) = (member.clone(), other.clone());
     let permit = in_time(move || semaphore.acquire(&on, PATIENCE).unwrap());
-    let monitor = member.local.monitor().clone();
+    let monitor = member.local.monitor.clone();
     in_time(move || monitor.on_tick(0));
     in_time(move || permit.release_now());
     // Another member gets a page to share with the blocked one.
@@ -232,14 +232,14 @@ fn a_members_death_ends_the_waits_for_it_whatever_it_promised() {
         let (stage, device) = (Stage::new(&format!("nonsense-{round}")), Device::host());
         let (creator, member) = stage.both(&device, 1);
         let (streams, go) = chain(&[&creator, &member], &device);
-        let pages = member.local.signals().shared_with(CREATOR);
+        let pages = member.local.signals.shared_with(CREATOR);
         pages.iter().for_each(|page| {
             page.at::<AtomicU64>(signals::promised_at(1, 0))
                 .store(nonsense, SeqCst)
         });
         let late = device.stream().unwrap();
         drop(member.acquire(&late, PATIENCE).unwrap());
-        member.local.monitor().handle_death(CREATOR);
+        member.local.monitor.handle_death(CREATOR);
         late.synchronize(PATIENCE).unwrap();
         drop(go);
         streams

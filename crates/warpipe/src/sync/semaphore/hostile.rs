@@ -318,7 +318,7 @@ fn descriptors_that_are_no_pidfd_or_no_lifeline_are_not_taken_for_a_members_deat
     ));
     let reactor = Reactor::of_process().unwrap();
     let signals = MemberSignals::new(1, 1, "turns", &Device::host(), &reactor).unwrap();
-    let monitor = MemberMonitor::new(shared_page.clone(), signals, 1);
+    let monitor = MemberMonitor::new(shared_page.clone(), signals);
     shared_page.take_free(2, 0).unwrap();
     shared_page.promise(0, 2);
     // A descriptor that is always readable.

@@ -22,7 +22,7 @@ use crate::ipc::{ClientSession, IpcServer, REPLY_TIMEOUT, decode, encode};
 use crate::mutex::LockUnpoisoned;
 use crate::runtime::closer::PeerFd;
 use crate::runtime::fence::Fence;
-use crate::runtime::reactor::{DropReadiness, Reactor};
+use crate::runtime::reactor::DropReadiness;
 use crate::shm::page::UnsealedPage;
 use crate::stream::Stream;
 use crate::wait::Wait;
@@ -47,13 +47,11 @@ pub(super) enum SemaphoreRole {
 pub(super) struct LocalSemaphore {
     pub(super) shared_page: Arc<SemaphorePage>,
     device: Device,
-    pub(super) name: String,
     pub(super) member: u32,
     /// The permit released last: most likely free, and in this CPU's cache.
     pub(super) hint: AtomicU32,
-    signals: Arc<MemberSignals>,
-    monitor: Arc<MemberMonitor>,
-    reactor: Arc<Reactor>,
+    pub(super) signals: Arc<MemberSignals>,
+    pub(super) monitor: Arc<MemberMonitor>,
     connecting: Mutex<Connecting>,
     /// Notified at the end of each attempt.
     connected: Condvar,
@@ -102,21 +100,16 @@ impl Drop for HeldPlace<'_> {
 
 impl LocalSemaphore {
     pub(super) fn new(
-        shared_page: Arc<SemaphorePage>,
         device: &Device,
-        member: u32,
-        signals: Arc<MemberSignals>,
         monitor: Arc<MemberMonitor>,
         role: SemaphoreRole,
     ) -> LocalSemaphore {
         LocalSemaphore {
-            shared_page,
+            shared_page: monitor.shared_page.clone(),
             device: device.clone(),
-            name: signals.name().to_string(),
-            member,
+            member: monitor.signals.member,
             hint: AtomicU32::new(0),
-            reactor: signals.reactor().clone(),
-            signals,
+            signals: monitor.signals.clone(),
             monitor,
             connecting: Mutex::default(),
             connected: Condvar::new(),
@@ -124,14 +117,8 @@ impl LocalSemaphore {
         }
     }
 
-    #[cfg(test)]
-    pub(super) fn signals(&self) -> &Arc<MemberSignals> {
-        &self.signals
-    }
-
-    #[cfg(test)]
-    pub(super) fn monitor(&self) -> &Arc<MemberMonitor> {
-        &self.monitor
+    pub(super) fn name(&self) -> &str {
+        &self.signals.name
     }
 
     pub(super) fn check_open(&self) -> Result<()> {
@@ -154,7 +141,7 @@ impl LocalSemaphore {
     }
 
     pub(super) fn no_permit(&self, wait: &Wait<'_>) -> Error {
-        wait.timed_out(|| format!("a permit of {:?}", self.name))
+        wait.timed_out(|| format!("a permit of {:?}", self.name()))
     }
 
     /// Waits in a wait slot until a permit is granted, the timeout has passed, or the wait is
@@ -202,7 +189,7 @@ impl LocalSemaphore {
 
     fn slot_lost(&self) -> Error {
         let allowed = "its waiter's own until it leaves";
-        Error::protocol(&self.name, "waiter's place", "overwritten", allowed)
+        Error::protocol(self.name(), "waiter's place", "overwritten", allowed)
     }
 
     pub(super) fn has_room_for_work(&self, permit: u32) -> bool {
@@ -219,7 +206,7 @@ impl LocalSemaphore {
                 return Ok(());
             }
             if slice.is_zero() {
-                let what = format!("the device work of the last holder of {:?}", self.name);
+                let what = format!("the device work of the last holder of {:?}", self.name());
                 let waited = wait.limit();
                 return Err(Error::timeout(what, waited));
             }
@@ -239,7 +226,7 @@ impl LocalSemaphore {
                 .wait_timeout_while(connecting, slice, |connecting| connecting.is_running);
             drop(waited);
             if slice.is_zero() && !self.is_connected_to_signallers(permit) {
-                let what = format!("a member of {:?} to share its signals", self.name);
+                let what = format!("a member of {:?} to share its signals", self.name());
                 let waited = wait.limit();
                 return Err(Error::timeout(what, waited));
             }
@@ -321,7 +308,7 @@ impl LocalSemaphore {
             return Ok(true);
         };
         if let Some(process) = process {
-            self.monitor.watch_member(member, process, &self.name)?;
+            self.monitor.watch_member(member, process, self.name())?;
         }
         let has_ended = || self.is_over() || self.monitor.has_ended(member);
         let is_connected = if is_told {
@@ -341,7 +328,7 @@ impl LocalSemaphore {
 
     /// Has the creator give a member a page to share with this process. `None` if the member is
     /// gone.
-    fn introduce(&self, member: u32, page: &UnsealedPage) -> Result<Option<Introduction<PeerFd>>> {
+    fn introduce(&self, member: u32, page: &UnsealedPage) -> Result<Option<Introduction>> {
         match &self.role {
             Some(SemaphoreRole::Creator {
                 server,
@@ -349,22 +336,17 @@ impl LocalSemaphore {
             }) => {
                 let page = CloseOnForkFd::duplicate(page)
                     .map_err(|e| Error::os("fcntl(F_DUPFD)", "a page of two members", e))?;
-                let server_core = server.server_core();
-                let made = semaphore_server.introduce(server_core, CREATOR, member, page.into())?;
-                Ok(made.map(|Introduction { is_told, process }| Introduction {
-                    is_told,
-                    process: process.map(|process| process.map(PeerFd::from)),
-                }))
+                semaphore_server.introduce(server.server_core(), CREATOR, member, page.into())
             }
             Some(SemaphoreRole::Member { session }) => {
                 let request = encode(&SemaphoreRequest { member })?;
                 let incoming = session.request_with(&request, Some(page.as_fd()), REPLY_TIMEOUT)?;
-                let MemberPresence { is_here, is_told } = decode(&incoming.body, &self.name)?;
+                let MemberPresence { is_here, is_told } = decode(&incoming.body, self.name())?;
                 let process = <[PeerFd; 3]>::try_from(incoming.fds).ok();
                 if is_here && process.is_none() && member != CREATOR {
                     let allowed = "a pidfd and a lifeline";
                     return Err(Error::protocol(
-                        &self.name,
+                        self.name(),
                         "descriptors",
                         "too few",
                         allowed,
@@ -395,7 +377,7 @@ impl LocalSemaphore {
         if waits.is_empty() {
             return Ok(());
         }
-        self.signals.streams().record_use(stream);
+        self.signals.streams.record_use(stream);
         // SAFETY: the words lie in pages of this process and one other (or of this one alone),
         // which are dropped only when this stream, recorded above, is proven to be past them.
         unsafe { stream.batch(&waits) }
@@ -426,9 +408,11 @@ impl LocalSemaphore {
     /// stream is being captured, or the driver refuses the signal.
     pub(super) fn hand_on_deferred(self: &Arc<Self>, permit: u32, stream: &Stream) {
         let local = self.clone();
-        self.reactor.call_after(Fence::behind(stream), move || {
-            local.shared_page.hand_on(permit, local.member);
-        });
+        self.signals
+            .reactor
+            .call_after(Fence::behind(stream), move || {
+                local.shared_page.hand_on(permit, local.member);
+            });
     }
 }
 
@@ -436,16 +420,16 @@ impl Drop for LocalSemaphore {
     fn drop(&mut self) {
         let mut role = self.role.take();
         let (signals, monitor) = (self.signals.clone(), self.monitor.clone());
-        let mut fence = Fence::later(signals.streams().clone());
+        let mut fence = Fence::later(signals.streams.clone());
         // A creator with streams that wait for members must still see them die; otherwise the name
         // is free at once.
         if matches!(role, Some(SemaphoreRole::Creator { .. }))
-            && signals.streams().fence_busy().is_reached()
+            && signals.streams.fence_busy().is_reached()
         {
             drop(role.take());
         }
         // Other processes wait for the name, and for the close.
-        self.reactor.drop_after(move || {
+        self.signals.reactor.drop_after(move || {
             if !fence.is_reached() || !signals.catch_up() {
                 return DropReadiness::Busy;
             }

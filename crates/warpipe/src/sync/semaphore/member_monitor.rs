@@ -38,10 +38,9 @@ type WatchedMember = (Registration, Arc<Process>);
 
 /// Watches the creator, and the members that this process's streams wait for.
 pub(super) struct MemberMonitor {
-    shared_page: Arc<SemaphorePage>,
-    signals: Arc<MemberSignals>,
+    pub(super) shared_page: Arc<SemaphorePage>,
+    pub(super) signals: Arc<MemberSignals>,
     weak_self: Weak<MemberMonitor>,
-    member: u32,
     /// The creator is gone.
     is_over: AtomicBool,
     notices: AtomicUsize,
@@ -51,19 +50,17 @@ pub(super) struct MemberMonitor {
     watched_members: Mutex<BTreeMap<u32, Option<WatchedMember>>>,
 }
 
-opaque_debug!(MemberMonitor { member });
+opaque_debug!(MemberMonitor { is_over });
 
 impl MemberMonitor {
     pub(super) fn new(
         shared_page: Arc<SemaphorePage>,
         signals: Arc<MemberSignals>,
-        member: u32,
     ) -> Arc<MemberMonitor> {
         Arc::new_cyclic(|weak_self: &Weak<MemberMonitor>| MemberMonitor {
             shared_page,
             signals,
             weak_self: weak_self.clone(),
-            member,
             is_over: AtomicBool::new(false),
             notices: AtomicUsize::new(0),
             dead: Mutex::default(),
@@ -81,7 +78,7 @@ impl MemberMonitor {
 
     /// Whether this process will learn of the member's death.
     pub(super) fn watches(&self, member: u32) -> bool {
-        member == self.member
+        member == self.signals.member
             || member == CREATOR
             || matches!(self.watched_members.locked().get(&member), Some(Some(_)))
     }
@@ -89,7 +86,7 @@ impl MemberMonitor {
     /// Whether a member has left or is dead, since [`expect_member`](Self::expect_member). Ask again
     /// behind what is to end with it: its end may have been handled before that was there.
     pub(super) fn has_ended(&self, member: u32) -> bool {
-        if member == self.member || member == CREATOR {
+        if member == self.signals.member || member == CREATOR {
             return false;
         }
         let members = self.watched_members.locked();
@@ -149,7 +146,7 @@ impl MemberMonitor {
     }
 
     fn on_notice(&self, mut incoming: IncomingReply) {
-        let name = self.signals.name();
+        let name = &self.signals.name;
         match (decode(&incoming.body, name), incoming.fds.pop()) {
             // On a failure the requester times out.
             (Ok(SemaphoreNotice::Serve { member }), Some(page)) => {
@@ -174,7 +171,7 @@ impl MemberMonitor {
 impl SessionObserver for MemberMonitor {
     fn on_closed(&self, _graceful: bool) {
         self.is_over.store(true, SeqCst);
-        self.shared_page.wake_member(self.member);
+        self.shared_page.wake_member(self.signals.member);
     }
 
     fn on_orphaned(&self) {
@@ -192,7 +189,7 @@ impl SessionObserver for MemberMonitor {
             return;
         }
         self.signals
-            .reactor()
+            .reactor
             .run_on_control_thread(Box::new(move || {
                 monitor.on_notice(incoming);
                 monitor.notices.fetch_sub(1, SeqCst);

@@ -105,15 +105,9 @@ impl SemaphoreBuilder {
         let signals = MemberSignals::new(CREATOR, permits, name.as_str(), &device, &reactor)?;
         let (page, fd) = SharedPage::create(Some(&device), page::bytes_for(permits))?;
         let shared_page = Arc::new(SemaphorePage::new(page, permits));
-        let monitor = MemberMonitor::new(shared_page.clone(), signals.clone(), CREATOR);
+        let monitor = MemberMonitor::new(shared_page, signals);
         let kind = device.info().id.kind;
-        let semaphore_server = Arc::new(SemaphoreServer::new(
-            shared_page.clone(),
-            fd,
-            kind,
-            signals.clone(),
-            monitor.clone(),
-        ));
+        let semaphore_server = Arc::new(SemaphoreServer::new(fd, kind, monitor.clone()));
         let server = (self.shared).serve(&name, Kind::Semaphore, semaphore_server.clone())?;
         reactor.register_ticks(monitor.watched());
         let role = SemaphoreRole::Creator {
@@ -121,14 +115,7 @@ impl SemaphoreBuilder {
             semaphore_server,
         };
         Ok(Semaphore {
-            local: LeakOnFork::new(Arc::new(LocalSemaphore::new(
-                shared_page,
-                &device,
-                CREATOR,
-                signals,
-                monitor,
-                role,
-            ))),
+            local: LeakOnFork::new(Arc::new(LocalSemaphore::new(&device, monitor, role))),
         })
     }
 }
@@ -170,16 +157,10 @@ impl Semaphore {
         let signals = MemberSignals::new(member, permits, name.as_str(), &device, &reactor)?;
         let page = SharedPage::open(Some(&device), fd, page::bytes_for(permits), name.as_str())?;
         let shared_page = Arc::new(SemaphorePage::new(page, permits));
-        let monitor = MemberMonitor::new(shared_page.clone(), signals.clone(), member);
+        let monitor = MemberMonitor::new(shared_page, signals);
         let listening = session.observe(monitor.clone());
-        let local = LocalSemaphore::new(
-            shared_page,
-            &device,
-            member,
-            signals,
-            monitor.clone(),
-            SemaphoreRole::Member { session },
-        );
+        let role = SemaphoreRole::Member { session };
+        let local = LocalSemaphore::new(&device, monitor.clone(), role);
         listening?;
         reactor.register_ticks(monitor.watched());
         Ok(Semaphore {
@@ -262,7 +243,7 @@ impl Semaphore {
 
     /// The semaphore's name.
     pub fn name(&self) -> &str {
-        &self.local.name
+        self.local.name()
     }
 
     /// The number of permits.

@@ -6,8 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
 
 use super::member_monitor::{MemberMonitor, SemaphoreNotice};
-use super::page::{CREATOR, SemaphorePage};
-use super::signals::MemberSignals;
+use super::page::CREATOR;
 use crate::backend::DeviceKind;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
@@ -43,42 +42,35 @@ pub(super) struct MemberPresence {
 }
 
 /// A present member that another one has a page for.
-pub(super) struct Introduction<F> {
+pub(super) struct Introduction {
     /// The member got the page. If not, it is about to be proven dead, or does not read its
     /// messages.
     pub(super) is_told: bool,
     /// The descriptors that prove its death; `None` for the creator.
-    pub(super) process: Option<[F; 3]>,
+    pub(super) process: Option<[PeerFd; 3]>,
 }
 
 /// The creator's semaphore.
 #[derive(Debug)]
 pub(super) struct SemaphoreServer {
-    shared_page: Arc<SemaphorePage>,
     page: CloseOnForkFd,
     device: DeviceKind,
     /// Members that have been admitted and are not gone. The lock also serializes sweeps; no driver
     /// call is made under it.
     members: Mutex<BTreeSet<u32>>,
-    /// The creator's own signals.
-    signals: Arc<MemberSignals>,
     monitor: Arc<MemberMonitor>,
 }
 
 impl SemaphoreServer {
     pub(super) fn new(
-        shared_page: Arc<SemaphorePage>,
         page: CloseOnForkFd,
         device: DeviceKind,
-        signals: Arc<MemberSignals>,
         monitor: Arc<MemberMonitor>,
     ) -> SemaphoreServer {
         SemaphoreServer {
-            shared_page,
             page,
             device,
             members: Mutex::default(),
-            signals,
             monitor,
         }
     }
@@ -91,13 +83,13 @@ impl SemaphoreServer {
         asker: u32,
         member: u32,
         page: PeerFd,
-    ) -> Result<Option<Introduction<CloseOnForkFd>>> {
+    ) -> Result<Option<Introduction>> {
         if member == CREATOR {
-            self.signals.add_listener(asker, page)?;
+            self.monitor.signals.add_listener(asker, page)?;
             let (is_told, process) = (true, None);
             return Ok(Some(Introduction { is_told, process }));
         }
-        let bytes = super::signals::bytes_for(self.shared_page.permits());
+        let bytes = super::signals::bytes_for(self.monitor.shared_page.permits());
         SharedPage::check_unsealed(&page, bytes, server_core.name())?;
         let members = self.members();
         let is_member = members.contains(&member);
@@ -117,7 +109,7 @@ impl SemaphoreServer {
             fds: vec![page.accept()],
         };
         let is_told = server_core.tell(member.into(), &notice);
-        let process = Some(process);
+        let process = Some(process.map(PeerFd::from));
         Ok(Some(Introduction { is_told, process }))
     }
 
@@ -126,7 +118,8 @@ impl SemaphoreServer {
     }
 
     fn sweep(&self, members: &BTreeSet<u32>) {
-        self.shared_page
+        self.monitor
+            .shared_page
             .sweep(|member| member == CREATOR || members.contains(&member));
     }
 }
@@ -156,7 +149,7 @@ impl RequestHandler for SemaphoreServer {
         let answer = OutgoingReply::new(
             &SemaphoreWelcome {
                 member,
-                permits: self.shared_page.permits(),
+                permits: self.monitor.shared_page.permits(),
             },
             vec![page],
         )?;
@@ -187,7 +180,8 @@ impl RequestHandler for SemaphoreServer {
             is_told: introduction.as_ref().is_some_and(|made| made.is_told),
         };
         let process = introduction.and_then(|made| made.process);
-        OutgoingReply::new(&presence, process.into_iter().flatten().collect())
+        let process = process.into_iter().flatten().map(PeerFd::accept);
+        OutgoingReply::new(&presence, process.collect())
     }
 
     /// Its permits stay with it: its device work under them may continue.
@@ -199,7 +193,7 @@ impl RequestHandler for SemaphoreServer {
 
     /// The shared page tells. A process that goes on to use its permits breaks the rules.
     fn on_suspect(&self, _server_core: &ServerCore, client: &ClientInfo) -> bool {
-        u32::try_from(client.id).is_ok_and(|member| self.shared_page.holds(member))
+        u32::try_from(client.id).is_ok_and(|member| self.monitor.shared_page.holds(member))
     }
 
     fn on_disconnect(

@@ -93,11 +93,12 @@ struct HeardMember {
 /// One member's signals and listeners.
 #[derive(Debug)]
 pub(super) struct MemberSignals {
-    member: u32,
-    name: String,
+    pub(super) member: u32,
+    pub(super) name: String,
     device: Device,
-    streams: Arc<StreamSet>,
-    reactor: Arc<Reactor>,
+    /// The streams that have work for the semaphore.
+    pub(super) streams: Arc<StreamSet>,
+    pub(super) reactor: Arc<Reactor>,
     /// This member's releases, for each permit.
     signalers: Vec<Arc<Signaler>>,
     listeners: Mutex<Vec<(u32, PairPage)>>,
@@ -133,19 +134,6 @@ impl MemberSignals {
             replaced: Mutex::default(),
             heard: Mutex::default(),
         }))
-    }
-
-    /// The streams that have work for the semaphore.
-    pub(super) fn streams(&self) -> &Arc<StreamSet> {
-        &self.streams
-    }
-
-    pub(super) fn reactor(&self) -> &Arc<Reactor> {
-        &self.reactor
-    }
-
-    pub(super) fn name(&self) -> &str {
-        &self.name
     }
 
     fn permits(&self) -> u32 {

@@ -446,7 +446,7 @@ fn no_page_that_a_members_stream_waits_on_can_be_removed_or_is_anybody_elses() {
     // This process holds both ends of each page: all mappings and descriptors that exist.
     let mut inodes = BTreeSet::new();
     for (one, with) in [(&creator, &member), (&member, &third), (&third, &creator)] {
-        let pages = one.local.signals().shared_with(with.local.member);
+        let pages = one.local.signals.shared_with(with.local.member);
         assert!(!pages.is_empty());
         for page in pages {
             let (inode, is_removed) =
@@ -512,9 +512,9 @@ fn streams_go_on_when_the_member_that_they_wait_for_is_dead() {
     let more = device.stream().unwrap();
     drop(third.acquire(&more, WAIT).unwrap());
     // Each reactor does this at the proof of the member's death.
-    creator.local.monitor().handle_death(member.local.member);
+    creator.local.monitor.handle_death(member.local.member);
     streams[1].synchronize(WAIT).unwrap();
-    third.local.monitor().handle_death(member.local.member);
+    third.local.monitor.handle_death(member.local.member);
     streams[2].synchronize(WAIT).unwrap();
     more.synchronize(WAIT).unwrap();
     drop(go);
@@ -526,7 +526,7 @@ fn a_member_that_asks_again_and_again_holds_no_more_pages_than_all_members_could
     let (stage, device) = (Stage::new("again"), Device::host());
     let (creator, _member) = stage.both(&device, 1);
     let (streams, go) = chain(&[&creator], &device);
-    let signals = creator.local.signals();
+    let signals = &creator.local.signals;
     let ask = || {
         let draft = signals.draft()?;
         let page = CloseOnForkFd::duplicate(&draft).unwrap();
@@ -563,13 +563,13 @@ fn members_that_leave_take_their_pages_with_them() {
             &[&creator, &creator, &member, &member, &creator, &creator],
             &device,
         );
-        assert!(!creator.local.signals().shared_with(number).is_empty());
+        assert!(!creator.local.signals.shared_with(number).is_empty());
         drop((go, member));
         streams
             .iter()
             .for_each(|stream| stream.synchronize(WAIT).unwrap());
         let start = Instant::now();
-        while !creator.local.signals().shared_with(number).is_empty() {
+        while !creator.local.signals.shared_with(number).is_empty() {
             assert!(start.elapsed() < WAIT);
             std::thread::park_timeout(Duration::from_millis(1));
         }
