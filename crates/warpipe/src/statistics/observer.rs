@@ -339,16 +339,11 @@ fn read(pid: i32, words: &[AtomicU64; PAGE_WORDS]) -> Result<Process, Refusal> {
         unlisted: word(header::UNLISTED),
         damaged: 0,
     };
-    let (endpoints, damaged) = rows(words, Table::Endpoints, endpoint_of);
-    process.damaged += damaged;
-    let (links, damaged) = rows(words, Table::Links, link_of);
-    process.damaged += damaged;
-    let (regions, damaged) = rows(
-        words,
-        Table::Regions,
-        |index, row: &[u64; region::WORDS]| region_of(pid, index, row),
-    );
-    process.damaged += damaged;
+    let damaged = &mut process.damaged;
+    let endpoints = rows(words, Table::Endpoints, damaged, endpoint_of);
+    let links = rows(words, Table::Links, damaged, link_of);
+    let own = |index, row: &_| region_of(pid, index, row);
+    let regions = rows(words, Table::Regions, damaged, own);
     let mut places = HashMap::new();
     for (index, life, endpoint) in endpoints {
         places.insert((u64::from(index), life), process.endpoints.len());
@@ -377,18 +372,19 @@ fn slow_paths(word: &impl Fn(usize) -> u64) -> Vec<SlowPathCount> {
     counts.filter(|it| it.count > 0).collect()
 }
 
-/// The rows in use of a table, each with its index and its first word, and the number of those that
-/// `parse` refused. A row that changes its owner meanwhile is left out.
+/// The rows in use of a table, each with its index and its first word; counts those that `parse`
+/// refuses. A row that changes its owner meanwhile is left out.
 fn rows<const N: usize, T>(
     words: &[AtomicU64; PAGE_WORDS],
     table: Table,
+    damaged: &mut u64,
     parse: impl Fn(u32, &[u64; N]) -> Option<T>,
-) -> (Vec<(u32, u64, T)>, u64) {
+) -> Vec<(u32, u64, T)> {
     let end = words[header::ENDS + table as usize].load(Relaxed);
     let end = usize::try_from(end)
         .unwrap_or(usize::MAX)
         .min(table.rows_max());
-    let (mut found, mut damaged) = (Vec::new(), 0);
+    let mut found = Vec::new();
     for index in 0..end {
         let start = table.start() + index * N;
         let life = words[start].load(Acquire);
@@ -402,10 +398,10 @@ fn rows<const N: usize, T>(
         }
         match parse(index as u32, &copy) {
             Some(row) => found.push((index as u32, life, row)),
-            None => damaged += 1,
+            None => *damaged += 1,
         }
     }
-    (found, damaged)
+    found
 }
 
 fn pair(row: &[u64], at: usize) -> [u64; 2] {

@@ -138,14 +138,8 @@ impl Search {
     fn search(&mut self, pid: i32, limit: usize, observation: &mut Observation) -> usize {
         let mut read = 0;
         let from = self.position(pid);
-        let found = for_each_page(pid, from, limit, &mut read, |fd| {
-            match read_descriptor(pid, fd) {
-                Err(Refusal::Other) => None,
-                read => Some((fd, read)),
-            }
-        });
-        let known = match found {
-            Ok(Found::Page((fd, page))) => {
+        let known = match find_page(pid, from, limit, &mut read) {
+            Ok(Found::Page(fd, page)) => {
                 let known = page.is_ok().then_some(Known::At(fd));
                 observation.note(pid, page);
                 known.unwrap_or(Known::Nowhere(Instant::now()))
@@ -170,22 +164,17 @@ impl Observation {
 }
 
 /// The end of a search.
-enum Found<T> {
-    Page(T),
+enum Found {
+    /// The descriptor's number, and what it says.
+    Page(i32, Result<Process, Refusal>),
     /// None before this position; there are more.
     NotBefore(u64),
     Nothing,
 }
 
-/// Calls `look` with the descriptors of a process that have the name of a page, from a position in
-/// the directory on, until it finds something or `limit` links are `read`.
-fn for_each_page<T>(
-    pid: i32,
-    from: u64,
-    limit: usize,
-    read: &mut usize,
-    mut look: impl FnMut(i32) -> Option<T>,
-) -> Result<Found<T>, Errno> {
+/// Searches the descriptors of a process for one that has the name of a page and is one, or
+/// pretends to be: from a position in the directory on, until `limit` links are `read`.
+fn find_page(pid: i32, from: u64, limit: usize, read: &mut usize) -> Result<Found, Errno> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let directory = rustix::fs::open(format!("/proc/{pid}/fd"), flags, Mode::empty())?;
     // Positions in this directory are the numbers of descriptors, and go on after any change.
@@ -201,10 +190,11 @@ fn for_each_page<T>(
         let mut target = [MaybeUninit::uninit(); FILE_LINK.len() + 1];
         let link = rustix::fs::readlinkat_raw(&directory, entry.file_name(), &mut target[..]);
         *read += 1;
-        if link.is_ok_and(|(target, _)| target == FILE_LINK.as_bytes())
-            && let Some(found) = look(fd)
-        {
-            return Ok(Found::Page(found));
+        if link.is_ok_and(|(target, _)| target == FILE_LINK.as_bytes()) {
+            match read_descriptor(pid, fd) {
+                Err(Refusal::Other) => {}
+                page => return Ok(Found::Page(fd, page)),
+            }
         }
         if *read >= limit {
             return Ok(Found::NotBefore(entry.next_entry_cookie()));
