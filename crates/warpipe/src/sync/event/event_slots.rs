@@ -66,7 +66,7 @@ impl Opening {
     fn recorded(&self) -> Option<(u64, Recording)> {
         // A peer's time is at most the present time.
         let recorded =
-            (self.words.importer_latest()).map(|(at_ns, last)| (at_ns.min(now_ns()), last));
+            (self.words.importer_latest().load()).map(|(at_ns, last)| (at_ns.min(now_ns()), last));
         recorded.filter(|(_, recording)| self.lane == Some(recording.lane))
     }
 }
@@ -99,16 +99,16 @@ impl EventSlot {
     /// The last recording by any process.
     pub(super) fn latest(&self) -> Option<(u64, Recording)> {
         let importers = self.openings.iter().map(Opening::recorded);
-        max_by_time(importers.chain([self.event_words.latest()]))
+        max_by_time(importers.chain([self.event_words.latest().load()]))
     }
 
     /// Writes a recording to the exporter's page and to all importers' pages but that of its
     /// recorder.
     pub(super) fn publish(&self, recording: Recording, now_ns: u64) {
-        self.event_words.set_latest(now_ns, recording);
+        self.event_words.latest().store(now_ns, recording);
         (self.openings.iter())
             .filter(|opening| opening.lane != Some(recording.lane))
-            .for_each(|opening| opening.words.set_latest(now_ns, recording));
+            .for_each(|opening| opening.words.latest().store(now_ns, recording));
     }
 
     /// Forwards the progress of importers' recordings; true once nothing is left to forward.
@@ -205,7 +205,7 @@ impl EventSlot {
         // After that: a recorder that has not seen the flag has recorded before, and that recording
         // is forwarded here.
         if let Some((now_ns, recording)) = self.latest() {
-            words.set_latest(now_ns, recording);
+            words.latest().store(now_ns, recording);
         }
         for number in 1..LANES_PER_EVENT {
             let (mirror, lane) = (self.event_words.lane(number), words.lane(number));

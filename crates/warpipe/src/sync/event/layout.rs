@@ -47,35 +47,37 @@ pub struct Recording {
     pub(super) count: u64,
 }
 
-/// The words before an event's lanes. A recording is written before its time, so a reader that
+/// A last recording, with one writer. The recording is written before its time, so a reader that
 /// loads the time first and then the recording gets one that is at least as late.
+#[repr(C)]
+#[derive(Debug)]
+pub(super) struct LastRecording {
+    /// Its lane in the upper 8 bits, its count in the others. 0 for none.
+    packed: AtomicU64,
+    at_ns: AtomicU64,
+}
+
+/// The words before an event's lanes.
 #[repr(C, align(64))]
 #[derive(Debug)]
 struct EventHead {
-    /// Written by the exporter: the last recording of all but this page's importer; its lane in the
-    /// upper 8 bits, its count in the others. 0 for none.
-    latest: AtomicU64,
+    /// Written by the exporter: the last recording of all but this page's importer.
+    latest: LastRecording,
+    /// Written by the importer: its own.
+    importer_latest: LastRecording,
     /// The serial number of the event in this slot, for diagnostics.
     serial: AtomicU32,
     /// Written by the exporter: 1 while a third process has the event open and needs the
     /// recordings.
     has_other_importers: AtomicU32,
-    latest_ns: AtomicU64,
-    /// Written by the importer: its own last recording.
-    importer_latest: AtomicU64,
-    importer_latest_ns: AtomicU64,
     _reserved: [AtomicU64; 3],
 }
 
 const _: () =
     assert!(size_of::<EventHead>() == LANES_AT && EVENT_BYTES == 320 && PAGE_BYTES == 81_920);
 const _: () = assert!(
-    std::mem::offset_of!(EventHead, serial) == 8
-        && std::mem::offset_of!(EventHead, latest_ns) == 16
-);
-const _: () = assert!(
-    std::mem::offset_of!(EventHead, importer_latest) == 24
-        && std::mem::offset_of!(EventHead, importer_latest_ns) == 32
+    std::mem::offset_of!(EventHead, importer_latest) == 16
+        && std::mem::offset_of!(EventHead, serial) == 32
 );
 
 // SAFETY: it has only atomics.
@@ -174,33 +176,14 @@ impl EventWords {
         (0..LANES_PER_EVENT).map(|lane| self.lane(lane))
     }
 
-    /// The last recording that the exporter reports, with its time.
-    pub(super) fn latest(&self) -> Option<(u64, Recording)> {
-        read_recording(&self.head().latest_ns, &self.head().latest)
+    /// The last recording that the exporter reports.
+    pub(super) fn latest(&self) -> &LastRecording {
+        &self.head().latest
     }
 
     /// The last recording of the page's importer.
-    pub(super) fn importer_latest(&self) -> Option<(u64, Recording)> {
-        read_recording(
-            &self.head().importer_latest_ns,
-            &self.head().importer_latest,
-        )
-    }
-
-    /// Writes a recording as the exporter, unless a later one is there.
-    pub(super) fn set_latest(&self, now_ns: u64, recording: Recording) {
-        if now_ns >= self.head().latest_ns.load(SeqCst) {
-            self.head().latest.store(recording.to_bits(), SeqCst);
-            self.head().latest_ns.store(now_ns, SeqCst);
-        }
-    }
-
-    /// Writes a recording as the importer.
-    pub(super) fn set_importer_latest(&self, now_ns: u64, recording: Recording) {
-        self.head()
-            .importer_latest
-            .store(recording.to_bits(), SeqCst);
-        self.head().importer_latest_ns.fetch_max(now_ns, SeqCst);
+    pub(super) fn importer_latest(&self) -> &LastRecording {
+        &self.head().importer_latest
     }
 
     #[cfg(test)]
@@ -225,26 +208,30 @@ impl EventWords {
 
     /// Resets the slot to an event that was never recorded.
     pub(super) fn forget_latest(&self, serial: u64) {
-        let EventHead {
-            latest,
-            latest_ns,
-            importer_latest,
-            importer_latest_ns,
-            ..
-        } = self.head();
-        [latest, latest_ns, importer_latest, importer_latest_ns]
-            .iter()
-            .for_each(|field| field.store(0, SeqCst));
+        for recording in [self.latest(), self.importer_latest()] {
+            recording.packed.store(0, SeqCst);
+            recording.at_ns.store(0, SeqCst);
+        }
         self.set_other_importers(false);
         self.head().serial.store(serial as u32, SeqCst);
     }
 }
 
-/// Reads a recording; `None` if there is none or its words are invalid.
-fn read_recording(time: &AtomicU64, packed: &AtomicU64) -> Option<(u64, Recording)> {
-    let time = time.load(SeqCst);
-    let recording = Recording::from_bits(packed.load(SeqCst))?;
-    Some((time, recording))
+impl LastRecording {
+    /// The recording and its time; `None` if there is none or its words are invalid.
+    pub(super) fn load(&self) -> Option<(u64, Recording)> {
+        let at_ns = self.at_ns.load(SeqCst);
+        let recording = Recording::from_bits(self.packed.load(SeqCst))?;
+        Some((at_ns, recording))
+    }
+
+    /// Writes a recording, unless a later one is there.
+    pub(super) fn store(&self, at_ns: u64, recording: Recording) {
+        if at_ns >= self.at_ns.load(SeqCst) {
+            self.packed.store(recording.to_bits(), SeqCst);
+            self.at_ns.store(at_ns, SeqCst);
+        }
+    }
 }
 
 /// The latest of recordings with their times.
@@ -286,23 +273,27 @@ mod tests {
         let event_page = EventPage::create(&Device::host()).unwrap();
         let event_words = event_page.event_words(255);
         for raw in [0, 1, u64::MAX, 1 << 56, 8 << 56 | 1, 7 << 56 | 5] {
-            event_words.head().latest.store(raw, SeqCst);
-            let latest = event_words.latest();
+            event_words.latest().packed.store(raw, SeqCst);
+            let latest = event_words.latest().load();
             assert_eq!(
                 latest.is_some(),
                 raw == 1 || raw == 7 << 56 | 5,
                 "{raw:#x}: {latest:?}"
             );
         }
-        event_words.set_latest(5, Recording { lane: 3, count: 9 });
-        event_words.set_latest(4, Recording { lane: 2, count: 9 });
+        event_words
+            .latest()
+            .store(5, Recording { lane: 3, count: 9 });
+        event_words
+            .latest()
+            .store(4, Recording { lane: 2, count: 9 });
         assert_eq!(
-            event_words.latest(),
+            event_words.latest().load(),
             Some((5, Recording { lane: 3, count: 9 })),
             "the later one stays"
         );
         assert_eq!(
-            event_page.event_words(254).latest(),
+            event_page.event_words(254).latest().load(),
             None,
             "the neighbour is untouched"
         );

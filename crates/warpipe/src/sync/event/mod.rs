@@ -472,7 +472,7 @@ impl EventInner {
             }
             EventRole::Importer(..) => {
                 let words = &self.state.event_words;
-                max_by_time([words.latest(), words.importer_latest()])
+                max_by_time([words.latest().load(), words.importer_latest().load()])
             }
         };
         latest.map(|(_, recording)| recording)
@@ -526,7 +526,7 @@ impl EventInner {
                 table.slot(state.index).publish(recording, now_ns);
             }
             EventRole::Importer(importer) => {
-                state.event_words.set_importer_latest(now_ns, recording);
+                state.event_words.importer_latest().store(now_ns, recording);
                 // After that store: a third process that opens the event meanwhile learns of the
                 // recording from the exporter.
                 if state.event_words.has_other_importers() {

@@ -327,7 +327,8 @@ fn no_wait_lasts_for_ever_for_an_importer_that_lied_and_left() {
     liar.inner
         .state
         .event_words
-        .set_importer_latest(now_ns(), lie);
+        .importer_latest()
+        .store(now_ns(), lie);
     let EventRole::Importer(importer) = &liar.inner.role else {
         panic!("an importer")
     };
