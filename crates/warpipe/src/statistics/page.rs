@@ -34,10 +34,11 @@ struct Mapped {
 /// The page of each process: a forked child makes its own.
 static PAGE: PerProcess<Mutex<Page>> = PerProcess::new();
 
-/// A row of this process's page. Dropping it frees the row.
+/// A row of this process's page. Dropping it frees the row. Its methods do nothing where the process
+/// has no page or the table had no room, and in a forked child: the page is its parent's.
 #[derive(Debug)]
 pub(super) struct Row<const N: usize> {
-    words: &'static [AtomicU64; N],
+    words: Option<&'static [AtomicU64; N]>,
     table: Table,
     index: u32,
     owner_process: OwnerProcess,
@@ -113,39 +114,51 @@ impl Words {
 }
 
 impl<const N: usize> Row<N> {
-    /// A row of `table`, in which `fill` stores the words. `None` where the process has no page, or
-    /// the table no room.
-    pub(super) fn open(table: Table, fill: impl FnOnce(&Row<N>)) -> Option<Row<N>> {
+    /// A row of `table`, in which `fill` stores the words.
+    pub(super) fn open(table: Table, fill: impl FnOnce(&Row<N>)) -> Row<N> {
         assert_eq!(N, table.row_words());
-        let owner_process = OwnerProcess::current();
-        let (page, index) = PAGE.lock().take(table)?;
+        let mut row = Row::unlisted(table);
+        let Some((page, index)) = PAGE.lock().take(table) else {
+            return row;
+        };
         let words: &[AtomicU64; N] = page.0.at(8 * (table.start() + index as usize * N));
+        (row.words, row.index) = (Some(words), index);
         // An observer that reads one of the new words sees that the row was free before.
         fence(Release);
-        let row = Row {
-            words,
-            table,
-            index,
-            owner_process,
-        };
         words[1..].iter().for_each(|word| word.store(0, Relaxed));
         fill(&row);
         words[0].store(words[0].load(Relaxed).wrapping_add(1), Release);
-        Some(row)
+        row
     }
 
-    /// Stores a word. Does nothing in a forked child: the page is its parent's.
+    /// No row of the page.
+    pub(super) fn unlisted(table: Table) -> Row<N> {
+        Row {
+            words: None,
+            table,
+            index: 0,
+            owner_process: OwnerProcess::current(),
+        }
+    }
+
+    #[inline]
+    fn own_words(&self) -> Option<&'static [AtomicU64; N]> {
+        self.words.filter(|_| self.owner_process.is_current())
+    }
+
     #[inline]
     pub(super) fn store(&self, word: usize, value: u64) {
-        if self.owner_process.is_current() {
-            self.words[word].store(value, Relaxed);
+        if let Some(words) = self.own_words() {
+            words[word].store(value, Relaxed);
         }
     }
 
     /// Adds to a word. It has one writer at a time, so this is a load and a store.
     #[inline]
     pub(super) fn add(&self, word: usize, by: u64) {
-        self.store(word, self.words[word].load(Relaxed).wrapping_add(by));
+        if let Some(words) = self.own_words() {
+            words[word].store(words[word].load(Relaxed).wrapping_add(by), Relaxed);
+        }
     }
 
     pub(super) fn store_all(&self, first: usize, values: &[u64]) {
@@ -154,21 +167,18 @@ impl<const N: usize> Row<N> {
         }
     }
 
-    pub(super) fn index(&self) -> u32 {
-        self.index
-    }
-
-    /// The row's first word.
-    pub(super) fn life(&self) -> u64 {
-        self.words[0].load(Relaxed)
+    /// Its index and its first word, if it is in the page.
+    pub(super) fn place(&self) -> Option<(u32, u64)> {
+        let words = self.words?;
+        Some((self.index, words[0].load(Relaxed)))
     }
 }
 
 impl<const N: usize> Drop for Row<N> {
     fn drop(&mut self) {
-        if self.owner_process.is_current() {
+        if let Some(words) = self.own_words() {
             let mut page = PAGE.lock();
-            self.words[0].store(self.life().wrapping_add(1), Release);
+            words[0].store(words[0].load(Relaxed).wrapping_add(1), Release);
             page.free[self.table as usize].push(self.index);
         }
     }

@@ -42,9 +42,9 @@ pub(crate) struct EndpointWords<'a> {
     pub(crate) memory_max: u64,
 }
 
-/// The row of an endpoint. All its methods do nothing where the process has no page.
+/// The row of an endpoint.
 #[derive(Debug)]
-pub(crate) struct EndpointRow(Option<Row<{ endpoint::WORDS }>>);
+pub(crate) struct EndpointRow(Row<{ endpoint::WORDS }>);
 
 impl EndpointRow {
     pub(crate) fn open(words: &EndpointWords<'_>) -> EndpointRow {
@@ -68,49 +68,36 @@ impl EndpointRow {
     /// Counts an item: a sample sent, or received. The caller is the only thread that does.
     #[inline]
     pub(crate) fn count(&self, sequence: u64, bytes: u64) {
-        if let Some(row) = &self.0 {
-            row.add(endpoint::ITEMS, 1);
-            row.add(endpoint::BYTES, bytes);
-            row.store(endpoint::SEQUENCE, sequence);
-        }
+        self.0.add(endpoint::ITEMS, 1);
+        self.0.add(endpoint::BYTES, bytes);
+        self.0.store(endpoint::SEQUENCE, sequence);
     }
 
     /// Counts an item that was copied although it was to be sent in place. The caller is the only
     /// thread that does.
     pub(crate) fn copied(&self, reason: SlowPath, bytes: u64) {
-        if let Some(row) = &self.0 {
-            row.add(endpoint::COPIED, 1);
-            row.add(endpoint::COPIED_BYTES, bytes);
-            row.store(endpoint::COPY_REASON, reason as u64);
-        }
+        self.0.add(endpoint::COPIED, 1);
+        self.0.add(endpoint::COPIED_BYTES, bytes);
+        self.0.store(endpoint::COPY_REASON, reason as u64);
     }
 
     /// Adds the time between the sending and the receiving of a counted item.
     #[inline]
     pub(crate) fn time(&self, latency_ns: u64) {
-        if let Some(row) = &self.0 {
-            row.add(endpoint::TIMED, 1);
-            row.add(endpoint::LATENCY_NS, latency_ns);
-        }
+        self.0.add(endpoint::TIMED, 1);
+        self.0.add(endpoint::LATENCY_NS, latency_ns);
     }
 
     /// The domain that the name is in: another one after its directory was removed and made again.
     pub(crate) fn set_domain(&self, identity: [u64; 2]) {
-        if let Some(row) = &self.0 {
-            row.store_all(endpoint::DOMAIN, &identity);
-        }
+        self.0.store_all(endpoint::DOMAIN, &identity);
     }
 
-    /// The publisher that a subscriber is attached to from now on.
+    /// The publisher that a subscriber is attached to from now on, or the version that a keeper's
+    /// name stands for: its memory has the same generation.
     pub(crate) fn attach_to(&self, generation: [u8; 16]) {
-        if let Some(row) = &self.0 {
-            row.store_all(endpoint::GENERATION, &layout::halves(generation));
-        }
-    }
-
-    /// The version that a keeper's name stands for from now on: its memory has the same generation.
-    pub(crate) fn offer(&self, generation: [u8; 16]) {
-        self.attach_to(generation);
+        self.0
+            .store_all(endpoint::GENERATION, &layout::halves(generation));
     }
 
     /// A subscriber has no publisher any more.
@@ -120,19 +107,15 @@ impl EndpointRow {
 
     /// The state of a publisher, written with each tick.
     pub(crate) fn set_use(&self, dropped: u64, in_flight: u64, peers: u64, memory: u64) {
-        if let Some(row) = &self.0 {
-            row.store(endpoint::DROPPED, dropped);
-            row.store(endpoint::IN_FLIGHT, in_flight);
-            row.store(endpoint::PEERS, peers);
-            row.store(endpoint::MEMORY, memory);
-        }
+        self.0.store(endpoint::DROPPED, dropped);
+        self.0.store(endpoint::IN_FLIGHT, in_flight);
+        self.0.store(endpoint::PEERS, peers);
+        self.0.store(endpoint::MEMORY, memory);
     }
 
     /// The jobs of a queue that no worker has, written with each tick.
     pub(crate) fn set_waiting(&self, jobs: u64) {
-        if let Some(row) = &self.0 {
-            row.store(endpoint::WAITING, jobs);
-        }
+        self.0.store(endpoint::WAITING, jobs);
     }
 
     /// The row of a name that a server answers for.
@@ -151,20 +134,18 @@ impl EndpointRow {
 
     /// The clients of a server, written with each tick.
     pub(crate) fn set_clients(&self, clients: usize, now_ns: u64) {
-        if let Some(row) = &self.0 {
-            row.store(endpoint::PEERS, clients as u64);
-        }
+        self.0.store(endpoint::PEERS, clients as u64);
         beat(now_ns);
     }
 
     /// The row of a new subscriber of this publisher.
     pub(crate) fn link(&self, pid: i32, uid: u32) -> LinkRow {
-        let Some(of) = &self.0 else {
-            return LinkRow(None);
+        let Some((index, life)) = self.0.place() else {
+            return LinkRow(Row::unlisted(Table::Links));
         };
         LinkRow(Row::open(Table::Links, |row| {
-            row.store(link::ENDPOINT, of.index().into());
-            row.store(link::ENDPOINT_LIFE, of.life());
+            row.store(link::ENDPOINT, index.into());
+            row.store(link::ENDPOINT_LIFE, life);
             row.store(link::PID, pid as u64);
             row.store(link::UID, uid.into());
             row.store(link::STATE, LinkState::Attaching as u64);
@@ -174,7 +155,7 @@ impl EndpointRow {
 
 /// The row of one subscriber of a publisher.
 #[derive(Debug)]
-pub(crate) struct LinkRow(Option<Row<{ link::WORDS }>>);
+pub(crate) struct LinkRow(Row<{ link::WORDS }>);
 
 /// The state of a link, written with each tick.
 #[derive(Debug, Clone, Copy)]
@@ -187,12 +168,10 @@ pub(crate) struct LinkWords {
 
 impl LinkRow {
     pub(crate) fn set(&self, words: &LinkWords) {
-        if let Some(row) = &self.0 {
-            row.store(link::STATE, words.state as u64);
-            row.store(link::IN_FLIGHT, words.in_flight);
-            row.store(link::DROPPED, words.dropped);
-            row.store(link::SILENT_MS, words.silent_ms);
-        }
+        self.0.store(link::STATE, words.state as u64);
+        self.0.store(link::IN_FLIGHT, words.in_flight);
+        self.0.store(link::DROPPED, words.dropped);
+        self.0.store(link::SILENT_MS, words.silent_ms);
     }
 }
 
@@ -211,7 +190,7 @@ pub(crate) fn file_of(fd: BorrowedFd<'_>, device: DeviceId) -> [u64; 2] {
 
 /// The row of one region of memory.
 #[derive(Debug)]
-pub(crate) struct RegionRow(Option<Row<{ region::WORDS }>>);
+pub(crate) struct RegionRow(Row<{ region::WORDS }>);
 
 impl RegionRow {
     /// `file`: the device and the inode of the memory's file, for memory that has one of its own.
@@ -236,16 +215,13 @@ impl RegionRow {
 
     /// Other memory lies there from now on; `file` as for [`open`](Self::open).
     pub(crate) fn replace(&self, file: [u64; 2]) {
-        if let Some(row) = &self.0 {
-            row.store_all(region::FILE, &file);
-        }
+        self.0.store_all(region::FILE, &file);
     }
 
     /// The endpoint that shares the region, and the region's number there.
     pub(crate) fn identify(&self, generation: [u8; 16], number: u64) {
-        if let Some(row) = &self.0 {
-            row.store_all(region::GENERATION, &layout::halves(generation));
-            row.store(region::NUMBER, number);
-        }
+        self.0
+            .store_all(region::GENERATION, &layout::halves(generation));
+        self.0.store(region::NUMBER, number);
     }
 }

@@ -355,7 +355,7 @@ impl KeeperCore {
     /// Says in the statistics and to the program which version is offered from now on.
     fn note_offered(&self, server: &ServerCore) {
         if let Some(offered) = &self.state.locked().offered {
-            server.row().offer(offered.version.id);
+            server.row().attach_to(offered.version.id);
         }
         trace::emit(|| {
             let state = self.state.locked();
