@@ -115,10 +115,10 @@ impl From<Fault> for PyErr {
     fn from(fault: Fault) -> PyErr {
         thread_exit::prepare_exit();
         Python::attach(|py| match fault {
-            Fault::Own(class, message) => raise(py, class, &message, |_| Ok(())),
-            Fault::Library(error) => raise(py, class_of(&error), &message(&error), |dict| {
-                dict.set_item("error_kind", error.kind().name())?;
-                fill(dict, &error)
+            Fault::Own(class, message) => raise(py, &message, |_| Ok(class)),
+            Fault::Library(error) => raise(py, &message(&error), |context| {
+                context.set_item("error_kind", error.kind().name())?;
+                describe(&error, context)
             }),
         })
     }
@@ -163,295 +163,126 @@ fn hint(error: &Error) -> Option<Cow<'static, str>> {
     Some(Cow::Borrowed(own))
 }
 
-/// The exception's class, by the variant. Variants that this package does not know yet are plain
-/// `Error`s.
-fn class_of(error: &Error) -> &'static str {
-    match error {
-        Error::NoDriver { .. } => "NoDriverError",
-        Error::DriverSymbol { .. } => "DriverSymbolError",
-        Error::NoDevice { .. } => "NoDeviceError",
-        Error::DevicePermission { .. } => "DevicePermissionError",
-        Error::NoSuchDevice { .. } => "NoSuchDeviceError",
-        Error::Driver { .. } => "DriverError",
-        Error::Capturing { .. } => "CapturingError",
-        Error::DeviceReset { .. } => "DeviceResetError",
-        Error::DeviceMemory { .. } => "DeviceMemoryError",
-        Error::NotDeviceMemory { .. } => "NotDeviceMemoryError",
-        Error::PeerAccess { .. } => "PeerAccessError",
-        Error::Os { .. } => "SystemCallError",
-        Error::DescriptorLimit { .. } | Error::InFlightLimit { .. } => "DescriptorLimitError",
-        Error::Name { .. } => "InvalidNameError",
-        Error::Domain { .. } => "DomainError",
-        Error::ForeignFile { .. } => "ForeignFileError",
-        Error::NameTaken { .. } => "NameTakenError",
-        Error::NotFound { .. } => "NotFoundError",
-        Error::AccessDenied { .. } => "AccessDeniedError",
-        Error::Handshake { .. } => "HandshakeError",
-        Error::Protocol { .. } => "ProtocolError",
-        Error::SampleLost { .. } => "SampleLostError",
-        Error::Evicted { .. } => "EvictedError",
-        Error::LinkClosed { .. } => "LinkClosedError",
-        Error::Timeout { .. } => "TimeoutError",
-        Error::Full { .. } => "FullError",
-        Error::MemoryLimit { .. } => "MemoryLimitError",
-        Error::QuotaExceeded { .. } => "QuotaExceededError",
-        Error::Layout { .. } => "LayoutError",
-        Error::Argument { .. } => "ArgumentError",
-        Error::OtherKind { .. } => "OtherKindError",
-        Error::Ticket(_) => "TicketError",
-        Error::TicketExpired { .. } => "TicketExpiredError",
-        Error::Range { .. } => "RangeError",
-        Error::PeerGone { .. } => "PeerGoneError",
-        Error::Refused { .. } => "RefusedError",
-        Error::NotOwner { .. } => "NotOwnerError",
-        Error::Backwards { .. } => "BackwardsError",
-        Error::SignalPending { .. } => "SignalPendingError",
-        Error::EventNotRecorded { .. } => "EventNotRecordedError",
-        Error::EventLost { .. } => "EventLostError",
-        Error::EventHandle { .. } => "EventHandleError",
-        Error::EventLimit { .. } => "EventLimitError",
-        Error::NotExportable { .. } => "NotExportableError",
-        Error::LegacyHandle { .. } => "LegacyHandleError",
-        Error::Profiler { .. } => "ProfilerError",
-        Error::Forked => "ForkedError",
-        Error::Injected { .. } => "InjectedError",
-        Error::WeightsFile { .. } => "WeightsFileError",
-        Error::WeightsDamaged { .. } => "WeightsDamagedError",
-        Error::WeightsUnhashed { .. } => "WeightsUnhashedError",
-        Error::WeightsMismatch { .. } => "WeightsMismatchError",
-        // Queues and services.
-        Error::QueueFull { .. } => "QueueFullError",
-        Error::DeadLettered { .. } => "DeadLetteredError",
-        Error::Rejected { .. } => "RejectedError",
-        Error::DeadlinePassed { .. } => "DeadlinePassedError",
-        Error::NoSuchJob { .. } => "NoSuchJobError",
-        Error::QueueClosed { .. } => "QueueClosedError",
-        _ => "Error",
-    }
+/// The function `describe`, from a row for each variant: the fields that are used, the name of the
+/// exception's class, and its attributes.
+macro_rules! exceptions {
+    ($($variant:ident { $($field:ident)* } => $class:literal ($($name:ident: $value:expr),*);)*) => {
+        /// The name of an exception's class; its attributes go into `dict`. Variants that this
+        /// package does not know yet are plain `Error`s.
+        fn describe(error: &Error, dict: &Bound<'_, PyDict>) -> PyResult<&'static str> {
+            match error {
+                $(Error::$variant { $($field,)* .. } => {
+                    $(dict.set_item(stringify!($name), $value)?;)*
+                    Ok($class)
+                })*
+                Error::Os { call, source, .. } => fill_system_call(dict, Some(call), source.raw_os_error()),
+                Error::DescriptorLimit { .. } => fill_shortage(dict, libc::EMFILE),
+                Error::InFlightLimit { .. } => fill_shortage(dict, libc::ETOOMANYREFS),
+                _ => Ok("Error"),
+            }
+        }
+    };
 }
 
-/// Attributes of the exception, by the field names of the Rust variants.
-fn fill(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
-    match error {
-        Error::Driver {
-            call, code, name, ..
-        } => {
-            dict.set_item("call", call)?;
-            dict.set_item("code", code)?;
-            dict.set_item("driver_name", name)
-        }
-        Error::DeviceMemory { bytes, .. } => dict.set_item("nbytes", bytes),
-        Error::Os { call, source, .. } => {
-            dict.set_item("call", call)?;
-            dict.set_item("code", source.raw_os_error())?;
-            source
-                .raw_os_error()
-                .map_or(Ok(()), |code| fill_number(dict, code))
-        }
-        Error::DescriptorLimit { .. } => fill_shortage(dict, libc::EMFILE),
-        Error::InFlightLimit { .. } => fill_shortage(dict, libc::ETOOMANYREFS),
-        Error::NameTaken { name, holder } => {
-            dict.set_item("endpoint", name)?;
-            dict.set_item("pid", holder.pid)
-        }
-        Error::Name { name, .. }
-        | Error::AccessDenied { name, .. }
-        | Error::Handshake { name, .. }
-        | Error::Protocol { name, .. }
-        | Error::Evicted { name, .. }
-        | Error::LinkClosed { name, .. }
-        | Error::Refused { name, .. }
-        | Error::TicketExpired { name, .. } => dict.set_item("endpoint", name),
-        Error::SampleLost {
-            name,
-            sequence,
-            pid,
-        } => {
-            dict.set_item("endpoint", name)?;
-            dict.set_item("sequence", sequence)?;
-            dict.set_item("pid", pid)
-        }
-        Error::Full { name, depth, .. } => {
-            dict.set_item("endpoint", name)?;
-            dict.set_item("depth", depth)
-        }
-        Error::MemoryLimit {
-            name,
-            bytes,
-            used,
-            limit,
-        } => {
-            dict.set_item("endpoint", name)?;
-            dict.set_item("nbytes", bytes)?;
-            dict.set_item("used", used)?;
-            dict.set_item("limit", limit)
-        }
-        Error::QuotaExceeded {
-            name,
-            uid,
-            bytes,
-            used,
-            limit,
-            blocks,
-            blocks_max,
-        } => {
-            dict.set_item("endpoint", name)?;
-            dict.set_item("uid", uid)?;
-            dict.set_item("nbytes", bytes)?;
-            dict.set_item("used", used)?;
-            dict.set_item("limit", limit)?;
-            dict.set_item("blocks", blocks)?;
-            dict.set_item("blocks_max", blocks_max)
-        }
-        Error::Timeout { waited, .. } => dict.set_item("waited", waited.as_secs_f64()),
-        other => fill_primitives(dict, other),
-    }
+exceptions! {
+    NoDriver {} => "NoDriverError" ();
+    DriverSymbol {} => "DriverSymbolError" ();
+    NoDevice {} => "NoDeviceError" ();
+    DevicePermission {} => "DevicePermissionError" ();
+    NoSuchDevice {} => "NoSuchDeviceError" ();
+    Driver { call code name } => "DriverError" (call: call, code: code, driver_name: name);
+    Capturing {} => "CapturingError" ();
+    DeviceReset {} => "DeviceResetError" ();
+    DeviceMemory { bytes } => "DeviceMemoryError" (nbytes: bytes);
+    NotDeviceMemory {} => "NotDeviceMemoryError" ();
+    PeerAccess {} => "PeerAccessError" ();
+    Name { name } => "InvalidNameError" (endpoint: name);
+    Domain {} => "DomainError" ();
+    ForeignFile {} => "ForeignFileError" ();
+    NameTaken { name holder } => "NameTakenError" (endpoint: name, pid: holder.pid);
+    NotFound { kind name was_there } => "NotFoundError"
+        (kind: kind.to_string(), endpoint: name, was_there: was_there);
+    AccessDenied { name } => "AccessDeniedError" (endpoint: name);
+    Handshake { name } => "HandshakeError" (endpoint: name);
+    Protocol { name } => "ProtocolError" (endpoint: name);
+    SampleLost { name sequence pid } => "SampleLostError"
+        (endpoint: name, sequence: sequence, pid: pid);
+    Evicted { name } => "EvictedError" (endpoint: name);
+    LinkClosed { name } => "LinkClosedError" (endpoint: name);
+    Timeout { waited } => "TimeoutError" (waited: waited.as_secs_f64());
+    Full { name depth } => "FullError" (endpoint: name, depth: depth);
+    MemoryLimit { name bytes used limit } => "MemoryLimitError"
+        (endpoint: name, nbytes: bytes, used: used, limit: limit);
+    QuotaExceeded { name uid bytes used limit blocks blocks_max } => "QuotaExceededError"
+        (endpoint: name, uid: uid, nbytes: bytes, used: used, limit: limit, blocks: blocks,
+         blocks_max: blocks_max);
+    Layout {} => "LayoutError" ();
+    Argument {} => "ArgumentError" ();
+    OtherKind { name wanted found } => "OtherKindError"
+        (endpoint: name, kind: wanted.to_string(), found: found);
+    Ticket {} => "TicketError" ();
+    TicketExpired { name } => "TicketExpiredError" (endpoint: name);
+    Range { name offset bytes available } => "RangeError"
+        (endpoint: name, offset: offset, nbytes: bytes, available: available);
+    PeerGone { kind name pid graceful } => "PeerGoneError"
+        (kind: kind.to_string(), endpoint: name, pid: pid, graceful: graceful);
+    Refused { name } => "RefusedError" (endpoint: name);
+    NotOwner { name pid } => "NotOwnerError" (endpoint: name, pid: pid);
+    Backwards { name value last } => "BackwardsError" (endpoint: name, value: value, last: last);
+    SignalPending { name value last reached } => "SignalPendingError"
+        (endpoint: name, value: value, last: last, reached: reached);
+    EventNotRecorded { event } => "EventNotRecordedError" (event: event);
+    EventLost { event pid } => "EventLostError" (event: event, pid: pid);
+    EventHandle {} => "EventHandleError" ();
+    EventLimit { limit } => "EventLimitError" (limit: limit);
+    NotExportable { ptr kind } => "NotExportableError" (ptr: ptr, kind: kind.to_string());
+    LegacyHandle {} => "LegacyHandleError" ();
+    Profiler {} => "ProfilerError" ();
+    Forked {} => "ForkedError" ();
+    Injected {} => "InjectedError" ();
+    WeightsFile { path } => "WeightsFileError" (path: path);
+    WeightsDamaged { name version tensors } => "WeightsDamagedError"
+        (endpoint: name, version: version, tensors: tensors);
+    WeightsUnhashed { name version } => "WeightsUnhashedError" (endpoint: name, version: version);
+    WeightsMismatch { difference } => "WeightsMismatchError"
+        (missing: &difference.missing, unexpected: &difference.unexpected,
+         different: at_other_places(&difference.different), uncomputed: Vec::<String>::new());
+    QueueFull { name limit waited } => "QueueFullError"
+        (endpoint: name, limit: limit, waited: waited.as_secs_f64());
+    DeadLettered { name job reasons } => "DeadLetteredError"
+        (endpoint: name, job: job, reasons: reasons);
+    Rejected { name job reason } => "RejectedError" (endpoint: name, job: job, reason: reason);
+    DeadlinePassed { name job } => "DeadlinePassedError" (endpoint: name, job: job);
+    NoSuchJob { name job } => "NoSuchJobError" (endpoint: name, job: job);
+    QueueClosed { name } => "QueueClosedError" (endpoint: name);
 }
 
-/// As [`fill`], of a limit of descriptors: what the system said when it was reached.
-fn fill_shortage(dict: &Bound<'_, PyDict>, code: i32) -> PyResult<()> {
-    dict.set_item("call", dict.py().None())?;
+/// What a limit of descriptors has: what the system says where it is reached.
+fn fill_shortage(dict: &Bound<'_, PyDict>, code: i32) -> PyResult<&'static str> {
+    fill_system_call(dict, None, Some(code))?;
+    Ok("DescriptorLimitError")
+}
+
+/// The call, and what an ``OSError`` has.
+fn fill_system_call(
+    dict: &Bound<'_, PyDict>,
+    call: Option<&str>,
+    code: Option<i32>,
+) -> PyResult<&'static str> {
+    dict.set_item("call", call)?;
     dict.set_item("code", code)?;
-    fill_number(dict, code)
-}
-
-/// What an ``OSError`` has.
-fn fill_number(dict: &Bound<'_, PyDict>, code: i32) -> PyResult<()> {
-    let said = dict.py().import("os")?.call_method1("strerror", (code,))?;
-    dict.set_item("errno", code)?;
-    dict.set_item("strerror", said)
-}
-
-/// As [`fill`], of errors outside the channel.
-fn fill_primitives(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
-    match error {
-        Error::NotFound {
-            kind,
-            name,
-            was_there,
-            ..
-        } => {
-            dict.set_item("kind", kind.to_string())?;
-            dict.set_item("endpoint", name)?;
-            dict.set_item("was_there", was_there)
-        }
-        Error::OtherKind {
-            name,
-            wanted,
-            found,
-        } => {
-            dict.set_item("endpoint", name)?;
-            dict.set_item("kind", wanted.to_string())?;
-            dict.set_item("found", found)
-        }
-        Error::PeerGone {
-            kind,
-            name,
-            pid,
-            graceful,
-            ..
-        } => {
-            dict.set_item("kind", kind.to_string())?;
-            dict.set_item("endpoint", name)?;
-            dict.set_item("pid", pid)?;
-            dict.set_item("graceful", graceful)
-        }
-        Error::Range {
-            name,
-            offset,
-            bytes,
-            available,
-        } => {
-            dict.set_item("endpoint", name)?;
-            dict.set_item("offset", offset)?;
-            dict.set_item("nbytes", bytes)?;
-            dict.set_item("available", available)
-        }
-        Error::NotOwner { name, pid } => {
-            dict.set_item("endpoint", name)?;
-            dict.set_item("pid", pid)
-        }
-        Error::Backwards { name, value, last } => {
-            dict.set_item("endpoint", name)?;
-            dict.set_item("value", value)?;
-            dict.set_item("last", last)
-        }
-        Error::SignalPending {
-            name,
-            value,
-            last,
-            reached,
-        } => {
-            dict.set_item("endpoint", name)?;
-            dict.set_item("value", value)?;
-            dict.set_item("last", last)?;
-            dict.set_item("reached", reached)
-        }
-        Error::EventNotRecorded { event } => dict.set_item("event", event),
-        Error::EventLost { event, pid } => {
-            dict.set_item("event", event)?;
-            dict.set_item("pid", pid)
-        }
-        Error::EventLimit { limit } => dict.set_item("limit", limit),
-        Error::NotExportable { ptr, kind } => {
-            dict.set_item("ptr", ptr)?;
-            dict.set_item("kind", kind.to_string())
-        }
-        other => fill_of_job(dict, other),
+    if let Some(code) = code {
+        let said = dict.py().import("os")?.call_method1("strerror", (code,))?;
+        dict.set_item("errno", code)?;
+        dict.set_item("strerror", said)?;
     }
+    Ok("SystemCallError")
 }
 
-/// As [`fill`], of queues and services.
-fn fill_of_job(dict: &Bound<'_, PyDict>, error: &Error) -> PyResult<()> {
-    match error {
-        Error::QueueFull {
-            name,
-            limit,
-            waited,
-        } => {
-            dict.set_item("endpoint", name)?;
-            dict.set_item("limit", limit)?;
-            dict.set_item("waited", waited.as_secs_f64())
-        }
-        Error::DeadLettered { name, job, reasons } => {
-            dict.set_item("endpoint", name)?;
-            dict.set_item("job", job)?;
-            dict.set_item("reasons", reasons)
-        }
-        Error::Rejected { name, job, reason } => {
-            dict.set_item("endpoint", name)?;
-            dict.set_item("job", job)?;
-            dict.set_item("reason", reason)
-        }
-        Error::DeadlinePassed { name, job } | Error::NoSuchJob { name, job } => {
-            dict.set_item("endpoint", name)?;
-            dict.set_item("job", job)
-        }
-        Error::QueueClosed { name } => dict.set_item("endpoint", name),
-        Error::WeightsFile { path, .. } => dict.set_item("path", path),
-        Error::WeightsDamaged {
-            name,
-            version,
-            tensors,
-        } => {
-            dict.set_item("endpoint", name)?;
-            dict.set_item("version", version)?;
-            dict.set_item("tensors", tensors)
-        }
-        Error::WeightsUnhashed { name, version } => {
-            dict.set_item("endpoint", name)?;
-            dict.set_item("version", version)
-        }
-        Error::WeightsMismatch { difference, .. } => {
-            let how = "has another shape, element type or place";
-            let different = difference.different.iter().map(|name| (name, how));
-            dict.set_item("missing", &difference.missing)?;
-            dict.set_item("unexpected", &difference.unexpected)?;
-            dict.set_item("different", different.collect::<HashMap<_, _>>())?;
-            dict.set_item("uncomputed", Vec::<String>::new())
-        }
-        _ => Ok(()),
-    }
+/// The names of tensors that lie elsewhere, each with the reason.
+fn at_other_places(names: &[String]) -> HashMap<&str, &str> {
+    let how = "has another shape, element type or place";
+    names.iter().map(|name| (name.as_str(), how)).collect()
 }
 
 /// The names of `warpipe._errors`, copied before the interpreter's end clears the module.
@@ -471,20 +302,20 @@ pub fn is_of_this_package(py: Python<'_>, error: &PyErr) -> bool {
         .is_some_and(|base| error.is_instance(py, &base))
 }
 
+/// Makes the exception of the class that `describe` names, with the attributes that it sets.
 fn raise(
     py: Python<'_>,
-    class: &str,
     message: &str,
-    fill: impl FnOnce(&Bound<'_, PyDict>) -> PyResult<()>,
+    describe: impl FnOnce(&Bound<'_, PyDict>) -> PyResult<&'static str>,
 ) -> PyErr {
     let made = (|| {
+        let context = PyDict::new(py);
+        let class = describe(&context)?;
         let classes = classes(py)?.bind(py);
         let class = classes
             .get_item(class)?
             .ok_or_else(|| PyKeyError::new_err(class.to_owned()))?;
         let exception = class.call1((message,))?;
-        let context = PyDict::new(py);
-        fill(&context)?;
         for (name, value) in context {
             exception.setattr(name.cast_into::<pyo3::types::PyString>()?, value)?;
         }
