@@ -16,7 +16,7 @@ use crate::job;
 use crate::job_endpoint::{JobEndpoint, QueueOrClient};
 use crate::loan::Loan;
 use crate::tuples::Info;
-use crate::wait::{SLICE, Timeout, optional};
+use crate::wait::{Timeout, optional};
 
 /// Sends requests to the servers of a service: ``call`` waits for the reply, ``request`` returns a
 /// ``Pending``.
@@ -79,9 +79,8 @@ impl Client {
             .prefetch(prefetch)
             .lease_timeout(optional(lease_timeout, "lease_timeout")?)
             .limit(limit)
-            .memory_limit(memory_limit)
-            .loan_timeout(loan_timeout.unwrap_or(SLICE).min(SLICE));
-        let spin = optional(spin, "spin")?.map(|spin| spin.min(SLICE));
+            .memory_limit(memory_limit);
+        let spin = optional(spin, "spin")?;
         let builder = spin.into_iter().fold(builder, warpipe::ClientBuilder::spin);
         let client = py.detach(|| builder.build()).map_err(Fault::from)?;
         let endpoint = JobEndpoint::open(

@@ -18,7 +18,7 @@ use crate::interpreter_exit::{self, Closable};
 use crate::loan::Loan;
 use crate::metadata;
 use crate::process::Home;
-use crate::slot::{self, Slot};
+use crate::slot::Slot;
 use crate::source::Wanted;
 use crate::stream::Consumer;
 use crate::wait::{optional, waiting};
@@ -66,10 +66,10 @@ impl QueueOrClient {
         }
     }
 
-    fn loan(&self, layout: &Layout) -> Result<warpipe::Loan, Error> {
+    fn loan_within(&self, layout: &Layout, wait: Wait<'_>) -> Result<warpipe::Loan, Error> {
         match self {
-            QueueOrClient::Queue(queue, _) => queue.loan(layout),
-            QueueOrClient::Client(client) => client.loan(layout),
+            QueueOrClient::Queue(queue, _) => queue.loan_within(layout, wait),
+            QueueOrClient::Client(client) => client.loan_within(layout, wait),
         }
     }
 
@@ -264,9 +264,11 @@ impl JobEndpoint {
         layout: &Layout,
         metadata: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Slot> {
-        let mut slot = Slot::Work(DropDetached::new(slot::borrow(py, self.patience, || {
-            Ok(self.end()?.loan(layout)?)
-        })?));
+        let goes_on = || self.end().map(drop);
+        let loan = waiting(py, self.patience, goes_on, |wait| {
+            Ok(self.end()?.loan_within(layout, wait)?)
+        })?;
+        let mut slot = Slot::Work(DropDetached::new(loan));
         slot.set_metadata(metadata)?;
         Ok(slot)
     }

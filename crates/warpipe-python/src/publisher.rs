@@ -20,11 +20,11 @@ use crate::loan::Loan;
 use crate::metadata;
 use crate::outgoing::{HELD_UP, Outgoing, dispatch};
 use crate::process::Home;
-use crate::slot::{self, Slot};
+use crate::slot::Slot;
 use crate::source::{Source, SourceLocation, Wanted};
 use crate::stream::Consumer;
 use crate::tuples::{self, Info};
-use crate::wait::{SLICE, optional, seconds, waiting};
+use crate::wait::{optional, seconds, waiting};
 
 /// Publishes tensors in device memory to any number of subscribers.
 ///
@@ -123,7 +123,10 @@ impl Publisher {
     /// A slot for `layout`, waiting for one up to the loan's timeout.
     fn take(&self, py: Python<'_>, layout: &Layout) -> PyResult<Slot> {
         py.detach(|| self.in_place.sweep());
-        let sample = slot::borrow(py, self.loan_timeout, || Ok(self.inner()?.loan(layout)?))?;
+        let goes_on = || self.inner().map(drop);
+        let sample = waiting(py, self.loan_timeout, goes_on, |wait| {
+            Ok(self.inner()?.loan_within(layout, wait)?)
+        })?;
         Ok(Slot::Sample(DropDetached::new(sample)))
     }
 }
@@ -215,7 +218,6 @@ impl Publisher {
             .history(history)
             .timestamps(timestamps)
             .memory_limit(memory_limit)
-            .loan_timeout(loan_timeout.unwrap_or(SLICE).min(SLICE))
             .evict_after(optional(evict_after, "evict_after")?)
             .subscribers_max(subscribers_max)
             .subscribers_per_user_max(subscribers_per_user_max)

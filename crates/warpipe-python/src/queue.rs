@@ -16,7 +16,7 @@ use crate::job::Results;
 use crate::job_endpoint::{JobEndpoint, QueueOrClient};
 use crate::loan::Loan;
 use crate::tuples::{self, Info};
-use crate::wait::{SLICE, Timeout, optional, seconds, waiting};
+use crate::wait::{Timeout, optional, seconds, waiting};
 
 /// Gives each job to one worker, and gets each job's result once, even if processes die: see
 /// ``Worker``.
@@ -97,11 +97,10 @@ impl Queue {
             .order(self::order(order)?)
             .limit(limit)
             // In slices, with a look at the signals in between.
-            .submit_timeout(submit_timeout.unwrap_or(SLICE).min(SLICE))
             .memory_limit(memory_limit)
             .workers_max(workers_max)
             .handshake_timeout(seconds(handshake_timeout, "handshake_timeout")?);
-        let spin = optional(spin, "spin")?.map(|spin| spin.min(SLICE));
+        let spin = optional(spin, "spin")?;
         let builder = spin.into_iter().fold(builder, warpipe::QueueBuilder::spin);
         let queue = py.detach(|| builder.build()).map_err(Fault::from)?;
         let endpoint = JobEndpoint::open(

@@ -109,15 +109,18 @@ impl Publisher {
     /// the loan's timeout; [`Error::DeviceMemory`](crate::Error::DeviceMemory);
     /// [`Error::Forked`](crate::Error::Forked).
     pub fn loan(&self, layout: &Layout) -> Result<SampleMut> {
-        self.loan_within(layout, None)
+        self.lend(layout, None)
     }
 
     /// [`loan`](Self::loan) with `wait` in place of the loan's timeout.
-    pub(crate) fn loan_within(
-        &self,
-        layout: &Layout,
-        wait: Option<&Wait<'_>>,
-    ) -> Result<SampleMut> {
+    ///
+    /// # Errors
+    /// As [`loan`](Self::loan).
+    pub fn loan_within<'w>(&self, layout: &Layout, wait: impl Into<Wait<'w>>) -> Result<SampleMut> {
+        self.lend(layout, Some(&wait.into()))
+    }
+
+    pub(crate) fn lend(&self, layout: &Layout, wait: Option<&Wait<'_>>) -> Result<SampleMut> {
         let (slot, address) = self.core.take_slot(layout.bytes(), wait)?;
         Ok(SampleMut {
             core: Arc::clone(&self.core),

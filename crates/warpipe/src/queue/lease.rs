@@ -241,7 +241,7 @@ impl AnswerHandle {
         };
         let empty = || {
             let layout = Layout::bytes_only(0)?;
-            answers.publisher.loan_within(&layout, wait).map(Loan::new)
+            answers.publisher.lend(&layout, wait).map(Loan::new)
         };
         let output = output.map_or_else(empty, Ok);
         let Loan {

@@ -86,6 +86,15 @@ impl Queue {
         self.dispatcher.publisher.loan(layout).map(Loan::new)
     }
 
+    /// [`loan`](Self::loan) with `wait` in place of the queue's timeout.
+    ///
+    /// # Errors
+    /// As [`loan`](Self::loan).
+    pub fn loan_within<'w>(&self, layout: &Layout, wait: impl Into<Wait<'w>>) -> Result<Loan> {
+        let lent = self.dispatcher.publisher.loan_within(layout, wait);
+        lent.map(Loan::new)
+    }
+
     /// Submits a job behind the work enqueued on `stream`. Waits for room, but neither for a worker
     /// nor for the device.
     ///

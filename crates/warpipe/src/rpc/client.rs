@@ -111,6 +111,14 @@ impl Client {
         self.queue.loan(layout)
     }
 
+    /// [`loan`](Self::loan) with `wait` in place of the client's timeout.
+    ///
+    /// # Errors
+    /// As [`loan`](Self::loan).
+    pub fn loan_within<'w>(&self, layout: &Layout, wait: impl Into<Wait<'w>>) -> Result<Loan> {
+        self.queue.loan_within(layout, wait)
+    }
+
     /// Sends a request behind the work enqueued on `stream`; the reply must come within `deadline`.
     /// No server begins the request later.
     ///

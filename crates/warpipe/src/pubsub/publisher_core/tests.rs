@@ -604,7 +604,7 @@ fn a_loan_that_waits_sees_that_a_region_is_unmapped_here() {
             let looked = || looks.fetch_add(1, Relaxed) == u32::MAX;
             let wait = Wait::at_most(2 * LONG).unless(&looked);
             let layout = Layout::bytes_only(8 * MIB).unwrap();
-            publisher.loan_within(&layout, Some(&wait)).map(drop)
+            publisher.loan_within(&layout, wait).map(drop)
         });
         eventually("it waits", || looks.load(Relaxed) > 0);
         drop(holds);
