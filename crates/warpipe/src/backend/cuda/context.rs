@@ -70,7 +70,7 @@ pub(super) fn make_current(driver: &'static Driver, context: CUcontext) -> Resul
     let pushed = driver.context_current()? != context;
     if pushed {
         // SAFETY: the context is retained for the life of the process.
-        unsafe { driver.context_push(context) }?;
+        unsafe { driver.cuCtxPushCurrent_v2(context) }?;
     }
     Ok(Current {
         driver,

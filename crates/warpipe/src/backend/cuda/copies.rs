@@ -87,7 +87,7 @@ impl Copies for CudaBackend {
         let _current = self.enter_to_enqueue()?;
         let bytes = size(bytes)?;
         // SAFETY: the caller's promise.
-        unsafe { self.driver.copy_async(dst, src, bytes, stream.0) }
+        unsafe { self.driver.cuMemcpyAsync(dst, src, bytes, stream.0) }
             .map_err(|fault| self.explain(fault.into()))
     }
 
@@ -100,7 +100,7 @@ impl Copies for CudaBackend {
         let _current = self.enter_to_enqueue()?;
         let bytes = size(bytes)?;
         // SAFETY: the caller's promise.
-        unsafe { self.driver.zero_async(dst, bytes, stream.0) }
+        unsafe { self.driver.cuMemsetD8Async(dst, 0, bytes, stream.0) }
             .map_err(|fault| self.explain(fault.into()))
     }
 
@@ -222,7 +222,7 @@ impl CudaBackend {
         // below.
         unsafe {
             self.driver
-                .upload_async(dst, src.as_ptr(), src.len(), stream)
+                .cuMemcpyHtoDAsync_v2(dst, src.as_ptr().cast(), src.len(), stream)
         }?;
         if late {
             // SAFETY: the stream is the caller's.
@@ -336,13 +336,16 @@ impl CudaBackend {
     ) -> std::result::Result<(), Fault> {
         if !self.goes_as_rows(bytes) {
             // SAFETY: the caller's promise.
-            return unsafe { self.driver.upload_async(dst, piece.place, bytes, stream) };
+            return unsafe {
+                self.driver
+                    .cuMemcpyHtoDAsync_v2(dst, piece.place.cast(), bytes, stream)
+            };
         }
         // An odd number: twice, one byte apart.
         for start in 0..=(bytes % 2) as u64 {
             let rows = two_rows(dst + start, piece.place_ptr + start, bytes / 2);
             // SAFETY: both ranges lie in those that the caller promises.
-            unsafe { self.driver.copy_box_async(&rows, stream) }?;
+            unsafe { self.driver.cuMemcpy3DAsync_v2(&rows, stream) }?;
         }
         Ok(())
     }
@@ -390,7 +393,7 @@ impl CudaBackend {
         // below.
         unsafe {
             self.driver
-                .download_async(dst.as_mut_ptr(), src, dst.len(), stream)
+                .cuMemcpyDtoHAsync_v2(dst.as_mut_ptr().cast(), src, dst.len(), stream)
         }?;
         // SAFETY: the stream is the caller's.
         unsafe { self.wait_for_copy(stream, Limit::None) }
@@ -426,8 +429,12 @@ impl CudaBackend {
             // SAFETY: the caller's promise on `src`; the one piece is this lease's alone, as long,
             // and stays.
             let copied = unsafe {
-                self.driver
-                    .download_async(lease.pieces[0].place, src, bytes.len(), stream)
+                self.driver.cuMemcpyDtoHAsync_v2(
+                    lease.pieces[0].place.cast(),
+                    src,
+                    bytes.len(),
+                    stream,
+                )
             };
             if let Err(fault) = copied {
                 self.staging.give_back(lease);
@@ -490,7 +497,7 @@ impl CudaBackend {
     unsafe fn wait_for_copy(&self, stream: CUstream, limit: Limit) -> Result<()> {
         let event = self.driver.event_create()?;
         // SAFETY: both are live.
-        let recorded = unsafe { self.driver.event_record(event, stream) };
+        let recorded = unsafe { self.driver.cuEventRecord(event, stream) };
         let waited = recorded.map_err(Error::from).and_then(|()| {
             let mut wait = Wait::new();
             // SAFETY: the event is live until the end of this function.
@@ -503,7 +510,7 @@ impl CudaBackend {
             Ok(())
         });
         // SAFETY: created above, destroyed here only.
-        let destroyed = unsafe { self.driver.event_destroy(event) };
+        let destroyed = unsafe { self.driver.cuEventDestroy_v2(event) };
         waited.and(destroyed.map_err(Error::from))
     }
 }

@@ -113,7 +113,7 @@ impl Imports for CudaBackend {
             }),
             Err(fault) => {
                 // SAFETY: held just now, and used by nothing.
-                let _ = unsafe { self.driver.memory_release(handle) };
+                let _ = unsafe { self.driver.cuMemRelease(handle) };
                 Err(not_exportable(fault, ptr, PointerKind::Unknown))
             }
         }
@@ -135,7 +135,7 @@ impl Imports for CudaBackend {
     unsafe fn release_retained(&self, retained: &Retained) -> Result<()> {
         let _current = self.enter()?;
         // SAFETY: the caller's promise.
-        Ok(unsafe { self.driver.memory_release(retained.handle) }?)
+        Ok(unsafe { self.driver.cuMemRelease(retained.handle) }?)
     }
 }
 
@@ -193,7 +193,7 @@ impl CudaBackend {
     fn release_handles(&self, handles: &[CUmemGenericAllocationHandle], piece: u64) {
         for &handle in handles {
             // SAFETY: imported here, and released once. A mapping holds the allocation.
-            if unsafe { self.driver.memory_release(handle) }.is_err() {
+            if unsafe { self.driver.cuMemRelease(handle) }.is_err() {
                 self.owe(RawRegion {
                     ptr: 0,
                     bytes: piece,
@@ -220,7 +220,7 @@ impl CudaBackend {
             // SAFETY: the range is reserved, and empty behind `mapped`; the handle is held.
             let made = unsafe {
                 self.driver
-                    .memory_map(region.ptr + *mapped, size(*piece)?, handle)
+                    .cuMemMap(region.ptr + *mapped, size(*piece)?, 0, handle, 0)
             };
             if let Err(fault) = made {
                 self.release_handles(&handles[index..], *piece);
@@ -239,7 +239,7 @@ impl CudaBackend {
         // SAFETY: all of the range is mapped.
         unsafe {
             self.driver
-                .memory_set_access(region.ptr, size(region.bytes)?, &access)
+                .cuMemSetAccess(region.ptr, size(region.bytes)?, &access, 1)
         }
         .map_err(|fault| match owner == self.info.id {
             true => self.no_room(fault, region.bytes),
@@ -257,13 +257,13 @@ impl CudaBackend {
             while *mapped > 0 {
                 let last = *mapped - *piece;
                 // SAFETY: mapped as one piece, and no work uses it by the caller's promise.
-                unsafe { self.driver.memory_unmap(ptr + last, *piece as usize) }?;
+                unsafe { self.driver.cuMemUnmap(ptr + last, *piece as usize) }?;
                 *mapped = last;
             }
         }
         if region.handle != 0 {
             // SAFETY: held since the only piece was imported, and given up here.
-            unsafe { self.driver.memory_release(region.handle) }?;
+            unsafe { self.driver.cuMemRelease(region.handle) }?;
             region.handle = 0;
         }
         Ok(())
@@ -278,7 +278,10 @@ impl CudaBackend {
         // SAFETY: the caller's promise.
         unsafe { self.empty(region) }?;
         // SAFETY: reserved in `import`, unmapped above.
-        unsafe { self.driver.address_free(region.ptr, size(region.bytes)?) }?;
+        unsafe {
+            self.driver
+                .cuMemAddressFree(region.ptr, size(region.bytes)?)
+        }?;
         self.held.fetch_sub(region.bytes, Ordering::Relaxed);
         Ok(())
     }

@@ -114,7 +114,8 @@ impl CudaBackend {
                 // lease's alone, and so do the bytes behind it.
                 unsafe {
                     let place = lease.pieces[index].place.add(offset);
-                    self.driver.download_async(place, src, length, stream)
+                    self.driver
+                        .cuMemcpyDtoHAsync_v2(place.cast(), src, length, stream)
                 }?;
                 (at, src) = (at + length, src + length as u64);
             }

@@ -1,8 +1,9 @@
 //! The CUDA driver API: `libcuda.so.1`, loaded at run time.
 //!
-//! Three layers: `sys` has the driver's header as Rust types and a table of function pointers;
-//! `result` has one function for each call, with `fault` to turn a status into a typed error;
-//! [`CudaBackend`] implements the trait. Every call is made inside the gate of `shutdown_gate`.
+//! `sys` has the driver's header as Rust types, and each function as a checked call of its name; in
+//! `calls` those that give something back have Rust's types; `fault` turns a status into a typed
+//! error; [`CudaBackend`] implements the trait. Every call is made inside the gate of
+//! `shutdown_gate`.
 //!
 //! One primary context for each device is retained for the life of the process, the same that the
 //! CUDA runtime and PyTorch use, so their streams and pointers may be used here. Every method makes
@@ -10,13 +11,13 @@
 //! [`Error::Forked`](crate::Error::Forked).
 
 mod backend;
+mod calls;
 mod context;
 mod copies;
 mod device;
 mod fault;
 mod foreign;
 mod host_copy;
-mod result;
 pub(crate) mod shutdown_gate;
 mod staging;
 mod stream;

@@ -86,7 +86,7 @@ impl Streams for CudaBackend {
             return Ok(());
         };
         // SAFETY: the caller's promise.
-        Ok(unsafe { self.driver.stream_destroy(stream.0) }?)
+        Ok(unsafe { self.driver.cuStreamDestroy_v2(stream.0) }?)
     }
 
     #[inline]
@@ -112,7 +112,7 @@ impl Streams for CudaBackend {
         let argument = Box::into_raw(Box::new(function)).cast::<c_void>();
         // SAFETY: the trampoline takes exactly such a pointer, once; the stream is the caller's
         // promise.
-        let launched = unsafe { self.driver.launch_host(stream.0, run_on_cpu, argument) };
+        let launched = unsafe { self.driver.cuLaunchHostFunc(stream.0, run_on_cpu, argument) };
         if let Err(fault) = launched {
             // SAFETY: the driver did not take the call, so the box is still ours alone.
             drop(unsafe { Box::from_raw(argument.cast::<HostFunction>()) });
@@ -153,20 +153,20 @@ impl Streams for CudaBackend {
             return Ok(());
         };
         // SAFETY: the caller's promise.
-        Ok(unsafe { self.driver.event_destroy(event.0) }?)
+        Ok(unsafe { self.driver.cuEventDestroy_v2(event.0) }?)
     }
 
     unsafe fn record_event(&self, event: RawEvent, stream: RawStream) -> Result<()> {
         let _current = self.enter_to_enqueue()?;
         // SAFETY: the caller's promise.
-        unsafe { self.driver.event_record(event.0, stream.0) }
+        unsafe { self.driver.cuEventRecord(event.0, stream.0) }
             .map_err(|fault| self.explain(fault.into()))
     }
 
     unsafe fn wait_event(&self, stream: RawStream, event: RawEvent) -> Result<()> {
         let _current = self.enter_to_enqueue()?;
         // SAFETY: the caller's promise.
-        unsafe { self.driver.stream_wait_event(stream.0, event.0) }
+        unsafe { self.driver.cuStreamWaitEvent(stream.0, event.0, 0) }
             .map_err(|fault| self.explain(fault.into()))
     }
 

@@ -1,17 +1,20 @@
 //! The CUDA driver API as its headers have it: types, constants, and a table of functions found at
 //! run time.
 //!
-//! This module neither checks nor owns. A function that the driver lacks is `None` in the table, so
-//! that an old driver fails at the call that needs it and not at load; [`super::result`] turns that
-//! into a typed error.
+//! This module owns nothing. A function that the driver lacks is `None` in the table, so that an old
+//! driver fails at the call that needs it and not at load. Each has a method of its name, which calls
+//! it, and gives a [`Fault`] for a failure and for a function that is not there.
 
 #![allow(non_snake_case)]
 
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void};
 use std::sync::OnceLock;
 
-use crate::fork::per_process::PerProcess;
 use libloading::Library;
+
+use super::fault::Fault;
+use super::shutdown_gate;
+use crate::fork::per_process::PerProcess;
 
 /// The driver's status. `0` is success; see [`super::fault`] for the others.
 #[repr(transparent)]
@@ -204,8 +207,8 @@ pub(super) const DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED: c
 pub(super) const DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS: c_uint = 122;
 pub(super) const DEVICE_ATTRIBUTE_MPS_ENABLED: c_uint = 133;
 
-/// Declares the table: a type for each function's pointer, a field for it, and the lookup by its
-/// name.
+/// Declares the table: a type for each function's pointer, a field for it, the lookup by its name,
+/// and the checked call.
 macro_rules! functions {
     ($(fn $name:ident($($argument:ident: $type:ty),* $(,)?);)*) => {
         /// The types of the functions, under the functions' names.
@@ -235,6 +238,25 @@ macro_rules! functions {
                 )*
                 Driver { $($name,)* _library: library }
             }
+
+            $(
+                /// # Safety
+                /// As the driver's manual says of the function: handles are live, addresses valid.
+                #[allow(dead_code, reason = "those that name an error are called outside the gate, too")]
+                #[allow(clippy::too_many_arguments, reason = "the driver's own")]
+                #[inline]
+                pub(super) unsafe fn $name(&self, $($argument: $type),*) -> Result<(), Fault> {
+                    debug_assert!(shutdown_gate::is_inside(), "{} outside the gate", stringify!($name));
+                    match self.$name {
+                        None => Err(Fault::Symbol(stringify!($name))),
+                        // SAFETY: the caller's promise.
+                        Some(function) => match unsafe { function($($argument),*) } {
+                            CUresult::SUCCESS => Ok(()),
+                            code => Err(Fault::Call { call: stringify!($name), code }),
+                        },
+                    }
+                }
+            )*
         }
     };
 }

@@ -146,11 +146,11 @@ impl CudaBackend {
             // SAFETY: the caller's promise.
             unsafe {
                 self.driver
-                    .copy_async(rows.to(), rows.from(), bytes()?, stream)
+                    .cuMemcpyAsync(rows.to(), rows.from(), bytes()?, stream)
             }?;
         } else if let Some(rows) = boxed(rows) {
             // SAFETY: the caller's promise.
-            unsafe { self.driver.copy_box_async(&rows, stream) }?;
+            unsafe { self.driver.cuMemcpy3DAsync_v2(&rows, stream) }?;
         } else {
             // SAFETY: the caller's promise.
             unsafe { self.gather.launch(self.driver, stream, Work::of(rows)) }?;

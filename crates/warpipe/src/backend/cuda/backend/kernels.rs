@@ -99,7 +99,7 @@ pub(in crate::backend::cuda) fn load_resident(
     let stream = driver.stream_create()?;
     let launched = launch(function, stream);
     // SAFETY: created above, used for the last time.
-    let destroyed = unsafe { driver.stream_destroy(stream) };
+    let destroyed = unsafe { driver.cuStreamDestroy_v2(stream) };
     launched.and(destroyed)?;
     Ok(function)
 }

@@ -107,7 +107,7 @@ impl Ipc for CudaBackend {
             return Ok(());
         }
         // SAFETY: the caller's promise.
-        Ok(unsafe { self.driver.memory_free(base) }?)
+        Ok(unsafe { self.driver.cuMemFree_v2(base) }?)
     }
 
     fn locate(&self, ptr: CUdeviceptr) -> Result<PointerInfo> {
@@ -160,7 +160,7 @@ impl Ipc for CudaBackend {
             .map_err(|fault| self.refusal(fault, owner))?;
         if let Err(error) = self.check_length(base, bytes) {
             // SAFETY: opened just now, and nothing was enqueued on it.
-            let _ = unsafe { self.driver.ipc_close_memory(base) };
+            let _ = unsafe { self.driver.cuIpcCloseMemHandle(base) };
             return Err(error);
         }
         let mut opened = lock(&self.ipc_handles.opened);
@@ -188,7 +188,7 @@ impl Ipc for CudaBackend {
             return Ok(());
         }
         // SAFETY: the caller's promise.
-        unsafe { self.driver.ipc_close_memory(base) }.map_err(|fault| {
+        unsafe { self.driver.cuIpcCloseMemHandle(base) }.map_err(|fault| {
             if fault.is(&[CUresult::INVALID_VALUE, CUresult::INVALID_HANDLE]) {
                 not_open()
             } else {

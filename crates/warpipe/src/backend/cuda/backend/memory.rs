@@ -77,11 +77,11 @@ impl<'a> AddressMapping<'a> {
         let address = self.driver.address_reserve(self.bytes)?;
         self.reserved = Some(address);
         // SAFETY: the range was reserved just now, the handle is held by self.
-        unsafe { self.driver.memory_map(address, self.bytes, self.handle) }?;
+        unsafe { self.driver.cuMemMap(address, self.bytes, 0, self.handle, 0) }?;
         self.mapped = true;
         let access = access_to(device, Access::ReadWrite);
         // SAFETY: mapped just now.
-        unsafe { self.driver.memory_set_access(address, self.bytes, &access) }
+        unsafe { self.driver.cuMemSetAccess(address, self.bytes, &access, 1) }
     }
 
     /// Undoes the completed steps, last first, and stops where the driver refuses: mapped memory
@@ -91,15 +91,15 @@ impl<'a> AddressMapping<'a> {
             if self.mapped {
                 // SAFETY: mapped, and no work uses it: it was never handed out, or its owner
                 // promises that.
-                unsafe { self.driver.memory_unmap(address, self.bytes) }?;
+                unsafe { self.driver.cuMemUnmap(address, self.bytes) }?;
                 self.mapped = false;
             }
             // SAFETY: reserved, unmapped above.
-            unsafe { self.driver.address_free(address, self.bytes) }?;
+            unsafe { self.driver.cuMemAddressFree(address, self.bytes) }?;
             self.reserved = None;
         }
         // SAFETY: held by self, which is gone after this.
-        unsafe { self.driver.memory_release(self.handle) }
+        unsafe { self.driver.cuMemRelease(self.handle) }
     }
 
     /// The part of the region that exists.
@@ -182,7 +182,7 @@ impl Regions for CudaBackend {
             .host_device_pointer(ptr.cast())
             .inspect_err(|_| {
                 // SAFETY: registered above, and nothing was enqueued.
-                if unsafe { self.driver.host_unregister(ptr.cast()) }.is_err() {
+                if unsafe { self.driver.cuMemHostUnregister(ptr.cast()) }.is_err() {
                     self.stuck().insert(ptr.addr());
                 }
             })?;
@@ -202,7 +202,7 @@ impl Regions for CudaBackend {
         waits::give_up(ptr);
         if let Some(_current) = self.enter_unless_gone()? {
             // SAFETY: the caller's promise.
-            unsafe { self.driver.host_unregister(ptr.cast()) }?;
+            unsafe { self.driver.cuMemHostUnregister(ptr.cast()) }?;
         }
         self.stuck().remove(&ptr.addr());
         Ok(())
