@@ -3,8 +3,8 @@
 //! Descriptors of a version come along with its description, as every process gets them. They are
 //! closed again: no memory is mapped, and no device is opened.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::sync::{Mutex, PoisonError};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use super::held::PartialVersion;
@@ -12,15 +12,12 @@ use super::holder::{number_of, weights_of};
 use super::keeper::KeeperRequest;
 use super::keeper_session::KeeperSession;
 use super::manifest::Hashing;
-use super::{WEIGHTS_NAME_BYTES_MAX, takeover, weights_name};
+use super::takeover::{ask_all, describe};
+use super::{WEIGHTS_NAME_BYTES_MAX, weights_name};
 use crate::device_types::DeviceId;
 use crate::error::{Error, Holder, Result};
-use crate::fork::thread::on_several;
 use crate::ipc::domain::{Author, Domain, EndpointName};
 use crate::mutex::LockUnpoisoned;
-
-/// How many processes are asked at once: a stopped one occupies a thread for a whole handshake.
-const ASKED_AT_ONCE: usize = 32;
 
 /// From when on no further process is asked.
 const LIST_TIMEOUT: Duration = Duration::from_secs(5);
@@ -138,30 +135,7 @@ impl Candidate {
     }
 
     /// Asks the keeper.
-    fn ask_keeper(&self, domain: &Domain) -> Keeping {
-        match self.keeper_version(domain) {
-            Ok(version) => Keeping::Keeper(domain.holder(&self.name), version),
-            // It is stopped, or ends: the name alone does not say that it keeps weights.
-            Err(Error::Handshake { .. } | Error::Timeout { .. } | Error::PeerGone { .. })
-                if !self.holders.is_empty() =>
-            {
-                Keeping::Keeper(domain.holder(&self.name), None)
-            }
-            Err(_) if self.holders.is_empty() => Keeping::NoWeights,
-            Err(_) => Keeping::NoKeeper,
-        }
-    }
-
     fn keeper_version(&self, domain: &Domain) -> Result<Option<NamedVersion>> {
-        if !self.is_held {
-            let (name, kind) = (self.name.to_string(), crate::kind::Kind::Weights);
-            return Err(Error::NotFound {
-                kind,
-                name,
-                domain: domain.path().to_owned(),
-                was_there: false,
-            });
-        }
         let now = &Duration::ZERO.into();
         let keeper = KeeperSession::open(domain, &self.name, now)?;
         if let Ok(offered) = keeper.version(&KeeperRequest::Offered, now)? {
@@ -172,140 +146,126 @@ impl Candidate {
     }
 
     /// One question for each holder, the newest version's first.
-    fn questions(&self, index: usize) -> impl Iterator<Item = Question> {
+    fn questions(&self, index: usize) -> Vec<Question> {
         let newest_first = self.holders.iter().rev();
-        newest_first.flat_map(move |(&number, holders)| {
-            let question = move |holder: &EndpointName| Question::Holder {
+        let questions = newest_first.flat_map(|(&number, holders)| {
+            let question = move |holder: &EndpointName| Question {
                 index,
-                number,
-                holder: holder.clone(),
+                holder: Some((number, holder.clone())),
             };
             holders.iter().map(question)
-        })
+        });
+        questions.collect()
     }
 }
 
-/// The answer of the process that holds a name.
-enum Keeping {
-    Keeper(Option<Holder>, Option<NamedVersion>),
-    /// The holders of versions are asked.
-    NoKeeper,
-    /// The name is another endpoint's.
-    NoWeights,
+/// A question to one process: to the keeper of the candidate with this index, or to a holder of the
+/// version with this number.
+struct Question {
+    index: usize,
+    holder: Option<(u64, EndpointName)>,
 }
 
-/// A question to one process.
-enum Question {
-    /// To the keeper of the candidate with this index.
-    Keeper { index: usize },
-    /// To a process with a version of the candidate with this index.
-    Holder {
-        index: usize,
-        number: u64,
-        holder: EndpointName,
-    },
-}
-
-/// The questions to all processes, which several threads ask.
+/// What has been found of all candidates, whose processes several threads ask.
 struct Survey<'a> {
     domain: &'a Domain,
     candidates: &'a [Candidate],
     since: Instant,
-    left: Mutex<VecDeque<Question>>,
-    /// One for each candidate.
+    /// One for each candidate; `None` for the name of another endpoint.
     found: Mutex<Vec<Option<NamedWeights>>>,
 }
 
 impl Survey<'_> {
-    /// The weights among the candidates, sorted by name.
+    /// The weights among the candidates, in their order.
     fn of(domain: &Domain, candidates: Vec<Candidate>) -> Vec<NamedWeights> {
-        let (mut left, mut found) = (VecDeque::new(), Vec::new());
-        let mut of_holders = Vec::new();
+        let (mut questions, mut of_holders) = (Vec::new(), Vec::new());
         for (index, candidate) in candidates.iter().enumerate() {
-            found.push(Some(NamedWeights {
-                name: candidate.name.clone(),
-                keeper: None,
-                version: None,
-                holders: candidate.processes.len(),
-            }));
-            if candidate.is_held {
-                left.push_back(Question::Keeper { index });
-            } else {
-                of_holders.extend(candidate.questions(index).enumerate());
+            match candidate.is_held {
+                true => questions.push(Question {
+                    index,
+                    holder: None,
+                }),
+                false => of_holders.extend(candidate.questions(index).into_iter().enumerate()),
             }
         }
         // The newest of each name first: the timeout then costs the oldest.
         of_holders.sort_by_key(|(rank, _)| *rank);
-        left.extend(of_holders.into_iter().map(|(_, question)| question));
-        let threads = ASKED_AT_ONCE.min(left.len());
+        questions.extend(of_holders.into_iter().map(|(_, question)| question));
+        let weights = |candidate: &Candidate| NamedWeights {
+            name: candidate.name.clone(),
+            keeper: None,
+            version: None,
+            holders: candidate.processes.len(),
+        };
+        let found = candidates.iter().map(|it| Some(weights(it))).collect();
         let survey = Survey {
             domain,
             candidates: &candidates,
             since: Instant::now(),
-            left: Mutex::new(left),
             found: Mutex::new(found),
         };
-        let more = threads.saturating_sub(1);
-        on_several("warpipe-weights", more, &|| survey.ask_all());
-        let found = survey.found.into_inner();
-        let found = found.unwrap_or_else(PoisonError::into_inner);
-        let mut found: Vec<NamedWeights> = found.into_iter().flatten().collect();
-        found.sort_by(|a, b| a.name.cmp(&b.name));
-        found
+        ask_all(questions, |question| survey.ask(question));
+        let found = std::mem::take(&mut *survey.found.locked());
+        found.into_iter().flatten().collect()
     }
 
-    fn ask_all(&self) {
-        loop {
-            let next = self.left.locked().pop_front();
-            let Some(next) = next else { return };
-            self.ask(next, self.since.elapsed() >= LIST_TIMEOUT);
+    /// Asks one process, and returns what is to be asked then.
+    fn ask(&self, Question { index, holder }: Question) -> Vec<Question> {
+        match holder {
+            None => return self.ask_keeper(index),
+            Some((number, holder)) => self.ask_holder(index, number, &holder),
         }
+        vec![]
     }
 
-    /// Asks one process, unless it `is_late` or its answer would change nothing.
-    fn ask(&self, question: Question, is_late: bool) {
-        match question {
-            Question::Keeper { index } => {
-                let candidate = &self.candidates[index];
-                let keeping = match is_late {
-                    false => candidate.ask_keeper(self.domain),
-                    true if candidate.holders.is_empty() => Keeping::NoWeights,
-                    true => Keeping::Keeper(self.domain.holder(&candidate.name), None),
-                };
-                match keeping {
-                    Keeping::Keeper(keeper, version) => {
-                        if let Some(weights) = &mut self.found.locked()[index] {
-                            (weights.keeper, weights.version) = (keeper, version);
-                        }
-                    }
-                    Keeping::NoKeeper => self.left.locked().extend(candidate.questions(index)),
-                    Keeping::NoWeights => self.found.locked()[index] = None,
-                }
+    fn is_late(&self) -> bool {
+        self.since.elapsed() >= LIST_TIMEOUT
+    }
+
+    fn ask_keeper(&self, index: usize) -> Vec<Question> {
+        let candidate = &self.candidates[index];
+        let version = match self.is_late() {
+            true => Err(Error::timeout("the answer of a keeper", LIST_TIMEOUT)),
+            false => candidate.keeper_version(self.domain),
+        };
+        let version = match version {
+            Ok(version) => version,
+            // The name alone does not say that it keeps weights.
+            Err(_) if candidate.holders.is_empty() => {
+                self.found.locked()[index] = None;
+                return vec![];
             }
-            Question::Holder {
-                index,
-                number,
-                holder,
-            } => {
-                let is_newer = |weights: &NamedWeights| {
-                    let known = weights.version.as_ref().map_or(0, |version| version.number);
-                    number > known
-                };
-                if is_late || !self.found.locked()[index].as_ref().is_some_and(is_newer) {
-                    return;
-                }
-                let Ok(found) = takeover::describe(self.domain, &holder) else {
-                    return;
-                };
-                let version = NamedVersion::of(&found, false);
-                // Another thread may have got a newer one meanwhile.
-                if let Some(weights) = &mut self.found.locked()[index]
-                    && version.number == number
-                    && is_newer(weights)
-                {
-                    weights.version = Some(version);
-                }
-            }
+            // It is stopped, or ends.
+            Err(Error::Handshake { .. } | Error::Timeout { .. } | Error::PeerGone { .. }) => None,
+            // The name is another endpoint's.
+            Err(_) => return candidate.questions(index),
+        };
+        let keeper = self.domain.holder(&candidate.name);
+        if let Some(weights) = &mut self.found.locked()[index] {
+            (weights.keeper, weights.version) = (keeper, version);
+        }
+        vec![]
+    }
+
+    /// Asks a holder, unless its answer would come late or change nothing.
+    fn ask_holder(&self, index: usize, number: u64, holder: &EndpointName) {
+        let is_newer = |weights: &NamedWeights| {
+            let known = weights.version.as_ref().map_or(0, |version| version.number);
+            number > known
+        };
+        if self.is_late() || !self.found.locked()[index].as_ref().is_some_and(is_newer) {
+            return;
+        }
+        let Ok(found) = describe(self.domain, holder) else {
+            return;
+        };
+        let version = NamedVersion::of(&found, false);
+        // Another thread may have got a newer one meanwhile.
+        if let Some(weights) = &mut self.found.locked()[index]
+            && version.number == number
+            && is_newer(weights)
+        {
+            weights.version = Some(version);
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The takeover: a new keeper asks every process that holds a version of its name.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::held::{Held, KnownParts, PartialVersion, VersionReply};
@@ -12,7 +12,7 @@ use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{Address, ClientSession, Kind, REPLY_TIMEOUT, SessionObserver, decode, encode};
 use crate::mutex::LockUnpoisoned;
 
-/// How many holders are asked at once: a stopped one occupies a thread for a whole handshake.
+/// How many processes are asked at once: a stopped one occupies a thread for a whole handshake.
 const ASKED_AT_ONCE: usize = 32;
 
 /// The most versions that are taken over: a candidate keeps its memory until a check.
@@ -57,40 +57,60 @@ impl Found {
 /// lost without a word. [`Error::Os`] when the directory cannot be read.
 pub(super) fn find(domain: &Domain, weights: &EndpointName) -> Result<Found> {
     let mut found = Found::default();
-    let mut living = VecDeque::new();
+    let mut living = Vec::new();
     for name in holders(domain, weights.as_str())? {
         let number = number_of(weights.as_str(), &name);
         found.last_number = found.last_number.max(number.unwrap_or(0));
         if !domain.clean_name(&name)
             && let Some(number) = number
         {
-            living.push_back((number, name));
+            living.push((number, name));
         }
     }
     // The newest first: the timeout then costs the oldest.
-    living.make_contiguous().sort_by(|a, b| b.cmp(a));
-    let threads = ASKED_AT_ONCE.min(living.len());
+    living.sort_by(|a, b| b.cmp(a));
     let search = Search {
         domain,
         since: Instant::now(),
-        living: Mutex::new(living),
         completing: Mutex::new(()),
         found: Mutex::new(found),
     };
-    let more = threads.saturating_sub(1);
-    on_several("warpipe-weights", more, &|| search.ask_all());
-    let found = search.found.into_inner();
-    let mut found = found.unwrap_or_else(PoisonError::into_inner);
+    ask_all(living, |(number, name)| {
+        match search.ask(&name, number) {
+            // It ended between the look at the directory and the question.
+            Ok(()) | Err(Error::NotFound { .. }) => {}
+            Err(error @ Error::DescriptorLimit { .. }) => {
+                search.found.locked().shortage = Some(error);
+            }
+            Err(_) => search.found.locked().unanswered += 1,
+        }
+        vec![]
+    });
+    let mut found = std::mem::take(&mut *search.found.locked());
     match found.shortage.take() {
         Some(error) => Err(error),
         None => Ok(found),
     }
 }
 
+/// Puts questions to other processes, on several threads, in their order. An answer may bring more
+/// questions.
+pub(super) fn ask_all<Q: Send>(questions: Vec<Q>, ask: impl Fn(Q) -> Vec<Q> + Sync) {
+    let more = ASKED_AT_ONCE.min(questions.len()).saturating_sub(1);
+    let left = Mutex::new(VecDeque::from(questions));
+    on_several("warpipe-weights", more, &|| {
+        loop {
+            let next = left.locked().pop_front();
+            let Some(next) = next else { return };
+            let further = ask(next);
+            left.locked().extend(further);
+        }
+    });
+}
+
 struct Search<'a> {
     domain: &'a Domain,
     since: Instant,
-    living: Mutex<VecDeque<(u64, EndpointName)>>,
     /// Held by the thread that asks for a version's pieces: many holders may have one version, and
     /// its pieces are asked for once.
     completing: Mutex<()>,
@@ -137,21 +157,6 @@ impl Search<'_> {
         // Closed behind the lock.
         let _superfluous = self.found.locked().add(held);
         Ok(())
-    }
-
-    fn ask_all(&self) {
-        loop {
-            let next = self.living.locked().pop_front();
-            let Some((number, name)) = next else { return };
-            match self.ask(&name, number) {
-                // It ended between the look at the directory and the question.
-                Ok(()) | Err(Error::NotFound { .. }) => {}
-                Err(error @ Error::DescriptorLimit { .. }) => {
-                    self.found.locked().shortage = Some(error);
-                }
-                Err(_) => self.found.locked().unanswered += 1,
-            }
-        }
     }
 }
 
