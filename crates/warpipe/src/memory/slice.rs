@@ -2,10 +2,10 @@
 //! share. **This module is marked for unsafe**: it copies to and from device memory by address.
 
 use std::any::Any;
-use std::fmt;
 use std::sync::Arc;
 
 use crate::backend::{Access, DeviceId, DevicePtr};
+use crate::debug::opaque_debug;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
@@ -60,16 +60,12 @@ pub struct DeviceSlice {
     mapping: MappedMemory,
 }
 
-impl fmt::Debug for DeviceSlice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DeviceSlice")
-            .field("name", &self.name)
-            .field("ptr", &format_args!("{:#x}", self.ptr))
-            .field("bytes", &self.bytes)
-            .field("access", &self.access)
-            .finish_non_exhaustive()
-    }
-}
+opaque_debug!(DeviceSlice {
+    name,
+    ptr,
+    bytes,
+    access
+});
 
 impl DeviceSlice {
     /// # Safety

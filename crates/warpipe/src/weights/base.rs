@@ -1,7 +1,6 @@
 //! The base of a partial version: a version that shares its tensors with the next one.
 
 use std::collections::HashSet;
-use std::fmt;
 use std::sync::Arc;
 
 use super::held::{Held, KnownParts, PartialVersion, places};
@@ -10,6 +9,7 @@ use super::keeper_session::wait_for_version;
 use super::manifest::{Part, TensorInfo};
 use super::storage::Storage;
 use super::weights_name;
+use crate::debug::opaque_debug;
 use crate::error::{Error, Result};
 use crate::ipc::domain::Domain;
 use crate::wait::Wait;
@@ -23,14 +23,7 @@ use crate::wait::Wait;
 #[derive(Clone)]
 pub struct BaseVersion(pub(super) Arc<Held>);
 
-impl fmt::Debug for BaseVersion {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("BaseVersion")
-            .field("version", &self.0.version.number)
-            .field("tensors", &self.0.manifest.tensors().len())
-            .finish_non_exhaustive()
-    }
-}
+opaque_debug!(BaseVersion {});
 
 impl BaseVersion {
     /// Version `number` of a name, which its keeper offers. Waits for it.
@@ -72,7 +65,7 @@ impl BaseVersion {
         let kept: Vec<&TensorInfo> = manifest.tensors().iter().filter(kept).collect();
         let mut is_used = vec![false; manifest.parts().count()];
         for tensor in &kept {
-            is_used[manifest.part_at(tensor.offset)] = true;
+            is_used[manifest.part_at(tensor.offset).0] = true;
         }
         // How far each part moves.
         let mut moves = vec![0; is_used.len()];
@@ -93,7 +86,7 @@ impl BaseVersion {
         let moved = kept.into_iter().map(|tensor| TensorInfo {
             offset: tensor
                 .offset
-                .wrapping_add(moves[manifest.part_at(tensor.offset)]),
+                .wrapping_add(moves[manifest.part_at(tensor.offset).0]),
             ..tensor.clone()
         });
         Ok(moved.collect())

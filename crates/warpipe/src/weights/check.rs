@@ -15,14 +15,9 @@ pub(super) fn damaged_tensors(
 ) -> Result<Vec<String>> {
     let tensors = manifest.tensors().iter();
     let tensors: Vec<&TensorInfo> = tensors.filter(|tensor| tensor.hash.is_some()).collect();
-    let begins: Vec<u64> = manifest.parts().map(|(begin, _)| begin).collect();
     let place = |tensor: &TensorInfo| {
-        let part = manifest.part_at(tensor.offset);
-        (
-            memory[part],
-            tensor.offset - begins[part],
-            tensor.layout.bytes(),
-        )
+        let (part, offset) = manifest.part_at(tensor.offset);
+        (memory[part], offset, tensor.layout.bytes())
     };
     let places: Vec<_> = tensors.iter().copied().map(place).collect();
     let hashes = hash_memory(&places, wait)?;

@@ -9,9 +9,8 @@ use super::blocks::COPY_TIMEOUT;
 use super::content::{ADDRESS_UNIT, Place, copy_places};
 use super::contents::Contents;
 use super::in_place::{LaidTensor, TensorsInPlace};
-use super::lease;
 use super::load::{Placement, Weights};
-use super::manifest::{ContentHash, Hashing, METADATA_BYTES_MAX, Part, TensorInfo, check_json};
+use super::manifest::{ContentHash, Hashing, METADATA_BYTES_MAX, TensorInfo, check_json};
 use super::storage::Storage;
 use crate::backend::DevicePtr;
 use crate::device::Device;
@@ -238,13 +237,7 @@ impl WeightsBuilder {
             contents.memory = Some(memory);
         }
         if let Some(in_place) = in_place {
-            let mut laid = in_place.lay(storage.bytes)?;
-            let lease = storage.add_lease(lease::grant(laid.owners.clone())?)?;
-            for part in laid.parts {
-                storage.add_part(Part { lease, ..part });
-            }
-            storage.pieces.append(&mut laid.pieces);
-            contents.lying = laid.tensors;
+            contents.lying = in_place.lay(&mut storage)?;
         }
         let mut tensors = self.described(&contents.lying)?;
         if let Some(base) = self.base.take() {

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use super::held::{KnownParts, PartialVersion};
 use super::manifest::Manifest;
+use super::mapped::placed;
 use super::shared::{HeldVersion, SharedInner, SharedWeights};
 use crate::error::{Error, HandshakeFault, Result};
 use crate::stream::Stream;
@@ -65,7 +66,7 @@ impl SharedWeights {
         }) = Arc::get_mut(&mut self.inner)
             && let Some(mapped) = Arc::get_mut(mapped)
         {
-            mapped.claim(&version.device, version.placed(places));
+            mapped.claim(&version.device, placed(&version.held, places).1);
         } else {
             // Its clones may know the addresses.
             self.inner.mapped.claim_in_place();
@@ -210,8 +211,8 @@ impl Follower {
             let allowed = "weights of the same name, domain and device";
             return Err(Error::argument("next", &next.name, allowed));
         }
-        let placed = next.places_in(&present.held.manifest)?.into_iter();
-        let places: Vec<u32> = placed.map(|part| present.places[part as usize]).collect();
+        let former = next.places_in(&present.held.manifest)?.into_iter();
+        let places: Vec<u32> = former.map(|part| present.places[part as usize]).collect();
         stream.synchronize(wait)?;
         for memory in &present.mapped.memory {
             memory.wait_idle(wait)?;
@@ -219,8 +220,10 @@ impl Follower {
         // SAFETY: the streams that work on it were waited for above; that no other work does is what
         // this asks of its caller.
         unsafe {
-            let is = next.placed(&places);
-            present.mapped.replace(present.placed(), is, wait)
+            let former = placed(&present.held, &present.places);
+            present
+                .mapped
+                .replace(former, placed(&next.held, &places), wait)
         }?;
         self.weights = SharedWeights::of(present.mapped.clone(), places, next.clone());
         Ok(next.number())

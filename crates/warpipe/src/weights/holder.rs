@@ -25,12 +25,6 @@ pub(super) struct HolderRequest {
     pub(super) first: u32,
 }
 
-/// The endpoint; dropping it ends it.
-#[derive(Debug)]
-pub(super) struct Holder {
-    _server: IpcServer,
-}
-
 /// The prefix of the names of holders of numbered versions.
 pub(super) fn held_prefix(weights: &str) -> String {
     format!("{weights}/held-")
@@ -76,56 +70,49 @@ pub(super) fn clear_dead(domain: &Domain, weights: &str) {
     }
 }
 
-impl Holder {
-    /// Serves a numbered version to later keepers.
-    pub(super) fn serve(domain: &Domain, weights: &str, held: Arc<Held>) -> Result<Holder> {
-        let prefix = format!("{}{:x}-", held_prefix(weights), held.version.number);
-        Ok(Holder::open(domain, &prefix, held)?.0)
-    }
+/// Serves a numbered version to later keepers, until the endpoint is dropped.
+pub(super) fn serve(domain: &Domain, weights: &str, held: Arc<Held>) -> Result<IpcServer> {
+    let prefix = format!("{}{:x}-", held_prefix(weights), held.version.number);
+    Ok(open(domain, &prefix, held)?.0)
+}
 
-    /// Serves a version that has no number, and returns the name.
-    pub(super) fn offer(
-        domain: &Domain,
-        weights: &str,
-        held: Arc<Held>,
-    ) -> Result<(Holder, EndpointName)> {
-        Holder::open(domain, &offer_prefix(weights), held)
-    }
+/// Serves a version that has no number, and returns the endpoint's name, too.
+pub(super) fn offer(
+    domain: &Domain,
+    weights: &str,
+    held: Arc<Held>,
+) -> Result<(IpcServer, EndpointName)> {
+    open(domain, &offer_prefix(weights), held)
+}
 
-    fn open(domain: &Domain, prefix: &str, held: Arc<Held>) -> Result<(Holder, EndpointName)> {
-        let handler = Arc::new(HolderHandler { held });
-        loop {
-            let [a, b, c, d, e, f, g, h, ..] = new_generation();
-            let random = u64::from_le_bytes([a, b, c, d, e, f, g, h]);
-            let name = EndpointName::of_endpoint(&format!("{prefix}{random:016x}"))?;
-            let at = Address {
-                domain,
-                name: &name,
-                kind: Kind::WeightsHolder,
-            };
-            match IpcServer::open(&at, AccessPolicy::default(), handler.clone()) {
-                Ok(server) => return Ok((Holder { _server: server }, name)),
-                // Another holder drew the same number.
-                Err(Error::NameTaken { .. }) => {}
-                Err(error) => return Err(error),
-            }
+fn open(domain: &Domain, prefix: &str, held: Arc<Held>) -> Result<(IpcServer, EndpointName)> {
+    loop {
+        let [a, b, c, d, e, f, g, h, ..] = new_generation();
+        let random = u64::from_le_bytes([a, b, c, d, e, f, g, h]);
+        let name = EndpointName::of_endpoint(&format!("{prefix}{random:016x}"))?;
+        let at = Address {
+            domain,
+            name: &name,
+            kind: Kind::WeightsHolder,
+        };
+        match IpcServer::open(&at, AccessPolicy::default(), held.clone()) {
+            Ok(server) => return Ok((server, name)),
+            // Another holder drew the same number.
+            Err(Error::NameTaken { .. }) => {}
+            Err(error) => return Err(error),
         }
     }
 }
 
 /// Gives the descriptors to each client that is admitted.
-struct HolderHandler {
-    held: Arc<Held>,
-}
-
-impl RequestHandler for HolderHandler {
+impl RequestHandler for Held {
     fn on_connect(
         &self,
         _: &ServerCore,
         _: &ClientInfo,
         _: &[u8],
     ) -> Result<OutgoingReply, Rejection> {
-        self.held.reply(&self.held.describe())
+        self.reply(&self.describe())
     }
 
     fn on_request(
@@ -135,7 +122,7 @@ impl RequestHandler for HolderHandler {
         body: &[u8],
     ) -> Result<OutgoingReply, Rejection> {
         let HolderRequest { first } = decode(body, server_core.name())?;
-        self.held.reply_pieces(&(), first)
+        self.reply_pieces(&(), first)
     }
 
     fn runs_on_reactor(&self) -> bool {

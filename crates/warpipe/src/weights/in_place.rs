@@ -4,13 +4,15 @@
 
 use std::any::Any;
 use std::collections::BTreeMap;
-use std::fmt;
 use std::sync::{Arc, Mutex};
 
 use super::exports::PieceFd;
+use super::lease;
 use super::manifest::{ALIGNMENT, PIECES_MAX, Part};
 use super::room::check_room;
+use super::storage::Storage;
 use crate::backend::{Access, DevicePtr};
+use crate::debug::opaque_debug;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::memory::DeviceSlice;
@@ -81,14 +83,7 @@ struct TensorInPlace {
     number: usize,
 }
 
-impl fmt::Debug for TensorsInPlace {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("TensorsInPlace")
-            .field("tensors", &self.tensors.len())
-            .field("pieces", &self.pieces.len())
-            .finish_non_exhaustive()
-    }
-}
+opaque_debug!(TensorsInPlace { device; len, pieces });
 
 impl TensorsInPlace {
     /// None yet.
@@ -242,18 +237,27 @@ impl TensorsInPlace {
         &self.device
     }
 
-    /// The parts of a version's memory behind its first `begin` bytes, with all tensors in the
-    /// order of their offsets, and the descriptors.
-    pub(super) fn lay(self, begin: u64) -> Result<LaidInPlace> {
+    /// Adds the parts of their memory to a version's, with a lease of it, and returns the tensors in
+    /// the order of their offsets.
+    pub(super) fn lay(self, storage: &mut Storage) -> Result<Vec<LaidTensor>> {
         let lengths = self.pieces.iter().map(|(&base, &(bytes, _))| (base, bytes));
-        let (mut parts, begins) = parts_of(lengths, begin);
+        let (parts, begins) = parts_of(lengths, storage.bytes);
         let pieces: Vec<_> = self.pieces.into_values().map(|(_, fd)| fd).collect();
-        let mut rest = &pieces[..];
-        for part in &mut parts {
-            let (of_it, behind) = rest.split_at(part.pieces as usize);
-            (part.base, rest) = (PieceFd::part_of(of_it), behind);
-        }
+        // Dropped once the streams that were given work on the tensors are past that.
         let owners = Arc::new(DropAfterFence::new(Arc::default(), self.owners)?);
+        let lease = storage.add_lease(lease::grant(owners.clone())?)?;
+        let mut rest = &pieces[..];
+        for part in parts {
+            let (of_it, behind) = rest.split_at(part.pieces as usize);
+            rest = behind;
+            let base = PieceFd::part_of(of_it);
+            storage.add_part(Part {
+                lease,
+                base,
+                ..part
+            });
+        }
+        storage.pieces.extend_from_slice(&pieces);
         let devices = (&self.device, self.device.info().id);
         let memory = MappedMemory::new(devices, &owners, owners.clone());
         let label: Arc<str> = "weights in place".into();
@@ -277,12 +281,7 @@ impl TensorsInPlace {
                 slice,
             }
         });
-        Ok(LaidInPlace {
-            tensors: tensors.collect(),
-            parts,
-            pieces,
-            owners,
-        })
+        Ok(tensors.collect())
     }
 }
 
@@ -311,15 +310,7 @@ fn parts_of(
     (parts, begins)
 }
 
-/// Tensors with their places in a version's memory.
-pub(super) struct LaidInPlace {
-    pub(super) tensors: Vec<LaidTensor>,
-    pub(super) parts: Vec<Part>,
-    pub(super) pieces: Vec<Arc<PieceFd>>,
-    /// Dropped once the streams that were given work on the tensors are past that.
-    pub(super) owners: Arc<DropAfterFence<Owners>>,
-}
-
+/// A tensor with its place in a version's memory.
 pub(super) struct LaidTensor {
     pub(super) name: Arc<str>,
     pub(super) layout: Layout,

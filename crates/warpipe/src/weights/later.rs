@@ -1,18 +1,18 @@
 //! Content hashes that are computed once the version is offered, on a thread of its publisher.
 
-use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
 use super::contents::Contents;
 use super::held::Held;
-use super::holder::Holder;
+use super::holder;
 use super::keeper_session::offer_to_keeper;
 use super::manifest::{ContentHash, Manifest};
+use crate::debug::opaque_debug;
 use crate::error::{Error, Result};
 use crate::fork::thread::Thread;
 use crate::ipc::domain::{Domain, EndpointName};
-use crate::ipc::until_open;
+use crate::ipc::{IpcServer, until_open};
 use crate::mutex::LockUnpoisoned;
 use crate::wait::Wait;
 
@@ -26,11 +26,7 @@ pub(super) struct Unhashed {
     hashes: Mutex<Option<Vec<(usize, ContentHash)>>>,
 }
 
-impl fmt::Debug for Unhashed {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Unhashed").finish_non_exhaustive()
-    }
-}
+opaque_debug!(Unhashed {});
 
 impl Unhashed {
     pub(super) fn new(contents: Contents) -> Unhashed {
@@ -55,19 +51,60 @@ impl Unhashed {
 /// What a publication serves.
 #[derive(Debug)]
 pub(super) struct Current {
-    holder: Mutex<Holder>,
+    holder: Mutex<IpcServer>,
     held: Arc<Held>,
     /// The same version, once it has its hashes. A forked child reads it without a lock.
     hashed: OnceLock<Arc<Held>>,
+    progress: Mutex<Progress>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct Progress {
+    /// No hashes come any more.
+    is_over: bool,
+    error: Option<Error>,
 }
 
 impl Current {
-    pub(super) fn new(holder: Holder, held: Arc<Held>) -> Arc<Current> {
-        Arc::new(Current {
+    /// Of a version that `holder` serves. A thread hashes what is `unhashed`, and keeps what the
+    /// holder needs no longer than this lives.
+    pub(super) fn new(
+        holder: IpcServer,
+        held: Arc<Held>,
+        unhashed: Option<Arc<Unhashed>>,
+        (domain, name): (&Domain, &EndpointName),
+    ) -> Arc<Current> {
+        let current = Arc::new(Current {
             holder: Mutex::new(holder),
-            held,
+            held: held.clone(),
             hashed: OnceLock::new(),
-        })
+            progress: Mutex::new(Progress {
+                is_over: unhashed.is_none(),
+                error: None,
+            }),
+            changed: Condvar::new(),
+        });
+        let Some(unhashed) = unhashed else {
+            return current;
+        };
+        let task = Task {
+            unhashed,
+            domain: domain.clone(),
+            name: name.clone(),
+            held,
+            current: Arc::downgrade(&current),
+        };
+        let run = move || {
+            let done = task.run();
+            if let Some(current) = task.current.upgrade() {
+                current.end(done);
+            }
+        };
+        if let Err(error) = Thread::start("warpipe-weights", run) {
+            current.end(Err(error));
+        }
+        current
     }
 
     /// The version, with its hashes if they are there.
@@ -76,67 +113,29 @@ impl Current {
     }
 
     /// Serves the version with its hashes from now on.
-    fn replace(&self, holder: Holder, hashed: Arc<Held>) {
+    fn replace(&self, holder: IpcServer, hashed: Arc<Held>) {
         let _ = self.hashed.set(hashed);
         // Ended behind the lock.
         let _without = std::mem::replace(&mut *self.holder.locked(), holder);
     }
-}
 
-/// The thread that hashes a publication's tensors.
-#[derive(Debug)]
-pub(super) struct LaterHashes {
-    progress: Arc<(Mutex<Progress>, Condvar)>,
-}
-
-#[derive(Debug, Default)]
-struct Progress {
-    is_over: bool,
-    error: Option<Error>,
-}
-
-impl LaterHashes {
-    /// Begins the thread. It keeps what the publication's holder needs no longer than that lives.
-    pub(super) fn begin(
-        unhashed: &Arc<Unhashed>,
-        domain: &Domain,
-        name: &EndpointName,
-        current: &Arc<Current>,
-    ) -> LaterHashes {
-        let later = LaterHashes {
-            progress: Arc::default(),
+    fn end(&self, done: Result<()>) {
+        *self.progress.locked() = Progress {
+            is_over: true,
+            error: done.err(),
         };
-        let task = Task {
-            unhashed: unhashed.clone(),
-            domain: domain.clone(),
-            name: name.clone(),
-            held: current.held.clone(),
-            current: Arc::downgrade(current),
-        };
-        let progress = later.progress.clone();
-        let started = Thread::start("warpipe-weights", move || end(&progress, task.run()));
-        if let Err(error) = started {
-            end(&later.progress, Err(error));
-        }
-        later
+        self.changed.notify_all();
     }
 
-    /// Waits until the keeper has the hashes.
-    pub(super) fn wait(&self, wait: &Wait<'_>) -> Result<()> {
-        let (progress, changed) = &*self.progress;
-        let mut progress = wait.sleep_while(progress, changed, |it| !it.is_over);
+    /// Waits until the keeper has the hashes that come later, if any do.
+    pub(super) fn wait_for_hashes(&self, wait: &Wait<'_>) -> Result<()> {
+        let is_pending = |progress: &Progress| !progress.is_over;
+        let mut progress = wait.sleep_while(&self.progress, &self.changed, is_pending);
         if !progress.is_over {
             return Err(Error::timeout("the content hashes", wait.limit()));
         }
         progress.error.take().map_or(Ok(()), Err)
     }
-}
-
-fn end(progress: &(Mutex<Progress>, Condvar), done: Result<()>) {
-    let mut state = progress.0.locked();
-    (state.is_over, state.error) = (true, done.err());
-    drop(state);
-    progress.1.notify_all();
 }
 
 struct Task {
@@ -148,19 +147,19 @@ struct Task {
 }
 
 impl Task {
-    fn run(self) -> Result<()> {
+    fn run(&self) -> Result<()> {
         let manifest = self.unhashed.hash(&self.held.manifest)?;
         let held = Arc::new(self.held.hashed(manifest)?);
         let (domain, name) = (&self.domain, &self.name);
         // The next keeper finds them there.
         if self.current.strong_count() > 0 {
-            let holder = Holder::serve(domain, name.as_str(), held.clone())?;
+            let holder = holder::serve(domain, name.as_str(), held.clone())?;
             if let Some(current) = self.current.upgrade() {
                 current.replace(holder, held.clone());
             }
         }
         // An offer that has a number already brings a version's hashes.
-        let offer = Holder::offer(domain, name.as_str(), held)?;
+        let offer = holder::offer(domain, name.as_str(), held)?;
         let wait = Wait::at_most(KEEPER_TIMEOUT);
         until_open(&wait, || offer_to_keeper(domain, name, &offer.1, &wait)).map(drop)
     }

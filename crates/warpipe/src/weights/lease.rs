@@ -5,13 +5,13 @@
 //! and nothing is written. The publisher watches the reading end, which hangs up when the last copy of
 //! the other one is closed: by a process that gave the version up, or by the system at its death.
 
-use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex, Weak};
 
 use rustix::fs::FileType;
 use rustix::pipe::PipeFlags;
 
+use crate::debug::opaque_debug;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
 use crate::fork::NoForkSection;
@@ -73,11 +73,7 @@ struct Granted {
     _watch: Arc<LeaseWatch>,
 }
 
-impl fmt::Debug for LeaseWatch {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LeaseWatch").finish_non_exhaustive()
-    }
-}
+opaque_debug!(LeaseWatch {});
 
 impl EventSource for LeaseWatch {
     fn on_ready(&self, _: u64) -> Next {

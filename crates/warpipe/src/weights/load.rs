@@ -8,9 +8,9 @@ use super::base::BaseVersion;
 use super::blocks::{Block, COPY_TIMEOUT, read_in_parallel};
 use super::contents::Contents;
 use super::held::Held;
-use super::holder::{Holder, clear_dead};
+use super::holder::{self, clear_dead};
 use super::keeper_session::offer_to_keeper;
-use super::later::{Current, LaterHashes, Unhashed};
+use super::later::{Current, Unhashed};
 use super::manifest::{ALIGNMENT, Hashing, Manifest, TensorInfo, read_exact};
 use super::safetensors::TENSORS_MAX;
 use super::source::{Source, SourceFile, SourceTensor, of_file, unreadable};
@@ -171,25 +171,21 @@ impl Weights {
         self.owner_process.check()?;
         let name = weights_name(name)?;
         let offered = Arc::new(self.held.numbered(0));
-        let offer = Holder::offer(domain, name.as_str(), offered)?;
+        let offer = holder::offer(domain, name.as_str(), offered)?;
         let wait = wait.into();
         let (number, held, holder) = until_open(&wait, || {
             let (keeper, number) = offer_to_keeper(domain, &name, &offer.1, &wait)?;
             let held = Arc::new(self.held.numbered(number));
-            let holder = Holder::serve(domain, name.as_str(), held.clone())?;
+            let holder = holder::serve(domain, name.as_str(), held.clone())?;
             // The next keeper may have begun before the holder was there: it lacks the version.
             keeper.tell_holding(number, &wait)?;
             Ok((number, held, holder))
         })?;
         // Readers need not wait for that.
         clear_dead(domain, name.as_str());
-        let current = Current::new(holder, held);
-        let unhashed = self.unhashed.as_ref();
-        let later = unhashed.map(|unhashed| LaterHashes::begin(unhashed, domain, &name, &current));
         Ok(PublishedWeights {
             version: number,
-            current,
-            later,
+            current: Current::new(holder, held, self.unhashed.clone(), (domain, &name)),
             owner_process: OwnerProcess::current(),
         })
     }
@@ -216,7 +212,6 @@ impl Weights {
 pub struct PublishedWeights {
     version: u64,
     current: Arc<Current>,
-    later: Option<LaterHashes>,
     owner_process: OwnerProcess,
 }
 
@@ -234,9 +229,7 @@ impl PublishedWeights {
     pub fn wait_for_hashes<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<bool> {
         // The thread, and its lock, are the parent's.
         self.owner_process.check()?;
-        if let Some(later) = &self.later {
-            later.wait(&wait.into())?;
-        }
+        self.current.wait_for_hashes(&wait.into())?;
         Ok(self.current.held().is_hashed())
     }
 }

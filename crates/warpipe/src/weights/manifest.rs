@@ -298,13 +298,13 @@ impl Manifest {
                 difference.missing.push(tensor.name.to_string());
                 continue;
             };
-            let (at, to) = (self.part_at(tensor.offset), other.part_at(found.offset));
-            let begins_alike = tensor.offset - self.begins[at] == found.offset - other.begins[to];
+            let (at, begin) = self.part_at(tensor.offset);
+            let (to, other_begin) = other.part_at(found.offset);
             let is_free = of_ours[at].is_none() && places[to].is_none();
             let is_there = of_ours[at] == Some(to) || (is_free && ours[at] == theirs[to]);
             // One without elements is nowhere.
             let is_empty = tensor.layout.bytes() == 0;
-            let is_placed = is_empty || (begins_alike && is_there);
+            let is_placed = is_empty || (begin == other_begin && is_there);
             if tensor.layout != found.layout || !is_placed {
                 difference.different.push(tensor.name.to_string());
             } else if !is_empty {
@@ -324,9 +324,10 @@ impl Manifest {
         self.begins.iter().copied().zip(self.parts.iter().copied())
     }
 
-    /// The index of the part in which a tensor at this offset lies.
-    pub(super) fn part_at(&self, offset: u64) -> usize {
-        part_at(&self.begins, offset)
+    /// The index of the part in which a tensor at this offset lies, and its offset there.
+    pub(super) fn part_at(&self, offset: u64) -> (usize, u64) {
+        let part = part_at(&self.begins, offset);
+        (part, offset - self.begins[part])
     }
 
     /// The length of each piece, in the order of their descriptors.

@@ -148,20 +148,15 @@ impl HeldPart<'_> {
     }
 }
 
-/// A version, and for each of its parts the number of the range that it is mapped in.
-#[derive(Clone, Copy)]
-pub(super) struct Placed<'a> {
-    pub(super) held: &'a Held,
-    pub(super) places: &'a [u32],
-}
+/// The number of a version, and its parts, in the order of the ranges that they are mapped in.
+pub(super) type Placed<'a> = (u64, Vec<HeldPart<'a>>);
 
-impl<'a> Placed<'a> {
-    /// Its parts, in the order of the ranges.
-    fn parts(self) -> Vec<HeldPart<'a>> {
-        let mut placed: Vec<_> = self.places.iter().zip(parts(self.held)).collect();
-        placed.sort_by_key(|&(place, _)| place);
-        placed.into_iter().map(|(_, part)| part).collect()
-    }
+/// A version of which each part is mapped in the range of this number.
+pub(super) fn placed<'a>(held: &'a Held, places: &[u32]) -> Placed<'a> {
+    let mut placed: Vec<_> = places.iter().zip(parts(held)).collect();
+    placed.sort_by_key(|&(place, _)| place);
+    let parts = placed.into_iter().map(|(_, part)| part).collect();
+    (held.version.number, parts)
 }
 
 /// Where a version is mapped.
@@ -208,9 +203,9 @@ impl Mapped {
 
     /// Has this version's mappings to itself. Those that other openers have, too, are made anew, unless
     /// a caller may know their addresses: `replace` waits for these.
-    pub(super) fn claim(&mut self, device: &Device, version: Placed<'_>) {
+    pub(super) fn claim(&mut self, device: &Device, parts: Vec<HeldPart<'_>>) {
         let is_exposed = self.is_exposed.load(Relaxed);
-        for (memory, part) in self.memory.iter_mut().zip(version.parts()) {
+        for (memory, part) in self.memory.iter_mut().zip(parts) {
             if memory.claim() || is_exposed {
                 continue;
             }
@@ -238,31 +233,31 @@ impl Mapped {
     /// No enqueued work uses it.
     pub(super) unsafe fn replace(
         &self,
-        former: Placed<'_>,
-        next: Placed<'_>,
+        (former, former_parts): Placed<'_>,
+        (next, next_parts): Placed<'_>,
         wait: &Wait<'_>,
     ) -> Result<()> {
         let mut claimed = None;
         // The lock is not held from one poll to the next: a cancellation is asked in between.
         wait.poll(CLAIM, || {
-            claimed = self.claim_changed(former, next)?;
+            claimed = self.claim_changed(former, &former_parts, &next_parts)?;
             Ok(claimed.is_some())
         })?;
         let Some((mut lies, changed)) = claimed else {
             unreachable!("the poll ends with it");
         };
         // SAFETY: the caller's promise.
-        if let Err(error) = unsafe { self.map(next, &changed) } {
+        if let Err(error) = unsafe { self.map(&next_parts, &changed) } {
             // The first failure is the one to report.
             // SAFETY: the caller's promise.
-            lies.is_whole = unsafe { self.map(former, &changed) }.is_ok();
+            lies.is_whole = unsafe { self.map(&former_parts, &changed) }.is_ok();
             return Err(error);
         }
-        for (memory, part) in self.memory.iter().zip(next.parts()) {
+        for (memory, part) in self.memory.iter().zip(next_parts) {
             memory.replace_lease(part.lease);
         }
         *lies = Lying {
-            number: next.held.version.number,
+            number: next,
             is_whole: true,
         };
         Ok(())
@@ -272,19 +267,20 @@ impl Mapped {
     /// another opener has one.
     fn claim_changed(
         &self,
-        former: Placed<'_>,
-        next: Placed<'_>,
+        former: u64,
+        former_parts: &[HeldPart<'_>],
+        next_parts: &[HeldPart<'_>],
     ) -> Result<Option<(MutexGuard<'_, Lying>, Vec<bool>)>> {
         let lies = self.lies.locked();
         let number = lies.number;
-        if number != former.held.version.number {
+        if number != former {
             return Err(Error::argument(
                 "weights",
-                format!("version {}", former.held.version.number),
+                format!("version {former}"),
                 format!("version {number}, which another follower took at these addresses"),
             ));
         }
-        let parts = former.parts().into_iter().zip(next.parts());
+        let parts = former_parts.iter().zip(next_parts);
         let mut changed = Vec::with_capacity(self.memory.len());
         for (memory, (was, is)) in self.memory.iter().zip(parts) {
             // What may have been left without memory was claimed.
@@ -299,8 +295,8 @@ impl Mapped {
 
     /// # Safety
     /// The parts that are `changed` were claimed, and no enqueued work uses them.
-    unsafe fn map(&self, version: Placed<'_>, changed: &[bool]) -> Result<()> {
-        let parts = self.memory.iter().zip(version.parts()).zip(changed);
+    unsafe fn map(&self, parts: &[HeldPart<'_>], changed: &[bool]) -> Result<()> {
+        let parts = self.memory.iter().zip(parts).zip(changed);
         for ((memory, part), _) in parts.filter(|(_, changed)| **changed) {
             // SAFETY: the caller's promise.
             unsafe { memory.replace(&part.fds(), &part.shape, part.row(), part.shown()) }?;

@@ -1,6 +1,5 @@
 //! Weights of another process, open in this one.
 
-use std::fmt;
 use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,15 +7,17 @@ use std::time::Duration;
 use super::base::BaseVersion;
 use super::check::damaged_tensors;
 use super::held::{Held, KnownParts, PartialVersion, Version};
-use super::holder::{Holder, clear_dead};
+use super::holder::{self, clear_dead};
 use super::keeper::KeeperRequest;
 use super::keeper_session::{KeeperSession, wait_for_number, wait_for_version};
 use super::manifest::{Hashing, TensorInfo};
-use super::mapped::{Mapped, Placed, known_parts, parts};
+use super::mapped::{Mapped, known_parts, parts};
 use super::weights_name;
+use crate::debug::opaque_debug;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
+use crate::ipc::IpcServer;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::memory::{DeviceSlice, SharedMemory};
 use crate::options::Opener;
@@ -37,17 +38,9 @@ pub struct SharedWeights {
 
 pub(super) struct SharedInner {
     pub(super) mapped: Arc<Mapped>,
-    /// Where each part of the manifest begins.
-    begins: Arc<[u64]>,
-    /// The number of the range that each is mapped in.
+    /// The number of the range that each part of the manifest is mapped in.
     pub(super) places: Vec<u32>,
     pub(super) version: HeldVersion,
-}
-
-impl SharedInner {
-    pub(super) fn placed(&self) -> Placed<'_> {
-        self.version.placed(&self.places)
-    }
 }
 
 impl Deref for SharedInner {
@@ -64,31 +57,15 @@ impl Deref for SharedInner {
 pub struct HeldVersion {
     pub(super) held: Arc<Held>,
     /// A domain of another user takes no endpoints of this process.
-    holder: Option<Arc<Holder>>,
+    holder: Option<Arc<IpcServer>>,
     pub(super) domain: Domain,
     pub(super) name: EndpointName,
     pub(super) device: Device,
     pub(super) owner_process: OwnerProcess,
 }
 
-impl fmt::Debug for SharedWeights {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SharedWeights")
-            .field("name", &self.inner.name)
-            .field("version", &self.version())
-            .field("tensors", &self.tensors().len())
-            .finish_non_exhaustive()
-    }
-}
-
-impl fmt::Debug for HeldVersion {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HeldVersion")
-            .field("name", &self.name)
-            .field("version", &self.held.version.number)
-            .finish_non_exhaustive()
-    }
-}
+opaque_debug!(SharedWeights {; name, version, bytes });
+opaque_debug!(HeldVersion { name; number });
 
 impl Opener<SharedWeights> {
     /// Opens the version that is offered, and waits for one: also while there is no keeper, or the
@@ -224,16 +201,9 @@ impl SharedWeights {
     }
 
     pub(super) fn of(mapped: Arc<Mapped>, places: Vec<u32>, version: HeldVersion) -> SharedWeights {
-        let begins = version
-            .held
-            .manifest
-            .parts()
-            .map(|(begin, _)| begin)
-            .collect();
         SharedWeights {
             inner: Arc::new(SharedInner {
                 mapped,
-                begins,
                 places,
                 version,
             }),
@@ -266,7 +236,7 @@ impl SharedWeights {
     /// part; those that were published [in place](super::TensorsInPlace) have as many as their
     /// publisher's allocator had.
     pub fn parts(&self) -> impl Iterator<Item = (u64, &SharedMemory)> {
-        let begins = self.inner.begins.iter().copied();
+        let begins = self.inner.held.manifest.parts().map(|(begin, _)| begin);
         let memory = self.inner.mapped.expose();
         let places = self.inner.places.iter();
         begins.zip(places.map(|&place| &memory[place as usize]))
@@ -315,14 +285,13 @@ impl SharedWeights {
     pub fn tensor(&self, name: &str) -> Option<SharedTensor> {
         let manifest = &self.inner.held.manifest;
         let info = manifest.tensor(name)?;
-        let part = manifest.part_at(info.offset);
-        // One without elements may lie behind the end of the range.
-        let begin = match info.layout.bytes() {
-            0 => 0,
-            _ => info.offset - self.inner.begins[part],
-        };
+        let (part, offset) = manifest.part_at(info.offset);
         let memory = &self.inner.mapped.expose()[self.inner.places[part] as usize];
-        let range = memory.range(begin, info.layout.bytes());
+        // One without elements may lie behind the end of the range.
+        let range = match info.layout.bytes() {
+            0 => memory.range(0, 0),
+            bytes => memory.range(offset, bytes),
+        };
         Some(SharedTensor {
             layout: info.layout,
             // The manifest has been checked: every tensor lies in the memory.
@@ -355,20 +324,13 @@ impl HeldVersion {
         Ok((keeper, version))
     }
 
-    pub(super) fn placed<'a>(&'a self, places: &'a [u32]) -> Placed<'a> {
-        Placed {
-            held: &self.held,
-            places,
-        }
-    }
-
     /// Holds it for keepers that begin later.
     pub(super) fn hold(&mut self, keeper: &KeeperSession, wait: &Wait<'_>) -> Result<()> {
         let (domain, name) = (&self.domain, &self.name);
         let is_own = domain.owner() == rustix::process::geteuid().as_raw();
         if is_own {
             clear_dead(domain, name.as_str());
-            let holder = Holder::serve(domain, name.as_str(), self.held.clone())?;
+            let holder = holder::serve(domain, name.as_str(), self.held.clone())?;
             tell_keepers(domain, name, (keeper, self.held.version.number), wait);
             self.holder = Some(Arc::new(holder));
         }

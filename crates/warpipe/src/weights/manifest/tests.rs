@@ -120,7 +120,7 @@ fn a_memory_is_of_whole_parts_and_each_tensor_lies_in_one_of_them() {
         received.pieces().collect::<Vec<_>>(),
         [1024, 1024, 1024, 4096]
     );
-    let places = [0, 3071, 3072, 9000].map(|offset| received.part_at(offset));
+    let places = [0, 3071, 3072, 9000].map(|offset| received.part_at(offset).0);
     assert_eq!(places, [0, 0, 1, 1]);
     // It ends in the last part.
     for bytes in [0, 1, 3072, 3 * 1024 + 4096 + 1, u64::MAX] {

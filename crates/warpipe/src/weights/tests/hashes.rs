@@ -13,7 +13,7 @@ use crate::memory::Memory;
 use crate::tensor::{DType, Layout};
 use crate::wait::Wait;
 use crate::weights::held::Held;
-use crate::weights::holder::Holder;
+use crate::weights::holder;
 use crate::weights::keeper_session::offer_to_keeper;
 use crate::weights::manifest::Manifest;
 use crate::weights::{
@@ -180,7 +180,7 @@ fn a_check_waits_for_hashes_that_come_later() {
     let weights = stage.weights_hashed(&stage.device, 3, Hashing::Later);
     // As if its publisher had not hashed it yet.
     let held = Arc::new(weights.held_for_tests(4));
-    let _holder = Holder::serve(&stage.domain, "w", held.clone()).unwrap();
+    let _holder = holder::serve(&stage.domain, "w", held.clone()).unwrap();
     drop(keeper);
     let keeper = stage.keeper();
     assert_eq!(keeper.candidate().unwrap(), Some(4));
@@ -189,7 +189,7 @@ fn a_check_waits_for_hashes_that_come_later() {
         // Once the check has the version, or before: either way it sees the hashes.
         let manifest = hashed_manifest(&weights, &[3; 900]);
         let hashed = Arc::new(held.hashed(manifest).unwrap());
-        let offer = Holder::offer(&stage.domain, "w", hashed).unwrap();
+        let offer = holder::offer(&stage.domain, "w", hashed).unwrap();
         let name = weights_name("w").unwrap();
         offer_to_keeper(&stage.domain, &name, &offer.1, &WAIT.into()).unwrap();
         assert_eq!(check.join().unwrap(), 4);
@@ -209,7 +209,7 @@ fn a_takeover_has_the_hashes_whichever_holder_it_asks_first() {
     let hashed = Arc::new(early.hashed(manifest).unwrap());
     // Their names, and so the order, are drawn.
     for _ in 0..16 {
-        let serve = |held: &Arc<Held>| Holder::serve(&stage.domain, "w", held.clone()).unwrap();
+        let serve = |held: &Arc<Held>| holder::serve(&stage.domain, "w", held.clone()).unwrap();
         let _holders = [serve(&early), serve(&early), serve(&hashed)];
         let found = takeover::find(&stage.domain, &name).unwrap();
         let versions: Vec<_> = found.versions.iter().map(|it| it.is_hashed()).collect();
@@ -228,7 +228,7 @@ fn a_keeper_takes_the_hashes_of_a_version_that_it_has_and_nothing_else_of_that_o
     let bring = |number| {
         let mut held = later.held_for_tests(number);
         held = held.hashed(hashed_manifest(&later, &[6; 900])).unwrap();
-        let offer = Holder::offer(&stage.domain, "w", Arc::new(held)).unwrap();
+        let offer = holder::offer(&stage.domain, "w", Arc::new(held)).unwrap();
         offer_to_keeper(&stage.domain, &name, &offer.1, &WAIT.into())
             .unwrap()
             .1

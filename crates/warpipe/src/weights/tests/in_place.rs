@@ -17,7 +17,7 @@ use crate::runtime::closer::PeerFd;
 use crate::tensor::{DType, Layout};
 use crate::weights::exports::PieceFd;
 use crate::weights::held::Held;
-use crate::weights::holder::Holder;
+use crate::weights::holder;
 use crate::weights::keeper::{KeeperReply, KeeperRequest};
 use crate::weights::keeper_session::offer_to_keeper;
 use crate::weights::{SharedWeights, TensorsInPlace, Weights, takeover, weights_name};
@@ -255,7 +255,7 @@ fn pieces_of_a_wrong_number_length_or_kind_are_refused_before_anything_is_mapped
     let offered = |change: &dyn Fn(&mut Held)| {
         let mut held = whole.held_for_tests(0);
         change(&mut held);
-        let offer = Holder::offer(&stage.domain, "w", Arc::new(held)).unwrap();
+        let offer = holder::offer(&stage.domain, "w", Arc::new(held)).unwrap();
         offer_to_keeper(&stage.domain, &name, &offer.1, &WAIT.into()).map(|_| ())
     };
     let with = |held: &Held, last: OwnedFd| -> Arc<[Arc<PieceFd>]> {

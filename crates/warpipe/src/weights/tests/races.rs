@@ -23,7 +23,7 @@ use crate::runtime::closer::PeerFd;
 use crate::wait::Wait;
 use crate::weights::exports::PieceFd;
 use crate::weights::held::{Held, Version};
-use crate::weights::holder::Holder;
+use crate::weights::holder;
 use crate::weights::keeper::{KeeperNotice, KeeperReply, KeeperRequest};
 use crate::weights::keeper_session::{KeeperSession, offer_to_keeper};
 use crate::weights::{NamedWeights, takeover, weights_name};
@@ -238,7 +238,7 @@ fn a_descriptor_whose_close_may_block_is_no_memory_of_a_gpu() {
     };
     let directory = PeerFd::from(CloseOnForkFd::new(directory.into()).unwrap());
     hostile.pieces = Arc::new([PieceFd::of_peer(directory)]);
-    let offer = Holder::offer(&stage.domain, "w", Arc::new(hostile)).unwrap();
+    let offer = holder::offer(&stage.domain, "w", Arc::new(hostile)).unwrap();
     let name = weights_name("w").unwrap();
     let told = offer_to_keeper(&stage.domain, &name, &offer.1, &WAIT.into()).map(|_| ());
     assert!(
@@ -252,7 +252,7 @@ fn holders_without_a_keeper_are_asked_at_the_same_time_and_one_that_answers_is_l
     let stage = Stage::new();
     let weights = stage.weights(1);
     let held = Arc::new(weights.held_for_tests(1));
-    let _answers = Holder::serve(&stage.domain, "w", held).unwrap();
+    let _answers = holder::serve(&stage.domain, "w", held).unwrap();
     let claim = |number: u64| {
         let name = EndpointName::new(&format!("w/held-{number:x}-1")).unwrap();
         stage.domain.claim(&name, false).unwrap()
