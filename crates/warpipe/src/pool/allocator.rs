@@ -75,15 +75,8 @@ pub(super) struct PoolState {
     next_lend: u64,
 }
 
-/// The result of a request for a block.
-pub(super) enum AllocOutcome {
-    Block {
-        slot: SlotId,
-        /// The value of the fence word at which the block is cleared.
-        cleared_at: Option<u64>,
-    },
-    Refused(PoolRefusal),
-}
+/// A block that was taken, and the value of the fence word at which it is cleared.
+pub(super) type Taken = (SlotId, Option<u64>);
 
 opaque_debug!(PoolAllocator { name, device });
 
@@ -160,11 +153,11 @@ impl PoolAllocator {
         let (mut backoff, mut has_waited) = (Backoff::default(), false);
         loop {
             match self.take(bytes, uid, true)? {
-                AllocOutcome::Block { slot, cleared_at } => {
+                Ok((slot, cleared_at)) => {
                     self.wait_until_clear(slot, cleared_at)?;
                     return Ok(slot);
                 }
-                AllocOutcome::Refused(refusal) => {
+                Err(refusal) => {
                     let error = refusal.error(self.name.as_str(), bytes, wait.is_over());
                     error.map_or(Ok(()), Err)?;
                 }
@@ -195,13 +188,18 @@ impl PoolAllocator {
 
     /// Takes a free block for the user `uid`, or makes a new region for it. It is the owner's, or is to
     /// be lent.
-    pub(super) fn take(&self, bytes: u64, uid: u32, is_owned: bool) -> Result<AllocOutcome> {
+    pub(super) fn take(
+        &self,
+        bytes: u64,
+        uid: u32,
+        is_owned: bool,
+    ) -> Result<Result<Taken, PoolRefusal>> {
         let mut state = self.lock();
         loop {
             self.reclaim(&mut state);
             // Again after each driver call, during which other blocks may have been taken.
             if let Some(over) = state.over_quota(uid, bytes) {
-                return Ok(AllocOutcome::Refused(PoolRefusal::OverQuota(over)));
+                return Ok(Err(PoolRefusal::OverQuota(over)));
             }
             if let Some(slot) = state.take_for(uid, bytes) {
                 // From here on the block belongs to this caller, also while the lock is free.
@@ -209,7 +207,7 @@ impl PoolAllocator {
                     state.owned.insert(slot);
                 }
                 let cleared_at = self.clear_for(state, slot, uid)?;
-                return Ok(AllocOutcome::Block { slot, cleared_at });
+                return Ok(Ok((slot, cleared_at)));
             }
             match state.make_room(uid, bytes) {
                 Room::Growth(growth) => {
@@ -230,13 +228,7 @@ impl PoolAllocator {
                     }
                     state = self.lock();
                 }
-                Room::OverQuota(over) => {
-                    return Ok(AllocOutcome::Refused(PoolRefusal::OverQuota(over)));
-                }
-                Room::Full => {
-                    let (used, limit) = (state.used(), state.arena.limit());
-                    return Ok(AllocOutcome::Refused(PoolRefusal::Full { used, limit }));
-                }
+                Room::Refused(refusal) => return Ok(Err(refusal)),
             }
         }
     }

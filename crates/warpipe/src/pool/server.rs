@@ -1,7 +1,7 @@
 //! The owner's side of its peers: blocks as claims, and their return.
 
 use super::allocator::block::LentBlock;
-use super::allocator::{AllocOutcome, PoolAllocator, PoolState};
+use super::allocator::{PoolAllocator, PoolState};
 use super::{PoolRefusal, PoolRequest};
 use crate::backend::Access;
 use crate::error::{Error, Result};
@@ -106,8 +106,8 @@ impl PoolAllocator {
             return Ok(LendReply::TooMany);
         }
         let (slot, cleared_at) = match self.take(bytes, client.uid, false)? {
-            AllocOutcome::Block { slot, cleared_at } => (slot, cleared_at),
-            AllocOutcome::Refused(refusal) => return Ok(LendReply::Refused(refusal)),
+            Ok(taken) => taken,
+            Err(refusal) => return Ok(LendReply::Refused(refusal)),
         };
         let mut state = self.lock();
         let whole = (bytes, Access::ReadWrite);

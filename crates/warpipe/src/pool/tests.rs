@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::sync::{Arc, Mutex, OnceLock, Weak, mpsc};
 use std::time::{Duration, Instant};
 
-use super::allocator::{AllocOutcome, PoolAllocator};
+use super::allocator::PoolAllocator;
 use super::*;
 use crate::backend::testing::{Hook, Wrapped};
 use crate::backend::{Access, TimelineWord};
@@ -373,8 +373,7 @@ fn a_block_that_passes_to_another_user_is_cleared_and_else_it_is_not() {
         let block = stage.pool.allocate(2 * MIB, Duration::ZERO).unwrap();
         block.write(&stream, MIB, b"secret").unwrap();
         block.free(&stream).unwrap();
-        let AllocOutcome::Block { slot, cleared_at } = allocator.take(MIB + 8, uid, true).unwrap()
-        else {
+        let Ok((slot, cleared_at)) = allocator.take(MIB + 8, uid, true).unwrap() else {
             panic!("it is free");
         };
         assert_eq!(cleared_at.is_some(), is_cleared);
@@ -429,9 +428,7 @@ fn a_pools_lock_is_free_during_the_device_call_that_clears_a_block() {
     let wrapped = Wrapped::new(Device::host().backend().clone(), Unlocked::default());
     let stage = Stage::on("unlocked", Device::from_backend(wrapped.clone()));
     let allocator = stage.pool.allocator();
-    let AllocOutcome::Block { slot, .. } =
-        allocator.take(2 * MIB, allocator.uid + 1, true).unwrap()
-    else {
+    let Ok((slot, _)) = allocator.take(2 * MIB, allocator.uid + 1, true).unwrap() else {
         panic!("it is free");
     };
     allocator.release(slot);

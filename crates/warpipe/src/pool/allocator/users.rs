@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use serde::{Deserialize, Serialize};
 
 use super::super::last_writers::{LastWriter, LastWriters};
-use super::PoolState;
+use super::{PoolRefusal, PoolState};
 use crate::error::Error;
 use crate::memory::arena::{Chunk, Growth, SlotId, needed};
 use crate::memory::ticket::Incarnation;
@@ -168,8 +168,7 @@ pub(in crate::pool) enum Room {
     Growth(Growth),
     /// Regions without blocks that were in the way, for the caller to drop without the lock.
     Removed(Vec<Chunk>),
-    OverQuota(OverQuota),
-    Full,
+    Refused(PoolRefusal),
 }
 
 impl PoolState {
@@ -216,12 +215,14 @@ impl PoolState {
             .unwrap_or(u64::MAX);
         let room = most.saturating_sub(share);
         let Some(least) = self.arena.region_for(bytes) else {
-            return Room::Full;
+            return self.full();
         };
         if least > room {
             // Room that the user's own regions without blocks take.
             return match self.remove_regions(|it| it == uid, least - room) {
-                removed if removed.is_empty() => Room::OverQuota(over(uid, usage)),
+                removed if removed.is_empty() => {
+                    Room::Refused(PoolRefusal::OverQuota(over(uid, usage)))
+                }
                 removed => Room::Removed(removed),
             };
         }
@@ -231,7 +232,7 @@ impl PoolState {
         }
         let missing = least.saturating_sub(self.arena.room());
         if missing == 0 && !self.arena.is_out_of_regions() {
-            return Room::Full;
+            return self.full();
         }
         // Others' regions first: this user may use its own ones again as they are.
         let mut removed = self.remove_regions(|it| it != uid, missing);
@@ -239,9 +240,14 @@ impl PoolState {
             removed = self.remove_regions(|_| true, missing);
         }
         match removed {
-            removed if removed.is_empty() => Room::Full,
+            removed if removed.is_empty() => self.full(),
             removed => Room::Removed(removed),
         }
+    }
+
+    fn full(&self) -> Room {
+        let (used, limit) = (self.used(), self.arena.limit());
+        Room::Refused(PoolRefusal::Full { used, limit })
     }
 
     /// Adds the region that a growth has become to the user's.
