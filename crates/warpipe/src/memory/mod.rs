@@ -19,8 +19,8 @@ pub(crate) mod weak_cache;
 
 pub use self::owned::{Export, Memory, MemoryInfo};
 pub use self::published::{Publication, Published};
+pub(crate) use self::shared::PiecesInfo;
 pub use self::shared::SharedMemory;
-pub(crate) use self::shared::{PiecesInfo, check_reach};
 pub use self::slice::DeviceSlice;
 pub use self::ticket::Ticket;
 

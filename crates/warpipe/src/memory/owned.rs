@@ -7,8 +7,8 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::mapped_region::MappedRegion;
-use super::region::Region;
-use super::shared::{SharedMemory, check_reach};
+use super::region::{Region, check_reach};
+use super::shared::SharedMemory;
 use super::slice::{DeviceSlice, check_range};
 use crate::backend::{Access, DeviceId};
 use crate::device::Device;
@@ -65,11 +65,6 @@ pub struct MemoryInfo {
     pub mapped_bytes: u64,
     /// The device that the memory lies on.
     pub device: DeviceId,
-}
-
-fn check_import(device: &Device, info: &MemoryInfo) -> Result<()> {
-    check_range("an imported descriptor", 0, info.bytes, info.mapped_bytes)?;
-    check_reach(device, info.device)
 }
 
 /// A descriptor of memory, with its description.
@@ -163,7 +158,8 @@ impl Memory {
         info: &MemoryInfo,
         access: Access,
     ) -> Result<SharedMemory> {
-        check_import(device, info)?;
+        check_range("an imported descriptor", 0, info.bytes, info.mapped_bytes)?;
+        check_reach(device, info.device)?;
         let (bytes, owner) = (info.mapped_bytes, info.device);
         let region = Region::import(device, &[fd.as_fd()], bytes, access, owner)?;
         let mapping = MappedRegion::of(region, device, info.device, access, info.bytes)?;

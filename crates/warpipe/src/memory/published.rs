@@ -27,7 +27,12 @@ impl Memory {
 
     /// Options to publish the memory under a name.
     pub fn publication(&self, name: &str) -> Publication {
-        Publication::new(self, name)
+        Publication {
+            memory: self.clone(),
+            name: name.to_string(),
+            shared: EndpointOptions::default(),
+            access: Access::Read,
+        }
     }
 }
 
@@ -46,15 +51,6 @@ impl Publication {
         domain,
         allow_uids,
         allow_gids,
-    }
-
-    pub(super) fn new(memory: &Memory, name: &str) -> Publication {
-        Publication {
-            memory: memory.clone(),
-            name: name.to_string(),
-            shared: EndpointOptions::default(),
-            access: Access::Read,
-        }
     }
 
     /// How importers map the memory: [`Access::Read`] by default, which the MMU enforces against

@@ -10,6 +10,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
 use crate::mutex::LockUnpoisoned;
+use crate::slow_path::{self, SlowPath};
 use crate::statistics::{NO_FILE, RegionRow, Role, file_of};
 
 /// A mapped region; released when dropped. Code that enqueues work on the region keeps it alive
@@ -146,6 +147,21 @@ impl Region {
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes
     }
+}
+
+/// Whether `device` can at all map memory of `owner`: a GPU no memfd, and the host no GPU's memory.
+pub(crate) fn check_reach(device: &Device, owner: DeviceId) -> Result<()> {
+    let info = device.info();
+    if info.id.kind == owner.kind {
+        return Ok(());
+    }
+    let reason = "one is a GPU, the other the host: they have no memory in common".to_string();
+    slow_path::count(SlowPath::NoPeerAccess, 0);
+    Err(Error::PeerAccess {
+        reader: format!("{} ({})", info.name, info.id),
+        owner: owner.to_string(),
+        reason,
+    })
 }
 
 /// The file by which statistics tell a region; several pieces have none.

@@ -9,8 +9,7 @@ use super::region::{Kept, Region};
 use super::slice::DeviceSlice;
 use crate::backend::{Access, DeviceId};
 use crate::device::Device;
-use crate::error::{Error, Result};
-use crate::slow_path::{self, SlowPath};
+use crate::error::Result;
 use crate::wait::Wait;
 
 /// Another process's memory, or a range of it, mapped here (`cuMemMap` of an imported handle, or
@@ -117,19 +116,4 @@ pub(crate) struct PiecesInfo {
     /// The length of all that is used.
     pub(crate) bytes: u64,
     pub(crate) device: DeviceId,
-}
-
-/// Whether `device` can at all map memory of `owner`: a GPU no memfd, and the host no GPU's memory.
-pub(crate) fn check_reach(device: &Device, owner: DeviceId) -> Result<()> {
-    let info = device.info();
-    if info.id.kind == owner.kind {
-        return Ok(());
-    }
-    let reason = "one is a GPU, the other the host: they have no memory in common".to_string();
-    slow_path::count(SlowPath::NoPeerAccess, 0);
-    Err(Error::PeerAccess {
-        reader: format!("{} ({})", info.name, info.id),
-        owner: owner.to_string(),
-        reason,
-    })
 }

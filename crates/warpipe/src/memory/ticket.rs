@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 
 use super::mapped_region::{IMPORTS, ImportKey, MappedRegion};
 use super::owned::MemoryInfo;
-use super::region::Region;
-use super::shared::{SharedMemory, check_reach};
+use super::region::{Region, check_reach};
+use super::shared::SharedMemory;
 use crate::backend::{Access, DeviceId};
 use crate::device::Device;
 use crate::error::{Error, Expiry, HandleFault, Result, TicketFault};

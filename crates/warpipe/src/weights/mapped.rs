@@ -16,10 +16,10 @@ use crate::backend::Access;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::memory::mapped_region::ImportKey;
-use crate::memory::region::{Kept, Region};
+use crate::memory::region::{Kept, Region, check_reach};
 use crate::memory::slice::check_range;
 use crate::memory::weak_cache::WeakCache;
-use crate::memory::{PiecesInfo, SharedMemory, check_reach};
+use crate::memory::{PiecesInfo, SharedMemory};
 use crate::mutex::LockUnpoisoned;
 use crate::wait::Wait;
 
