@@ -459,8 +459,8 @@ impl Play {
     /// The slots that are held, and by how many.
     fn held(&self) -> impl Iterator<Item = (SlotId, u32)> {
         let slots = self.state.arena.slots();
-        let held = slots.filter(|(_, slot)| slot.holders() > 0);
-        held.map(|(id, slot)| (id, slot.holders()))
+        let held = slots.filter(|(_, slot)| slot.holders > 0);
+        held.map(|(id, slot)| (id, slot.holders))
     }
 
     /// The invariant of every state.

@@ -30,7 +30,7 @@ pub(crate) struct Slot {
     /// The length of the range, a multiple of the alignment.
     bytes: u64,
     /// The number of holders: a loan, links, the history. 0 for a number not in use.
-    holders: u32,
+    pub(crate) holders: u32,
     /// The value that the slot's fence word must reach before it is free; 0 for none.
     fence: u64,
     /// Which of all that were taken; 0 once it is free.
@@ -41,10 +41,6 @@ impl Slot {
     /// The slot's length in its region, in bytes.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes
-    }
-
-    pub(crate) fn holders(&self) -> u32 {
-        self.holders
     }
 }
 

@@ -170,19 +170,8 @@ fn of_blocks(blocks: &[u8], length: u64) -> ContentHash {
     hasher.finish_128().to_be_bytes()
 }
 
-/// The content hashes of tensors that lie in a device's memory: of each the memory, where it begins
-/// there, a multiple of 512, and its length. The contents are complete.
-///
-/// # Errors
-/// As [`begin_to_hash`] and [`PendingHashes::finish`].
-pub(super) fn hash_memory(
-    tensors: &[(&DeviceSlice, u64, u64)],
-    wait: &Wait<'_>,
-) -> Result<Vec<ContentHash>> {
-    begin_to_hash(tensors)?.finish_unless_cancelled(wait)
-}
-
-/// Has the device hash tensors, as [`hash_memory`] does, and does not wait for it.
+/// Has the device hash tensors that lie in its memory, and does not wait for it: of each the memory,
+/// where it begins there, a multiple of 512, and its length. The contents are complete.
 ///
 /// # Errors
 /// [`Error::DeviceMemory`] when the device has no room for the hashes; [`Error::Driver`].
@@ -252,15 +241,11 @@ struct Enqueued {
 }
 
 impl PendingHashes {
-    /// Waits for them, for up to a minute.
+    /// Waits for them, for up to a minute, and until the wait is cancelled.
     ///
     /// # Errors
     /// [`Error::Timeout`] when the device is busy for that long; [`Error::Driver`].
-    pub(super) fn finish(self) -> Result<Vec<ContentHash>> {
-        self.finish_unless_cancelled(&COPY_TIMEOUT.into())
-    }
-
-    fn finish_unless_cancelled(self, wait: &Wait<'_>) -> Result<Vec<ContentHash>> {
+    pub(super) fn finish(self, wait: &Wait<'_>) -> Result<Vec<ContentHash>> {
         let Some(Enqueued {
             stream,
             scratch,
@@ -485,7 +470,8 @@ mod tests {
             .zip(offsets)
             .map(|(tensor, offset)| (&*memory, offset, tensor.len() as u64))
             .collect();
-        let found = hash_memory(&places, &COPY_TIMEOUT.into()).unwrap();
+        let found = begin_to_hash(&places).unwrap();
+        let found = found.finish(&COPY_TIMEOUT.into()).unwrap();
         for (tensor, found) in tensors.iter().zip(found) {
             assert_eq!(found, content_hash(tensor), "{} bytes", tensor.len());
         }

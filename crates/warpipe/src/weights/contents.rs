@@ -1,6 +1,7 @@
 //! The tensors that a publisher has: memory of this library that they were copied to, and those that
 //! lie where another allocator put them.
 
+use super::blocks::COPY_TIMEOUT;
 use super::content::{PendingHashes, begin_to_hash};
 use super::in_place::LaidTensor;
 use super::manifest::{ContentHash, TensorInfo};
@@ -67,7 +68,7 @@ impl ContentHashes {
     /// # Errors
     /// As [`PendingHashes::finish`].
     pub(super) fn finish(self) -> Result<Vec<(usize, ContentHash)>> {
-        let hashes = self.pending.finish()?;
+        let hashes = self.pending.finish(&COPY_TIMEOUT.into())?;
         let of_tensor = |(number, at): (usize, usize)| (number, hashes[at]);
         Ok(self.hashed.into_iter().map(of_tensor).collect())
     }

@@ -153,7 +153,7 @@ impl WeightsBuilder {
         }
         // SAFETY: the caller's promise; the builder laid the tensors there, in memory that the stream
         // is recorded for.
-        let hashes = unsafe { copy_places(stream, &places) }?.finish()?;
+        let hashes = unsafe { copy_places(stream, &places) }?.finish(&COPY_TIMEOUT.into())?;
         self.hashes.extend(hashed.into_iter().zip(hashes));
         Ok(())
     }
@@ -290,9 +290,9 @@ impl WeightsBuilder {
         let copies = copies.into_iter().zip(&self.placed.offsets).enumerate();
         let copies =
             copies.map(|(number, ((name, layout), &offset))| (number, name, layout, offset));
-        let lying = lying.iter().map(|tensor| {
+        let lying = lying.iter().map(|LaidTensor { tensor, offset, .. }| {
             let (number, name) = (copied + tensor.number, tensor.name.clone());
-            (number, name, tensor.layout, tensor.offset)
+            (number, name, tensor.layout, *offset)
         });
         let mut infos = Vec::with_capacity(names.len());
         for (number, name, layout, offset) in copies.chain(lying) {

@@ -252,15 +252,19 @@ impl PartialVersion {
             device,
             manifest_bytes,
         } = *reply;
-        let wrong = |field, found: String, allowed: &str| wrong(name, field, found, allowed);
         let mut fds = fds.into_iter();
         if version.number > NUMBER_MAX {
-            return Err(wrong("version", version.number.to_string(), "up to 2^48"));
+            return Err(Error::protocol(
+                name,
+                "version",
+                version.number,
+                "up to 2^48",
+            ));
         }
         let sealed = fds.next();
-        let sealed = sealed.ok_or_else(|| wrong("descriptors", "none".into(), "more"))?;
+        let sealed = sealed.ok_or_else(|| Error::protocol(name, "descriptors", "none", "more"))?;
         let manifest = Manifest::receive(sealed.as_fd(), manifest_bytes)
-            .map_err(|found| wrong("manifest", found, "a sealed and whole one"))?;
+            .map_err(|found| Error::protocol(name, "manifest", found, "a sealed and whole one"))?;
         let sealed = SealedManifest {
             fd: sealed.accept(),
             bytes: manifest_bytes,
@@ -328,13 +332,17 @@ impl PartialVersion {
         let left = leases + self.pieces.len() - first;
         if fds.is_empty() || fds.len() > left {
             let allowed = format!("1 to {left} of its pieces");
-            let found = fds.len().to_string();
-            return Err(wrong(&self.name, "descriptors", found, &allowed));
+            return Err(Error::protocol(
+                &self.name,
+                "descriptors",
+                fds.len(),
+                allowed,
+            ));
         }
         let mut fds = fds.into_iter();
         for lease in fds.by_ref().take(leases.saturating_sub(first)) {
             lease::check(lease.as_fd())
-                .map_err(|found| wrong(&self.name, "lease", found, "a pipe"))?;
+                .map_err(|found| Error::protocol(&self.name, "lease", found, "a pipe"))?;
             lease.approve();
             self.leases.push(lease);
         }
@@ -351,7 +359,7 @@ impl PartialVersion {
     }
 
     fn check_piece(&self, fd: &PeerFd, bytes: u64) -> Result<()> {
-        let wrong = |found, allowed| wrong(&self.name, "memory", found, allowed);
+        let wrong = |found: String, allowed| Error::protocol(&self.name, "memory", found, allowed);
         if self.device.kind == DeviceKind::Host {
             host::check_sealed_memfd(fd.as_fd(), bytes)
                 .map_err(|found| wrong(found, "a sealed memfd"))?;
@@ -389,14 +397,5 @@ impl PartialVersion {
             pieces: self.pieces.into_iter().flatten().collect(),
             rows: Arc::default(),
         }))
-    }
-}
-
-fn wrong(name: &str, field: &'static str, found: String, allowed: &str) -> Error {
-    Error::Protocol {
-        name: name.to_string(),
-        field,
-        found,
-        allowed: allowed.to_string(),
     }
 }

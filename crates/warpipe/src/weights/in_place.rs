@@ -76,11 +76,11 @@ pub struct TensorsInPlace {
 /// What keeps tensors allocated.
 type Owners = Mutex<Vec<Box<dyn Any + Send>>>;
 
-struct TensorInPlace {
-    name: Arc<str>,
-    layout: Layout,
+pub(super) struct TensorInPlace {
+    pub(super) name: Arc<str>,
+    pub(super) layout: Layout,
     /// Counted from 0 as they were added.
-    number: usize,
+    pub(super) number: usize,
 }
 
 opaque_debug!(TensorsInPlace { device; len, pieces });
@@ -262,21 +262,14 @@ impl TensorsInPlace {
         let memory = MappedMemory::new(devices, &owners, owners.clone());
         let label: Arc<str> = "weights in place".into();
         let tensors = self.tensors.into_iter().map(|(ptr, tensor)| {
-            let TensorInPlace {
-                name,
-                layout,
-                number,
-            } = tensor;
+            let bytes = tensor.layout.bytes();
             let begins = begins.range(..=ptr).next_back();
             let offset = begins.map_or(0, |(base, begin)| begin + (ptr - base));
             // SAFETY: the promise of `add`: allocated as long as the owners, which `memory` keeps.
-            let slice = unsafe {
-                DeviceSlice::new(memory.clone(), ptr, layout.bytes(), Access::Read, &label)
-            };
+            let slice =
+                unsafe { DeviceSlice::new(memory.clone(), ptr, bytes, Access::Read, &label) };
             LaidTensor {
-                name,
-                layout,
-                number,
+                tensor,
                 offset,
                 slice,
             }
@@ -312,9 +305,7 @@ fn parts_of(
 
 /// A tensor with its place in a version's memory.
 pub(super) struct LaidTensor {
-    pub(super) name: Arc<str>,
-    pub(super) layout: Layout,
-    pub(super) number: usize,
+    pub(super) tensor: TensorInPlace,
     pub(super) offset: u64,
     pub(super) slice: DeviceSlice,
 }

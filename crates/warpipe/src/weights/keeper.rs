@@ -5,7 +5,6 @@
 //! is fetched on a thread that ends with it.
 
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use serde::{Deserialize, Serialize};
@@ -110,7 +109,7 @@ impl KeeperBuilder {
             domain: domain.clone(),
             state: Mutex::default(),
             server: OnceLock::new(),
-            offers: AtomicUsize::new(0),
+            offers: Arc::default(),
             ending: LocalDoorbell::new()?,
         });
         let handler = Arc::new(KeeperHandler(core.clone()));
@@ -221,8 +220,8 @@ struct KeeperCore {
     state: Mutex<KeeperState>,
     /// Set once the holders have been asked: numbers are given from then on.
     server: OnceLock<Weak<ServerCore>>,
-    /// Offers that are being fetched.
-    offers: AtomicUsize,
+    /// Each offer that is being fetched has it, too.
+    offers: Arc<()>,
     /// Rung when a process asks the keeper to end.
     ending: LocalDoorbell,
 }
@@ -349,9 +348,34 @@ impl KeeperCore {
         let (number, _replaced) = self.state.locked().replace(held)?;
         Ok(number)
     }
-}
 
-impl KeeperCore {
+    /// Fetches the offer of `client` and tells the result.
+    fn take_offer(&self, client: u64, endpoint: &str) {
+        let server = self.server.wait().clone();
+        // The keeper has gone, or goes: no process would be told of the version.
+        if server.upgrade().is_none() {
+            return;
+        }
+        let fetched = self.fetch(endpoint);
+        let Some(server) = server.upgrade() else {
+            return;
+        };
+        let is_taken = fetched.is_ok();
+        let notice = match fetched {
+            Ok(number) => KeeperNotice::Taken { number },
+            Err(text) => KeeperNotice::NotTaken {
+                text: crate::ipc::message::text(text),
+            },
+        };
+        if let Ok(notice) = OutgoingReply::new(&notice, vec![]) {
+            server.tell(client, &notice);
+        }
+        if is_taken {
+            self.note_offered(&server);
+            tell_offered(&server);
+        }
+    }
+
     /// Says in the statistics and to the program which version is offered from now on.
     fn note_offered(&self, server: &ServerCore) {
         if let Some(offered) = &self.state.locked().offered {
@@ -376,49 +400,6 @@ fn tell_offered(server: &ServerCore) {
     }
 }
 
-/// One of [`OFFERS_MAX`] offers that are being fetched.
-struct OfferSlot(Arc<KeeperCore>);
-
-impl OfferSlot {
-    fn take(core: &Arc<KeeperCore>) -> Option<OfferSlot> {
-        let slot = OfferSlot(core.clone());
-        (core.offers.fetch_add(1, SeqCst) < OFFERS_MAX).then_some(slot)
-    }
-
-    /// Fetches the offer of `client` and tells the result.
-    fn run(self, client: u64, endpoint: &str) {
-        let server = self.0.server.wait().clone();
-        // The keeper has gone, or goes: no process would be told of the version.
-        if server.upgrade().is_none() {
-            return;
-        }
-        let fetched = self.0.fetch(endpoint);
-        let Some(server) = server.upgrade() else {
-            return;
-        };
-        let is_taken = fetched.is_ok();
-        let notice = match fetched {
-            Ok(number) => KeeperNotice::Taken { number },
-            Err(text) => KeeperNotice::NotTaken {
-                text: crate::ipc::message::text(text),
-            },
-        };
-        if let Ok(notice) = OutgoingReply::new(&notice, vec![]) {
-            server.tell(client, &notice);
-        }
-        if is_taken {
-            self.0.note_offered(&server);
-            tell_offered(&server);
-        }
-    }
-}
-
-impl Drop for OfferSlot {
-    fn drop(&mut self) {
-        self.0.offers.fetch_sub(1, SeqCst);
-    }
-}
-
 struct KeeperHandler(Arc<KeeperCore>);
 
 impl KeeperHandler {
@@ -429,9 +410,16 @@ impl KeeperHandler {
                 "{endpoint:?} is no offer of these weights"
             )));
         }
-        let slot = OfferSlot::take(core)
-            .ok_or_else(|| Rejection::new(format!("it fetches {OFFERS_MAX} offers already")))?;
-        Thread::start("warpipe-weights", move || slot.run(client, &endpoint))?;
+        let (core, offer) = (core.clone(), core.offers.clone());
+        if Arc::strong_count(&offer) > 1 + OFFERS_MAX {
+            return Err(Rejection::new(format!(
+                "it fetches {OFFERS_MAX} offers already"
+            )));
+        }
+        Thread::start("warpipe-weights", move || {
+            let _fetched = &offer;
+            core.take_offer(client, &endpoint);
+        })?;
         OutgoingReply::new(&KeeperReply::Noted, vec![])
     }
 }

@@ -33,12 +33,7 @@ pub(super) fn offer_to_keeper(
     drop(news);
     match outcome {
         Some(Ok(number)) if (1..=NUMBER_MAX).contains(&number) => Ok((keeper, number)),
-        Some(Ok(number)) => Err(Error::Protocol {
-            name: name.to_string(),
-            field: "version",
-            found: number.to_string(),
-            allowed: "1 to 2^48".into(),
-        }),
+        Some(Ok(number)) => Err(Error::protocol(name, "version", number, "1 to 2^48")),
         Some(Err(text)) => Err(Error::Refused {
             name: name.to_string(),
             text,
@@ -220,12 +215,7 @@ impl KeeperSession {
     }
 
     fn wrong(&self, found: &KeeperReply, allowed: &str) -> Error {
-        Error::Protocol {
-            name: self.session.name().to_string(),
-            field: "reply",
-            found: format!("{found:?}"),
-            allowed: allowed.into(),
-        }
+        Error::protocol(self.session.name(), "reply", format!("{found:?}"), allowed)
     }
 
     /// Waits until the keeper has told of something since the session began, or ends.

@@ -38,7 +38,6 @@
 
 mod base;
 mod blocks;
-mod check;
 mod content;
 mod contents;
 mod exports;

@@ -239,31 +239,28 @@ struct Shape {
 
 impl<'de> Deserialize<'de> for Shape {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Shape, D::Error> {
-        from.deserialize_seq(ShapeVisitor)
+        from.deserialize_seq(Shape::default())
     }
 }
 
-struct ShapeVisitor;
-
-impl<'de> Visitor<'de> for ShapeVisitor {
+impl<'de> Visitor<'de> for Shape {
     type Value = Shape;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "up to {RANK_MAX} lengths")
     }
 
-    fn visit_seq<A: SeqAccess<'de>>(self, mut from: A) -> Result<Shape, A::Error> {
-        let mut shape = Shape::default();
+    fn visit_seq<A: SeqAccess<'de>>(mut self, mut from: A) -> Result<Shape, A::Error> {
         while let Some(length) = from.next_element()? {
-            if shape.rank == RANK_MAX {
+            if self.rank == RANK_MAX {
                 return Err(A::Error::custom(format_args!(
                     "more than {RANK_MAX} dimensions"
                 )));
             }
-            shape.lengths[shape.rank] = length;
-            shape.rank += 1;
+            self.lengths[self.rank] = length;
+            self.rank += 1;
         }
-        Ok(shape)
+        Ok(self)
     }
 }
 

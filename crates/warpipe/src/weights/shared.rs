@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::base::BaseVersion;
-use super::check::damaged_tensors;
+use super::content::begin_to_hash;
 use super::held::{Held, KnownParts, PartialVersion, Version};
 use super::holder::{self, clear_dead};
 use super::keeper::KeeperRequest;
 use super::keeper_session::{KeeperSession, wait_for_number, wait_for_version};
-use super::manifest::{Hashing, TensorInfo};
+use super::manifest::{Hashing, Manifest, TensorInfo};
 use super::mapped::{Mapped, known_parts, parts};
 use super::weights_name;
 use crate::debug::opaque_debug;
@@ -154,6 +154,28 @@ fn verify(
         true => Ok(version),
         false => Err(Error::WeightsUnhashed { name, version }),
     }
+}
+
+/// The tensors with another content hash than the manifest says, in the manifest's order; those
+/// without a hash are not read. `memory` has a slice for each part.
+fn damaged_tensors(
+    memory: &[&DeviceSlice],
+    manifest: &Manifest,
+    wait: &Wait<'_>,
+) -> Result<Vec<String>> {
+    let tensors = manifest.tensors().iter();
+    let tensors: Vec<&TensorInfo> = tensors.filter(|tensor| tensor.hash.is_some()).collect();
+    let place = |tensor: &TensorInfo| {
+        let (part, offset) = manifest.part_at(tensor.offset);
+        (memory[part], offset, tensor.layout.bytes())
+    };
+    let places: Vec<_> = tensors.iter().copied().map(place).collect();
+    let hashes = begin_to_hash(&places)?.finish(wait)?;
+    let damaged = tensors
+        .iter()
+        .zip(hashes)
+        .filter(|(tensor, hash)| tensor.hash != Some(*hash));
+    Ok(damaged.map(|(tensor, _)| tensor.name.to_string()).collect())
 }
 
 impl From<&SharedWeights> for BaseVersion {

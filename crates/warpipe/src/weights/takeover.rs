@@ -134,12 +134,8 @@ impl Search<'_> {
         self.check_time()?;
         let (session, version) = attach(self.domain, name)?;
         if version.version.number != number {
-            return Err(Error::Protocol {
-                name: name.to_string(),
-                field: "version",
-                found: version.version.number.to_string(),
-                allowed: number.to_string(),
-            });
+            let found = version.version.number;
+            return Err(Error::protocol(name, "version", found, number));
         }
         // Until it has been added, so that no other thread asks for the same pieces.
         let completing = (!version.is_whole()).then(|| self.completing.locked());

@@ -51,8 +51,7 @@ impl PoolState {
     /// Bytes of the owner's blocks, and of the peers'. A block that both have counts in both.
     pub(in crate::pool) fn held(&self) -> (u64, u64) {
         let owned = self.owned.iter().map(|&slot| self.arena.slot(slot).bytes());
-        let is_lent =
-            |(id, slot): &(SlotId, &Slot)| slot.holders() > self.owned.contains(id).into();
+        let is_lent = |(id, slot): &(SlotId, &Slot)| slot.holders > self.owned.contains(id).into();
         let lent = self.arena.slots().filter(is_lent);
         (owned.sum(), lent.map(|(_, slot)| slot.bytes()).sum())
     }

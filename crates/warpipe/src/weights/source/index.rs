@@ -149,38 +149,36 @@ struct WeightMap {
 
 impl<'de> Deserialize<'de> for WeightMap {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<WeightMap, D::Error> {
-        from.deserialize_map(WeightMapVisitor)
+        from.deserialize_map(WeightMap::default())
     }
 }
 
-struct WeightMapVisitor;
-
-impl<'de> Visitor<'de> for WeightMapVisitor {
+impl<'de> Visitor<'de> for WeightMap {
     type Value = WeightMap;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("a map of tensors to files")
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut from: A) -> Result<WeightMap, A::Error> {
-        let (mut map, mut numbers) = (WeightMap::default(), HashMap::<String, usize>::new());
-        while map.tensors.len() < TENSORS_MAX {
+    fn visit_map<A: MapAccess<'de>>(mut self, mut from: A) -> Result<WeightMap, A::Error> {
+        let mut numbers = HashMap::<String, usize>::new();
+        while self.tensors.len() < TENSORS_MAX {
             let Some((tensor, file)) = from.next_entry::<String, String>()? else {
-                return Ok(map);
+                return Ok(self);
             };
             let number = match numbers.get(&file) {
                 Some(&number) => number,
                 None => {
-                    map.files.push(file.clone());
-                    numbers.insert(file, map.files.len() - 1);
-                    map.files.len() - 1
+                    self.files.push(file.clone());
+                    numbers.insert(file, self.files.len() - 1);
+                    self.files.len() - 1
                 }
             };
-            map.tensors.push((tensor, number));
+            self.tensors.push((tensor, number));
         }
         while from.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {
-            map.is_over = true;
+            self.is_over = true;
         }
-        Ok(map)
+        Ok(self)
     }
 }
