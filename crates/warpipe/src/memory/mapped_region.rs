@@ -113,12 +113,12 @@ impl MappedRegion {
     }
 
     /// Keeps this from now on, in the place of what it kept.
-    pub(super) fn replace_lease(&self, lease: Option<Kept>) {
+    pub(crate) fn replace_lease(&self, lease: Option<Kept>) {
         let _former = std::mem::replace(&mut *self.region.lease.locked(), lease);
     }
 
     /// Waits for the streams that work on it.
-    pub(super) fn wait_idle(&self, wait: &Wait<'_>) -> Result<()> {
+    pub(crate) fn wait_idle(&self, wait: &Wait<'_>) -> Result<()> {
         wait_for(self.region.streams(), wait)
     }
 

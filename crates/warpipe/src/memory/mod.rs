@@ -19,7 +19,6 @@ pub(crate) mod weak_cache;
 
 pub use self::owned::{Export, Memory, MemoryInfo};
 pub use self::published::{Publication, Published};
-pub(crate) use self::shared::PiecesInfo;
 pub use self::shared::SharedMemory;
 pub use self::slice::DeviceSlice;
 pub use self::ticket::Ticket;

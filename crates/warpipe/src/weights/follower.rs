@@ -215,7 +215,7 @@ impl Follower {
         let places: Vec<u32> = former.map(|part| present.places[part as usize]).collect();
         stream.synchronize(wait)?;
         for memory in &present.mapped.memory {
-            memory.wait_idle(wait)?;
+            memory.mapping.wait_idle(wait)?;
         }
         // SAFETY: the streams that work on it were waited for above; that no other work does is what
         // this asks of its caller.

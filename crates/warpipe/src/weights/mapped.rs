@@ -12,14 +12,14 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use super::exports::PieceFd;
 use super::held::{Held, KnownParts, PartialVersion, places};
 use super::manifest::PartId;
-use crate::backend::Access;
+use crate::backend::{Access, DeviceId};
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::memory::mapped_region::ImportKey;
+use crate::memory::SharedMemory;
+use crate::memory::mapped_region::{ImportKey, MappedRegion};
 use crate::memory::region::{Kept, Region, check_reach};
 use crate::memory::slice::check_range;
 use crate::memory::weak_cache::WeakCache;
-use crate::memory::{PiecesInfo, SharedMemory};
 use crate::mutex::LockUnpoisoned;
 use crate::wait::Wait;
 
@@ -59,7 +59,11 @@ pub(super) fn known_parts(publisher: u32, device: &Device, version: &PartialVers
 /// A part of a version's memory, to be mapped.
 pub(super) struct HeldPart<'a> {
     pieces: &'a [Arc<PieceFd>],
-    shape: PiecesInfo,
+    piece_bytes: u64,
+    /// The length of all that is used.
+    bytes: u64,
+    /// The device that it lies on.
+    device: DeviceId,
     id: PartId,
     /// Mapped memory is in use, whatever has become of the object that mapped it.
     lease: Option<Kept>,
@@ -75,11 +79,9 @@ pub(super) fn parts(held: &Held) -> impl Iterator<Item = HeldPart<'_>> {
             let lease = (part.lease as usize).checked_sub(1);
             HeldPart {
                 pieces: &held.pieces[range],
-                shape: PiecesInfo {
-                    piece_bytes: part.piece_bytes,
-                    bytes: part.bytes().min(manifest.bytes() - begin),
-                    device: held.device,
-                },
+                piece_bytes: part.piece_bytes,
+                bytes: part.bytes().min(manifest.bytes() - begin),
+                device: held.device,
                 id: part.id(held.version.id, number),
                 lease: lease.map(|lease| held.leases[lease].clone() as Kept),
             }
@@ -98,7 +100,7 @@ impl HeldPart<'_> {
 
     fn shown(&self) -> Kept {
         Arc::new(ShownPieces {
-            piece_bytes: self.shape.piece_bytes,
+            piece_bytes: self.piece_bytes,
             pieces: self.pieces.into(),
         })
     }
@@ -109,16 +111,12 @@ impl HeldPart<'_> {
     }
 
     fn import(&self, device: &Device) -> Result<Arc<Region>> {
-        let PiecesInfo {
-            piece_bytes,
-            bytes,
-            device: owner,
-        } = self.shape;
         let (fds, (generation, number)) = (self.fds(), self.row());
-        let mapped_bytes = piece_bytes.saturating_mul(fds.len() as u64);
-        check_range("a part of weights", 0, bytes, mapped_bytes)?;
+        let mapped_bytes = self.piece_bytes.saturating_mul(fds.len() as u64);
+        check_range("a part of weights", 0, self.bytes, mapped_bytes)?;
+        let (piece, owner) = (self.piece_bytes, self.device);
         check_reach(device, owner)?;
-        let mut region = Region::import(device, &fds, piece_bytes, Access::Read, owner)?;
+        let mut region = Region::import(device, &fds, piece, Access::Read, owner)?;
         self.approve();
         region.identify(generation, number);
         region.hold(self.shown());
@@ -129,7 +127,7 @@ impl HeldPart<'_> {
     /// publishers' claim.
     fn is_shown_by(&self, region: &Region) -> bool {
         ShownPieces::of(region).is_some_and(|shown| {
-            (shown.piece_bytes, shown.pieces.len()) == (self.shape.piece_bytes, self.pieces.len())
+            (shown.piece_bytes, shown.pieces.len()) == (self.piece_bytes, self.pieces.len())
         })
     }
 
@@ -138,13 +136,33 @@ impl HeldPart<'_> {
         let key = key_of(publisher, self.id, device);
         let is_good = |region: &Region| self.is_shown_by(region);
         let region = PARTS.get_or(&key, is_good, || self.import(device))?;
-        SharedMemory::of_region(region, device, &self.shape, self.lease)
+        self.share(region, device)
     }
 
     /// In a mapping of its own.
     pub(super) fn map_alone(self, device: &Device) -> Result<SharedMemory> {
         let region = self.import(device)?;
-        SharedMemory::of_region(region, device, &self.shape, self.lease)
+        self.share(region, device)
+    }
+
+    fn share(self, region: Arc<Region>, device: &Device) -> Result<SharedMemory> {
+        let of = (self.device, Access::Read);
+        let mapping = MappedRegion::leased(region, device, of, self.bytes, self.lease)?;
+        SharedMemory::whole(&Arc::new(mapping), "an imported descriptor")
+    }
+
+    /// Maps it at the address of all of a region that shows another part.
+    ///
+    /// # Safety
+    /// The region has been [claimed](Region::claim), and no enqueued work uses any of it.
+    unsafe fn show_in(&self, region: &Region) -> Result<()> {
+        let (fds, held) = (self.fds(), Some(self.shown()));
+        // SAFETY: the caller's promise.
+        unsafe { region.replace(&fds, self.piece_bytes, Access::Read, self.device, held) }?;
+        let (generation, number) = self.row();
+        region.identify(generation, number);
+        self.approve();
+        Ok(())
     }
 }
 
@@ -206,19 +224,21 @@ impl Mapped {
     pub(super) fn claim(&mut self, device: &Device, parts: Vec<HeldPart<'_>>) {
         let is_exposed = self.is_exposed.load(Relaxed);
         for (memory, part) in self.memory.iter_mut().zip(parts) {
-            if memory.claim() || is_exposed {
+            if memory.mapping.region().claim() || is_exposed {
                 continue;
             }
             if let Ok(alone) = part.map_alone(device) {
                 *memory = alone;
-                memory.claim();
+                memory.mapping.region().claim();
             }
         }
     }
 
     /// As [`claim`](Self::claim), of what no other opener has.
     pub(super) fn claim_in_place(&self) {
-        self.memory.iter().for_each(|memory| _ = memory.claim());
+        for memory in &self.memory {
+            memory.mapping.region().claim();
+        }
     }
 
     /// Whether a version's memory lies here.
@@ -254,7 +274,7 @@ impl Mapped {
             return Err(error);
         }
         for (memory, part) in self.memory.iter().zip(next_parts) {
-            memory.replace_lease(part.lease);
+            memory.mapping.replace_lease(part.lease);
         }
         *lies = Lying {
             number: next,
@@ -284,9 +304,9 @@ impl Mapped {
         let mut changed = Vec::with_capacity(self.memory.len());
         for (memory, (was, is)) in self.memory.iter().zip(parts) {
             // What may have been left without memory was claimed.
-            let is_other = was.id != is.id;
-            changed.push(is_other || (!lies.is_whole && memory.claim()));
-            if is_other && !memory.claim() {
+            let (is_other, region) = (was.id != is.id, memory.mapping.region());
+            changed.push(is_other || (!lies.is_whole && region.claim()));
+            if is_other && !region.claim() {
                 return Ok(None);
             }
         }
@@ -299,8 +319,7 @@ impl Mapped {
         let parts = self.memory.iter().zip(parts).zip(changed);
         for ((memory, part), _) in parts.filter(|(_, changed)| **changed) {
             // SAFETY: the caller's promise.
-            unsafe { memory.replace(&part.fds(), &part.shape, part.row(), part.shown()) }?;
-            part.approve();
+            unsafe { part.show_in(memory.mapping.region()) }?;
         }
         Ok(())
     }
