@@ -66,12 +66,14 @@ pub struct TensorsInPlace {
     device: Device,
     /// By address.
     tensors: BTreeMap<DevicePtr, TensorInPlace>,
-    /// By address: the length and the descriptor of each.
     pieces: BTreeMap<DevicePtr, (u64, Arc<PieceFd>)>,
     /// How many of them were exported for these tensors.
     new_pieces: usize,
     owners: Owners,
 }
+
+/// A piece's address, its length and its descriptor.
+type PieceInPlace = (DevicePtr, (u64, Arc<PieceFd>));
 
 /// What keeps tensors allocated.
 type Owners = Mutex<Vec<Box<dyn Any + Send>>>;
@@ -133,12 +135,8 @@ impl TensorsInPlace {
         owner: Box<dyn Any + Send>,
     ) -> Result<()> {
         self.check(name, &layout, ptr)?;
-        let mut added = Vec::new();
-        if let Err(error) = self.cover(name, ptr, layout.bytes(), &mut added) {
-            // No other tensor lies in them.
-            added.iter().for_each(|base| drop(self.pieces.remove(base)));
-            return Err(error);
-        }
+        let new = self.cover(name, ptr, layout.bytes())?;
+        self.pieces.extend(new);
         let tensor = TensorInPlace {
             name: name.into(),
             layout,
@@ -174,16 +172,9 @@ impl TensorsInPlace {
         Ok(())
     }
 
-    /// Holds descriptors of the pieces that a tensor lies in; those that were not held go to
-    /// `added`.
-    fn cover(
-        &mut self,
-        name: &str,
-        ptr: DevicePtr,
-        bytes: u64,
-        added: &mut Vec<DevicePtr>,
-    ) -> Result<()> {
-        let (mut at, mut length_of_first) = (ptr, None);
+    /// Those of the pieces that a tensor lies in that are not held yet.
+    fn cover(&mut self, name: &str, ptr: DevicePtr, bytes: u64) -> Result<Vec<PieceInPlace>> {
+        let (mut at, mut length_of_first, mut new) = (ptr, None, Vec::new());
         while at < ptr + bytes {
             let known = self.pieces.range(..=at).next_back();
             let known = known.map(|(&base, &(length, _))| (base, length));
@@ -191,9 +182,10 @@ impl TensorsInPlace {
             let (base, length) = match known {
                 Some(known) => known,
                 None => {
-                    let piece = self.hold(name, at)?;
-                    added.push(piece.0);
-                    piece
+                    let count = self.pieces.len() + new.len();
+                    let (base, length, fd) = self.hold(name, at, count)?;
+                    new.push((base, (length, fd)));
+                    (base, length)
                 }
             };
             if at == ptr && !(ptr - base).is_multiple_of(ALIGNMENT) {
@@ -211,11 +203,16 @@ impl TensorsInPlace {
             }
             at = base + length;
         }
-        Ok(())
+        Ok(new)
     }
 
-    fn hold(&mut self, name: &str, at: DevicePtr) -> Result<(DevicePtr, u64)> {
-        let count = self.pieces.len();
+    /// The piece at this address, beside `count` others.
+    fn hold(
+        &mut self,
+        name: &str,
+        at: DevicePtr,
+        count: usize,
+    ) -> Result<(DevicePtr, u64, Arc<PieceFd>)> {
         if count == PIECES_MAX {
             let found = format!("{} for {name:?}", count + 1);
             let allowed = format!("up to {PIECES_MAX} in a version; publish a copy of it");
@@ -229,8 +226,7 @@ impl TensorsInPlace {
                 check_room(LOOK_EVERY, name)?;
             }
         }
-        self.pieces.insert(base, (bytes, fd));
-        Ok((base, bytes))
+        Ok((base, bytes, fd))
     }
 
     pub(super) fn device(&self) -> &Device {

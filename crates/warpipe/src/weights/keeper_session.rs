@@ -3,7 +3,7 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
-use super::held::{Held, KnownParts, NUMBER_MAX, PartialVersion, Version};
+use super::held::{Held, KnownParts, NUMBER_MAX, PartialVersion};
 use super::keeper::{Keeper, KeeperNotice, KeeperReply, KeeperRequest};
 use super::weights_name;
 use crate::error::{Error, HandshakeFault, Result};
@@ -197,21 +197,14 @@ impl KeeperSession {
     /// Gets the pieces that a version lacks. `None` if the keeper has it no more.
     fn complete(&self, found: PartialVersion, wait: &Wait<'_>) -> Result<Option<Held>> {
         let version = found.version;
-        found.complete(|first| self.pieces(version, first, wait))
-    }
-
-    fn pieces(
-        &self,
-        version: Version,
-        first: u32,
-        wait: &Wait<'_>,
-    ) -> Result<Option<IncomingReply>> {
-        let request = KeeperRequest::Pieces { version, first };
-        match self.request(&request, wait)? {
-            (KeeperReply::Pieces, incoming) => Ok(Some(incoming)),
-            (KeeperReply::Replaced, _) => Ok(None),
-            (reply, _) => Err(self.wrong(&reply, "Pieces or Replaced")),
-        }
+        found.complete(|first| {
+            let request = KeeperRequest::Pieces { version, first };
+            match self.request(&request, wait)? {
+                (KeeperReply::Pieces, incoming) => Ok(Some(incoming)),
+                (KeeperReply::Replaced, _) => Ok(None),
+                (reply, _) => Err(self.wrong(&reply, "Pieces or Replaced")),
+            }
+        })
     }
 
     fn wrong(&self, found: &KeeperReply, allowed: &str) -> Error {

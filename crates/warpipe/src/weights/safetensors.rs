@@ -71,7 +71,7 @@ pub(super) fn parse(header: &[u8], data_bytes: u64) -> Result<Vec<FileTensor>, W
     }
     let mut progress = Progress::default();
     let mut json = serde_json::Deserializer::from_slice(header);
-    let read = HeaderSeed(&mut progress)
+    let read = (&mut progress)
         .deserialize(&mut json)
         .and_then(|()| json.end());
     if let (Ok(()), Some(what)) = (&read, progress.too_many) {
@@ -311,9 +311,7 @@ impl<'de> Visitor<'de> for Metadata<'_> {
 }
 
 /// Reads a header's map. A `HashMap` would keep the last of two equal names, without a word.
-struct HeaderSeed<'a>(&'a mut Progress);
-
-impl<'de> DeserializeSeed<'de> for HeaderSeed<'_> {
+impl<'de> DeserializeSeed<'de> for &mut Progress {
     type Value = ();
 
     fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<(), D::Error> {
@@ -321,7 +319,7 @@ impl<'de> DeserializeSeed<'de> for HeaderSeed<'_> {
     }
 }
 
-impl<'de> Visitor<'de> for HeaderSeed<'_> {
+impl<'de> Visitor<'de> for &mut Progress {
     type Value = ();
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -329,7 +327,7 @@ impl<'de> Visitor<'de> for HeaderSeed<'_> {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut from: A) -> Result<(), A::Error> {
-        let progress = self.0;
+        let progress = self;
         while let Some(name) = from.next_key::<String>()? {
             let name = progress.current.insert(name);
             if name == METADATA {

@@ -119,40 +119,30 @@ impl Opener<SharedWeights> {
         let name = weights_name(self.name())?;
         let (domain, device) = (self.chosen_domain()?, self.chosen_device());
         let wait = &wait.into();
-        let found = wait_for_hashes(&domain, &name, wait)?;
-        verify(&name, &device, found, wait)
-    }
-}
-
-/// Compares the content hashes of a version, and tells its keeper.
-fn verify(
-    name: &EndpointName,
-    device: &Device,
-    (keeper, held): (KeeperSession, Held),
-    wait: &Wait<'_>,
-) -> Result<u64> {
-    // Of the descriptors that the keeper has, and not of what may be mapped here already.
-    let memory = parts(&held).map(|part| part.map_alone(device));
-    let memory = memory.collect::<Result<Vec<SharedMemory>>>()?;
-    let slices: Vec<&DeviceSlice> = memory.iter().map(|memory| &**memory).collect();
-    let tensors = damaged_tensors(&slices, &held.manifest, wait)?;
-    let (version, is_hashed) = (held.version, held.is_hashed());
-    let checked = KeeperRequest::Checked {
-        version,
-        is_sound: tensors.is_empty() && is_hashed,
-    };
-    keeper.request(&checked, &Duration::ZERO.into())?;
-    let (name, version) = (name.to_string(), version.number);
-    if !tensors.is_empty() {
-        return Err(Error::WeightsDamaged {
-            name,
+        let (keeper, held) = wait_for_hashes(&domain, &name, wait)?;
+        // Of the descriptors that the keeper has, and not of what may be mapped here already.
+        let memory = parts(&held).map(|part| part.map_alone(&device));
+        let memory = memory.collect::<Result<Vec<SharedMemory>>>()?;
+        let slices: Vec<&DeviceSlice> = memory.iter().map(|memory| &**memory).collect();
+        let tensors = damaged_tensors(&slices, &held.manifest, wait)?;
+        let (version, is_hashed) = (held.version, held.is_hashed());
+        let checked = KeeperRequest::Checked {
             version,
-            tensors,
-        });
-    }
-    match is_hashed {
-        true => Ok(version),
-        false => Err(Error::WeightsUnhashed { name, version }),
+            is_sound: tensors.is_empty() && is_hashed,
+        };
+        keeper.request(&checked, &Duration::ZERO.into())?;
+        let (name, version) = (name.to_string(), version.number);
+        if !tensors.is_empty() {
+            return Err(Error::WeightsDamaged {
+                name,
+                version,
+                tensors,
+            });
+        }
+        match is_hashed {
+            true => Ok(version),
+            false => Err(Error::WeightsUnhashed { name, version }),
+        }
     }
 }
 
@@ -353,7 +343,14 @@ impl HeldVersion {
         if is_own {
             clear_dead(domain, name.as_str());
             let holder = holder::serve(domain, name.as_str(), self.held.clone())?;
-            tell_keepers(domain, name, (keeper, self.held.version.number), wait);
+            // A keeper that has begun meanwhile may have asked the holders before this one was there:
+            // it must not give the number to another version. The weights are valid in any case, and
+            // a keeper that begins later finds the holder.
+            let (number, now) = (self.number(), &wait.cancellable_within(Duration::ZERO));
+            if keeper.tell_holding(number, now).is_err() {
+                let next = KeeperSession::open(domain, name, now);
+                let _ = next.and_then(|next| next.tell_holding(number, now));
+            }
             self.holder = Some(Arc::new(holder));
         }
         Ok(())
@@ -379,24 +376,8 @@ impl SharedTensor {
     }
 }
 
-/// Tells the keeper of a version that this process serves a holder of it. A keeper that has begun
-/// meanwhile may have asked the holders before this one was there: it must not give the number to
-/// another version. The weights are valid in any case, and a keeper that begins later finds the
-/// holder.
-fn tell_keepers(
-    domain: &Domain,
-    name: &EndpointName,
-    (keeper, number): (&KeeperSession, u64),
-    wait: &Wait<'_>,
-) {
-    let now = &wait.cancellable_within(Duration::ZERO);
-    if keeper.tell_holding(number, now).is_err() {
-        let next = KeeperSession::open(domain, name, now);
-        let _ = next.and_then(|next| next.tell_holding(number, now));
-    }
-}
-
-/// The version to be checked, and the keeper that has it. Waits for it, and for its hashes if they come later.
+/// The version to be checked, and the keeper that has it. Waits for it, and for its hashes if they
+/// come later.
 fn wait_for_hashes(
     domain: &Domain,
     name: &EndpointName,
