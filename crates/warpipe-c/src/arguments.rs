@@ -286,16 +286,6 @@ pub(crate) fn number<T: PartialEq + Default>(value: T) -> Option<T> {
     (value != T::default()).then_some(value)
 }
 
-/// Calls a builder's setter for an option that is not 0.
-macro_rules! set {
-    ($builder:ident, $($setter:ident($value:expr)),+ $(,)?) => {
-        $(if let Some(value) = $value {
-            $builder = $builder.$setter(value);
-        })+
-    };
-}
-pub(crate) use set;
-
 /// Admits the users and groups of an endpoint's options. It is expanded in an unsafe block, under the
 /// promise of [`slice`] for both arrays.
 macro_rules! admit {

@@ -6,11 +6,11 @@ use std::os::fd::AsRawFd;
 use warpipe::{Device, PeerState, Policy, Publisher, Stream, Subscriber};
 
 use crate::arguments::{
-    Options, admit, flag, number, put_list, put_unless_null, set, slice, text, time_option, timeout,
+    Options, admit, flag, number, put_list, put_unless_null, slice, text, time_option, timeout,
 };
 use crate::call::{call, call_on, make_alone_on, read};
 use crate::device::{make_with, warpipe_device};
-use crate::domain::{domain_of, warpipe_domain};
+use crate::domain::{set, warpipe_domain};
 use crate::failure::{Failure, run, warpipe_status};
 use crate::handle;
 use crate::layout::{layout_of, warpipe_layout};
@@ -208,7 +208,7 @@ pub unsafe extern "C" fn warpipe_publisher_create(
         unsafe { admit!(builder, options) };
         set!(
             builder,
-            domain(domain_of(options.domain)?.as_ref()),
+            options,
             depth(number(options.depth)),
             memory_limit(number(options.memory_limit)),
             loan_timeout(time_option(options.loan_timeout_ns)),
@@ -380,7 +380,7 @@ pub unsafe extern "C" fn warpipe_subscriber_open(
             .reconnect(flag("options->reconnect", options.reconnect)?);
         set!(
             builder,
-            domain(domain_of(options.domain)?.as_ref()),
+            options,
             handshake_timeout(time_option(options.handshake_timeout_ns)),
             orphan_timeout(time_option(options.orphan_timeout_ns)),
             spin(time_option(options.spin_ns)),
@@ -466,11 +466,7 @@ pub unsafe extern "C" fn warpipe_subscriber_get_dropped(
     dropped: *mut u64,
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
-    unsafe {
-        read(subscriber, "dropped", dropped, |subscriber| {
-            Ok(subscriber.dropped())
-        })
-    }
+    unsafe { read(subscriber, "dropped", dropped, |found| Ok(found.dropped())) }
 }
 
 /// The publisher's state (a `warpipe_peer_state`) and its process id, 0 while there is none. Either

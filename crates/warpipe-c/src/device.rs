@@ -146,12 +146,9 @@ pub unsafe extern "C" fn warpipe_device_get_info(
     device: *const warpipe_device,
     info: *mut warpipe_device_info,
 ) -> warpipe_status {
+    let info_of = |streams: &Streams| warpipe_device_info::of(streams.device().info());
     // SAFETY: the caller's promise.
-    unsafe {
-        read(device, "info", info, |device| {
-            Ok(warpipe_device_info::of(device.streams.device().info()))
-        })
-    }
+    unsafe { read(device, "info", info, |device| Ok(info_of(&device.streams))) }
 }
 
 /// Closes a device's handle. Null is ignored.

@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use warpipe::{Device, Event, EventHandle, Recording, Stream};
 
-use crate::arguments::{Options, admit, put_text, put_unless_null, set, slice, text, timeout};
+use crate::arguments::{Options, admit, put_text, put_unless_null, slice, text, timeout};
 use crate::call::{call, call_on, make, read};
 use crate::device::{make_with, streams_of, warpipe_device};
-use crate::domain::{domain_of, warpipe_domain};
+use crate::domain::{set, warpipe_domain};
 use crate::failure::{Failure, run, warpipe_status};
 use crate::handle;
 use crate::streams::OnDevice;
@@ -60,7 +60,7 @@ pub unsafe extern "C" fn warpipe_event_create(
         let mut builder = Event::builder().device(device);
         // SAFETY: the caller's promise.
         unsafe { admit!(builder, options) };
-        set!(builder, domain(domain_of(options.domain)?.as_ref()));
+        set!(builder, options);
         Ok(builder.build()?)
     };
     // SAFETY: the caller's promises.

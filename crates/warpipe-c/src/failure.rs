@@ -165,23 +165,15 @@ impl Failure {
         }
     }
 
-    fn peer(&self) -> Option<(i32, bool)> {
-        match self {
-            Failure::Library(error) => match **error {
-                Error::PeerGone { pid, graceful, .. } => Some((pid, graceful)),
-                _ => None,
-            },
-            _ => None,
-        }
-    }
-
-    fn driver_code(&self) -> i32 {
-        match self {
-            Failure::Library(error) => match **error {
-                Error::Driver { code, .. } => code,
-                _ => 0,
-            },
-            _ => 0,
+    /// The driver's code, and the peer that is gone and whether it had closed.
+    fn facts(&self) -> (i32, Option<(i32, bool)>) {
+        let Failure::Library(error) = self else {
+            return (0, None);
+        };
+        match **error {
+            Error::Driver { code, .. } => (code, None),
+            Error::PeerGone { pid, graceful, .. } => (0, Some((pid, graceful))),
+            _ => (0, None),
         }
     }
 }
@@ -226,14 +218,14 @@ pub(crate) fn run(body: impl FnOnce() -> Result<(), Failure>) -> warpipe_status 
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => WARPIPE_OK,
         Ok(Err(failure)) => {
-            remember(failure.message(), failure.driver_code(), failure.peer());
+            remember(failure.message(), failure.facts());
             failure.status()
         }
         Err(panic) => {
             let said = format!("a fault of warpipe itself: {}", said_by(&*panic));
             // A payload that panics when it is dropped would end the process.
             std::mem::forget(panic);
-            remember(said, 0, None);
+            remember(said, (0, None));
             WARPIPE_INTERNAL
         }
     }
@@ -245,7 +237,7 @@ fn said_by(panic: &(dyn Any + Send)) -> &str {
     text.unwrap_or("a panic without a message")
 }
 
-fn remember(message: String, driver_code: i32, peer: Option<(i32, bool)>) {
+fn remember(message: String, (driver_code, peer): (i32, Option<(i32, bool)>)) {
     let message = CString::new(message.replace('\0', " ")).unwrap_or_default();
     // A thread that is ending has no place for it any more.
     let _ = LAST.try_with(|last| {

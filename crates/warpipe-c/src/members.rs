@@ -6,11 +6,11 @@ use std::os::fd::{AsFd, AsRawFd};
 use warpipe::{Change, Error, Member, MemberInfo, Members};
 
 use crate::arguments::{
-    Options, admit, fixed, flag, options, put_list, set, slice, text, text_or_null, timeout,
+    Options, admit, fixed, flag, options, put_list, slice, text, text_or_null, timeout,
 };
 use crate::call::{call, make, read};
 use crate::channel::state_of;
-use crate::domain::{domain_of, warpipe_domain};
+use crate::domain::{set, warpipe_domain};
 use crate::failure::{Failure, run, warpipe_status};
 use crate::handle;
 
@@ -176,11 +176,7 @@ pub unsafe extern "C" fn warpipe_member_create(
             admit!(builder, options);
             text_or_null("options->role", options.role)?
         };
-        set!(
-            builder,
-            domain(domain_of(options.domain)?.as_ref()),
-            role(role),
-        );
+        set!(builder, options, role(role),);
         Ok(builder.build()?)
     };
     // SAFETY: the caller's promise.
@@ -230,7 +226,7 @@ pub unsafe extern "C" fn warpipe_members_open(
         let options = unsafe { self::options(options) }?;
         let keeps_files = flag("options->keeps_files", options.keeps_files)?;
         let mut builder = Members::builder().clean(!keeps_files);
-        set!(builder, domain(domain_of(options.domain)?.as_ref()));
+        set!(builder, options);
         Ok(builder.build()?)
     };
     // SAFETY: the caller's promise.

@@ -4,7 +4,7 @@
 use std::ffi::{c_char, c_void};
 use std::os::fd::{BorrowedFd, IntoRawFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, RwLock, TryLockError};
+use std::sync::{Arc, RwLock, TryLockError, TryLockResult};
 
 use warpipe::{
     Access, Buffer, DeviceId, DeviceKind, DeviceSlice, LegacyMemory, LentBuffer, Memory,
@@ -96,10 +96,10 @@ impl MemoryKind {
     fn to_copy(&self) -> Result<&DeviceSlice, Failure> {
         match self.range() {
             Range::Slice(slice) => Ok(slice),
-            Range::Legacy(..) => Err(Failure::State(
-                "memory of a legacy handle is copied with warpipe_stream_copy or cudaMemcpyAsync"
-                    .into(),
-            )),
+            Range::Legacy(..) => {
+                let said = "memory of a legacy handle is copied with warpipe_stream_copy or cudaMemcpyAsync";
+                Err(Failure::State(said.into()))
+            }
         }
     }
 
@@ -174,14 +174,8 @@ impl MemoryObject {
         &self,
         work: impl FnOnce(&MemoryKind, &Streams) -> Result<R, Failure>,
     ) -> Result<R, Failure> {
-        let held = match self.0.held.try_read() {
-            Ok(held) => held,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => {
-                let said = "another thread frees this warpipe_memory";
-                return Err(Failure::State(said.into()));
-            }
-        };
+        let said = "another thread frees this warpipe_memory";
+        let held = locked(self.0.held.try_read(), said)?;
         let memory = held.as_ref().ok_or(Failure::Closed(NAME))?;
         work(memory, &self.0.streams)
     }
@@ -199,20 +193,22 @@ impl MemoryObject {
     }
 }
 
+fn locked<G>(tried: TryLockResult<G>, said: &str) -> Result<G, Failure> {
+    match tried {
+        Ok(held) => Ok(held),
+        Err(TryLockError::Poisoned(poisoned)) => Ok(poisoned.into_inner()),
+        Err(TryLockError::WouldBlock) => Err(Failure::State(said.into())),
+    }
+}
+
 /// Passes memory to `consume`, which takes it when it uses it up: then the pointer is closed.
 pub(crate) fn consume<R>(
     memory: *mut warpipe_memory,
     consume: impl FnOnce(&mut Option<MemoryKind>, &Streams) -> Result<R, Failure>,
 ) -> Result<R, Failure> {
     let object = handle::find(memory)?;
-    let mut held = match object.0.held.try_write() {
-        Ok(held) => held,
-        Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-        Err(TryLockError::WouldBlock) => {
-            let said = "another thread is in a call on this warpipe_memory; free it after that";
-            return Err(Failure::State(said.into()));
-        }
-    };
+    let said = "another thread is in a call on this warpipe_memory; free it after that";
+    let mut held = locked(object.0.held.try_write(), said)?;
     if held.is_none() {
         return Err(Failure::Closed(NAME));
     }

@@ -2,9 +2,9 @@
 
 use warpipe::{Device, Opener};
 
-use crate::arguments::{Options, set};
+use crate::arguments::Options;
 use crate::device::warpipe_device;
-use crate::domain::{domain_of, warpipe_domain};
+use crate::domain::{set, warpipe_domain};
 use crate::failure::Failure;
 
 /// Options of `warpipe_timeline_open`, `warpipe_semaphore_open` and `warpipe_pool_client_open`.
@@ -33,6 +33,6 @@ pub(crate) fn with_options<T>(
     device: &Device,
 ) -> Result<Opener<T>, Failure> {
     let mut opener = opener.device(device);
-    set!(opener, domain(domain_of(options.domain)?.as_ref()));
+    set!(opener, options);
     Ok(opener)
 }

@@ -4,10 +4,10 @@ use std::ffi::c_char;
 
 use warpipe::{Buffer, Device, Pool, PoolClient, Quota};
 
-use crate::arguments::{Options, admit, number, put_unless_null, set, slice, text, timeout};
+use crate::arguments::{Options, admit, number, put_unless_null, slice, text, timeout};
 use crate::call::{call, make_of, read};
 use crate::device::{make_with, warpipe_device};
-use crate::domain::{domain_of, warpipe_domain};
+use crate::domain::{set, warpipe_domain};
 use crate::failure::{run, warpipe_status};
 use crate::handle::{self, Found};
 use crate::memory::{MemoryKind, MemoryObject, warpipe_memory};
@@ -158,7 +158,7 @@ pub unsafe extern "C" fn warpipe_pool_create(
             .user_quota(quota_of(options.user_bytes_max, options.user_blocks_max));
         set!(
             builder,
-            domain(domain_of(options.domain)?.as_ref()),
+            options,
             memory_limit(number(options.memory_limit)),
             peers_max(number(options.peers_max as usize)),
         );

@@ -5,12 +5,12 @@ use std::ffi::{c_char, c_void};
 use warpipe::{Device, Error, JobResult, Queue, QueueState, ResultOrder, Stream, SubmitError};
 
 use crate::arguments::{
-    Options, number, out, put_unless_null, set, slice, slice_mut, text, time_option, timeout,
+    Options, number, out, put_unless_null, slice, slice_mut, text, time_option, timeout,
     timeout_unless_usual,
 };
 use crate::call::{call, make_on, make_optional};
 use crate::device::{make_with, warpipe_device};
-use crate::domain::{domain_of, warpipe_domain};
+use crate::domain::{set, warpipe_domain};
 use crate::failure::{Failure, run, warpipe_status};
 use crate::handle;
 use crate::job::warpipe_job;
@@ -147,7 +147,7 @@ pub unsafe extern "C" fn warpipe_queue_create(
             .lease_timeout(time_option(options.lease_timeout_ns));
         set!(
             builder,
-            domain(domain_of(options.domain)?.as_ref()),
+            options,
             limit(number(options.limit)),
             max_attempts(number(options.max_attempts)),
             prefetch(number(options.prefetch)),

@@ -181,9 +181,8 @@ pub extern "C" fn warpipe_sample_wait(
     sample: *const warpipe_sample,
     timeout_ns: u64,
 ) -> warpipe_status {
-    call(sample, |found| {
-        Ok(found.sample.wait(timeout(timeout_ns))?)
-    })
+    let timeout = timeout(timeout_ns);
+    call(sample, |received| Ok(received.sample.wait(timeout)?))
 }
 
 /// Whether the data is complete, as the CPU sees it now.

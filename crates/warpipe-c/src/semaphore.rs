@@ -4,10 +4,10 @@ use std::ffi::{c_char, c_void};
 
 use warpipe::{Device, Semaphore, Stream};
 
-use crate::arguments::{Options, admit, number, set, slice, text, timeout};
+use crate::arguments::{Options, admit, number, slice, text, timeout};
 use crate::call::{make_of, make_on, read};
 use crate::device::{make_with, warpipe_device};
-use crate::domain::{domain_of, warpipe_domain};
+use crate::domain::{set, warpipe_domain};
 use crate::failure::{run, warpipe_status};
 use crate::handle;
 use crate::open::{warpipe_open_options, with_options};
@@ -84,11 +84,7 @@ pub unsafe extern "C" fn warpipe_semaphore_create(
         let mut builder = Semaphore::builder(unsafe { text("name", name) }?).device(device);
         // SAFETY: the caller's promise.
         unsafe { admit!(builder, options) };
-        set!(
-            builder,
-            domain(domain_of(options.domain)?.as_ref()),
-            permits(number(options.permits)),
-        );
+        set!(builder, options, permits(number(options.permits)),);
         Ok(builder.build()?)
     };
     // SAFETY: the caller's promises.

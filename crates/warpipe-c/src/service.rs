@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use warpipe::{Client, Device, Pending, Server, Stream};
 
-use crate::arguments::{Options, answer_timeout, number, set, text, time_option, timeout};
+use crate::arguments::{Options, answer_timeout, number, text, time_option, timeout};
 use crate::call::{call, make_alone_on, make_on, read};
 use crate::device::{make_with, warpipe_device};
-use crate::domain::{domain_of, warpipe_domain};
+use crate::domain::{set, warpipe_domain};
 use crate::failure::{Failure, run, warpipe_status};
 use crate::handle;
 use crate::layout::warpipe_layout;
@@ -108,7 +108,7 @@ pub unsafe extern "C" fn warpipe_client_create(
             .lease_timeout(time_option(options.lease_timeout_ns));
         set!(
             builder,
-            domain(domain_of(options.domain)?.as_ref()),
+            options,
             limit(number(options.limit)),
             max_attempts(number(options.max_attempts)),
             prefetch(number(options.prefetch)),
@@ -328,7 +328,7 @@ pub unsafe extern "C" fn warpipe_server_create(
             .answer_timeout(answer_timeout);
         set!(
             builder,
-            domain(domain_of(options.domain)?.as_ref()),
+            options,
             clients_max(number(options.clients_max)),
             memory_limit(number(options.memory_limit)),
             handshake_timeout(time_option(options.handshake_timeout_ns)),

@@ -4,10 +4,10 @@ use std::ffi::c_char;
 
 use warpipe::{Domain, Kind, LentBuffer, Ticket};
 
-use crate::arguments::{Options, admit, options, put_text, set, slice, text, timeout};
+use crate::arguments::{Options, admit, options, put_text, slice, text, timeout};
 use crate::call::{call, make, make_of};
 use crate::device::{streams_of, warpipe_device};
-use crate::domain::{domain_of, warpipe_domain};
+use crate::domain::{domain_of, set, warpipe_domain};
 use crate::failure::{Failure, run, warpipe_status};
 use crate::handle::{self, Found};
 use crate::memory::{MemoryKind, MemoryObject, access_of, owned, warpipe_memory};
@@ -67,7 +67,7 @@ pub unsafe extern "C" fn warpipe_memory_publish(
             let mut publication = owned(memory)?.publication(name).access(access);
             // SAFETY: the caller's promise.
             unsafe { admit!(publication, options) };
-            set!(publication, domain(domain_of(options.domain)?.as_ref()));
+            set!(publication, options);
             Ok(publication.build()?)
         })
     };

@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use warpipe::{Device, Stream, Timeline};
 
-use crate::arguments::{Options, admit, set, slice, text, timeout};
+use crate::arguments::{Options, admit, slice, text, timeout};
 use crate::call::{call, call_on, read};
 use crate::device::{make_with, warpipe_device};
-use crate::domain::{domain_of, warpipe_domain};
+use crate::domain::{set, warpipe_domain};
 use crate::failure::{run, warpipe_status};
 use crate::handle;
 use crate::open::{warpipe_open_options, with_options};
@@ -69,7 +69,7 @@ pub unsafe extern "C" fn warpipe_timeline_create(
         let mut builder = Timeline::builder(unsafe { text("name", name) }?).device(device);
         // SAFETY: the caller's promise.
         unsafe { admit!(builder, options) };
-        set!(builder, domain(domain_of(options.domain)?.as_ref()));
+        set!(builder, options);
         Ok(builder.build()?)
     };
     // SAFETY: the caller's promises.
@@ -206,9 +206,12 @@ pub unsafe extern "C" fn warpipe_timeline_is_reached(
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
     unsafe {
-        read(timeline, "is_reached", is_reached, |timeline| {
-            Ok(timeline.check(value)?)
-        })
+        read(
+            timeline,
+            "is_reached",
+            is_reached,
+            |it| Ok(it.check(value)?),
+        )
     }
 }
 

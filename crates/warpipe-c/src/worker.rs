@@ -5,10 +5,10 @@ use std::os::fd::{AsFd, AsRawFd};
 
 use warpipe::{Device, Stream, Worker};
 
-use crate::arguments::{Options, answer_timeout, number, set, text, time_option, timeout};
+use crate::arguments::{Options, answer_timeout, number, text, time_option, timeout};
 use crate::call::{make_alone_on, read};
 use crate::device::{make_with, warpipe_device};
-use crate::domain::{domain_of, warpipe_domain};
+use crate::domain::{set, warpipe_domain};
 use crate::failure::{run, warpipe_status};
 use crate::handle;
 use crate::lease::{Answering, Owed, warpipe_lease};
@@ -68,7 +68,7 @@ pub unsafe extern "C" fn warpipe_worker_open(
             .answer_timeout(answer_timeout);
         set!(
             builder,
-            domain(domain_of(options.domain)?.as_ref()),
+            options,
             handshake_timeout(time_option(options.handshake_timeout_ns)),
             memory_limit(number(options.memory_limit)),
             spin(time_option(options.spin_ns)),
