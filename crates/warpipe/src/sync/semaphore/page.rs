@@ -462,30 +462,7 @@ impl SemaphorePage {
     /// Takes back permits and wait slots of absent members. Only the creator calls it, on one
     /// thread at a time.
     pub(super) fn sweep(&self, is_present: impl Fn(u32) -> bool) {
-        for slot in 0..WAIT_SLOTS {
-            let seen = self.slot_state(slot).load(SeqCst);
-            let ours = state(CREATOR, CLAIMED, 0, 0);
-            let is_dead = phase_of(seen) != FREE && !is_present(member_of(seen));
-            if phase_of(seen) == GRANTED && !is_dead {
-                // Its granter may have died before the wake-up.
-                self.ring(slot);
-            }
-            // It fails if the wait has just been granted: the next sweep, or this one's second
-            // pass, takes that back.
-            let is_taken = |seen| {
-                self.slot_state(slot)
-                    .compare_exchange(seen, ours, SeqCst, SeqCst)
-                    .is_ok()
-            };
-            if is_dead && is_taken(seen) {
-                self.reclaim_slot(slot, seen);
-            } else if is_dead {
-                let again = self.slot_state(slot).load(SeqCst);
-                if phase_of(again) != FREE && !is_present(member_of(again)) && is_taken(again) {
-                    self.reclaim_slot(slot, again);
-                }
-            }
-        }
+        (0..WAIT_SLOTS).for_each(|slot| self.sweep_slot(slot, &is_present));
         for permit in 0..self.permits {
             let owner = self.owner(permit).load(SeqCst);
             let is_ownerless = owner != 0 && !u32::try_from(owner).is_ok_and(&is_present);
@@ -503,6 +480,28 @@ impl SemaphorePage {
         }
         self.complete_dead_signals(|member| !is_present(member));
         self.match_waiters(CREATOR);
+    }
+
+    /// Takes back the wait slot of an absent member, and wakes a present one that has a permit.
+    fn sweep_slot(&self, slot: u32, is_present: &impl Fn(u32) -> bool) {
+        let (word, ours) = (self.slot_state(slot), state(CREATOR, CLAIMED, 0, 0));
+        // Twice: an exchange fails if the wait has just been granted, and the second takes that back.
+        for _ in 0..2 {
+            let seen = word.load(SeqCst);
+            if phase_of(seen) == FREE {
+                return;
+            }
+            if is_present(member_of(seen)) {
+                // Its granter may have died before the wake-up.
+                if phase_of(seen) == GRANTED {
+                    self.ring(slot);
+                }
+                return;
+            }
+            if word.compare_exchange(seen, ours, SeqCst, SeqCst).is_ok() {
+                return self.reclaim_slot(slot, seen);
+            }
+        }
     }
 
     /// Frees a dead waiter's wait slot, which the creator holds by now, and hands on its granted
