@@ -346,9 +346,9 @@ pub(crate) enum OpenError {
 
 fn write_identity(header: &Header, depth: u32, generation: [u8; 16]) {
     use std::sync::atomic::Ordering::{Relaxed, Release};
-    let (low, high) = halves(generation);
-    header.generation[0].store(low, Relaxed);
-    header.generation[1].store(high, Relaxed);
+    for (word, half) in header.generation.iter().zip(halves(generation)) {
+        word.store(half, Relaxed);
+    }
     header.version.store(u32::from(VERSION), Relaxed);
     header.depth.store(depth, Relaxed);
     header.magic.store(MAGIC, Release);
@@ -356,32 +356,23 @@ fn write_identity(header: &Header, depth: u32, generation: [u8; 16]) {
 
 fn check_identity(header: &Header, depth: u32, generation: [u8; 16]) -> Result<(), HandshakeFault> {
     use std::sync::atomic::Ordering::{Acquire, Relaxed};
-    let wrong = |what: &str| {
-        Err(HandshakeFault::Segment(format!(
-            "its header has another {what}"
-        )))
+    let found = if header.magic.load(Acquire) != MAGIC {
+        "magic"
+    } else if header.version.load(Relaxed) != u32::from(VERSION) {
+        "version"
+    } else if header.depth.load(Relaxed) != depth {
+        "depth"
+    } else if header.generation.each_ref().map(|it| it.load(Relaxed)) != halves(generation) {
+        "generation"
+    } else {
+        return Ok(());
     };
-    let (low, high) = halves(generation);
-    if header.magic.load(Acquire) != MAGIC {
-        return wrong("magic");
-    }
-    if header.version.load(Relaxed) != u32::from(VERSION) {
-        return wrong("version");
-    }
-    if header.depth.load(Relaxed) != depth {
-        return wrong("depth");
-    }
-    if (
-        header.generation[0].load(Relaxed),
-        header.generation[1].load(Relaxed),
-    ) != (low, high)
-    {
-        return wrong("generation");
-    }
-    Ok(())
+    let found = format!("its header has another {found}");
+    Err(HandshakeFault::Segment(found))
 }
 
-fn halves(generation: [u8; 16]) -> (u64, u64) {
-    let value = u128::from_le_bytes(generation);
-    (value as u64, (value >> 64) as u64)
+/// Sixteen bytes as two words.
+pub(crate) fn halves(bytes: [u8; 16]) -> [u64; 2] {
+    let value = u128::from_le_bytes(bytes);
+    [value as u64, (value >> 64) as u64]
 }

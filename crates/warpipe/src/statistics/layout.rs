@@ -3,6 +3,7 @@
 
 use crate::device_types::{DeviceId, DeviceKind};
 use crate::kind::Kind;
+use crate::shm::segment::halves;
 
 /// The first word: `WPSTATS` and a zero byte.
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"WPSTATS\0");
@@ -222,13 +223,4 @@ pub(super) fn device_of(words: [u64; 3]) -> Option<DeviceId> {
     uuid[..8].copy_from_slice(&words[1].to_le_bytes());
     uuid[8..].copy_from_slice(&words[2].to_le_bytes());
     Some(DeviceId { kind, uuid })
-}
-
-/// Sixteen bytes as two words.
-pub(super) fn halves(bytes: [u8; 16]) -> [u64; 2] {
-    let mut words = [0; 2];
-    for (word, chunk) in words.iter_mut().zip(bytes.chunks_exact(8)) {
-        *word = u64::from_le_bytes(std::array::from_fn(|at| chunk[at]));
-    }
-    words
 }

@@ -8,6 +8,7 @@ use super::page::{self, Row};
 use crate::device_types::{DeviceId, DeviceKind};
 use crate::ipc::Address;
 use crate::kind::Kind;
+use crate::shm::segment::halves;
 use crate::slow_path::{self, SlowPath};
 
 /// Notes that this process runs: called with each tick of an endpoint.
@@ -52,7 +53,7 @@ impl EndpointRow {
             row.store(endpoint::KIND, layout::kind_code(words.kind));
             row.store(endpoint::ROLE, words.role as u64);
             row.store_all(endpoint::DEVICE, &layout::device_words(words.device));
-            row.store_all(endpoint::GENERATION, &layout::halves(words.generation));
+            row.store_all(endpoint::GENERATION, &halves(words.generation));
             row.store_all(endpoint::DOMAIN, &words.domain);
             row.store(endpoint::NAME_BYTES, words.name.len() as u64);
             for (at, chunk) in words.name.as_bytes().chunks(8).enumerate() {
@@ -96,8 +97,7 @@ impl EndpointRow {
     /// The publisher that a subscriber is attached to from now on, or the version that a keeper's
     /// name stands for: its memory has the same generation.
     pub(crate) fn attach_to(&self, generation: [u8; 16]) {
-        self.0
-            .store_all(endpoint::GENERATION, &layout::halves(generation));
+        self.0.store_all(endpoint::GENERATION, &halves(generation));
     }
 
     /// A subscriber has no publisher any more.
@@ -220,8 +220,7 @@ impl RegionRow {
 
     /// The endpoint that shares the region, and the region's number there.
     pub(crate) fn identify(&self, generation: [u8; 16], number: u64) {
-        self.0
-            .store_all(region::GENERATION, &layout::halves(generation));
+        self.0.store_all(region::GENERATION, &halves(generation));
         self.0.store(region::NUMBER, number);
     }
 }

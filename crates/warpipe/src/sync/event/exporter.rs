@@ -20,7 +20,6 @@ use crate::runtime::reactor::{Reactor, new_generation};
 pub(super) struct EventExporter {
     server: Option<IpcServer>,
     pub(super) event_table: Arc<EventTable>,
-    pub(super) reactor: Arc<Reactor>,
     pub(super) domain: Domain,
     pub(super) device: Device,
     access: AccessPolicy,
@@ -69,7 +68,7 @@ impl EventExporter {
             state: Mutex::default(),
             streams: Arc::default(),
             device: device.clone(),
-            reactor: reactor.clone(),
+            reactor,
             weak_self: weak_self.clone(),
         });
         let at = Address {
@@ -82,7 +81,6 @@ impl EventExporter {
             generation: server.server_core().generation(),
             server: Some(server),
             event_table,
-            reactor,
             domain: domain.clone(),
             device: device.clone(),
             access: access.clone(),
@@ -156,7 +154,7 @@ impl EventExporter {
         drop(state);
         let fence = Fence::later(self.event_table.streams.clone());
         let exporter = self.clone();
-        self.reactor.call_after(fence, move || {
+        self.event_table.reactor.call_after(fence, move || {
             exporter.event_table.lock().end(index);
         });
     }
@@ -167,7 +165,7 @@ impl Drop for EventExporter {
         drop(self.server.take());
         let state = std::mem::take(&mut *self.event_table.lock());
         let fence = Fence::later(self.event_table.streams.clone());
-        self.reactor.call_after(fence, move || {
+        self.event_table.reactor.call_after(fence, move || {
             let shared = state.slots.iter().filter(|slot| slot.is_shared);
             shared.for_each(EventSlot::end_all);
         });
