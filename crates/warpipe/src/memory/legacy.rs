@@ -128,7 +128,7 @@ impl LegacyHandle {
     /// [`Error::DescriptorLimit`], [`Error::Driver`].
     pub fn open(&self, device: &Device) -> Result<LegacyMemory> {
         let (ptr, import) = self.import(device)?;
-        LegacyMemory::new(device, ptr, self.fields.bytes, import)
+        Ok(LegacyMemory::new(device, ptr, self.fields.bytes, import))
     }
 
     /// The address of the range here, and the open allocation, unless it is of this process.

@@ -5,7 +5,7 @@
 //! on the caller's thread, even if every stream is idle, because a driver that unregisters memory
 //! may wait for a stream that waits for a peer.
 
-use std::ops::{Deref, DerefMut};
+use std::ops::Deref;
 use std::sync::Arc;
 
 use crate::error::Result;
@@ -54,12 +54,6 @@ impl<T: Send + 'static> Deref for DropAfterFence<T> {
 
     fn deref(&self) -> &T {
         self.value.as_ref().expect("present until dropped")
-    }
-}
-
-impl<T: Send + 'static> DerefMut for DropAfterFence<T> {
-    fn deref_mut(&mut self) -> &mut T {
-        self.value.as_mut().expect("present until dropped")
     }
 }
 

@@ -7,10 +7,12 @@ use super::LegacyHandle;
 use crate::backend::{DeviceId, DevicePtr, IpcBytes};
 use crate::device::Device;
 use crate::error::{Error, LegacyFault, Result};
+use crate::fork::leak_on_fork::LeakOnFork;
 use crate::memory::slice::wait_for;
 use crate::memory::weak_cache::WeakCache;
 use crate::origin::ProcessOrigin;
-use crate::runtime::drop_after_fence::DropAfterFence;
+use crate::runtime::fence::StreamSet;
+use crate::runtime::reactor::Reactor;
 use crate::stream::Stream;
 use crate::wait::Wait;
 
@@ -32,6 +34,7 @@ struct LegacyImportKey {
 #[derive(Debug)]
 pub(crate) struct Import {
     device: Device,
+    reactor: Arc<Reactor>,
     /// `None` once it is closed.
     base: Option<DevicePtr>,
     /// Its length, which was checked when it was opened.
@@ -66,8 +69,9 @@ pub struct LegacyMemory {
     device: Device,
     ptr: DevicePtr,
     bytes: u64,
-    /// `None` for this process's own memory: nothing to open, nothing to close.
-    import: DropAfterFence<Option<Arc<Import>>>,
+    streams: StreamSet,
+    /// `None` for this process's own memory, which needs no close, and while dropping.
+    import: LeakOnFork<Option<Arc<Import>>>,
 }
 
 impl LegacyMemory {
@@ -76,13 +80,14 @@ impl LegacyMemory {
         ptr: DevicePtr,
         bytes: u64,
         import: Option<Arc<Import>>,
-    ) -> Result<LegacyMemory> {
-        Ok(LegacyMemory {
+    ) -> LegacyMemory {
+        LegacyMemory {
             device: device.clone(),
             ptr,
             bytes,
-            import: DropAfterFence::new(Arc::default(), import)?,
-        })
+            streams: StreamSet::default(),
+            import: LeakOnFork::new(import),
+        }
     }
 
     /// The address of the range's first byte, for kernels and copies of the device.
@@ -107,8 +112,8 @@ impl LegacyMemory {
     /// # Errors
     /// [`Error::Forked`].
     pub fn used_by(&self, stream: &Stream) -> Result<()> {
-        self.import.owner_process().check()?;
-        self.import.streams().record_use(stream);
+        self.import.get()?;
+        self.streams.record_use(stream);
         Ok(())
     }
 
@@ -120,11 +125,31 @@ impl LegacyMemory {
     /// [`Error::Timeout`] when a stream is not done in time; it is closed when it is.
     /// [`Error::Forked`], [`Error::Driver`].
     pub fn close<'w>(mut self, wait: impl Into<Wait<'w>>) -> Result<()> {
-        self.import.owner_process().check()?;
+        self.import.get()?;
         // After an error the drop closes it.
-        wait_for(self.import.streams(), &wait.into())?;
+        wait_for(&self.streams, &wait.into())?;
         let import = self.import.take().and_then(Arc::into_inner);
         import.map_or(Ok(()), |mut last| last.close())
+    }
+}
+
+impl Drop for LegacyMemory {
+    fn drop(&mut self) {
+        // In a forked child the mapping is the parent's to close, and its locks may be held for
+        // ever.
+        if self.import.get().is_err() {
+            return;
+        }
+        let Some(import) = self.import.take() else {
+            return;
+        };
+        let (reactor, mut fence) = (import.reactor.clone(), self.streams.fence_busy());
+        // Only what calls the driver, or has to wait, is left to other threads.
+        if !fence.is_reached() {
+            reactor.drop_value_after(fence, import);
+        } else if let Some(last) = Arc::into_inner(import) {
+            reactor.defer_drop(Box::new(last));
+        }
     }
 }
 
@@ -144,9 +169,11 @@ pub(super) fn open(handle: &LegacyHandle, device: &Device) -> Result<(DevicePtr,
         &key,
         |_| true,
         || {
+            let reactor = Reactor::of_process()?;
             let base = device.backend().open_legacy(&key.raw, bytes, owner)?;
             Ok(Arc::new(Import {
                 device: device.clone(),
+                reactor,
                 base: Some(base),
                 bytes,
             }))
