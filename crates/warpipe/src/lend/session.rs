@@ -302,8 +302,8 @@ impl LendSession {
         self.wait_until_ready(offer, contents)?;
         let (ptr, import) = handle.import(&self.device)?;
         claim.at_end = Some(claim.value);
-        // The import is dropped first: the owner may free the memory when the claim has ended, which
-        // is undefined for memory that is open elsewhere.
+        // The import is dropped first: the owner may free the memory when the claim has ended,
+        // which is undefined for memory that is open elsewhere.
         let kept = Arc::new(DropAfterFence::new(Arc::default(), (import, claim))?);
         let mapped = MappedMemory::new((&self.device, handle.device()), &kept, kept.clone());
         let label = self.name().into();

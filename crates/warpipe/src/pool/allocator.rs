@@ -186,8 +186,8 @@ impl PoolAllocator {
         Err(Error::timeout("the clearing of a block", CLEAR_TIMEOUT))
     }
 
-    /// Takes a free block for the user `uid`, or makes a new region for it. It is the owner's, or is to
-    /// be lent.
+    /// Takes a free block for the user `uid`, or makes a new region for it. One that is not owned
+    /// is to be lent.
     pub(super) fn take(
         &self,
         bytes: u64,

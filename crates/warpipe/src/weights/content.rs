@@ -170,8 +170,8 @@ fn of_blocks(blocks: &[u8], length: u64) -> ContentHash {
     hasher.finish_128().to_be_bytes()
 }
 
-/// Has the device hash tensors that lie in its memory, and does not wait for it: of each the memory,
-/// where it begins there, a multiple of 512, and its length. The contents are complete.
+/// Has the device hash tensors that lie in its memory, and does not wait for it. Of each: the
+/// memory, where it begins there, a multiple of 512, and its length. The contents are complete.
 ///
 /// # Errors
 /// [`Error::DeviceMemory`] when the device has no room for the hashes; [`Error::Driver`].

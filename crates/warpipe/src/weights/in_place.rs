@@ -233,8 +233,8 @@ impl TensorsInPlace {
         &self.device
     }
 
-    /// Adds the parts of their memory to a version's, with a lease of it, and returns the tensors in
-    /// the order of their offsets.
+    /// Adds the parts of their memory to a version's, with a lease of it, and returns the tensors
+    /// in the order of their offsets.
     pub(super) fn lay(self, storage: &mut Storage) -> Result<Vec<LaidTensor>> {
         let lengths = self.pieces.iter().map(|(&base, &(bytes, _))| (base, bytes));
         let (parts, begins) = parts_of(lengths, storage.bytes);

@@ -343,9 +343,9 @@ impl HeldVersion {
         if is_own {
             clear_dead(domain, name.as_str());
             let holder = holder::serve(domain, name.as_str(), self.held.clone())?;
-            // A keeper that has begun meanwhile may have asked the holders before this one was there:
-            // it must not give the number to another version. The weights are valid in any case, and
-            // a keeper that begins later finds the holder.
+            // A keeper that has begun meanwhile may have asked the holders before this one was
+            // there: it must not give the number to another version. The weights are valid in any
+            // case, and a keeper that begins later finds the holder.
             let (number, now) = (self.number(), &wait.cancellable_within(Duration::ZERO));
             if keeper.tell_holding(number, now).is_err() {
                 let next = KeeperSession::open(domain, name, now);
