@@ -40,6 +40,7 @@ pub(crate) unsafe fn call_on<P: Handle<Object = OnDevice<T>>, T>(
 ///
 /// # Safety
 /// As for [`out`].
+#[inline(always)]
 pub(crate) unsafe fn read<P: Handle, V>(
     pointer: *const P,
     name: &'static str,
@@ -127,6 +128,35 @@ pub(crate) unsafe fn make_of<S: Handle, P: Handle>(
     unsafe { make(name, place, || work(&mut handle::find(source)?)) }
 }
 
+/// Makes an object of another one on its device.
+///
+/// # Safety
+/// As for [`make`].
+#[inline(always)]
+pub(crate) unsafe fn make_beside<S, T, P, V>(
+    source: *const S,
+    name: &'static str,
+    place: *mut *mut P,
+    work: impl FnOnce(&mut S::Guard) -> Result<V, Failure>,
+) -> warpipe_status
+where
+    S: Handle<Object = OnDevice<T>>,
+    P: Handle<Object = OnDevice<V>>,
+{
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out_object(name, place) }?;
+        let entry = handle::reserve()?;
+        let mut found = handle::find(source)?;
+        // Not by `make_of`: the result is moved once, to its entry.
+        place.put(entry.fill(OnDevice {
+            object: work(&mut found)?,
+            streams: found.streams.clone(),
+        }));
+        Ok(())
+    })
+}
+
 /// Makes an object of another one on its device, with a stream of that.
 ///
 /// # Safety
@@ -143,13 +173,13 @@ where
     S: Handle<Object = OnDevice<T>>,
     P: Handle<Object = OnDevice<V>>,
 {
-    let make_object = |found: &mut S::Guard| {
+    let work = |found: &mut S::Guard| {
         // SAFETY: the caller's promise.
         let stream = unsafe { found.streams.get(stream) }?;
-        Ok(found.beside(work(&found.object, &stream)?))
+        work(&found.object, &stream)
     };
     // SAFETY: the caller's promise.
-    unsafe { make_of(source, name, place, make_object) }
+    unsafe { make_beside(source, name, place, work) }
 }
 
 /// As [`make_on`], of an object that one thread at a time may use.
@@ -168,16 +198,12 @@ where
     S: Handle<Object = OnDevice<T>, Guard = Locked<OnDevice<T>>>,
     P: Handle<Object = OnDevice<V>>,
 {
-    let make_object = |found: &mut Locked<OnDevice<T>>| {
+    let work = |found: &mut Locked<OnDevice<T>>| {
         let OnDevice { object, streams } = &mut **found;
         // SAFETY: the caller's promise.
-        let made = work(object, &*unsafe { streams.get(stream) }?)?;
-        let streams = streams.clone();
-        Ok(OnDevice {
-            object: made,
-            streams,
-        })
+        let stream = unsafe { streams.get(stream) }?;
+        work(object, &stream)
     };
     // SAFETY: the caller's promise.
-    unsafe { make_of(source, name, place, make_object) }
+    unsafe { make_beside(source, name, place, work) }
 }

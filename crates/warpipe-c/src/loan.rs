@@ -7,7 +7,7 @@ use std::time::Duration;
 use warpipe::{Layout, Loan, SampleMut, Stream};
 
 use crate::arguments::{put_unless_null, slice, timeout_unless_usual};
-use crate::call::{call, make_of, read};
+use crate::call::{call, make_beside, read};
 use crate::failure::{Failure, run, warpipe_status};
 use crate::handle::{self, Handle};
 use crate::layout::{layout_of, warpipe_layout};
@@ -62,7 +62,7 @@ impl LoanKind {
 /// Lends memory of an object's device to C, for a tensor of the caller's layout.
 ///
 /// # Safety
-/// As for [`layout_of`] and [`make_of`].
+/// As for [`layout_of`] and [`make_beside`].
 #[inline(always)]
 pub(crate) unsafe fn lend<S: Handle<Object = OnDevice<T>>, T, L>(
     source: *const S,
@@ -74,10 +74,10 @@ pub(crate) unsafe fn lend<S: Handle<Object = OnDevice<T>>, T, L>(
     let take = |found: &mut S::Guard| {
         // SAFETY: the caller's promise.
         let layout = unsafe { layout_of(layout) }?;
-        Ok(found.beside(kind(take(&found.object, &layout)?)))
+        Ok(kind(take(&found.object, &layout)?))
     };
     // SAFETY: the caller's promise.
-    unsafe { make_of(source, "loan", loan, take) }
+    unsafe { make_beside(source, "loan", loan, take) }
 }
 
 /// A loan that was not taken.

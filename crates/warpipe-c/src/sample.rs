@@ -4,7 +4,7 @@ use std::ffi::c_void;
 
 use warpipe::{AnswerHandle, JobResult, Lease, Sample, Stream};
 
-use crate::arguments::{slice_mut, timeout};
+use crate::arguments::{out, slice_mut, timeout};
 use crate::call::{call, call_on, make_optional, read};
 use crate::failure::{run, warpipe_status};
 use crate::handle;
@@ -101,6 +101,7 @@ impl From<JobResult> for Received {
 }
 
 impl Received {
+    #[inline]
     pub(crate) fn info(&self) -> warpipe_sample_info {
         let (sample, metadata) = (&self.sample, self.sample.metadata());
         let own_metadata = &metadata[metadata.len() - self.own_metadata_bytes..];
@@ -150,8 +151,12 @@ pub unsafe extern "C" fn warpipe_sample_get_info(
     sample: *const warpipe_sample,
     info: *mut warpipe_sample_info,
 ) -> warpipe_status {
-    // SAFETY: the caller's promise.
-    unsafe { read(sample, "info", info, |sample| Ok(sample.info())) }
+    run(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { out("info", info) }?;
+        place.put(handle::find(sample)?.info());
+        Ok(())
+    })
 }
 
 /// Makes another stream wait, on the device, until the sample's data is complete: work that is
@@ -232,8 +237,8 @@ pub extern "C" fn warpipe_sample_finish(
     timeout_ns: u64,
 ) -> warpipe_status {
     run(|| {
-        let received = handle::find(sample)?.take().object;
-        Ok(received.sample.finish(timeout(timeout_ns))?)
+        let found = handle::find(sample)?.take();
+        Ok(found.object.sample.finish(timeout(timeout_ns))?)
     })
 }
 
@@ -251,8 +256,8 @@ pub unsafe extern "C" fn warpipe_sample_release(
     receipt: *mut *mut warpipe_receipt,
 ) -> warpipe_status {
     let release = || {
-        let received = handle::find(sample)?.take().object;
-        Ok(received.sample.release()?)
+        let found = handle::find(sample)?.take();
+        Ok(found.object.sample.release()?)
     };
     // SAFETY: the caller's promise.
     unsafe { make_optional(receipt, release) }

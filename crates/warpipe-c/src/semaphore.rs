@@ -5,7 +5,7 @@ use std::ffi::{c_char, c_void};
 use warpipe::{Device, Semaphore, Stream};
 
 use crate::arguments::{Options, admit, number, slice, text, timeout};
-use crate::call::{make_of, make_on, read};
+use crate::call::{make_beside, make_on, read};
 use crate::device::{make_with, warpipe_device};
 use crate::domain::{set, warpipe_domain};
 use crate::failure::{run, warpipe_status};
@@ -169,10 +169,11 @@ pub unsafe extern "C" fn warpipe_semaphore_acquire_host(
     timeout_ns: u64,
     permit: *mut *mut warpipe_permit,
 ) -> warpipe_status {
+    let timeout = timeout(timeout_ns);
     // SAFETY: the caller's promise.
     unsafe {
-        make_of(semaphore, "permit", permit, |semaphore| {
-            Ok(semaphore.beside(semaphore.acquire_host(timeout(timeout_ns))?))
+        make_beside(semaphore, "permit", permit, |semaphore| {
+            Ok(semaphore.acquire_host(timeout)?)
         })
     }
 }

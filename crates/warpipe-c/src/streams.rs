@@ -144,7 +144,7 @@ impl Streams {
     /// # Safety
     /// On CUDA it is a stream of this device's primary context, which lives until everything that
     /// was made with it is closed.
-    #[inline]
+    #[inline(always)]
     pub(crate) unsafe fn get(&self, raw: *mut c_void) -> Result<Cow<'_, Stream>, Failure> {
         let known = self.known.iter().map_while(OnceLock::get);
         if let Some(stream) = known.into_iter().find_map(|known| known.is(raw)) {
