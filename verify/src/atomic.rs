@@ -1,17 +1,18 @@
-//! Atomics for the library's lock-free parts in place of the machine's. Each thread chooses one of
+//! The library's module `atomic`, with other atomics in place of the machine's. Each thread chooses one of
 //! three kinds with [`set`]:
 //!
 //! * plain: the machine's; for Miri and for single-threaded code.
-//! * in loom: the word in memory is the number of one of loom's atomics, 0 for an unused one with
-//!   the value 0. So it is as large as the machine's, and zeroed memory is memory of words. Loom
-//!   requires a word to be made before threads are: [`touch`](AtomicU64::touch) every word that two
-//!   of them use.
+//! * in loom: the word in memory is its value until it is first used, and from then on the number
+//!   of one of loom's atomics, with the highest bit set. So it is as large as the machine's, and any
+//!   memory is memory of words. Loom requires a word to be made before threads are:
+//!   [`touch`](AtomicU64::touch) every word that two of them use.
 //! * in steps: the word holds its value, and each operation on it is a step of
-//!   [`steps`](crate::steps).
+//!   [`steps`](crate::verify::steps).
 //!
 //! Loom treats `SeqCst` as a fence only, so an operation of that ordering has such a fence before
 //! or after it ([`Fences`]): the two ways in which compilers implement it. Each orders more than is
 //! guaranteed, on one side; an algorithm that relies on the one fails with the other.
+#![allow(dead_code, reason = "each word has all operations")]
 
 use std::cell::Cell;
 use std::fmt;
@@ -20,8 +21,8 @@ use std::panic::Location;
 use std::sync::atomic::Ordering::{self, Relaxed, SeqCst};
 use std::time::Duration;
 
-use crate::plant::{self, Effect, Op};
-use crate::steps;
+use crate::verify::plant::{self, Effect, Op};
+use crate::verify::steps;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Way {
@@ -255,10 +256,11 @@ macro_rules! atomics {
             pub struct $name(std::sync::atomic::$cell);
 
             impl $name {
-                pub fn new(value: $value) -> $name {
-                    let bits = value.bits();
-                    let bits = if way() == Way::Loom && bits != 0 { in_loom::make(bits) } else { bits };
-                    $name(std::sync::atomic::$cell::new(bits as $raw))
+                /// That a word is loom's.
+                const MADE: $raw = 1 << (<$raw>::BITS - 1);
+
+                pub const fn new(value: $value) -> $name {
+                    $name(std::sync::atomic::$cell::new(value as $raw))
                 }
 
                 /// Makes the word, if it is a model's, before other threads use it.
@@ -270,15 +272,14 @@ macro_rules! atomics {
 
                 /// Its number in loom.
                 fn number(&self) -> u64 {
-                    match self.0.load(Relaxed) {
-                        0 => {
-                            let number = in_loom::make(0);
-                            assert!(number <= u64::from(<$raw>::MAX), "too many words for so small a one");
-                            self.0.store(number as $raw, Relaxed);
-                            number
-                        }
-                        number => number.into(),
+                    let mut raw = self.0.load(Relaxed);
+                    if raw & Self::MADE == 0 {
+                        let number = in_loom::make(raw.into());
+                        assert!(number < Self::MADE.into(), "too many words for so small a one");
+                        raw = number as $raw | Self::MADE;
+                        self.0.store(raw, Relaxed);
                     }
+                    (raw & !Self::MADE).into()
                 }
 
                 fn address(&self) -> usize {

@@ -6,9 +6,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use proptest::collection::vec;
 use proptest::prelude::{ProptestConfig, any};
 use proptest::test_runner::{RngAlgorithm, TestError, TestRng, TestRunner};
-use warpipe_verify::histories::{Draw, arena, entry, pool};
-use warpipe_verify::plant::Effect::Says;
-use warpipe_verify::plant::{Op, Plant};
+use warpipe::verify::histories::{Draw, arena, entry, pool};
+use warpipe::verify::plant::Effect::Says;
+use warpipe::verify::plant::{Op, Plant};
 
 /// Histories that are tried of each kind; `VERIFY_HISTORIES` of the environment says another
 /// number, and then they are others each time.
@@ -71,6 +71,7 @@ fn noticed(found: Option<(Vec<Draw>, String)>) {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "regions are memfds")]
 fn a_slot_is_taken_again_only_when_its_last_writer_is_past_it() {
     assert_eq!(search(play_arena(arena::Fault::None)), None);
 }
@@ -108,6 +109,7 @@ fn a_word_that_counts_as_reached_too_early_is_noticed() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "regions are memfds")]
 fn a_block_is_lent_again_only_when_all_that_had_it_are_past_it() {
     assert_eq!(search(play_pool(pool::Fault::None)), None);
 }

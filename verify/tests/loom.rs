@@ -2,11 +2,11 @@
 
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 
-use warpipe_verify::models::{
+use warpipe::verify::models::{
     self, Model, counter, gate, kernel_ring, rescue, ring, room, sleep, table, timeline,
 };
-use warpipe_verify::plant::Effect::{Omitted, Order, Says, Split};
-use warpipe_verify::plant::{Effect, Op, Plant};
+use warpipe::verify::plant::Effect::{Omitted, Order, Says, Split};
+use warpipe::verify::plant::{Effect, Op, Plant};
 
 macro_rules! hold {
     ($($test:ident: $model:expr;)*) => {

@@ -1,12 +1,12 @@
 //! Every order of steps, with a death at any of them; and the faults that each search must find.
 
-use warpipe_verify::plant::Effect::{Omitted, Says, Split};
-use warpipe_verify::plant::{Effect, Op, Plant};
-use warpipe_verify::states::pool::{self, Fault};
-use warpipe_verify::states::queue;
-use warpipe_verify::states::semaphore::Patience::{GivesUp, Waits};
-use warpipe_verify::states::semaphore::{Semaphore, Sweeps};
-use warpipe_verify::steps::{self, Found, Model};
+use warpipe::verify::plant::Effect::{Omitted, Says, Split};
+use warpipe::verify::plant::{Effect, Op, Plant};
+use warpipe::verify::states::pool::{self, Fault};
+use warpipe::verify::states::queue;
+use warpipe::verify::states::semaphore::Patience::{GivesUp, Waits};
+use warpipe::verify::states::semaphore::{Semaphore, Sweeps};
+use warpipe::verify::steps::{self, Found, Model};
 
 const STATES_MAX: usize = 3_000_000;
 

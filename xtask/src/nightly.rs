@@ -112,8 +112,7 @@ const UNITS: &[&str] = &[
     "backend::pointer::tests::a_line",
 ];
 
-/// Runs under Miri: histories of arena, pool and entries, the tests of DLPack's structures, and
-/// [`UNITS`].
+/// Runs under Miri: histories of entries, the tests of DLPack's structures, and [`UNITS`].
 pub fn miri(workspace: &Workspace) -> Outcome<Counts> {
     if !has(&["cargo", "miri", "--version"]) {
         return skipped(&format!("no nightly toolchain with Miri; {INSTALL}"));

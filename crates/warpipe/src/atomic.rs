@@ -1,5 +1,5 @@
 //! The atomics for memory that processes share, and the futex calls to sleep on one. Lock-free code
-//! imports them from here, so that `verify/` can replace them by models.
+//! imports them from here: `verify/` has models in their place.
 
 use std::time::Duration;
 

@@ -93,8 +93,10 @@
 //!   by default).
 //! * `testing`: wrappers that delay, fail or count a backend's calls (off by default). For tests
 //!   and measurements alone: with it safe code can break memory safety.
-#![deny(missing_docs)]
+#![cfg_attr(not(loom), deny(missing_docs))]
 
+// The package `verify/` compiles this library with the atomics of a model checker.
+#[cfg_attr(loom, path = "../../../verify/src/atomic.rs")]
 mod atomic;
 #[doc(hidden)]
 pub mod backend;
@@ -142,6 +144,10 @@ mod stream;
 mod sync;
 mod tensor;
 mod trace;
+#[cfg(loom)]
+#[doc(hidden)]
+#[path = "../../../verify/src/mod.rs"]
+pub mod verify;
 mod wait;
 pub mod weights;
 

@@ -58,7 +58,7 @@ pub struct Play {
 
 impl Play {
     pub fn new(fault: Fault) -> Play {
-        let arena = Arena::new(&Device, LIMIT);
+        let arena = Arena::new(&Device::host(), LIMIT);
         let (memory, taken, streams, words) = Default::default();
         Play {
             fault,
@@ -96,7 +96,7 @@ impl Play {
                 let Some(growth) = self.arena.plan(bytes, total, room) else {
                     return Ok(());
                 };
-                let made = growth.make(&Device);
+                let made = growth.make(&Device::host());
                 let region = self
                     .arena
                     .adopt(growth, made)

@@ -5,7 +5,7 @@
 pub mod arena;
 pub mod entry;
 pub mod memory;
-
+// Where it sees what it checks.
 pub use crate::pool::histories as pool;
 
 /// An act as chance gives it: which, by or to which, and how large.

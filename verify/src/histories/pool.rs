@@ -2,8 +2,8 @@
 //! Work enqueued while a process holds a block uses the block; the block may be lent again when all
 //! of that is done, and never shows another user's bytes.
 //!
-//! The bookkeeping is the library's ([`PoolState`], [`Borrowers`], [`Arena`], [`LastWriters`]); the
-//! code between them repeats `pool/allocator.rs` and `pool/server.rs`.
+//! The bookkeeping is the library's ([`PoolState`]); the code around it repeats `pool/allocator.rs`
+//! and `pool/server.rs`.
 
 #[path = "pool/owner.rs"]
 mod owner;
@@ -12,19 +12,21 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::allocator::PoolState;
-use super::last_writers::{LastWriter, LastWriters};
-use super::{CLAIMS_MAX, PAGE_BYTES};
+use super::allocator::users::{Quotas, Users};
+use super::last_writers::LastWriter;
 use crate::backend::TimelineWord;
 use crate::device::Device;
-use crate::histories::Draw;
-use crate::histories::memory::{Memory, Place};
-use crate::ipc::peer::Process;
 use crate::lend::claims::Borrowers;
 use crate::lend::word_at;
-use crate::memory::arena::{Arena, SlotId};
+use crate::memory::arena::SlotId;
 use crate::shm::page::SharedPage;
+use crate::verify::histories::Draw;
+use crate::verify::histories::memory::{Memory, Place};
+use crate::verify::{page, process};
 
 const LIMIT: u64 = 4 << 20;
+/// Few, so that words run out.
+const CLAIMS_MAX: u32 = 3;
 /// The owner's user.
 const OWNER: u64 = 1;
 /// Each peer's.
@@ -88,7 +90,6 @@ enum Work {
 struct Peer {
     number: u64,
     page: Arc<SharedPage>,
-    process: Arc<Process>,
     hands: Vec<Hand>,
     device: VecDeque<Job>,
     is_dead: bool,
@@ -113,16 +114,9 @@ pub struct Play {
 
 impl Play {
     pub fn new(fault: Fault) -> Play {
-        let arena = Arena::new(&Device, LIMIT);
-        let (owned, lent_blocks, counts, last_writers) = Default::default();
-        let state = PoolState {
-            arena,
-            owned,
-            lent_blocks,
-            borrowers: Borrowers::new(CLAIMS_MAX),
-            counts,
-            last_writers,
-        };
+        let users = Users::new(OWNER as u32, Quotas::default());
+        let mut state = PoolState::new(&Device::host(), LIMIT, users);
+        state.borrowers = Borrowers::new(CLAIMS_MAX);
         let (memory, words, peers, owned, stream, scrubber, pending) = Default::default();
         Play {
             fault,
@@ -173,15 +167,13 @@ impl Play {
             return;
         }
         self.numbers += 1;
-        let process = Arc::new(Process::default());
-        let (number, page) = (self.numbers, Arc::new(SharedPage::new(PAGE_BYTES)));
+        let (number, page) = (self.numbers, Arc::new(page(1)));
         let borrowers = &mut self.state.borrowers;
-        borrowers.add(number, page.clone(), process.clone(), None);
+        borrowers.add(number, page.clone(), process(), None);
         let (hands, device) = Default::default();
         self.peers[peer] = Some(Peer {
             number,
             page,
-            process,
             hands,
             device,
             is_dead: false,
@@ -227,15 +219,12 @@ impl Play {
                 let Some(growth) = self.state.arena.plan(bytes, total, room) else {
                     return Ok(None);
                 };
-                let made = growth.make(&Device);
-                let region = self
-                    .state
-                    .arena
-                    .adopt(growth, made)
+                let made = growth.make(&Device::host());
+                self.state
+                    .adopt_for(OWNER as u32, growth, made, None)
                     .map_err(|error| error.to_string())?;
-                self.memory
-                    .add(self.state.arena.chunks()[region as usize].region.bytes());
-                self.state.last_writers.push(LastWriters::default());
+                let chunks = self.state.arena.chunks();
+                self.memory.add(chunks[chunks.len() - 1].region.bytes());
                 self.state
                     .arena
                     .take(bytes)
@@ -257,7 +246,11 @@ impl Play {
 
     /// As `PoolAllocator::clear_for`.
     fn clear_for(&mut self, lent: &Lent, user: u64) -> Option<u64> {
-        let last_writers = &mut self.state.last_writers[lent.place.region as usize];
+        let last_writers = &mut self
+            .state
+            .users
+            .region(lent.place.region as usize)
+            .last_writers;
         let is_foreign = last_writers.are_foreign_to(user as u32, &Play::range(lent));
         last_writers.set(Play::range(lent), LastWriter::User(user as u32));
         is_foreign.then(|| {
@@ -382,7 +375,10 @@ impl Play {
             self.state.arena.hold(slot);
         }
         if USERS[peer] != OWNER && self.fault != Fault::NotesOneUser {
-            self.state.last_writers[lent.place.region as usize]
+            self.state
+                .users
+                .region(lent.place.region as usize)
+                .last_writers
                 .set(Play::range(&lent), LastWriter::Several);
         }
         Ok(())
@@ -497,11 +493,7 @@ impl Play {
 
     /// From here on nothing of a dead peer's runs. As `PoolAllocator::on_disconnect`.
     fn prove(&mut self, peer: usize) {
-        if let Some(Peer {
-            number, process, ..
-        }) = self.peers[peer].take_if(|peer| peer.is_dead)
-        {
-            process.prove();
+        if let Some(Peer { number, .. }) = self.peers[peer].take_if(|peer| peer.is_dead) {
             self.free_deferred(number);
             self.reclaim();
         }

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use crate::backend::TimelineWord;
-use crate::models::Model;
 use crate::shm::counter::{COUNTER_BYTES, SharedCounter, VALUE_MAX, WaitStatus};
 use crate::shm::page::SharedPage;
+use crate::verify::models::Model;
+use crate::verify::page;
 
 pub const ENDED: Model = Model {
     name: "what a counter reached it has reached, ended or not",
@@ -24,7 +25,7 @@ pub const BROUGHT_UP: Model = Model {
 };
 
 fn counter() -> (SharedCounter, Arc<SharedPage>) {
-    let page = Arc::new(SharedPage::new(COUNTER_BYTES));
+    let page = Arc::new(page(COUNTER_BYTES));
     let counter = SharedCounter::new(&page, 0);
     counter.reset();
     (counter, page)

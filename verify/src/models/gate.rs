@@ -4,9 +4,9 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use super::entrances::Entrances;
-use crate::atomic::AtomicU64;
-use crate::models::Model;
+use super::entrances::{Entrance, Entrances};
+use crate::atomic::{AtomicBool, AtomicU32, AtomicU64};
+use crate::verify::models::Model;
 
 /// A thread with an entrance of its own, and one at a shared entrance.
 pub const APART: Model = Model {
@@ -33,10 +33,26 @@ struct Process {
     driver: [AtomicU64; 2],
 }
 
+/// An open gate, with all words made before threads are.
+fn gate() -> Entrances<1, 1> {
+    let entrance = || Entrance {
+        inside: AtomicU32::default(),
+    };
+    let gate = Entrances {
+        is_closed: AtomicBool::default(),
+        own: [entrance()],
+        shared: [entrance()],
+    };
+    gate.is_closed.touch();
+    gate.own[0].inside.touch();
+    gate.shared[0].inside.touch();
+    gate
+}
+
 /// Two threads call the driver inside the gate while a third one ends the process.
 fn end(numbers: [usize; 2]) {
     let process = Arc::new(Process {
-        gate: Entrances::touched(),
+        gate: gate(),
         driver: Default::default(),
     });
     process.driver.iter().for_each(AtomicU64::touch);

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::{Relaxed, Release};
 use super::host_ring::{HostRing, RingEnd};
 use super::layout::{self, WORDS_BYTES, block, peer};
 use crate::atomic::AtomicU64;
-use crate::models::Model;
+use crate::verify::models::Model;
 
 pub const WHOLE: Model = Model {
     name: "an item is read whole, and its slot is written again behind its release",

@@ -19,10 +19,10 @@ use loom::sync::{Condvar, Mutex};
 
 use crate::atomic::{self, Fences, Way};
 // Where they see what they check.
-pub use crate::gate::model as gate;
+pub use crate::backend::cuda::shutdown_gate::model as gate;
 pub use crate::pubsub::publisher_link::model as rescue;
 pub use crate::rings::model as kernel_ring;
-pub use crate::semaphore::model as room;
+pub use crate::sync::semaphore::model as room;
 
 /// A model, and how often threads may be put aside in it: `VERIFY_DEEPER` of the environment comes
 /// on top.

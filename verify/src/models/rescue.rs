@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::monitor::PublisherMonitor;
-use crate::models::Model;
 use crate::shm::segment::Segment;
+use crate::verify::models::Model;
+use crate::verify::segment;
 
 pub const LET_GO: Model = Model {
     name: "a stream that waits for the dead is let go",
@@ -59,7 +60,7 @@ fn await_ready(segment: &Segment) {
 }
 
 fn let_go() {
-    let segment = Arc::new(Segment::new(1).touched());
+    let segment = segment(1);
     let monitor = monitor(&segment);
     let reactor = monitor.clone();
     let thread = loom::thread::spawn(move || {
@@ -79,7 +80,7 @@ fn let_go() {
 /// The proof comes behind all that the publisher did; `is_complete` says whether that was all of
 /// it.
 fn whole(is_complete: bool) {
-    let segment = Arc::new(Segment::new(1).touched());
+    let segment = segment(1);
     let monitor = monitor(&segment);
     let (reactor, words) = (monitor.clone(), segment.clone());
     let thread = loom::thread::spawn(move || {

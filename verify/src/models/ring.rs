@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 
-use crate::models::Model;
 use crate::pubsub::entry::{Description, Metadata, PackedEntry};
 use crate::pubsub::ring::{ReceiverRing, SenderRing};
 use crate::shm::segment::Segment;
 use crate::tensor::Layout;
+use crate::verify::models::Model;
+use crate::verify::segment;
 
 pub const ONE_PIECE: Model = Model {
     name: "a sample that is taken is of one piece",
@@ -161,7 +162,7 @@ fn play(
     send: impl Fn(&mut Sender) + 'static,
     receive: impl Fn(&mut Receiver) + 'static,
 ) {
-    let segment = Arc::new(Segment::new(depth).touched());
+    let segment = segment(depth);
     let (mut sender, mut receiver) = (Sender::new(&segment), Receiver::new(&segment));
     before(&mut sender, &mut receiver);
     let begin_sender = move || {
@@ -258,7 +259,7 @@ fn stepped_over() {
 
 /// The reader dies with what it has taken: the sender uses its entries again, and no others before.
 fn dropped() {
-    let segment = Arc::new(Segment::new(1).touched());
+    let segment = segment(1);
     let mut sender = Sender::new(&segment);
     sender.send();
     let thread = loom::thread::spawn(move || {

@@ -6,8 +6,8 @@ use std::time::Duration;
 use super::page::{SemaphorePage, WaitProgress, bytes_for};
 use crate::atomic::{AtomicU32, AtomicU64};
 use crate::backend::TimelineWord;
-use crate::models::Model;
-use crate::shm::page::SharedPage;
+use crate::verify::models::Model;
+use crate::verify::page;
 
 pub const HANDED_ON: Model = Model {
     name: "a thread that waits for a permit gets it",
@@ -30,7 +30,7 @@ const WAITER: u32 = 2;
 
 /// A room of one permit, with the words that two members use made.
 fn room() -> Arc<SemaphorePage> {
-    let page = SharedPage::new(bytes_for(1));
+    let page = page(bytes_for(1));
     let word = |offset| page.at::<AtomicU64>(offset).touch();
     [0, 8, 64, 72, 80, 88].into_iter().for_each(word);
     for place in 0..2 {

@@ -1,13 +1,11 @@
 //! The sleep and wake-up of a receiver. Sleeps have no limit here: a sleeper that is not woken
 //! hangs.
 
-use std::sync::Arc;
-
 use super::Socket;
 use super::ring::packed;
-use crate::models::Model;
 use crate::pubsub::ring::{ReceiverRing, SenderRing, fence_published};
-use crate::shm::segment::Segment;
+use crate::verify::models::Model;
+use crate::verify::segment;
 
 pub const RECEIVER: Model = Model {
     name: "a receiver that sleeps is woken by a sample",
@@ -69,7 +67,7 @@ fn receive(ring: &mut ReceiverRing, socket: &Socket) -> u64 {
 }
 
 fn receiver(publish: fn(&mut SenderRing, u64, &Socket)) {
-    let segment = Arc::new(Segment::new(2).touched());
+    let segment = segment(2);
     let (mut ring, socket) = (SenderRing::new(segment.clone()), Socket::new());
     let theirs = socket.clone();
     let thread = loom::thread::spawn(move || {
@@ -86,7 +84,7 @@ fn receiver(publish: fn(&mut SenderRing, u64, &Socket)) {
 /// A receiver with a polling loop, as in `Subscriber::receive` without a wait: it is asleep
 /// whenever no call runs, and then its new sender's ring is there.
 fn newcomer(tells: bool) {
-    let segment = Arc::new(Segment::new(1).touched());
+    let segment = segment(1);
     let (mut ring, socket) = (SenderRing::new(segment.clone()), Socket::new());
     let theirs = socket.clone();
     let thread = loom::thread::spawn(move || {

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use super::Model;
 use crate::atomic::AtomicU64;
-use crate::handle::Table;
+use crate::verify::handle::Table;
 
 pub const SHARED: Model = Model {
     name: "an object is whole until its last user has left it",

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::backend::TimelineWord;
-use crate::models::Model;
-use crate::shm::segment::touch;
+use crate::verify::models::Model;
+use crate::verify::touch;
 
 pub const PARKED: Model = Model {
     name: "a thread that parks on a word goes on when it is reached",

@@ -1,7 +1,6 @@
 //! A pool's grants: peers take blocks, give them back by words that their devices write *later*,
 //! close gracefully, die, and are proven dead, in any order. The bookkeeping is the library's
-//! ([`PoolState`], [`Borrowers`], [`Arena`], [`LastWriters`]); the code between them repeats
-//! `pool/allocator.rs` and `pool/server.rs`.
+//! ([`PoolState`]); the code around it repeats `pool/allocator.rs` and `pool/server.rs`.
 //!
 //! Shown: a block is free only after its holder is past it. A dead peer's device may write until
 //! its death is proven; a lying peer damages only its own blocks.
@@ -11,16 +10,16 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use super::allocator::PoolState;
-use super::block::{LentBlock, PoolCounts};
-use super::last_writers::{LastWriter, LastWriters};
-use super::{CLAIMS_MAX, PAGE_BYTES};
+use super::allocator::block::LentBlock;
+use super::allocator::users::{Quotas, Users};
+use super::last_writers::LastWriter;
 use crate::backend::{Access, TimelineWord};
 use crate::device::Device;
-use crate::ipc::peer::Process;
 use crate::lend::claims::Borrowers;
 use crate::lend::word_at;
-use crate::memory::arena::{Arena, SlotId};
+use crate::memory::arena::SlotId;
 use crate::shm::page::SharedPage;
+use crate::verify::{page, process};
 
 /// The owner's user; peer `n` is of user `n`.
 const OWNER: u32 = 0;
@@ -103,7 +102,6 @@ pub struct Play {
     state: PoolState,
     peers: Vec<Peer>,
     pages: HashMap<u64, Arc<SharedPage>>,
-    processes: HashMap<u64, Arc<Process>>,
     next_number: u64,
     lent: Option<SlotId>,
     /// Slots freed by the proof of a death, after the owner's streams.
@@ -118,33 +116,25 @@ pub struct Play {
 
 const BLOCK: u64 = 1 << 20;
 
+/// Few, so that words run out.
+const CLAIMS_MAX: u32 = 3;
+
 impl Play {
     /// A pool of one region of two blocks, and peers that have not come yet.
     pub fn new(peers: usize, fault: Fault) -> Play {
-        let arena = Arena::new(&Device, 2 * BLOCK);
-        let (owned, lent_blocks, counts, last_writers) = Default::default();
-        let _: &PoolCounts = &counts;
-        let mut state = PoolState {
-            arena,
-            owned,
-            lent_blocks,
-            borrowers: Borrowers::new(CLAIMS_MAX),
-            counts,
-            last_writers,
-        };
+        let device = Device::host();
+        let users = Users::new(OWNER, Quotas::default());
+        let mut state = PoolState::new(&device, 2 * BLOCK, users);
+        state.borrowers = Borrowers::new(CLAIMS_MAX);
         let (total, room) = (state.arena.total(), state.arena.room());
         let growth = state.arena.plan(BLOCK, total, room).expect("room");
-        state
-            .arena
-            .adopt(growth, growth.make(&Device))
-            .expect("memory");
-        state.last_writers.push(LastWriters::default());
+        let made = growth.make(&device);
+        state.adopt_for(OWNER, growth, made, None).expect("memory");
         Play {
             fault,
             state,
             peers: vec![Peer::default(); peers],
             pages: HashMap::new(),
-            processes: HashMap::new(),
             next_number: 1,
             lent: None,
             pending: Vec::new(),
@@ -222,14 +212,10 @@ impl Play {
         if self.peers[peer].is_here {
             return;
         }
-        let (number, page) = (self.next_number, Arc::new(SharedPage::new(PAGE_BYTES)));
+        let (number, page) = (self.next_number, Arc::new(page(1)));
         self.next_number += 1;
-        let process = Arc::new(Process::default());
         self.pages.insert(number, page.clone());
-        self.state
-            .borrowers
-            .add(number, page, process.clone(), None);
-        self.processes.insert(number, process);
+        self.state.borrowers.add(number, page, process(), None);
         self.peers[peer] = Peer {
             number,
             is_here: true,
@@ -276,7 +262,7 @@ impl Play {
             ));
         }
         let range = place.1..place.1 + BLOCK;
-        let last_writers = &mut self.state.last_writers[0];
+        let last_writers = &mut self.state.users.region(0).last_writers;
         if last_writers.are_foreign_to(user, &range) && self.fault != Fault::ClearsNothing {
             self.fences += 1;
             self.clearing.insert(place, self.fences);
@@ -336,7 +322,10 @@ impl Play {
         }
         if self.fault != Fault::NotesOneUser {
             let (region, offset) = self.place(slot);
-            self.state.last_writers[region as usize]
+            self.state
+                .users
+                .region(region as usize)
+                .last_writers
                 .set(offset..offset + BLOCK, LastWriter::Several);
         }
     }
@@ -405,7 +394,6 @@ impl Play {
             return;
         }
         let number = self.peers[peer].number;
-        self.processes[&number].prove();
         self.peers[peer] = Peer::default();
         self.free(number);
         self.reclaim();
@@ -439,7 +427,7 @@ impl Play {
             let lend = LentBlock {
                 slot,
                 bytes: BLOCK,
-                access: Access,
+                access: Access::ReadWrite,
             };
             self.state.lent_blocks.insert(1, lend);
         }
@@ -538,10 +526,13 @@ impl Play {
             .collect();
         let waiting = self.state.arena.waiting_bytes();
         let behind = self.fences - self.cleared;
-        format!(
+        let text = format!(
             "{blocks:?} {written:?} {peers:?} {:?} {:?} {:?} {waiting} {behind} {:?}",
-            self.state.borrowers, self.lent, self.pending, self.state.last_writers
-        )
+            self.state.borrowers, self.lent, self.pending, self.state.users
+        );
+        // Not where its pages lie.
+        let pages = self.pages.values();
+        pages.fold(text, |text, page| text.replace(&format!("{page:?}"), ""))
     }
 }
 

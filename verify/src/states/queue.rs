@@ -6,20 +6,19 @@
 //! not taken costs no attempt; and when all workers are gone, one new worker can do everything that
 //! is left.
 
-use std::cell::{Cell, RefCell};
+#[path = "queue/owner.rs"]
+mod owner;
+
+use std::cell::RefCell;
 use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
-use std::sync::Arc;
 use std::time::Duration;
 
-use super::dispatcher::Dispatcher;
+use self::owner::{AnswerData, Data, Line, Owner};
 use super::job_table::{Outcome, QueueRules, ResultOrder};
-use super::loan::Loan;
 use super::wire::{Answer, AnswerKind, DeliveryTag};
 use super::worker_session::WorkerResult;
-use crate::pubsub::{Data, Line};
-use crate::stream::Stream;
 
 /// Workers at a time.
 const WORKERS: usize = 2;
@@ -81,15 +80,6 @@ pub enum Fault {
     NotesEveryEnd,
 }
 
-thread_local! {
-    static NOW: Cell<Duration> = const { Cell::new(Duration::ZERO) };
-}
-
-/// The clock of leases.
-pub(crate) fn now() -> Duration {
-    NOW.get()
-}
-
 /// A worker as it is.
 #[derive(Debug, Clone, Default)]
 struct Worker {
@@ -145,7 +135,7 @@ impl World {
             .find(|worker| worker.id == id)
     }
 
-    pub(crate) fn members(&self) -> Vec<(u64, Rc<RefCell<Line>>)> {
+    fn members(&self) -> Vec<(u64, Rc<RefCell<Line>>)> {
         let members = self.workers.iter().flatten();
         let members =
             members.filter(|worker| !worker.has_left && !worker.is_proven && !worker.is_expelled);
@@ -154,7 +144,7 @@ impl World {
             .collect()
     }
 
-    pub(crate) fn put(&mut self, id: u64, told: &[u8]) -> Option<u64> {
+    fn put(&mut self, id: u64, told: &[u8]) -> Option<u64> {
         let tag = DeliveryTag::decode(told).expect("what was encoded");
         let truth = self.jobs.entry(tag.job).or_default();
         if tag.attempt - 1 > truth.taken + truth.expired {
@@ -176,12 +166,12 @@ impl World {
         Some(worker.positions)
     }
 
-    pub(crate) fn next_meanwhile(&mut self) -> Option<Act> {
+    fn next_meanwhile(&mut self) -> Option<Act> {
         self.meanwhile.pop_front()
     }
 
     /// As `Publisher::expel`: what was not taken is taken back.
-    pub(crate) fn expel(&mut self, id: u64) {
+    fn expel(&mut self, id: u64) {
         if let Some(worker) = self.worker(id).filter(|worker| !worker.is_expelled) {
             worker.is_expelled = true;
             let untaken: Vec<_> = worker
@@ -194,7 +184,7 @@ impl World {
     }
 
     /// As `Publisher::take_untaken`, which also ends what a dead worker left.
-    pub(crate) fn take_disconnects(&mut self) -> Vec<(u64, u64)> {
+    fn take_disconnects(&mut self) -> Vec<(u64, u64)> {
         let gone = self
             .workers
             .iter()
@@ -304,9 +294,9 @@ impl Worker {
     }
 }
 
-impl Dispatcher {
+impl Owner {
     /// Makes one act happen.
-    pub(crate) fn act(&self, act: Act) {
+    fn act(&self, act: Act) {
         match act {
             Act::Submit => self.submit(),
             Act::CallOff => {
@@ -324,14 +314,17 @@ impl Dispatcher {
                     self.world().jobs.entry(id).or_default().is_called_off = true;
                 }
             }
-            Act::Work => self.process_events(&mut self.lock()),
+            Act::Work => self.process_events(),
             Act::TakeNext => {
                 let next = self.lock().table.take_next();
                 next.into_iter()
                     .for_each(|(id, outcome)| self.took(id, outcome));
             }
             Act::Expire => {
-                NOW.set(now() + TIMEOUT);
+                let state = self.lock();
+                state.uptime.advance(TIMEOUT);
+                let ends = state.sessions.iter().filter_map(|it| it.end.as_ref());
+                ends.for_each(|end| end.clock.advance(TIMEOUT));
                 for (_, job) in self.world().jobs.iter_mut() {
                     job.expired += 1;
                 }
@@ -340,19 +333,7 @@ impl Dispatcher {
         }
     }
 
-    fn submit(&self) {
-        let mut guard = self.lock();
-        if guard.table.is_submitting() || self.world().jobs.len() as u64 >= JOBS_MAX {
-            return;
-        }
-        self.world()
-            .jobs
-            .insert(guard.table.next_job().0, Truth::default());
-        let loan = Loan::new(self.sample());
-        let _ = self.add_job(&mut guard, loan, &Stream, 0);
-    }
-
-    fn took(&self, id: u64, outcome: Outcome<WorkerResult>) {
+    fn took(&self, id: u64, outcome: Outcome<WorkerResult<AnswerData>>) {
         let mut world = self.world();
         let truth = world.jobs.entry(id).or_default();
         truth.outcomes += 1;
@@ -469,7 +450,7 @@ impl Dispatcher {
             "{sessions:?} {jobs:?} {:?} {:?} {world:?} {:?}",
             table.waiting,
             table.finished.values(),
-            now()
+            state.now()
         )
     }
 }
@@ -504,8 +485,7 @@ pub fn steps() -> Vec<Step> {
 ///
 /// # Errors
 /// The violation, if any.
-fn play(row: &[Step], order: ResultOrder, fault: Fault) -> Result<Arc<Dispatcher>, String> {
-    NOW.set(Duration::ZERO);
+fn play(row: &[Step], order: ResultOrder, fault: Fault) -> Result<Rc<Owner>, String> {
     let rules = QueueRules {
         prefetch: 2,
         max_attempts: 2,
@@ -513,21 +493,21 @@ fn play(row: &[Step], order: ResultOrder, fault: Fault) -> Result<Arc<Dispatcher
         order,
         limit: 100,
     };
-    let dispatcher = Dispatcher::new(rules, fault, World::default());
+    let owner = Owner::new(rules, fault);
     let mut rest = row;
     while let Some((&(_, act), behind)) = rest.split_first() {
         let during = behind
             .iter()
             .take_while(|(is_during, _)| *is_during)
             .count();
-        dispatcher.world().is_submit = false;
-        dispatcher.world().meanwhile = behind[..during].iter().map(|&(_, act)| act).collect();
-        dispatcher.act(act);
-        dispatcher.world().meanwhile.clear();
-        dispatcher.check()?;
+        owner.world().is_submit = false;
+        owner.world().meanwhile = behind[..during].iter().map(|&(_, act)| act).collect();
+        owner.act(act);
+        owner.world().meanwhile.clear();
+        owner.check()?;
         rest = &behind[during..];
     }
-    Ok(dispatcher)
+    Ok(owner)
 }
 
 /// A panic is a finding, too.
@@ -563,10 +543,10 @@ pub fn search(length: usize, is_in_order: bool, fault: Fault) -> Result<usize, S
             let mut row: Vec<Step> = row.clone();
             row.push(step);
             let wrong = |wrong| format!("{wrong}\nafter {row:?}");
-            let dispatcher = sound(|| play(&row, order, fault)).map_err(wrong)?;
-            if seen.insert(dispatcher.print()) {
-                let is_submit = dispatcher.world().is_submit;
-                sound(|| dispatcher.finish()).map_err(wrong)?;
+            let owner = sound(|| play(&row, order, fault)).map_err(wrong)?;
+            if seen.insert(owner.print()) {
+                let is_submit = owner.world().is_submit;
+                sound(|| owner.finish()).map_err(wrong)?;
                 if row.len() < length {
                     open.push_back((row, is_submit));
                 }

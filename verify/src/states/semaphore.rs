@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use super::page::{CREATOR, SemaphorePage, WaitProgress, WaitSlot, bytes_for};
 use crate::atomic::AtomicU64;
-use crate::shm::page::SharedPage;
-use crate::steps::{self, DONE, Model, World};
+use crate::verify::page;
+use crate::verify::steps::{self, DONE, Model, World};
 
 /// A member's next step, in the highest byte of its phase; below it the permit or the place, below
 /// that the value that it owes, or the hand-overs that it has seen.
@@ -66,7 +66,7 @@ pub enum Patience {
 
 impl Semaphore {
     pub fn new(members: &[Patience], permits: u32, sweeps: Sweeps) -> Semaphore {
-        let room = SemaphorePage::new(SharedPage::new(bytes_for(permits)), permits);
+        let room = SemaphorePage::new(page(bytes_for(permits)), permits);
         let holding = (0..=members.len()).map(|_| AtomicU64::new(0)).collect();
         let begin = vec![0; members.len() + 1];
         Semaphore {

@@ -60,6 +60,14 @@ impl Modules {
         self.0.insert(at, module);
     }
 
+    /// The modules that the one at `path` names.
+    pub(super) fn used_by(&self, path: &str) -> Option<BTreeSet<String>> {
+        let at: ModulePath = path.split('/').map(str::to_owned).collect();
+        let named = self.0.get(&at)?.named.iter();
+        let used = named.filter_map(|name| self.resolve(&at, name, 0));
+        Some(used.map(|used| used.join("/")).collect())
+    }
+
     /// The circles, one line for each folder that has one: the parts in it, and what they use.
     pub(super) fn circles(&self) -> Vec<String> {
         let mut folders: BTreeMap<&[String], Uses> = BTreeMap::new();

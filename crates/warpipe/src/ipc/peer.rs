@@ -300,7 +300,7 @@ impl Process {
     }
 
     /// A process with that pipe as its lifeline.
-    #[cfg(test)]
+    #[cfg(any(test, loom))]
     pub(crate) fn of_pipe(end: std::os::fd::OwnedFd) -> Arc<Process> {
         let pidfd =
             rustix::process::pidfd_open(rustix::process::getpid(), PidfdFlags::empty()).unwrap();
@@ -309,7 +309,7 @@ impl Process {
     }
 
     /// A process with these descriptors.
-    #[cfg(test)]
+    #[cfg(any(test, loom))]
     pub(crate) fn of_parts([pidfd, end, alarm]: [std::os::fd::OwnedFd; 3]) -> Arc<Process> {
         let [pidfd, end, alarm] = [pidfd, end, alarm].map(|fd| CloseOnForkFd::new(fd).unwrap());
         Process::new(pidfd, [end, alarm]).unwrap()

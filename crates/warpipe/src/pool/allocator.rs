@@ -90,17 +90,7 @@ impl PoolAllocator {
     ) -> Result<Arc<PoolAllocator>> {
         let scrubber = device.stream()?;
         let uid = rustix::process::geteuid().as_raw();
-        let state = PoolState {
-            arena: Arena::new(&device, limit),
-            owned: HashSet::new(),
-            lent_blocks: HashMap::new(),
-            borrowers: Borrowers::new(CLAIMS_MAX),
-            counts: PoolCounts::default(),
-            is_closed: false,
-            users: Users::new(uid, quotas),
-            fences: 0,
-            next_lend: 1,
-        };
+        let state = PoolState::new(&device, limit, Users::new(uid, quotas));
         let (board, fd) = FenceWords::published(&device, SLOTS_MAX)?;
         let lending = Lending::new(device.info().id, CLAIMS_MAX, (&board, fd));
         let memory = PoolMemory {
@@ -374,6 +364,20 @@ impl PoolAllocator {
 }
 
 impl PoolState {
+    pub(super) fn new(device: &Device, limit: u64, users: Users) -> PoolState {
+        PoolState {
+            arena: Arena::new(device, limit),
+            owned: HashSet::new(),
+            lent_blocks: HashMap::new(),
+            borrowers: Borrowers::new(CLAIMS_MAX),
+            counts: PoolCounts::default(),
+            is_closed: false,
+            users,
+            fences: 0,
+            next_lend: 1,
+        }
+    }
+
     pub(super) fn address(&self, slot: SlotId) -> DevicePtr {
         let slot = self.arena.slot(slot);
         self.arena.chunks()[slot.region as usize].region.ptr() + slot.offset

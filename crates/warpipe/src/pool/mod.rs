@@ -10,8 +10,14 @@
 mod allocator;
 mod buffer;
 mod client;
+#[cfg(loom)]
+#[path = "../../../../verify/src/histories/pool.rs"]
+pub mod histories;
 mod last_writers;
 mod server;
+#[cfg(loom)]
+#[path = "../../../../verify/src/states/pool.rs"]
+pub mod states;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]

@@ -2,8 +2,9 @@
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
 
+use crate::atomic::AtomicU64;
 use crate::ipc::PeerState;
 use crate::ipc::message::{self, CloseReason, Message};
 use crate::ipc::peer::Peer;

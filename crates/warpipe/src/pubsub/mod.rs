@@ -19,7 +19,7 @@ mod link_end;
 mod observer;
 mod publisher;
 mod publisher_core;
-mod publisher_link;
+pub(crate) mod publisher_link;
 pub(crate) mod ring;
 mod sample;
 mod subscriber;

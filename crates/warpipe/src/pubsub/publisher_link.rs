@@ -3,6 +3,9 @@
 //! replies.
 
 mod handshake;
+#[cfg(all(loom, not(miri)))]
+#[path = "../../../../verify/src/models/rescue.rs"]
+pub mod model;
 mod monitor;
 mod regions;
 mod samples;

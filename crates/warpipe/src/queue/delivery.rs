@@ -10,12 +10,14 @@
 //!
 //! A job that waited is delivered by any thread, once its data is complete: by the CPU alone.
 
-use super::dispatcher::{Dispatcher, StateGuard};
+use super::dispatcher::{Dispatcher, State, StateGuard};
 use super::job_table::DeliveryResult;
 use super::loan::Loan;
 use super::owner::SubmitError;
 use super::wire::DeliveryTag;
+use super::worker_session::AnswerLink;
 use crate::error::Result;
+use crate::pubsub::entry::Metadata;
 use crate::pubsub::{Forwarded, RetainedSlot, SendError};
 use crate::stream::Stream;
 
@@ -23,11 +25,25 @@ use crate::stream::Stream;
 /// lock.
 const NOT_YET_MAX: usize = 256;
 
-/// Makes the call of the submit that was begun, without the lock.
-fn submit_unlocked<T>(guard: &mut StateGuard<'_>, call: impl FnOnce() -> T) -> T {
-    struct AbortOnPanic<'g, 'a>(&'g mut StateGuard<'a>);
+/// A job's input, kept until its outcome: a [`RetainedSlot`]; a model has another.
+pub(super) trait Input {
+    fn forward(&self, worker: u64, metadata: &Metadata) -> Result<Forwarded>;
+}
 
-    impl Drop for AbortOnPanic<'_, '_> {
+impl Input for RetainedSlot {
+    fn forward(&self, worker: u64, metadata: &Metadata) -> Result<Forwarded> {
+        RetainedSlot::forward(self, worker, metadata)
+    }
+}
+
+/// Makes the call of the submit that was begun, without the lock.
+fn submit_unlocked<A: AnswerLink, I, T>(
+    guard: &mut StateGuard<'_, A, I>,
+    call: impl FnOnce() -> T,
+) -> T {
+    struct AbortOnPanic<'g, 'a, A: AnswerLink, I>(&'g mut StateGuard<'a, A, I>);
+
+    impl<A: AnswerLink, I> Drop for AbortOnPanic<'_, '_, A, I> {
         fn drop(&mut self) {
             self.0.relock();
             self.0.table.abort_submit();
@@ -40,9 +56,58 @@ fn submit_unlocked<T>(guard: &mut StateGuard<'_>, call: impl FnOnce() -> T) -> T
     made
 }
 
+/// What became of a job.
+pub(super) enum AddOutcome<E> {
+    Added,
+    /// The queue was closed meanwhile.
+    Closed(Option<E>),
+    /// The call failed. With the job's metadata.
+    Failed(E, Vec<u8>),
+}
+
+/// Adds a job, and posts its input: to a worker if no other job waits before it and a worker has
+/// capacity. The caller has the lock for submitting.
+pub(super) fn add<A: AnswerLink, I: Input, E>(
+    guard: &mut StateGuard<'_, A, I>,
+    tag: DeliveryTag,
+    metadata: Vec<u8>,
+    post: impl FnOnce(Option<u64>) -> Result<(I, Option<u64>), E>,
+    is_unseen: impl FnOnce(&E) -> bool,
+) -> AddOutcome<E> {
+    let (job, is_next) = guard.table.next_job();
+    let to = is_next.then(|| guard.pick_worker(&[])).flatten();
+    guard.table.insert(tag, to, metadata);
+    let posted = submit_unlocked(guard, || post(to));
+    if guard.table.is_closed() {
+        return AddOutcome::Closed(posted.err());
+    }
+    let (result, added) = match posted {
+        Ok((input, position)) => {
+            guard.table.store_input(job, input, position.is_some());
+            let result = position.map_or(DeliveryResult::NoWorker, DeliveryResult::At);
+            (result, AddOutcome::Added)
+        }
+        Err(error) => {
+            // If the worker may have seen the entry, its answer must find a lease, but no job.
+            let is_unseen = is_unseen(&error);
+            let result = if is_unseen {
+                DeliveryResult::NoWorker
+            } else {
+                DeliveryResult::Unconfirmed
+            };
+            let metadata = guard.table.undo_insert(job, is_unseen);
+            (result, AddOutcome::Failed(error, metadata))
+        }
+    };
+    let now = guard.now();
+    guard.table.finish_submit(result, now);
+    // Jobs that waited meanwhile.
+    guard.dispatch();
+    added
+}
+
 impl Dispatcher {
-    /// Adds a job, and delivers it at once if no other job waits before it and a worker has
-    /// capacity. The caller has the lock for submitting.
+    /// [Adds](add) a job.
     pub(super) fn add_job(
         &self,
         guard: &mut StateGuard<'_>,
@@ -55,7 +120,14 @@ impl Dispatcher {
             metadata,
             lease,
         } = input;
-        let (job, is_next) = guard.table.next_job();
+        let loan = |sample, metadata| {
+            Box::new(Loan {
+                sample,
+                metadata,
+                lease,
+            })
+        };
+        let (job, _) = guard.table.next_job();
         let tag = DeliveryTag {
             job,
             number: 1,
@@ -67,50 +139,45 @@ impl Dispatcher {
             Err(error) => {
                 return Err(SubmitError {
                     error,
-                    loan: Some(Box::new(Loan {
-                        sample,
-                        metadata,
-                        lease,
-                    })),
+                    loan: Some(loan(sample, metadata)),
                 });
             }
         };
-        let to = is_next.then(|| guard.pick_worker(&[])).flatten();
-        guard.table.insert(tag, to, metadata);
-        let posted = submit_unlocked(guard, || sample.post(to, &encoded, stream));
-        if guard.table.is_closed() {
+        let post = |to| sample.post(to, &encoded, stream);
+        match add(guard, tag, metadata, post, |failed| failed.sample.is_some()) {
+            AddOutcome::Added => Ok(job),
             // Not dropped here, under the lock: returning memory gives its stream work.
-            let sample = posted.err().and_then(|failed| failed.sample);
-            let loan = sample.map(|sample| Box::new(Loan::new(*sample)));
-            return Err(SubmitError {
+            AddOutcome::Closed(failed) => Err(SubmitError {
                 error: self.gone(),
-                loan,
-            });
+                loan: failed
+                    .and_then(|failed| failed.sample)
+                    .map(|sample| Box::new(Loan::new(*sample))),
+            }),
+            AddOutcome::Failed(SendError { error, sample }, metadata) => Err(SubmitError {
+                error,
+                loan: sample.map(|sample| loan(*sample, metadata)),
+            }),
         }
-        let (result, submitted) = record_post(guard, job, lease, posted);
-        let now = guard.now();
-        guard.table.finish_submit(result, now);
-        // Jobs that waited meanwhile.
-        self.dispatch(guard);
-        submitted
     }
+}
 
+impl<A: AnswerLink, I: Input> State<A, I> {
     /// Delivers waiting jobs with complete data as long as a worker has capacity, in their order: a
     /// job that has to wait for its data does not hold up those behind it, up to a limit. What a
     /// thread that submits leaves waiting, that thread delivers.
-    pub(super) fn dispatch(&self, guard: &mut StateGuard<'_>) {
-        guard.is_input_due = false;
+    pub(super) fn dispatch(&mut self) {
+        self.is_input_due = false;
         let (mut passed_over, mut not_yet, mut last) = (Vec::new(), 0, 0);
         while not_yet < NOT_YET_MAX
-            && let Some(waiting) = guard.table.first_waiting_after(last)
+            && let Some(waiting) = self.table.first_waiting_after(last)
         {
-            if guard.table.is_submitting() {
+            if self.table.is_submitting() {
                 return;
             }
-            let Some(id) = guard.pick_worker(&passed_over) else {
+            let Some(id) = self.pick_worker(&passed_over) else {
                 return;
             };
-            let Some((tag, job)) = guard.table.next_delivery(waiting) else {
+            let Some((tag, job)) = self.table.next_delivery(waiting) else {
                 return;
             };
             let Some(input) = &job.input else { return };
@@ -119,52 +186,19 @@ impl Dispatcher {
                 .and_then(|metadata| input.forward(id, &metadata));
             match forwarded {
                 Ok(Forwarded::At(position)) => {
-                    let now = guard.now();
-                    guard.table.deliver(tag, id, position, now);
+                    let now = self.now();
+                    self.table.deliver(tag, id, position, now);
                 }
                 Ok(Forwarded::NoRoom) => passed_over.push(id),
                 Ok(Forwarded::NotYet) => {
-                    guard.is_input_due = true;
+                    self.is_input_due = true;
                     (not_yet, last) = (not_yet + 1, waiting);
                 }
                 Err(error) => {
                     let reason = format!("it could not be given out: {error}");
-                    guard.table.fail_delivery(tag.job, reason);
+                    self.table.fail_delivery(tag.job, reason);
                 }
             }
-        }
-    }
-}
-
-/// Notes in the table what became of a job's submit.
-fn record_post(
-    guard: &mut StateGuard<'_>,
-    job: u64,
-    lease: Option<DeliveryTag>,
-    posted: Result<(RetainedSlot, Option<u64>), SendError>,
-) -> (DeliveryResult, Result<u64, SubmitError>) {
-    match posted {
-        Ok((input, position)) => {
-            guard.table.store_input(job, input, position.is_some());
-            let result = position.map_or(DeliveryResult::NoWorker, DeliveryResult::At);
-            (result, Ok(job))
-        }
-        Err(SendError { error, sample }) => {
-            // If the worker may have seen the entry, its answer must find a lease, but no job.
-            let result = if sample.is_some() {
-                DeliveryResult::NoWorker
-            } else {
-                DeliveryResult::Unconfirmed
-            };
-            let metadata = guard.table.undo_insert(job, sample.is_some());
-            let loan = sample.map(|sample| {
-                Box::new(Loan {
-                    sample: *sample,
-                    metadata,
-                    lease,
-                })
-            });
-            (result, Err(SubmitError { error, loan }))
         }
     }
 }

@@ -10,13 +10,13 @@ use rustix::event::epoll;
 
 use self::waiters::{OWN_DOORBELL, Waiters};
 use super::job_table::{JobTable, QueueRules, Stage};
-use super::worker_session::{Jobs, WorkerSession};
+use super::worker_session::{AnswerLink, Jobs, WorkerSession};
 use crate::error::{Error, Result};
 use crate::fork::thread::Thread;
 use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::ipc::domain::Domain;
 use crate::mutex::LockUnpoisoned;
-use crate::pubsub::{Publisher, SubscriberChanges};
+use crate::pubsub::{Publisher, Replies, RetainedSlot, SubscriberChanges};
 use crate::runtime::heartbeat::Uptime;
 use crate::runtime::releasable::ReleasableGuard;
 use crate::runtime::timed_lock::TimedLock;
@@ -27,9 +27,9 @@ const EPOLL_FLAGS: epoll::EventFlags = epoll::EventFlags::IN.union(epoll::EventF
 /// All that the queue's lock guards. The lock is never held across a call of the driver that gives
 /// a stream work: see [`delivery`](super::delivery).
 #[derive(Debug)]
-pub(super) struct State {
-    pub(super) table: Jobs,
-    pub(super) sessions: Vec<WorkerSession>,
+pub(super) struct State<A: AnswerLink = Replies, I = RetainedSlot> {
+    pub(super) table: Jobs<A, I>,
+    pub(super) sessions: Vec<WorkerSession<A>>,
     pub(super) waiters: Waiters,
     /// A worker could have the first job that waits, but its data is not complete.
     pub(super) is_input_due: bool,
@@ -37,9 +37,19 @@ pub(super) struct State {
     pub(super) uptime: Uptime,
 }
 
-pub(super) type StateGuard<'a> = ReleasableGuard<'a, State>;
+pub(super) type StateGuard<'a, A = Replies, I = RetainedSlot> = ReleasableGuard<'a, State<A, I>>;
 
-impl State {
+impl<A: AnswerLink, I> State<A, I> {
+    pub(super) fn new(rules: QueueRules) -> State<A, I> {
+        State {
+            table: JobTable::new(rules),
+            sessions: Vec::new(),
+            waiters: Waiters::default(),
+            is_input_due: false,
+            uptime: Uptime::default(),
+        }
+    }
+
     /// The current time of the lease clock; zero where leases have no limit, since it is not used
     /// there.
     pub(super) fn now(&self) -> Duration {
@@ -51,7 +61,7 @@ impl State {
 
     /// The worker that gets the next job, unless it is one of `but`.
     pub(super) fn pick_worker(&self, but: &[u64]) -> Option<u64> {
-        let is_open = |session: &&WorkerSession| session.is_open() && !but.contains(&session.id);
+        let is_open = |session: &&WorkerSession<A>| session.is_open() && !but.contains(&session.id);
         let open = self.sessions.iter().filter(is_open);
         self.table.pick_worker(open.map(|session| session.id))
     }
@@ -79,8 +89,46 @@ impl State {
         )
     }
 
-    pub(super) fn session(&mut self, id: u64) -> Option<&mut WorkerSession> {
+    pub(super) fn session(&mut self, id: u64) -> Option<&mut WorkerSession<A>> {
         self.sessions.iter_mut().find(|session| session.id == id)
+    }
+
+    /// Takes in the answers that have come, the results that are complete, and the leases that
+    /// have expired.
+    pub(super) fn receive(&mut self) {
+        let now = self.now();
+        for session in &mut self.sessions {
+            if session.has_news() {
+                session.receive_answers(&mut self.table, now);
+            }
+            session.collect_results(&mut self.table);
+        }
+        self.table.expire(now);
+    }
+
+    /// Returns jobs that gone workers had not taken: by worker, the positions.
+    pub(super) fn return_untaken(&mut self, untaken: impl IntoIterator<Item = (u64, u64)>) {
+        for (id, position) in untaken {
+            self.table.return_untaken(id, position);
+            self.table.record_untaken(id, position);
+        }
+    }
+
+    /// Removes workers after the end of their answers: each unanswered job has failed an attempt.
+    pub(super) fn remove_ended(&mut self) -> Vec<WorkerSession<A>> {
+        let ended = self.sessions.extract_if(.., |session| session.has_ended());
+        let ended: Vec<_> = ended.collect();
+        for session in &ended {
+            let reason = session.end_reason();
+            let (undone, is_being_submitted) = self.table.remove_worker(session.id);
+            for job in undone {
+                self.table.record_failure(job, reason.clone());
+            }
+            if is_being_submitted {
+                self.table.record_worker_end(session.id, reason);
+            }
+        }
+        ended
     }
 }
 
@@ -127,13 +175,7 @@ impl Dispatcher {
             domain,
             publisher,
             observer,
-            state: Mutex::new(State {
-                table: JobTable::new(rules),
-                sessions: Vec::new(),
-                waiters: Waiters::default(),
-                is_input_due: false,
-                uptime: Uptime::default(),
-            }),
+            state: Mutex::new(State::new(rules)),
             changed: Condvar::new(),
             resume: Condvar::new(),
             submit_lock: TimedLock::default(),
@@ -164,21 +206,11 @@ impl Dispatcher {
         if self.observer.take_news() {
             self.update_workers(guard);
         }
-        let now = guard.now();
-        let State {
-            table, sessions, ..
-        } = &mut **guard;
-        for session in &mut *sessions {
-            if session.has_news() {
-                session.receive_answers(table, now);
-            }
-            session.collect_results(table);
-        }
-        table.expire(now);
-        if sessions.iter().any(|session| session.end.is_some()) {
+        guard.receive();
+        if guard.sessions.iter().any(|session| session.end.is_some()) {
             self.remove_disconnected(guard);
         }
-        self.dispatch(guard);
+        guard.dispatch();
         if guard.table.revision != before {
             self.notify_waiters(&mut guard.waiters);
         }
@@ -205,7 +237,7 @@ impl Dispatcher {
 
     /// Workers came or went.
     fn update_workers(&self, state: &mut State) {
-        self.return_undelivered(&mut state.table);
+        state.return_untaken(self.publisher.take_untaken());
         let subscribers = self.publisher.linked_subscribers();
         let is_drained = state.table.stage >= Stage::Draining;
         for session in &mut state.sessions {
@@ -236,7 +268,7 @@ impl Dispatcher {
     }
 
     /// Removes workers after the end of their answers. Jobs that they had not taken return at no
-    /// cost; each other unanswered job has failed an attempt.
+    /// cost.
     fn remove_disconnected(&self, state: &mut State) {
         for session in &state.sessions {
             if let Some(end) = &session.end
@@ -245,26 +277,9 @@ impl Dispatcher {
                 self.publisher.expel(session.id, &end.reason);
             }
         }
-        let table = &mut state.table;
-        self.return_undelivered(table);
-        for session in state.sessions.extract_if(.., |session| session.has_ended()) {
-            let reason = session.end_reason();
-            let (undone, is_being_submitted) = table.remove_worker(session.id);
-            for job in undone {
-                table.record_failure(job, reason.clone());
-            }
-            if is_being_submitted {
-                table.record_worker_end(session.id, reason);
-            }
+        state.return_untaken(self.publisher.take_untaken());
+        for session in state.remove_ended() {
             let _ = epoll::delete(&self.readable, session.answers.descriptor());
-        }
-    }
-
-    /// Returns jobs that gone workers had not taken.
-    fn return_undelivered(&self, table: &mut Jobs) {
-        for (id, position) in self.publisher.take_untaken() {
-            table.return_untaken(id, position);
-            table.record_untaken(id, position);
         }
     }
 

@@ -32,6 +32,9 @@ mod job_table_tests;
 mod lease;
 mod loan;
 mod owner;
+#[cfg(loom)]
+#[path = "../../../../verify/src/states/queue.rs"]
+pub mod states;
 #[cfg(test)]
 mod tests;
 mod watch;

@@ -2,12 +2,13 @@
 //! and how it ended. Its leases are in the [job table](super::job_table).
 
 use std::collections::VecDeque;
+use std::fmt::Debug;
 use std::time::Duration;
 
 use super::job_table::JobTable;
 use super::wire::{Answer, DeliveryTag};
-use crate::error::Error;
-use crate::pubsub::entry::violation;
+use crate::error::{Error, Result};
+use crate::pubsub::entry::{Violation, violation};
 use crate::pubsub::{RawSample, Replies, RetainedSlot};
 use crate::runtime::heartbeat::Uptime;
 
@@ -19,15 +20,67 @@ const DISCONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// The most answers taken from one worker before the others are handled.
 const ANSWERS_PER_TURN: usize = 64;
 
-/// The job table of a queue: its inputs are slots of the owner.
-pub(super) type Jobs = JobTable<RetainedSlot, WorkerResult>;
+/// The link over which a worker's answers come: its [`Replies`]; a model has another.
+pub(super) trait AnswerLink {
+    type Arrival: Arrival;
+
+    fn take(&mut self) -> Result<Option<Self::Arrival>>;
+    fn fail(&self, wrong: Violation) -> Error;
+    fn is_sender_dead(&self) -> bool;
+    fn may_have_news(&self) -> bool;
+}
+
+impl AnswerLink for Replies {
+    type Arrival = RawSample;
+
+    fn take(&mut self) -> Result<Option<RawSample>> {
+        (**self).take()
+    }
+
+    fn fail(&self, wrong: Violation) -> Error {
+        (**self).fail(wrong)
+    }
+
+    fn is_sender_dead(&self) -> bool {
+        (**self).is_sender_dead()
+    }
+
+    fn may_have_news(&self) -> bool {
+        (**self).may_have_news()
+    }
+}
+
+/// An answer, with the data of its result.
+pub(super) trait Arrival: Debug {
+    fn metadata(&self) -> &[u8];
+    fn is_complete(&self) -> Result<bool>;
+    fn make_room(&mut self);
+}
+
+impl Arrival for RawSample {
+    fn metadata(&self) -> &[u8] {
+        RawSample::metadata(self)
+    }
+
+    fn is_complete(&self) -> Result<bool> {
+        RawSample::is_complete(self)
+    }
+
+    fn make_room(&mut self) {
+        RawSample::make_room(self);
+    }
+}
+
+/// The job table of a queue. Its inputs are slots of the owner; a model has others.
+pub(super) type Jobs<A = Replies, I = RetainedSlot> =
+    JobTable<I, WorkerResult<<A as AnswerLink>::Arrival>>;
 
 /// A result that a worker sent. In the job table its data is complete.
 #[derive(Debug)]
-pub(super) struct WorkerResult {
+pub(super) struct WorkerResult<R = RawSample> {
     pub(super) tag: DeliveryTag,
     pub(super) pid: i32,
-    pub(super) arrival: RawSample,
+    pub(super) arrival: R,
 }
 
 /// The end of a worker's answers.
@@ -41,13 +94,13 @@ pub(super) struct SessionEnd {
 }
 
 #[derive(Debug)]
-pub(super) struct WorkerSession {
+pub(super) struct WorkerSession<A: AnswerLink = Replies> {
     /// The worker's subscriber id at the queue's publisher.
     pub(super) id: u64,
     pub(super) pid: i32,
-    pub(super) answers: Replies,
+    pub(super) answers: A,
     /// Those with data that is not complete yet.
-    pub(super) pending_results: VecDeque<WorkerResult>,
+    pub(super) pending_results: VecDeque<WorkerResult<A::Arrival>>,
     /// Set once no answers come any more.
     pub(super) end: Option<SessionEnd>,
     /// The worker has closed gracefully: each pending result still completes, or the worker's
@@ -57,8 +110,8 @@ pub(super) struct WorkerSession {
     pub(super) is_leaving: bool,
 }
 
-impl WorkerSession {
-    pub(super) fn new(id: u64, pid: i32, answers: Replies) -> WorkerSession {
+impl<A: AnswerLink> WorkerSession<A> {
+    pub(super) fn new(id: u64, pid: i32, answers: A) -> WorkerSession<A> {
         WorkerSession {
             id,
             pid,
@@ -81,7 +134,7 @@ impl WorkerSession {
     }
 
     /// Receives the answers that have come.
-    pub(super) fn receive_answers(&mut self, jobs: &mut Jobs, now: Duration) {
+    pub(super) fn receive_answers<I>(&mut self, jobs: &mut Jobs<A, I>, now: Duration) {
         for _ in 0..ANSWERS_PER_TURN {
             if self.end.is_some() {
                 return;
@@ -115,12 +168,12 @@ impl WorkerSession {
     }
 
     /// Receives one answer. An illegal answer ends the link.
-    fn receive_answer(
+    fn receive_answer<I>(
         &mut self,
-        arrival: RawSample,
-        jobs: &mut Jobs,
+        arrival: A::Arrival,
+        jobs: &mut Jobs<A, I>,
         now: Duration,
-    ) -> Result<(), Error> {
+    ) -> Result<()> {
         let answer =
             Answer::decode(arrival.metadata()).map_err(|wrong| self.answers.fail(wrong))?;
         let lease = (answer.job, answer.number);
@@ -142,7 +195,7 @@ impl WorkerSession {
     }
 
     /// Checks which results are complete by now.
-    pub(super) fn collect_results(&mut self, jobs: &mut Jobs) {
+    pub(super) fn collect_results<I>(&mut self, jobs: &mut Jobs<A, I>) {
         let mut index = 0;
         while index < self.pending_results.len() {
             let lost = match self.pending_results[index].arrival.is_complete() {

@@ -10,6 +10,9 @@ mod consumer;
 mod host_ring;
 #[cfg_attr(not(test), allow(dead_code, reason = "the header is written by xtask"))]
 mod layout;
+#[cfg(all(loom, not(miri)))]
+#[path = "../../../../verify/src/models/kernel_ring.rs"]
+pub mod model;
 mod server;
 mod steps;
 #[cfg(test)]

@@ -10,11 +10,15 @@
 use std::sync::Mutex;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicU32, AtomicU64};
-use std::time::{Duration, Instant};
+use std::time::Duration;
+#[cfg(not(loom))]
+use std::time::Instant;
 
 use crate::backoff::Backoff;
 use crate::mutex::LockUnpoisoned;
 use crate::runtime::reactor::{STALLED_AFTER, TICK};
+#[cfg(loom)]
+use crate::verify::Instant;
 
 /// One peer's heartbeat. One thread ticks; any thread may query.
 #[derive(Debug, Default)]
@@ -100,7 +104,7 @@ impl Uptime {
     }
 
     /// Simulates that this process ran for `time`.
-    #[cfg(test)]
+    #[cfg(any(test, loom))]
     pub(crate) fn advance(&self, time: Duration) {
         let mut state = self.0.locked();
         state.1 += time;

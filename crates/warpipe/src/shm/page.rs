@@ -11,12 +11,12 @@
 
 use std::ffi::CStr;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::sync::{Arc, OnceLock};
 
 use rustix::fs::SealFlags;
 use rustix::mm::{MapFlags, ProtFlags};
 
+use crate::atomic::{AtomicU32, AtomicU64};
 use crate::backend::{DevicePtr, TimelineWord, host, unreclaimed};
 use crate::device::Device;
 use crate::error::{Error, Result};

@@ -14,10 +14,10 @@ use std::arch::asm;
 use std::mem::offset_of;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use super::page::SharedPage;
 use super::seal;
+use crate::atomic::{AtomicU32, AtomicU64};
 use crate::backend::{DevicePtr, TimelineWord};
 use crate::device::Device;
 use crate::error::{Error, HandshakeFault, Result};

@@ -1,6 +1,6 @@
 //! The owner's acts, and the device's progress.
 
-use super::super::block::LentBlock;
+use super::super::allocator::block::LentBlock;
 use super::{Fault, Lent, OWNER, Play, Work};
 use crate::backend::Access;
 
@@ -31,7 +31,7 @@ impl Play {
             let lend = LentBlock {
                 slot,
                 bytes: place.bytes,
-                access: Access,
+                access: Access::ReadWrite,
             };
             self.state.lent_blocks.insert(slot.into(), lend);
         }

@@ -9,6 +9,9 @@
 //! [`entrances`]. A handler that runs after this one and waits for a parked thread waits for ever.
 
 mod entrances;
+#[cfg(all(loom, not(miri)))]
+#[path = "../../../../../verify/src/models/gate.rs"]
+pub mod model;
 
 use std::cell::Cell;
 use std::marker::PhantomData;

@@ -15,11 +15,17 @@ mod driver_failures;
 mod hostile;
 mod local;
 mod member_monitor;
+#[cfg(all(loom, not(miri)))]
+#[path = "../../../../../verify/src/models/room.rs"]
+pub mod model;
 mod page;
 #[cfg(test)]
 mod page_tests;
 mod server;
 mod signals;
+#[cfg(loom)]
+#[path = "../../../../../verify/src/states/semaphore.rs"]
+pub mod states;
 #[cfg(test)]
 mod tests;
 
