@@ -18,7 +18,6 @@ pub(crate) mod acceptor;
 pub(crate) mod client_handshake;
 pub(crate) mod connection;
 pub(crate) mod domain;
-pub(crate) mod ends;
 pub(crate) mod handle;
 pub(crate) mod limits;
 pub(crate) mod message;

@@ -6,11 +6,11 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::claims::Borrowers;
+use super::ends::Ends;
 use super::{Grant, HelloReply, LendNotice, LendReply, LendRequest, Offer, Place, word_at};
 use crate::backend::DeviceId;
 use crate::error::Result;
 use crate::fork::CloseOnForkFd;
-use crate::ipc::ends::Ends;
 use crate::ipc::{
     ClientInfo, Disconnected, OutgoingReply, Rejection, RequestHandler, ServerCore, decode,
 };

@@ -7,7 +7,7 @@
 use std::ffi::{CStr, c_int, c_uint, c_void};
 use std::ptr;
 
-use super::fault::Fault;
+use super::sys::Fault;
 use super::sys::*;
 
 type DriverAnswer<T = ()> = Result<T, Fault>;

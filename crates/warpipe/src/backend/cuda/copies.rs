@@ -19,9 +19,9 @@ use std::time::{Duration, Instant};
 
 use super::backend::CudaBackend;
 use super::backend::memory::size;
-use super::fault::Fault;
 use super::shutdown_gate;
 use super::staging::{LARGEST, Piece, Purpose, StagingLease, UPLOADS_MAX};
+use super::sys::Fault;
 use super::sys::{CUDA_MEMCPY3D, CUdeviceptr, CUstream, MEMORYTYPE_UNIFIED};
 use crate::backend::{Copies, DevicePtr, HostCopy, RawStream, Rows};
 use crate::backoff::Backoff;

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use super::sys::{self, CUdevice, CUresult, Driver};
+use super::sys::{self, CUdevice, CUresult, Driver, Fault};
 use super::{fault, shutdown_gate};
 use crate::backend::{DeviceId, DeviceInfo, DeviceKind};
 use crate::backoff::Backoff;
@@ -40,7 +40,7 @@ fn close_at_exit() -> Result<()> {
 
 /// `cuInit`. An MPS server that has lost a client takes a moment before it accepts the next one, so
 /// this retries.
-fn init(driver: &Driver) -> Result<(), fault::Fault> {
+fn init(driver: &Driver) -> Result<(), Fault> {
     let start = Instant::now();
     let mut backoff = Backoff::default();
     loop {

@@ -5,18 +5,8 @@ use std::io;
 use std::path::Path;
 
 use super::shutdown_gate;
-use super::sys::{self, CUresult};
+use super::sys::{self, CUresult, Fault};
 use crate::error::Error;
-
-/// A driver call that failed. Small and without a heap allocation, so that a caller can match the
-/// code and choose the fitting [`Error`]; `?` makes the general one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Fault {
-    /// The driver has no such function.
-    Symbol(&'static str),
-    /// The function returned a status other than success.
-    Call { call: &'static str, code: CUresult },
-}
 
 impl Fault {
     /// Whether the driver returned one of `codes`.

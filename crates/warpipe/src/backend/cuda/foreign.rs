@@ -15,7 +15,7 @@ use super::backend::CudaBackend;
 use super::backend::memory::{
     access_to, duplicate, import_error, not_memory, refuse_plain_files, size,
 };
-use super::fault::Fault;
+use super::sys::Fault;
 use super::sys::*;
 use crate::backend::{
     Access, DeviceId, DeviceKind, DevicePtr, Imports, Ipc, PointerKind, RawRegion, Retained, Stage,

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use super::backend::CudaBackend;
 use super::backend::broadcast::WORDS_MAX;
 use super::backend::legacy::EVENTS;
-use super::fault::Fault;
+use super::sys::Fault;
 use super::sys::*;
 use super::{shutdown_gate, waits};
 use crate::backend::{RawEvent, RawStream, StreamOp, Streams, TimelineWord};

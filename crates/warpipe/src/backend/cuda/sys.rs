@@ -12,7 +12,6 @@ use std::sync::OnceLock;
 
 use libloading::Library;
 
-use super::fault::Fault;
 use super::shutdown_gate;
 use crate::fork::per_process::PerProcess;
 
@@ -58,6 +57,16 @@ impl CUresult {
     pub const CAPTURED_EVENT: CUresult = CUresult(907);
     pub const STREAM_CAPTURE_WRONG_THREAD: CUresult = CUresult(908);
     pub const UNKNOWN: CUresult = CUresult(999);
+}
+
+/// A driver call that failed. Small and without a heap allocation, so that a caller can match the
+/// code and choose the fitting [`Error`]; `?` makes the general one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Fault {
+    /// The driver has no such function.
+    Symbol(&'static str),
+    /// The function returned a status other than success.
+    Call { call: &'static str, code: CUresult },
 }
 
 pub(super) type CUdevice = c_int;

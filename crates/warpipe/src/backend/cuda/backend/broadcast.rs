@@ -6,7 +6,7 @@
 use std::ffi::{CStr, c_void};
 use std::ptr;
 
-use super::super::fault::Fault;
+use super::super::sys::Fault;
 use super::super::sys::{CUdeviceptr, CUfunction, CUstream, Driver};
 use super::kernels::load_resident;
 use crate::backend::StreamOp;

@@ -4,7 +4,7 @@
 use std::ffi::{CStr, c_void};
 use std::ptr;
 
-use super::super::fault::Fault;
+use super::super::sys::Fault;
 use super::super::sys::{
     CUDA_MEMCPY3D, CUdeviceptr, CUfunction, CUstream, Driver, MEMORYTYPE_UNIFIED,
 };

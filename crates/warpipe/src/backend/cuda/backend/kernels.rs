@@ -6,7 +6,7 @@ use std::ffi::{CStr, c_void};
 use std::ptr;
 use std::sync::{Mutex, PoisonError, RwLock};
 
-use super::super::fault::Fault;
+use super::super::sys::Fault;
 use super::super::sys::{CUfunction, CUmodule, CUstream, Driver};
 use super::CudaBackend;
 use crate::backend::RawStream;

@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::super::fault::Fault;
+use super::super::sys::Fault;
 use super::super::sys::*;
 use super::CudaBackend;
 use crate::backend::pointer::kind_outside;

@@ -10,7 +10,7 @@ use std::sync::{MutexGuard, PoisonError};
 use rustix::fs::{FileType, OFlags};
 use rustix::io::FdFlags;
 
-use super::super::fault::Fault;
+use super::super::sys::Fault;
 use super::super::sys::*;
 use super::super::waits;
 use super::CudaBackend;
