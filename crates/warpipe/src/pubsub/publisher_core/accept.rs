@@ -266,6 +266,8 @@ impl PublisherCore {
                     .is_none_or(|core| core.lock().history.complete_due(&core.fences))
             });
         }
+        // They are live now, maybe at the end of a send and not of a message.
+        self.notify();
     }
 
     /// Drops the links that are over: those that have left and released everything, and those that

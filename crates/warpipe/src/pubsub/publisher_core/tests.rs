@@ -199,6 +199,26 @@ fn late_joiners_of_a_history_that_is_not_complete_are_let_in_and_get_it_without_
 }
 
 #[test]
+fn a_wait_for_a_subscriber_that_joins_during_a_send_ends_with_the_send() {
+    let stage = Stage::new("joins");
+    let publisher = stage.builder().history(1).build().unwrap();
+    let sending = stage.stream();
+    stage.hook().hold("batch");
+    std::thread::scope(|scope| {
+        scope.spawn(|| publisher.send_bytes(&sending, &[1; 8]));
+        stage.hook().wait_for(1);
+        let _subscriber = stage.subscriber();
+        let waiting = scope.spawn(|| publisher.wait_for_subscribers(1, 2 * LONG));
+        // Meanwhile that one has begun.
+        let found = publisher.wait_for_subscribers(1, Duration::from_millis(200));
+        assert!(matches!(found, Err(Error::Timeout { .. })), "{found:?}");
+        stage.hook().unblock();
+        eventually("it goes on", || waiting.is_finished());
+        waiting.join().unwrap().unwrap();
+    });
+}
+
+#[test]
 fn a_publisher_that_is_dropped_completes_what_late_joiners_have_of_its_history() {
     let stage = Stage::new("left-history");
     let publisher = stage.builder().history(1).build().unwrap();
