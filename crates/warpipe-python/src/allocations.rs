@@ -98,7 +98,7 @@ impl AllocationServer {
         Ok(py.detach(share)?)
     }
 
-    /// Takes back a share that nobody has opened. False if it was opened or withdrawn.
+    /// Takes back a share that no process has opened. False if it was opened or withdrawn.
     ///
     /// Raises ``ClosedError``.
     fn withdraw(&self, py: Python<'_>, number: u64) -> PyResult<bool> {

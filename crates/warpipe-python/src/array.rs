@@ -115,7 +115,7 @@ pub fn cuda_array_interface<'py>(py: Python<'py>, memory: &Memory) -> PyResult<B
         );
         return Err(PyAttributeError::new_err(said));
     };
-    // Nobody says which stream will use it.
+    // Nothing says which stream will use it.
     for consumer in likely(py, &memory.device)? {
         match &memory.hold {
             MemoryHolder::Sample(lent) => lent.note(py, &consumer),

@@ -175,7 +175,9 @@ macro_rules! exceptions {
                     $(dict.set_item(stringify!($name), $value)?;)*
                     Ok($class)
                 })*
-                Error::Os { call, source, .. } => fill_system_call(dict, Some(call), source.raw_os_error()),
+                Error::Os { call, source, .. } => {
+                    fill_system_call(dict, Some(call), source.raw_os_error())
+                }
                 Error::DescriptorLimit { .. } => fill_shortage(dict, libc::EMFILE),
                 Error::InFlightLimit { .. } => fill_shortage(dict, libc::ETOOMANYREFS),
                 _ => Ok("Error"),

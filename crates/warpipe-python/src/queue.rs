@@ -96,7 +96,6 @@ impl Queue {
             .lease_timeout(optional(lease_timeout, "lease_timeout")?)
             .order(self::order(order)?)
             .limit(limit)
-            // In slices, with a look at the signals in between.
             .memory_limit(memory_limit)
             .workers_max(workers_max)
             .handshake_timeout(seconds(handshake_timeout, "handshake_timeout")?);

@@ -350,7 +350,7 @@ impl Source {
             SourceLocation::Host(..) if self.layout.bytes() == 0 => Some(&[]),
             SourceLocation::Host(address, _) => {
                 // SAFETY: the object says that its tensor lies there, the extent was worked out
-                // from the same shape and strides, and `SourceOwner` holds it. That nobody writes
+                // from the same shape and strides, and `SourceOwner` holds it. That nothing writes
                 // it during the call is the caller's part, as with every array library.
                 Some(unsafe {
                     std::slice::from_raw_parts(*address as *const u8, self.layout.bytes() as usize)

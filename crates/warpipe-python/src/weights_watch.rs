@@ -143,7 +143,7 @@ fn call(board: &Board, place: &Place, callback: &Callback) {
             Ok(_) => {}
             Err(error) if is_for_now(&error) => {}
             Err(error) => {
-                // Nobody else would hear of it.
+                // No caller would get it.
                 let raised = PyErr::from(Fault::from(error));
                 let _ = Python::try_attach(|py| raised.write_unraisable(py, None));
                 return;

@@ -2129,7 +2129,7 @@ class _AllocationServer(Closeable):
         ``ClosedError``, ``DriverError``.
         """
     def withdraw(self, number: int) -> bool:
-        """Takes back a share that nobody has opened. False if it was opened or withdrawn.
+        """Takes back a share that no process has opened. False if it was opened or withdrawn.
 
         Raises ``ClosedError``.
         """

@@ -144,7 +144,7 @@ fn next(code: CUresult) -> &'static str {
             "another process has the GPU for itself: end it, or set the compute mode to default"
         }
         CUresult::INVALID_CONTEXT | CUresult::CONTEXT_IS_DESTROYED => {
-            "somebody reset the device's primary context: open the device again"
+            "the device's primary context was reset: open the device again"
         }
         CUresult::DEINITIALIZED => "the process is ending: close what is open before its end",
         CUresult::NO_BINARY_FOR_GPU => {
