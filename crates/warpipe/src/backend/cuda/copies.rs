@@ -7,11 +7,12 @@
 //! goes through page-locked memory of this library ([`staging`](super::staging)), which the driver
 //! only enqueues.
 //!
-//! The driver gives short copies from the host to the compute engine, with the bytes in the command:
-//! up to 64 KiB of pageable memory, less than 32 KiB of page-locked memory. Where processes take
-//! turns on the compute engine, each such copy waits for a turn: 140 us, where the copy engine takes
-//! 8 (H100, see ARCHITECTURE.md). A copy of two rows goes to the copy engine, however short. So
-//! short copies are staged, and enqueued as two rows; not under MPS, where there are no turns.
+//! The driver gives short copies from the host to the compute engine, with the bytes in the
+//! command: up to 64 KiB of pageable memory, less than 32 KiB of page-locked memory. Where
+//! processes take turns on the compute engine, each such copy waits for a turn: 140 us, where the
+//! copy engine takes 8 (H100, see ARCHITECTURE.md). A copy of two rows goes to the copy engine,
+//! however short. So short copies are staged, and enqueued as two rows; not under MPS, where there
+//! are no turns.
 
 use std::collections::VecDeque;
 use std::ptr;
@@ -325,8 +326,8 @@ impl CudaBackend {
     /// Enqueues a copy of the first `bytes` of a piece.
     ///
     /// # Safety
-    /// As for [`Copies::upload`]; the context is current; the piece is as long, and stays as it is until
-    /// the copy is done.
+    /// As for [`Copies::upload`]; the context is current; the piece is as long, and stays as it is
+    /// until the copy is done.
     unsafe fn upload_piece(
         &self,
         dst: CUdeviceptr,
@@ -350,9 +351,10 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// Waits, after a refused call, for the copies before it: the caller is free to unmap the memory
-    /// that they read, or to use the memory that they write, once it has the error. Not after a
-    /// timeout, nor on a stream that the driver refuses to tell of: a failed context copies nothing.
+    /// Waits, after a refused call, for the copies before it: the caller is free to unmap the
+    /// memory that they read, or to use the memory that they write, once it has the error. Not
+    /// after a timeout, nor on a stream that the driver refuses to tell of: a failed context copies
+    /// nothing.
     ///
     /// # Safety
     /// The stream is live, the context current.

@@ -27,9 +27,9 @@ use crate::backoff::Backoff;
 use crate::error::{Error, Result};
 
 /// The limit for the wait for running calls at the end of the process. A call that blocks for
-/// longer is still running when the teardown begins. A CPU function on a stream (`cuLaunchHostFunc`) makes
-/// no driver calls, so it never enters the gate; if it calls `exit`, this limit bounds the wait for
-/// threads that are blocked behind its stream.
+/// longer is still running when the teardown begins. A CPU function on a stream
+/// (`cuLaunchHostFunc`) makes no driver calls, so it never enters the gate; if it calls `exit`,
+/// this limit bounds the wait for threads that are blocked behind its stream.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// 0 before the driver is initialised. A child inherits it on purpose.

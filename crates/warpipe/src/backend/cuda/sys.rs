@@ -1,9 +1,9 @@
 //! The CUDA driver API as its headers have it: types, constants, and a table of functions found at
 //! run time.
 //!
-//! This module owns nothing. A function that the driver lacks is `None` in the table, so that an old
-//! driver fails at the call that needs it and not at load. Each has a method of its name, which calls
-//! it, and gives a [`Fault`] for a failure and for a function that is not there.
+//! This module owns nothing. A function that the driver lacks is `None` in the table, so that an
+//! old driver fails at the call that needs it and not at load. Each has a method of its name, which
+//! calls it, and gives a [`Fault`] for a failure and for a function that is not there.
 
 #![allow(non_snake_case)]
 
