@@ -184,8 +184,8 @@ typedef enum {
   WARPIPE_FLOAT8_E5M2FNUZ = 3336,
   // 8 bits of exponent, and no sign.
   WARPIPE_FLOAT8_E8M0FNU = 3592,
-  // Two values of 2 bits of exponent and 1 of mantissa, finite: one element of a byte, so lengths
-  // and strides count pairs. DLPack's 4 bits and 2 lanes.
+  // Two values of 2 bits of exponent and 1 of mantissa, finite: one element of a byte, so
+  // lengths and strides count pairs. DLPack's 4 bits and 2 lanes.
   WARPIPE_FLOAT4_E2M1FN_X2 = 4360,
 } warpipe_dtype;
 
@@ -304,8 +304,8 @@ typedef struct warpipe_subscriber warpipe_subscriber;
 // of threads may use it.
 typedef struct warpipe_timeline warpipe_timeline;
 
-// A descriptor of one event loop for a queue's or a client's results. Any number of threads may use
-// it.
+// A descriptor of one event loop for a queue's or a client's results. Any number of threads may
+// use it.
 typedef struct warpipe_watch warpipe_watch;
 
 // Takes jobs of one queue. One thread at a time may use it; its leases may go to any thread.
@@ -777,8 +777,8 @@ typedef struct {
   uint32_t waiting;
 } warpipe_semaphore_info;
 
-// Options of a client. Begin with {.size = sizeof(warpipe_client_options)}; a field that is 0 has
-// its default.
+// Options of a client. Begin with {.size = sizeof(warpipe_client_options)}; a field that is 0
+// has its default.
 typedef struct {
   // sizeof(warpipe_client_options).
   size_t size;
@@ -803,8 +803,8 @@ typedef struct {
   uint64_t spin_ns;
 } warpipe_client_options;
 
-// Options of a server. Begin with {.size = sizeof(warpipe_server_options)}; a field that is 0 has
-// its default.
+// Options of a server. Begin with {.size = sizeof(warpipe_server_options)}; a field that is 0
+// has its default.
 typedef struct {
   // sizeof(warpipe_server_options).
   size_t size;
@@ -865,8 +865,8 @@ typedef struct {
   size_t allow_gids_count;
 } warpipe_timeline_options;
 
-// Options of a worker. Begin with {.size = sizeof(warpipe_worker_options)}; a field that is 0 has
-// its default.
+// Options of a worker. Begin with {.size = sizeof(warpipe_worker_options)}; a field that is 0
+// has its default.
 typedef struct {
   // sizeof(warpipe_worker_options).
   size_t size;
@@ -897,8 +897,8 @@ extern "C" {
 //
 // *publisher is the caller's, to be closed by warpipe_publisher_close.
 //
-// WARPIPE_NAME_CONFLICT when another process, or this one, has the name; WARPIPE_INVALID_INPUT;
-// WARPIPE_SYSTEM; WARPIPE_DEVICE_FAILED.
+// WARPIPE_NAME_CONFLICT when another process, or this one, has the name;
+// WARPIPE_INVALID_INPUT; WARPIPE_SYSTEM; WARPIPE_DEVICE_FAILED.
 //
 // Requires: name is a text, options null or the address of options, publisher that of a pointer.
 warpipe_status warpipe_publisher_create(const char *name,
@@ -987,8 +987,8 @@ warpipe_status warpipe_subscriber_close(warpipe_subscriber *subscriber);
 // warpipe_sample_release_on.
 //
 // WARPIPE_TIMEOUT; WARPIPE_PEER_GONE once every sample that the publisher completed was
-// received (not with reconnect); WARPIPE_LINK_CLOSED; WARPIPE_INVALID_STATE for a stream that
-// is being captured, or while another thread receives; WARPIPE_DEVICE_FAILED.
+// received (not with reconnect); WARPIPE_LINK_CLOSED; WARPIPE_INVALID_STATE for a stream
+// that is being captured, or while another thread receives; WARPIPE_DEVICE_FAILED.
 //
 // Requires: stream is a stream of the subscriber's device, sample the address of a pointer.
 warpipe_status warpipe_subscriber_receive(warpipe_subscriber *subscriber,
@@ -997,8 +997,8 @@ warpipe_status warpipe_subscriber_receive(warpipe_subscriber *subscriber,
                                           warpipe_sample **sample);
 
 // A descriptor for poll(2) and epoll(7): readable when warpipe_subscriber_receive with a
-// timeout of 0 is worth a call. Receive until it says WARPIPE_TIMEOUT before waiting on it. It is
-// the subscriber's, and ends with it.
+// timeout of 0 is worth a call. Receive until it says WARPIPE_TIMEOUT before waiting on it. It
+// is the subscriber's, and ends with it.
 //
 // Requires: fd is the address of a number.
 warpipe_status warpipe_subscriber_get_fd(const warpipe_subscriber *subscriber, int32_t *fd);
@@ -1049,8 +1049,8 @@ warpipe_status warpipe_device_close(warpipe_device *device);
 // Requires: stream is the address of a pointer.
 warpipe_status warpipe_stream_create(const warpipe_device *device, void **stream);
 
-// Destroys a stream of warpipe_stream_create, once; work that is enqueued still runs. The library
-// keeps it as long as endpoints and samples refer to it.
+// Destroys a stream of warpipe_stream_create, once; work that is enqueued still runs. The
+// library keeps it as long as endpoints and samples refer to it.
 //
 // WARPIPE_INVALID_INPUT for any other stream.
 warpipe_status warpipe_stream_destroy(const warpipe_device *device, void *stream);
@@ -1230,7 +1230,8 @@ warpipe_status warpipe_publisher_send_dlpack_legacy(const warpipe_publisher *pub
 // Requires: path is null or a text, domain the address of a pointer.
 warpipe_status warpipe_domain_open(const char *path, warpipe_domain **domain);
 
-// Opens a domain of another user, with endpoints that may admit this one. Trusts that user's names.
+// Opens a domain of another user, with endpoints that may admit this one. Trusts that user's
+// names.
 //
 // *domain is the caller's, to be closed by warpipe_domain_close.
 //
@@ -1482,17 +1483,18 @@ warpipe_status warpipe_lease_output(const warpipe_lease *lease,
                                     const warpipe_layout *layout,
                                     warpipe_loan **loan);
 
-// Completes the job, once the work enqueued on stream so far is done, and releases the input behind
-// that work. stream is the stream that the job was leased with, or was made to wait for that one.
-// loan is the result, a loan of warpipe_lease_output of this lease, which the work on stream
-// fills; or null, for none. Waits up to timeout_ns nanoseconds for the submitter to release earlier
-// results (WARPIPE_USUAL_TIMEOUT: as long as the worker's options say), but not for the device.
+// Completes the job, once the work enqueued on stream so far is done, and releases the input
+// behind that work. stream is the stream that the job was leased with, or was made to wait for
+// that one. loan is the result, a loan of warpipe_lease_output of this lease, which the work
+// on stream fills; or null, for none. Waits up to timeout_ns nanoseconds for the submitter to
+// release earlier results (WARPIPE_USUAL_TIMEOUT: as long as the worker's options say), but not
+// for the device.
 //
-// Closes lease and loan when it succeeds, and also when the driver fails after the submitter has
-// seen the answer (WARPIPE_DEVICE_FAILED). Else both stay the caller's, to be answered again or
-// closed: WARPIPE_PEER_GONE when the submitter has; WARPIPE_TIMEOUT when it holds too many
-// earlier results; WARPIPE_INVALID_INPUT for a stream of another device, or a loan of another lease;
-// WARPIPE_INVALID_STATE for a stream that is being captured, or a loan of a publisher.
+// Closes lease and loan when it succeeds, and also when the driver fails after the submitter
+// has seen the answer (WARPIPE_DEVICE_FAILED). Else both stay the caller's, to be answered again
+// or closed: WARPIPE_PEER_GONE when the submitter has; WARPIPE_TIMEOUT when it holds too many
+// earlier results; WARPIPE_INVALID_INPUT for a stream of another device, or a loan of another
+// lease; WARPIPE_INVALID_STATE for a stream that is being captured, or a loan of a publisher.
 //
 // Requires: stream is a stream of the worker's device.
 warpipe_status warpipe_lease_complete(warpipe_lease *lease,
@@ -1604,15 +1606,15 @@ warpipe_status warpipe_loan_set_metadata(warpipe_loan *loan, const void *metadat
 warpipe_status warpipe_loan_write(warpipe_loan *loan, void *stream, const void *data, size_t bytes);
 
 // Sends a publisher's loan to every subscriber, behind the work enqueued on stream so far.
-// *sequence, which may be null, becomes its number, from 1. Does not wait for the device, but up to
-// timeout_ns nanoseconds for room where the policy is WARPIPE_POLICY_BLOCK:
+// *sequence, which may be null, becomes its number, from 1. Does not wait for the device, but up
+// to timeout_ns nanoseconds for room where the policy is WARPIPE_POLICY_BLOCK:
 // WARPIPE_USUAL_TIMEOUT as long as that says.
 //
 // Closes loan when it succeeds, and also when the driver fails (WARPIPE_DEVICE_FAILED:
 // subscribers see that the sample is lost). Else the loan stays the caller's, to be sent again or
 // discarded: WARPIPE_TIMEOUT or WARPIPE_LIMIT_REACHED by the publisher's policy,
-// WARPIPE_INVALID_INPUT, WARPIPE_INVALID_STATE for a loan that is not a publisher's or a stream
-// that is being captured.
+// WARPIPE_INVALID_INPUT, WARPIPE_INVALID_STATE for a loan that is not a publisher's or a
+// stream that is being captured.
 //
 // Requires: stream is a stream of the publisher's device; sequence is null or the address of a number.
 warpipe_status warpipe_loan_send(warpipe_loan *loan,
@@ -1925,25 +1927,25 @@ warpipe_status warpipe_pool_client_close(warpipe_pool_client *client);
 //
 // *queue is the caller's, to be closed by warpipe_queue_close.
 //
-// WARPIPE_NAME_CONFLICT when another process, or this one, has the name; WARPIPE_INVALID_INPUT;
-// WARPIPE_SYSTEM; WARPIPE_DEVICE_FAILED.
+// WARPIPE_NAME_CONFLICT when another process, or this one, has the name;
+// WARPIPE_INVALID_INPUT; WARPIPE_SYSTEM; WARPIPE_DEVICE_FAILED.
 //
 // Requires: name is a text, options null or the address of options, queue that of a pointer.
 warpipe_status warpipe_queue_create(const char *name,
                                     const warpipe_queue_options *options,
                                     warpipe_queue **queue);
 
-// Closes a queue: its jobs end without an outcome, and its workers get WARPIPE_PEER_GONE. Results
-// that were taken stay usable; a job's handle says WARPIPE_INVALID_STATE. While another thread is
-// in a call on it, it ends when that call returns. Null is ignored.
+// Closes a queue: its jobs end without an outcome, and its workers get WARPIPE_PEER_GONE.
+// Results that were taken stay usable; a job's handle says WARPIPE_INVALID_STATE. While another
+// thread is in a call on it, it ends when that call returns. Null is ignored.
 warpipe_status warpipe_queue_close(warpipe_queue *queue);
 
 // Lends memory for the input of a job, a tensor of this layout, with undefined contents.
 //
 // *loan is the caller's, to be closed by warpipe_queue_submit or warpipe_loan_discard.
 //
-// WARPIPE_LIMIT_REACHED when the memory limit is in use for longer than the submission's timeout,
-// or the device is full.
+// WARPIPE_LIMIT_REACHED when the memory limit is in use for longer than the submission's
+// timeout, or the device is full.
 //
 // Requires: layout is the address of a layout, loan that of a pointer.
 warpipe_status warpipe_queue_loan(const warpipe_queue *queue,
@@ -1951,8 +1953,8 @@ warpipe_status warpipe_queue_loan(const warpipe_queue *queue,
                                   warpipe_loan **loan);
 
 // Submits a loan of this queue as a job, behind the work enqueued on stream so far. Waits up to
-// timeout_ns nanoseconds for room (WARPIPE_USUAL_TIMEOUT: as long as the queue's options say), but
-// neither for a worker nor for the device.
+// timeout_ns nanoseconds for room (WARPIPE_USUAL_TIMEOUT: as long as the queue's options say),
+// but neither for a worker nor for the device.
 //
 // *job is the caller's, to be closed by warpipe_job_close. job may be null: then
 // warpipe_queue_next_result gives the result.
@@ -2094,8 +2096,8 @@ warpipe_status warpipe_sample_finish(warpipe_sample *sample, uint64_t timeout_ns
 // Requires: receipt is null or the address of a pointer.
 warpipe_status warpipe_sample_release(warpipe_sample *sample, warpipe_receipt **receipt);
 
-// As warpipe_sample_release, behind the work of another stream, which must have been made to wait
-// for the one that the sample was received with (warpipe_stream_wait_for).
+// As warpipe_sample_release, behind the work of another stream, which must have been made to
+// wait for the one that the sample was received with (warpipe_stream_wait_for).
 //
 // Requires: as for warpipe_sample_release; stream is a stream of the subscriber's device.
 warpipe_status warpipe_sample_release_on(warpipe_sample *sample,
@@ -2246,10 +2248,10 @@ warpipe_status warpipe_client_call(const warpipe_client *client,
 // *pending is the caller's, to be closed by warpipe_pending_close.
 //
 // Closes loan when it succeeds, and also when the driver fails after a server has seen the
-// request (WARPIPE_DEVICE_FAILED). Else the loan stays the caller's: WARPIPE_LIMIT_REACHED when
-// there is no room until the deadline; WARPIPE_INVALID_INPUT for a loan of another client or a
-// stream of another device; WARPIPE_INVALID_STATE for a publisher's loan, or a stream that is
-// being captured.
+// request (WARPIPE_DEVICE_FAILED). Else the loan stays the caller's: WARPIPE_LIMIT_REACHED
+// when there is no room until the deadline; WARPIPE_INVALID_INPUT for a loan of another client
+// or a stream of another device; WARPIPE_INVALID_STATE for a publisher's loan, or a stream that
+// is being captured.
 //
 // Requires: stream is a stream of the client's device, pending the address of a pointer.
 warpipe_status warpipe_client_request(const warpipe_client *client,
@@ -2274,9 +2276,9 @@ warpipe_status warpipe_client_get_state(const warpipe_client *client,
                                         int32_t *servers,
                                         size_t capacity);
 
-// Waits for the reply, up to timeout_ns nanoseconds and until the deadline at most; 0 takes it if
-// it is there. It is complete: work on stream may read it at once. The request's handle stays the
-// caller's.
+// Waits for the reply, up to timeout_ns nanoseconds and until the deadline at most; 0 takes it
+// if it is there. It is complete: work on stream may read it at once. The request's handle stays
+// the caller's.
 //
 // *reply is the caller's, to be closed by warpipe_sample_finish, warpipe_sample_release or
 // warpipe_sample_release_on.
@@ -2299,7 +2301,8 @@ warpipe_status warpipe_pending_wait(const warpipe_pending *pending,
 // Requires: is_done is the address of a bool.
 warpipe_status warpipe_pending_is_done(const warpipe_pending *pending, bool *is_done);
 
-// Closes a request's handle, and withdraws the request if its reply was not taken. Null is ignored.
+// Closes a request's handle, and withdraws the request if its reply was not taken. Null is
+// ignored.
 warpipe_status warpipe_pending_close(warpipe_pending *pending);
 
 // Makes a server of service (a name as a publisher's, of at most 40 bytes). No client needs to
@@ -2320,8 +2323,8 @@ warpipe_status warpipe_server_create(const char *service,
 warpipe_status warpipe_server_close(warpipe_server *server);
 
 // Waits for the next request of any client, up to timeout_ns nanoseconds; 0 takes one that is
-// there. Clients are served in turn, and one that goes affects no other. stream will wait, on the
-// device, until the input is complete: kernels enqueued on it read complete data.
+// there. Clients are served in turn, and one that goes affects no other. stream will wait, on
+// the device, until the input is complete: kernels enqueued on it read complete data.
 //
 // *lease is the caller's, to be closed by its answer or warpipe_lease_close.
 //
@@ -2578,9 +2581,9 @@ warpipe_status warpipe_watch_close(warpipe_watch *watch);
 //
 // *worker is the caller's, to be closed by warpipe_worker_close.
 //
-// WARPIPE_NOT_FOUND when there is none, after wait_ns; WARPIPE_NAME_CONFLICT when the name is
-// no queue's; WARPIPE_REFUSED; WARPIPE_LIMIT_REACHED; WARPIPE_PROTOCOL for another version;
-// WARPIPE_DEVICE_FAILED.
+// WARPIPE_NOT_FOUND when there is none, after wait_ns; WARPIPE_NAME_CONFLICT when the name
+// is no queue's; WARPIPE_REFUSED; WARPIPE_LIMIT_REACHED; WARPIPE_PROTOCOL for another
+// version; WARPIPE_DEVICE_FAILED.
 //
 // Requires: queue is a text, options null or the address of options, worker that of a pointer.
 warpipe_status warpipe_worker_open(const char *queue,
@@ -2608,8 +2611,8 @@ warpipe_status warpipe_worker_lease(warpipe_worker *worker,
                                     uint64_t timeout_ns,
                                     warpipe_lease **lease);
 
-// A descriptor for poll(2) and epoll(7): readable when warpipe_worker_lease with a timeout of
-// 0 is worth a call. Lease until it says WARPIPE_TIMEOUT before waiting on it. It is the
+// A descriptor for poll(2) and epoll(7): readable when warpipe_worker_lease with a timeout
+// of 0 is worth a call. Lease until it says WARPIPE_TIMEOUT before waiting on it. It is the
 // worker's, and ends with it.
 //
 // Requires: fd is the address of a number.

@@ -49,7 +49,8 @@ pub(crate) unsafe fn slice<'a, T>(
     if count == 0 {
         return Ok(&[]);
     }
-    // SAFETY: not null, aligned and no longer than a slice may be; the rest is the caller's promise.
+    // SAFETY: not null, aligned and no longer than a slice may be; the rest is the caller's
+    // promise.
     Ok(unsafe { std::slice::from_raw_parts(data, count) })
 }
 
@@ -286,13 +287,14 @@ pub(crate) fn number<T: PartialEq + Default>(value: T) -> Option<T> {
     (value != T::default()).then_some(value)
 }
 
-/// Admits the users and groups of an endpoint's options. It is expanded in an unsafe block, under the
-/// promise of [`slice`] for both arrays.
+/// Admits the users and groups of an endpoint's options. It is expanded in an unsafe block, under
+/// the promise of [`slice`] for both arrays.
 macro_rules! admit {
     ($builder:ident, $options:ident) => {{
         let (uids, gids) = ($options.allow_uids, $options.allow_gids);
-        let uids = slice("options->allow_uids", uids, $options.allow_uids_count)?;
-        let gids = slice("options->allow_gids", gids, $options.allow_gids_count)?;
+        let (uids_count, gids_count) = ($options.allow_uids_count, $options.allow_gids_count);
+        let uids = $crate::arguments::slice("options->allow_uids", uids, uids_count)?;
+        let gids = $crate::arguments::slice("options->allow_gids", gids, gids_count)?;
         $builder = $builder.allow_uids(uids).allow_gids(gids);
     }};
 }

@@ -1,5 +1,7 @@
-//! The forms of a call: objects are found by their pointers, and its result is written, or given to
-//! C as an object. A new object's pointer comes first: nothing is done for one that has none.
+//! The forms of a call from C. It finds an object by its pointer, and then does something
+//! ([`call`], [`call_on`]), writes a value to a place of the caller's ([`read`],
+//! [`read_optional`]), or gives the caller the pointer of a new object ([`make`] and its like). A
+//! new object's entry in the table is reserved first: nothing is done if the table is full.
 
 use std::ffi::c_void;
 use std::ptr::null_mut;
@@ -11,7 +13,7 @@ use crate::failure::{Failure, run, warpipe_status};
 use crate::handle::{self, Handle, Locked};
 use crate::streams::OnDevice;
 
-/// Runs `work` on an object.
+/// Runs `work` on the object behind a pointer.
 pub(crate) fn call<P: Handle>(
     pointer: *const P,
     work: impl FnOnce(&mut P::Guard) -> Result<(), Failure>,
@@ -19,7 +21,7 @@ pub(crate) fn call<P: Handle>(
     run(|| work(&mut handle::find(pointer)?))
 }
 
-/// Runs `work` on an object and a stream of its device.
+/// As [`call`], with a stream of the object's device.
 ///
 /// # Safety
 /// As for [`Streams::get`](crate::streams::Streams::get).
@@ -36,7 +38,7 @@ pub(crate) unsafe fn call_on<P: Handle<Object = OnDevice<T>>, T>(
     })
 }
 
-/// Reads a value of an object.
+/// Writes what `work` gives of an object to `place`, which must not be null.
 ///
 /// # Safety
 /// As for [`out`].
@@ -55,7 +57,7 @@ pub(crate) unsafe fn read<P: Handle, V>(
     })
 }
 
-/// As [`call`], with a result that the caller may not want: `place` may be null.
+/// As [`read`], of a value that the caller may not want: `place` may be null.
 ///
 /// # Safety
 /// As for [`put_unless_null`].
@@ -72,7 +74,7 @@ pub(crate) unsafe fn read_optional<P: Handle, V>(
     })
 }
 
-/// Makes an object.
+/// Writes the pointer of the object that `work` makes to `place`, which must not be null.
 ///
 /// # Safety
 /// As for [`out_object`].
@@ -113,7 +115,7 @@ pub(crate) unsafe fn make_optional<P: Handle>(
     })
 }
 
-/// Makes an object of another one.
+/// As [`make`], of an object that comes from another one, the `source`.
 ///
 /// # Safety
 /// As for [`make`].
@@ -128,7 +130,7 @@ pub(crate) unsafe fn make_of<S: Handle, P: Handle>(
     unsafe { make(name, place, || work(&mut handle::find(source)?)) }
 }
 
-/// Makes an object of another one on its device.
+/// As [`make_of`], of an object on the device of its source.
 ///
 /// # Safety
 /// As for [`make`].
@@ -157,7 +159,7 @@ where
     })
 }
 
-/// Makes an object of another one on its device, with a stream of that.
+/// As [`make_beside`], with a stream of that device.
 ///
 /// # Safety
 /// As for [`make`] and [`Streams::get`](crate::streams::Streams::get).
@@ -182,7 +184,7 @@ where
     unsafe { make_beside(source, name, place, work) }
 }
 
-/// As [`make_on`], of an object that one thread at a time may use.
+/// As [`make_on`], of a source that one thread at a time may use: `work` may change it.
 ///
 /// # Safety
 /// As for [`make_on`].

@@ -185,8 +185,8 @@ fn policy_of(options: &warpipe_publisher_options) -> Result<Policy, Failure> {
 ///
 /// `*publisher` is the caller's, to be closed by `warpipe_publisher_close`.
 ///
-/// `WARPIPE_NAME_CONFLICT` when another process, or this one, has the name; `WARPIPE_INVALID_INPUT`;
-/// `WARPIPE_SYSTEM`; `WARPIPE_DEVICE_FAILED`.
+/// `WARPIPE_NAME_CONFLICT` when another process, or this one, has the name;
+/// `WARPIPE_INVALID_INPUT`; `WARPIPE_SYSTEM`; `WARPIPE_DEVICE_FAILED`.
 ///
 /// # Safety
 /// `name` is a text, `options` null or the address of options, `publisher` that of a pointer.
@@ -414,8 +414,8 @@ pub extern "C" fn warpipe_subscriber_close(subscriber: *mut warpipe_subscriber) 
 /// `warpipe_sample_release_on`.
 ///
 /// `WARPIPE_TIMEOUT`; `WARPIPE_PEER_GONE` once every sample that the publisher completed was
-/// received (not with `reconnect`); `WARPIPE_LINK_CLOSED`; `WARPIPE_INVALID_STATE` for a stream that
-/// is being captured, or while another thread receives; `WARPIPE_DEVICE_FAILED`.
+/// received (not with `reconnect`); `WARPIPE_LINK_CLOSED`; `WARPIPE_INVALID_STATE` for a stream
+/// that is being captured, or while another thread receives; `WARPIPE_DEVICE_FAILED`.
 ///
 /// # Safety
 /// `stream` is a stream of the subscriber's device, `sample` the address of a pointer.
@@ -435,8 +435,8 @@ pub unsafe extern "C" fn warpipe_subscriber_receive(
 }
 
 /// A descriptor for `poll(2)` and `epoll(7)`: readable when `warpipe_subscriber_receive` with a
-/// timeout of 0 is worth a call. Receive until it says `WARPIPE_TIMEOUT` before waiting on it. It is
-/// the subscriber's, and ends with it.
+/// timeout of 0 is worth a call. Receive until it says `WARPIPE_TIMEOUT` before waiting on it. It
+/// is the subscriber's, and ends with it.
 ///
 /// # Safety
 /// `fd` is the address of a number.

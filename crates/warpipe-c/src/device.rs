@@ -181,8 +181,8 @@ pub unsafe extern "C" fn warpipe_stream_create(
     })
 }
 
-/// Destroys a stream of `warpipe_stream_create`, once; work that is enqueued still runs. The library
-/// keeps it as long as endpoints and samples refer to it.
+/// Destroys a stream of `warpipe_stream_create`, once; work that is enqueued still runs. The
+/// library keeps it as long as endpoints and samples refer to it.
 ///
 /// `WARPIPE_INVALID_INPUT` for any other stream.
 #[unsafe(no_mangle)]

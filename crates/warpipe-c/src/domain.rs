@@ -36,7 +36,8 @@ pub(crate) fn domain_of(domain: *const warpipe_domain) -> Result<Option<Domain>,
     Ok(found.map(|domain| Domain::clone(&domain)))
 }
 
-/// Calls a builder's setters for the domain of the options and for what is not none.
+/// Gives a builder the domain of the options, and by each `setter(value)` that value if it is
+/// `Some`: for others the builder's default stays.
 macro_rules! set {
     ($builder:ident, $options:ident $(, $setter:ident($value:expr))* $(,)?) => {
         if let Some(domain) = $crate::domain::domain_of($options.domain)? {
@@ -74,7 +75,8 @@ pub unsafe extern "C" fn warpipe_domain_open(
     unsafe { make("domain", domain, open) }
 }
 
-/// Opens a domain of another user, with endpoints that may admit this one. Trusts that user's names.
+/// Opens a domain of another user, with endpoints that may admit this one. Trusts that user's
+/// names.
 ///
 /// `*domain` is the caller's, to be closed by `warpipe_domain_close`.
 ///

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use warpipe::{Device, Event, EventHandle, Recording, Stream};
 
-use crate::arguments::{Options, admit, put_text, put_unless_null, slice, text, timeout};
+use crate::arguments::{Options, admit, put_text, put_unless_null, text, timeout};
 use crate::call::{call, call_on, make, read};
 use crate::device::{make_with, streams_of, warpipe_device};
 use crate::domain::{set, warpipe_domain};

@@ -1,9 +1,9 @@
 //! The table of objects behind the pointers that C holds.
 //!
-//! A pointer is a key: the object's type in its highest bits, then a generation and an index of that
-//! type's table. Nothing is read at the address. A key that was closed is not found again (until
-//! 2^32 later objects have had its place), and a call that is under way keeps its object until it
-//! returns.
+//! A pointer is a key: the object's type in its highest bits, then a generation and an index of
+//! that type's table. Nothing is read at the address. A key that was closed is not found again
+//! (until 2^32 later objects have had its place), and a call that is under way keeps its object
+//! until it returns.
 
 use std::ops::Deref;
 

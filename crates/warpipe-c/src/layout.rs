@@ -61,8 +61,8 @@ pub enum warpipe_dtype {
     WARPIPE_FLOAT8_E5M2FNUZ = 0x0D08,
     /// 8 bits of exponent, and no sign.
     WARPIPE_FLOAT8_E8M0FNU = 0x0E08,
-    /// Two values of 2 bits of exponent and 1 of mantissa, finite: one element of a byte, so lengths
-    /// and strides count pairs. DLPack's 4 bits and 2 lanes.
+    /// Two values of 2 bits of exponent and 1 of mantissa, finite: one element of a byte, so
+    /// lengths and strides count pairs. DLPack's 4 bits and 2 lanes.
     WARPIPE_FLOAT4_E2M1FN_X2 = 0x1108,
 }
 

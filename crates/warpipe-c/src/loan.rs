@@ -176,15 +176,15 @@ pub unsafe extern "C" fn warpipe_loan_write(
 }
 
 /// Sends a publisher's loan to every subscriber, behind the work enqueued on `stream` so far.
-/// `*sequence`, which may be null, becomes its number, from 1. Does not wait for the device, but up to
-/// `timeout_ns` nanoseconds for room where the policy is `WARPIPE_POLICY_BLOCK`:
+/// `*sequence`, which may be null, becomes its number, from 1. Does not wait for the device, but up
+/// to `timeout_ns` nanoseconds for room where the policy is `WARPIPE_POLICY_BLOCK`:
 /// `WARPIPE_USUAL_TIMEOUT` as long as that says.
 ///
 /// Closes `loan` when it succeeds, and also when the driver fails (`WARPIPE_DEVICE_FAILED`:
 /// subscribers see that the sample is lost). Else the loan stays the caller's, to be sent again or
 /// discarded: `WARPIPE_TIMEOUT` or `WARPIPE_LIMIT_REACHED` by the publisher's policy,
-/// `WARPIPE_INVALID_INPUT`, `WARPIPE_INVALID_STATE` for a loan that is not a publisher's or a stream
-/// that is being captured.
+/// `WARPIPE_INVALID_INPUT`, `WARPIPE_INVALID_STATE` for a loan that is not a publisher's or a
+/// stream that is being captured.
 ///
 /// # Safety
 /// `stream` is a stream of the publisher's device; `sequence` is null or the address of a number.

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, AsRawFd};
 use warpipe::{Change, Error, Member, MemberInfo, Members};
 
 use crate::arguments::{
-    Options, admit, fixed, flag, options, put_list, slice, text, text_or_null, timeout,
+    Options, admit, fixed, flag, options, put_list, text, text_or_null, timeout,
 };
 use crate::call::{call, make, read};
 use crate::channel::state_of;
@@ -176,7 +176,7 @@ pub unsafe extern "C" fn warpipe_member_create(
             admit!(builder, options);
             text_or_null("options->role", options.role)?
         };
-        set!(builder, options, role(role),);
+        set!(builder, options, role(role));
         Ok(builder.build()?)
     };
     // SAFETY: the caller's promise.

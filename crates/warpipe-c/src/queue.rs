@@ -128,8 +128,8 @@ fn order_of(order: u32) -> Result<ResultOrder, Failure> {
 ///
 /// `*queue` is the caller's, to be closed by `warpipe_queue_close`.
 ///
-/// `WARPIPE_NAME_CONFLICT` when another process, or this one, has the name; `WARPIPE_INVALID_INPUT`;
-/// `WARPIPE_SYSTEM`; `WARPIPE_DEVICE_FAILED`.
+/// `WARPIPE_NAME_CONFLICT` when another process, or this one, has the name;
+/// `WARPIPE_INVALID_INPUT`; `WARPIPE_SYSTEM`; `WARPIPE_DEVICE_FAILED`.
 ///
 /// # Safety
 /// `name` is a text, `options` null or the address of options, `queue` that of a pointer.
@@ -163,9 +163,9 @@ pub unsafe extern "C" fn warpipe_queue_create(
     unsafe { make_with("queue", queue, options, |options| options.device, build) }
 }
 
-/// Closes a queue: its jobs end without an outcome, and its workers get `WARPIPE_PEER_GONE`. Results
-/// that were taken stay usable; a job's handle says `WARPIPE_INVALID_STATE`. While another thread is
-/// in a call on it, it ends when that call returns. Null is ignored.
+/// Closes a queue: its jobs end without an outcome, and its workers get `WARPIPE_PEER_GONE`.
+/// Results that were taken stay usable; a job's handle says `WARPIPE_INVALID_STATE`. While another
+/// thread is in a call on it, it ends when that call returns. Null is ignored.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_queue_close(queue: *mut warpipe_queue) -> warpipe_status {
     run(|| handle::close(queue))
@@ -175,8 +175,8 @@ pub extern "C" fn warpipe_queue_close(queue: *mut warpipe_queue) -> warpipe_stat
 ///
 /// `*loan` is the caller's, to be closed by `warpipe_queue_submit` or `warpipe_loan_discard`.
 ///
-/// `WARPIPE_LIMIT_REACHED` when the memory limit is in use for longer than the submission's timeout,
-/// or the device is full.
+/// `WARPIPE_LIMIT_REACHED` when the memory limit is in use for longer than the submission's
+/// timeout, or the device is full.
 ///
 /// # Safety
 /// `layout` is the address of a layout, `loan` that of a pointer.
@@ -191,8 +191,8 @@ pub unsafe extern "C" fn warpipe_queue_loan(
 }
 
 /// Submits a loan of this queue as a job, behind the work enqueued on `stream` so far. Waits up to
-/// `timeout_ns` nanoseconds for room (`WARPIPE_USUAL_TIMEOUT`: as long as the queue's options say), but
-/// neither for a worker nor for the device.
+/// `timeout_ns` nanoseconds for room (`WARPIPE_USUAL_TIMEOUT`: as long as the queue's options say),
+/// but neither for a worker nor for the device.
 ///
 /// `*job` is the caller's, to be closed by `warpipe_job_close`. `job` may be null: then
 /// `warpipe_queue_next_result` gives the result.

@@ -154,6 +154,7 @@ pub unsafe extern "C" fn warpipe_sample_get_info(
     run(|| {
         // SAFETY: the caller's promise.
         let place = unsafe { out("info", info) }?;
+        // Not by `read`: a long structure on a fast path is moved once, to its place.
         place.put(handle::find(sample)?.info());
         Ok(())
     })
@@ -263,8 +264,8 @@ pub unsafe extern "C" fn warpipe_sample_release(
     unsafe { make_optional(receipt, release) }
 }
 
-/// As `warpipe_sample_release`, behind the work of another stream, which must have been made to wait
-/// for the one that the sample was received with (`warpipe_stream_wait_for`).
+/// As `warpipe_sample_release`, behind the work of another stream, which must have been made to
+/// wait for the one that the sample was received with (`warpipe_stream_wait_for`).
 ///
 /// # Safety
 /// As for `warpipe_sample_release`; `stream` is a stream of the subscriber's device.

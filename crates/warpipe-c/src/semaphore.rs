@@ -4,7 +4,7 @@ use std::ffi::{c_char, c_void};
 
 use warpipe::{Device, Semaphore, Stream};
 
-use crate::arguments::{Options, admit, number, slice, text, timeout};
+use crate::arguments::{Options, admit, number, text, timeout};
 use crate::call::{make_beside, make_on, read};
 use crate::device::{make_with, warpipe_device};
 use crate::domain::{set, warpipe_domain};
@@ -84,7 +84,7 @@ pub unsafe extern "C" fn warpipe_semaphore_create(
         let mut builder = Semaphore::builder(unsafe { text("name", name) }?).device(device);
         // SAFETY: the caller's promise.
         unsafe { admit!(builder, options) };
-        set!(builder, options, permits(number(options.permits)),);
+        set!(builder, options, permits(number(options.permits)));
         Ok(builder.build()?)
     };
     // SAFETY: the caller's promises.

@@ -28,8 +28,8 @@ pub struct warpipe_pending(());
 /// a time may use it; its leases may go to any thread.
 pub struct warpipe_server(());
 
-/// Options of a client. Begin with `{.size = sizeof(warpipe_client_options)}`; a field that is 0 has
-/// its default.
+/// Options of a client. Begin with `{.size = sizeof(warpipe_client_options)}`; a field that is 0
+/// has its default.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct warpipe_client_options {
@@ -59,8 +59,8 @@ pub struct warpipe_client_options {
 // SAFETY: numbers and pointers, which may be zero.
 unsafe impl Options for warpipe_client_options {}
 
-/// Options of a server. Begin with `{.size = sizeof(warpipe_server_options)}`; a field that is 0 has
-/// its default.
+/// Options of a server. Begin with `{.size = sizeof(warpipe_server_options)}`; a field that is 0
+/// has its default.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct warpipe_server_options {
@@ -184,10 +184,10 @@ pub unsafe extern "C" fn warpipe_client_call(
 /// `*pending` is the caller's, to be closed by `warpipe_pending_close`.
 ///
 /// Closes `loan` when it succeeds, and also when the driver fails after a server has seen the
-/// request (`WARPIPE_DEVICE_FAILED`). Else the loan stays the caller's: `WARPIPE_LIMIT_REACHED` when
-/// there is no room until the deadline; `WARPIPE_INVALID_INPUT` for a loan of another client or a
-/// stream of another device; `WARPIPE_INVALID_STATE` for a publisher's loan, or a stream that is
-/// being captured.
+/// request (`WARPIPE_DEVICE_FAILED`). Else the loan stays the caller's: `WARPIPE_LIMIT_REACHED`
+/// when there is no room until the deadline; `WARPIPE_INVALID_INPUT` for a loan of another client
+/// or a stream of another device; `WARPIPE_INVALID_STATE` for a publisher's loan, or a stream that
+/// is being captured.
 ///
 /// # Safety
 /// `stream` is a stream of the client's device, `pending` the address of a pointer.
@@ -248,9 +248,9 @@ pub unsafe extern "C" fn warpipe_client_get_state(
     })
 }
 
-/// Waits for the reply, up to `timeout_ns` nanoseconds and until the deadline at most; 0 takes it if
-/// it is there. It is complete: work on `stream` may read it at once. The request's handle stays the
-/// caller's.
+/// Waits for the reply, up to `timeout_ns` nanoseconds and until the deadline at most; 0 takes it
+/// if it is there. It is complete: work on `stream` may read it at once. The request's handle stays
+/// the caller's.
 ///
 /// `*reply` is the caller's, to be closed by `warpipe_sample_finish`, `warpipe_sample_release` or
 /// `warpipe_sample_release_on`.
@@ -299,7 +299,8 @@ pub unsafe extern "C" fn warpipe_pending_is_done(
     }
 }
 
-/// Closes a request's handle, and withdraws the request if its reply was not taken. Null is ignored.
+/// Closes a request's handle, and withdraws the request if its reply was not taken. Null is
+/// ignored.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_pending_close(pending: *mut warpipe_pending) -> warpipe_status {
     run(|| handle::close(pending))
@@ -352,8 +353,8 @@ pub extern "C" fn warpipe_server_close(server: *mut warpipe_server) -> warpipe_s
 }
 
 /// Waits for the next request of any client, up to `timeout_ns` nanoseconds; 0 takes one that is
-/// there. Clients are served in turn, and one that goes affects no other. `stream` will wait, on the
-/// device, until the input is complete: kernels enqueued on it read complete data.
+/// there. Clients are served in turn, and one that goes affects no other. `stream` will wait, on
+/// the device, until the input is complete: kernels enqueued on it read complete data.
 ///
 /// `*lease` is the caller's, to be closed by its answer or `warpipe_lease_close`.
 ///

@@ -22,8 +22,8 @@ const KNOWN_MAX: usize = 16;
 /// More further streams than this are not remembered: the list of them starts anew.
 const MORE_MAX: usize = 256;
 
-/// How long a lock of this module is waited for. It is held for less than a millisecond, but a child
-/// that was forked meanwhile never gets that of its parent's device.
+/// How long a lock of this module is waited for. It is held for less than a millisecond, but a
+/// child that was forked meanwhile never gets that of its parent's device.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A device, and the streams that calls have named on it.

@@ -4,7 +4,7 @@ use std::ffi::c_char;
 
 use warpipe::{Domain, Kind, LentBuffer, Ticket};
 
-use crate::arguments::{Options, admit, options, put_text, slice, text, timeout};
+use crate::arguments::{Options, admit, options, put_text, text, timeout};
 use crate::call::{call, make, make_of};
 use crate::device::{streams_of, warpipe_device};
 use crate::domain::{domain_of, set, warpipe_domain};

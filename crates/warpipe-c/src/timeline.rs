@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use warpipe::{Device, Stream, Timeline};
 
-use crate::arguments::{Options, admit, slice, text, timeout};
+use crate::arguments::{Options, admit, text, timeout};
 use crate::call::{call, call_on, read};
 use crate::device::{make_with, warpipe_device};
 use crate::domain::{set, warpipe_domain};

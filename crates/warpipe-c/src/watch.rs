@@ -8,8 +8,8 @@ use crate::handle;
 use crate::queue::warpipe_queue;
 use crate::service::warpipe_client;
 
-/// A descriptor of one event loop for a queue's or a client's results. Any number of threads may use
-/// it.
+/// A descriptor of one event loop for a queue's or a client's results. Any number of threads may
+/// use it.
 pub struct warpipe_watch(());
 
 /// Makes a watch of a queue: its descriptor is readable when a job has changed, and once more when

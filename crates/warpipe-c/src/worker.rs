@@ -16,8 +16,8 @@ use crate::lease::{Answering, Owed, warpipe_lease};
 /// Takes jobs of one queue. One thread at a time may use it; its leases may go to any thread.
 pub struct warpipe_worker(());
 
-/// Options of a worker. Begin with `{.size = sizeof(warpipe_worker_options)}`; a field that is 0 has
-/// its default.
+/// Options of a worker. Begin with `{.size = sizeof(warpipe_worker_options)}`; a field that is 0
+/// has its default.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct warpipe_worker_options {
@@ -48,9 +48,9 @@ unsafe impl Options for warpipe_worker_options {}
 ///
 /// `*worker` is the caller's, to be closed by `warpipe_worker_close`.
 ///
-/// `WARPIPE_NOT_FOUND` when there is none, after `wait_ns`; `WARPIPE_NAME_CONFLICT` when the name is
-/// no queue's; `WARPIPE_REFUSED`; `WARPIPE_LIMIT_REACHED`; `WARPIPE_PROTOCOL` for another version;
-/// `WARPIPE_DEVICE_FAILED`.
+/// `WARPIPE_NOT_FOUND` when there is none, after `wait_ns`; `WARPIPE_NAME_CONFLICT` when the name
+/// is no queue's; `WARPIPE_REFUSED`; `WARPIPE_LIMIT_REACHED`; `WARPIPE_PROTOCOL` for another
+/// version; `WARPIPE_DEVICE_FAILED`.
 ///
 /// # Safety
 /// `queue` is a text, `options` null or the address of options, `worker` that of a pointer.
@@ -117,8 +117,8 @@ pub unsafe extern "C" fn warpipe_worker_lease(
     unsafe { make_alone_on(worker, stream, "lease", lease, lease_job) }
 }
 
-/// A descriptor for `poll(2)` and `epoll(7)`: readable when `warpipe_worker_lease` with a timeout of
-/// 0 is worth a call. Lease until it says `WARPIPE_TIMEOUT` before waiting on it. It is the
+/// A descriptor for `poll(2)` and `epoll(7)`: readable when `warpipe_worker_lease` with a timeout
+/// of 0 is worth a call. Lease until it says `WARPIPE_TIMEOUT` before waiting on it. It is the
 /// worker's, and ends with it.
 ///
 /// # Safety

@@ -2,11 +2,11 @@
 //! use a table, and a child that was forked during a call too. **This module is marked for
 //! unsafe**: it gives references to what an entry holds by the entry's own count of users.
 //!
-//! An entry is free, or filled. Its `state` is its generation (32 bits), whether it is open, whether
-//! one call uses it alone, and how many calls share it. A key finds an entry of its generation that
-//! is open; the one that closes it, or its last user after that, empties it and raises the
-//! generation. Entries stay where they are for as long as the process lives, and free ones form a
-//! list.
+//! An entry is free, or filled. Its `state` is its generation (32 bits), whether it is open,
+//! whether one call uses it alone, and how many calls share it. A key finds an entry of its
+//! generation that is open; the one that closes it, or its last user after that, empties it and
+//! raises the generation. Entries stay where they are for as long as the process lives, and free
+//! ones form a list.
 
 use std::cell::UnsafeCell;
 use std::mem::MaybeUninit;
@@ -361,8 +361,8 @@ impl<T> Deref for Locked<T> {
     #[inline]
     fn deref(&self) -> &T {
         assert!(!self.is_taken, "used after it was taken");
-        // SAFETY: filled, as it was open when it was locked and is not taken; locked, so that `&mut`
-        // is given by `deref_mut` alone, which borrows `self`.
+        // SAFETY: filled, as it was open when it was locked and is not taken; locked, so that
+        // `&mut` is given by `deref_mut` alone, which borrows `self`.
         unsafe { (*self.entry.slot.value.get()).assume_init_ref() }
     }
 }
