@@ -222,6 +222,8 @@ def test_an_editor_shows_the_text_of_every_public_class_and_method():
 def rust_names():
     """What the Rust library exports, by its `lib.rs`."""
     text = (REPOSITORY / "crates/warpipe/src/lib.rs").read_text()
+    # Models, which a build with a model checker alone has.
+    text = re.sub(r"^#\[cfg\(loom\)\]\n(?:#.*\n)*.*\n", "", text, flags=re.MULTILINE)
     modules = re.findall(r"^pub mod (\w+);", text, re.MULTILINE)
     uses = re.findall(r"^pub use [\w:]*?(?:::\{([^}]*)\}|::(\w+));", text, re.MULTILINE)
     return set(modules) | {name.strip() for many, one in uses for name in (many or one).split(",") if name.strip()}
