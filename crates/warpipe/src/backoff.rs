@@ -23,7 +23,7 @@ pub(crate) struct Backoff {
     spins: u32,
     doublings: u32,
     /// See [`keep_up_with`](Self::keep_up_with).
-    count: u64,
+    others: u64,
 }
 
 impl Default for Backoff {
@@ -39,7 +39,7 @@ impl Backoff {
             rounds: 0,
             spins,
             doublings: DOUBLINGS,
-            count: 0,
+            others: 0,
         }
     }
 
@@ -51,11 +51,11 @@ impl Backoff {
         }
     }
 
-    /// Begins anew if the count has changed since the last call: of the others that have got what
-    /// is waited for, since a thread that has begun just now, and looks more often, would be the
-    /// first to see all that comes; and of what may bring it soon.
-    pub(crate) fn keep_up_with(&mut self, count: u64) {
-        if std::mem::replace(&mut self.count, count) != count {
+    /// Begins anew if others have got what is waited for since the last call, by their count. Else
+    /// a thread that has begun just now, and looks more often, would be the first to see all that
+    /// comes.
+    pub(crate) fn keep_up_with(&mut self, others: u64) {
+        if std::mem::replace(&mut self.others, others) != others {
             self.rounds = 0;
         }
     }

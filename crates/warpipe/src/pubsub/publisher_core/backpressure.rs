@@ -68,7 +68,7 @@ impl PublisherCore {
                 let policy = Wait::from(timeout);
                 return Err(self.no_room_at(pid, wait.unwrap_or(&policy)));
             }
-            backoff.keep_up_with(state.next_sequence.wrapping_add(seen.into()));
+            backoff.keep_up_with(state.next_sequence);
             // Others may send meanwhile, to subscribers that have room.
             drop((state, sending));
             self.pass(&mut backoff, left, seen);

@@ -109,7 +109,7 @@ impl PublisherCore {
                 }
             }
             let used = state.arena.bytes_in_use() + state.closing_bytes();
-            backoff.keep_up_with(state.awaited_loans.wrapping_add(seen.into()));
+            backoff.keep_up_with(state.awaited_loans);
             drop(state);
             let left = match wait {
                 None => self.options.loan_timeout.saturating_sub(clock.elapsed()),

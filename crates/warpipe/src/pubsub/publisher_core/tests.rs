@@ -634,6 +634,46 @@ fn a_loan_that_waits_sees_that_a_region_is_unmapped_here() {
 }
 
 #[test]
+fn a_sender_that_waits_for_long_looks_at_a_change_and_sleeps_on() {
+    let stage = Stage::new("sleeps-on");
+    let policy = Policy::Block { timeout: 2 * LONG };
+    let publisher = stage.builder().depth(1).policy(policy).build().unwrap();
+    let (_full, sending) = (stage.subscriber(), stage.stream());
+    publisher.send_bytes(&sending, &[1; 8]).unwrap();
+    let looks = || publisher.core.send_lock.last();
+    let thread = AtomicU32::new(0);
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| {
+            let own = rustix::thread::gettid().as_raw_nonzero().get() as u32;
+            thread.store(own, Relaxed);
+            publisher.send_bytes(&sending, &[2; 8])
+        });
+        let sleeps = || -> u64 {
+            let path = format!("/proc/self/task/{}/status", thread.load(Relaxed));
+            let status = std::fs::read_to_string(path).unwrap();
+            let count = |line: &str| {
+                line.strip_prefix("voluntary_ctxt_switches:")?
+                    .trim()
+                    .parse()
+                    .ok()
+            };
+            status.lines().find_map(count).unwrap()
+        };
+        eventually("it waits", || thread.load(Relaxed) > 0);
+        let begun = sleeps();
+        eventually("it sleeps", || sleeps() > begun + 40);
+        let (looked, slept) = (looks(), sleeps());
+        publisher.core.notify();
+        eventually("it looks", || looks() > looked + 20);
+        assert!(sleeps() > slept + 10, "between the looks");
+        publisher.core.lock().links[0].leave(None);
+        publisher.core.notify();
+        eventually("it goes on", || waiting.is_finished());
+        waiting.join().unwrap().unwrap();
+    });
+}
+
+#[test]
 fn a_subscriber_that_has_left_and_holds_a_sample_closes_the_regions_of_others() {
     let stage = Stage::new("left");
     let publisher = stage.builder().memory_limit(8 * MIB).build().unwrap();
