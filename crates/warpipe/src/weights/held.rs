@@ -52,7 +52,7 @@ pub(super) struct VersionReply {
 pub(super) struct Held {
     pub(super) version: Version,
     pub(super) device: DeviceId,
-    /// Checked.
+    /// Checked. A keeper's [has no tensors](Manifest::forget_tensors).
     pub(super) manifest: Arc<Manifest>,
     /// As it goes to other processes.
     sealed: Arc<SealedManifest>,

@@ -173,6 +173,8 @@ pub(super) struct Manifest {
     tensors: Vec<TensorInfo>,
     /// Indices of `tensors`, by name.
     by_name: HashMap<Arc<str>, u32>,
+    /// Whether every tensor has a hash.
+    is_hashed: bool,
     hashing: Hashing,
     metadata: Vec<u8>,
 }
@@ -223,6 +225,7 @@ impl Manifest {
             bytes,
             parts,
             begins,
+            is_hashed: are_hashed(&tensors),
             tensors,
             by_name,
             hashing: Hashing::default(),
@@ -245,6 +248,14 @@ impl Manifest {
         for (number, hash) in hashes {
             self.tensors[number].hash = Some(hash);
         }
+        self.is_hashed = are_hashed(&self.tensors);
+    }
+
+    /// Keeps what serving a version needs. The tensors, about 0.3 KB each, and the metadata go: its
+    /// readers decode the sealed manifest themselves.
+    pub(super) fn forget_tensors(&mut self) {
+        (self.tensors, self.by_name) = (Vec::new(), HashMap::new());
+        self.metadata = Vec::new();
     }
 
     /// When the hashes are computed.
@@ -254,7 +265,7 @@ impl Manifest {
 
     /// Whether every tensor has a hash.
     pub(super) fn is_hashed(&self) -> bool {
-        self.tensors.iter().all(|tensor| tensor.hash.is_some())
+        self.is_hashed
     }
 
     /// What its publisher gave with it; empty if it gave nothing.
@@ -384,6 +395,10 @@ impl Manifest {
         read_exact(fd, &mut copy, 0).map_err(|error| error.to_string())?;
         Manifest::decode(&copy)
     }
+}
+
+fn are_hashed(tensors: &[TensorInfo]) -> bool {
+    tensors.iter().all(|tensor| tensor.hash.is_some())
 }
 
 /// The reason, if any, why these bytes are no JSON text.

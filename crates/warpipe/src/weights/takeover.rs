@@ -191,8 +191,9 @@ struct NothingElse;
 
 impl SessionObserver for NothingElse {}
 
-/// Gets the pieces that a version lacks.
-fn complete(session: &ClientSession, version: PartialVersion) -> Result<Held> {
+/// Gets the pieces that a version lacks. A keeper serves it, and reads none of its tensors.
+fn complete(session: &ClientSession, mut version: PartialVersion) -> Result<Held> {
+    version.manifest.forget_tensors();
     if !version.is_whole() {
         // The reactor receives the replies.
         session.observe(Arc::new(NothingElse))?;

@@ -24,6 +24,7 @@ fn in_parts(bytes: u64, parts: Vec<Part>, tensors: Vec<TensorInfo>) -> Vec<u8> {
 
 fn unchecked(bytes: u64, parts: Vec<Part>, tensors: Vec<TensorInfo>) -> Manifest {
     Manifest {
+        is_hashed: are_hashed(&tensors),
         bytes,
         parts,
         begins: vec![],

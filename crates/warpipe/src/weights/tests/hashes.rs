@@ -12,7 +12,7 @@ use crate::hostile::in_a_forked_child;
 use crate::memory::Memory;
 use crate::tensor::{DType, Layout};
 use crate::wait::Wait;
-use crate::weights::held::Held;
+use crate::weights::held::{Held, KnownParts};
 use crate::weights::holder;
 use crate::weights::keeper_session::offer_to_keeper;
 use crate::weights::manifest::Manifest;
@@ -197,6 +197,26 @@ fn a_check_waits_for_hashes_that_come_later() {
     assert_eq!(keeper.version().unwrap(), Some(4));
     let told = stage.opener().verify(Duration::ZERO);
     assert_eq!(told.unwrap(), 4);
+}
+
+#[test]
+fn a_keeper_holds_no_decoded_tensors_of_the_versions_that_it_serves() {
+    let stage = Stage::new();
+    let name = weights_name("w").unwrap();
+    let weights = stage.weights_hashed(&stage.device, 3, Hashing::Later);
+    let held = weights.held_for_tests(4);
+    let hashed = held.hashed(hashed_manifest(&weights, &[3; 900])).unwrap();
+    let _holder = holder::serve(&stage.domain, "w", Arc::new(hashed)).unwrap();
+    let offer = holder::offer(&stage.domain, "w", Arc::new(held)).unwrap();
+    let mut kept = takeover::fetch(&stage.domain, &offer.1, KnownParts::default).unwrap();
+    assert!(!kept.is_hashed());
+    let found = takeover::find(&stage.domain, &name).unwrap().versions;
+    kept.take_hashes(&found[0]);
+    for held in [&kept, &found[0]] {
+        assert_eq!(held.manifest.tensors(), []);
+        assert_eq!(held.manifest.bytes(), weights.bytes());
+        assert!(held.is_hashed());
+    }
 }
 
 #[test]
