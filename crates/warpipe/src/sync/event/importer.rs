@@ -22,6 +22,7 @@ use crate::ipc::{
 use crate::mutex::LockUnpoisoned;
 use crate::runtime::fence::{Fence, StreamSet};
 use crate::runtime::reactor::{DropReadiness, EventSource, Next, Reactor};
+use crate::runtime::timed_lock::TimedLock;
 use crate::shm::counter::SharedCounter;
 use crate::shm::signaler::Signaler;
 use crate::sync::pair;
@@ -38,8 +39,9 @@ pub(super) struct EventImporter {
     /// The part that all handles from that exporter have in common.
     body: HandleBody,
     open_events: Arc<OpenEvents>,
-    /// Locked while a page is shared.
     pages: Mutex<Vec<Option<EventPage>>>,
+    /// Held while a page is shared: a second one would take the place of the first.
+    sharing: TimedLock,
     pub(super) streams: Arc<StreamSet>,
     device: Device,
     reactor: Arc<Reactor>,
@@ -109,6 +111,7 @@ impl EventImporter {
             },
             open_events,
             pages: Mutex::default(),
+            sharing: TimedLock::default(),
             streams: Arc::default(),
             device: device.clone(),
             reactor,
@@ -147,7 +150,7 @@ impl EventImporter {
         }
         // The page comes first: the exporter reports the event there from the moment of the
         // opening.
-        let event_page = match self.page(index as usize / EVENTS_PER_PAGE) {
+        let event_page = match self.page(index as usize / EVENTS_PER_PAGE, wait) {
             // A page that does not exist has no such event.
             Err(Error::Refused { .. }) => return Err(fault(EventHandleFault::Dropped)),
             event_page => event_page?,
@@ -227,20 +230,22 @@ impl EventImporter {
         self.ask(&recorded, REPLY_TIMEOUT)
     }
 
-    fn page(&self, number: usize) -> Result<EventPage> {
-        let mut pages = self.pages.locked();
-        if let Some(Some(event_page)) = pages.get(number) {
-            return Ok(event_page.clone());
+    fn page(&self, number: usize, wait: &Wait<'_>) -> Result<EventPage> {
+        let known = || self.pages.locked().get(number).cloned().flatten();
+        if let Some(event_page) = known() {
+            return Ok(event_page);
+        }
+        let turn = wait.cancellable_within(REPLY_TIMEOUT);
+        let _sharing = (self.sharing.lock(turn, String::new))
+            .map_err(|_| Error::timeout("another thread's opening of an event", REPLY_TIMEOUT))?;
+        if let Some(event_page) = known() {
+            return Ok(event_page);
         }
         let request = PageRequest(number as u32);
-        let page = pair::share(
-            &self.session,
-            &self.device,
-            PAGE_BYTES,
-            &request,
-            REPLY_TIMEOUT,
-        )?;
+        let answer = wait.cancellable_within(REPLY_TIMEOUT);
+        let page = pair::share(&self.session, &self.device, PAGE_BYTES, &request, answer)?;
         let event_page = EventPage::of_importer(&self.device, page)?;
+        let mut pages = self.pages.locked();
         if pages.len() <= number {
             pages.resize(number + 1, None);
         }

@@ -1,5 +1,6 @@
 //! Events within one process. The conformance suite covers other processes.
 
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
@@ -538,6 +539,39 @@ fn the_first_recording_of_an_opened_event_needs_no_wait_and_can_be_cancelled() {
     assert!(matches!(event.query(), Err(Error::EventNotRecorded { .. })));
     opened.record(&stage.stream(), Duration::ZERO).unwrap();
     event.synchronize(WAIT).unwrap();
+}
+
+#[test]
+fn an_opening_that_is_not_answered_can_be_cancelled_and_so_can_another_behind_it() {
+    let wrapped = Wrapped::new(Device::host().backend().clone(), Holding::default());
+    let (others, mut stage) = (Stage::new("unanswered"), Stage::new("unanswered"));
+    stage.device = Device::from_backend(wrapped.clone());
+    let event = stage.create();
+    let handle = event.handle().unwrap();
+    let wait = Wait::at_most(WAIT);
+    let importer = EventImporter::connect(&handle.body, &others.domain, &others.device, &wait);
+    let importer = importer.unwrap();
+    let open = |wait: Wait<'_>| {
+        Event::of_importer(importer.clone(), &handle, &others.device, &wait).map(drop)
+    };
+    let (first_looks, second_looks) = (AtomicU64::new(0), AtomicU64::new(0));
+    let cancel_both = || second_looks.load(SeqCst) > 0 && first_looks.fetch_add(1, SeqCst) > 0;
+    wrapped.hook().hold("register");
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| open(Wait::at_most(WAIT).unless(&cancel_both)));
+        wrapped.hook().wait_for(1);
+        let cancel = || second_looks.fetch_add(1, SeqCst) < u64::MAX;
+        let second = open(Wait::at_most(WAIT).unless(&cancel));
+        for cancelled in [second, first.join().unwrap()] {
+            assert!(
+                matches!(cancelled, Err(Error::Timeout { .. })),
+                "{cancelled:?}"
+            );
+        }
+    });
+    assert!(first_looks.load(SeqCst) > 1 && second_looks.load(SeqCst) > 0);
+    wrapped.hook().unblock();
+    open(WAIT.into()).unwrap();
 }
 
 #[test]
