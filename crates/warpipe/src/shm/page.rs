@@ -84,7 +84,8 @@ impl Mapping {
 #[derive(Debug)]
 struct Registered {
     device: Device,
-    ptr: DevicePtr,
+    /// `None` where the driver failed, and did not undo the registration.
+    ptr: Option<DevicePtr>,
     reactor: Arc<Reactor>,
 }
 
@@ -232,7 +233,7 @@ impl SharedPage {
 
     /// Registers the page with the device, unless it is. The driver's call may take a moment.
     pub(super) fn register(&self, device: &Device) -> Result<()> {
-        if self.registered.get().is_some() {
+        if self.device_ptr(0).is_some() {
             return Ok(());
         }
         let reactor = Reactor::of_process()?;
@@ -243,7 +244,7 @@ impl SharedPage {
         if registered.is_ok() || device.backend().is_registered(base) {
             let _ = self.registered.set(Registered {
                 device: device.clone(),
-                ptr: registered.as_ref().copied().unwrap_or_default(),
+                ptr: registered.as_ref().ok().copied(),
                 reactor,
             });
         }
@@ -278,7 +279,7 @@ impl SharedPage {
     pub(crate) fn device_ptr(&self, offset: usize) -> Option<DevicePtr> {
         debug_assert!(offset < self.bytes());
         let registered = self.registered.get();
-        registered.map(|registered| registered.ptr + offset as u64)
+        registered.and_then(|registered| Some(registered.ptr? + offset as u64))
     }
 
     /// Drops the page once this process has no other handle of it, and then all of `streams` are
