@@ -17,7 +17,7 @@ use crate::frame::Frame;
 use crate::loan::Loan;
 use crate::metadata;
 use crate::process::Home;
-use crate::slot::{self, Slot};
+use crate::slot::Slot;
 use crate::source::Wanted;
 use crate::stream::Consumer;
 use crate::wait::waiting;
@@ -167,18 +167,17 @@ impl Lease {
         layout: &Layout,
         metadata: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Slot> {
-        let lend = || {
+        // Without the lock: a signal's handler may use the lease, and another thread answer.
+        let lender = || -> Outcome<_> {
             let answer_handle = self.answer_handle()?;
-            Ok(answer_handle
-                .as_ref()
-                .ok_or_else(|| self.answered())?
-                .output(layout)?)
+            let answer_handle = answer_handle.as_ref().ok_or_else(|| self.answered())?;
+            Ok(answer_handle.lender())
         };
-        let mut slot = Slot::Work(DropDetached::new(slot::borrow(
-            py,
-            self.context.patience,
-            lend,
-        )?));
+        let lend = py.detach(lender)?;
+        let goes_on = || lender().map(drop);
+        let patience = self.context.patience;
+        let loan = waiting(py, patience, goes_on, |wait| Ok(lend(layout, wait)?))?;
+        let mut slot = Slot::Work(DropDetached::new(loan));
         slot.set_metadata(metadata)?;
         Ok(slot)
     }

@@ -1,15 +1,12 @@
 //! The memory on loan behind a Python object: a publisher's, or a queue's.
 
-use std::time::Duration;
-
 use pyo3::prelude::*;
 use warpipe::backend::DevicePtr;
-use warpipe::{Error, Layout, SampleMut, SlotHold, Stream};
+use warpipe::{Layout, SampleMut, SlotHold, Stream};
 
 use crate::detached::DropDetached;
 use crate::errors::{Fault, Outcome};
 use crate::metadata;
-use crate::wait::{in_slices, late};
 
 /// The owner of the slot.
 #[derive(Debug)]
@@ -79,23 +76,4 @@ impl Slot {
             Slot::Work(loan) => loan.into_inner().discard(stream),
         }?)
     }
-}
-
-/// Repeats `lend`, which waits at most a slice, until there is memory or `patience` is over.
-pub fn borrow<T: Send>(
-    py: Python<'_>,
-    patience: Option<Duration>,
-    mut lend: impl FnMut() -> Outcome<T> + Send,
-) -> PyResult<T> {
-    let mut full = None;
-    let taken = in_slices(py, patience, |_| match lend() {
-        Ok(slot) => Ok(Some(slot)),
-        Err(Fault::Library(error @ Error::MemoryLimit { bytes, limit, .. })) if bytes <= limit => {
-            full = Some(error);
-            Ok(None)
-        }
-        Err(error) => Err(error),
-    })?;
-    let late = || full.map_or_else(|| late("memory for a loan".into(), patience), Fault::from);
-    Ok(taken.ok_or_else(late)?)
 }

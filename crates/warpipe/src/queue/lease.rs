@@ -147,6 +147,17 @@ impl AnswerHandle {
             .map(|sample| Loan::of_lease(sample, self.tag))
     }
 
+    /// [`output`](Self::output) with a wait of its own, which does not borrow the handle: another
+    /// thread may answer meanwhile. For bindings.
+    #[doc(hidden)]
+    pub fn lender(&self) -> impl Fn(&Layout, Wait<'_>) -> Result<Loan> + Send + use<> {
+        let (answers, tag) = (self.answers.clone(), self.tag);
+        move |layout, wait| {
+            let lent = answers.publisher.loan_within(layout, wait);
+            lent.map(|sample| Loan::of_lease(sample, tag))
+        }
+    }
+
     /// Completes the job, with `output` if there is one, once the work enqueued on `stream` is
     /// done. `stream` must be behind the stream that the job was leased with.
     ///
