@@ -135,7 +135,8 @@ pub(crate) fn bytes_for(depth: u32) -> u64 {
 pub(crate) struct Segment {
     page: Arc<SharedPage>,
     device: Device,
-    /// Where the ring begins in the page.
+    /// Where the ring begins: in the page, and in this process.
+    offset: usize,
     base: *mut u8,
     depth: u32,
 }
@@ -210,10 +211,11 @@ impl Segment {
     /// The rings of a page that is long enough for them.
     fn rings(page: SharedPage, device: &Device, depth: u32, replies: u32) -> Rings {
         let page = Arc::new(page);
-        let ring = |at, depth| Segment {
+        let ring = |offset, depth| Segment {
             page: page.clone(),
             device: device.clone(),
-            base: page.address(at),
+            offset,
+            base: page.address(offset),
             depth,
         };
         let second = (replies > 0).then(|| ring(bytes_for(depth) as usize, replies));
@@ -299,9 +301,8 @@ impl Segment {
     #[inline]
     fn word(&self, position: u64, field: usize) -> DevicePtr {
         let entry = HEADER_BYTES + self.index(position) as usize * size_of::<Entry>();
-        let ring = self.base.addr() - self.page.address(0).addr();
         self.page
-            .device_ptr(ring + entry + field)
+            .device_ptr(self.offset + entry + field)
             .expect("a link is live only behind the registration of its segment")
     }
 }
