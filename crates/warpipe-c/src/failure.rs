@@ -5,9 +5,7 @@ use std::cell::RefCell;
 use std::ffi::{CString, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use warpipe::{Error, ErrorKind};
-
-mod hint;
+use warpipe::{Error, ErrorKind, Language};
 
 /// The result of a call. Every function that can fail returns one; `warpipe_error_message` says
 /// more.
@@ -129,7 +127,7 @@ impl Failure {
     /// The fact, and the next step in C's words.
     fn message(&self) -> String {
         match self {
-            Failure::Library(error) => match hint::of(error) {
+            Failure::Library(error) => match error.hint_in(Language::C) {
                 Some(hint) => format!("{error}; {hint}"),
                 None => error.to_string(),
             },

@@ -3,7 +3,7 @@
 use std::io;
 
 use serde::{Deserialize, Serialize};
-use warpipe::{Error, ErrorKind, Kind};
+use warpipe::{Error, ErrorKind, Language};
 
 use crate::source::InputError;
 
@@ -133,38 +133,9 @@ pub fn fact_and_hint(error: &anyhow::Error) -> (String, Option<String>) {
     }
 }
 
-/// The next step in the command line's terms. Where those are the same as Rust's, the library's.
+/// The next step in the command line's terms.
 pub fn hint(error: &Error) -> Option<String> {
-    let own = match error {
-        Error::NoDriver { .. } => "install the NVIDIA driver, or use --device host",
-        Error::DriverSymbol { .. } => "update the driver (R525 or newer), or use --device host",
-        Error::NoDevice { .. } => {
-            "check CUDA_VISIBLE_DEVICES and the container's device list, or use --device host"
-        }
-        Error::DevicePermission { .. } => {
-            "add this user to the group that owns it, or use --device host"
-        }
-        Error::NotFound {
-            kind: Kind::Publisher,
-            ..
-        } => "start the publisher, or wait longer with --timeout",
-        Error::PeerGone {
-            kind: Kind::Publisher,
-            ..
-        } => "subscribe again, or use --reconnect",
-        Error::NotFound {
-            kind: Kind::Weights,
-            ..
-        } => "see `warpipe weights ls`, and start a keeper with `warpipe weights serve`",
-        Error::WeightsDamaged { .. } => {
-            "end the process that wrote to the memory, then `warpipe weights drop` and `serve` again"
-        }
-        Error::WeightsUnhashed { .. } => {
-            "publish it with hashes (`hash` is `device` or `later`), or `warpipe weights serve` files"
-        }
-        other => return other.hint().map(Into::into),
-    };
-    Some(own.to_owned())
+    error.hint_in(Language::CommandLine).map(Into::into)
 }
 
 #[cfg(test)]

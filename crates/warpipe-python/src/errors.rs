@@ -1,13 +1,12 @@
 //! Errors of the Rust library as exceptions of `warpipe._errors`, with their context as attributes.
 
-use std::borrow::Cow;
 use std::collections::HashMap;
 
 use pyo3::exceptions::{PyKeyError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyDict;
-use warpipe::{Error, Kind};
+use warpipe::{Error, Language};
 use warpipe_dlpack::Refusal;
 
 use crate::thread_exit;
@@ -124,43 +123,12 @@ impl From<Fault> for PyErr {
     }
 }
 
-/// The fact and the next step, in one message.
+/// The fact and the next step in Python's words, in one message.
 fn message(error: &Error) -> String {
-    match hint(error) {
+    match error.hint_in(Language::Python) {
         Some(hint) => format!("{error}; {hint}"),
         None => error.to_string(),
     }
-}
-
-/// The next step in Python's words. Where those are the same as Rust's, the library's.
-fn hint(error: &Error) -> Option<Cow<'static, str>> {
-    let own = match error {
-        Error::NoDriver { .. } => "install the NVIDIA driver, or use device=\"host\"",
-        Error::DriverSymbol { .. } => "update the driver (R525 or newer), or use device=\"host\"",
-        Error::NoDevice { .. } => {
-            "check CUDA_VISIBLE_DEVICES and the container's device list, or use device=\"host\""
-        }
-        Error::DevicePermission { .. } => {
-            "add this user to the group that owns it, or use device=\"host\""
-        }
-        Error::Capturing { .. } => "call it outside of `torch.cuda.graph`, or on another stream",
-        Error::NotFound {
-            kind: Kind::Publisher,
-            ..
-        } => "start the publisher, or wait for it with `wait=`",
-        Error::NotFound {
-            kind: Kind::Weights,
-            ..
-        } => "start one with `warpipe weights serve`, or wait for it with `wait=`",
-        Error::NotFound { .. } => "start its owner, or wait for it with `wait=`",
-        Error::PeerGone {
-            kind: Kind::Publisher,
-            ..
-        } => "subscribe again, or pass `reconnect=True`",
-        Error::Forked => "open a new one in the child, or use `multiprocessing` with \"spawn\"",
-        other => return other.hint(),
-    };
-    Some(Cow::Borrowed(own))
 }
 
 /// The function `describe`, from a row for each variant: the fields that are used, the name of the

@@ -232,6 +232,7 @@ def rust_names():
 # Names of the Rust library that neither the package nor its guide has, each with the reason.
 WITHOUT_COUNTERPART = {
     "DeviceSlice": "what Memory, SharedMemory, Buffer and LentBuffer have in common",
+    "Language": "the messages are in the words of Python",
     "PeerCredentials": "of `policy_of`, which would run Python where subscribers are accepted",
     **dict.fromkeys(["Kernel", "KernelLaunch", "HostKernel"], "kernels are the frameworks'"),
     **dict.fromkeys(["AllocationStats", "OpenAllocation"], "in warpipe.torch"),

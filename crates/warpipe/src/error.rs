@@ -2,8 +2,8 @@
 //!
 //! Every variant carries the facts needed to act (the name, the peer, the bytes, the driver's own
 //! code). Match on [`Error::kind`] to decide what to do next, on the variant for its context. `{}`
-//! prints the fact; [`Error::hint`] is the next step for a person who reads Rust. The bindings of
-//! other languages have hints of their own.
+//! prints the fact; [`Error::hint`] is the next step for a person, and [`Error::hint_in`] says it in
+//! the words of another language.
 
 mod construct;
 mod fault;
@@ -18,6 +18,7 @@ pub use fault::{
     EventHandleFault, Expiry, HandleFault, HandshakeFault, Holder, LegacyFault, PeerLimit,
     PointerKind, TicketFault, WeightsDifference, WeightsFault,
 };
+pub use hint::Language;
 pub use kind::ErrorKind;
 
 pub(crate) use construct::returns_to_caller;

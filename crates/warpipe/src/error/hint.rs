@@ -1,4 +1,4 @@
-//! The next step for a person, in the words of this crate.
+//! The next step for a person, in the words of each language.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -40,34 +40,37 @@ impl Error {
     /// # Ok::<(), warpipe::Error>(())
     /// ```
     pub fn hint(&self) -> Option<Cow<'static, str>> {
+        self.hint_in(Language::Rust)
+    }
+
+    /// [`hint`](Error::hint) in the words of another interface of this library.
+    pub fn hint_in(&self, language: Language) -> Option<Cow<'static, str>> {
         if let Error::SignalPending { last, .. } = self {
             return Some(format!("signal it on a stream, or wait for {last}").into());
         }
-        if let Error::Os { call, source, .. } = self {
-            return of_system(call, source).map(Cow::Borrowed);
+        let hint = match self {
+            Error::Os { call, source, .. } => of_system(call, source),
+            other => other.fixed_hint(),
+        };
+        match hint {
+            "" => None,
+            _ if !hint.contains('{') => Some(hint.into()),
+            _ => Some(language.put_into(hint).into()),
         }
-        let hint = self.fixed_hint();
-        (!hint.is_empty()).then_some(Cow::Borrowed(hint))
     }
 
     fn fixed_hint(&self) -> &'static str {
         match self {
-            Error::NoDriver { .. } => "install the NVIDIA driver, or use Device::host()",
-            Error::DriverSymbol { .. } => {
-                "update the driver (R525 or newer), or use Device::host()"
-            }
+            Error::NoDriver { .. } => "install the NVIDIA driver, or {host}",
+            Error::DriverSymbol { .. } => "update the driver (R525 or newer), or {host}",
             Error::NoDevice { .. } => {
-                "check CUDA_VISIBLE_DEVICES and the container's device list, or use Device::host()"
+                "check CUDA_VISIBLE_DEVICES and the container's device list, or {host}"
             }
-            Error::DevicePermission { .. } => {
-                "add this user to the group that owns it, or use Device::host()"
-            }
+            Error::DevicePermission { .. } => "add this user to the group that owns it, or {host}",
             Error::NoSuchDevice { .. } => "take one of these",
             Error::Driver { next, .. } => next,
-            Error::Capturing { .. } => {
-                "call it before the capture begins or after it has ended (cuStreamEndCapture), or on another stream"
-            }
-            Error::DeviceReset { .. } => "drop the device, and open it again",
+            Error::Capturing { .. } => "call it {uncaptured}, or on another stream",
+            Error::DeviceReset { .. } => "{drop} the device, and open it again",
             Error::DeviceMemory { .. } => "free memory or lower the publisher's memory limit",
             Error::NotDeviceMemory { .. } => "the peer runs another backend or is broken",
             Error::PeerAccess { .. } => {
@@ -85,7 +88,7 @@ impl Error {
             }
             Error::Injected { .. } | Error::Argument { .. } | Error::Layout { .. } => "",
             Error::Forked => {
-                "open a new one in the child (CUDA cannot follow a fork at all: use spawn or exec)"
+                "open a new one in the child (CUDA cannot follow a fork at all: use {spawn})"
             }
             other => other.hint_of_names(),
         }
@@ -130,11 +133,12 @@ impl Error {
             Error::NotExportable { kind, .. } => of_pointer(*kind),
             Error::WeightsFile { fault, .. } => of_weights(fault),
             Error::WeightsDamaged { .. } => {
-                "publish the weights again, and end the process that wrote to their memory"
+                "end the process that wrote to their memory, then publish the weights again \
+                 (`warpipe weights drop`, then `serve`)"
             }
             Error::WeightsUnhashed { .. } => {
-                "publish the weights with hashes, `hash` is `device` or `later`; a publisher that \
-                 hashes later has to live until it is done"
+                "publish the weights with hashes (`hash` is `device` or `later`; a publisher that \
+                 hashes later has to live until it is done), or `warpipe weights serve` their files"
             }
             Error::WeightsMismatch { .. } => {
                 "publish the same tensors in the same order, or open the version anew"
@@ -160,7 +164,7 @@ impl Error {
             },
             Error::Protocol { .. } => "the link is closed: reconnect, and report the peer",
             Error::PeerGone { kind, .. } => match kind {
-                Kind::Publisher => "subscribe again, or turn `reconnect` on",
+                Kind::Publisher => "subscribe again, or {reconnect}",
                 Kind::Queue => "its jobs have ended with it: attach to the next queue of this name",
                 Kind::LegacyMemory => {
                     "a legacy handle dies with its exporter: export again, or use a channel, with memory that outlives its sender"
@@ -195,7 +199,7 @@ impl Error {
             Error::NotOwner { .. } => "signal a timeline of your own",
             Error::Backwards { .. } => "signal a larger value",
             Error::EventNotRecorded { .. } => "record it first, then tell others to wait for it",
-            Error::EventLimit { .. } => "drop some",
+            Error::EventLimit { .. } => "{drop} some",
             other => other.hint_of_jobs(),
         }
     }
@@ -213,28 +217,107 @@ impl Error {
     }
 }
 
-/// The next step after a call that the system refused.
-fn of_system(call: &str, error: &io::Error) -> Option<&'static str> {
-    match error.kind() {
-        ErrorKind::FileTooLarge => Some(FILE_SIZE),
-        ErrorKind::StorageFull => Some("remove files there, or choose a directory elsewhere"),
-        ErrorKind::ReadOnlyFilesystem => Some("choose a directory that can be written to"),
-        ErrorKind::PermissionDenied if call.starts_with("open") => {
-            Some("see the permissions of it, and of the folders above it")
+/// The words of a hint that differ between the interfaces of this library.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Language {
+    /// This crate.
+    Rust,
+    /// The C interface.
+    C,
+    /// The Python package.
+    Python,
+    /// The command line.
+    CommandLine,
+}
+
+impl Language {
+    /// A hint with this language's words in their places.
+    fn put_into(self, hint: &str) -> String {
+        let names = [
+            "{host}",
+            "{wait_for_publisher}",
+            "{wait}",
+            "{reconnect}",
+            "{drop}",
+            "{uncaptured}",
+            "{spawn}",
+        ];
+        let words = self.words();
+        let pairs = names.iter().zip(words);
+        pairs.fold(hint.to_owned(), |hint, (name, word)| {
+            hint.replace(name, word)
+        })
+    }
+
+    fn words(self) -> [&'static str; 7] {
+        const UNCAPTURED: &str =
+            "before the capture begins or after it has ended (cuStreamEndCapture)";
+        match self {
+            Language::Rust => [
+                "use Device::host()",
+                "wait for it with `wait_for_publisher`",
+                "wait for it with a timeout",
+                "turn `reconnect` on",
+                "drop",
+                UNCAPTURED,
+                "spawn or exec",
+            ],
+            Language::C => [
+                "open the device \"host\"",
+                "set wait_ns to wait for it",
+                "set a timeout, or wait_ns, to wait for it",
+                "set reconnect",
+                "close",
+                UNCAPTURED,
+                "exec",
+            ],
+            Language::Python => [
+                "use device=\"host\"",
+                "wait for it with `wait=`",
+                "wait for it with `wait=`",
+                "pass `reconnect=True`",
+                "drop",
+                "outside of `torch.cuda.graph`",
+                "`multiprocessing` with \"spawn\"",
+            ],
+            Language::CommandLine => [
+                "use --device host",
+                "wait longer with --timeout",
+                "wait longer for it",
+                "use --reconnect",
+                "drop",
+                UNCAPTURED,
+                "exec",
+            ],
         }
-        ErrorKind::WouldBlock if call == "clone" => Some(
-            "raise the limit of processes and threads (`ulimit -u`, or a container's limit of pids)",
-        ),
-        _ => None,
+    }
+}
+
+/// The next step after a call that the system refused, or empty.
+fn of_system(call: &str, error: &io::Error) -> &'static str {
+    match error.kind() {
+        ErrorKind::FileTooLarge => FILE_SIZE,
+        ErrorKind::StorageFull => "remove files there, or choose a directory elsewhere",
+        ErrorKind::ReadOnlyFilesystem => "choose a directory that can be written to",
+        ErrorKind::PermissionDenied if call.starts_with("open") => {
+            "see the permissions of it, and of the folders above it"
+        }
+        ErrorKind::WouldBlock if call == "clone" => {
+            "raise the limit of processes and threads (`ulimit -u`, or a container's limit of pids)"
+        }
+        _ => "",
     }
 }
 
 /// The next step where no process has the name.
 fn of_nobody(kind: Kind) -> &'static str {
     match kind {
-        Kind::Publisher => "start the publisher, or wait for it with `wait_for_publisher`",
-        Kind::Weights => "start one with `warpipe weights serve`, or wait longer for it",
-        _ => "start its owner, or wait for it with a timeout",
+        Kind::Publisher => "start the publisher, or {wait_for_publisher}",
+        Kind::Weights => {
+            "start one with `warpipe weights serve` (`warpipe weights ls` shows which there are), or {wait}"
+        }
+        _ => "start its owner, or {wait}",
     }
 }
 
