@@ -286,6 +286,7 @@ impl SubscriberLink {
         place
     }
 
+    #[cold]
     fn make_room(&mut self, mut free: impl FnMut(SlotId)) -> Option<u64> {
         self.count_drop();
         let revoked = match self.policy {
@@ -341,7 +342,9 @@ impl SubscriberLink {
             return None;
         }
         self.free.set(0);
-        self.keep_what_is_set_aside(position);
+        if self.set_aside.is_some() {
+            self.keep_what_is_set_aside(position);
+        }
         self.in_flight.push_back((position, slot));
         if is_for_many {
             self.ring
@@ -365,11 +368,9 @@ impl SubscriberLink {
 
     /// Before the entry of `position` is used again: the sample that lay there last may be set
     /// aside, which only the entry says.
-    #[inline]
     fn keep_what_is_set_aside(&mut self, position: u64) {
         let last = self.ring.last_at(position);
-        if self.set_aside.is_some()
-            && self.ring.is_set_aside(last)
+        if self.ring.is_set_aside(last)
             && let Some(slot) = self.take_in_flight(last)
             && let Some(set_aside) = &mut self.set_aside
         {

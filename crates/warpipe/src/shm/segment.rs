@@ -13,7 +13,7 @@
 use std::arch::asm;
 use std::mem::offset_of;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use super::page::SharedPage;
 use super::seal;
@@ -131,14 +131,18 @@ pub(crate) fn bytes_for(depth: u32) -> u64 {
 
 /// One ring of a mapped link segment, which is registered with the device once it is sealed. The
 /// last ring that is dropped unregisters and unmaps it.
+///
+/// In this order in memory: what a send reads of each link lies together.
 #[derive(Debug)]
+#[repr(C)]
 pub(crate) struct Segment {
+    /// Where the ring begins: in this process, and, from the first use of a word there on, on the
+    /// device.
+    base: *mut u8,
+    device_base: OnceLock<DevicePtr>,
+    depth: u32,
     page: Arc<SharedPage>,
     device: Device,
-    /// Where the ring begins: in the page, and in this process.
-    offset: usize,
-    base: *mut u8,
-    depth: u32,
 }
 
 // SAFETY: `base` points into the page, shared memory made of atomics only, at a fixed address for
@@ -212,11 +216,11 @@ impl Segment {
     fn rings(page: SharedPage, device: &Device, depth: u32, replies: u32) -> Rings {
         let page = Arc::new(page);
         let ring = |offset, depth| Segment {
+            base: page.address(offset),
+            device_base: OnceLock::new(),
+            depth,
             page: page.clone(),
             device: device.clone(),
-            offset,
-            base: page.address(offset),
-            depth,
         };
         let second = (replies > 0).then(|| ring(bytes_for(depth) as usize, replies));
         (ring(0, depth), second)
@@ -301,9 +305,12 @@ impl Segment {
     #[inline]
     fn word(&self, position: u64, field: usize) -> DevicePtr {
         let entry = HEADER_BYTES + self.index(position) as usize * size_of::<Entry>();
-        self.page
-            .device_ptr(self.offset + entry + field)
-            .expect("a link is live only behind the registration of its segment")
+        let device_base = self.device_base.get_or_init(|| {
+            let offset = self.base.addr() - self.page.address(0).addr();
+            let registered = self.page.device_ptr(offset);
+            registered.expect("a link is live only behind the registration of its segment")
+        });
+        device_base + (entry + field) as u64
     }
 }
 

@@ -153,11 +153,13 @@ impl<const N: usize> Row<N> {
         }
     }
 
-    /// Adds to a word. It has one writer at a time, so this is a load and a store.
+    /// Adds to some words. Each has one writer at a time, so this is a load and a store.
     #[inline]
-    pub(super) fn add(&self, word: usize, by: u64) {
+    pub(super) fn add<const M: usize>(&self, to: [(usize, u64); M]) {
         if let Some(words) = self.own_words() {
-            words[word].store(words[word].load(Relaxed).wrapping_add(by), Relaxed);
+            for (word, by) in to {
+                words[word].store(words[word].load(Relaxed).wrapping_add(by), Relaxed);
+            }
         }
     }
 

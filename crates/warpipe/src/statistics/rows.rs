@@ -69,24 +69,23 @@ impl EndpointRow {
     /// Counts an item: a sample sent, or received. The caller is the only thread that does.
     #[inline]
     pub(crate) fn count(&self, sequence: u64, bytes: u64) {
-        self.0.add(endpoint::ITEMS, 1);
-        self.0.add(endpoint::BYTES, bytes);
+        self.0.add([(endpoint::ITEMS, 1), (endpoint::BYTES, bytes)]);
         self.0.store(endpoint::SEQUENCE, sequence);
     }
 
     /// Counts an item that was copied although it was to be sent in place. The caller is the only
     /// thread that does.
     pub(crate) fn copied(&self, reason: SlowPath, bytes: u64) {
-        self.0.add(endpoint::COPIED, 1);
-        self.0.add(endpoint::COPIED_BYTES, bytes);
+        let copied = [(endpoint::COPIED, 1), (endpoint::COPIED_BYTES, bytes)];
+        self.0.add(copied);
         self.0.store(endpoint::COPY_REASON, reason as u64);
     }
 
     /// Adds the time between the sending and the receiving of a counted item.
     #[inline]
     pub(crate) fn time(&self, latency_ns: u64) {
-        self.0.add(endpoint::TIMED, 1);
-        self.0.add(endpoint::LATENCY_NS, latency_ns);
+        let timed = [(endpoint::TIMED, 1), (endpoint::LATENCY_NS, latency_ns)];
+        self.0.add(timed);
     }
 
     /// The domain that the name is in: another one after its directory was removed and made again.
