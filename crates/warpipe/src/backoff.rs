@@ -2,12 +2,17 @@
 
 use std::time::Duration;
 
+use crate::clock::now_ns;
+
 /// After so many polls a thread gives its CPU away between them: the thread that it waits for may
 /// run on this very CPU.
 const POLLS_BEFORE_YIELD: u32 = 64;
 
-/// `sched_yield(2)` takes about as long as so many polls, if nothing else wants the CPU.
+/// `sched_yield(2)` takes at least about as long as so many polls.
 const POLLS_OF_A_YIELD: u32 = 16;
+
+/// Nanoseconds that count as one poll, of a yield that took longer because others want the CPU.
+const NS_OF_A_POLL: u64 = 128;
 
 /// After so many sleeps of one length they are twice as long.
 const SLEEPS_OF_ONE_LENGTH: u32 = 16;
@@ -73,9 +78,21 @@ impl Backoff {
         if self.rounds <= POLLS_BEFORE_YIELD {
             (0..instructions).for_each(|_| std::hint::spin_loop());
         } else {
+            let start = now_ns();
             std::thread::yield_now();
-            self.rounds = self.rounds.saturating_add(POLLS_OF_A_YIELD - 1);
+            self.count_yield(now_ns().saturating_sub(start));
         }
+    }
+
+    /// Brings the sleep nearer by the time that others had the CPU: beside threads that compute, a
+    /// yield takes milliseconds, and a count of yields seconds.
+    fn count_yield(&mut self, took_ns: u64) {
+        let polls = u32::try_from(took_ns / NS_OF_A_POLL).unwrap_or(u32::MAX);
+        let polls = polls.max(POLLS_OF_A_YIELD - 1);
+        self.rounds = self
+            .rounds
+            .saturating_add(polls)
+            .min(self.rounds.max(self.spins));
     }
 
     /// Whether the next poll comes at once.
@@ -105,15 +122,34 @@ mod tests {
     /// nearer.
     #[test]
     fn a_thread_that_polls_gives_its_cpu_away_before_it_sleeps() {
-        let polls = 16_000;
-        let mut backoff = Backoff::spinning(polls);
+        let mut backoff = Backoff::spinning(16_000);
         let mut turns = 0;
         while backoff.step().is_zero() {
             let before = backoff.rounds;
             backoff.spin(4);
             turns += u32::from(backoff.rounds > before);
         }
-        assert_eq!(turns, (polls - POLLS_BEFORE_YIELD) / POLLS_OF_A_YIELD);
+        assert!(turns > 0);
+    }
+
+    #[test]
+    fn yields_end_the_polling_by_the_time_that_they_take() {
+        let yields_before_a_sleep = |took_ns| {
+            let mut backoff = Backoff::spinning(16_000);
+            let mut yields = 0;
+            while backoff.step().is_zero() {
+                backoff.count_yield(took_ns);
+                yields += 1;
+            }
+            assert!(
+                backoff.step() < Duration::from_micros(62),
+                "the first sleep is a short one"
+            );
+            yields
+        };
+        assert_eq!(yields_before_a_sleep(100), 16_000 / POLLS_OF_A_YIELD);
+        assert_eq!(yields_before_a_sleep(1_024_000), 2);
+        assert_eq!(yields_before_a_sleep(u64::MAX), 1);
     }
 
     #[test]
