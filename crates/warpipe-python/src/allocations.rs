@@ -8,8 +8,7 @@ use std::time::Duration;
 use pyo3::prelude::*;
 
 use crate::closeable::Closeable;
-use crate::device::Device;
-use crate::domain::Domain;
+use crate::domain::place;
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::interpreter_exit::LibraryHeld;
@@ -36,10 +35,7 @@ impl AllocationServer {
         device: &Bound<'_, PyAny>,
         domain: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<PyClassInitializer<AllocationServer>> {
-        let (domain, device) = (
-            Domain::from_argument(domain)?,
-            Device::from_argument(Some(device))?.inner,
-        );
+        let (domain, device) = place(domain, Some(device))?;
         let build = || {
             warpipe::AllocationServer::builder(name)
                 .domain(&domain)
@@ -146,10 +142,7 @@ impl AllocationClient {
         device: &Bound<'_, PyAny>,
         domain: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<PyClassInitializer<AllocationClient>> {
-        let (domain, device) = (
-            Domain::from_argument(domain)?,
-            Device::from_argument(Some(device))?.inner,
-        );
+        let (domain, device) = place(domain, Some(device))?;
         let opener = warpipe::AllocationClient::opener(name).domain(&domain);
         let opener = opener.device(&device);
         let now = Some(Duration::ZERO);

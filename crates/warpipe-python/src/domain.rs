@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::device::Device;
 use crate::errors::Fault;
 use crate::thread_exit;
 use crate::tuples;
@@ -38,6 +39,15 @@ impl Domain {
         };
         Ok(made.map_err(Fault::from)?)
     }
+}
+
+/// The domain and the device of two arguments.
+pub fn place(
+    domain: Option<&Bound<'_, PyAny>>,
+    device: Option<&Bound<'_, PyAny>>,
+) -> PyResult<(warpipe::Domain, warpipe::Device)> {
+    let domain = Domain::from_argument(domain)?;
+    Ok((domain, Device::from_argument(device)?.inner))
 }
 
 #[pymethods]

@@ -6,7 +6,7 @@ use warpipe::Wait;
 
 use crate::closeable::Closeable;
 use crate::device::Device;
-use crate::domain::Domain;
+use crate::domain::{Domain, place};
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::stream::Consumer;
@@ -143,10 +143,7 @@ impl Event {
         allow_uids: Vec<u32>,
         allow_gids: Vec<u32>,
     ) -> PyResult<Py<Event>> {
-        let (domain, device) = (
-            Domain::from_argument(domain)?,
-            Device::from_argument(device)?.inner,
-        );
+        let (domain, device) = place(domain, device)?;
         let made = py.detach(|| {
             warpipe::Event::builder()
                 .domain(&domain)

@@ -3,7 +3,6 @@
 
 mod task_waits;
 
-use std::ops::Deref;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -14,32 +13,14 @@ use pyo3::sync::OnceLockExt;
 use pyo3::types::PyTuple;
 use warpipe::{Error, Wait};
 
-use crate::detached::{DropDetached, detached};
+use crate::detached::detached;
 use crate::errors::{Fault, Outcome, no_pickle};
 use crate::job::{self, Watch};
-use crate::job_endpoint::JobEndpoint;
+use crate::job_endpoint::{JobEndpoint, Submitted};
 use crate::stream::imported;
 use crate::wait::{SLICE, late, optional, waiting};
 
 use task_waits::Waits;
-
-/// The job or the request behind a future. A request that is dropped is cancelled.
-#[derive(Debug)]
-enum Source {
-    Job(DropDetached<warpipe::JobHandle>),
-    Request(DropDetached<warpipe::Pending>),
-}
-
-impl Deref for Source {
-    type Target = warpipe::JobHandle;
-
-    fn deref(&self) -> &warpipe::JobHandle {
-        match self {
-            Source::Job(handle) => handle,
-            Source::Request(pending) => pending,
-        }
-    }
-}
 
 /// An outcome that Python has not been given yet.
 #[derive(Debug)]
@@ -124,7 +105,7 @@ fn is_taken(fault: &Fault) -> bool {
 #[derive(Debug)]
 pub struct Future {
     endpoint: Arc<JobEndpoint>,
-    source: Source,
+    source: Submitted,
     state: Mutex<State>,
     changed: Condvar,
     given: OnceLock<Given>,
@@ -132,17 +113,7 @@ pub struct Future {
 }
 
 impl Future {
-    /// Of a job.
-    pub fn of_job(endpoint: &Arc<JobEndpoint>, handle: warpipe::JobHandle) -> Future {
-        Future::of(endpoint, Source::Job(DropDetached::new(handle)))
-    }
-
-    /// Of a request.
-    pub fn of_request(endpoint: &Arc<JobEndpoint>, pending: warpipe::Pending) -> Future {
-        Future::of(endpoint, Source::Request(DropDetached::new(pending)))
-    }
-
-    fn of(endpoint: &Arc<JobEndpoint>, source: Source) -> Future {
+    fn of(endpoint: &Arc<JobEndpoint>, source: Submitted) -> Future {
         Future {
             endpoint: endpoint.clone(),
             source,
@@ -212,8 +183,8 @@ impl Future {
         let (start, mut left, mut unsure) = (Instant::now(), timeout, 0);
         loop {
             let noun = match self.source {
-                Source::Job(_) => "result of job",
-                Source::Request(_) => "reply to request",
+                Submitted::Job(_) => "result of job",
+                Submitted::Request(_) => "reply to request",
             };
             let (job, name) = (self.source.id(), &self.endpoint.name);
             let described = || format!("the {noun} {job} of {name:?}");
@@ -496,34 +467,25 @@ impl Future {
 #[derive(Debug)]
 pub struct JobHandle;
 
-impl JobHandle {
-    /// Wraps a job of this queue.
-    pub fn new(
-        py: Python<'_>,
-        endpoint: &Arc<JobEndpoint>,
-        handle: warpipe::JobHandle,
-    ) -> PyResult<Py<JobHandle>> {
-        let future = PyClassInitializer::from(Future::of_job(endpoint, handle));
-        Py::new(py, future.add_subclass(JobHandle))
-    }
-}
-
 /// A request, with the methods of a ``concurrent.futures.Future``; ``await pending`` in asyncio.
 /// Dropping or cancelling it cancels the request. It keeps the reply as long as it lives.
 #[pyclass(frozen, extends = Future, module = "warpipe")]
 #[derive(Debug)]
 pub struct Pending;
 
-impl Pending {
-    /// Wraps a request of this client.
-    pub fn new(
-        py: Python<'_>,
-        endpoint: &Arc<JobEndpoint>,
-        pending: warpipe::Pending,
-    ) -> PyResult<Py<Pending>> {
-        let future = PyClassInitializer::from(Future::of_request(endpoint, pending));
-        Py::new(py, future.add_subclass(Pending))
-    }
+/// The future of a job, a ``JobHandle``, or of a request, a ``Pending``.
+pub fn of(
+    py: Python<'_>,
+    endpoint: &Arc<JobEndpoint>,
+    submitted: Submitted,
+) -> PyResult<Py<PyAny>> {
+    let is_job = matches!(submitted, Submitted::Job(_));
+    let future = PyClassInitializer::from(Future::of(endpoint, submitted));
+    Ok(if is_job {
+        Py::new(py, future.add_subclass(JobHandle))?.into_any()
+    } else {
+        Py::new(py, future.add_subclass(Pending))?.into_any()
+    })
 }
 
 #[pymethods]
@@ -534,8 +496,8 @@ impl Pending {
         let future = slf.as_super().get();
         future.endpoint.check()?;
         match &future.source {
-            Source::Request(pending) => Ok(pending.deadline_ns()),
-            Source::Job(_) => unreachable!("a request has a deadline"),
+            Submitted::Request(pending) => Ok(pending.deadline_ns()),
+            Submitted::Job(_) => unreachable!("a request has a deadline"),
         }
     }
 }

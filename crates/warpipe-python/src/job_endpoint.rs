@@ -2,6 +2,7 @@
 //! the conversion of foreign tensors to jobs.
 
 use std::collections::HashSet;
+use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -58,19 +59,30 @@ impl QueueOrClient {
         .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A client's own.
-    pub fn client(&self) -> &warpipe::Client {
-        match self {
-            QueueOrClient::Client(client) => client,
-            QueueOrClient::Queue(..) => unreachable!("a client's end is a client"),
-        }
-    }
-
     fn loan_within(&self, layout: &Layout, wait: Wait<'_>) -> Result<warpipe::Loan, Error> {
         match self {
             QueueOrClient::Queue(queue, _) => queue.loan_within(layout, wait),
             QueueOrClient::Client(client) => client.loan_within(layout, wait),
         }
+    }
+
+    fn submit(
+        &self,
+        loan: warpipe::Loan,
+        stream: &warpipe::Stream,
+        deadline_ns: u64,
+        wait: Wait<'_>,
+    ) -> Result<Submitted, SubmitError> {
+        Ok(match self {
+            QueueOrClient::Queue(queue, _) => {
+                let handle = queue.submit_within(loan, stream, wait)?;
+                Submitted::Job(DropDetached::new(handle))
+            }
+            QueueOrClient::Client(client) => {
+                let pending = client.request_before(loan, stream, deadline_ns, wait)?;
+                Submitted::Request(DropDetached::new(pending))
+            }
+        })
     }
 
     /// Its state.
@@ -85,6 +97,24 @@ impl QueueOrClient {
         match self {
             QueueOrClient::Queue(queue, _) => queue.wait_for_workers(count, wait),
             QueueOrClient::Client(client) => client.wait_for_servers(count, wait),
+        }
+    }
+}
+
+/// The handle of a job or of a request. A request that is dropped is cancelled.
+#[derive(Debug)]
+pub enum Submitted {
+    Job(DropDetached<warpipe::JobHandle>),
+    Request(DropDetached<warpipe::Pending>),
+}
+
+impl Deref for Submitted {
+    type Target = warpipe::JobHandle;
+
+    fn deref(&self) -> &warpipe::JobHandle {
+        match self {
+            Submitted::Job(handle) => handle,
+            Submitted::Request(pending) => pending,
         }
     }
 }
@@ -330,21 +360,15 @@ impl JobEndpoint {
         Ok((slot, filled_on))
     }
 
-    /// Submits an input with `enter`; `patience` is how long that may wait. An interrupted wait has
-    /// submitted nothing.
-    pub fn submit<T: Send>(
+    /// Submits an input; `patience` is how long that may wait, and `deadline_ns` is for a request.
+    /// An interrupted wait has submitted nothing.
+    pub fn submit(
         &self,
         py: Python<'_>,
         (slot, stream): (Slot, warpipe::Stream),
         patience: Option<Duration>,
-        enter: impl FnOnce(
-            &QueueOrClient,
-            warpipe::Loan,
-            &warpipe::Stream,
-            Wait<'_>,
-        ) -> Result<T, SubmitError>
-        + Send,
-    ) -> PyResult<T> {
+        deadline_ns: u64,
+    ) -> PyResult<Submitted> {
         let Slot::Work(loan) = slot else {
             return Err(Fault::argument(
                 "the loan",
@@ -362,8 +386,8 @@ impl JobEndpoint {
         let goes_on = || self.end().map(drop);
         waiting(py, patience, goes_on, |wait| {
             let (error, unused): (Fault, _) = match self.end() {
-                Ok(end) => match enter(&end, loan, &stream, wait) {
-                    Ok(entered) => return Ok(entered),
+                Ok(end) => match end.submit(loan, &stream, deadline_ns, wait) {
+                    Ok(submitted) => return Ok(submitted),
                     Err(failed) => (failed.error.into(), failed.loan.map(|loan| *loan)),
                 },
                 Err(closed) => (closed, Some(loan)),

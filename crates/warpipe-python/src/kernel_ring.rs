@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 
 use crate::closeable::Closeable;
 use crate::device::Device;
-use crate::domain::Domain;
+use crate::domain::place;
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::stream::{Consumer, Consumers};
@@ -165,10 +165,7 @@ impl KernelRing {
         allow_uids: Vec<u32>,
         allow_gids: Vec<u32>,
     ) -> PyResult<Py<KernelRing>> {
-        let (domain, device) = (
-            Domain::from_argument(domain)?,
-            Device::from_argument(device)?.inner,
-        );
+        let (domain, device) = place(domain, device)?;
         let mut builder = warpipe::KernelRing::builder(name)
             .domain(&domain)
             .device(&device)
@@ -202,10 +199,7 @@ impl KernelRing {
         device: Option<&Bound<'_, PyAny>>,
         wait: Option<f64>,
     ) -> PyResult<Py<KernelRing>> {
-        let (domain, device) = (
-            Domain::from_argument(domain)?,
-            Device::from_argument(device)?.inner,
-        );
+        let (domain, device) = place(domain, device)?;
         let wait = optional(wait, "wait")?;
         let opener = warpipe::KernelRing::opener(name).domain(&domain);
         let opener = opener.device(&device);

@@ -14,11 +14,10 @@
 //! | `kernel_ring` | items from kernel to kernel |
 //! | `members` | the members of a domain |
 //! | `closeable`, `handle` | the base of the classes that Python closes, and their handles |
-//! | `queue`, `job`, `worker`, `lease` | jobs |
+//! | `jobs`, `job_endpoint`, `job` | what queues and clients submit, and results |
+//! | `leases`, `lease` | what workers and servers take |
 //! | `future` | `JobHandle` and `Pending`: the outcome of a job or a request |
 //! | `inbox` | common to subscribers, workers and servers |
-//! | `client`, `server`, `job_endpoint` | services; `job_endpoint` is common to queues and clients
-//! |
 //! | `weights`, `weights_publish`, `weights_watch` | model weights: read, kept; published; new versions |
 //! | `memory` | the memory behind arrays, and its release |
 //! | `array`, `buffer`, `dlpack`, `torch` | this package's memory as other frameworks' arrays |
@@ -45,7 +44,6 @@
 mod allocations;
 mod array;
 mod buffer;
-mod client;
 mod closeable;
 mod command;
 mod copies;
@@ -65,8 +63,10 @@ mod inbox;
 mod interpreter_exit;
 mod job;
 mod job_endpoint;
+mod jobs;
 mod kernel_ring;
 mod lease;
+mod leases;
 mod legacy;
 mod loan;
 mod members;
@@ -77,10 +77,8 @@ mod outgoing;
 mod pool;
 mod process;
 mod publisher;
-mod queue;
 mod rows;
 mod semaphore;
-mod server;
 mod shared_memory;
 mod slot;
 mod source;
@@ -99,7 +97,6 @@ mod wait;
 mod weights;
 mod weights_publish;
 mod weights_watch;
-mod worker;
 
 use pyo3::prelude::*;
 
@@ -152,18 +149,16 @@ fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<pool::Buffer>()?;
     module.add_class::<pool::PoolClient>()?;
     module.add_class::<pool::LentBuffer>()?;
-    module.add_class::<queue::Queue>()?;
+    module.add_class::<jobs::Jobs>()?;
     module.add_class::<future::Future>()?;
     module.add_class::<future::JobHandle>()?;
     module.add_class::<job::Result>()?;
     module.add_class::<job::Results>()?;
     module.add_class::<job::Watch>()?;
-    module.add_class::<worker::Worker>()?;
+    module.add_class::<leases::Leases>()?;
     module.add_class::<lease::Lease>()?;
     module.add_class::<lease::Output>()?;
-    module.add_class::<client::Client>()?;
     module.add_class::<future::Pending>()?;
-    module.add_class::<server::Server>()?;
     allocations::register(module)?;
     weights::register(module)?;
     module.add_class::<weights_watch::Watch>()

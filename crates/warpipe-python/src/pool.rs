@@ -8,7 +8,7 @@ use warpipe::backend::Access;
 
 use crate::closeable::Closeable;
 use crate::device::Device;
-use crate::domain::Domain;
+use crate::domain::place;
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::memory_owner::OwnedMemory;
@@ -73,10 +73,7 @@ impl Pool {
         user_quota: QuotaArgument,
         quotas: HashMap<u32, QuotaArgument>,
     ) -> PyResult<Py<Pool>> {
-        let (domain, device) = (
-            Domain::from_argument(domain)?,
-            Device::from_argument(device)?.inner,
-        );
+        let (domain, device) = place(domain, device)?;
         let builder = warpipe::Pool::builder(name)
             .domain(&domain)
             .device(&device)
@@ -216,10 +213,7 @@ impl PoolClient {
         device: Option<&Bound<'_, PyAny>>,
         wait: Option<f64>,
     ) -> PyResult<Py<PoolClient>> {
-        let (domain, device) = (
-            Domain::from_argument(domain)?,
-            Device::from_argument(device)?.inner,
-        );
+        let (domain, device) = place(domain, device)?;
         let wait = optional(wait, "wait")?;
         let opener = warpipe::PoolClient::opener(name).domain(&domain);
         let opener = opener.device(&device);

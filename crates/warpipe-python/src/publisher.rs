@@ -11,7 +11,7 @@ use crate::closeable::Closeable;
 use crate::copies::Copies;
 use crate::detached::{DropDetached, OwnStream};
 use crate::device::Device;
-use crate::domain::Domain;
+use crate::domain::place;
 use crate::dtype;
 use crate::errors::{Fault, Outcome};
 use crate::in_place::{self, InPlace, PublishedPool, ZeroCopy};
@@ -199,10 +199,7 @@ impl Publisher {
         allow_uids: Vec<u32>,
         allow_gids: Vec<u32>,
     ) -> PyResult<PyClassInitializer<Publisher>> {
-        let (domain, device) = (
-            Domain::from_argument(domain)?,
-            Device::from_argument(device)?.inner,
-        );
+        let (domain, device) = place(domain, device)?;
         let (block, loan_timeout) = (
             optional(timeout, "timeout")?,
             optional(loan_timeout, "loan_timeout")?,

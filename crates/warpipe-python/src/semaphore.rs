@@ -10,7 +10,7 @@ use warpipe::{Error, OptionalExtension, Wait};
 use crate::closeable::Closeable;
 use crate::detached::{DropDetached, detached};
 use crate::device::Device;
-use crate::domain::Domain;
+use crate::domain::place;
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::interpreter_exit::{Endpoint, close_at_exit};
@@ -156,10 +156,7 @@ impl Semaphore {
         allow_uids: Vec<u32>,
         allow_gids: Vec<u32>,
     ) -> PyResult<Py<Semaphore>> {
-        let (domain, device) = (
-            Domain::from_argument(domain)?,
-            Device::from_argument(device)?.inner,
-        );
+        let (domain, device) = place(domain, device)?;
         let made = py.detach(|| {
             warpipe::Semaphore::builder(name)
                 .permits(permits)
@@ -187,10 +184,7 @@ impl Semaphore {
         device: Option<&Bound<'_, PyAny>>,
         wait: Option<f64>,
     ) -> PyResult<Py<Semaphore>> {
-        let (domain, device) = (
-            Domain::from_argument(domain)?,
-            Device::from_argument(device)?.inner,
-        );
+        let (domain, device) = place(domain, device)?;
         let wait = optional(wait, "wait")?;
         let opener = warpipe::Semaphore::opener(name).domain(&domain);
         let opener = opener.device(&device);

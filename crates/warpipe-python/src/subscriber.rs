@@ -10,7 +10,7 @@ use warpipe::{OptionalExtension, Wait};
 use crate::closeable::Closeable;
 use crate::detached::OwnStream;
 use crate::device::Device;
-use crate::domain::Domain;
+use crate::domain::place;
 use crate::frame::Frame;
 use crate::in_place::Openings;
 use crate::inbox::{Calls, Inbox};
@@ -94,10 +94,7 @@ impl Subscriber {
         orphan_timeout: f64,
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<PyClassInitializer<Subscriber>> {
-        let (domain, device) = (
-            Domain::from_argument(domain)?,
-            Device::from_argument(device)?.inner,
-        );
+        let (domain, device) = place(domain, device)?;
         let (wait, iteration) = (optional(wait, "wait")?, timeout.or(None));
         let timeout = timeout.or(Some(RECEIVE_TIMEOUT));
         let builder = warpipe::Subscriber::builder(name)

@@ -4,7 +4,7 @@ use pyo3::prelude::*;
 
 use crate::closeable::Closeable;
 use crate::device::Device;
-use crate::domain::Domain;
+use crate::domain::place;
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
 use crate::stream::Consumer;
@@ -61,10 +61,7 @@ impl Timeline {
         allow_uids: Vec<u32>,
         allow_gids: Vec<u32>,
     ) -> PyResult<Py<Timeline>> {
-        let (domain, device) = (
-            Domain::from_argument(domain)?,
-            Device::from_argument(device)?.inner,
-        );
+        let (domain, device) = place(domain, device)?;
         let made = py.detach(|| {
             warpipe::Timeline::builder(name)
                 .domain(&domain)
@@ -90,10 +87,7 @@ impl Timeline {
         device: Option<&Bound<'_, PyAny>>,
         wait: Option<f64>,
     ) -> PyResult<Py<Timeline>> {
-        let (domain, device) = (
-            Domain::from_argument(domain)?,
-            Device::from_argument(device)?.inner,
-        );
+        let (domain, device) = place(domain, device)?;
         let wait = optional(wait, "wait")?;
         let opener = warpipe::Timeline::opener(name).domain(&domain);
         let opener = opener.device(&device);

@@ -260,50 +260,40 @@ class Sample(_Tensor):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any: ...
     def __exit__(self, *_exception: object) -> None: ...
 
-_Order: TypeAlias = Literal["submission", "completion"]
-
-@final
-class Queue(Closeable):
+@disjoint_base
+class _Jobs(Closeable):
     def __new__(
         cls,
+        client: bool,
         name: str,
-        *,
-        domain: _DomainLike | None = None,
-        device: _DeviceLike | None = None,
-        prefetch: int = 2,
-        max_attempts: int = 3,
-        lease_timeout: float | None = None,
-        order: _Order = "submission",
-        limit: int = 1048576,
-        submit_timeout: float | None = 5.0,
-        memory_limit: int = 4294967296,
-        workers_max: int = 256,
-        spin: float | None = None,
-        handshake_timeout: float = 5.0,
+        domain: _DomainLike | None,
+        device: _DeviceLike | None,
+        prefetch: int,
+        max_attempts: int,
+        lease_timeout: float | None,
+        limit: int,
+        memory_limit: int,
+        spin: float | None,
+        timeout: float | None,
+        loan_timeout: float | None,
+        order: str = "submission",
+        workers_max: int = 0,
+        handshake_timeout: float = 0.0,
     ) -> Self: ...
     @property
-    def name(self) -> str: ...
+    def _name(self) -> str: ...
     @property
     def device(self) -> Device: ...
-    def submit(
-        self,
-        tensor: Any,
-        *,
-        metadata: _Metadata | None = None,
-        stream: _StreamLike | None = None,
-        timeout: _Timeout = ...,
-    ) -> JobHandle: ...
+    def _submit(self, tensor: Any, metadata: _Metadata | None, stream: _StreamLike | None, timeout: _Timeout) -> Any: ...
     def loan(self, shape: _Shape, dtype: Any, *, metadata: _Metadata | None = None) -> Loan: ...
-    def results(self, timeout: float | None = None, *, follow: bool = False) -> Results: ...
-    def drain(self, timeout: float | None = None) -> None: ...
-    def shutdown(
-        self, wait: bool = True, *, cancel_futures: bool = False, timeout: float | None = None
-    ) -> None: ...
-    def wait_for_workers(self, count: int = 1, timeout: float | None = 10.0) -> None: ...
+    def _results(self, timeout: float | None, follow: bool) -> Results: ...
+    def _drain(self, timeout: float | None) -> None: ...
+    def _shutdown(self, wait: bool, cancel_waiting: bool, timeout: float | None) -> None: ...
+    def _wait_for(self, what: str, count: int, timeout: float | None) -> None: ...
     @property
     def state(self) -> QueueState: ...
     @property
-    def memory_in_use(self) -> MemoryUse: ...
+    def _memory_in_use(self) -> MemoryUse: ...
     def close(self) -> None: ...
 
 @disjoint_base
@@ -364,31 +354,35 @@ class _Watch:
     def quiet(self) -> None: ...
 
 @disjoint_base
-class _Worker(Closeable):
+class _Leases(Closeable):
     def __new__(
         cls,
-        queue: str,
+        server: bool,
+        name: str,
+        domain: _DomainLike | None,
+        device: _DeviceLike | None,
+        timeout: float | None,
+        answer_timeout: float | None,
+        spin: float | None,
+        memory_limit: int,
+        handshake_timeout: float,
+        stream: _StreamLike | None,
         *,
-        domain: _DomainLike | None = None,
-        device: _DeviceLike | None = None,
-        wait: float | None = 0.0,
-        timeout: float | None = None,
-        answer_timeout: float | None = 10.0,
-        spin: float | None = None,
-        memory_limit: int = 4294967296,
-        handshake_timeout: float = 5.0,
-        stream: _StreamLike | None = None,
+        wait: float | None = None,
+        clients_max: int = 0,
     ) -> Self: ...
     @property
-    def queue(self) -> str: ...
+    def _name(self) -> str: ...
     @property
-    def queue_pid(self) -> int: ...
+    def _queue_pid(self) -> int: ...  # Of a worker.
     @property
     def device(self) -> Device: ...
+    @property
+    def _clients(self) -> int: ...
     def _limit(self, timeout: _Timeout) -> float | None: ...
     def _last(self, waited: float | None, /) -> Lease: ...
-    def lease(self, timeout: _Timeout = ...) -> Lease: ...
-    def try_lease(self) -> Lease | None: ...
+    def _next(self, timeout: _Timeout) -> Lease: ...
+    def _try(self) -> Lease | None: ...
     def fileno(self) -> int: ...
     def close(self) -> None: ...
     def __iter__(self) -> Self: ...
@@ -432,83 +426,9 @@ class Output(Loan):
     ) -> None: ...
 
 @final
-class Client(Closeable):
-    def __new__(
-        cls,
-        service: str,
-        *,
-        domain: _DomainLike | None = None,
-        device: _DeviceLike | None = None,
-        timeout: float | None = 10.0,
-        max_attempts: int = 3,
-        prefetch: int = 2,
-        lease_timeout: float | None = None,
-        limit: int = 1048576,
-        memory_limit: int = 4294967296,
-        loan_timeout: float | None = 5.0,
-        spin: float | None = None,
-    ) -> Self: ...
-    @property
-    def service(self) -> str: ...
-    @property
-    def device(self) -> Device: ...
-    def call(
-        self,
-        tensor: Any,
-        *,
-        metadata: _Metadata | None = None,
-        stream: _StreamLike | None = None,
-        timeout: _Timeout = ...,
-    ) -> JobResult: ...
-    def request(
-        self,
-        tensor: Any,
-        *,
-        metadata: _Metadata | None = None,
-        stream: _StreamLike | None = None,
-        timeout: _Timeout = ...,
-    ) -> Pending: ...
-    def loan(self, shape: _Shape, dtype: Any, *, metadata: _Metadata | None = None) -> Loan: ...
-    def wait_for_servers(self, count: int = 1, timeout: float | None = 10.0) -> None: ...
-    @property
-    def state(self) -> QueueState: ...
-    def close(self) -> None: ...
-
-@final
 class Pending(_Future):
     @property
     def deadline_ns(self) -> int: ...
-
-@disjoint_base
-class _Server(Closeable):
-    def __new__(
-        cls,
-        service: str,
-        *,
-        domain: _DomainLike | None = None,
-        device: _DeviceLike | None = None,
-        timeout: float | None = None,
-        answer_timeout: float | None = 10.0,
-        spin: float | None = None,
-        memory_limit: int = 4294967296,
-        handshake_timeout: float = 5.0,
-        clients_max: int = 256,
-        stream: _StreamLike | None = None,
-    ) -> Self: ...
-    @property
-    def service(self) -> str: ...
-    @property
-    def device(self) -> Device: ...
-    def _limit(self, timeout: _Timeout) -> float | None: ...
-    def _last(self, waited: float | None, /) -> Lease: ...
-    @property
-    def clients(self) -> int: ...
-    def accept(self, timeout: _Timeout = ...) -> Lease: ...
-    def try_accept(self) -> Lease | None: ...
-    def fileno(self) -> int: ...
-    def close(self) -> None: ...
-    def __iter__(self) -> Self: ...
-    def __next__(self) -> Lease: ...
 
 def _run_command(arguments: Sequence[str], executable: str) -> int: ...
 def _skip_waits(skip: bool) -> None: ...

@@ -105,7 +105,7 @@ from ._errors import (
     WrongDeviceError,
 )
 from . import _futures as _futures
-from ._queue import Server, Worker
+from ._queue import Client, Queue, Server, Worker
 from ._subscriber import Subscriber
 from ._tuples import (
     Change,
@@ -122,7 +122,6 @@ from ._tuples import (
 )
 from ._warpipe import (
     Buffer,
-    Client,
     Closeable,
     DTYPES,
     Device,
@@ -148,7 +147,6 @@ from ._warpipe import (
     PoolClient,
     Published,
     Publisher,
-    Queue,
     Recording,
     Results,
     Sample,

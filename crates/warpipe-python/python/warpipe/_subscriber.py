@@ -6,10 +6,10 @@ from types import EllipsisType
 
 from . import _warpipe
 from ._errors import PeerGoneError
-from ._loop import next_of
+from ._loop import AsyncIteration, next_of
 
 
-class Subscriber(_warpipe._Subscriber):
+class Subscriber(_warpipe._Subscriber, AsyncIteration):
     __doc__ = _warpipe._Subscriber.__doc__
 
     async def receive_async(self, timeout: float | None | EllipsisType = ...) -> _warpipe.Sample:
@@ -22,9 +22,6 @@ class Subscriber(_warpipe._Subscriber):
         """
         return await next_of(self, self.try_receive, self._last, self._limit(timeout))
 
-    def __aiter__(self) -> Subscriber:
-        return self
-
     async def __anext__(self) -> _warpipe.Sample:
         """The next frame; the iteration ends when the publisher closes gracefully."""
         try:
@@ -33,12 +30,6 @@ class Subscriber(_warpipe._Subscriber):
             if gone.graceful:
                 raise StopAsyncIteration from None
             raise
-
-    async def __aenter__(self) -> Subscriber:
-        return self
-
-    async def __aexit__(self, *_exception: object) -> None:
-        self.close()
 
 
 Subscriber.__module__ = "warpipe"

@@ -591,123 +591,55 @@ class Sample(_Tensor):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any: ...
     def __exit__(self, *_exception: object) -> None: ...
 
-_Order: TypeAlias = Literal["submission", "completion"]
-
-@final
-class Queue(Closeable):
-    """Gives each job to one worker, and gets each job's result once, even if processes die: see
-    ``Worker``.
-
-    ``name``: as a publisher's. ``device``: the device of the inputs' memory
-    (default: the first GPU, else the host). ``prefetch``: jobs that one worker may hold at once, 1
-    to 256. ``max_attempts``: how often a job is tried before it is dead-lettered.
-    ``lease_timeout``: seconds that a worker may hold jobs without answering any; then they go to
-    other workers (None: wait for its death). ``order``: of ``results()``, ``"submission"`` or
-    ``"completion"``. ``limit``: the most jobs without a taken outcome.
-    ``submit_timeout``: seconds to wait for room, and for memory (None: no limit). ``memory_limit``:
-    bytes of device memory for inputs.
-
-    Any number of threads may use it. ``close()``, the end of a ``with`` block, or dropping it
-    closes it: unfinished jobs are discarded.
-
-    Raises ``InvalidNameError``, ``NameTakenError``, ``ForeignFileError``, ``DomainError``,
-    ``ArgumentError``, ``DeviceError``.
-    """
+@disjoint_base
+class _Jobs(Closeable):
+    """Submits jobs to a queue of its own, or requests to a service."""
     def __new__(
         cls,
+        client: bool,
         name: str,
-        *,
-        domain: _DomainLike | None = None,
-        device: _DeviceLike | None = None,
-        prefetch: int = 2,
-        max_attempts: int = 3,
-        lease_timeout: float | None = None,
-        order: _Order = "submission",
-        limit: int = 1048576,
-        submit_timeout: float | None = 5.0,
-        memory_limit: int = 4294967296,
-        workers_max: int = 256,
-        spin: float | None = None,
-        handshake_timeout: float = 5.0,
+        domain: _DomainLike | None,
+        device: _DeviceLike | None,
+        prefetch: int,
+        max_attempts: int,
+        lease_timeout: float | None,
+        limit: int,
+        memory_limit: int,
+        spin: float | None,
+        timeout: float | None,
+        loan_timeout: float | None,
+        order: str = "submission",
+        workers_max: int = 0,
+        handshake_timeout: float = 0.0,
     ) -> Self: ...
     @property
-    def name(self) -> str:
-        """Its name."""
+    def _name(self) -> str: ...
     @property
     def device(self) -> Device:
         """Its device."""
-    def submit(
-        self,
-        tensor: Any,
-        *,
-        metadata: _Metadata | None = None,
-        stream: _StreamLike | None = None,
-        timeout: _Timeout = ...,
-    ) -> JobHandle:
-        """Submits a job: copies a tensor into the queue's memory, as ``Publisher.send`` does, or takes
-        a ``loan`` of this queue without a copy. Waits for room, at most ``timeout`` seconds
-        (default: the queue's; None: no limit), and neither for a worker nor for the device.
-
-        ``metadata``: a dict (as JSON) or any buffer, at most 200 bytes, for the worker.
-
-        Raises ``QueueFullError``; ``TimeoutError`` if the driver blocks another thread's
-        ``submit``; ``NotATensorError``, ``DTypeError``, ``LayoutError``, ``WrongDeviceError``,
-        ``MetadataError``; ``MemoryLimitError``, ``QueueClosedError``, ``DriverError``.
-        """
+    def _submit(self, tensor: Any, metadata: _Metadata | None, stream: _StreamLike | None, timeout: _Timeout) -> Any: ...
     def loan(self, shape: _Shape, dtype: Any, *, metadata: _Metadata | None = None) -> Loan:
-        """Lends memory for a job's input, to be filled in place and given to ``submit``: no copy.
+        """Lends memory for the input of a job, or of a request, to be filled in place and given to
+        ``submit``, ``call`` or ``request``: no copy.
 
         Raises ``LayoutError``, ``DTypeError``, ``MetadataError``, ``MemoryLimitError``,
         ``DeviceMemoryError``, ``ClosedError``.
         """
-    def results(self, timeout: float | None = None, *, follow: bool = False) -> Results:
-        """Iterates, with ``for`` or ``async for``, over the results that no handle has taken, in the
-        queue's ``order``. It ends when there is no job left; with ``follow``, only once
-        ``shutdown`` was called, too, so that another thread may go on submitting. Each is waited
-        for at most ``timeout`` seconds (None: no limit). A job that was dead-lettered or rejected
-        raises in its place; the same iterator can go on with the others.
-
-        Raises ``DeadLetteredError``, ``RejectedError``, ``TimeoutError``, ``ClosedError``.
-        """
-    def drain(self, timeout: float | None = None) -> None:
-        """Waits until every job is done or dead-lettered, at most ``timeout`` seconds (None: no
-        limit). The outcomes can still be taken.
-
-        Raises ``TimeoutError``, ``ClosedError``.
-        """
-    def shutdown(
-        self, wait: bool = True, *, cancel_futures: bool = False, timeout: float | None = None
-    ) -> None:
-        """Accepts no more jobs, as ``concurrent.futures.Executor.shutdown``. Once every job is done or
-        dead-lettered, the queue's name is free and the workers' loops end: ``for lease in worker``
-        stops, and ``lease()`` raises ``PeerGoneError`` with ``graceful``. Until then workers may
-        still attach. Outcomes can be taken until the queue is closed.
-
-        ``wait``: wait for that, at most ``timeout`` seconds (None: no limit). ``cancel_futures``:
-        cancel the jobs that no worker holds.
-
-        Raises ``TimeoutError`` (the queue is shut all the same), ``ClosedError``.
-        """
-    def wait_for_workers(self, count: int = 1, timeout: float | None = 10.0) -> None:
-        """Waits until there are ``count`` workers, at most ``timeout`` seconds (None: no limit).
-
-        Raises ``TimeoutError``, ``ClosedError``.
-        """
+    def _results(self, timeout: float | None, follow: bool) -> Results: ...
+    def _drain(self, timeout: float | None) -> None: ...
+    def _shutdown(self, wait: bool, cancel_waiting: bool, timeout: float | None) -> None: ...
+    def _wait_for(self, what: str, count: int, timeout: float | None) -> None: ...
     @property
     def state(self) -> QueueState:
-        """The present state.
+        """The present state of its jobs, or requests. A client's workers are the servers.
 
         Raises ``ClosedError``.
         """
     @property
-    def memory_in_use(self) -> MemoryUse:
-        """Device memory allocated for inputs so far and its limit, in bytes: a ``MemoryUse``.
-
-        Raises ``ClosedError``.
-        """
+    def _memory_in_use(self) -> MemoryUse: ...
     def close(self) -> None:
-        """Closes the queue: workers are notified, and waits for jobs end with an error. Received
-        results stay valid. Closing twice is no error.
+        """Closes it: workers are notified, and waits for outcomes end with an error. Received results
+        stay valid. Closing twice is no error.
         """
 
 @disjoint_base
@@ -819,69 +751,48 @@ class _Watch:
     def quiet(self) -> None: ...
 
 @disjoint_base
-class _Worker(Closeable):
-    """Takes jobs of a ``Queue`` and answers each: ``for lease in Worker("jobs"):``, ``lease()``, or
-    ``async for``.
-
-    ``device``: the device it works with, and of the results' memory (default: the first GPU, else
-    the host). ``wait``: seconds to wait until the queue exists, None for no limit (default: not at
-    all). ``timeout``: seconds to wait for a job (default: None, no limit). ``answer_timeout``:
-    seconds that an answer may wait for the owner to release earlier results, and for memory.
-    ``memory_limit``: bytes of device memory for results. ``stream``: the stream to lease on; by
-    default one of its own, and every array made of a lease orders its own stream after the data.
-
-    One thread at a time leases; other threads wait. Leases may be used on any thread. ``close()``,
-    or the end of a ``with`` block: jobs that it has not leased go to other workers; leased jobs can
-    still be answered.
-
-    Raises ``NotFoundError``, ``OtherKindError``, ``HandshakeError``, ``AccessDeniedError``,
-    ``PeerAccessError``, ``DeviceError``.
-    """
+class _Leases(Closeable):
+    """Takes the jobs of a queue, or the requests of a service."""
     def __new__(
         cls,
-        queue: str,
+        server: bool,
+        name: str,
+        domain: _DomainLike | None,
+        device: _DeviceLike | None,
+        timeout: float | None,
+        answer_timeout: float | None,
+        spin: float | None,
+        memory_limit: int,
+        handshake_timeout: float,
+        stream: _StreamLike | None,
         *,
-        domain: _DomainLike | None = None,
-        device: _DeviceLike | None = None,
-        wait: float | None = 0.0,
-        timeout: float | None = None,
-        answer_timeout: float | None = 10.0,
-        spin: float | None = None,
-        memory_limit: int = 4294967296,
-        handshake_timeout: float = 5.0,
-        stream: _StreamLike | None = None,
+        wait: float | None = None,
+        clients_max: int = 0,
     ) -> Self: ...
     @property
-    def queue(self) -> str:
-        """The queue's name."""
+    def _name(self) -> str: ...
     @property
-    def queue_pid(self) -> int:
-        """The process id of the queue's owner."""
+    def _queue_pid(self) -> int: ...  # Of a worker.
     @property
     def device(self) -> Device:
         """The device that it works with."""
+    @property
+    def _clients(self) -> int: ...
     def _limit(self, timeout: _Timeout) -> float | None: ...
     def _last(self, waited: float | None, /) -> Lease: ...
-    def lease(self, timeout: _Timeout = ...) -> Lease:
-        """Waits for the next job, at most ``timeout`` seconds (default: the worker's; None: no limit).
-
-        Raises ``TimeoutError``; ``PeerGoneError``, which is ``graceful`` after the queue's
-        ``shutdown`` or ``close``; ``LinkClosedError`` when the queue, which lives, has ended this
-        worker's link; ``ProtocolError``, ``ClosedError``, ``DriverError``.
-        """
-    def try_lease(self) -> Lease | None:
-        """The next job if there is one, else None.
-
-        Raises as ``lease``, without the timeout.
-        """
+    def _next(self, timeout: _Timeout) -> Lease: ...
+    def _try(self) -> Lease | None: ...
     def fileno(self) -> int:
-        """A descriptor that is readable when ``try_lease`` is worth a call (an epoll descriptor, which
-        nests). Lease until it gives None before waiting on it.
+        """A descriptor that is readable when ``try_lease``, or ``try_accept``, is worth a call (an
+        epoll descriptor, which nests); a server's is so once a second, too. Call it until it gives
+        None before waiting on the descriptor.
 
         Raises ``ClosedError``.
         """
     def close(self) -> None:
-        """Takes no more jobs. Leases stay valid. Closing twice is no error."""
+        """Takes no more jobs, or requests. Leases stay valid, and can still be answered. Closing twice
+        is no error.
+        """
     def __iter__(self) -> Self: ...
     def __next__(self) -> Lease: ...
 
@@ -977,97 +888,6 @@ class Output(Loan):
     ) -> None: ...
 
 @final
-class Client(Closeable):
-    """Sends requests to the servers of a service: ``call`` waits for the reply, ``request`` returns a
-    ``Pending``.
-
-    ``service``: as a publisher's name, at most 40 bytes. ``device``: the device of the requests'
-    memory (default: the first GPU, else the host). ``timeout``: seconds within which a reply must
-    come (None: no limit). ``max_attempts``: how many servers may fail or die on a request before it
-    is dead-lettered. ``prefetch``: requests that one server may hold. ``lease_timeout``: seconds
-    that a server may hold requests without answering any; then they go to other servers. ``limit``:
-    the most requests without a reply. ``memory_limit``: bytes of device memory for requests.
-    ``loan_timeout``: seconds to wait for memory that is in use.
-
-    Any number of threads may use it. A server need not exist yet.
-
-    Raises ``InvalidNameError``, ``DomainError``, ``ArgumentError``, ``DeviceError``.
-    """
-    def __new__(
-        cls,
-        service: str,
-        *,
-        domain: _DomainLike | None = None,
-        device: _DeviceLike | None = None,
-        timeout: float | None = 10.0,
-        max_attempts: int = 3,
-        prefetch: int = 2,
-        lease_timeout: float | None = None,
-        limit: int = 1048576,
-        memory_limit: int = 4294967296,
-        loan_timeout: float | None = 5.0,
-        spin: float | None = None,
-    ) -> Self: ...
-    @property
-    def service(self) -> str:
-        """The service's name."""
-    @property
-    def device(self) -> Device:
-        """Its device."""
-    def call(
-        self,
-        tensor: Any,
-        *,
-        metadata: _Metadata | None = None,
-        stream: _StreamLike | None = None,
-        timeout: _Timeout = ...,
-    ) -> JobResult:
-        """Sends a request and waits for the reply, which must come within ``timeout`` seconds
-        (default: the client's; None: no limit): see ``request``.
-
-        Raises as ``request`` and ``Pending.result``.
-        """
-    def request(
-        self,
-        tensor: Any,
-        *,
-        metadata: _Metadata | None = None,
-        stream: _StreamLike | None = None,
-        timeout: _Timeout = ...,
-    ) -> Pending:
-        """Sends a request. Its reply must come within ``timeout`` seconds (default: the client's;
-        None: no limit); no server begins with it later. A tensor is copied, as ``Publisher.send``
-        does; a ``loan`` of this client is sent without a copy. ``metadata``: a dict (as JSON) or
-        any buffer, at most 200 bytes, for the server.
-
-        Raises ``QueueFullError``; ``NotATensorError``, ``DTypeError``, ``LayoutError``,
-        ``WrongDeviceError``, ``MetadataError``; ``MemoryLimitError``, ``ClosedError``,
-        ``DriverError``.
-        """
-    def loan(self, shape: _Shape, dtype: Any, *, metadata: _Metadata | None = None) -> Loan:
-        """Lends memory for a request, to be filled in place and given to ``call`` or ``request``: no
-        copy.
-
-        Raises ``LayoutError``, ``DTypeError``, ``MetadataError``, ``MemoryLimitError``,
-        ``DeviceMemoryError``, ``ClosedError``.
-        """
-    def wait_for_servers(self, count: int = 1, timeout: float | None = 10.0) -> None:
-        """Waits until there are ``count`` servers, at most ``timeout`` seconds (None: no limit).
-
-        Raises ``TimeoutError``, ``ClosedError``.
-        """
-    @property
-    def state(self) -> QueueState:
-        """The state of the requests now. Its workers are the servers.
-
-        Raises ``ClosedError``.
-        """
-    def close(self) -> None:
-        """Closes the client. Waits for replies end with an error. Received replies stay valid. Closing
-        twice is no error.
-        """
-
-@final
 class Pending(_Future):
     """A request, with the methods of a ``concurrent.futures.Future``; ``await pending`` in asyncio.
     Dropping or cancelling it cancels the request. It keeps the reply as long as it lives.
@@ -1075,79 +895,6 @@ class Pending(_Future):
     @property
     def deadline_ns(self) -> int:
         """The deadline of the reply, in nanoseconds of ``time.monotonic_ns()``."""
-
-@disjoint_base
-class _Server(Closeable):
-    """Takes the requests of all clients of a service, together with its other servers, and answers
-    each, a ``Lease``: ``for request in Server("embed"):``, ``accept()``, or ``async for``. It finds new
-    clients by itself.
-
-    ``device``: the device it works with, and of the replies' memory (default: the first GPU, else
-    the host). ``timeout``: seconds to wait for a request (default: None, no limit).
-    ``answer_timeout``: seconds that a reply may wait for the client to release earlier ones, and
-    for memory. ``memory_limit``: bytes of device memory for the replies to one client.
-    ``handshake_timeout``: the limit of a client's handshake in seconds. ``clients_max``: the most
-    clients at once. ``stream``: the stream to accept on; by default one of its own, and every array
-    made of a request orders its own stream after the data.
-
-    One thread at a time accepts; other threads wait. Requests may be used on any thread.
-    ``close()``, or the end of a ``with`` block: requests that it has not accepted go to other
-    servers.
-
-    Raises ``InvalidNameError``, ``DomainError``, ``DeviceError``.
-    """
-    def __new__(
-        cls,
-        service: str,
-        *,
-        domain: _DomainLike | None = None,
-        device: _DeviceLike | None = None,
-        timeout: float | None = None,
-        answer_timeout: float | None = 10.0,
-        spin: float | None = None,
-        memory_limit: int = 4294967296,
-        handshake_timeout: float = 5.0,
-        clients_max: int = 256,
-        stream: _StreamLike | None = None,
-    ) -> Self: ...
-    @property
-    def service(self) -> str:
-        """The service's name."""
-    @property
-    def device(self) -> Device:
-        """The device that it works with."""
-    def _limit(self, timeout: _Timeout) -> float | None: ...
-    def _last(self, waited: float | None, /) -> Lease: ...
-    @property
-    def clients(self) -> int:
-        """How many clients it is attached to. It attaches to new clients while it waits for requests.
-
-        Raises ``ClosedError``.
-        """
-    def accept(self, timeout: _Timeout = ...) -> Lease:
-        """Waits for the next request of any client, at most ``timeout`` seconds (default: the
-        server's; None: no limit); clients take turns. A request after its deadline is not
-        delivered.
-
-        Raises ``TimeoutError``, ``SystemCallError``, ``ClosedError``, ``DriverError``.
-        """
-    def try_accept(self) -> Lease | None:
-        """The next request if there is one, else None. It attaches to new clients as ``accept`` does.
-
-        Raises as ``accept``, without the timeout.
-        """
-    def fileno(self) -> int:
-        """A descriptor that is readable when ``try_accept`` is worth a call (an epoll descriptor,
-        which nests), and once a second. Accept until it gives None before waiting on it.
-
-        Raises ``ClosedError``.
-        """
-    def close(self) -> None:
-        """Accepts no more requests. Accepted requests can still be answered. Closing twice is no
-        error.
-        """
-    def __iter__(self) -> Self: ...
-    def __next__(self) -> Lease: ...
 
 def _run_command(arguments: Sequence[str], executable: str) -> int:
     """Runs a command line and returns its exit code. ``executable`` starts this interpreter again, in

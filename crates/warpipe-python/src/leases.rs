@@ -1,0 +1,234 @@
+//! `_Leases`, the base of `Worker` and `Server`: takes jobs, or requests.
+
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use warpipe::{Error, OptionalExtension, Wait};
+
+use crate::closeable::Closeable;
+use crate::copies::Copies;
+use crate::device::Device;
+use crate::domain::place;
+use crate::errors::Fault;
+use crate::inbox::{Calls, Inbox};
+use crate::lease::{Lease, LeaseContext};
+use crate::stream::stream_of;
+use crate::subscriber::end_if_graceful;
+use crate::wait::{SLICE, Timeout, optional, seconds, waiting};
+
+/// The library's endpoint.
+#[derive(Debug)]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "one for each endpoint, which is boxed"
+)]
+enum Source {
+    Worker(warpipe::Worker),
+    Server(warpipe::Server),
+}
+
+impl Source {
+    fn take(&mut self, stream: &warpipe::Stream, limit: Duration) -> Result<warpipe::Lease, Error> {
+        match self {
+            Source::Worker(worker) => worker.lease(stream, limit),
+            Source::Server(server) => server.accept(stream, limit),
+        }
+    }
+
+    fn ring(&self) {
+        match self {
+            Source::Worker(worker) => worker.ring(),
+            Source::Server(server) => server.ring(),
+        }
+    }
+}
+
+/// Takes the jobs of a queue, or the requests of a service.
+#[pyclass(frozen, subclass, extends = Closeable, module = "warpipe", name = "_Leases")]
+#[derive(Debug)]
+pub struct Leases {
+    inbox: Inbox<Source, Lease>,
+    /// What a late wait has waited for, before the name.
+    thing: &'static str,
+    /// The process of a worker's queue.
+    #[pyo3(get, name = "_queue_pid")]
+    queue_pid: Option<i32>,
+    context: LeaseContext,
+}
+
+impl Leases {
+    fn next_within(
+        &self,
+        py: Python<'_>,
+        timeout: Option<Duration>,
+        waited: Option<Duration>,
+    ) -> PyResult<Py<Lease>> {
+        let take = |inner: &mut Source, limit| inner.take(&self.context.stream, limit);
+        self.inbox
+            .next(py, timeout, waited, self.thing, take, |lease| {
+                Lease::new(py, lease, &self.context)
+            })
+    }
+}
+
+#[pymethods]
+impl Leases {
+    /// Of a ``server``, or of a worker.
+    #[new]
+    #[pyo3(signature = (server, name, domain, device, timeout, answer_timeout, spin, memory_limit, handshake_timeout, stream, *,
+        wait = None, clients_max = 0))]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "the options of the classes in Python"
+    )]
+    fn new(
+        py: Python<'_>,
+        server: bool,
+        name: &str,
+        domain: Option<&Bound<'_, PyAny>>,
+        device: Option<&Bound<'_, PyAny>>,
+        timeout: Option<f64>,
+        answer_timeout: Option<f64>,
+        spin: Option<f64>,
+        memory_limit: u64,
+        handshake_timeout: f64,
+        stream: Option<&Bound<'_, PyAny>>,
+        wait: Option<f64>,
+        clients_max: usize,
+    ) -> PyResult<PyClassInitializer<Leases>> {
+        let (domain, device) = place(domain, device)?;
+        let (wait, timeout) = (optional(wait, "wait")?, optional(timeout, "timeout")?);
+        let patience = optional(answer_timeout, "answer_timeout")?;
+        // In slices, with a look at the signals in between.
+        let answer_timeout = patience.unwrap_or(SLICE).min(SLICE);
+        let handshake_timeout = seconds(handshake_timeout, "handshake_timeout")?;
+        let spin = optional(spin, "spin")?.map(|spin| spin.min(SLICE));
+        let stream = stream_of(py, &device, stream)?;
+        let (what, thing, source, queue_pid) = if server {
+            let builder = warpipe::Server::builder(name)
+                .domain(&domain)
+                .device(&device)
+                .answer_timeout(answer_timeout)
+                .memory_limit(memory_limit)
+                .handshake_timeout(handshake_timeout)
+                .clients_max(clients_max);
+            let builder = spin.into_iter().fold(builder, warpipe::ServerBuilder::spin);
+            let server = py.detach(|| builder.build()).map_err(Fault::from)?;
+            ("server", "a request to", Source::Server(server), None)
+        } else {
+            let builder = warpipe::Worker::builder(name)
+                .domain(&domain)
+                .device(&device)
+                .answer_timeout(answer_timeout)
+                .memory_limit(memory_limit)
+                .handshake_timeout(handshake_timeout);
+            let builder = spin.into_iter().fold(builder, warpipe::WorkerBuilder::spin);
+            let attach = |wait: Wait<'_>| Ok(builder.wait_for_queue(wait)?);
+            let worker = waiting(py, wait, || Ok(()), attach)?;
+            let queue_pid = Some(worker.queue_pid());
+            ("worker", "a job of", Source::Worker(worker), queue_pid)
+        };
+        let context = LeaseContext {
+            device,
+            stream,
+            copies: Arc::new(Copies::default()),
+            patience,
+        };
+        let calls = Calls {
+            ring: Source::ring,
+            take_back: Lease::return_all,
+        };
+        let inbox = Inbox::new(what, name, timeout, source, calls)?;
+        let base = inbox.base();
+        Ok(base.add_subclass(Leases {
+            inbox,
+            thing,
+            queue_pid,
+            context,
+        }))
+    }
+
+    #[getter]
+    fn _name(&self) -> &str {
+        &self.inbox.name
+    }
+
+    /// The device that it works with.
+    #[getter]
+    fn device(&self) -> Device {
+        Device::of(&self.context.device)
+    }
+
+    /// How many clients a server is attached to.
+    #[getter]
+    fn _clients(&self, py: Python<'_>) -> PyResult<usize> {
+        self.inbox.ask(py, |source| match source {
+            Source::Worker(_) => 0,
+            Source::Server(server) => server.clients(),
+        })
+    }
+
+    /// The default limit of a wait, in seconds; None for no limit.
+    #[pyo3(text_signature = "($self, timeout)")]
+    fn _limit(&self, timeout: Timeout) -> Option<f64> {
+        self.inbox.limit(timeout)
+    }
+
+    /// The next lease, without a wait; if there is none, the error of a wait of ``waited`` seconds.
+    #[pyo3(signature = (waited, /))]
+    fn _last(&self, py: Python<'_>, waited: Option<f64>) -> PyResult<Py<Lease>> {
+        self.next_within(py, Some(Duration::ZERO), optional(waited, "waited")?)
+    }
+
+    /// Waits for the next lease.
+    fn _next(&self, py: Python<'_>, timeout: Timeout) -> PyResult<Py<Lease>> {
+        let timeout = timeout.or(self.inbox.timeout);
+        self.next_within(py, timeout, timeout)
+    }
+
+    /// The next lease if there is one, else None.
+    fn _try(&self, py: Python<'_>) -> PyResult<Option<Py<Lease>>> {
+        let stream = &self.context.stream;
+        let take = |source: &mut Source| source.take(stream, Duration::ZERO).optional();
+        self.inbox
+            .try_next(py, take, |lease| Lease::new(py, lease, &self.context))
+    }
+
+    /// A descriptor that is readable when ``try_lease``, or ``try_accept``, is worth a call (an
+    /// epoll descriptor, which nests); a server's is so once a second, too. Call it until it gives
+    /// None before waiting on the descriptor.
+    ///
+    /// Raises ``ClosedError``.
+    fn fileno(&self, py: Python<'_>) -> PyResult<i32> {
+        self.inbox.ask(py, |source| match source {
+            Source::Worker(worker) => worker.as_fd().as_raw_fd(),
+            Source::Server(server) => server.as_raw_fd(),
+        })
+    }
+
+    /// Takes no more jobs, or requests. Leases stay valid, and can still be answered. Closing twice
+    /// is no error.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.inbox.close(py)?;
+        self.context.copies.settle(py, self.context.patience)
+    }
+
+    fn __iter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    /// The next lease. A worker's iteration ends when the queue is shut down and its jobs are done,
+    /// or when it closes gracefully.
+    fn __next__(&self, py: Python<'_>) -> PyResult<Py<Lease>> {
+        self.next_within(py, self.inbox.timeout, self.inbox.timeout)
+            .map_err(end_if_graceful)
+    }
+
+    fn __repr__(slf: &Bound<'_, Self>) -> PyResult<String> {
+        let (class, this) = (slf.get_type().name()?, slf.get());
+        let device = &this.context.device;
+        Ok(format!("{class}({:?}, {device})", this.inbox.name))
+    }
+}
