@@ -207,9 +207,10 @@ impl CudaBackend {
                 count
             } else {
                 let count = before_long_run(rest);
+                waits::enqueueing(self.opening, &rest[..count]);
                 // SAFETY: the caller's promise; at most BATCH_MAX.
-                unsafe { self.enqueue_batch(stream, &rest[..count]) }?;
-                waits::enqueued(self.opening, &rest[..count]);
+                unsafe { self.enqueue_batch(stream, &rest[..count]) }
+                    .inspect_err(|_| waits::refused(self.opening, &rest[..count]))?;
                 count
             };
             rest = &rest[done..];

@@ -5,13 +5,15 @@
 //! them waits for a word that another process stores, it waits for that process, and meanwhile
 //! every `cuMemAlloc` and `cuMemHostRegister` of this process waits as well (measured on an H200,
 //! driver 580.159.04: results/history/h200-recovery). So the library does not call it while a wait
-//! that it enqueued itself is open. Kernels, the user's own waits, and a wait that is enqueued
-//! between the check and the call are not seen: for those it waits as `cuMemFree` does.
+//! that it enqueued itself is open, and enqueues none meanwhile: the thread that would enqueue one
+//! could be the one to end it, behind an allocation. Kernels and the user's own waits are not seen:
+//! for those it waits as `cuMemFree` does, and [`UNREGISTERING_MAX`] later waits are enqueued again.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Mutex;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
+use std::time::{Duration, Instant};
 
 use crate::backend::{DevicePtr, StreamOp};
 use crate::fork::per_process::PerProcess;
@@ -23,6 +25,10 @@ const POSTPONED_MAX: usize = 1024;
 /// The number of earlier waits that are checked for each new one. With two, the list cannot exceed
 /// the open waits by more than those recorded since its last pass.
 const LOOKS: usize = 2;
+
+/// How long waits are held back for one unregistration: many times what it takes by itself. It looks
+/// at the streams when it begins.
+const UNREGISTERING_MAX: Duration = Duration::from_millis(10);
 
 static WAITS: PerProcess<Mutex<Waits>> = PerProcess::new();
 
@@ -60,9 +66,11 @@ struct Waits {
     noted: VecDeque<Wait>,
     /// Host addresses of mappings with a postponed unregistration.
     postponed: BTreeSet<usize>,
+    /// When waits are enqueued again, although memory is being unregistered.
+    held_until: Option<Instant>,
 }
 
-/// Records memory that has been registered. It stays mapped until [`give_up`].
+/// Records memory that has been registered. It stays mapped until [`unregistering`].
 pub(super) fn registered(host: *mut u8, bytes: usize, device: DevicePtr) {
     WAITS
         .lock()
@@ -70,11 +78,28 @@ pub(super) fn registered(host: *mut u8, bytes: usize, device: DevicePtr) {
         .insert(device, Registered { host, bytes });
 }
 
-/// Records the waits among operations that a stream has accepted.
+/// Records the waits among operations that are enqueued next, once no memory is being unregistered.
 #[inline]
-pub(super) fn enqueued(context: Context, ops: &[StreamOp]) {
+pub(super) fn enqueueing(context: Context, ops: &[StreamOp]) {
     if ops.iter().any(|op| matches!(op, StreamOp::Wait { .. })) {
-        WAITS.lock().note(context, ops);
+        note_in_turn(&WAITS, context, ops);
+    }
+}
+
+/// The driver has refused these operations.
+#[cold]
+pub(super) fn refused(context: Context, ops: &[StreamOp]) {
+    WAITS.lock().withdraw(context, ops);
+}
+
+fn note_in_turn(waits: &PerProcess<Mutex<Waits>>, context: Context, ops: &[StreamOp]) {
+    loop {
+        let mut waits = waits.lock();
+        if waits.held_until.is_none_or(|until| Instant::now() >= until) {
+            return waits.note(context, ops);
+        }
+        drop(waits);
+        std::thread::yield_now();
     }
 }
 
@@ -84,7 +109,7 @@ pub(super) fn reset(context: Context) {
 }
 
 /// Whether memory must stay registered for now because a wait is open. No stream uses the memory,
-/// so no wait on its own words is open.
+/// so no wait on its own words is open. If not, [`unregistering`] follows, and no wait comes between.
 pub(super) fn postpone(host: *mut u8) -> bool {
     let mut waits = WAITS.lock();
     waits.forget(host);
@@ -94,14 +119,26 @@ pub(super) fn postpone(host: *mut u8) -> bool {
         waits.postponed.insert(host.addr());
         return true;
     }
+    waits.hold_back();
     false
 }
 
-/// Removes memory that is about to be unregistered, and may be unmapped after that.
-pub(super) fn give_up(host: *mut u8) {
+/// Waits are held back as long as it lives, or [`UNREGISTERING_MAX`].
+pub(super) struct Unregistering(());
+
+/// Removes memory that is unregistered next, and may be unmapped after that.
+pub(super) fn unregistering(host: *mut u8) -> Unregistering {
     let mut waits = WAITS.lock();
     waits.forget(host);
     waits.postponed.remove(&host.addr());
+    waits.hold_back();
+    Unregistering(())
+}
+
+impl Drop for Unregistering {
+    fn drop(&mut self) {
+        WAITS.lock().held_until = None;
+    }
 }
 
 impl Waits {
@@ -124,6 +161,19 @@ impl Waits {
                 value,
             });
         }
+    }
+
+    fn withdraw(&mut self, context: Context, ops: &[StreamOp]) {
+        self.noted.retain(|noted| {
+            let is_refused = |op: &StreamOp| {
+                matches!(*op, StreamOp::Wait { word, value } if word == noted.word && value == noted.value)
+            };
+            noted.context != context || !ops.iter().any(is_refused)
+        });
+    }
+
+    fn hold_back(&mut self) {
+        self.held_until = Some(Instant::now() + UNREGISTERING_MAX);
     }
 
     fn end(&mut self, context: Context) {
@@ -174,6 +224,7 @@ impl Waits {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicBool;
     use std::sync::atomic::Ordering::Release;
 
     use super::*;
@@ -261,6 +312,46 @@ mod tests {
         other.words[0].store(1, Release);
         assert!(!waits.is_any_open());
         assert_eq!(waits.registered.len(), 1);
+    }
+
+    #[test]
+    fn a_wait_that_the_driver_refused_is_not_open() {
+        let mut waits = Waits::default();
+        let page = Page::new(&mut waits, 1 << 40);
+        waits.note(1, &[page.wait(1, 1)]);
+        waits.note(1, &[page.wait(2, 1), page.wait(3, 1)]);
+        waits.withdraw(1, &[page.wait(2, 1), page.wait(3, 1)]);
+        assert!(waits.is_any_open(), "the first one");
+        page.words[1].store(1, Release);
+        assert!(!waits.is_any_open());
+    }
+
+    #[test]
+    fn a_wait_is_enqueued_behind_an_unregistration_that_is_under_way_but_not_for_ever() {
+        let waits = PerProcess::<Mutex<Waits>>::new();
+        let page = Page::new(&mut waits.lock(), 1 << 40);
+        waits.lock().held_until = Some(Instant::now() + Duration::from_secs(600));
+        let begun = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let noted = scope.spawn(|| {
+                begun.store(true, Release);
+                note_in_turn(&waits, 1, &[page.wait(1, 1)]);
+                waits.lock().held_until
+            });
+            while !begun.load(Acquire) {
+                std::thread::yield_now();
+            }
+            for _ in 0..1_000 {
+                std::thread::yield_now();
+                assert!(waits.lock().noted.is_empty());
+            }
+            waits.lock().held_until = None;
+            assert_eq!(noted.join().unwrap(), None);
+        });
+        assert!(waits.lock().is_any_open());
+        waits.lock().hold_back();
+        note_in_turn(&waits, 1, &[page.wait(2, 1)]);
+        assert_eq!(waits.lock().noted.len(), 2);
     }
 
     #[test]

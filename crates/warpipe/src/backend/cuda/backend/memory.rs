@@ -199,7 +199,7 @@ impl Regions for CudaBackend {
     }
 
     unsafe fn unregister(&self, ptr: *mut u8) -> Result<()> {
-        waits::give_up(ptr);
+        let _turn = waits::unregistering(ptr);
         if let Some(_current) = self.enter_unless_gone()? {
             // SAFETY: the caller's promise.
             unsafe { self.driver.cuMemHostUnregister(ptr.cast()) }?;
