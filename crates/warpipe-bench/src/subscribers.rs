@@ -93,8 +93,7 @@ fn measure(setup: &Setup, count: usize) -> anyhow::Result<Vec<Figure>> {
         .domain(&setup.domain)
         .device(&setup.device)
         .depth(2 * BURST as u32)
-        .subscribers_max(limit)
-        .subscribers_per_process_max(limit)
+        .subscribers_max(4 * limit)
         .build()?;
     let peer = PeerProcess::start(&Role::Subscribers(Terms {
         place: setup.place(),

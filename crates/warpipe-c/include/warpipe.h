@@ -329,12 +329,9 @@ typedef struct {
   uint64_t block_timeout_ns;
   // How many of the last samples a late subscriber gets first; none by default.
   uint32_t history;
-  // The most subscribers at once; 256 by default.
+  // The most subscribers at once, of which half may be of one other user, and a quarter, or 64,
+  // in one other process; 256 by default.
   uint32_t subscribers_max;
-  // The most subscribers of each other user; 128 by default.
-  uint32_t subscribers_per_user_max;
-  // The most subscribers in each other process; 64 by default.
-  uint32_t subscribers_per_process_max;
   // The most device memory that the samples may take, in bytes; 4 GiB by default.
   uint64_t memory_limit;
   // How long a loan waits for memory that is in use, in nanoseconds; 5 s by default.

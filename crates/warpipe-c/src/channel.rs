@@ -76,12 +76,9 @@ pub struct warpipe_publisher_options {
     pub block_timeout_ns: u64,
     /// How many of the last samples a late subscriber gets first; none by default.
     pub history: u32,
-    /// The most subscribers at once; 256 by default.
+    /// The most subscribers at once, of which half may be of one other user, and a quarter, or 64,
+    /// in one other process; 256 by default.
     pub subscribers_max: u32,
-    /// The most subscribers of each other user; 128 by default.
-    pub subscribers_per_user_max: u32,
-    /// The most subscribers in each other process; 64 by default.
-    pub subscribers_per_process_max: u32,
     /// The most device memory that the samples may take, in bytes; 4 GiB by default.
     pub memory_limit: u64,
     /// How long a loan waits for memory that is in use, in nanoseconds; 5 s by default.
@@ -214,8 +211,6 @@ pub unsafe extern "C" fn warpipe_publisher_create(
             loan_timeout(time_option(options.loan_timeout_ns)),
             handshake_timeout(time_option(options.handshake_timeout_ns)),
             subscribers_max(number(options.subscribers_max)),
-            subscribers_per_user_max(number(options.subscribers_per_user_max)),
-            subscribers_per_process_max(number(options.subscribers_per_process_max)),
         );
         Ok(builder.build()?)
     };

@@ -38,9 +38,9 @@ use crate::wait::{optional, seconds, waiting};
 /// sent and received. ``memory_limit``: bytes of device memory,
 /// allocated as needed. ``loan_timeout``: seconds to wait for memory that is in use.
 /// ``evict_after``: seconds of silence after which a subscriber loses its link.
-/// ``subscribers_max``: the most at once; ``subscribers_per_user_max`` of each other user, and
-/// ``subscribers_per_process_max`` of each other process. ``allow_uids``, ``allow_gids``: users and
-/// groups that are admitted beside this user.
+/// ``subscribers_max``: the most at once, of which half may be of one other user, and a quarter, or
+/// 64, of one other process. ``allow_uids``, ``allow_gids``: users and groups that are admitted
+/// beside this user.
 ///
 /// Any number of threads may use it. ``close()``, the end of a ``with`` block, or dropping it
 /// closes gracefully.
@@ -170,10 +170,10 @@ impl Publisher {
     #[new]
     #[pyo3(signature = (name, *, domain = None, device = None, depth = 16, policy = "block", timeout = Some(5.0),
         history = 0, timestamps = false, memory_limit = 4 << 30, loan_timeout = Some(5.0), evict_after = None, subscribers_max = 256,
-        subscribers_per_user_max = 128, subscribers_per_process_max = 64, handshake_timeout = 5.0, allow_uids = Vec::new(), allow_gids = Vec::new()),
+        handshake_timeout = 5.0, allow_uids = Vec::new(), allow_gids = Vec::new()),
         text_signature = "(name, *, domain=None, device=None, depth=16, policy='block', timeout=5.0, history=0, \
         timestamps=False, memory_limit=4294967296, loan_timeout=5.0, evict_after=None, subscribers_max=256, \
-        subscribers_per_user_max=128, subscribers_per_process_max=64, handshake_timeout=5.0, allow_uids=(), \
+        handshake_timeout=5.0, allow_uids=(), \
         allow_gids=())")]
     #[expect(
         clippy::too_many_arguments,
@@ -193,8 +193,6 @@ impl Publisher {
         loan_timeout: Option<f64>,
         evict_after: Option<f64>,
         subscribers_max: u32,
-        subscribers_per_user_max: u32,
-        subscribers_per_process_max: u32,
         handshake_timeout: f64,
         allow_uids: Vec<u32>,
         allow_gids: Vec<u32>,
@@ -217,8 +215,6 @@ impl Publisher {
             .memory_limit(memory_limit)
             .evict_after(optional(evict_after, "evict_after")?)
             .subscribers_max(subscribers_max)
-            .subscribers_per_user_max(subscribers_per_user_max)
-            .subscribers_per_process_max(subscribers_per_process_max)
             .handshake_timeout(seconds(handshake_timeout, "handshake_timeout")?)
             .allow_uids(&allow_uids)
             .allow_gids(&allow_gids);

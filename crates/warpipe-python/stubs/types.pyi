@@ -143,8 +143,6 @@ class Publisher(Closeable):
         loan_timeout: float | None = 5.0,
         evict_after: float | None = None,
         subscribers_max: int = 256,
-        subscribers_per_user_max: int = 128,
-        subscribers_per_process_max: int = 64,
         handshake_timeout: float = 5.0,
         allow_uids: Sequence[int] = ...,
         allow_gids: Sequence[int] = ...,

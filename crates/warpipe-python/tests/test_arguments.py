@@ -44,7 +44,7 @@ def places(domain, device):
 
 INTEGERS = {
     **{f"Publisher({name})": (name, lambda p, n, name=name: warpipe.Publisher("b", **p.both, **{name: n})) for name in (
-        "depth", "history", "memory_limit", "subscribers_max", "subscribers_per_user_max", "subscribers_per_process_max")},
+        "depth", "history", "memory_limit", "subscribers_max")},
     **{f"Publisher({name})": (name, lambda p, n, name=name: warpipe.Publisher("b", **p.both, **{name: [n]})) for name in (
         "allow_uids", "allow_gids")},
     **{f"Queue({name})": (name, lambda p, n, name=name: warpipe.Queue("b", **p.both, **{name: n})) for name in (

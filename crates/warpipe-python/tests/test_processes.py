@@ -199,9 +199,9 @@ def test_an_object_is_not_pickled(link):
 
 
 def test_another_process_has_so_many_subscribers_and_no_more(open_publisher, place):
-    open_publisher(subscribers_per_process_max=2)
+    open_publisher()
     with process(subscribe_until_full, *place) as (_child, pipe):
-        assert said(pipe) == (2, "HandshakeError")
+        assert said(pipe) == (64, "HandshakeError")
 
 
 @pytest.mark.parametrize("wrong", [-1.0, float("nan")])

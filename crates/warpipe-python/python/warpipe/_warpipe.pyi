@@ -244,9 +244,9 @@ class Publisher(Closeable):
     sent and received. ``memory_limit``: bytes of device memory,
     allocated as needed. ``loan_timeout``: seconds to wait for memory that is in use.
     ``evict_after``: seconds of silence after which a subscriber loses its link.
-    ``subscribers_max``: the most at once; ``subscribers_per_user_max`` of each other user, and
-    ``subscribers_per_process_max`` of each other process. ``allow_uids``, ``allow_gids``: users and
-    groups that are admitted beside this user.
+    ``subscribers_max``: the most at once, of which half may be of one other user, and a quarter, or
+    64, of one other process. ``allow_uids``, ``allow_gids``: users and groups that are admitted
+    beside this user.
 
     Any number of threads may use it. ``close()``, the end of a ``with`` block, or dropping it
     closes gracefully.
@@ -269,8 +269,6 @@ class Publisher(Closeable):
         loan_timeout: float | None = 5.0,
         evict_after: float | None = None,
         subscribers_max: int = 256,
-        subscribers_per_user_max: int = 128,
-        subscribers_per_process_max: int = 64,
         handshake_timeout: float = 5.0,
         allow_uids: Sequence[int] = ...,
         allow_gids: Sequence[int] = ...,

@@ -22,10 +22,17 @@ pub(crate) struct PeerLimits {
 
 impl Default for PeerLimits {
     fn default() -> PeerLimits {
+        PeerLimits::of(256)
+    }
+}
+
+impl PeerLimits {
+    /// So many peers: no other user, and no other process, may take all the places.
+    pub(crate) fn of(all: u32) -> PeerLimits {
         PeerLimits {
-            all: 256,
-            user: 128,
-            process: 64,
+            all,
+            user: all.div_ceil(2),
+            process: all.min(64).max(all / 4),
         }
     }
 }

@@ -8,6 +8,7 @@ use super::observer::SubscriberChanges;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::ipc::domain::Domain;
+use crate::ipc::limits::PeerLimits;
 use crate::ipc::peer::Peer;
 use crate::ipc::{Kind, PeerState};
 use crate::options::{EndpointOptions, option_setters};
@@ -156,6 +157,7 @@ impl PublisherBuilder {
     /// accept a gap under every policy. A subscriber that follows the name from one forwarder of a
     /// source to the next one sees the numbers go on: it is told how many samples are missing in
     /// between, and receives none twice.
+    #[doc(hidden)] // For the bridge.
     pub fn forwards(mut self, source: [u8; 16]) -> Self {
         self.forwards = Some(source);
         self
@@ -176,23 +178,12 @@ impl PublisherBuilder {
         self
     }
 
-    /// The most subscribers at once: 256 by default. A subscriber counts from its `Hello` until it
-    /// has left and released all its samples, or is proven dead. Beyond the limit a new one gets
-    /// [`HandshakeFault::Full`](crate::HandshakeFault::Full).
+    /// The most subscribers at once: 256 by default. Half of them may be of one user other than
+    /// this process's own, and a quarter, or 64 if that is more, in one other process. A subscriber
+    /// counts from its `Hello` until it has left and released all its samples, or is proven dead.
+    /// Beyond the limit a new one gets [`HandshakeFault::Full`](crate::HandshakeFault::Full).
     pub fn subscribers_max(mut self, subscribers: u32) -> Self {
-        self.shared.access.limits.all = subscribers;
-        self
-    }
-
-    /// The most subscribers of each user other than this process's own: 128 by default.
-    pub fn subscribers_per_user_max(mut self, subscribers: u32) -> Self {
-        self.shared.access.limits.user = subscribers;
-        self
-    }
-
-    /// The most subscribers in each other process: 64 by default.
-    pub fn subscribers_per_process_max(mut self, subscribers: u32) -> Self {
-        self.shared.access.limits.process = subscribers;
+        self.shared.access.limits = PeerLimits::of(subscribers);
         self
     }
 

@@ -219,6 +219,7 @@ impl Publisher {
     /// [`Error::Argument`](crate::Error::Argument) for a number that has been given, or is 0, and
     /// for a publisher that was built without [`forwards`](PublisherBuilder::forwards);
     /// [`Error::Forked`](crate::Error::Forked).
+    #[doc(hidden)] // For the bridge.
     pub fn skip_to(&self, sequence: u64) -> Result<()> {
         let core = self.core.get()?;
         let mut state = core.lock();

@@ -230,6 +230,7 @@ impl Subscriber {
     /// Random bytes that name the incarnation of the publisher that gave the samples their numbers:
     /// that of this subscriber's publisher, or of the one that it
     /// [forwards](crate::PublisherBuilder::forwards). `None` while there is no publisher.
+    #[doc(hidden)] // For the bridge.
     pub fn publisher_source(&self) -> Option<[u8; 16]> {
         self.link().map(|link| link.terms.source)
     }

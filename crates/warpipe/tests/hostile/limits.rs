@@ -428,7 +428,7 @@ fn a_process_takes_its_own_share_of_the_links_and_leaves_the_rest() {
                 .device(&Device::host())
                 .build()
         };
-        let builders: Vec<_> = (0..3).map(|_| builder().unwrap()).collect();
+        let builders: Vec<_> = (0..64).map(|_| builder().unwrap()).collect();
         let fault = match builder() {
             Err(Error::Handshake { fault, .. }) => fault,
             other => panic!("{other:?}"),
@@ -439,7 +439,7 @@ fn a_process_takes_its_own_share_of_the_links_and_leaves_the_rest() {
         return;
     }
     let scratch = Scratch::new();
-    let publisher = scratch.publisher(|it| it.subscribers_per_process_max(3));
+    let publisher = scratch.publisher(|it| it);
     let start = || {
         let mut process = TestProcess::start(module_path!(), test, "many", &scratch);
         let refused = process.hear("refused ");
@@ -449,11 +449,11 @@ fn a_process_takes_its_own_share_of_the_links_and_leaves_the_rest() {
     assert!(
         crowds
             .iter()
-            .all(|(_, refused)| refused.contains("Full { limit: Process, max: 3 }")),
+            .all(|(_, refused)| refused.contains("Full { limit: Process, max: 64 }")),
         "{}",
         crowds[0].1
     );
-    assert_eq!(publisher.subscribers().len(), 6);
+    assert_eq!(publisher.subscribers().len(), 128);
     drop(crowds);
     eventually("a dead process's links are given back", || {
         publisher.subscribers().is_empty()
