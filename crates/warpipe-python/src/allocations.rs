@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 
-use crate::closeable::Closeable;
+use crate::closeable::{Closeable, Named};
 use crate::domain::place;
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
@@ -20,7 +20,7 @@ use crate::view::View;
 use crate::wait::{seconds, waiting};
 
 /// Shares memory that other libraries allocate in this process, for ``warpipe.torch``.
-#[pyclass(frozen, extends = Closeable, module = "warpipe._warpipe", name = "_AllocationServer")]
+#[pyclass(frozen, extends = Named, module = "warpipe._warpipe", name = "_AllocationServer")]
 #[derive(Debug)]
 pub struct AllocationServer {
     handle: CloseableHandle<warpipe::AllocationServer>,
@@ -44,14 +44,8 @@ impl AllocationServer {
         };
         let server = py.detach(build).map_err(Fault::from)?;
         let handle = CloseableHandle::new("server of allocations", name, server)?;
-        let base = handle.base();
+        let base = handle.named();
         Ok(base.add_subclass(AllocationServer { handle }))
-    }
-
-    /// The name that clients open.
-    #[getter]
-    fn name(&self) -> &str {
-        self.handle.name()
     }
 
     /// Shares ``nbytes`` bytes at ``address``, complete behind the work of ``stream`` so far, and

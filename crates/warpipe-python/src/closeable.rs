@@ -5,6 +5,7 @@ use std::sync::{Arc, Weak};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
+use crate::device::Device;
 use crate::errors::{Fault, no_pickle};
 use crate::interpreter_exit::Endpoint;
 use crate::process::Home;
@@ -61,9 +62,39 @@ impl Closeable {
         Err(no_pickle(&format!("a {}", slf.get_type().name()?), next))
     }
 
+    /// With its name and its device, if it has them.
+    fn __repr__(slf: &Bound<'_, Closeable>) -> PyResult<String> {
+        let mut told = Vec::new();
+        if let Ok(name) = slf.getattr("name") {
+            told.push(format!("{:?}", name.extract::<String>()?));
+        }
+        if let Ok(device) = slf.getattr("device") {
+            told.push(device.cast::<Device>()?.get().inner.to_string());
+        }
+        Ok(format!("{}({})", slf.get_type().name()?, told.join(", ")))
+    }
+
     /// Calls the class's own ``close``, which may do more.
     #[pyo3(signature = (*_exception))]
     fn __exit__(slf: &Bound<'_, Closeable>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
         slf.call_method0("close").map(drop)
+    }
+}
+
+/// The base of those of them that have a name in a domain.
+#[pyclass(frozen, subclass, extends = Closeable, module = "warpipe", name = "_Named")]
+#[derive(Debug)]
+pub struct Named {
+    /// Its name.
+    #[pyo3(get)]
+    name: String,
+}
+
+impl Named {
+    /// The base of a class that holds `endpoint`, for `add_subclass`.
+    pub fn of<E: Endpoint + 'static>(endpoint: &Arc<E>, name: &str) -> PyClassInitializer<Named> {
+        Closeable::of(endpoint).add_subclass(Named {
+            name: name.to_owned(),
+        })
     }
 }

@@ -24,6 +24,8 @@ const DEVICES: &str =
 #[derive(Debug, Clone)]
 pub struct Device {
     pub inner: warpipe::Device,
+    /// Why this device was chosen, in words.
+    #[pyo3(get)]
     why: String,
 }
 
@@ -191,12 +193,6 @@ impl Device {
     #[getter]
     fn bytes_held(&self) -> u64 {
         self.inner.backend().bytes_held()
-    }
-
-    /// Why this device was chosen, in words.
-    #[getter]
-    fn why(&self) -> &str {
-        &self.why
     }
 
     fn __getnewargs__(&self) -> (String,) {

@@ -269,8 +269,4 @@ impl Event {
     fn check(&self, py: Python<'_>, recording: &Recording) -> PyResult<bool> {
         Ok(py.detach(|| Outcome::Ok(self.handle.get()?.check(recording.inner)?))?)
     }
-
-    fn __repr__(&self) -> String {
-        format!("Event({})", self.device)
-    }
 }

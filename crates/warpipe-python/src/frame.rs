@@ -30,11 +30,25 @@ use crate::wait::{Timeout, waiting};
 #[derive(Debug)]
 pub struct Frame {
     owner: Arc<Holding>,
+    /// Whether it lies in its sender's own tensor, which was sent with ``zero_copy``.
+    #[pyo3(get)]
     in_place: bool,
+    /// Its number among its publisher's frames, from 1. A gap counts frames that this subscriber
+    /// did not get: see ``discontinuity``.
+    #[pyo3(get)]
     sequence: u64,
+    /// When it was sent, in nanoseconds of ``time.monotonic_ns()``. Untrusted: the sender states
+    /// it. None from a publisher without ``timestamps``.
+    #[pyo3(get)]
     sent_at_ns: Option<u64>,
+    /// When it was received, in nanoseconds of ``time.monotonic_ns()``. None where ``sent_at_ns`` is.
+    #[pyo3(get)]
     received_at_ns: Option<u64>,
     metadata: Vec<u8>,
+    /// The break before this frame: frames of its publisher are missing, or with ``reconnect`` it is
+    /// the first one of another incarnation, or of the same one after the link had ended. Else None,
+    /// as on the first frame that a subscriber receives.
+    #[pyo3(get)]
     discontinuity: Option<Info<warpipe::Discontinuity>>,
     patience: Option<Duration>,
 }
@@ -134,32 +148,6 @@ fn lent_of(memory: Memory) -> Arc<SampleHolder> {
 
 #[pymethods]
 impl Frame {
-    /// Whether it lies in its sender's own tensor, which was sent with ``zero_copy``.
-    #[getter]
-    fn in_place(&self) -> bool {
-        self.in_place
-    }
-
-    /// Its number among its publisher's frames, from 1. A gap counts frames that this subscriber
-    /// did not get: see ``discontinuity``.
-    #[getter]
-    fn sequence(&self) -> u64 {
-        self.sequence
-    }
-
-    /// When it was sent, in nanoseconds of ``time.monotonic_ns()``. Untrusted: the sender states
-    /// it. None from a publisher without ``timestamps``.
-    #[getter]
-    fn sent_at_ns(&self) -> Option<u64> {
-        self.sent_at_ns
-    }
-
-    /// When it was received, in nanoseconds of ``time.monotonic_ns()``. None where ``sent_at_ns`` is.
-    #[getter]
-    fn received_at_ns(&self) -> Option<u64> {
-        self.received_at_ns
-    }
-
     /// The dict that was sent with it (as JSON); empty if there was none.
     ///
     /// Raises ``MetadataError`` for bytes that are no JSON object: see ``metadata_bytes``.
@@ -172,14 +160,6 @@ impl Frame {
     #[getter]
     fn metadata_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.metadata)
-    }
-
-    /// The break before this frame: frames of its publisher are missing, or with ``reconnect`` it is
-    /// the first one of another incarnation, or of the same one after the link had ended. Else None,
-    /// as on the first frame that a subscriber receives.
-    #[getter]
-    fn discontinuity(&self) -> Option<Info<warpipe::Discontinuity>> {
-        self.discontinuity
     }
 
     /// Waits on the CPU until the data is complete, at most ``timeout`` seconds (default: the

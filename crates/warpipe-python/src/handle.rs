@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
+use pyo3::PyClass;
 use pyo3::prelude::*;
 
-use crate::closeable::Closeable;
+use crate::closeable::{Closeable, Named};
 use crate::detached::DropDetached;
 use crate::errors::{Fault, Outcome};
 use crate::interpreter_exit::{self, Closable};
@@ -58,6 +59,30 @@ impl<T: Send> CloseableHandle<T> {
         T: Sync + 'static,
     {
         Closeable::of(&self.inner)
+    }
+
+    /// The base of the class that holds it, with its name.
+    pub fn named(&self) -> PyClassInitializer<Named>
+    where
+        T: Sync + 'static,
+    {
+        Named::of(&self.inner, &self.name)
+    }
+
+    /// An object of Python that holds a new handle.
+    pub fn object<C: PyClass<BaseType = Named>>(
+        py: Python<'_>,
+        what: &'static str,
+        name: &str,
+        inner: T,
+        class: impl FnOnce(CloseableHandle<T>) -> C,
+    ) -> PyResult<Py<C>>
+    where
+        T: Sync + 'static,
+    {
+        let handle = CloseableHandle::new(what, name, inner)?;
+        let base = handle.named();
+        Py::new(py, base.add_subclass(class(handle)))
     }
 
     /// Its name.

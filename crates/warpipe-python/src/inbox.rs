@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use pyo3::prelude::*;
 use warpipe::Error;
 
-use crate::closeable::Closeable;
+use crate::closeable::{Closeable, Named};
 use crate::errors::{Fault, Outcome};
 use crate::exclusive::{Closed, Exclusive};
 use crate::interpreter_exit::{self, Endpoint};
@@ -217,6 +217,11 @@ impl<T: Send + 'static, R: Send + 'static> Inbox<T, R> {
     /// The base of the class that holds it.
     pub fn base(&self) -> PyClassInitializer<Closeable> {
         Closeable::of(&self.source)
+    }
+
+    /// The same with its name.
+    pub fn named(&self) -> PyClassInitializer<Named> {
+        Named::of(&self.source, &self.name)
     }
 
     /// Closes it, without the interpreter: the drop may have to wait a moment.

@@ -53,8 +53,14 @@ impl Watch {
 #[pyclass(frozen, extends = Frame, module = "warpipe", name = "JobResult")]
 #[derive(Debug)]
 pub struct Result {
+    /// The job's number, from 1.
+    #[pyo3(get)]
     job: u64,
+    /// Which attempt it was, from 1.
+    #[pyo3(get)]
     attempt: u32,
+    /// The process id of its worker.
+    #[pyo3(get)]
     worker_pid: i32,
 }
 
@@ -78,24 +84,6 @@ impl Result {
 
 #[pymethods]
 impl Result {
-    /// The job's number, from 1.
-    #[getter]
-    fn job(&self) -> u64 {
-        self.job
-    }
-
-    /// Which attempt it was, from 1.
-    #[getter]
-    fn attempt(&self) -> u32 {
-        self.attempt
-    }
-
-    /// The process id of its worker.
-    #[getter]
-    fn worker_pid(&self) -> i32 {
-        self.worker_pid
-    }
-
     fn __repr__(slf: &Bound<'_, Result>) -> String {
         let Result {
             job,

@@ -4,7 +4,7 @@ use std::fmt;
 
 use pyo3::prelude::*;
 
-use crate::closeable::Closeable;
+use crate::closeable::Named;
 use crate::device::Device;
 use crate::domain::place;
 use crate::errors::{Fault, Outcome};
@@ -25,13 +25,19 @@ use crate::wait::{optional, waiting};
 /// and after ``spin_limit`` looks. Both kernels must run at the same time: on two GPUs, or on one
 /// under MPS, where a client that is killed in the middle of a kernel ends all clients. A graph is not
 /// launched after ``close()``: it holds addresses of memory that is freed then.
-#[pyclass(frozen, extends = Closeable, module = "warpipe")]
+#[pyclass(frozen, extends = Named, module = "warpipe")]
 #[derive(Debug)]
 pub struct KernelRing {
     handle: CloseableHandle<Ring>,
     device: warpipe::Device,
+    /// Whether this side writes the items.
+    #[pyo3(get)]
     is_producer: bool,
+    /// The number of slots.
+    #[pyo3(get)]
     depth: u64,
+    /// The bytes of a slot.
+    #[pyo3(get)]
     slot_bytes: u64,
 }
 
@@ -98,18 +104,13 @@ impl KernelRing {
             inner,
             consumers: Consumers::default(),
         };
-        let handle = CloseableHandle::new("kernel ring", name, ring)?;
-        let base = handle.base();
-        Py::new(
-            py,
-            base.add_subclass(KernelRing {
-                handle,
-                device,
-                is_producer,
-                depth,
-                slot_bytes,
-            }),
-        )
+        CloseableHandle::object(py, "kernel ring", &name, ring, |handle| KernelRing {
+            handle,
+            device,
+            is_producer,
+            depth,
+            slot_bytes,
+        })
     }
 
     /// Enqueues a step on a stream.
@@ -207,34 +208,10 @@ impl KernelRing {
         KernelRing::new(py, ring)
     }
 
-    /// Its name.
-    #[getter]
-    fn name(&self) -> &str {
-        self.handle.name()
-    }
-
     /// The device of this side's kernels.
     #[getter]
     fn device(&self) -> Device {
         Device::of(&self.device)
-    }
-
-    /// Whether this side writes the items.
-    #[getter]
-    fn is_producer(&self) -> bool {
-        self.is_producer
-    }
-
-    /// The number of slots.
-    #[getter]
-    fn depth(&self) -> u64 {
-        self.depth
-    }
-
-    /// The bytes of a slot.
-    #[getter]
-    fn slot_bytes(&self) -> u64 {
-        self.slot_bytes
     }
 
     /// The address of a slot, for work between two steps. A consumer may only read it. Item ``n`` lies
@@ -321,7 +298,7 @@ impl KernelRing {
         } else {
             "consumer"
         };
-        format!("KernelRing({:?}, {side}, {})", self.name(), self.device)
+        format!("KernelRing({:?}, {side}, {})", self.handle.name(), self.device)
     }
 }
 

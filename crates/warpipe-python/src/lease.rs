@@ -51,9 +51,18 @@ pub struct Lease {
     context: LeaseContext,
     /// `None` once it is answered.
     answer_handle: Mutex<Option<DropDetached<AnswerHandle>>>,
+    /// The job's number, from 1.
+    #[pyo3(get)]
     job: u64,
+    /// Which attempt this is, from 1.
+    #[pyo3(get)]
     attempt: u32,
+    /// The process id of the queue's owner: of a request the client.
+    #[pyo3(get)]
     queue_pid: i32,
+    /// The deadline of the answer, in nanoseconds of ``time.monotonic_ns()``; None if there is
+    /// none.
+    #[pyo3(get)]
     deadline_ns: Option<u64>,
 }
 
@@ -294,31 +303,6 @@ impl Lease {
 
 #[pymethods]
 impl Lease {
-    /// The job's number, from 1.
-    #[getter]
-    fn job(&self) -> u64 {
-        self.job
-    }
-
-    /// Which attempt this is, from 1.
-    #[getter]
-    fn attempt(&self) -> u32 {
-        self.attempt
-    }
-
-    /// The process id of the queue's owner: of a request the client.
-    #[getter]
-    fn queue_pid(&self) -> i32 {
-        self.queue_pid
-    }
-
-    /// The deadline of the answer, in nanoseconds of ``time.monotonic_ns()``; None if there is
-    /// none.
-    #[getter]
-    fn deadline_ns(&self) -> Option<u64> {
-        self.deadline_ns
-    }
-
     /// Whether the job has been answered.
     #[getter]
     fn is_answered(&self, py: Python<'_>) -> PyResult<bool> {

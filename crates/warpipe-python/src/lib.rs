@@ -123,6 +123,7 @@ fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<stream::Stream>()?;
     module.add_class::<tensor::Tensor>()?;
     module.add_class::<closeable::Closeable>()?;
+    module.add_class::<closeable::Named>()?;
     module.add_class::<publisher::Publisher>()?;
     module.add_class::<loan::Loan>()?;
     module.add_class::<outgoing::Outgoing>()?;

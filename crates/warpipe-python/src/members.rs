@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use warpipe::{Error, Wait};
 
-use crate::closeable::Closeable;
+use crate::closeable::{Closeable, Named};
 use crate::domain::Domain;
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
@@ -23,10 +23,12 @@ use crate::wait::{SLICE, on_a_thread, optional};
 ///
 /// ``Member.join(name)``: ``name`` is 1 to 72 bytes, as an endpoint's; ``role`` says what the
 /// process does, in up to 64 bytes.
-#[pyclass(frozen, extends = Closeable, module = "warpipe")]
+#[pyclass(frozen, extends = Named, module = "warpipe")]
 #[derive(Debug)]
 pub struct Member {
     handle: CloseableHandle<warpipe::Member>,
+    /// The role that it states.
+    #[pyo3(get)]
     role: String,
     generation: [u8; 16],
 }
@@ -61,28 +63,12 @@ impl Member {
             })
             .map_err(Fault::from)?;
         let generation = joined.generation();
-        let handle = CloseableHandle::new("membership", name, joined)?;
-        let base = handle.base();
-        Py::new(
-            py,
-            base.add_subclass(Member {
-                handle,
-                role: role.to_owned(),
-                generation,
-            }),
-        )
-    }
-
-    /// The name that it joined under.
-    #[getter]
-    fn name(&self) -> &str {
-        self.handle.name()
-    }
-
-    /// The role that it states.
-    #[getter]
-    fn role(&self) -> &str {
-        &self.role
+        let role = role.to_owned();
+        CloseableHandle::object(py, "membership", name, joined, |handle| Member {
+            handle,
+            role,
+            generation,
+        })
     }
 
     /// This incarnation, as ``MemberInfo.generation`` shows it.
@@ -92,7 +78,7 @@ impl Member {
     }
 
     fn __repr__(&self) -> String {
-        format!("Member({:?}, role={:?})", self.name(), self.role)
+        format!("Member({:?}, role={:?})", self.handle.name(), self.role)
     }
 }
 

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use warpipe::Wait;
 use warpipe::backend::Access;
 
-use crate::closeable::Closeable;
+use crate::closeable::Named;
 use crate::device::Device;
 use crate::domain::place;
 use crate::errors::{Fault, Outcome};
@@ -28,7 +28,7 @@ use crate::wait::{optional, waiting};
 /// ``allow_uids``, ``allow_gids``: users and groups that may connect beside this process's own user.
 /// Each user gets regions of its own. ``user_quota`` is the ``Quota`` of each of them but the pool's
 /// own, ``quotas`` maps single users to theirs.
-#[pyclass(frozen, extends = Closeable, module = "warpipe")]
+#[pyclass(frozen, extends = Named, module = "warpipe")]
 #[derive(Debug)]
 pub struct Pool {
     handle: CloseableHandle<warpipe::Pool>,
@@ -87,15 +87,8 @@ impl Pool {
             it.quota_for(uid, quota_of(quota))
         });
         let pool = py.detach(|| builder.build()).map_err(Fault::from)?;
-        let handle = CloseableHandle::new("pool", name, pool)?;
-        let base = handle.base();
-        Py::new(py, base.add_subclass(Pool { handle, device }))
-    }
-
-    /// Its name.
-    #[getter]
-    fn name(&self) -> &str {
-        self.handle.name()
+        let object = |handle| Pool { handle, device };
+        CloseableHandle::object(py, "pool", name, pool, object)
     }
 
     /// Its device.
@@ -149,10 +142,6 @@ impl Pool {
         let stats = py.detach(|| Outcome::Ok(self.handle.get()?.stats()))?;
         Ok(Info(stats))
     }
-
-    fn __repr__(&self) -> String {
-        format!("Pool({:?}, {})", self.name(), self.device)
-    }
 }
 
 /// A block of a pool of this process: a ``View`` of its bytes. Once it is released or dropped, the
@@ -190,7 +179,7 @@ impl Buffer {
 
 /// A connection to a pool of another process: ``PoolClient.open(name)``. Its blocks stay valid after
 /// ``close()``.
-#[pyclass(frozen, extends = Closeable, module = "warpipe")]
+#[pyclass(frozen, extends = Named, module = "warpipe")]
 #[derive(Debug)]
 pub struct PoolClient {
     handle: CloseableHandle<warpipe::PoolClient>,
@@ -218,15 +207,8 @@ impl PoolClient {
         let opener = warpipe::PoolClient::opener(name).domain(&domain);
         let opener = opener.device(&device);
         let client = waiting(py, wait, || Ok(()), |wait| Ok(opener.open(wait)?))?;
-        let handle = CloseableHandle::new("visit to the pool", name, client)?;
-        let base = handle.base();
-        Py::new(py, base.add_subclass(PoolClient { handle }))
-    }
-
-    /// The pool's name.
-    #[getter]
-    fn name(&self) -> &str {
-        self.handle.name()
+        let object = |handle| PoolClient { handle };
+        CloseableHandle::object(py, "visit to the pool", name, client, object)
     }
 
     /// The owner's process id.
@@ -265,10 +247,6 @@ impl PoolClient {
         })?;
         LentBuffer::make(py, block)
     }
-
-    fn __repr__(&self) -> String {
-        format!("PoolClient({:?})", self.name())
-    }
 }
 
 /// A block of another process's pool: a ``View`` of its bytes. Once it is released or dropped, the
@@ -277,6 +255,8 @@ impl PoolClient {
 #[pyclass(frozen, extends = View, module = "warpipe")]
 #[derive(Debug)]
 pub struct LentBuffer {
+    /// The pool's name.
+    #[pyo3(get)]
     name: String,
 }
 
@@ -312,9 +292,4 @@ impl LentBuffer {
         LentBuffer::make(py, block)
     }
 
-    /// The pool's name.
-    #[getter]
-    fn name(&self) -> &str {
-        &self.name
-    }
 }

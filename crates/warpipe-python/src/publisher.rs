@@ -7,7 +7,7 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use warpipe::{Layout, PeerState, Policy};
 
-use crate::closeable::Closeable;
+use crate::closeable::Named;
 use crate::copies::Copies;
 use crate::detached::{DropDetached, OwnStream};
 use crate::device::Device;
@@ -47,7 +47,7 @@ use crate::wait::{optional, seconds, waiting};
 ///
 /// Raises ``InvalidNameError``, ``NameTakenError``, ``ForeignFileError``, ``DomainError``,
 /// ``ArgumentError``, ``DeviceError``.
-#[pyclass(frozen, extends = Closeable, module = "warpipe")]
+#[pyclass(frozen, extends = Named, module = "warpipe")]
 #[derive(Debug)]
 pub struct Publisher {
     home: Home,
@@ -61,7 +61,16 @@ pub struct Publisher {
     inner: Arc<Closable<warpipe::Publisher>>,
     /// The stream for tensors without a stream of their own.
     stream: OwnStream,
-    opened: Opened,
+    /// The reaction to a subscriber that holds ``depth`` frames: ``"block"``, ``"drop_oldest"``,
+    /// ``"drop_newest"`` or ``"fail"``.
+    #[pyo3(get)]
+    policy: &'static str,
+    /// How many frames a subscriber may have received and not released.
+    #[pyo3(get)]
+    depth: u32,
+    /// How many of the last frames a late subscriber gets first.
+    #[pyo3(get)]
+    history: u32,
     /// The limit of `send`'s wait for room.
     block: Option<Duration>,
     /// The limit of the whole wait: with a policy that does not wait for room, for another thread's
@@ -69,14 +78,6 @@ pub struct Publisher {
     patience: Option<Duration>,
     loan_timeout: Option<Duration>,
     copies: Arc<Copies>,
-}
-
-/// The options that it was opened with.
-#[derive(Debug)]
-struct Opened {
-    policy: &'static str,
-    depth: u32,
-    history: u32,
 }
 
 /// The name of a peer's state.
@@ -223,18 +224,16 @@ impl Publisher {
             py.detach(|| builder.build()).map_err(Fault::from)?,
         ));
         interpreter_exit::close_at_exit(&inner)?;
-        let base = Closeable::of(&inner);
+        let base = Named::of(&inner, name);
         Ok(base.add_subclass(Publisher {
             home: Home::here(),
             name: name.to_owned(),
             device,
             inner,
             stream,
-            opened: Opened {
-                policy,
-                depth,
-                history,
-            },
+            policy,
+            depth,
+            history,
             block,
             patience,
             loan_timeout,
@@ -244,35 +243,10 @@ impl Publisher {
         }))
     }
 
-    /// Its name.
-    #[getter]
-    fn name(&self) -> &str {
-        &self.name
-    }
-
     /// Its device.
     #[getter]
     fn device(&self) -> Device {
         Device::of(&self.device)
-    }
-
-    /// The reaction to a subscriber that holds ``depth`` frames: ``"block"``, ``"drop_oldest"``,
-    /// ``"drop_newest"`` or ``"fail"``.
-    #[getter]
-    fn policy(&self) -> &'static str {
-        self.opened.policy
-    }
-
-    /// How many frames a subscriber may have received and not released.
-    #[getter]
-    fn depth(&self) -> u32 {
-        self.opened.depth
-    }
-
-    /// How many of the last frames a late subscriber gets first.
-    #[getter]
-    fn history(&self) -> u32 {
-        self.opened.history
     }
 
     /// How many seconds ``send`` waits for room; None for no limit.
@@ -446,9 +420,5 @@ impl Publisher {
             drop(inner);
         });
         self.copies.settle(py, self.block)
-    }
-
-    fn __repr__(&self) -> String {
-        format!("Publisher({:?}, {})", self.name, self.device)
     }
 }

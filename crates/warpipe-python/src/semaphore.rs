@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use warpipe::{Error, OptionalExtension, Wait};
 
-use crate::closeable::Closeable;
+use crate::closeable::Named;
 use crate::detached::{DropDetached, detached};
 use crate::device::Device;
 use crate::domain::place;
@@ -25,7 +25,7 @@ use crate::wait::{optional, waiting};
 /// the next holder's stream waits for that work on the device. Permits are granted in order of
 /// arrival. A holder's permit comes back when it dies. ``close()`` of its creator ends it, once the
 /// permits of this process are back.
-#[pyclass(frozen, extends = Closeable, module = "warpipe")]
+#[pyclass(frozen, extends = Named, module = "warpipe")]
 #[derive(Debug)]
 pub struct Semaphore {
     handle: CloseableHandle<warpipe::Semaphore>,
@@ -42,6 +42,8 @@ pub struct Semaphore {
 pub struct Permit {
     home: Home,
     device: warpipe::Device,
+    /// How many permits went to others during the wait for this one.
+    #[pyo3(get)]
     passed: u64,
     held: Arc<HeldPermit>,
 }
@@ -87,9 +89,9 @@ impl Semaphore {
         inner: warpipe::Semaphore,
         device: warpipe::Device,
     ) -> PyResult<Py<Semaphore>> {
-        let handle = CloseableHandle::new("semaphore", inner.name().to_owned(), inner)?;
-        let base = handle.base();
-        Py::new(py, base.add_subclass(Semaphore { handle, device }))
+        let name = inner.name().to_owned();
+        let object = |handle| Semaphore { handle, device };
+        CloseableHandle::object(py, "semaphore", &name, inner, object)
     }
 
     fn consumer(
@@ -192,12 +194,6 @@ impl Semaphore {
         Semaphore::new(py, opened, device)
     }
 
-    /// Its name.
-    #[getter]
-    fn name(&self) -> &str {
-        self.handle.name()
-    }
-
     /// The device of the streams that take permits.
     #[getter]
     fn device(&self) -> Device {
@@ -265,10 +261,6 @@ impl Semaphore {
             .map(|permit| self.permit(py, permit, consumer))
             .transpose()
     }
-
-    fn __repr__(&self) -> String {
-        format!("Semaphore({:?}, {})", self.name(), self.device)
-    }
 }
 
 impl Permit {
@@ -309,12 +301,6 @@ impl Drop for Permit {
 
 #[pymethods]
 impl Permit {
-    /// How many permits went to others during the wait for this one.
-    #[getter]
-    fn passed(&self) -> u64 {
-        self.passed
-    }
-
     /// Whether it has been released.
     #[getter]
     fn released(&self) -> PyResult<bool> {

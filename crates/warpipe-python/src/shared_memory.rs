@@ -6,7 +6,7 @@ use std::os::fd::{BorrowedFd, IntoRawFd};
 use pyo3::prelude::*;
 use warpipe::backend::Access;
 
-use crate::closeable::Closeable;
+use crate::closeable::Named;
 use crate::device::Device;
 use crate::domain::Domain;
 use crate::errors::{Fault, Outcome};
@@ -96,9 +96,8 @@ impl Memory {
             .py()
             .detach(|| publication.build())
             .map_err(Fault::from)?;
-        let handle = CloseableHandle::new("publication", name, published)?;
-        let base = handle.base();
-        Py::new(slf.py(), base.add_subclass(Published { handle }))
+        let object = |handle| Published { handle };
+        CloseableHandle::object(slf.py(), "publication", name, published, object)
     }
 
     /// A descriptor of it, close-on-exec; the caller closes it. A process that gets it can map all
@@ -126,7 +125,7 @@ impl Memory {
 
 /// Memory under a name, as ``Memory.publish`` gives it. Closing or dropping it releases the name:
 /// no further process can open the memory, and processes that have it open keep it.
-#[pyclass(frozen, extends = Closeable, module = "warpipe")]
+#[pyclass(frozen, extends = Named, module = "warpipe")]
 #[derive(Debug)]
 pub struct Published {
     handle: CloseableHandle<warpipe::Published>,
@@ -134,12 +133,6 @@ pub struct Published {
 
 #[pymethods]
 impl Published {
-    /// Its name.
-    #[getter]
-    fn name(&self) -> &str {
-        self.handle.name()
-    }
-
     /// The memory, with one more reference.
     ///
     /// Raises ``ClosedError``.
@@ -161,10 +154,6 @@ impl Published {
         Ok(Ticket {
             inner: inner.map_err(Fault::from)?,
         })
-    }
-
-    fn __repr__(&self) -> String {
-        format!("Published({:?})", self.handle.name())
     }
 }
 

@@ -7,7 +7,7 @@ use pyo3::exceptions::PyStopIteration;
 use pyo3::prelude::*;
 use warpipe::{OptionalExtension, Wait};
 
-use crate::closeable::Closeable;
+use crate::closeable::Named;
 use crate::detached::OwnStream;
 use crate::device::Device;
 use crate::domain::place;
@@ -38,7 +38,7 @@ const RECEIVE_TIMEOUT: Duration = Duration::from_secs(10);
 ///
 /// Raises ``NotFoundError``, ``OtherKindError``, ``HandshakeError``, ``AccessDeniedError``,
 /// ``PeerAccessError``, ``DeviceError``.
-#[pyclass(frozen, subclass, extends = Closeable, module = "warpipe", name = "_Subscriber")]
+#[pyclass(frozen, subclass, extends = Named, module = "warpipe", name = "_Subscriber")]
 #[derive(Debug)]
 pub struct Subscriber {
     inbox: Inbox<warpipe::Subscriber, Frame>,
@@ -116,7 +116,7 @@ impl Subscriber {
             take_back: |_, frames| drop(frames),
         };
         let inbox = Inbox::new("subscriber", name, timeout, subscriber, calls)?;
-        let base = inbox.base();
+        let base = inbox.named();
         Ok(base.add_subclass(Subscriber {
             inbox,
             iteration,
@@ -124,12 +124,6 @@ impl Subscriber {
             stream,
             openings: Openings::new(&domain),
         }))
-    }
-
-    /// The name it subscribes to.
-    #[getter]
-    fn name(&self) -> &str {
-        &self.inbox.name
     }
 
     /// The device that it reads with.
@@ -229,10 +223,6 @@ impl Subscriber {
     fn __next__(&self, py: Python<'_>) -> PyResult<Py<Frame>> {
         self.next_within(py, self.iteration, self.iteration)
             .map_err(end_if_graceful)
-    }
-
-    fn __repr__(&self) -> String {
-        format!("Subscriber({:?}, {})", self.inbox.name, self.device)
     }
 }
 

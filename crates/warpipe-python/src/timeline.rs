@@ -2,7 +2,7 @@
 
 use pyo3::prelude::*;
 
-use crate::closeable::Closeable;
+use crate::closeable::Named;
 use crate::device::Device;
 use crate::domain::place;
 use crate::errors::{Fault, Outcome};
@@ -16,27 +16,25 @@ use crate::wait::{HELD_UP, optional, waiting};
 /// ``Timeline.create(name)`` makes one at 0, ``Timeline.open(name)`` opens it in any process. When
 /// its owner dies, streams that wait for a value that will never come are released, and ``check``
 /// raises: call it before a result is used. ``close()`` of its owner also releases the name.
-#[pyclass(frozen, extends = Closeable, module = "warpipe")]
+#[pyclass(frozen, extends = Named, module = "warpipe")]
 #[derive(Debug)]
 pub struct Timeline {
     handle: CloseableHandle<warpipe::Timeline>,
     device: warpipe::Device,
+    /// Whether this handle may signal.
+    #[pyo3(get)]
     is_owner: bool,
 }
 
 impl Timeline {
     fn new(py: Python<'_>, inner: warpipe::Timeline) -> PyResult<Py<Timeline>> {
         let (device, is_owner) = (inner.device().clone(), inner.is_owner());
-        let handle = CloseableHandle::new("timeline", inner.name().to_owned(), inner)?;
-        let base = handle.base();
-        Py::new(
-            py,
-            base.add_subclass(Timeline {
-                handle,
-                device,
-                is_owner,
-            }),
-        )
+        let name = inner.name().to_owned();
+        CloseableHandle::object(py, "timeline", &name, inner, |handle| Timeline {
+            handle,
+            device,
+            is_owner,
+        })
     }
 }
 
@@ -95,22 +93,10 @@ impl Timeline {
         Timeline::new(py, timeline)
     }
 
-    /// Its name.
-    #[getter]
-    fn name(&self) -> &str {
-        self.handle.name()
-    }
-
     /// The device of the streams that signal and wait.
     #[getter]
     fn device(&self) -> Device {
         Device::of(&self.device)
-    }
-
-    /// Whether this handle may signal.
-    #[getter]
-    fn is_owner(&self) -> bool {
-        self.is_owner
     }
 
     /// The value now; the last one, when the owner is gone.
@@ -181,9 +167,5 @@ impl Timeline {
     /// Raises ``PeerGoneError`` if it never will be; ``ClosedError``.
     fn check(&self, py: Python<'_>, value: u64) -> PyResult<bool> {
         Ok(py.detach(|| Outcome::Ok(self.handle.get()?.check(value)?))?)
-    }
-
-    fn __repr__(&self) -> String {
-        format!("Timeline({:?}, {})", self.name(), self.device)
     }
 }

@@ -10,7 +10,7 @@ use pyo3::types::{PyBytes, PyIterator, PyList};
 use warpipe::weights::{self, TensorInfo};
 use warpipe::{Error, HandshakeFault, Opener, Wait};
 
-use crate::closeable::Closeable;
+use crate::closeable::Named;
 use crate::device::{Device, is_cuda};
 use crate::domain::Domain;
 use crate::errors::{Fault, Outcome, no_pickle};
@@ -177,15 +177,14 @@ impl Version {
         let Version { place, owner } = self;
         let weights = weights_of(&owner);
         let (opened, nbytes) = (weights.version(), weights.bytes());
-        let handle = CloseableHandle::new("weights", &place.name, owner)?;
-        let base = handle.base();
-        let shared = SharedWeights {
+        let name = place.name.clone();
+        let object = |handle| SharedWeights {
             handle,
             place,
             opened,
             nbytes,
         };
-        Bound::new(py, base.add_subclass(shared))
+        Ok(CloseableHandle::object(py, "weights", &name, owner, object)?.into_bound(py))
     }
 }
 
@@ -195,13 +194,15 @@ impl Version {
 /// memory stays mapped as long as this object, or a tensor or array of it, lives; meanwhile this
 /// process is one of those that a new keeper takes the version over from. Opened again, a version
 /// is the same memory.
-#[pyclass(frozen, extends = Closeable, module = "warpipe.weights")]
+#[pyclass(frozen, extends = Named, module = "warpipe.weights")]
 #[derive(Debug)]
 pub struct SharedWeights {
     handle: CloseableHandle<Arc<MemoryOwner>>,
     place: Place,
     /// The number of the version that was opened.
     opened: u64,
+    /// The length of the memory that all tensors lie in, in one part or several.
+    #[pyo3(get)]
     nbytes: u64,
 }
 
@@ -221,12 +222,6 @@ impl SharedWeights {
 
 #[pymethods]
 impl SharedWeights {
-    /// The name.
-    #[getter]
-    fn name(&self) -> &str {
-        self.handle.name()
-    }
-
     /// The number of the version: larger for later ones. A ``Follower`` changes it.
     #[getter]
     fn version(&self) -> u64 {
@@ -235,12 +230,6 @@ impl SharedWeights {
             // Closed: the one that was opened.
             Err(_) => self.opened,
         }
-    }
-
-    /// The length of the memory that all tensors lie in, in one part or several.
-    #[getter]
-    fn nbytes(&self) -> u64 {
-        self.nbytes
     }
 
     /// The device that they are mapped on.
@@ -419,7 +408,7 @@ impl SharedWeights {
     fn __repr__(&self) -> String {
         format!(
             "SharedWeights({:?}, version={}, nbytes={})",
-            self.name(),
+            self.handle.name(),
             self.version(),
             self.nbytes
         )
@@ -536,7 +525,7 @@ impl Follower {
         let weights = self.weights.get();
         format!(
             "Follower({:?}, version={})",
-            weights.name(),
+            weights.handle.name(),
             weights.version()
         )
     }
@@ -546,21 +535,17 @@ impl Follower {
 ///
 /// ``warpipe.weights.keep`` makes it. Closing it releases the name; processes that have the weights
 /// open keep them, and the next keeper takes over what they have.
-#[pyclass(frozen, extends = Closeable, module = "warpipe.weights")]
+#[pyclass(frozen, extends = Named, module = "warpipe.weights")]
 #[derive(Debug)]
 pub struct Keeper {
     handle: CloseableHandle<weights::Keeper>,
+    /// How many processes held a version when this keeper began, and did not answer it.
+    #[pyo3(get)]
     unanswered: usize,
 }
 
 #[pymethods]
 impl Keeper {
-    /// The name.
-    #[getter]
-    fn name(&self) -> &str {
-        self.handle.name()
-    }
-
     /// The version that is offered; None before one is published.
     ///
     /// Raises ``ClosedError``.
@@ -580,19 +565,9 @@ impl Keeper {
         Ok(py.detach(|| keeper.candidate()).map_err(Fault::from)?)
     }
 
-    /// How many processes held a version when this keeper began, and did not answer it.
-    #[getter]
-    fn unanswered(&self) -> usize {
-        self.unanswered
-    }
-
     fn __reduce__(&self) -> PyResult<()> {
         let next = "keep the name in one process";
         Err(no_pickle("a keeper", next))
-    }
-
-    fn __repr__(&self) -> String {
-        format!("Keeper({:?})", self.name())
     }
 }
 
@@ -600,12 +575,18 @@ impl Keeper {
 ///
 /// While it is open this process is one of those that a new keeper takes the version over from.
 /// Closing it takes nothing back.
-#[pyclass(frozen, extends = Closeable, module = "warpipe.weights")]
+#[pyclass(frozen, extends = Named, module = "warpipe.weights")]
 #[derive(Debug)]
 pub struct PublishedWeights {
     handle: CloseableHandle<weights::PublishedWeights>,
+    /// The number of the version.
+    #[pyo3(get)]
     version: u64,
+    /// The length of the memory that the tensors lie in.
+    #[pyo3(get)]
     nbytes: u64,
+    /// The bytes of the tensors that were copied: 0 if all were published where they lie.
+    #[pyo3(get)]
     copied: u64,
 }
 
@@ -619,15 +600,13 @@ impl PublishedWeights {
         copied: u64,
     ) -> PyResult<Py<PublishedWeights>> {
         let version = published.version();
-        let handle = CloseableHandle::new("publication", name, published)?;
-        let base = handle.base();
-        let made = PublishedWeights {
+        let object = |handle| PublishedWeights {
             handle,
             version,
             nbytes,
             copied,
         };
-        Py::new(py, base.add_subclass(made))
+        CloseableHandle::object(py, "publication", name, published, object)
     }
 
     /// As the base of another version.
@@ -652,30 +631,6 @@ impl PublishedWeights {
         })
     }
 
-    /// The name.
-    #[getter]
-    fn name(&self) -> &str {
-        self.handle.name()
-    }
-
-    /// The number of the version.
-    #[getter]
-    fn version(&self) -> u64 {
-        self.version
-    }
-
-    /// The length of the memory that the tensors lie in.
-    #[getter]
-    fn nbytes(&self) -> u64 {
-        self.nbytes
-    }
-
-    /// The bytes of the tensors that were copied: 0 if all were published where they lie.
-    #[getter]
-    fn copied(&self) -> u64 {
-        self.copied
-    }
-
     fn __reduce__(&self) -> PyResult<()> {
         let next = "send its name and version, and open the weights there";
         Err(no_pickle("a publication of weights", next))
@@ -684,7 +639,7 @@ impl PublishedWeights {
     fn __repr__(&self) -> String {
         format!(
             "PublishedWeights({:?}, version={})",
-            self.name(),
+            self.handle.name(),
             self.version
         )
     }
@@ -719,9 +674,8 @@ fn _keep_weights(
     let builder = builder.allow_uids(&allow_uids).allow_gids(&allow_gids);
     let keeper = on_a_thread(py, move || builder.build())?;
     let unanswered = keeper.unanswered();
-    let handle = CloseableHandle::new("keeper", name, keeper)?;
-    let base = handle.base();
-    Py::new(py, base.add_subclass(Keeper { handle, unanswered }))
+    let object = |handle| Keeper { handle, unanswered };
+    CloseableHandle::object(py, "keeper", name, keeper, object)
 }
 
 /// Compares the hashes of the version that a new keeper took over.

@@ -13,7 +13,7 @@ use pyo3::exceptions::PyStopIteration;
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 
-use crate::closeable::Closeable;
+use crate::closeable::Named;
 use crate::errors::no_pickle;
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
@@ -158,7 +158,7 @@ fn call(board: &Board, place: &Place, callback: &Callback) {
 /// ``warpipe.weights.watch`` makes it. Each version is given out as ``SharedWeights``: all of it. If
 /// several were published meanwhile, the newest one is, and the others are left out. A watch holds no
 /// memory.
-#[pyclass(frozen, extends = Closeable, module = "warpipe.weights")]
+#[pyclass(frozen, extends = Named, module = "warpipe.weights")]
 #[derive(Debug)]
 pub struct Watch {
     handle: CloseableHandle<Watching>,
@@ -226,17 +226,11 @@ impl Watch {
             .spawn(thread)?;
         let home = Home::here();
         let handle = CloseableHandle::new("watch", name, Watching { home, board })?;
-        Ok(handle.base().add_subclass(Watch {
+        Ok(handle.named().add_subclass(Watch {
             handle,
             place,
             callback,
         }))
-    }
-
-    /// The name.
-    #[getter]
-    fn name(&self) -> &str {
-        self.handle.name()
     }
 
     /// The next version, waited for at most ``timeout`` seconds (None: no limit), also while there is
@@ -347,9 +341,5 @@ impl Watch {
     fn __reduce__(&self) -> PyResult<()> {
         let next = "watch the name in the other process";
         Err(no_pickle("a watch", next))
-    }
-
-    fn __repr__(&self) -> String {
-        format!("Watch({:?})", self.name())
     }
 }

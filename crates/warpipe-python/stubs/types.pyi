@@ -126,8 +126,13 @@ class Closeable:
     def __enter__(self) -> Self: ...
     def __exit__(self, *_exception: object) -> None: ...
 
+@disjoint_base
+class _Named(Closeable):
+    @property
+    def name(self) -> str: ...
+
 @final
-class Publisher(Closeable):
+class Publisher(_Named):
     def __new__(
         cls,
         name: str,
@@ -147,8 +152,6 @@ class Publisher(Closeable):
         allow_uids: Sequence[int] = ...,
         allow_gids: Sequence[int] = ...,
     ) -> Self: ...
-    @property
-    def name(self) -> str: ...
     @property
     def device(self) -> Device: ...
     @property
@@ -198,7 +201,7 @@ class SampleMut(Loan):
     ) -> None: ...
 
 @disjoint_base
-class _Subscriber(Closeable):
+class _Subscriber(_Named):
     def __new__(
         cls,
         name: str,
@@ -213,8 +216,6 @@ class _Subscriber(Closeable):
         orphan_timeout: float = 30.0,
         stream: _StreamLike | None = None,
     ) -> Self: ...
-    @property
-    def name(self) -> str: ...
     @property
     def device(self) -> Device: ...
     @property
@@ -445,7 +446,7 @@ class _Adder:
 
 _list: TypeAlias = list[MemberInfo]
 @final
-class Timeline(Closeable):
+class Timeline(_Named):
     VALUE_MAX: Final[int]
     @staticmethod
     def create(
@@ -461,8 +462,6 @@ class Timeline(Closeable):
         name: str, *, domain: _DomainLike | None = None, device: _DeviceLike | None = None, wait: float | None = 0.0
     ) -> Timeline: ...
     @property
-    def name(self) -> str: ...
-    @property
     def device(self) -> Device: ...
     @property
     def is_owner(self) -> bool: ...
@@ -473,7 +472,7 @@ class Timeline(Closeable):
     def check(self, value: int) -> bool: ...
 
 @final
-class KernelRing(Closeable):
+class KernelRing(_Named):
     @staticmethod
     def create(
         name: str,
@@ -492,8 +491,6 @@ class KernelRing(Closeable):
     def open(
         name: str, *, domain: _DomainLike | None = None, device: _DeviceLike | None = None, wait: float | None = 0.0
     ) -> KernelRing: ...
-    @property
-    def name(self) -> str: ...
     @property
     def device(self) -> Device: ...
     @property
@@ -553,7 +550,7 @@ class Event(Closeable):
     def check(self, recording: Recording) -> bool: ...
 
 @final
-class Semaphore(Closeable):
+class Semaphore(_Named):
     @staticmethod
     def create(
         name: str,
@@ -568,8 +565,6 @@ class Semaphore(Closeable):
     def open(
         name: str, *, domain: _DomainLike | None = None, device: _DeviceLike | None = None, wait: float | None = 0.0
     ) -> Semaphore: ...
-    @property
-    def name(self) -> str: ...
     @property
     def device(self) -> Device: ...
     @property
@@ -593,7 +588,7 @@ class Permit:
     def __exit__(self, *_exception: object) -> None: ...
 
 @final
-class Member(Closeable):
+class Member(_Named):
     @staticmethod
     def join(
         name: str,
@@ -603,8 +598,6 @@ class Member(Closeable):
         allow_uids: Sequence[int] = ...,
         allow_gids: Sequence[int] = ...,
     ) -> Member: ...
-    @property
-    def name(self) -> str: ...
     @property
     def role(self) -> str: ...
     @property
@@ -664,9 +657,7 @@ class Memory(View):
     def info(self) -> MemoryInfo: ...
 
 @final
-class Published(Closeable):
-    @property
-    def name(self) -> str: ...
+class Published(_Named):
     @property
     def memory(self) -> Memory: ...
     def ticket(self, offset: int = 0, nbytes: int | None = None) -> Ticket: ...
@@ -745,7 +736,7 @@ class LegacyHandle:
 class LegacyMemory(View): ...
 
 @final
-class Pool(Closeable):
+class Pool(_Named):
     @staticmethod
     def create(
         name: str,
@@ -761,8 +752,6 @@ class Pool(Closeable):
         quotas: Mapping[int, tuple[int | None, int | None]] = ...,
     ) -> Pool: ...
     @property
-    def name(self) -> str: ...
-    @property
     def device(self) -> Device: ...
     def allocate(self, nbytes: int, timeout: float | None = 0.0, *, uid: int | None = None) -> Buffer: ...
     def usage(self, uid: int) -> PoolUsage: ...
@@ -774,13 +763,11 @@ class Buffer(View):
     def lend(self, *, writable: bool = False) -> Ticket: ...
 
 @final
-class PoolClient(Closeable):
+class PoolClient(_Named):
     @staticmethod
     def open(
         name: str, *, domain: _DomainLike | None = None, device: _DeviceLike | None = None, wait: float | None = 0.0
     ) -> PoolClient: ...
-    @property
-    def name(self) -> str: ...
     @property
     def owner_pid(self) -> int: ...
     @property
@@ -797,10 +784,8 @@ class LentBuffer(View):
 def _allocate_plain(nbytes: int, device: _DeviceLike) -> View: ...
 
 @final
-class _AllocationServer(Closeable):
+class _AllocationServer(_Named):
     def __new__(cls, name: str, device: _DeviceLike, domain: _DomainLike | None) -> Self: ...
-    @property
-    def name(self) -> str: ...
     def share(self, address: int, nbytes: int, owner: object, *, stream: _StreamLike | None) -> int: ...
     def withdraw(self, number: int) -> bool: ...
     def is_opened(self, number: int) -> bool | None: ...
@@ -824,9 +809,7 @@ class _AllocationWatch:
     def check(self) -> None: ...
 
 @final
-class SharedWeights(Closeable):
-    @property
-    def name(self) -> str: ...
+class SharedWeights(_Named):
     @property
     def version(self) -> int: ...
     @property
@@ -866,9 +849,7 @@ class Follower:
     def __reduce__(self) -> Never: ...
 
 @final
-class Keeper(Closeable):
-    @property
-    def name(self) -> str: ...
+class Keeper(_Named):
     @property
     def version(self) -> int | None: ...
     @property
@@ -878,9 +859,7 @@ class Keeper(Closeable):
     def __reduce__(self) -> Never: ...
 
 @final
-class PublishedWeights(Closeable):
-    @property
-    def name(self) -> str: ...
+class PublishedWeights(_Named):
     @property
     def version(self) -> int: ...
     @property
@@ -891,7 +870,7 @@ class PublishedWeights(Closeable):
     def __reduce__(self) -> Never: ...
 
 @final
-class Watch(Closeable):
+class Watch(_Named):
     def __new__(
         cls,
         name: str,
@@ -901,8 +880,6 @@ class Watch(Closeable):
         after: int = 0,
         on: Callable[[SharedWeights], object] | None = None,
     ) -> Self: ...
-    @property
-    def name(self) -> str: ...
     def changes(self, timeout: float | None = 10.0) -> SharedWeights | None: ...
     def changes_async(self, timeout: float | None = 10.0) -> Coroutine[Any, Any, SharedWeights | None]: ...
     def fileno(self) -> int: ...

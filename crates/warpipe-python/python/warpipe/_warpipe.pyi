@@ -230,8 +230,15 @@ class Closeable:
     def __enter__(self) -> Self: ...
     def __exit__(self, *_exception: object) -> None: ...
 
+@disjoint_base
+class _Named(Closeable):
+    """The base of those of them that have a name in a domain."""
+    @property
+    def name(self) -> str:
+        """Its name."""
+
 @final
-class Publisher(Closeable):
+class Publisher(_Named):
     """Publishes tensors in device memory to any number of subscribers.
 
     ``name``: 1 to 80 bytes of ``a-z A-Z 0-9 _ - .`` in parts joined by ``/``. ``device``: the
@@ -273,9 +280,6 @@ class Publisher(Closeable):
         allow_uids: Sequence[int] = ...,
         allow_gids: Sequence[int] = ...,
     ) -> Self: ...
-    @property
-    def name(self) -> str:
-        """Its name."""
     @property
     def device(self) -> Device:
         """Its device."""
@@ -422,7 +426,7 @@ class SampleMut(Loan):
     ) -> None: ...
 
 @disjoint_base
-class _Subscriber(Closeable):
+class _Subscriber(_Named):
     """Receives the tensors of one publisher: ``for frame in Subscriber("camera/front"):``,
     ``receive()``, or ``async for``.
 
@@ -455,9 +459,6 @@ class _Subscriber(Closeable):
         orphan_timeout: float = 30.0,
         stream: _StreamLike | None = None,
     ) -> Self: ...
-    @property
-    def name(self) -> str:
-        """The name it subscribes to."""
     @property
     def device(self) -> Device:
         """The device that it reads with."""
@@ -938,7 +939,7 @@ class _Adder:
 
 _list: TypeAlias = list[MemberInfo]
 @final
-class Timeline(Closeable):
+class Timeline(_Named):
     """A named number that only grows: one process's streams signal it, other processes' streams wait
     for it (``cuStreamWriteValue64``, ``cuStreamWaitValue64``), without a CPU wait.
 
@@ -970,9 +971,6 @@ class Timeline(Closeable):
         Raises ``NotFoundError``, ``OtherKindError``, ``AccessDeniedError``, ``HandshakeError``,
         ``DeviceError``.
         """
-    @property
-    def name(self) -> str:
-        """Its name."""
     @property
     def device(self) -> Device:
         """The device of the streams that signal and wait."""
@@ -1008,7 +1006,7 @@ class Timeline(Closeable):
         """
 
 @final
-class KernelRing(Closeable):
+class KernelRing(_Named):
     """A ring that kernels of two processes use from inside: the producer's kernel writes a slot and
     publishes it, the consumers' kernels wait for it and release it, with no launch, no stream
     operation and no CPU between items.
@@ -1058,9 +1056,6 @@ class KernelRing(Closeable):
         ``RefusedError`` by a ring that has its consumers, has started, or has one of another process on
         this GPU without MPS, ``ArgumentError`` for the producer's GPU without MPS, ``DeviceError``.
         """
-    @property
-    def name(self) -> str:
-        """Its name."""
     @property
     def device(self) -> Device:
         """The device of this side's kernels."""
@@ -1227,7 +1222,7 @@ class Event(Closeable):
         """
 
 @final
-class Semaphore(Closeable):
+class Semaphore(_Named):
     """A limit of concurrent holders, across processes, on streams and on the CPU.
 
     ``Semaphore.create(name, permits)`` makes one, ``Semaphore.open(name)`` opens it in any process.
@@ -1263,9 +1258,6 @@ class Semaphore(Closeable):
         Raises ``NotFoundError``, ``OtherKindError``, ``AccessDeniedError``, ``RefusedError``,
         ``DeviceError``.
         """
-    @property
-    def name(self) -> str:
-        """Its name."""
     @property
     def device(self) -> Device:
         """The device of the streams that take permits."""
@@ -1327,7 +1319,7 @@ class Permit:
     def __exit__(self, *_exception: object) -> None: ...
 
 @final
-class Member(Closeable):
+class Member(_Named):
     """This process as a member of a domain, visible to its monitors until it is closed or dropped.
 
     ``Member.join(name)``: ``name`` is 1 to 72 bytes, as an endpoint's; ``role`` says what the
@@ -1348,9 +1340,6 @@ class Member(Closeable):
         Raises ``NameTakenError``, ``InvalidNameError``, ``ArgumentError``, ``ForeignFileError``,
         ``DomainError``.
         """
-    @property
-    def name(self) -> str:
-        """The name that it joined under."""
     @property
     def role(self) -> str:
         """The role that it states."""
@@ -1544,13 +1533,10 @@ class Memory(View):
         """
 
 @final
-class Published(Closeable):
+class Published(_Named):
     """Memory under a name, as ``Memory.publish`` gives it. Closing or dropping it releases the name:
     no further process can open the memory, and processes that have it open keep it.
     """
-    @property
-    def name(self) -> str:
-        """Its name."""
     @property
     def memory(self) -> Memory:
         """The memory, with one more reference.
@@ -1725,7 +1711,7 @@ class LegacyMemory(View):
     """
 
 @final
-class Pool(Closeable):
+class Pool(_Named):
     """Memory that is lent in blocks, to this process and to others.
 
     ``Pool.create(name)`` makes one, of at most ``memory_limit`` bytes of device memory, allocated
@@ -1757,9 +1743,6 @@ class Pool(Closeable):
         Raises ``InvalidNameError``, ``NameTakenError``, ``DomainError``, ``MemoryLimitError``,
         ``DeviceError``.
         """
-    @property
-    def name(self) -> str:
-        """Its name."""
     @property
     def device(self) -> Device:
         """Its device."""
@@ -1798,7 +1781,7 @@ class Buffer(View):
         """
 
 @final
-class PoolClient(Closeable):
+class PoolClient(_Named):
     """A connection to a pool of another process: ``PoolClient.open(name)``. Its blocks stay valid after
     ``close()``.
     """
@@ -1812,9 +1795,6 @@ class PoolClient(Closeable):
         Raises ``NotFoundError``, ``OtherKindError``, ``AccessDeniedError``, ``RefusedError``,
         ``InvalidNameError``.
         """
-    @property
-    def name(self) -> str:
-        """The pool's name."""
     @property
     def owner_pid(self) -> int:
         """The owner's process id.
@@ -1858,12 +1838,9 @@ def _allocate_plain(nbytes: int, device: _DeviceLike) -> View:
     """
 
 @final
-class _AllocationServer(Closeable):
+class _AllocationServer(_Named):
     """Shares memory that other libraries allocate in this process, for ``warpipe.torch``."""
     def __new__(cls, name: str, device: _DeviceLike, domain: _DomainLike | None) -> Self: ...
-    @property
-    def name(self) -> str:
-        """The name that clients open."""
     def share(self, address: int, nbytes: int, owner: object, *, stream: _StreamLike | None) -> int:
         """Shares ``nbytes`` bytes at ``address``, complete behind the work of ``stream`` so far, and
         returns the number that one other process opens: for reading alone, if the memory is of
@@ -1928,7 +1905,7 @@ class _AllocationWatch:
         """Raises ``PeerGoneError`` if the memory went with its owner."""
 
 @final
-class SharedWeights(Closeable):
+class SharedWeights(_Named):
     """All tensors of one version of weights, mapped read only where they lie: nothing is copied.
 
     ``warpipe.weights.open`` gives it. ``weights[name]`` is a ``View``: an array of any framework. The
@@ -1936,9 +1913,6 @@ class SharedWeights(Closeable):
     process is one of those that a new keeper takes the version over from. Opened again, a version
     is the same memory.
     """
-    @property
-    def name(self) -> str:
-        """The name."""
     @property
     def version(self) -> int:
         """The number of the version: larger for later ones. A ``Follower`` changes it."""
@@ -2053,15 +2027,12 @@ class Follower:
     def __reduce__(self) -> Never: ...
 
 @final
-class Keeper(Closeable):
+class Keeper(_Named):
     """The versions of a name, offered to every process that asks: descriptors alone, without a device.
 
     ``warpipe.weights.keep`` makes it. Closing it releases the name; processes that have the weights
     open keep them, and the next keeper takes over what they have.
     """
-    @property
-    def name(self) -> str:
-        """The name."""
     @property
     def version(self) -> int | None:
         """The version that is offered; None before one is published.
@@ -2081,15 +2052,12 @@ class Keeper(Closeable):
     def __reduce__(self) -> Never: ...
 
 @final
-class PublishedWeights(Closeable):
+class PublishedWeights(_Named):
     """Weights that a keeper has taken: see ``warpipe.weights.publish``.
 
     While it is open this process is one of those that a new keeper takes the version over from.
     Closing it takes nothing back.
     """
-    @property
-    def name(self) -> str:
-        """The name."""
     @property
     def version(self) -> int:
         """The number of the version."""
@@ -2108,7 +2076,7 @@ class PublishedWeights(Closeable):
     def __reduce__(self) -> Never: ...
 
 @final
-class Watch(Closeable):
+class Watch(_Named):
     """New versions of weights, as they are offered: ``for weights in watch(name):``, ``async for``, or
     with a callback.
 
@@ -2125,9 +2093,6 @@ class Watch(Closeable):
         after: int = 0,
         on: Callable[[SharedWeights], object] | None = None,
     ) -> Self: ...
-    @property
-    def name(self) -> str:
-        """The name."""
     def changes(self, timeout: float | None = 10.0) -> SharedWeights | None:
         """The next version, waited for at most ``timeout`` seconds (None: no limit), also while there is
         no keeper; None if there was none. An interrupted wait loses no version.
