@@ -8,8 +8,9 @@ use std::time::Duration;
 use pyo3::prelude::*;
 
 use crate::closeable::{Closeable, Named};
+use crate::detached::call;
 use crate::domain::place;
-use crate::errors::{Fault, Outcome};
+use crate::errors::Outcome;
 use crate::handle::CloseableHandle;
 use crate::interpreter_exit::LibraryHeld;
 use crate::memory_owner::{MemoryOwner, OwnedMemory};
@@ -42,7 +43,7 @@ impl AllocationServer {
                 .device(&device)
                 .build()
         };
-        let server = py.detach(build).map_err(Fault::from)?;
+        let server = call(py, build)?;
         let handle = CloseableHandle::new("server of allocations", name, server)?;
         let base = handle.named();
         Ok(base.add_subclass(AllocationServer { handle }))
@@ -173,10 +174,9 @@ impl AllocationClient {
         timeout: f64,
     ) -> PyResult<Bound<'py, OpenAllocation>> {
         let timeout = seconds(timeout, "timeout")?;
-        let client = self.handle.get()?;
-        let goes_on = || self.handle.get().map(drop);
-        let opened = waiting(py, Some(timeout), goes_on, |wait| {
-            Ok(client.open_share(number, wait)?)
+        let handle = &self.handle;
+        let opened = handle.wait(py, Some(timeout), |client, wait| {
+            client.open_share(number, wait)
         })?;
         Bound::new(
             py,
@@ -220,7 +220,7 @@ impl AllocationWatch {
             Some(OwnedMemory::Foreign(memory)) => memory.check(),
             _ => Ok(()),
         };
-        Ok(py.detach(check).map_err(Fault::from)?)
+        call(py, check)
     }
 }
 

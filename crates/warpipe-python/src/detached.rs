@@ -12,6 +12,8 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 
+use crate::errors::Fault;
+
 unsafe extern "C" {
     /// In every CPython, but not in its limited interface.
     safe fn PyGILState_Check() -> c_int;
@@ -28,6 +30,14 @@ pub fn detached<T: Send>(work: impl FnOnce() -> T + Send) -> T {
     // A finalized interpreter is held by no thread.
     done.or_else(|| work.map(|work| work()))
         .expect("done once, here or there")
+}
+
+/// A call of the library without the interpreter.
+pub fn call<T: Send>(
+    py: Python<'_>,
+    work: impl FnOnce() -> warpipe::Result<T> + Send,
+) -> PyResult<T> {
+    Ok(py.detach(work).map_err(Fault::from)?)
 }
 
 /// A value of the library that is dropped without the interpreter.

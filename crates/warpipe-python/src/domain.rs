@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::detached::call;
 use crate::device::Device;
 use crate::errors::Fault;
 use crate::thread_exit;
@@ -81,7 +82,7 @@ impl Domain {
     /// dead process, unless ``foreign`` says that something else stands there; ``pid`` is None where
     /// it could not be determined.
     fn endpoints<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyAny>>> {
-        let found = py.detach(|| self.inner.endpoints()).map_err(Fault::from)?;
+        let found = call(py, || self.inner.endpoints())?;
         found
             .iter()
             .map(|endpoint| tuples::endpoint_info(py, endpoint))
@@ -90,7 +91,7 @@ impl Domain {
 
     /// Removes the files of dead endpoints, and nothing else. Returns their names.
     fn clean(&self, py: Python<'_>) -> PyResult<Vec<String>> {
-        let cleaned = py.detach(|| self.inner.clean()).map_err(Fault::from)?;
+        let cleaned = call(py, || self.inner.clean())?;
         Ok(cleaned.iter().map(ToString::to_string).collect())
     }
 

@@ -5,6 +5,7 @@ use pyo3::types::{PyBytes, PyString, PyType};
 use warpipe::Wait;
 
 use crate::closeable::Closeable;
+use crate::detached::call;
 use crate::device::Device;
 use crate::domain::{Domain, place};
 use crate::errors::{Fault, Outcome};
@@ -144,15 +145,15 @@ impl Event {
         allow_gids: Vec<u32>,
     ) -> PyResult<Py<Event>> {
         let (domain, device) = place(domain, device)?;
-        let made = py.detach(|| {
+        let made = call(py, || {
             warpipe::Event::builder()
                 .domain(&domain)
                 .device(&device)
                 .allow_uids(&allow_uids)
                 .allow_gids(&allow_gids)
                 .build()
-        });
-        Event::new(py, made.map_err(Fault::from)?)
+        })?;
+        Event::new(py, made)
     }
 
     /// Opens an event by its handle (an ``EventHandle``, its text, or its bytes), also in the
@@ -238,9 +239,7 @@ impl Event {
             self.handle.get()?,
             Consumer::from_argument(py, &self.device, stream)?,
         );
-        let inner = py
-            .detach(|| event.wait(consumer.linked()))
-            .map_err(Fault::from)?;
+        let inner = call(py, || event.wait(consumer.linked()))?;
         consumer.lead(py)?;
         Ok(Recording { inner })
     }
@@ -258,9 +257,9 @@ impl Event {
     /// Raises ``TimeoutError``, ``EventNotRecordedError``, ``EventLostError``, ``ClosedError``.
     #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
     fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        let (event, timeout) = (self.handle.get()?, optional(timeout, "timeout")?);
-        let goes_on = || self.handle.get().map(drop);
-        waiting(py, timeout, goes_on, |wait| Ok(event.synchronize(wait)?))
+        let timeout = optional(timeout, "timeout")?;
+        self.handle
+            .wait(py, timeout, |event, wait| event.synchronize(wait))
     }
 
     /// Whether this recording is complete; False if it may still be.

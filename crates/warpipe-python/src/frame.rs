@@ -196,9 +196,7 @@ impl Frame {
     /// Raises ``ArgumentError`` for a stream of another device.
     #[pyo3(signature = (*, stream = None))]
     pub fn release(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-        let consumer = stream
-            .map(|stream| Consumer::from_argument(py, &self.owner.device, stream))
-            .transpose()?;
+        let consumer = Consumer::optional(py, &self.owner.device, stream)?;
         let lent = self.give_up()?;
         if let (Some(lent), Some(consumer)) = (&lent, &consumer) {
             lent.note(py, consumer);

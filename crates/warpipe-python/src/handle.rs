@@ -1,15 +1,18 @@
 //! Handles that Python may close before it drops them.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use pyo3::PyClass;
 use pyo3::prelude::*;
+use warpipe::{Error, Wait};
 
 use crate::closeable::{Closeable, Named};
 use crate::detached::DropDetached;
 use crate::errors::{Fault, Outcome};
 use crate::interpreter_exit::{self, Closable};
 use crate::process::Home;
+use crate::wait::waiting;
 
 /// A handle of the library, until it is closed. A call in progress keeps it alive.
 #[derive(Debug)]
@@ -51,6 +54,21 @@ impl<T: Send> CloseableHandle<T> {
         self.inner
             .get()
             .ok_or_else(|| Fault::closed(self.what, &self.name))
+    }
+
+    /// A call of the library that waits at most `limit` (None: no limit), and until it is closed.
+    pub fn wait<A: Send>(
+        &self,
+        py: Python<'_>,
+        limit: Option<Duration>,
+        call: impl FnOnce(&T, Wait<'_>) -> Result<A, Error> + Send,
+    ) -> PyResult<A>
+    where
+        T: Sync,
+    {
+        let inner = self.get()?;
+        let goes_on = || self.get().map(drop);
+        waiting(py, limit, goes_on, |wait| Ok(call(&inner, wait)?))
     }
 
     /// The base of the class that holds it.

@@ -342,9 +342,7 @@ impl JobEndpoint {
             }
             return Ok((slot, stream));
         }
-        let stream = stream
-            .map(|stream| Consumer::from_argument(py, &self.device, stream))
-            .transpose()?;
+        let stream = Consumer::optional(py, &self.device, stream)?;
         let wanted = Wanted {
             device: &self.device,
             stream: stream.as_ref(),

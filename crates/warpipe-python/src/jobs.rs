@@ -8,6 +8,7 @@ use warpipe::clock::now_ns;
 use warpipe::{OptionalExtension, ResultOrder};
 
 use crate::closeable::Closeable;
+use crate::detached::call;
 use crate::device::Device;
 use crate::domain::place;
 use crate::dtype;
@@ -84,7 +85,7 @@ impl Jobs {
                 .limit(limit)
                 .memory_limit(memory_limit);
             let builder = spin.into_iter().fold(builder, warpipe::ClientBuilder::spin);
-            let client = py.detach(|| builder.build()).map_err(Fault::from)?;
+            let client = call(py, || builder.build())?;
             ("client", QueueOrClient::Client(client))
         } else {
             let builder = warpipe::Queue::builder(name)
@@ -99,7 +100,7 @@ impl Jobs {
                 .workers_max(workers_max)
                 .handshake_timeout(seconds(handshake_timeout, "handshake_timeout")?);
             let builder = spin.into_iter().fold(builder, warpipe::QueueBuilder::spin);
-            let queue = py.detach(|| builder.build()).map_err(Fault::from)?;
+            let queue = call(py, || builder.build())?;
             ("queue", QueueOrClient::of(queue))
         };
         let endpoint = JobEndpoint::open(py, kind, name, &device, loan_timeout, inner)?;

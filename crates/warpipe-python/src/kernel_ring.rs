@@ -5,6 +5,7 @@ use std::fmt;
 use pyo3::prelude::*;
 
 use crate::closeable::Named;
+use crate::detached::call;
 use crate::device::Device;
 use crate::domain::place;
 use crate::errors::{Fault, Outcome};
@@ -123,12 +124,11 @@ impl KernelRing {
             Err(Fault::Library(warpipe::Error::Capturing { .. })) => {
                 ring.consumers.note(&consumer);
                 let captured = || step.capture(&ring.inner, &consumer.stream, consumer.linked());
-                return Ok(py.detach(captured).map_err(Fault::from)?);
+                return Ok(call(py, captured)?);
             }
             Err(other) => return Err(other.into()),
         };
-        py.detach(|| step.enqueue(&ring.inner, linked))
-            .map_err(Fault::from)?;
+        call(py, || step.enqueue(&ring.inner, linked))?;
         Ok(consumer.lead(py)?)
     }
 }
@@ -181,8 +181,8 @@ impl KernelRing {
         if allow_time_slices {
             builder = builder.allow_time_slices();
         }
-        let made = py.detach(|| builder.build());
-        KernelRing::new(py, made.map_err(Fault::from)?)
+        let made = call(py, || builder.build())?;
+        KernelRing::new(py, made)
     }
 
     /// Opens a ring as a consumer, waiting up to ``wait`` seconds (None: no limit) until it exists.
@@ -229,10 +229,9 @@ impl KernelRing {
     /// Raises ``TimeoutError``, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
     fn wait_for_consumers(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        let (ring, timeout) = (self.handle.get()?, optional(timeout, "timeout")?);
-        let goes_on = || self.handle.get().map(drop);
-        waiting(py, timeout, goes_on, |wait| {
-            Ok(ring.inner.wait_for_consumers(wait)?)
+        let timeout = optional(timeout, "timeout")?;
+        self.handle.wait(py, timeout, |ring, wait| {
+            ring.inner.wait_for_consumers(wait)
         })
     }
 
@@ -298,7 +297,11 @@ impl KernelRing {
         } else {
             "consumer"
         };
-        format!("KernelRing({:?}, {side}, {})", self.handle.name(), self.device)
+        format!(
+            "KernelRing({:?}, {side}, {})",
+            self.handle.name(),
+            self.device
+        )
     }
 }
 

@@ -215,9 +215,7 @@ impl Lease {
                 (slot, stream)
             }
             Some(tensor) => {
-                let stream = stream
-                    .map(|stream| Consumer::from_argument(py, device, stream))
-                    .transpose()?;
+                let stream = Consumer::optional(py, device, stream)?;
                 let source = Wanted {
                     device,
                     stream: stream.as_ref(),

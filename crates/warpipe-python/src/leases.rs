@@ -9,9 +9,9 @@ use warpipe::{Error, OptionalExtension, Wait};
 
 use crate::closeable::Closeable;
 use crate::copies::Copies;
+use crate::detached::call;
 use crate::device::Device;
 use crate::domain::place;
-use crate::errors::Fault;
 use crate::inbox::{Calls, Inbox};
 use crate::lease::{Lease, LeaseContext};
 use crate::stream::stream_of;
@@ -115,7 +115,7 @@ impl Leases {
                 .handshake_timeout(handshake_timeout)
                 .clients_max(clients_max);
             let builder = spin.into_iter().fold(builder, warpipe::ServerBuilder::spin);
-            let server = py.detach(|| builder.build()).map_err(Fault::from)?;
+            let server = call(py, || builder.build())?;
             ("server", "a request to", Source::Server(server), None)
         } else {
             let builder = warpipe::Worker::builder(name)

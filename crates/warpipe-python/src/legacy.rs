@@ -4,7 +4,7 @@
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString, PyType};
 
-use crate::detached::OwnStream;
+use crate::detached::{OwnStream, call};
 use crate::device::Device;
 use crate::errors::Fault;
 use crate::memory_owner::OwnedMemory;
@@ -99,9 +99,7 @@ impl LegacyHandle {
         device: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, LegacyMemory>> {
         let device = Device::from_argument(device)?.inner;
-        let memory = py
-            .detach(|| self.inner.open(&device))
-            .map_err(Fault::from)?;
+        let memory = call(py, || self.inner.open(&device))?;
         Bound::new(
             py,
             View::of("the memory", OwnedMemory::Legacy(memory))?.add_subclass(LegacyMemory),

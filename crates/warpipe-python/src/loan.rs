@@ -135,9 +135,7 @@ impl Loan {
         py: Python<'_>,
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Option<Consumer>> {
-        stream
-            .map(|stream| Consumer::from_argument(py, &self.owner.device, stream))
-            .transpose()
+        Consumer::optional(py, &self.owner.device, stream)
     }
 
     /// An array of an imported framework, for `out[...] = values`.

@@ -12,6 +12,7 @@ use pyo3::types::PyBytes;
 use warpipe::{Error, Wait};
 
 use crate::closeable::{Closeable, Named};
+use crate::detached::call;
 use crate::domain::Domain;
 use crate::errors::{Fault, Outcome};
 use crate::handle::CloseableHandle;
@@ -52,16 +53,14 @@ impl Member {
         allow_gids: Vec<u32>,
     ) -> PyResult<Py<Member>> {
         let domain = Domain::from_argument(domain)?;
-        let joined = py
-            .detach(|| {
-                warpipe::Member::builder(name)
-                    .role(role)
-                    .domain(&domain)
-                    .allow_uids(&allow_uids)
-                    .allow_gids(&allow_gids)
-                    .build()
-            })
-            .map_err(Fault::from)?;
+        let joined = call(py, || {
+            warpipe::Member::builder(name)
+                .role(role)
+                .domain(&domain)
+                .allow_uids(&allow_uids)
+                .allow_gids(&allow_gids)
+                .build()
+        })?;
         let generation = joined.generation();
         let role = role.to_owned();
         CloseableHandle::object(py, "membership", name, joined, |handle| Member {
@@ -168,7 +167,7 @@ impl Members {
     /// Raises ``SystemCallError``, ``ClosedError``.
     fn list(&self, py: Python<'_>) -> PyResult<Vec<Info<warpipe::MemberInfo>>> {
         let members = self.handle.get()?;
-        let list = py.detach(|| members.list()).map_err(Fault::from)?;
+        let list = call(py, || members.list())?;
         Ok(list.into_iter().map(Info).collect())
     }
 
@@ -224,8 +223,7 @@ impl Members {
         let cleanup = Callback::new(cleanup);
         let called = cleanup.clone();
         let called = move |member: &warpipe::MemberInfo| called.call_once(Info(member.clone()));
-        py.detach(|| members.on_death_of(name, called))
-            .map_err(Fault::from)?;
+        call(py, || members.on_death_of(name, called))?;
         let mut callbacks = self.callbacks();
         callbacks.retain(|known| known.is_live());
         callbacks.push(cleanup);

@@ -11,7 +11,7 @@ use pyo3::types::PyBytes;
 use warpipe::backend::DevicePtr;
 use warpipe::{Layout, Receipt, Sample, SlotHold};
 
-use crate::detached::{DropDetached, detached};
+use crate::detached::{DropDetached, call, detached};
 use crate::errors::{Fault, Outcome};
 use crate::in_place::OpenedMemory;
 use crate::memory_owner::{MemoryOwner, download};
@@ -220,7 +220,7 @@ impl SampleHolder {
     pub fn wait(&self, py: Python<'_>, timeout: Option<Duration>) -> PyResult<()> {
         self.home.check()?;
         let sample = self.sample();
-        if py.detach(|| sample.is_complete()).map_err(Fault::from)? {
+        if call(py, || sample.is_complete())? {
             return Ok(());
         }
         waiting(py, timeout, || Ok(()), |wait| Ok(sample.wait(wait)?))

@@ -7,9 +7,10 @@ use warpipe::Wait;
 use warpipe::backend::Access;
 
 use crate::closeable::Named;
+use crate::detached::call;
 use crate::device::Device;
 use crate::domain::place;
-use crate::errors::{Fault, Outcome};
+use crate::errors::Outcome;
 use crate::handle::CloseableHandle;
 use crate::memory_owner::OwnedMemory;
 use crate::ticket::Ticket;
@@ -86,7 +87,7 @@ impl Pool {
         let builder = quotas.into_iter().fold(builder, |it, (uid, quota)| {
             it.quota_for(uid, quota_of(quota))
         });
-        let pool = py.detach(|| builder.build()).map_err(Fault::from)?;
+        let pool = call(py, || builder.build())?;
         let object = |handle| Pool { handle, device };
         CloseableHandle::object(py, "pool", name, pool, object)
     }
@@ -112,13 +113,9 @@ impl Pool {
         uid: Option<u32>,
     ) -> PyResult<Bound<'py, Buffer>> {
         let timeout = optional(timeout, "timeout")?;
-        let pool = self.handle.get()?;
-        let goes_on = || self.handle.get().map(drop);
-        let block = waiting(py, timeout, goes_on, |wait| {
-            Ok(match uid {
-                Some(uid) => pool.allocate_for(uid, nbytes, wait)?,
-                None => pool.allocate(nbytes, wait)?,
-            })
+        let block = self.handle.wait(py, timeout, |pool, wait| match uid {
+            Some(uid) => pool.allocate_for(uid, nbytes, wait),
+            None => pool.allocate(nbytes, wait),
         })?;
         Bound::new(
             py,
@@ -169,10 +166,7 @@ impl Buffer {
         } else {
             Access::Read
         };
-        let inner = slf
-            .py()
-            .detach(|| block.lend(access))
-            .map_err(Fault::from)?;
+        let inner = call(slf.py(), || block.lend(access))?;
         Ok(Ticket { inner })
     }
 }
@@ -240,11 +234,8 @@ impl PoolClient {
         timeout: Option<f64>,
     ) -> PyResult<Bound<'py, LentBuffer>> {
         let timeout = optional(timeout, "timeout")?;
-        let client = self.handle.get()?;
-        let goes_on = || self.handle.get().map(drop);
-        let block = waiting(py, timeout, goes_on, |wait| {
-            Ok(client.allocate(nbytes, wait)?)
-        })?;
+        let handle = &self.handle;
+        let block = handle.wait(py, timeout, |client, wait| client.allocate(nbytes, wait))?;
         LentBuffer::make(py, block)
     }
 }
@@ -291,5 +282,4 @@ impl LentBuffer {
         let block = waiting(py, None, || Ok(()), open)?;
         LentBuffer::make(py, block)
     }
-
 }

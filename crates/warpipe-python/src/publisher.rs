@@ -9,7 +9,7 @@ use warpipe::{Layout, PeerState, Policy};
 
 use crate::closeable::Named;
 use crate::copies::Copies;
-use crate::detached::{DropDetached, OwnStream};
+use crate::detached::{DropDetached, OwnStream, call};
 use crate::device::Device;
 use crate::domain::place;
 use crate::dtype;
@@ -220,9 +220,7 @@ impl Publisher {
             .allow_uids(&allow_uids)
             .allow_gids(&allow_gids);
         let stream = OwnStream::new(py, &device)?;
-        let inner = Arc::new(Closable::new(
-            py.detach(|| builder.build()).map_err(Fault::from)?,
-        ));
+        let inner = Arc::new(Closable::new(call(py, || builder.build())?));
         interpreter_exit::close_at_exit(&inner)?;
         let base = Named::of(&inner, name);
         Ok(base.add_subclass(Publisher {
@@ -292,9 +290,7 @@ impl Publisher {
     ) -> PyResult<u64> {
         self.inner()?;
         let encoded = metadata::encode(metadata, metadata::BYTES_MAX)?;
-        let stream = stream
-            .map(|stream| Consumer::from_argument(py, &self.device, stream))
-            .transpose()?;
+        let stream = Consumer::optional(py, &self.device, stream)?;
         let (device, lasting) = (&self.device, zero_copy != ZeroCopy::No);
         let wanted = Wanted {
             device,
@@ -310,8 +306,7 @@ impl Publisher {
                 Err(why) if zero_copy == ZeroCopy::Require => return Err(why.fault.into()),
                 Err(why) => {
                     let (publisher, bytes) = (self.inner()?, source.layout.bytes());
-                    py.detach(|| publisher.count_copy(why.reason, bytes))
-                        .map_err(Fault::from)?;
+                    call(py, || publisher.count_copy(why.reason, bytes))?;
                     warn_of_copy(py, why.fault.into())?;
                 }
             }

@@ -8,7 +8,7 @@ use pyo3::types::PyTuple;
 use warpipe::{Error, OptionalExtension, Wait};
 
 use crate::closeable::Named;
-use crate::detached::{DropDetached, detached};
+use crate::detached::{DropDetached, call, detached};
 use crate::device::Device;
 use crate::domain::place;
 use crate::errors::{Fault, Outcome};
@@ -94,16 +94,6 @@ impl Semaphore {
         CloseableHandle::object(py, "semaphore", &name, inner, object)
     }
 
-    fn consumer(
-        &self,
-        py: Python<'_>,
-        stream: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Option<Consumer>> {
-        stream
-            .map(|stream| Consumer::from_argument(py, &self.device, stream))
-            .transpose()
-    }
-
     fn permit(
         &self,
         py: Python<'_>,
@@ -159,7 +149,7 @@ impl Semaphore {
         allow_gids: Vec<u32>,
     ) -> PyResult<Py<Semaphore>> {
         let (domain, device) = place(domain, device)?;
-        let made = py.detach(|| {
+        let made = call(py, || {
             warpipe::Semaphore::builder(name)
                 .permits(permits)
                 .domain(&domain)
@@ -167,8 +157,8 @@ impl Semaphore {
                 .allow_uids(&allow_uids)
                 .allow_gids(&allow_gids)
                 .build()
-        });
-        Semaphore::new(py, made.map_err(Fault::from)?, device)
+        })?;
+        Semaphore::new(py, made, device)
     }
 
     /// Opens the semaphore of this name, waiting up to ``wait`` seconds (None: no limit) until it
@@ -235,12 +225,10 @@ impl Semaphore {
         timeout: Option<f64>,
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Permit> {
-        let (semaphore, consumer) = (self.handle.get()?, self.consumer(py, stream)?);
+        let consumer = Consumer::optional(py, &self.device, stream)?;
         let timeout = optional(timeout, "timeout")?;
-        let goes_on = || self.handle.get().map(drop);
-        let permit = waiting(py, timeout, goes_on, |wait| {
-            Ok(take(&semaphore, consumer.as_ref(), wait)?)
-        })?;
+        let take = |semaphore: &_, wait: Wait<'_>| take(semaphore, consumer.as_ref(), wait);
+        let permit = self.handle.wait(py, timeout, take)?;
         self.permit(py, permit, consumer)
     }
 
@@ -253,7 +241,10 @@ impl Semaphore {
         py: Python<'_>,
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Option<Permit>> {
-        let (semaphore, consumer) = (self.handle.get()?, self.consumer(py, stream)?);
+        let (semaphore, consumer) = (
+            self.handle.get()?,
+            Consumer::optional(py, &self.device, stream)?,
+        );
         let taken = py.detach(|| take(&semaphore, consumer.as_ref(), Duration::ZERO.into()));
         taken
             .optional()
@@ -313,9 +304,7 @@ impl Permit {
     /// Raises ``ArgumentError`` for a stream of another device, ``DriverError``.
     #[pyo3(signature = (*, stream = None))]
     fn release(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-        let asked = stream
-            .map(|stream| Consumer::from_argument(py, &self.device, stream))
-            .transpose()?;
+        let asked = Consumer::optional(py, &self.device, stream)?;
         let Some(permit) = self.lock()?.take() else {
             return Ok(());
         };

@@ -7,6 +7,7 @@ use pyo3::prelude::*;
 use warpipe::backend::Access;
 
 use crate::closeable::Named;
+use crate::detached::call;
 use crate::device::Device;
 use crate::domain::Domain;
 use crate::errors::{Fault, Outcome};
@@ -65,9 +66,7 @@ impl Memory {
         device: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, Memory>> {
         let device = Device::from_argument(device)?.inner;
-        let memory = py
-            .detach(|| warpipe::Memory::allocate(&device, nbytes))
-            .map_err(Fault::from)?;
+        let memory = call(py, || warpipe::Memory::allocate(&device, nbytes))?;
         Memory::make(py, memory)
     }
 
@@ -92,10 +91,7 @@ impl Memory {
             .access(access(writable))
             .allow_uids(&allow_uids)
             .allow_gids(&allow_gids);
-        let published = slf
-            .py()
-            .detach(|| publication.build())
-            .map_err(Fault::from)?;
+        let published = call(slf.py(), || publication.build())?;
         let object = |handle| Published { handle };
         CloseableHandle::object(slf.py(), "publication", name, published, object)
     }
@@ -106,11 +102,7 @@ impl Memory {
     /// Raises ``DescriptorLimitError``, ``ReleasedError``, ``DriverError``.
     fn export_fd(slf: &Bound<'_, Memory>) -> PyResult<i32> {
         let memory = Memory::inner(slf)?;
-        Ok(slf
-            .py()
-            .detach(|| memory.export_fd())
-            .map_err(Fault::from)?
-            .into_raw_fd())
+        Ok(call(slf.py(), || memory.export_fd())?.into_raw_fd())
     }
 
     /// The size and device of the memory, to be sent with the descriptor.
@@ -219,10 +211,7 @@ impl SharedMemory {
         nbytes: Option<u64>,
     ) -> PyResult<Bound<'py, SharedMemory>> {
         let memory = SharedMemory::inner(slf)?;
-        let part = slf
-            .py()
-            .detach(|| memory.range(offset, nbytes))
-            .map_err(Fault::from)?;
+        let part = call(slf.py(), || memory.range(offset, nbytes))?;
         SharedMemory::make(slf.py(), part)
     }
 

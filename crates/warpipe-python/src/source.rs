@@ -18,6 +18,7 @@ mod plain_torch;
 
 use self::description::{ArrayDescription, interface};
 pub use self::plain_torch::PlainTorch;
+use crate::detached::call;
 use crate::device::is_cuda;
 use crate::dlpack;
 use crate::dtype;
@@ -264,10 +265,7 @@ impl Wanted<'_> {
             .filter(|stream| !stream.is_none())
         {
             let writer = Consumer::foreign(found.py(), device, written_on.extract()?)?;
-            found
-                .py()
-                .detach(|| reader.stream.wait_for(&writer.stream))
-                .map_err(Fault::from)?;
+            call(found.py(), || reader.stream.wait_for(&writer.stream))?;
         }
         self.of_device(
             &array_description,
@@ -472,9 +470,7 @@ fn check_owner(
     if array_description.shape.contains(&0) {
         return Ok(());
     }
-    let found = py
-        .detach(|| device.backend().locate(array_description.address))
-        .map_err(Fault::from)?;
+    let found = call(py, || device.backend().locate(array_description.address))?;
     match found.kind {
         PointerKind::Device | PointerKind::Pool if found.owner != device.info().id => {
             // Its ordinal, if this process has one. The device is not opened for that.

@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyInt};
 
-use crate::detached::OwnStream;
+use crate::detached::{OwnStream, call};
 use crate::device::{Device, is_cuda};
 use crate::errors::{Fault, Outcome};
 use crate::process::Home;
@@ -74,7 +74,7 @@ impl Stream {
     /// Raises ``DriverError``, also for a fault of earlier work.
     fn is_idle(&self, py: Python<'_>) -> PyResult<bool> {
         let inner = self.inner()?;
-        Ok(py.detach(|| inner.is_idle()).map_err(Fault::from)?)
+        call(py, || inner.is_idle())
     }
 
     /// Waits on the CPU until all work enqueued so far is done, at most ``timeout`` seconds (None:
@@ -94,9 +94,7 @@ impl Stream {
     fn wait_for(&self, py: Python<'_>, other: &Bound<'_, PyAny>) -> PyResult<()> {
         let inner = self.inner()?;
         let other = Consumer::from_argument(py, inner.device(), other)?;
-        Ok(py
-            .detach(|| inner.wait_for(&other.stream))
-            .map_err(Fault::from)?)
+        call(py, || inner.wait_for(&other.stream))
     }
 
     /// The CUDA stream protocol: ``(version, handle)``.
@@ -207,6 +205,17 @@ impl Consumer {
     /// Whether the stream may end before its users are dropped.
     pub fn may_end(&self) -> bool {
         self.relay.is_some() && self.owner.is_none()
+    }
+
+    /// The same of an argument that may be missing.
+    pub fn optional(
+        py: Python<'_>,
+        device: &warpipe::Device,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Option<Consumer>> {
+        stream
+            .map(|stream| Consumer::from_argument(py, device, stream))
+            .transpose()
     }
 
     fn numbered(py: Python<'_>, device: &warpipe::Device, raw: usize) -> PyResult<Consumer> {

@@ -10,6 +10,7 @@ use pyo3::prelude::*;
 use warpipe::backend::StreamOp;
 use warpipe::{DType, Layout};
 
+use crate::detached::call;
 use crate::device::Device;
 use crate::errors::Fault;
 use crate::loan::Loan;
@@ -81,9 +82,7 @@ fn _pattern(seed: u64, index: u64) -> u64 {
 #[pyfunction]
 fn _preload(py: Python<'_>, stream: &Bound<'_, Stream>) -> PyResult<()> {
     let device = stream.get().inner()?.device();
-    Ok(py
-        .detach(|| warpipe_kernels::preload(device))
-        .map_err(Fault::from)?)
+    call(py, || warpipe_kernels::preload(device))
 }
 
 /// The kernel of the benchmark and of tests, on one stream: float32 ``i`` of a target becomes that
@@ -114,8 +113,7 @@ impl Adder {
     ) -> PyResult<Adder> {
         let device = Device::from_argument(Some(device))?.inner;
         let consumer = Consumer::from_argument(py, &device, stream)?;
-        py.detach(|| warpipe_kernels::preload(&device))
-            .map_err(Fault::from)?;
+        call(py, || warpipe_kernels::preload(&device))?;
         Ok(Adder {
             consumer,
             count,

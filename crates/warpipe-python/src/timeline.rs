@@ -3,9 +3,10 @@
 use pyo3::prelude::*;
 
 use crate::closeable::Named;
+use crate::detached::call;
 use crate::device::Device;
 use crate::domain::place;
-use crate::errors::{Fault, Outcome};
+use crate::errors::Outcome;
 use crate::handle::CloseableHandle;
 use crate::stream::Consumer;
 use crate::wait::{HELD_UP, optional, waiting};
@@ -60,15 +61,15 @@ impl Timeline {
         allow_gids: Vec<u32>,
     ) -> PyResult<Py<Timeline>> {
         let (domain, device) = place(domain, device)?;
-        let made = py.detach(|| {
+        let made = call(py, || {
             warpipe::Timeline::builder(name)
                 .domain(&domain)
                 .device(&device)
                 .allow_uids(&allow_uids)
                 .allow_gids(&allow_gids)
                 .build()
-        });
-        Timeline::new(py, made.map_err(Fault::from)?)
+        })?;
+        Timeline::new(py, made)
     }
 
     /// Opens a timeline, waiting up to ``wait`` seconds (None: no limit) until it exists.
@@ -121,9 +122,7 @@ impl Timeline {
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let timeline = self.handle.get()?;
-        let consumer = stream
-            .map(|stream| Consumer::from_argument(py, &self.device, stream))
-            .transpose()?;
+        let consumer = Consumer::optional(py, &self.device, stream)?;
         let goes_on = || self.handle.get().map(drop);
         waiting(py, Some(HELD_UP), goes_on, |wait| {
             let signaled = match &consumer {
@@ -152,13 +151,11 @@ impl Timeline {
         let (timeline, timeout) = (self.handle.get()?, optional(timeout, "timeout")?);
         if let Some(stream) = stream {
             let consumer = Consumer::from_argument(py, &self.device, stream)?;
-            py.detach(|| timeline.wait(consumer.linked(), value))
-                .map_err(Fault::from)?;
+            call(py, || timeline.wait(consumer.linked(), value))?;
             return Ok(consumer.lead(py)?);
         }
-        let goes_on = || self.handle.get().map(drop);
-        waiting(py, timeout, goes_on, |wait| {
-            Ok(timeline.wait_host(value, wait)?)
+        self.handle.wait(py, timeout, |timeline, wait| {
+            timeline.wait_host(value, wait)
         })
     }
 

@@ -71,16 +71,6 @@ impl View {
         }
     }
 
-    fn consumer(
-        &self,
-        py: Python<'_>,
-        stream: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Option<Consumer>> {
-        stream
-            .map(|stream| Consumer::from_argument(py, &self.tensor.device, stream))
-            .transpose()
-    }
-
     fn check_writable(&self) -> Outcome<()> {
         let next = "ask its owner to share it for writing, too";
         if self.tensor.read_only {
@@ -168,7 +158,7 @@ impl View {
     ) -> PyResult<()> {
         self.check_writable()?;
         let (memory, owner) = (self.memory()?, self.owner()?);
-        let consumer = self.consumer(py, stream)?;
+        let consumer = Consumer::optional(py, &self.tensor.device, stream)?;
         let own = match &consumer {
             Some(consumer) => consumer.follow(py)?.clone(),
             None => py.detach(|| owner.stream().cloned())?,
@@ -238,7 +228,7 @@ impl View {
             })
             .into());
         }
-        let consumer = self.consumer(py, stream)?;
+        let consumer = Consumer::optional(py, &self.tensor.device, stream)?;
         let own = match &consumer {
             Some(consumer) => consumer.follow(py)?.clone(),
             None => py.detach(|| owner.stream().cloned())?,
@@ -282,7 +272,7 @@ impl View {
     /// Raises ``ArgumentError`` for a stream of another device.
     #[pyo3(signature = (*, stream = None))]
     fn release(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-        let consumer = self.consumer(py, stream)?;
+        let consumer = Consumer::optional(py, &self.tensor.device, stream)?;
         let Some(memory) = self.tensor.let_go()? else {
             return Ok(());
         };

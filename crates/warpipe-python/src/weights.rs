@@ -11,6 +11,7 @@ use warpipe::weights::{self, TensorInfo};
 use warpipe::{Error, HandshakeFault, Opener, Wait};
 
 use crate::closeable::Named;
+use crate::detached::call;
 use crate::device::{Device, is_cuda};
 use crate::domain::Domain;
 use crate::errors::{Fault, Outcome, no_pickle};
@@ -501,7 +502,7 @@ impl Follower {
         }
         owner.settle(py, left())?;
         clock.end("streams");
-        let own = py.detach(|| device.stream()).map_err(Fault::from)?;
+        let own = call(py, || device.stream())?;
         let stream = consumers.first().map_or(&own, |it| &*it.stream);
         let mut cause = None;
         let taken = in_slices(py, left(), |slice| {
@@ -552,7 +553,7 @@ impl Keeper {
     #[getter]
     fn version(&self, py: Python<'_>) -> PyResult<Option<u64>> {
         let keeper = self.handle.get()?;
-        Ok(py.detach(|| keeper.version()).map_err(Fault::from)?)
+        call(py, || keeper.version())
     }
 
     /// The version that was taken over from another process. It is offered once ``verify`` has
@@ -562,7 +563,7 @@ impl Keeper {
     #[getter]
     fn candidate(&self, py: Python<'_>) -> PyResult<Option<u64>> {
         let keeper = self.handle.get()?;
-        Ok(py.detach(|| keeper.candidate()).map_err(Fault::from)?)
+        call(py, || keeper.candidate())
     }
 
     fn __reduce__(&self) -> PyResult<()> {
@@ -624,10 +625,9 @@ impl PublishedWeights {
     /// Raises ``TimeoutError``; once, the error for which there will be none; ``ClosedError``.
     #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
     fn wait_for_hashes(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
-        let (published, timeout) = (self.handle.get()?, optional(timeout, "timeout")?);
-        let goes_on = || self.handle.get().map(drop);
-        waiting(py, timeout, goes_on, |wait| {
-            Ok(published.wait_for_hashes(wait)?)
+        let timeout = optional(timeout, "timeout")?;
+        self.handle.wait(py, timeout, |published, wait| {
+            published.wait_for_hashes(wait)
         })
     }
 

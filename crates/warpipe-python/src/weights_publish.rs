@@ -14,7 +14,7 @@ use warpipe::weights::{BaseVersion, Hashing, TensorsInPlace, Weights, WeightsBui
 use warpipe::{Error, Layout, Wait};
 
 use crate::copies::refuse_capture;
-use crate::detached::OwnStream;
+use crate::detached::{OwnStream, call};
 use crate::device::{Device, is_cuda};
 use crate::domain::Domain;
 use crate::errors::{Fault, Outcome, is_of_this_package};
@@ -198,7 +198,7 @@ pub fn _publish_weights(
             builder.alias(name, numbers[index])
         }))
     };
-    let mut builder = py.detach(build).map_err(Fault::from)?;
+    let mut builder = call(py, build)?;
     clock.end("allocate");
     search.fill(py, &mut builder, found)?;
     clock.end("copy");
