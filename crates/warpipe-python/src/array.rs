@@ -1,10 +1,8 @@
-//! Memory as arrays of other frameworks: DLPack, the CUDA array interface, NumPy's, and
-//! conveniences for each.
+//! Memory as arrays of other frameworks: DLPack, the CUDA array interface, and NumPy's.
 
-use pyo3::exceptions::{PyAttributeError, PyValueError};
+use pyo3::exceptions::PyAttributeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
-use warpipe::{DType, Layout};
 use warpipe_dlpack::CPU;
 
 use crate::device::is_cuda;
@@ -171,21 +169,22 @@ fn interface<'py>(py: Python<'py>, memory: &Memory, typestr: &str) -> PyResult<B
 /// One hold on memory that NumPy keeps behind an array.
 #[pyclass(frozen, module = "warpipe")]
 #[derive(Debug)]
-struct View {
+pub struct HostView {
     memory: Memory,
     typestr: String,
 }
 
 #[pymethods]
-impl View {
+impl HostView {
     #[getter]
     fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         interface(py, &self.memory, &self.typestr)
     }
 }
 
-/// A NumPy array: in place for memory of the host, of a GPU's a copy, once the data is complete.
-pub fn numpy<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyAny>> {
+/// The memory where NumPy reads it: in place on the host, of a GPU's a copy, once the data is
+/// complete.
+pub fn host_view(py: Python<'_>, memory: &Memory) -> PyResult<HostView> {
     let memory = if is_cuda(&memory.device) {
         memory.copied(py)?
     } else {
@@ -193,104 +192,8 @@ pub fn numpy<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyAny
         memory.clone()
     };
     let dtype = memory.layout.dtype();
-    let numpy = py.import("numpy")?;
-    if let Some(typestr) = typestr(dtype) {
-        return numpy.call_method1("asarray", (View { memory, typestr },));
-    }
-    let element = extension(py, dtype)?;
-    // As numbers of the same width, so that every element stays one.
+    // Where NumPy has no letter, as numbers of the same width, so that every element stays one.
     let order = if dtype.bytes() == 1 { '|' } else { '<' };
-    let view = View {
-        memory,
-        typestr: format!("{order}u{}", dtype.bytes()),
-    };
-    numpy
-        .call_method1("asarray", (view,))?
-        .call_method1("view", (element,))
-}
-
-/// For `np.asarray`: a NumPy array of this element type, if one is asked for. `copy` is NumPy's:
-/// True for a copy, False for none, None for one where it must be.
-pub fn numpy_as<'py>(
-    py: Python<'py>,
-    memory: &Memory,
-    dtype: Option<Bound<'py, PyAny>>,
-    copy: Option<bool>,
-) -> PyResult<Bound<'py, PyAny>> {
-    if copy == Some(false) && is_cuda(&memory.device) {
-        return Err(PyValueError::new_err(
-            "from a GPU to the host it must be copied, and `copy` is False",
-        ));
-    }
-    let array = numpy(py, memory)?;
-    let wanted = dtype
-        .map(|dtype| py.import("numpy")?.call_method1("dtype", (dtype,)))
-        .transpose()?;
-    if let Some(wanted) = wanted
-        && !array.getattr("dtype")?.eq(&wanted)?
-    {
-        if copy == Some(false) {
-            return Err(PyValueError::new_err(
-                "as another element type it must be copied, and `copy` is False",
-            ));
-        }
-        return array.call_method1("astype", (wanted,));
-    }
-    if copy == Some(true) {
-        array.call_method0("copy")
-    } else {
-        Ok(array)
-    }
-}
-
-/// A NumPy array of a layout's shape, of values that NumPy spreads over it.
-pub fn full<'py>(
-    py: Python<'py>,
-    layout: &Layout,
-    values: &Bound<'py, PyAny>,
-) -> PyResult<Bound<'py, PyAny>> {
-    let dtype = layout.dtype();
-    let element = match typestr(dtype) {
-        Some(typestr) => typestr.into_pyobject(py)?.into_any(),
-        None => extension(py, dtype)?,
-    };
-    let array = py
-        .import("numpy")?
-        .call_method1("empty", (PyTuple::new(py, layout.shape())?, element))?;
-    array.set_item(py.Ellipsis(), values)?;
-    Ok(array)
-}
-
-/// The type that NumPy borrows from `ml_dtypes`.
-fn extension<'py>(py: Python<'py>, dtype: DType) -> PyResult<Bound<'py, PyAny>> {
-    let missing = |next: &str| PyErr::from(Fault::dtype(dtype, next));
-    let module = py
-        .import("ml_dtypes")
-        .map_err(|_| missing("needs the package ml_dtypes for NumPy; install it"))?;
-    module
-        .getattr(dtype.name())
-        .map_err(|_| missing("is not one that NumPy or ml_dtypes has; use .torch()"))
-}
-
-/// A CuPy array in place, on CuPy's current stream.
-pub fn cupy<'py>(slf: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-    slf.py().import("cupy")?.call_method1("from_dlpack", (slf,))
-}
-
-/// A JAX array. On a GPU it is a copy unless `copy` is False: JAX gives foreign memory back before
-/// its own stream is done with it.
-pub fn jax<'py>(
-    slf: &Bound<'py, PyAny>,
-    memory: &Memory,
-    copy: Option<bool>,
-) -> PyResult<Bound<'py, PyAny>> {
-    let py = slf.py();
-    let aliased = py
-        .import("jax.dlpack")?
-        .call_method1("from_dlpack", (slf,))?;
-    if !copy.unwrap_or(is_cuda(&memory.device)) {
-        return Ok(aliased);
-    }
-    let copied = py.import("jax.numpy")?.call_method1("copy", (aliased,))?;
-    copied.call_method0("block_until_ready")
+    let typestr = typestr(dtype).unwrap_or_else(|| format!("{order}u{}", dtype.bytes()));
+    Ok(HostView { memory, typestr })
 }

@@ -5,11 +5,10 @@ use std::sync::Mutex;
 
 use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyBytes, PyFloat, PyInt, PyString, PyType};
+use pyo3::types::{PyBytes, PyInt, PyString};
 use warpipe::{DType, RANK_MAX};
 
 use crate::errors::Fault;
-use crate::stream::imported;
 
 /// The most objects remembered: beyond it the table starts anew.
 const KNOWN_MAX: usize = 32;
@@ -21,14 +20,20 @@ static KNOWN: Mutex<Vec<(Py<PyAny>, DType)>> = Mutex::new(Vec::new());
 /// What an argument names: `"float32"`, `"f4"`, `np.float32`, `np.dtype("f4")`, `torch.float32`,
 /// `ml_dtypes.bfloat16`, `float`.
 pub fn from_argument(found: &Bound<'_, PyAny>) -> PyResult<DType> {
-    if found.is_instance_of::<PyString>() {
-        return named(found);
-    }
-    if let Some(dtype) = known(found) {
+    let exact = found.cast::<PyString>().ok();
+    let exact = exact.and_then(|name| DType::from_name(name.to_str().ok()?));
+    if let Some(dtype) = exact.or_else(|| known(found)) {
         return Ok(dtype);
     }
-    let dtype = named(found)?;
-    if is_constant(found)? {
+    let module = found.py().import("warpipe._dtypes")?;
+    let (name, is_constant) = module
+        .call_method1("name_of", (found,))?
+        .extract::<(String, bool)>()?;
+    let dtype = match DType::from_name(&name) {
+        Some(dtype) => dtype,
+        None => from_typestr(&name, || None)?,
+    };
+    if is_constant {
         remember(found, dtype);
     }
     Ok(dtype)
@@ -57,143 +62,6 @@ fn remember(found: &Bound<'_, PyAny>, dtype: DType) {
     drop(table);
     // Without the lock: dropping an object may run Python code.
     drop(before);
-}
-
-/// Whether the object is an element type and nothing else. Anything else that has one, such as an
-/// array, is neither held nor assumed to keep it.
-fn is_constant(found: &Bound<'_, PyAny>) -> PyResult<bool> {
-    if found.is_instance_of::<PyType>() {
-        return Ok(true);
-    }
-    for name in ["torch", "numpy"] {
-        let class = imported(found.py(), name)?.and_then(|module| module.getattr("dtype").ok());
-        if let Some(class) = class
-            && found.is_instance(&class).unwrap_or(false)
-        {
-            return Ok(true);
-        }
-    }
-    Ok(false)
-}
-
-/// What NumPy's one letter, or its name for a Python or a C type, means on Linux.
-const ALIASES: [(&str, &str); 30] = [
-    ("?", "bool"),
-    ("b", "int8"),
-    ("B", "uint8"),
-    ("h", "int16"),
-    ("H", "uint16"),
-    ("i", "int32"),
-    ("I", "uint32"),
-    ("l", "int64"),
-    ("L", "uint64"),
-    ("q", "int64"),
-    ("Q", "uint64"),
-    ("e", "float16"),
-    ("f", "float32"),
-    ("d", "float64"),
-    ("F", "complex64"),
-    ("D", "complex128"),
-    ("int", "int64"),
-    ("uint", "uint64"),
-    ("float", "float64"),
-    ("complex", "complex128"),
-    ("byte", "int8"),
-    ("ubyte", "uint8"),
-    ("short", "int16"),
-    ("ushort", "uint16"),
-    ("intc", "int32"),
-    ("uintc", "uint32"),
-    ("half", "float16"),
-    ("single", "float32"),
-    ("double", "float64"),
-    ("cdouble", "complex128"),
-];
-
-/// A name of NumPy's that is not the element type's own: `"f4"`, `"<i8"`, `"float"`, `"d"`.
-fn alias(name: &str) -> PyResult<Option<DType>> {
-    let known = |name: &str| {
-        ALIASES
-            .iter()
-            .find(|(alias, _)| *alias == name)
-            .and_then(|(_, dtype)| DType::from_name(dtype))
-    };
-    let (order, bare) = match name.strip_prefix(['<', '>', '=', '|']) {
-        Some(bare) => (&name[..1], bare),
-        None => ("=", name),
-    };
-    if let Some(dtype) = known(bare).filter(|dtype| order != ">" || dtype.bytes() == 1) {
-        return Ok(Some(dtype));
-    }
-    let is_typestr = matches!(bare.split_at_checked(1), Some((kind, bytes))
-        if "iufcb".contains(kind) && !bytes.is_empty() && bytes.bytes().all(|digit| digit.is_ascii_digit()));
-    if is_typestr {
-        from_typestr(&format!("{order}{bare}"), || None).map(Some)
-    } else {
-        Ok(None)
-    }
-}
-
-fn named(found: &Bound<'_, PyAny>) -> PyResult<DType> {
-    let name = name_of(found)?;
-    let bare = name.strip_prefix("torch.").unwrap_or(&name);
-    if let Some(dtype) = DType::from_name(bare) {
-        return Ok(dtype);
-    }
-    let alias = if found.is_instance_of::<PyString>() {
-        alias(bare)?
-    } else {
-        None
-    };
-    alias.ok_or_else(|| {
-        let known = DType::ALL
-            .iter()
-            .map(|dtype| dtype.name())
-            .collect::<Vec<_>>()
-            .join(", ");
-        Fault::dtype(
-            format!("{name:?}"),
-            &format!("is not one that can be sent; there are {known}"),
-        )
-        .into()
-    })
-}
-
-fn name_of(found: &Bound<'_, PyAny>) -> PyResult<String> {
-    let py = found.py();
-    if let Ok(name) = found.cast::<PyString>() {
-        return Ok(name.to_str()?.to_owned());
-    }
-    for (class, name) in [
-        (py.get_type::<PyBool>(), "bool"),
-        (py.get_type::<PyInt>(), "int64"),
-        (py.get_type::<PyFloat>(), "float64"),
-    ] {
-        if found.is(&class) {
-            return Ok(name.to_owned());
-        }
-    }
-    // `np.dtype`, and JAX's scalar types, which are classes with a `dtype` of their own.
-    let holder = found.getattr("dtype").unwrap_or_else(|_| found.clone());
-    if let Ok(name) = holder
-        .getattr("name")
-        .and_then(|name| name.extract::<String>())
-    {
-        if holder
-            .getattr("isnative")
-            .is_ok_and(|native| !native.is_truthy().unwrap_or(true))
-        {
-            let said = format!(
-                "is of the other byte order, and no device computes with that; ask for {name:?}"
-            );
-            return Err(Fault::dtype(found.repr()?, &said).into());
-        }
-        return Ok(name);
-    }
-    match found.cast::<PyType>() {
-        Ok(class) => Ok(class.name()?.to_str()?.trim_end_matches('_').to_owned()),
-        Err(_) => Ok(found.str()?.to_str()?.to_owned()),
-    }
 }
 
 /// The type of an array interface's `typestr`; `name` is the element type's own where the string

@@ -6,7 +6,6 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
 
-use crate::array;
 use crate::errors::Outcome;
 use crate::in_place::{self, Named, Openings};
 use crate::memory::{InPlaceView, Memory, MemoryHolder, SampleHolder};
@@ -205,35 +204,12 @@ impl Frame {
         Ok(())
     }
 
-    /// A JAX array: in place on the host, a copy on a GPU, because JAX releases foreign memory
-    /// before its own work on it is done. With ``copy=False`` it is in place there, too: call
-    /// ``block_until_ready()`` on every result computed from it before releasing it.
-    ///
-    /// Raises ``SampleLostError``, ``ReleasedError``, ``ImportError``.
-    #[pyo3(signature = (*, copy = None))]
-    fn jax<'py>(slf: &Bound<'py, Frame>, copy: Option<bool>) -> PyResult<Bound<'py, PyAny>> {
-        array::jax(slf.as_any(), &slf.get().owner.memory()?, copy)
-    }
-
     /// The elements as bytes in row-major order, as ``numpy().tobytes()`` gives them, copied once
     /// the data is complete.
     ///
     /// Raises ``SampleLostError``, ``TimeoutError``, ``ReleasedError``.
     fn tobytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         self.owner.bytes(py)
-    }
-
-    /// As ``numpy()``, for ``np.asarray``; of another element type it is a copy.
-    ///
-    /// Raises as ``numpy``, and ``ValueError`` if ``copy`` is False and it must be copied.
-    #[pyo3(signature = (dtype = None, copy = None))]
-    fn __array__<'py>(
-        &self,
-        py: Python<'py>,
-        dtype: Option<Bound<'py, PyAny>>,
-        copy: Option<bool>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        array::numpy_as(py, &self.owner.memory()?, dtype, copy)
     }
 
     #[pyo3(signature = (*_exception))]

@@ -4,17 +4,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use pyo3::types::{PySlice, PyTuple};
+use pyo3::types::PyTuple;
 
-use crate::array;
 use crate::copies::Copies;
 use crate::detached::{OwnStream, detached};
-use crate::device::is_cuda;
 use crate::errors::{Fault, Outcome};
 use crate::memory::{LoanHolder, Memory, MemoryHolder};
 use crate::slot::Slot;
 use crate::source::Wanted;
-use crate::stream::{Consumer, imported};
+use crate::stream::Consumer;
 use crate::tensor::{Holding, Tensor};
 
 /// Memory on loan that has no reader yet, to be filled in place: see ``SampleMut``, ``Queue.loan``
@@ -137,44 +135,6 @@ impl Loan {
     ) -> PyResult<Option<Consumer>> {
         Consumer::optional(py, &self.owner.device, stream)
     }
-
-    /// An array of an imported framework, for `out[...] = values`.
-    fn array<'py>(slf: &Bound<'py, Loan>) -> PyResult<Bound<'py, PyAny>> {
-        let (py, loan) = (slf.py(), slf.get());
-        if !is_cuda(&loan.owner.device) {
-            return array::numpy(py, &loan.memory()?);
-        }
-        match framework(py)? {
-            Some("torch") => crate::torch::tensor(py, &loan.memory()?),
-            Some(_) => array::cupy(slf.as_any()),
-            None => {
-                let next =
-                    "import torch or cupy, or use out[...] = values or out.copy_from(tensor)";
-                let said =
-                    format!("no framework that can write memory of a GPU is imported; {next}");
-                Err(Fault::Own("ExportError", said).into())
-            }
-        }
-    }
-}
-
-/// The imported framework that can write GPU memory.
-fn framework(py: Python<'_>) -> PyResult<Option<&'static str>> {
-    for name in ["torch", "cupy"] {
-        if imported(py, name)?.is_some() {
-            return Ok(Some(name));
-        }
-    }
-    Ok(None)
-}
-
-/// Whether a key is ``...`` or ``:``.
-fn is_everything(key: &Bound<'_, PyAny>) -> PyResult<bool> {
-    if key.is(key.py().Ellipsis()) {
-        return Ok(true);
-    }
-    let none = |name: &str| key.getattr(name).map(|end| end.is_none());
-    Ok(key.is_instance_of::<PySlice>() && none("start")? && none("stop")? && none("step")?)
 }
 
 impl Drop for Loan {
@@ -251,26 +211,6 @@ impl Loan {
         }
         *self.open()? = Some(open);
         filled.map(drop)
-    }
-
-    fn __setitem__(
-        slf: &Bound<'_, Loan>,
-        key: &Bound<'_, PyAny>,
-        value: &Bound<'_, PyAny>,
-    ) -> PyResult<()> {
-        let (py, loan) = (slf.py(), slf.get());
-        if is_cuda(&loan.owner.device) && is_everything(key)? && framework(py)?.is_none() {
-            // The values are on the host, and no imported framework can broadcast them on the GPU.
-            return loan.copy_from(py, &array::full(py, &loan.owner.layout, value)?);
-        }
-        Loan::array(slf)?.set_item(key, value)
-    }
-
-    fn __getitem__<'py>(
-        slf: &Bound<'py, Loan>,
-        key: &Bound<'py, PyAny>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        Loan::array(slf)?.get_item(key)
     }
 
     #[pyo3(signature = (*_exception))]

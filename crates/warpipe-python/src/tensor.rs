@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
 use warpipe::Layout;
 
-use crate::array::{self, Request};
+use crate::array::{self, HostView, Request};
 use crate::buffer;
 use crate::device::Device;
 use crate::dlpack;
@@ -219,14 +219,9 @@ impl Tensor {
         Ok(self.owner.is_released()?)
     }
 
-    /// A NumPy array: in place for host memory, and read only where the memory is; a copy of GPU
-    /// memory, except for a loan, which is to be written. Waits for the data, and for the streams
-    /// that were given work on it. Element types that NumPy lacks are those of ml_dtypes.
-    ///
-    /// Raises ``SampleLostError``, ``TimeoutError``, ``ReleasedError``, ``DTypeError``,
-    /// ``ExportError``.
-    fn numpy<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        array::numpy(py, &self.owner.memory()?)
+    /// What ``numpy()`` makes an array of.
+    fn _host_view(&self, py: Python<'_>) -> PyResult<HostView> {
+        array::host_view(py, &self.owner.memory()?)
     }
 
     /// A PyTorch tensor in place; PyTorch's current stream waits for the data. Work that this
@@ -235,14 +230,6 @@ impl Tensor {
     /// Raises ``SampleLostError``, ``ReleasedError``, ``ImportError``.
     fn torch<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         crate::torch::tensor(py, &self.owner.memory()?)
-    }
-
-    /// A CuPy array in place; CuPy's current stream waits for the data. Work that this stream is
-    /// given from then on comes before the memory is handed on, or goes back.
-    ///
-    /// Raises ``SampleLostError``, ``ReleasedError``, ``ImportError``.
-    fn cupy<'py>(slf: &Bound<'py, Tensor>) -> PyResult<Bound<'py, PyAny>> {
-        array::cupy(slf.as_any())
     }
 
     /// DLPack: a capsule of this memory; see the array API standard. ``stream`` (1, 2, a CUstream;

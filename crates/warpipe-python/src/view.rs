@@ -7,7 +7,6 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 use warpipe::{DType, Layout};
 
-use crate::array;
 use crate::dtype;
 use crate::errors::{Fault, Outcome};
 use crate::memory::{Memory, MemoryHolder};
@@ -283,34 +282,12 @@ impl View {
         Ok(())
     }
 
-    /// A JAX array: in place on the host, a copy on a GPU unless ``copy`` is False, as
-    /// ``Sample.jax``.
-    ///
-    /// Raises ``ReleasedError``, ``ImportError``.
-    #[pyo3(signature = (*, copy = None))]
-    fn jax<'py>(slf: &Bound<'py, View>, copy: Option<bool>) -> PyResult<Bound<'py, PyAny>> {
-        array::jax(slf.as_any(), &slf.get().memory()?, copy)
-    }
-
     /// The elements as bytes in row-major order, copied, once the streams that were given work on
     /// them are past it.
     ///
     /// Raises ``TimeoutError``, ``ReleasedError``, ``DriverError``.
     fn tobytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         self.tensor.bytes(py)
-    }
-
-    /// As ``numpy()``, for ``np.asarray``; of another element type it is a copy.
-    ///
-    /// Raises as ``numpy``, and ``ValueError`` if ``copy`` is False and it must be copied.
-    #[pyo3(signature = (dtype = None, copy = None))]
-    fn __array__<'py>(
-        &self,
-        py: Python<'py>,
-        dtype: Option<Bound<'py, PyAny>>,
-        copy: Option<bool>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        array::numpy_as(py, &self.memory()?, dtype, copy)
     }
 
     #[pyo3(signature = (*_exception))]

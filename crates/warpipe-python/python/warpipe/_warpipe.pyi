@@ -180,13 +180,13 @@ class _Tensor:
         """Whether it is released: by a call, handed on or discarded, or by the end of its ``with``
         block.
         """
+    def _host_view(self) -> Any: ...
     def numpy(self) -> Any:
-        """A NumPy array: in place for host memory, and read only where the memory is; a copy of GPU
-        memory, except for a loan, which is to be written. Waits for the data, and for the streams
-        that were given work on it. Element types that NumPy lacks are those of ml_dtypes.
+        """A NumPy array: in place for host memory, and read only where the memory is; a copy of GPU memory, except for a
+        loan, which is to be written. Waits for the data, and for the streams that were given work on it. Element types
+        that NumPy lacks are those of ml_dtypes.
 
-        Raises ``SampleLostError``, ``TimeoutError``, ``ReleasedError``, ``DTypeError``,
-        ``ExportError``.
+        Raises ``SampleLostError``, ``TimeoutError``, ``ReleasedError``, ``DTypeError``, ``ExportError``.
         """
     def torch(self) -> Any:
         """A PyTorch tensor in place; PyTorch's current stream waits for the data. Work that this
@@ -195,8 +195,8 @@ class _Tensor:
         Raises ``SampleLostError``, ``ReleasedError``, ``ImportError``.
         """
     def cupy(self) -> Any:
-        """A CuPy array in place; CuPy's current stream waits for the data. Work that this stream is
-        given from then on comes before the memory is handed on, or goes back.
+        """A CuPy array in place; CuPy's current stream waits for the data. Work that this stream is given from then on
+        comes before the memory is handed on, or goes back.
 
         Raises ``SampleLostError``, ``ReleasedError``, ``ImportError``.
         """
@@ -575,9 +575,9 @@ class Sample(_Tensor):
         Raises ``ArgumentError`` for a stream of another device.
         """
     def jax(self, *, copy: bool | None = None) -> Any:
-        """A JAX array: in place on the host, a copy on a GPU, because JAX releases foreign memory
-        before its own work on it is done. With ``copy=False`` it is in place there, too: call
-        ``block_until_ready()`` on every result computed from it before releasing it.
+        """A JAX array: in place on the host, a copy on a GPU, because JAX releases foreign memory before its own work on it
+        is done. With ``copy=False`` it is in place there, too: call ``block_until_ready()`` on every result computed from
+        it before releasing it.
 
         Raises ``SampleLostError``, ``ReleasedError``, ``ImportError``.
         """
@@ -1473,10 +1473,11 @@ class View(_Tensor):
         Raises ``ArgumentError`` for a stream of another device.
         """
     def jax(self, *, copy: bool | None = None) -> Any:
-        """A JAX array: in place on the host, a copy on a GPU unless ``copy`` is False, as
-        ``Sample.jax``.
+        """A JAX array: in place on the host, a copy on a GPU, because JAX releases foreign memory before its own work on it
+        is done. With ``copy=False`` it is in place there, too: call ``block_until_ready()`` on every result computed from
+        it before releasing it.
 
-        Raises ``ReleasedError``, ``ImportError``.
+        Raises ``SampleLostError``, ``ReleasedError``, ``ImportError``.
         """
     def tobytes(self) -> bytes:
         """The elements as bytes in row-major order, copied, once the streams that were given work on

@@ -1,0 +1,65 @@
+"""Element types as Python, NumPy, PyTorch and JAX write them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+from ._errors import DTypeError
+from ._warpipe import DTYPES
+
+# What NumPy's one letter, or its name for a Python or a C type, means on Linux.
+_ALIASES = {
+    **{"?": "bool", "b": "int8", "B": "uint8", "h": "int16", "H": "uint16", "i": "int32", "I": "uint32"},
+    **{"l": "int64", "L": "uint64", "q": "int64", "Q": "uint64", "e": "float16", "f": "float32", "d": "float64"},
+    **{"F": "complex64", "D": "complex128", "int": "int64", "uint": "uint64", "float": "float64"},
+    **{"complex": "complex128", "byte": "int8", "ubyte": "uint8", "short": "int16", "ushort": "uint16"},
+    **{"intc": "int32", "uintc": "uint32", "half": "float16", "single": "float32", "double": "float64"},
+    "cdouble": "complex128",
+}
+_OF_PYTHON: dict[Any, str] = {bool: "bool", int: "int64", float: "float64"}
+_TYPESTR = re.compile(r"([<>=|]?)([iufcb][0-9]+)", re.ASCII)
+
+
+def name_of(found: Any) -> tuple[str, bool]:
+    """An element type's name, or its type string of the array interface; and whether the object is an element type and
+    nothing else. Anything else that has one, such as an array, is neither held nor assumed to keep it."""
+    if isinstance(found, str):
+        return _of_text(found.removeprefix("torch.")), True
+    name = _name(found).removeprefix("torch.")
+    if name not in DTYPES:
+        raise _unknown(name)
+    classes = [getattr(sys.modules.get(module), "dtype", None) for module in ("torch", "numpy")]
+    return name, isinstance(found, (type, *(one for one in classes if isinstance(one, type))))
+
+
+def _name(found: Any) -> str:
+    if isinstance(found, type) and found in _OF_PYTHON:
+        return _OF_PYTHON[found]
+    # `np.dtype`, and JAX's scalar types, which are classes with a `dtype` of their own.
+    holder = getattr(found, "dtype", found)
+    name = getattr(holder, "name", None)
+    if not isinstance(name, str):
+        return found.__name__.rstrip("_") if isinstance(found, type) else str(found)
+    if not getattr(holder, "isnative", True):
+        said = f'is of the other byte order, and no device computes with that; ask for "{name}"'
+        raise DTypeError(f"element type {found!r} {said}")
+    return name
+
+
+def _of_text(text: str) -> str:
+    if text in DTYPES:
+        return text
+    typestr = _TYPESTR.fullmatch(text)
+    if typestr:
+        return (typestr[1] or "=") + typestr[2]
+    is_ordered = text[:1] in ("<", ">", "=", "|")
+    name = _ALIASES.get(text[1:] if is_ordered else text)
+    if name is None or (text[0] == ">" and name not in ("bool", "int8", "uint8")):
+        raise _unknown(text)
+    return name
+
+
+def _unknown(name: str) -> DTypeError:
+    return DTypeError(f'element type "{name}" is not one that can be sent; there are {", ".join(DTYPES)}')
