@@ -160,6 +160,7 @@ fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<lease::Lease>()?;
     module.add_class::<lease::Output>()?;
     module.add_class::<future::Pending>()?;
+    module.add_function(wrap_pyfunction!(wait::_check_seconds, module)?)?;
     allocations::register(module)?;
     weights::register(module)?;
     module.add_class::<weights_watch::Watch>()

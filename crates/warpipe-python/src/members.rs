@@ -199,21 +199,6 @@ impl Members {
         }
     }
 
-    /// Waits for the next change in the running event loop: ``changes`` for asyncio. Cancelling it
-    /// loses no change.
-    ///
-    /// Raises as ``changes``.
-    #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
-    fn changes_async<'py>(
-        slf: &Bound<'py, Members>,
-        timeout: Option<f64>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        optional(timeout, "timeout")?;
-        slf.py()
-            .import("warpipe._members")?
-            .call_method1("change_within", (slf, timeout))
-    }
-
     /// Calls ``cleanup`` once with the ``MemberInfo`` of a member of this name when it has died
     /// (not when it leaves): the present member, or the next that dies.
     ///
@@ -283,17 +268,6 @@ impl Members {
             Err(_) if self.handle.is_closed()? => Err(PyStopIteration::new_err(())),
             other => other,
         }
-    }
-
-    fn __aiter__(slf: Py<Members>) -> Py<Members> {
-        slf
-    }
-
-    /// The next change, in the running event loop.
-    fn __anext__<'py>(slf: &Bound<'py, Members>) -> PyResult<Bound<'py, PyAny>> {
-        slf.py()
-            .import("warpipe._members")?
-            .call_method1("next_change", (slf,))
     }
 
     fn __repr__(&self) -> String {

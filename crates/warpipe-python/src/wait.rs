@@ -64,6 +64,13 @@ pub fn optional(value: Option<f64>, argument: &str) -> PyResult<Option<Duration>
     value.map(|value| seconds(value, argument)).transpose()
 }
 
+/// An error unless it is one that a wait takes.
+#[pyfunction]
+#[pyo3(signature = (timeout))]
+pub fn _check_seconds(timeout: Option<f64>) -> PyResult<()> {
+    optional(timeout, "timeout").map(drop)
+}
+
 /// Repeats `look`, which waits no longer than its argument, until it gives something or `timeout`
 /// has passed; then `None`. The interpreter is released meanwhile, and signals are handled.
 pub fn in_slices<T: Send>(

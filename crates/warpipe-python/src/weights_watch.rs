@@ -283,21 +283,6 @@ impl Watch {
         }
     }
 
-    /// Waits for the next version in the running event loop: ``changes`` for asyncio. Cancelling it
-    /// loses no version.
-    ///
-    /// Raises as ``changes``.
-    #[pyo3(signature = (timeout = Some(10.0)), text_signature = "($self, timeout=10.0)")]
-    fn changes_async<'py>(
-        slf: &Bound<'py, Watch>,
-        timeout: Option<f64>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        optional(timeout, "timeout")?;
-        slf.py()
-            .import("warpipe._members")?
-            .call_method1("change_within", (slf, timeout))
-    }
-
     /// A descriptor that is readable while ``changes`` has a version. Only poll it.
     ///
     /// Raises ``ClosedError``.
@@ -315,17 +300,6 @@ impl Watch {
             Err(_) if self.handle.is_closed()? => Err(PyStopIteration::new_err(())),
             other => other,
         }
-    }
-
-    fn __aiter__(slf: Py<Watch>) -> Py<Watch> {
-        slf
-    }
-
-    /// The next version, in the running event loop.
-    fn __anext__<'py>(slf: &Bound<'py, Watch>) -> PyResult<Bound<'py, PyAny>> {
-        slf.py()
-            .import("warpipe._members")?
-            .call_method1("next_change", (slf,))
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {

@@ -104,7 +104,7 @@ from ._errors import (
     WeightsUnhashedError,
     WrongDeviceError,
 )
-from . import _arrays as _arrays, _futures as _futures
+from . import _arrays as _arrays, _futures as _futures, _members as _members
 from ._queue import Client, Queue, Server, Worker
 from ._subscriber import Subscriber
 from ._tuples import (

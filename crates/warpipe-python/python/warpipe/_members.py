@@ -1,23 +1,37 @@
-"""What a watch of members can do beside the native half: wait in an event loop."""
+"""What watches of members and of weights can do beside the native half: wait in an event loop."""
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
+from typing import Any
+
 from . import _warpipe
-from ._tuples import Change
 from ._errors import ClosedError
 from ._loop import rung_of
 
 
-async def change_within(members: _warpipe.Members, timeout: float | None) -> Change | None:
-    """The next change, in the running event loop; None when there was none."""
-    return await rung_of(members, lambda: members.changes(0), timeout)
+def changes_async(self: Any, timeout: float | None = 10.0) -> Coroutine[Any, Any, Any]:
+    """Waits for the next change in the running event loop: ``changes`` for asyncio. Cancelling it loses none.
+
+    Raises as ``changes``.
+    """
+    _warpipe._check_seconds(timeout)
+    return rung_of(self, lambda: self.changes(0), timeout)
 
 
-async def next_change(members: _warpipe.Members) -> Change:
+async def next_change(self: Any) -> Any:
     """The next change, however long that takes; the iteration ends when the watch is closed."""
     try:
-        change = await change_within(members, None)
+        return await changes_async(self, None)
     except ClosedError:
         raise StopAsyncIteration from None
-    assert change is not None, "a wait without a limit ends with a change"
-    return change
+
+
+def _complete() -> None:
+    """Gives the native classes these methods."""
+    for watch in (_warpipe.Members, _warpipe.Watch):
+        one: Any = watch
+        one.changes_async, one.__aiter__, one.__anext__ = changes_async, lambda self: self, next_change
+
+
+_complete()

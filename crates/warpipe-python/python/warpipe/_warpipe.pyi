@@ -895,6 +895,8 @@ class Pending(_Future):
     def deadline_ns(self) -> int:
         """The deadline of the reply, in nanoseconds of ``time.monotonic_ns()``."""
 
+def _check_seconds(timeout: float | None) -> None:
+    """An error unless it is one that a wait takes."""
 def _run_command(arguments: Sequence[str], executable: str) -> int:
     """Runs a command line and returns its exit code. ``executable`` starts this interpreter again, in
     the children of ``demo`` and ``doctor``.
@@ -1378,8 +1380,7 @@ class Members(Closeable):
         ``ClosedError``.
         """
     def changes_async(self, timeout: float | None = 10.0) -> Coroutine[Any, Any, Change | None]:
-        """Waits for the next change in the running event loop: ``changes`` for asyncio. Cancelling it
-        loses no change.
+        """Waits for the next change in the running event loop: ``changes`` for asyncio. Cancelling it loses none.
 
         Raises as ``changes``.
         """
@@ -1409,7 +1410,7 @@ class Members(Closeable):
     def __iter__(self) -> Self: ...
     def __next__(self) -> Change: ...
     def __aiter__(self) -> Self: ...
-    def __anext__(self) -> Coroutine[Any, Any, Change]: ...
+    async def __anext__(self) -> Change: ...
     def close(self) -> None:
         """Ends the watch. Closing twice is no error."""
 
@@ -2102,8 +2103,7 @@ class Watch(_Named):
         ``ClosedError``, and as ``open``.
         """
     def changes_async(self, timeout: float | None = 10.0) -> Coroutine[Any, Any, SharedWeights | None]:
-        """Waits for the next version in the running event loop: ``changes`` for asyncio. Cancelling it
-        loses no version.
+        """Waits for the next change in the running event loop: ``changes`` for asyncio. Cancelling it loses none.
 
         Raises as ``changes``.
         """
@@ -2115,7 +2115,7 @@ class Watch(_Named):
     def __iter__(self) -> Self: ...
     def __next__(self) -> SharedWeights: ...
     def __aiter__(self) -> Self: ...
-    def __anext__(self) -> Coroutine[Any, Any, SharedWeights]: ...
+    async def __anext__(self) -> SharedWeights: ...
     def __reduce__(self) -> Never: ...
 
 def _publish_weights(
