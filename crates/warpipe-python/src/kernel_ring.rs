@@ -124,7 +124,7 @@ impl KernelRing {
             Err(Fault::Library(warpipe::Error::Capturing { .. })) => {
                 ring.consumers.note(&consumer);
                 let captured = || step.capture(&ring.inner, &consumer.stream, consumer.linked());
-                return Ok(call(py, captured)?);
+                return call(py, captured);
             }
             Err(other) => return Err(other.into()),
         };
