@@ -7,8 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
 
 use crate::errors::Outcome;
-use crate::in_place::{self, Named, Openings};
-use crate::memory::{InPlaceView, Memory, MemoryHolder, SampleHolder};
+use crate::memory::{Memory, MemoryHolder, SampleHolder};
 use crate::stream::Consumer;
 use crate::tensor::{Holding, Tensor};
 use crate::tuples::Info;
@@ -53,34 +52,14 @@ pub struct Frame {
 }
 
 impl Frame {
-    /// Wraps a sample. `patience` is how long the CPU waits for its data. A tensor that was sent in
-    /// place is opened.
+    /// Wraps a sample. `patience` is how long the CPU waits for its data.
     pub fn new(
         sample: warpipe::Sample,
         device: &warpipe::Device,
         patience: Option<Duration>,
-        openings: &Openings,
-    ) -> Outcome<Frame> {
-        let Some(Named {
-            layout,
-            place,
-            metadata,
-        }) = in_place::read(sample.metadata())?
-        else {
-            let metadata = sample.metadata().to_vec();
-            return Ok(Frame::with_metadata(sample, metadata, device, patience));
-        };
-        let view = InPlaceView {
-            layout,
-            memory: openings.open(&place, device)?,
-        };
-        Ok(Frame::assemble(
-            sample,
-            Some(view),
-            metadata,
-            device,
-            patience,
-        ))
+    ) -> Frame {
+        let metadata = sample.metadata().to_vec();
+        Frame::with_metadata(sample, metadata, device, patience)
     }
 
     /// Replaces the metadata that the channel delivered.
@@ -90,21 +69,10 @@ impl Frame {
         device: &warpipe::Device,
         patience: Option<Duration>,
     ) -> Frame {
-        Frame::assemble(sample, None, metadata, device, patience)
-    }
-
-    fn assemble(
-        sample: warpipe::Sample,
-        view: Option<InPlaceView>,
-        metadata: Vec<u8>,
-        device: &warpipe::Device,
-        patience: Option<Duration>,
-    ) -> Frame {
-        let (in_place, sequence) = (view.is_some(), sample.sequence());
+        let (in_place, sequence) = (sample.is_in_place(), sample.sequence());
         let (sent_at_ns, received_at_ns) = (sample.sent_at_ns(), sample.received_at_ns());
         let discontinuity = sample.discontinuity().map(Info);
-        let memory =
-            Memory::of_sample(&Arc::new(SampleHolder::new(sample, view, patience)), device);
+        let memory = Memory::of_sample(&Arc::new(SampleHolder::new(sample, patience)), device);
         let owner = Holding::new("sample", Some(sequence), memory);
         Frame {
             owner,
@@ -198,7 +166,7 @@ impl Frame {
         let consumer = Consumer::optional(py, &self.owner.device, stream)?;
         let lent = self.give_up()?;
         if let (Some(lent), Some(consumer)) = (&lent, &consumer) {
-            lent.note(py, consumer);
+            lent.note(consumer);
         }
         py.detach(|| drop(lent));
         Ok(())

@@ -231,7 +231,7 @@ impl Lease {
             None => {
                 let lent = slf.as_super().get().lent()?;
                 if let Some(stream) = stream {
-                    lent.note(py, &Consumer::from_argument(py, device, stream)?);
+                    lent.note(&Consumer::from_argument(py, device, stream)?);
                 }
                 let behind = lent.behind(py)?;
                 if metadata.is_none() {

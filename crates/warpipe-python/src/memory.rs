@@ -13,7 +13,6 @@ use warpipe::{Layout, Receipt, Sample, SlotHold};
 
 use crate::detached::{DropDetached, call, detached};
 use crate::errors::{Fault, Outcome};
-use crate::in_place::OpenedMemory;
 use crate::memory_owner::{MemoryOwner, download};
 use crate::process::Home;
 use crate::rows::Scattered;
@@ -122,16 +121,6 @@ pub struct SampleHolder {
     consumers: Consumers,
     /// How long the CPU waits for its data.
     patience: Option<Duration>,
-    /// The allocation of the tensor, if it is not in the slot. Dropped last: it is unmapped after
-    /// all users.
-    view: Option<InPlaceView>,
-}
-
-/// A tensor that was sent in place.
-#[derive(Debug)]
-pub struct InPlaceView {
-    pub layout: Layout,
-    pub memory: OpenedMemory,
 }
 
 /// A loan's memory: mapped as long as any array of it lives, even after the loan has ended.
@@ -153,17 +142,12 @@ impl LoanHolder {
 
 impl SampleHolder {
     /// Wraps a sample.
-    pub fn new(
-        sample: Sample,
-        view: Option<InPlaceView>,
-        patience: Option<Duration>,
-    ) -> SampleHolder {
+    pub fn new(sample: Sample, patience: Option<Duration>) -> SampleHolder {
         SampleHolder {
             home: Home::here(),
             sample: Some(sample),
             consumers: Consumers::default(),
             patience,
-            view,
         }
     }
 
@@ -173,30 +157,13 @@ impl SampleHolder {
     }
 
     /// Records a user of the memory, without making it wait for the data.
-    pub fn note(&self, py: Python<'_>, consumer: &Consumer) {
-        py.detach(|| self.used_by(consumer.linked()));
+    pub fn note(&self, consumer: &Consumer) {
         self.consumers.note(consumer);
-    }
-
-    /// Records the user with the memory that is mapped beside the channel.
-    fn used_by(&self, stream: &warpipe::Stream) {
-        if let Some(InPlaceView { memory, .. }) = &self.view {
-            memory.used_on(stream);
-        }
     }
 
     /// The elements' bytes, complete already.
     fn to_bytes(&self) -> Outcome<Vec<u8>> {
-        match &self.view {
-            // SAFETY: mapped while `memory` is, and as long as its layout, which was checked when
-            // it was opened.
-            Some(InPlaceView { layout, memory }) => unsafe {
-                let used_on = |stream: &warpipe::Stream| memory.used_on(stream);
-                download(memory.device(), memory.ptr(), layout.bytes(), used_on)
-            },
-            // The data is complete already.
-            None => Ok(self.sample().to_vec(crate::wait::SLICE)?),
-        }
+        Ok(self.sample().to_vec(crate::wait::SLICE)?)
     }
 
     /// A stream that is after the work of all users so far.
@@ -208,7 +175,6 @@ impl SampleHolder {
     /// interpreter.
     fn fence(&self, consumer: &Consumer) -> Outcome<()> {
         self.home.check()?;
-        self.used_by(consumer.linked());
         if testing::waits_are_skipped() || self.sample().is_complete()? {
             return Ok(());
         }
@@ -231,7 +197,6 @@ impl SampleHolder {
         self.home.check()?;
         let sample = self.sample.take().expect("present until dropped");
         let stream = self.consumers.join(sample.stream())?;
-        self.used_by(&stream);
         Ok(sample.release_on(&stream)?)
     }
 }
@@ -240,14 +205,10 @@ impl SampleHolder {
     fn let_go(&mut self, sample: Sample) {
         match self.consumers.join(sample.stream()) {
             // A release that fails closes the link; no caller is left to get the error.
-            Ok(stream) => {
-                self.used_by(&stream);
-                drop(sample.release_on(&stream));
-                drop(self.view.take());
-            }
+            Ok(stream) => drop(sample.release_on(&stream)),
             // The device does not report when the users are done: the slot must not be written
             // again.
-            Err(_) => std::mem::forget((sample, self.view.take())),
+            Err(_) => std::mem::forget(sample),
         }
     }
 }
@@ -310,10 +271,7 @@ impl Drop for ConsumerStay {
 impl Memory {
     /// Wraps a received sample.
     pub fn of_sample(lent: &Arc<SampleHolder>, device: &warpipe::Device) -> Memory {
-        let (layout, lowest) = match &lent.view {
-            Some(InPlaceView { layout, memory }) => (*layout, memory.ptr()),
-            None => (*lent.sample().layout(), lent.sample().slot_ptr()),
-        };
+        let (layout, lowest) = (*lent.sample().layout(), lent.sample().slot_ptr());
         let (address, device, hold) = (
             lowest + layout.offset(),
             device.clone(),

@@ -14,7 +14,7 @@ use crate::device::Device;
 use crate::domain::place;
 use crate::dtype;
 use crate::errors::{Fault, Outcome};
-use crate::in_place::{self, InPlace, PublishedPool, ZeroCopy};
+use crate::in_place::{self, NotInPlace, PublishedPool, ZeroCopy};
 use crate::interpreter_exit::{self, Closable};
 use crate::loan::Loan;
 use crate::metadata;
@@ -24,7 +24,7 @@ use crate::slot::Slot;
 use crate::source::{Source, SourceLocation, Wanted};
 use crate::stream::Consumer;
 use crate::tuples::{self, Info};
-use crate::wait::{optional, seconds, waiting};
+use crate::wait::{in_slices, optional, seconds, waiting};
 
 /// Publishes tensors in device memory to any number of subscribers.
 ///
@@ -53,10 +53,6 @@ pub struct Publisher {
     home: Home,
     name: String,
     device: warpipe::Device,
-    /// Tensors that were sent in place. Dropped before the publisher: only the publisher knows
-    /// which are free again.
-    in_place: InPlace,
-    /// After the tensors of it.
     pool: PublishedPool,
     inner: Arc<Closable<warpipe::Publisher>>,
     /// The stream for tensors without a stream of their own.
@@ -123,7 +119,6 @@ impl Publisher {
 
     /// A slot for `layout`, waiting for one up to the loan's timeout.
     fn take(&self, py: Python<'_>, layout: &Layout) -> PyResult<Slot> {
-        py.detach(|| self.in_place.sweep());
         let goes_on = || self.inner().map(drop);
         let sample = waiting(py, self.loan_timeout, goes_on, |wait| {
             Ok(self.inner()?.loan_within(layout, wait)?)
@@ -133,28 +128,29 @@ impl Publisher {
 }
 
 impl Publisher {
-    /// Sends the tensor's handle, and keeps the tensor.
+    /// Sends the tensor where it lies, if it can be.
     fn send_in_place(
         &self,
         py: Python<'_>,
         source: Source,
-        carrier: &[u8],
+        metadata: &[u8],
         stream: Option<&Consumer>,
-    ) -> PyResult<u64> {
-        let Slot::Sample(mut sample) =
-            self.take(py, &Layout::bytes_only(0).map_err(Fault::from)?)?
-        else {
-            unreachable!("a publisher lends samples")
+    ) -> PyResult<Result<u64, NotInPlace>> {
+        let reader = match &source.place {
+            SourceLocation::Device(_, reader, _) => Some(reader.clone()),
+            _ => stream.cloned(),
         };
-        sample.set_metadata(carrier).map_err(Fault::from)?;
-        let behind = match (&source.place, stream) {
-            (SourceLocation::Device(_, reader, _), _) => reader.follow(py)?.clone(),
-            (_, Some(stream)) => stream.follow(py)?.clone(),
-            (_, None) => (*self.stream).clone(),
+        let publisher = self.inner()?;
+        let loan = || in_place::loan(&publisher, source, metadata, &self.pool);
+        let sample = match py.detach(loan) {
+            Ok(sample) => DropDetached::new(sample),
+            Err(why) => return Ok(Err(why)),
         };
-        // Also if the send fails: then its slot is free at once.
-        self.in_place.keep(source, sample.returned());
-        dispatch(py, Slot::Sample(sample), &behind, self.patience)
+        let behind = match reader {
+            Some(reader) => reader.follow(py)?.clone(),
+            None => (*self.stream).clone(),
+        };
+        dispatch(py, Slot::Sample(sample), &behind, self.patience).map(Ok)
     }
 }
 
@@ -236,7 +232,6 @@ impl Publisher {
             patience,
             loan_timeout,
             copies: Arc::default(),
-            in_place: InPlace::default(),
             pool: PublishedPool::new(&domain, &allow_uids, &allow_gids),
         }))
     }
@@ -264,8 +259,7 @@ impl Publisher {
     ///
     /// ``metadata``: a dict (as JSON) or any buffer, at most 256 bytes.
     ///
-    /// ``zero_copy``: nothing is copied; subscribers (of this package) read the tensor in place, and
-    /// it is kept until all of them have released it: see ``in_place``. Do not write it before. It
+    /// ``zero_copy``: nothing is copied; subscribers read the tensor in place, and it is kept until all of them have released it: see ``in_place``. Do not write it before. It
     /// must lie in memory of ``warpipe.torch.pool()``, which subscribers map read-only and have as
     /// long as they use it; or in memory of ``cudaMalloc``, as PyTorch's caching allocator's does,
     /// which they open by a legacy handle. A tensor in host, pooled or ``expandable_segments``
@@ -301,11 +295,12 @@ impl Publisher {
         };
         let mut source = wanted.find(tensor)?;
         if lasting {
-            match py.detach(|| in_place::carrier(device, &source, &encoded, &self.pool)) {
-                Ok(carrier) => return self.send_in_place(py, source, &carrier, stream.as_ref()),
+            let bytes = source.layout.bytes();
+            match self.send_in_place(py, source, &encoded, stream.as_ref())? {
+                Ok(sequence) => return Ok(sequence),
                 Err(why) if zero_copy == ZeroCopy::Require => return Err(why.fault.into()),
                 Err(why) => {
-                    let (publisher, bytes) = (self.inner()?, source.layout.bytes());
+                    let publisher = self.inner()?;
                     call(py, || publisher.count_copy(why.reason, bytes))?;
                     warn_of_copy(py, why.fault.into())?;
                 }
@@ -356,13 +351,13 @@ impl Publisher {
     }
 
     /// How many tensors that were sent with ``zero_copy`` are still kept, because a subscriber may
-    /// be reading them. This call and every ``send`` drop those that are free again.
+    /// be reading them. Those that are free again are dropped by this call, if not before.
     ///
     /// Raises ``ForkedError``.
     #[getter]
     fn in_place(&self, py: Python<'_>) -> PyResult<usize> {
         self.home.check()?;
-        Ok(py.detach(|| self.in_place.sweep()))
+        call(py, || self.inner.get().map_or(Ok(0), |it| it.in_place()))
     }
 
     /// All subscribers, and their states.
@@ -404,11 +399,16 @@ impl Publisher {
     /// Releases the name and closes gracefully. Sent frames can still be received. Closing twice is
     /// no error.
     /// Waits, as long as ``send`` waits for room, for tensors that were sent with ``zero_copy``;
-    /// those that are still read after that are kept until this process ends.
+    /// those that are still read after that are kept until they are not.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.home.check()?;
-        // Before the publisher is dropped: only the publisher knows.
-        self.in_place.settle(py, self.block)?;
+        in_slices(py, self.block, |slice| {
+            let is_done = self.inner.get().map_or(Ok(0), |it| it.in_place())? == 0;
+            if !is_done {
+                std::thread::park_timeout(slice.min(Duration::from_millis(1)));
+            }
+            Ok(is_done.then_some(()))
+        })?;
         let inner = self.inner.take();
         py.detach(|| {
             self.pool.clear();

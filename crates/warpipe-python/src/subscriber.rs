@@ -12,7 +12,6 @@ use crate::detached::OwnStream;
 use crate::device::Device;
 use crate::domain::place;
 use crate::frame::Frame;
-use crate::in_place::Openings;
 use crate::inbox::{Calls, Inbox};
 use crate::publisher::word_of;
 use crate::stream::stream_of;
@@ -46,7 +45,6 @@ pub struct Subscriber {
     iteration: Option<Duration>,
     device: warpipe::Device,
     stream: OwnStream,
-    openings: Openings,
 }
 
 impl Subscriber {
@@ -64,8 +62,7 @@ impl Subscriber {
     }
 
     fn frame(&self, py: Python<'_>, sample: warpipe::Sample) -> PyResult<Py<Frame>> {
-        let frame =
-            py.detach(|| Frame::new(sample, &self.device, self.inbox.timeout, &self.openings))?;
+        let frame = Frame::new(sample, &self.device, self.inbox.timeout);
         Py::new(py, frame.whole())
     }
 }
@@ -122,7 +119,6 @@ impl Subscriber {
             iteration,
             device,
             stream,
-            openings: Openings::new(&domain),
         }))
     }
 
@@ -181,8 +177,8 @@ impl Subscriber {
     ///
     /// Raises ``TimeoutError``; ``PeerGoneError`` once all its completed frames have been
     /// received (not with ``reconnect``); for a tensor that was sent in place
-    /// ``PeerGoneError``, ``LegacyHandleError``; ``EvictedError``, ``ProtocolError``,
-    /// ``LinkClosedError``, ``ClosedError``, ``DriverError``.
+    /// ``PeerGoneError``, ``LegacyHandleError``, ``TicketExpiredError``; ``EvictedError``,
+    /// ``ProtocolError``, ``LinkClosedError``, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (timeout = Timeout::Usual), text_signature = "($self, timeout=...)")]
     fn receive(&self, py: Python<'_>, timeout: Timeout) -> PyResult<Py<Frame>> {
         let timeout = timeout.or(self.inbox.timeout);
@@ -210,9 +206,7 @@ impl Subscriber {
 
     /// Closes the link. Received frames stay valid. Closing twice is no error.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.inbox.close(py)?;
-        py.detach(|| self.openings.clear());
-        Ok(())
+        Ok(self.inbox.close(py)?)
     }
 
     fn __iter__(slf: Py<Self>) -> Py<Self> {

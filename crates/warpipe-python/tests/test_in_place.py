@@ -222,16 +222,14 @@ def test_late_subscribers_get_it_from_the_history(open_publisher, open_subscribe
     until(lambda: publisher.in_place == 0, "the tensor")
 
 
-def test_what_looks_like_a_carrier_and_is_none_is_refused(link):
+def test_no_metadata_makes_a_sample_lie_elsewhere(link, tensor):
     publisher, subscriber = link
-    publisher.send(b"", metadata=b"\xf5WPIP\x02\x00")
-    with pytest.raises(warpipe.ProtocolError, match="cut short"):
-        subscriber.receive()
-    publisher.send(b"", metadata=b"\xf5WPIP\x02\x00\x20\x01\x04\xa0\x01" + bytes(160))
-    with pytest.raises(warpipe.LegacyHandleError):
-        subscriber.receive()
-    publisher.send(b"ok")
-    assert subscriber.receive().tobytes() == b"ok"
+    publisher.send(tensor, metadata=b"placed", zero_copy="require")
+    assert subscriber.receive().metadata_bytes == b"placed"
+    for metadata in (b"\xf5WPIP\x02\x00", b"\x00\x04WPHL", b"\x01\x01a" + bytes(17)):
+        publisher.send(b"copied", metadata=metadata)
+        with subscriber.receive() as frame:
+            assert not frame.in_place and (frame.metadata_bytes, frame.tobytes()) == (metadata, b"copied")
 
 
 def test_another_process_reads_it_where_it_lies(open_publisher, place, tensor):  # noqa: F811

@@ -13,6 +13,7 @@ use crate::ipc::message::{self, CloseReason, Message};
 use crate::ipc::{self, Kind};
 use crate::memory::{legacy, ticket};
 use crate::pubsub::entry::{Completion, Description, Metadata, UntrustedEntry};
+use crate::pubsub::place::Place;
 use crate::queue::wire;
 use crate::shm::segment::{META_BYTES_MAX, Segment, VERSION};
 use crate::tensor::RANK_MAX;
@@ -366,7 +367,13 @@ fn entries(bytes: &[u8]) {
             return;
         };
         assert_promises(&description.layout);
-        let end = description.slot.checked_add(description.layout.bytes());
+        let (mut bytes, metadata) = (description.layout.bytes(), description.metadata.as_bytes());
+        if description.is_in_place {
+            bytes = 0;
+            let rest = Place::read(metadata).map(|(_, rest)| rest);
+            assert!(rest.map_or(true, |rest| metadata.ends_with(rest)));
+        }
+        let end = description.slot.checked_add(bytes);
         assert!(end.is_some_and(|end| end <= region_bytes));
         assert!(description.metadata.as_bytes().len() <= META_BYTES_MAX);
     });
@@ -384,8 +391,14 @@ fn entry_seeds() -> Vec<Vec<u8>> {
         Layout::strided(DType::C128, &[2, 2], &[-2, 1], 64),
         Layout::bytes_only(100),
     ];
-    let seed = |layout: Layout| {
-        let metadata = Metadata::new(b"some of the user's").unwrap_or_default();
+    let place = Place::Published {
+        name: "memory",
+        incarnation: [3; 16],
+        offset: 512,
+    };
+    let place = place.to_bytes();
+    let seed = |(layout, place): (Layout, &[u8])| {
+        let metadata = Metadata::behind(place, b"some of the user's").unwrap_or_default();
         let description = Description {
             sequence: 1,
             sent_ns: 2,
@@ -394,10 +407,10 @@ fn entry_seeds() -> Vec<Vec<u8>> {
             layout: &layout,
             metadata: &metadata,
         };
-        let completion = Completion { word: 1, value: 2 };
-        description
-            .packed()
-            .with_completion(completion)
+        let (word, value, mut packed) = (1, 2, description.packed());
+        packed.set_in_place(!place.is_empty());
+        packed
+            .with_completion(Completion { word, value })
             .write(entry);
         let words = entry.words.iter().map(|word| word.load(Relaxed));
         std::iter::once(1 << 20)
@@ -405,7 +418,9 @@ fn entry_seeds() -> Vec<Vec<u8>> {
             .flat_map(u64::to_le_bytes)
             .collect()
     };
-    layouts.into_iter().flatten().map(seed).collect()
+    let placed = |layout| [(layout, &[][..]), (layout, &place)];
+    let seeds = layouts.into_iter().flatten().flat_map(placed);
+    seeds.map(seed).collect()
 }
 
 /// A layout as a caller or a message states it: code, bits, rank, offset, then lengths and strides,

@@ -316,8 +316,7 @@ class Publisher(_Named):
 
         ``metadata``: a dict (as JSON) or any buffer, at most 256 bytes.
 
-        ``zero_copy``: nothing is copied; subscribers (of this package) read the tensor in place, and
-        it is kept until all of them have released it: see ``in_place``. Do not write it before. It
+        ``zero_copy``: nothing is copied; subscribers read the tensor in place, and it is kept until all of them have released it: see ``in_place``. Do not write it before. It
         must lie in memory of ``warpipe.torch.pool()``, which subscribers map read-only and have as
         long as they use it; or in memory of ``cudaMalloc``, as PyTorch's caching allocator's does,
         which they open by a legacy handle. A tensor in host, pooled or ``expandable_segments``
@@ -334,7 +333,7 @@ class Publisher(_Named):
     @property
     def in_place(self) -> int:
         """How many tensors that were sent with ``zero_copy`` are still kept, because a subscriber may
-        be reading them. This call and every ``send`` drop those that are free again.
+        be reading them. Those that are free again are dropped by this call, if not before.
 
         Raises ``ForkedError``.
         """
@@ -368,7 +367,7 @@ class Publisher(_Named):
         """Releases the name and closes gracefully. Sent frames can still be received. Closing twice is
         no error.
         Waits, as long as ``send`` waits for room, for tensors that were sent with ``zero_copy``;
-        those that are still read after that are kept until this process ends.
+        those that are still read after that are kept until they are not.
         """
 
 @disjoint_base
@@ -491,8 +490,8 @@ class _Subscriber(_Named):
 
         Raises ``TimeoutError``; ``PeerGoneError`` once all its completed frames have been
         received (not with ``reconnect``); for a tensor that was sent in place
-        ``PeerGoneError``, ``LegacyHandleError``; ``EvictedError``, ``ProtocolError``,
-        ``LinkClosedError``, ``ClosedError``, ``DriverError``.
+        ``PeerGoneError``, ``LegacyHandleError``, ``TicketExpiredError``; ``EvictedError``,
+        ``ProtocolError``, ``LinkClosedError``, ``ClosedError``, ``DriverError``.
         """
     def try_receive(self) -> Sample | None:
         """The next frame if there is one, else None.

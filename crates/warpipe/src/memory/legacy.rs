@@ -280,7 +280,7 @@ pub(crate) mod forged {
     }
 }
 
-fn check_range(offset: u64, bytes: u64, allocation: u64) -> Result<()> {
+pub(crate) fn check_range(offset: u64, bytes: u64, allocation: u64) -> Result<()> {
     match offset.checked_add(bytes) {
         Some(end) if end <= allocation && bytes > 0 => Ok(()),
         _ => Err(Error::legacy(LegacyFault::Range {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::mapped_region::{IMPORTS, ImportKey};
 use super::owned::{Memory, MemoryInfo};
-use super::ticket::{PUBLISHED_ID, PublishedReply, Ticket, Wanted};
+use super::ticket::{Incarnation, PUBLISHED_ID, PublishedReply, Ticket, Wanted};
 use crate::backend::Access;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
@@ -117,6 +117,15 @@ impl Published {
         self.name.as_str()
     }
 
+    pub(crate) fn domain(&self) -> &Domain {
+        &self.domain
+    }
+
+    /// Which run of the name's owner this is.
+    pub(crate) fn incarnation(&self) -> Incarnation {
+        self.server.server_core().generation()
+    }
+
     /// A ticket for all of the memory, valid until the publication is dropped.
     ///
     /// # Errors
@@ -135,17 +144,12 @@ impl Published {
     pub fn ticket_of(&self, range: impl RangeBounds<u64>) -> Result<Ticket> {
         let (offset, bytes) = offset_and_length(range, self.memory.bytes())?;
         self.memory.mapping.check(self.name(), offset, bytes)?;
-        let wanted = Wanted {
-            id: PUBLISHED_ID,
-            offset,
-            bytes: Some(bytes),
-        };
-        let incarnation = Some(self.server.server_core().generation());
+        let (wanted, incarnation) = (Wanted::published(offset, Some(bytes)), self.incarnation());
         Ticket::new(
             &self.domain,
             &self.name,
             Kind::Memory,
-            incarnation,
+            Some(incarnation),
             wanted,
             Some(self.memory.mapping.owner),
         )

@@ -79,6 +79,17 @@ pub(crate) struct Wanted {
     pub(crate) bytes: Option<u64>,
 }
 
+impl Wanted {
+    /// Of the one memory of a publication.
+    pub(crate) fn published(offset: u64, bytes: Option<u64>) -> Wanted {
+        Wanted {
+            id: PUBLISHED_ID,
+            offset,
+            bytes,
+        }
+    }
+}
+
 impl Ticket {
     pub(crate) fn new(
         domain: &Domain,
@@ -114,19 +125,8 @@ impl Ticket {
     /// # Errors
     /// [`Error::Name`]; [`Error::Os`] when the machine's identity cannot be read.
     pub fn to(domain: &Domain, name: &str) -> Result<Ticket> {
-        let wanted = Wanted {
-            id: PUBLISHED_ID,
-            offset: 0,
-            bytes: None,
-        };
-        Ticket::new(
-            domain,
-            &EndpointName::new(name)?,
-            Kind::Memory,
-            None,
-            wanted,
-            None,
-        )
+        let (name, wanted) = (EndpointName::new(name)?, Wanted::published(0, None));
+        Ticket::new(domain, &name, Kind::Memory, None, wanted, None)
     }
 
     /// The domain's directory.
@@ -170,6 +170,21 @@ impl Ticket {
         self.check(Kind::Memory, device)?;
         let Wanted { offset, bytes, .. } = self.fields.wanted;
         SharedMemory::whole(&self.fetch(device, &wait.into())?, self.name())?.range(offset, bytes)
+    }
+
+    /// The memory around what it names, mapped on `device`. Unlike [`open`](Self::open), contacts
+    /// the owner only if this process does not have the memory open.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub(crate) fn map(&self, device: &Device, wait: &Wait<'_>) -> Result<Arc<MappedRegion>> {
+        self.check(Kind::Memory, device)?;
+        let key = |run| ImportKey::new(self.fields.owner, run, PUBLISHED_ID, device);
+        let known = self
+            .fields
+            .incarnation
+            .and_then(|run| IMPORTS.get(&key(run)));
+        known.map_or_else(|| self.fetch(device, wait), Ok)
     }
 
     fn fetch(&self, device: &Device, wait: &Wait<'_>) -> Result<Arc<MappedRegion>> {

@@ -8,8 +8,9 @@ use crate::error::{Error, Result};
 use crate::shm::segment::{Entry, META_BYTES_MAX};
 use crate::tensor::{DType, Layout, RANK_MAX};
 
-/// User metadata of at most [`META_BYTES_MAX`] bytes. The bytes are behind a pointer: most samples
-/// have none, and a sample moves often, so bytes in place would be copied with each move.
+/// User metadata of at most [`META_BYTES_MAX`] bytes; of a sample that does not lie in its slot
+/// behind its [place](crate::pubsub::place). The bytes are behind a pointer: most samples have none,
+/// and a sample moves often, so bytes in place would be copied with each move.
 #[derive(Clone, Default)]
 pub(crate) struct Metadata(Option<Arc<[u8]>>);
 
@@ -17,14 +18,28 @@ impl Metadata {
     pub(crate) const EMPTY: Metadata = Metadata(None);
 
     pub(crate) fn new(bytes: &[u8]) -> Result<Metadata> {
-        if bytes.len() > META_BYTES_MAX {
+        Metadata::behind(&[], bytes)
+    }
+
+    /// The user's bytes behind a tensor's place, if it has one.
+    pub(crate) fn behind(place: &[u8], bytes: &[u8]) -> Result<Metadata> {
+        let room = META_BYTES_MAX.saturating_sub(place.len());
+        if bytes.len() > room {
+            let allowed = match place {
+                [] => format!("at most {room} bytes"),
+                _ => format!("at most {room} bytes, beside its name"),
+            };
             return Err(Error::argument(
                 "metadata",
                 format!("{} bytes", bytes.len()),
-                "at most 256 bytes",
+                allowed,
             ));
         }
-        Ok(Metadata((!bytes.is_empty()).then(|| bytes.into())))
+        Ok(Metadata(match (place, bytes) {
+            ([], []) => None,
+            ([], bytes) => Some(bytes.into()),
+            _ => Some([place, bytes].concat().into()),
+        }))
     }
 
     pub(crate) fn as_bytes(&self) -> &[u8] {
@@ -70,7 +85,9 @@ const COMPLETED: u64 = 2;
 const STAMPED: u64 = 4;
 /// The layout's offset is written; otherwise it is 0.
 const SHIFTED: u64 = 8;
-const FLAGS: u64 = CONTIGUOUS | COMPLETED | STAMPED | SHIFTED;
+/// The tensor does not lie in the slot: its place is written in front of the user's metadata.
+const IN_PLACE: u64 = 16;
+const FLAGS: u64 = CONTIGUOUS | COMPLETED | STAMPED | SHIFTED | IN_PLACE;
 
 /// The most words of a description: packed, slot, time, offset, shape, strides, metadata,
 /// completion.
@@ -131,6 +148,12 @@ impl PackedEntry {
             }
         });
         self.length = length;
+    }
+
+    /// Says whether the metadata begins with the tensor's place.
+    #[inline]
+    pub(crate) fn set_in_place(&mut self, is_in_place: bool) {
+        self.words[0] |= u64::from(is_in_place) * (IN_PLACE << 56);
     }
 
     /// The same sample for a link that did not exist when it was sent.
@@ -200,6 +223,8 @@ pub(crate) struct CheckedEntry {
     pub(crate) sent_ns: u64,
     /// Where the slot begins in its region, in bytes.
     pub(crate) slot: u64,
+    /// The tensor lies elsewhere: the slot has no bytes.
+    pub(crate) is_in_place: bool,
     /// Shared with the samples of the same layout before it. A sample is moved many times, and each
     /// move would copy the 150 bytes of a layout in place.
     pub(crate) layout: Arc<Layout>,
@@ -338,12 +363,11 @@ impl UntrustedEntry {
             .transpose()
             .map_err(|_| violation("completion", word, "32 bits"))?;
         let layout = self.layout(dtype, rank)?;
-        let fits = self
-            .slot
-            .checked_add(layout.bytes())
-            .is_some_and(|end| end <= region_bytes);
-        if !fits {
-            let found = format!("{} + {} bytes", self.slot, layout.bytes());
+        let is_in_place = self.has(IN_PLACE);
+        let bytes = if is_in_place { 0 } else { layout.bytes() };
+        let end = self.slot.checked_add(bytes);
+        if end.is_none_or(|end| end > region_bytes) {
+            let found = format!("{} + {bytes} bytes", self.slot);
             return Err(violation(
                 "slot",
                 found,
@@ -354,6 +378,7 @@ impl UntrustedEntry {
             sequence: self.sequence,
             sent_ns: self.sent_ns,
             slot: self.slot,
+            is_in_place,
             layout,
             metadata: std::mem::take(&mut self.metadata),
             completion,

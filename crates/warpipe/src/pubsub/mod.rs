@@ -17,6 +17,7 @@ mod builder;
 pub(crate) mod entry;
 mod link_end;
 mod observer;
+pub(crate) mod place;
 mod publisher;
 mod publisher_core;
 pub(crate) mod publisher_link;

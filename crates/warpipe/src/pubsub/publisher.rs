@@ -1,5 +1,6 @@
 //! The public publisher.
 
+mod in_place;
 mod loan;
 
 use std::sync::Arc;
@@ -129,6 +130,7 @@ impl Publisher {
             address,
             layout: *layout,
             metadata: Metadata::EMPTY,
+            place_bytes: 0,
             behind: None,
             earlier: Vec::new(),
         })

@@ -8,6 +8,7 @@ mod accept;
 mod backpressure;
 mod history;
 mod memory;
+mod owners;
 mod send;
 mod slot_fences;
 mod state;
@@ -163,6 +164,11 @@ impl PublisherCore {
         }))
     }
 
+    /// The domain of its name.
+    pub(super) fn domain_identity(&self) -> Option<[u64; 2]> {
+        self.acceptor.as_ref().map(|it| it.domain_identity())
+    }
+
     fn fault(&self, fault: HandshakeFault) -> Error {
         Error::Handshake {
             name: self.name.clone(),
@@ -188,7 +194,7 @@ impl PublisherCore {
     }
 
     /// Withdraws the name, sends `Close` to every subscriber, and keeps the memory until no stream
-    /// of this process writes it any more. The `Close` messages are in their sockets when this
+    /// of this process writes it any more, and the owners of tensors until no subscriber reads. The `Close` messages are in their sockets when this
     /// returns, because the process may end then. Only the first call has an effect.
     pub(super) fn close(self: &Arc<PublisherCore>) {
         self.acceptor.iter().for_each(|it| it.close());
@@ -210,6 +216,9 @@ impl PublisherCore {
                 partner.is_some_and(|partner| Arc::strong_count(partner) > 1)
             };
             if Arc::strong_count(&core) > 1 || core.lock().links.iter().any(has_partner) {
+                return DropReadiness::Held;
+            }
+            if core.lock().owners.count() > 0 {
                 return DropReadiness::Held;
             }
             let is_past = fence.is_reached();

@@ -19,6 +19,7 @@ use std::time::Duration;
 pub(super) use self::handshake::ConnectOptions;
 use self::monitor::PublisherMonitor;
 pub(super) use self::monitor::SenderState;
+pub(super) use self::samples::OpenMemory;
 use self::samples::SetAside;
 use crate::backend::DeviceId;
 use crate::clock::now_ns;

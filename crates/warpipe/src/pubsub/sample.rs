@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::publisher_link::PublisherLink;
+use super::publisher_link::{OpenMemory, PublisherLink};
 use crate::backend::DevicePtr;
 use crate::clock::now_ns;
 use crate::error::{Error, Result};
@@ -124,6 +124,16 @@ impl Receipt {
     }
 }
 
+/// Where a sample's tensor lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Lies {
+    InSlot,
+    /// At the [place](super::place) that its metadata begins with, which is not open yet: its
+    /// address is not the tensor's.
+    Unopened,
+    InPlace,
+}
+
 /// A sample that was taken from the ring. Dropped, it is released once its data is complete.
 #[derive(Debug)]
 pub(crate) struct RawSample {
@@ -136,6 +146,7 @@ pub(crate) struct RawSample {
     /// 0 for none.
     sent_ns: u64,
     is_released: bool,
+    pub(super) lies: Lies,
 }
 
 impl RawSample {
@@ -149,7 +160,16 @@ impl RawSample {
             metadata: checked.metadata,
             sent_ns: checked.sent_ns,
             is_released: false,
+            lies: match checked.is_in_place {
+                true => Lies::Unopened,
+                false => Lies::InSlot,
+            },
         }
+    }
+
+    /// Its tensor has been opened at this address.
+    pub(super) fn lie_at(&mut self, address: DevicePtr, metadata: Metadata) {
+        (self.address, self.metadata, self.lies) = (address, metadata, Lies::InPlace);
     }
 
     pub(crate) fn metadata(&self) -> &[u8] {
@@ -180,14 +200,10 @@ impl RawSample {
     /// The sample, for a stream that waits for its data, or has nothing to wait for.
     // A sample is long: a call that hands it on copies it.
     #[inline(always)]
-    pub(crate) fn into_sample(
-        self,
-        stream: &Stream,
-        discontinuity: Option<Box<Discontinuity>>,
-    ) -> Sample {
+    pub(crate) fn into_sample(self, stream: &Stream, rare: Option<Box<Rare>>) -> Sample {
         Sample {
             received_ns: if self.sent_ns == 0 { 0 } else { now_ns() },
-            discontinuity,
+            rare,
             stream: stream.clone(),
             raw: self,
         }
@@ -209,6 +225,14 @@ impl Drop for RawSample {
     }
 }
 
+/// What few samples have.
+#[derive(Debug, Default)]
+pub(crate) struct Rare {
+    pub(super) discontinuity: Option<Discontinuity>,
+    /// What keeps the tensor mapped that does not lie in its slot.
+    pub(super) memory: Option<OpenMemory>,
+}
+
 /// A tensor in the publisher's memory. Kernels enqueued on the stream that it was received with
 /// read complete data; dropping it gives the slot back behind that stream's work.
 #[derive(Debug)]
@@ -217,8 +241,8 @@ pub struct Sample {
     raw: RawSample,
     /// 0 for none.
     received_ns: u64,
-    /// Behind a pointer: few samples have one, and a sample is moved often.
-    discontinuity: Option<Box<Discontinuity>>,
+    /// Behind a pointer: a sample is moved often.
+    pub(super) rare: Option<Box<Rare>>,
     stream: Stream,
 }
 
@@ -229,9 +253,16 @@ impl Sample {
         self.slot_ptr() + self.layout().offset()
     }
 
-    /// The device address of the slot's first byte; it is `layout().bytes()` long.
+    /// The device address of the slot's first byte, or of the first byte of a tensor [in
+    /// place](Self::is_in_place); it is `layout().bytes()` long.
     pub fn slot_ptr(&self) -> DevicePtr {
         self.raw.address
+    }
+
+    /// Whether it lies in memory of its sender's own, which was [sent without a
+    /// copy](crate::Publisher::loan_in). It is read and released as any other.
+    pub fn is_in_place(&self) -> bool {
+        self.raw.lies == Lies::InPlace
     }
 
     /// The tensor's layout.
@@ -276,7 +307,7 @@ impl Sample {
     /// incarnation, or of the same one after the link had ended. None on the first sample that a
     /// subscriber receives of its first publisher, whatever its number.
     pub fn discontinuity(&self) -> Option<Discontinuity> {
-        self.discontinuity.as_deref().copied()
+        self.rare.as_ref()?.discontinuity
     }
 
     /// The stream that waits for the sample.

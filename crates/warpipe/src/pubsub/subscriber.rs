@@ -272,6 +272,9 @@ impl Subscriber {
     /// been received (not with `reconnect`); [`Error::Evicted`]; [`Error::Protocol`], and
     /// [`Error::DescriptorLimit`] or [`Error::DeviceMemory`] when this process lacks resources for
     /// the memory of a sample: these close the link, which is [`Error::LinkClosed`] from then on;
+    /// for a sample [in place](Sample::is_in_place) with memory that cannot be opened, which is
+    /// missing before the next one, the errors of [`LegacyHandle::open`](crate::LegacyHandle::open)
+    /// and [`Ticket::open`](crate::Ticket::open);
     /// [`Error::Capturing`] for a stream that is being captured, and nothing is taken;
     /// [`Error::Forked`]; errors of the device.
     pub fn receive<'w>(&mut self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<Sample> {
@@ -284,7 +287,30 @@ impl Subscriber {
         }
     }
 
+    /// As [`poll`](Self::poll), and opens the memory of a sample that does not lie in its slot.
+    fn poll_opening(&mut self, stream: &Stream, wait: &Wait<'_>) -> Result<Option<Sample>> {
+        match self.poll(stream)? {
+            None => self.open_next(stream, wait),
+            polled => Ok(polled),
+        }
+    }
+
+    /// The next sample, if its memory had to be opened first.
+    fn open_next(&mut self, stream: &Stream, wait: &Wait<'_>) -> Result<Option<Sample>> {
+        while let Some(attached) = &mut self.attached
+            && attached.open_taken(&self.at.domain, wait)?
+        {
+            if let Some(sample) = self.poll(stream)? {
+                return Ok(Some(sample));
+            }
+        }
+        Ok(None)
+    }
+
     fn wait_for_sample(&mut self, stream: &Stream, wait: &Wait<'_>) -> Result<Sample> {
+        if let Some(sample) = self.open_next(stream, wait)? {
+            return Ok(sample);
+        }
         let is_polled = self.is_polled.load(Ordering::Relaxed);
         if wait.limit().is_zero() && !is_polled {
             return Err(self.nothing_within(wait));
@@ -300,7 +326,7 @@ impl Subscriber {
             }
             self.fall_asleep();
             // A sample published before the flag was set did not ring.
-            if let Some(sample) = self.poll(stream)? {
+            if let Some(sample) = self.poll_opening(stream, wait)? {
                 self.wake_up();
                 return Ok(sample);
             }
@@ -310,7 +336,7 @@ impl Subscriber {
             }
             self.sleep(pause.min(self.longest_sleep()));
             self.wake_up();
-            if let Some(sample) = self.poll(stream)? {
+            if let Some(sample) = self.poll_opening(stream, wait)? {
                 return Ok(sample);
             }
         }

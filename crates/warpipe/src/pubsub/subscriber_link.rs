@@ -148,7 +148,7 @@ impl SubscriberLink {
 
     /// Whether its socket is still read: a message of the peer may be for this end or its partner.
     pub(super) fn reads_socket(&self) -> bool {
-        !self.has_closed || self.partner.is_some()
+        !self.has_closed || self.partner.is_some() || !self.registrations.is_empty()
     }
 
     /// Sends nothing more. What was sent can still be taken.
@@ -248,8 +248,12 @@ impl SubscriberLink {
             self.end.say_close(close_reason);
         }
         self.phase = LinkPhase::Leaving;
-        if !self.has_closed {
-            self.untaken.extend(self.ring.revoke_all());
+        match (self.has_closed, self.end.is_of_replies) {
+            (false, _) => self.untaken.extend(self.ring.revoke_all()),
+            // Owners of tensors do not wait for samples that are not taken.
+            (true, false) => drop(self.ring.revoke_all()),
+            // What was sent can still be taken: the socket's end says nothing of this ring.
+            (true, true) => {}
         }
     }
 

@@ -64,6 +64,7 @@ impl RetainedSlot {
             slot,
             layout: &self.layout,
             metadata,
+            is_in_place: false,
         };
         let description = state.describe(given, core.options.timestamps);
         state.arena.hold(slot);

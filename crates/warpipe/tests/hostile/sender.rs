@@ -1,6 +1,7 @@
 //! A sender that lies on an established link: its subscriber gets a typed error, and can continue
 //! with another.
 
+use std::cell::Cell;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -13,12 +14,14 @@ use super::stage::{
     LONG, SIZE_SEALS, Scratch, alone, assert_delivers, eventually, hear, mappings, memfd, packet,
     send_raw, stream,
 };
+use crate::ipc::domain::EndpointName;
 use crate::ipc::message::{CloseReason, Message, Received};
 use crate::pubsub::entry::{Description, Metadata};
+use crate::pubsub::place::Place;
 use crate::pubsub::ring::SenderRing;
 use crate::shm::segment::{Entry, Segment};
-use crate::wait::OptionalExtension;
-use crate::{Error, Layout, Subscriber};
+use crate::wait::{OptionalExtension, Wait};
+use crate::{Device, Error, Layout, LegacyHandle, Memory, Subscriber};
 
 const REGION_BYTES: u64 = 2 << 20;
 
@@ -74,12 +77,22 @@ impl Fake {
 
     /// Publishes a valid sample if there is room, changed by `spoil` before the receiver reads it.
     fn send(&mut self, spoil: impl FnOnce(&Entry)) {
+        self.send_with(b"meta", spoil);
+    }
+
+    /// Publishes a sample that lies at this place.
+    fn send_in_place(&mut self, place: &Place<'_>) {
+        let metadata = [&place.to_bytes()[..], b"behind it"].concat();
+        self.send_with(&metadata, |it| word(it, PACKED, |packed| packed | IN_PLACE));
+    }
+
+    fn send_with(&mut self, metadata: &[u8], spoil: impl FnOnce(&Entry)) {
         let Some(position) = self.ring.space() else {
             return;
         };
         self.sequence += 1;
         let (metadata, layout) = (
-            Metadata::new(b"meta").unwrap(),
+            Metadata::new(metadata).unwrap(),
             Layout::bytes_only(1000).unwrap(),
         );
         let description = Description {
@@ -107,6 +120,9 @@ const OFFSET: usize = 2;
 /// Without the flag of contiguous tensors, behind the shape.
 const STRIDES: usize = 3;
 
+/// The flag of a tensor that does not lie in its slot.
+const IN_PLACE: u64 = 1 << 60;
+
 type Lie = (&'static str, fn(&Entry));
 
 fn word(entry: &Entry, index: usize, change: impl Fn(u64) -> u64) {
@@ -114,7 +130,7 @@ fn word(entry: &Entry, index: usize, change: impl Fn(u64) -> u64) {
     word.store(change(word.load(Relaxed)), Relaxed);
 }
 
-const LIES: [Lie; 23] = [
+const LIES: [Lie; 25] = [
     ("dtype", |it| word(it, PACKED, |packed| packed | 0x3f << 41)),
     ("dtype", |it| {
         word(it, PACKED, |packed| packed & !(0x1f << 47))
@@ -134,6 +150,10 @@ const LIES: [Lie; 23] = [
     ("completion", |it| {
         word(it, PACKED, |packed| packed | 1 << 57);
         word(it, COMPLETION, |_| u64::MAX);
+    }),
+    ("place", |it| word(it, PACKED, |packed| packed | IN_PLACE)),
+    ("place", |it| {
+        word(it, PACKED, |packed| packed & !(0x1ff << 32) | IN_PLACE);
     }),
     ("slot", |it| word(it, SLOT, |_| REGION_BYTES)),
     ("slot", |it| word(it, SLOT, |_| REGION_BYTES - 999)),
@@ -215,6 +235,91 @@ fn every_invalid_field_of_an_entry_ends_that_link_alone() {
             );
         },
     );
+}
+
+#[test]
+fn a_place_that_cannot_be_opened_costs_its_sample_alone() {
+    let scratch = Scratch::new();
+    let (mut fake, mut subscriber) = Fake::attach(&scratch, true);
+    let (device, stream) = (Device::host(), stream());
+    let memory = Memory::allocate(&device, 4096).unwrap();
+    let published = memory.publish(&scratch.domain, "memory").unwrap();
+    let plain = device.backend().allocate_plain(4096).unwrap();
+    // SAFETY: freed below, behind the subscriber.
+    let handle = unsafe { LegacyHandle::export(&device, plain, 1000) }.unwrap();
+    // SAFETY: as above.
+    let short = unsafe { LegacyHandle::export(&device, plain, 999) }.unwrap();
+    let (good, stale) = (handle.to_bytes(), handle.of_another_process().to_bytes());
+    let damaged = [&good[..good.len() - 1], &[!good[good.len() - 1]]].concat();
+    let at = |name, offset| Place::Published {
+        name,
+        incarnation: published.incarnation(),
+        offset,
+    };
+    let another_run = |name| Place::Published {
+        name,
+        incarnation: [7; 16],
+        offset: 0,
+    };
+    let places = [
+        at("memory", 4096 - 999),
+        at("memory", u64::MAX),
+        another_run("nobody"),
+        at("a/../b", 0),
+        another_run("memory"),
+        Place::Legacy(b""),
+        Place::Legacy(&damaged),
+        Place::Legacy(&stale),
+        Place::Legacy(&short.to_bytes()),
+    ];
+    for place in &places {
+        fake.send_in_place(place);
+        let error = subscriber.receive(&stream, LONG).unwrap_err();
+        assert!(
+            !matches!(error, Error::Protocol { .. } | Error::Timeout { .. }),
+            "{place:?}: {error}"
+        );
+    }
+    let (lowest, offset) = (memory.ptr() + 4096 - 1000, 4096 - 1000);
+    for (place, ptr) in [
+        (Place::Legacy(&good), plain),
+        (at("memory", offset), lowest),
+    ] {
+        fake.send_in_place(&place);
+        let sample = subscriber.receive(&stream, LONG).unwrap();
+        assert_eq!((sample.ptr(), sample.metadata()), (ptr, &b"behind it"[..]));
+        assert!(sample.is_in_place());
+        sample.finish(LONG).unwrap();
+    }
+    drop(subscriber);
+    // SAFETY: allocated above, and read by no stream.
+    unsafe { device.backend().free_plain(plain) }.unwrap();
+}
+
+/// The listener of a stopped process: connections succeed, and nobody answers.
+#[test]
+fn a_wait_for_a_silent_owner_of_memory_can_be_cancelled_and_takes_nothing() {
+    let scratch = Scratch::new();
+    let (mut fake, mut subscriber) = Fake::attach(&scratch, true);
+    let silent = EndpointName::new("silent").unwrap();
+    let _claim = scratch.domain.claim(&silent, false).unwrap();
+    let (name, incarnation, offset) = ("silent", [1; 16], 0);
+    fake.send_in_place(&Place::Published {
+        name,
+        incarnation,
+        offset,
+    });
+    for _ in 0..2 {
+        let looks = Cell::new(0);
+        let cancelled = || looks.replace(looks.get() + 1) >= 1;
+        let wait = Wait::at_most(Duration::MAX).unless(&cancelled);
+        let error = subscriber.receive(&stream(), wait).unwrap_err();
+        assert!(matches!(error, Error::Timeout { .. }), "{error}");
+    }
+    fake.send(|_| ());
+    let refused = subscriber.receive(&stream(), LONG).unwrap_err();
+    assert!(!matches!(refused, Error::Timeout { .. }), "{refused}");
+    assert!(!subscriber.receive(&stream(), LONG).unwrap().is_in_place());
 }
 
 #[test]

@@ -28,6 +28,9 @@ pub struct SampleMut {
     pub(super) address: DevicePtr,
     pub(in crate::pubsub) layout: Layout,
     pub(super) metadata: Metadata,
+    /// How many bytes of the metadata are the place of a tensor that does not lie in the slot; 0 for
+    /// one that does.
+    pub(super) place_bytes: u8,
     /// The stream that last got work on this loan. A dropped loan returns behind this stream and
     /// `earlier`.
     pub(super) behind: Option<Stream>,
@@ -52,8 +55,8 @@ impl SampleMut {
     }
 
     /// A hold on the memory behind this slot: it stays mapped in this process while the hold lives,
-    /// even after the sample is sent and the publisher is gone. It gives no right to write: that
-    /// right ends with the loan.
+    /// even after the sample is sent and the publisher is gone; the memory of a tensor in place is
+    /// its owner's. It gives no right to write: that right ends with the loan.
     pub fn hold(&self) -> SlotHold {
         self.core.hold(self.slot)
     }
@@ -79,12 +82,14 @@ impl SampleMut {
         self.core.watch_slot(self.slot)
     }
 
-    /// Sets up to 256 bytes that travel with the sample.
+    /// Sets up to 256 bytes that travel with the sample; of a [tensor in
+    /// place](crate::Publisher::loan_in) what its place leaves of them, at least 80.
     ///
     /// # Errors
     /// [`Error::Argument`] for more.
     pub fn set_metadata(&mut self, bytes: &[u8]) -> Result<()> {
-        self.metadata = Metadata::new(bytes)?;
+        let place = &self.metadata.as_bytes()[..self.place_bytes.into()];
+        self.metadata = Metadata::behind(place, bytes)?;
         Ok(())
     }
 
@@ -156,6 +161,7 @@ impl SampleMut {
                 slot: self.slot,
                 layout: &self.layout,
                 metadata: metadata.unwrap_or(&self.metadata),
+                is_in_place: self.place_bytes > 0,
             };
             self.core.send(given, stream, to, wait)
         });

@@ -275,6 +275,9 @@ impl PublisherCore {
     /// send is over.
     fn reap_links(&self, state: &mut PublisherState) {
         state.reclaim(&self.fences, true);
+        for owner in state.owners.take_free(&state.arena) {
+            self.reactor.defer_drop(Box::new(owner));
+        }
         let limit = self.options.shared.handshake_timeout;
         let over = state.take_links(|link| match link.is_staying() {
             true => link.phase == LinkPhase::Attaching && link.clock.ran() > limit,

@@ -74,6 +74,16 @@ impl History {
             packed: packed.clone(),
             is_lost: false,
         });
+        self.trim(arena);
+    }
+
+    /// Keeps no samples any more.
+    pub(super) fn end(&mut self, arena: &mut Arena) {
+        self.limit = 0;
+        self.trim(arena);
+    }
+
+    fn trim(&mut self, arena: &mut Arena) {
         while self.entries.len() > self.limit {
             let forgotten = self.entries.pop_front();
             forgotten

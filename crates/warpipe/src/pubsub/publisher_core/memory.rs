@@ -184,6 +184,23 @@ impl PublisherCore {
         }
     }
 
+    /// Keeps the owner of a tensor until the slot of its sample, which is on loan, is free.
+    pub(in crate::pubsub) fn keep(&self, slot: SlotId, owner: Box<dyn Send>) {
+        let PublisherState { owners, arena, .. } = &mut *self.lock();
+        owners.add(slot, owner, arena);
+    }
+
+    /// Drops the owners of tensors that no subscriber reads any more. Returns how many are left.
+    pub(in crate::pubsub) fn drop_free_owners(&self) -> usize {
+        let mut state = self.lock();
+        state.reclaim(&self.fences, true);
+        let PublisherState { owners, arena, .. } = &mut *state;
+        let free = owners.take_free(arena);
+        drop(state);
+        drop(free);
+        self.lock().owners.count()
+    }
+
     /// A handle that reports when the slot is free again.
     pub(in crate::pubsub) fn watch_slot(&self, slot: SlotId) -> SlotReturn {
         SlotReturn {

@@ -164,6 +164,7 @@ impl PublisherCore {
             ..
         } = state;
         packed.pack(description);
+        packed.set_in_place(given.is_in_place);
         let is_for_many = links
             .iter()
             .filter(|link| link.placed().is_some())

@@ -9,6 +9,7 @@ use std::sync::{Arc, MutexGuard, Weak};
 
 use super::PublisherCore;
 use super::history::History;
+use super::owners::Owners;
 use super::slot_fences::SlotFences;
 use crate::backend::StreamOp;
 use crate::clock::now_ns;
@@ -35,6 +36,8 @@ pub(in crate::pubsub) struct Given<'a> {
     pub(in crate::pubsub) slot: SlotId,
     pub(in crate::pubsub) layout: &'a Layout,
     pub(in crate::pubsub) metadata: &'a Metadata,
+    /// The metadata begins with the tensor's place.
+    pub(in crate::pubsub) is_in_place: bool,
 }
 
 /// A region that the streams of its publisher work on.
@@ -95,6 +98,7 @@ pub(in crate::pubsub) struct PublisherState {
     /// The samples that links which are no longer in the list did not get.
     dropped_before: u64,
     pub(super) history: History,
+    pub(super) owners: Owners,
     /// Of the sample that is being sent. Only the holder of the turn uses these; their memory stays
     /// for the next send.
     pub(super) signals: Vec<StreamOp>,
@@ -126,6 +130,7 @@ impl PublisherState {
             untaken: Vec::new(),
             dropped_before: 0,
             history: History::new(options.history),
+            owners: Owners::default(),
             signals: Vec::new(),
             packed: PackedEntry::default(),
             next_sequence: 1,
@@ -256,13 +261,18 @@ impl PublisherState {
     }
 
     /// Sends `Close` to every subscriber, and reads no socket any more, save for a partner that
-    /// still receives. Returns the partners that do not.
+    /// still receives, and of subscribers that may still read a tensor in place. Returns the
+    /// partners that do not receive.
     pub(super) fn close_links(&mut self) -> Vec<Arc<PublisherLink>> {
         let mut partners = Vec::new();
+        self.history.end(&mut self.arena);
+        let has_owners = self.owners.count() > 0;
         for link in &mut self.links {
             link.close();
             if link.has_partner_ended() || !link.end.is_of_replies {
-                link.registrations.clear();
+                if !has_owners {
+                    link.registrations.clear();
+                }
                 partners.extend(link.partner.take());
             }
         }

@@ -16,14 +16,20 @@ use super::PublisherLink;
 use crate::backend::StreamOp;
 use crate::error::{Error, Result};
 use crate::ipc::message::{self, Message};
+use crate::memory::region::Kept;
 use crate::mutex::LockUnpoisoned;
 use crate::os::is_shortage;
 use crate::pubsub::ring;
+use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::reactor::DropReadiness;
 use crate::stream::Stream;
 
 /// The most positions in one message: a packet has 1024 bytes, a position at most 10.
 const POSITIONS_MAX: usize = 64;
+
+/// Memory that samples lie in, beside the regions of their link. It is unmapped once the link's
+/// streams are past their work.
+pub(in crate::pubsub) type OpenMemory = Arc<DropAfterFence<Kept>>;
 
 /// See the [module](self).
 #[derive(Debug, Default)]
@@ -74,6 +80,12 @@ impl PublisherLink {
     #[inline]
     pub(in crate::pubsub) fn record_use(&self, stream: &Stream) {
         self.streams.record_use(stream);
+    }
+
+    /// Keeps memory beside the regions mapped until this link's streams are past it.
+    pub(in crate::pubsub) fn hold(&self, memory: Kept) -> Result<OpenMemory> {
+        let held = DropAfterFence::new(self.streams.clone(), memory)?;
+        Ok(Arc::new(held))
     }
 
     /// Enqueues the release of `position` behind the stream's work.

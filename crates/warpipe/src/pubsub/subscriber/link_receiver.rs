@@ -1,24 +1,34 @@
 //! The receiver of one ring: takes, checks and admits the samples of one link. A subscriber has one
 //! while it is attached to a publisher; a queue has one for the replies of each worker.
 
+use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::ptr;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use crate::backend::DevicePtr;
 use crate::error::{Error, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::Kind;
 use crate::ipc::domain::Domain;
-use crate::memory::region::Region;
-use crate::pubsub::entry::{Violation, violation};
+use crate::memory::region::{Kept, Region};
+use crate::pubsub::entry::{Metadata, Violation, violation};
 use crate::pubsub::observer::LinkedSubscriber;
-use crate::pubsub::publisher_link::{PublisherLink, SenderState};
+use crate::pubsub::place::Place;
+use crate::pubsub::publisher_link::{OpenMemory, PublisherLink, SenderState};
 use crate::pubsub::ring::ReceiverRing;
-use crate::pubsub::sample::{Discontinuity, PreviousPublisher, RawSample, Receipt, Sample};
+use crate::pubsub::sample::{
+    Discontinuity, Lies, PreviousPublisher, Rare, RawSample, Receipt, Sample,
+};
 use crate::runtime::heartbeat::Uptime;
 use crate::shm::segment::DEPTH_MAX;
 use crate::statistics::{EndpointRow, EndpointWords, Role};
 use crate::stream::Stream;
+use crate::wait::Wait;
+
+/// How much memory of samples that are not in their slots is kept open for later ones.
+const OPEN_MAX: usize = 8;
 
 /// How long a sample's region may take to arrive behind the sample itself, while this process runs.
 const REGION_TIMEOUT: Duration = Duration::from_secs(2);
@@ -42,9 +52,14 @@ pub(crate) struct LinkReceiver {
     repeated: u32,
     /// A sample was found without its region, of this number; and the time since then.
     pub(super) region_missing: Option<(u32, Uptime)>,
-    /// A sample taken from the ring that the device refused to wait for. It is the next to be
-    /// admitted.
+    /// A sample taken from the ring that the device refused to wait for, or that is to be
+    /// [opened](Self::open_taken). It is the next to be admitted.
     pub(super) taken: Option<RawSample>,
+    /// The memory of `taken`, once that is open.
+    opened: Option<OpenMemory>,
+    /// The memory that samples were opened in last, which the next ones mostly lie in: the driver
+    /// takes long to open memory.
+    open: VecDeque<OpenMemory>,
     /// The subscriber's row of this process's statistics page.
     row: Arc<EndpointRow>,
 }
@@ -101,6 +116,8 @@ impl LinkReceiver {
             repeated: 0,
             region_missing: None,
             taken: None,
+            opened: None,
+            open: VecDeque::new(),
             row,
         }
     }
@@ -112,8 +129,9 @@ impl LinkReceiver {
         self.taken.is_none() && self.region_missing.is_none() && !self.may_have_news()
     }
 
-    /// The next sample, if there is one, for `stream`, which waits for its data. The error at the
-    /// link's end comes behind the last sample.
+    /// The next sample, if there is one, for `stream`, which waits for its data. None also if the
+    /// next one is to be [opened](Self::open_taken) first. The error at the link's end comes behind
+    /// the last sample.
     #[inline]
     pub(super) fn poll(
         &mut self,
@@ -121,10 +139,17 @@ impl LinkReceiver {
         ended: &mut Option<EndedLink>,
     ) -> Result<Option<Sample>> {
         while let Some(taken) = self.next()? {
+            if taken.lies == Lies::Unopened {
+                self.taken = Some(taken);
+                return Ok(None);
+            }
             match self.link.admit(taken.receipt.position, stream) {
                 Ok(true) => {
                     let gap = self.break_before(taken.receipt.sequence, ended);
-                    let sample = taken.into_sample(stream, gap);
+                    let mut sample = taken.into_sample(stream, gap);
+                    if sample.is_in_place() {
+                        sample.rare.get_or_insert_default().memory = self.opened.take();
+                    }
                     if let Some(latency_ns) = sample.latency_ns() {
                         self.row.time(latency_ns);
                     }
@@ -145,7 +170,68 @@ impl LinkReceiver {
     /// `receive`.
     pub(crate) fn take(&mut self) -> Result<Option<RawSample>> {
         let taken = self.next()?;
+        if taken
+            .as_ref()
+            .is_some_and(|taken| taken.lies != Lies::InSlot)
+        {
+            return Err(self.fail(violation("flags", "a tensor in place", "a slot")));
+        }
         Ok(taken.inspect(|taken| self.link.keep(taken.receipt.position)))
+    }
+
+    /// Opens the memory of the sample that was taken, if it does not lie in its slot and is not open:
+    /// without a lock, because the driver may take long, and so may the owner of published memory.
+    /// False if there is none to open. A sample that cannot be opened is released; one whose `wait`
+    /// is over stays the next.
+    pub(super) fn open_taken(&mut self, domain: &Domain, wait: &Wait<'_>) -> Result<bool> {
+        let is_unopened = |taken: &mut RawSample| taken.lies == Lies::Unopened;
+        let Some(mut taken) = self.taken.take_if(is_unopened) else {
+            return Ok(false);
+        };
+        match self.open(&taken, domain, wait) {
+            Ok((address, metadata)) => taken.lie_at(address, metadata),
+            Err(error @ Error::Timeout { .. }) => {
+                self.taken = Some(taken);
+                return Err(error);
+            }
+            Err(error) => {
+                // It is given back once its data is complete.
+                self.link.keep(taken.receipt.position);
+                return Err(error);
+            }
+        }
+        self.taken = Some(taken);
+        Ok(true)
+    }
+
+    /// Opens the memory of a sample: the tensor's address and the user's metadata.
+    fn open(
+        &mut self,
+        taken: &RawSample,
+        domain: &Domain,
+        wait: &Wait<'_>,
+    ) -> Result<(DevicePtr, Metadata)> {
+        let read = Place::read(taken.metadata());
+        let (place, metadata) = read.map_err(|violation| self.fail(violation))?;
+        let (bytes, device) = (taken.layout.bytes(), &self.link.terms.device);
+        let (address, memory) = place.open(bytes, domain, device, wait)?;
+        self.opened = memory.map(|memory| self.keep_open(memory)).transpose()?;
+        Ok((address, Metadata::new(metadata)?))
+    }
+
+    /// Keeps memory open for the next samples, too.
+    fn keep_open(&mut self, memory: Kept) -> Result<OpenMemory> {
+        let is_it = |open: &OpenMemory| ptr::addr_eq(Arc::as_ptr(&***open), Arc::as_ptr(&memory));
+        let known = self.open.iter().position(is_it);
+        let memory = match known.and_then(|index| self.open.remove(index)) {
+            Some(known) => known,
+            None => self.link.hold(memory)?,
+        };
+        self.open.push_back(memory.clone());
+        if self.open.len() > OPEN_MAX {
+            self.open.pop_front();
+        }
+        Ok(memory)
     }
 
     /// The next sample that belongs to this end, if there is one: neither admitted nor kept.
@@ -173,17 +259,18 @@ impl LinkReceiver {
     /// The break before the sample with this number, which the subscriber receives now. Numbers of
     /// samples that were taken and lost are missing as well.
     #[inline]
-    fn break_before(
-        &mut self,
-        sequence: u64,
-        ended: &mut Option<EndedLink>,
-    ) -> Option<Box<Discontinuity>> {
+    fn break_before(&mut self, sequence: u64, ended: &mut Option<EndedLink>) -> Option<Box<Rare>> {
         let last = std::mem::replace(&mut self.last_received, sequence);
         // Also a first sample that is the publisher's first.
         if sequence.wrapping_sub(last) == 1 && ended.is_none() {
             return None;
         }
-        self.find_break(last, sequence, ended.take()).map(Box::new)
+        let discontinuity = Some(self.find_break(last, sequence, ended.take())?);
+        let memory = None;
+        Some(Box::new(Rare {
+            discontinuity,
+            memory,
+        }))
     }
 
     #[cold]

@@ -74,7 +74,7 @@ impl Subscriber {
         while polls.pass() {
             for _ in 0..LOOKS {
                 if has_news(self) {
-                    return self.poll(stream);
+                    return self.poll_opening(stream, wait);
                 }
                 std::hint::spin_loop();
             }
