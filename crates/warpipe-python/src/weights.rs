@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use pyo3::exceptions::PyKeyError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyIterator, PyList};
+use pyo3::types::{PyBytes, PyList};
 use warpipe::weights::{self, TensorInfo};
 use warpipe::{Error, HandshakeFault, Opener, Wait};
 
@@ -248,38 +248,6 @@ impl SharedWeights {
         PyList::new(py, weights.tensors().iter().map(TensorInfo::name))
     }
 
-    /// The tensors, in the order of ``keys``.
-    ///
-    /// Raises ``ClosedError``.
-    fn values(&self, py: Python<'_>) -> PyResult<Vec<Py<View>>> {
-        let names = self.keys(py)?;
-        let tensor = |name: Bound<'_, PyAny>| self.__getitem__(py, &name.extract::<String>()?);
-        names.iter().map(tensor).collect()
-    }
-
-    /// The names with the tensors, in the order of ``keys``.
-    ///
-    /// Raises ``ClosedError``.
-    fn items<'py>(&self, py: Python<'py>) -> PyResult<Vec<(Bound<'py, PyAny>, Py<View>)>> {
-        Ok(self.keys(py)?.iter().zip(self.values(py)?).collect())
-    }
-
-    /// The tensor of that name, or ``default`` if there is none.
-    ///
-    /// Raises ``ClosedError``.
-    #[pyo3(signature = (name, default = None, /))]
-    fn get(
-        &self,
-        py: Python<'_>,
-        name: &Bound<'_, PyAny>,
-        default: Option<Py<PyAny>>,
-    ) -> PyResult<Py<PyAny>> {
-        if !self.__contains__(name)? {
-            return Ok(default.unwrap_or_else(|| py.None()));
-        }
-        Ok(self.__getitem__(py, &name.extract::<String>()?)?.into_any())
-    }
-
     /// Where a tensor begins in the memory: a multiple of 512. The memory may have parts that are not
     /// mapped side by side. Two names of one tensor, as tied weights have them, begin at the same
     /// byte.
@@ -319,19 +287,10 @@ impl SharedWeights {
         Ok(weights_of(&owner).is_hashed())
     }
 
-    /// What the publisher gave with the version; None if it gave nothing.
-    ///
-    /// Raises ``ClosedError``.
-    #[getter]
-    fn metadata<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+    /// What the publisher gave with the version, as JSON; empty if it gave nothing.
+    fn _metadata<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         let owner = self.handle.get()?;
-        let weights = weights_of(&owner);
-        let json = weights.metadata();
-        if json.is_empty() {
-            return Ok(None);
-        }
-        let loads = py.import("json")?.getattr("loads")?;
-        Ok(Some(loads.call1((PyBytes::new(py, json),))?))
+        Ok(PyBytes::new(py, weights_of(&owner).metadata()))
     }
 
     fn __getitem__(&self, py: Python<'_>, name: &str) -> PyResult<Py<View>> {
@@ -362,10 +321,6 @@ impl SharedWeights {
     fn __len__(&self) -> PyResult<usize> {
         let owner = self.handle.get()?;
         Ok(weights_of(&owner).tensors().len())
-    }
-
-    fn __iter__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyIterator>> {
-        self.keys(py)?.try_iter()
     }
 
     /// Opens the next version of the same name on the same device, waiting for it up to ``timeout``

@@ -9,7 +9,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyInt, PyString, PyType};
+use pyo3::types::{PyDict, PyInt, PyType};
 use warpipe::weights::{BaseVersion, Hashing, TensorsInPlace, Weights, WeightsBuilder};
 use warpipe::{Error, Layout, Wait};
 
@@ -23,7 +23,7 @@ use crate::interpreter_exit::LibraryHeld;
 use crate::memory::Memory;
 use crate::memory_owner::{COPIES, MemoryOwner, OwnedMemory, Range};
 use crate::source::{PlainTorch, Source, SourceLocation, Wanted};
-use crate::stream::{Consumer, imported};
+use crate::stream::Consumer;
 use crate::view::View;
 use crate::wait::{optional, waiting};
 use crate::weights::{LOOK, PublishedWeights, SharedWeights};
@@ -155,7 +155,7 @@ pub fn _publish_weights(
     let mut clock = PhaseClock::new();
     let options = Options::of(options)?;
     let domain = Domain::from_argument(options.domain.as_ref())?;
-    let device = device_of(py, options.device.as_ref(), &tensors)?;
+    let device = Device::from_argument(options.device.as_ref())?.inner;
     let own = OwnStream::new(py, &device)?;
     let search = Search {
         device: &device,
@@ -248,39 +248,6 @@ impl Base {
             Base::Number(number) => Ok(BaseVersion::find(domain, name, number, wait)?),
         }
     }
-}
-
-/// The device that was named; else the GPU of the first tensor on one, else this package's choice.
-fn device_of(
-    py: Python<'_>,
-    named: Option<&Bound<'_, PyAny>>,
-    tensors: &[Bound<'_, PyAny>],
-) -> PyResult<warpipe::Device> {
-    if named.is_some() {
-        return Ok(Device::from_argument(named)?.inner);
-    }
-    let torch = imported(py, "torch")?;
-    let class = torch.and_then(|torch| torch.getattr("Tensor").ok());
-    for tensor in tensors {
-        let is_torch = class.as_ref().is_some_and(|class| {
-            tensor.get_type().is(class) || tensor.is_instance(class).unwrap_or(false)
-        });
-        if is_torch && !tensor.getattr("is_cuda")?.is_truthy()? {
-            continue;
-        }
-        if !tensor.hasattr("__dlpack_device__")? {
-            continue;
-        }
-        let said = tensor.call_method0("__dlpack_device__")?;
-        let Ok((kind, ordinal)) = said.extract::<(i32, i32)>() else {
-            continue;
-        };
-        if kind == warpipe_dlpack::CUDA {
-            let named = PyString::new(py, &format!("cuda:{ordinal}"));
-            return Ok(Device::from_argument(Some(named.as_any()))?.inner);
-        }
-    }
-    Ok(Device::from_argument(None)?.inner)
 }
 
 /// How tensors are found and copied.

@@ -10,6 +10,9 @@ from typing import Any
 from . import _warpipe
 from ._errors import DTypeError, ExportError
 
+# DLPack's number of the kind of device.
+_DLPACK_CUDA = 2
+
 
 def numpy(self: _warpipe._Tensor) -> Any:
     """A NumPy array: in place for host memory, and read only where the memory is; a copy of GPU memory, except for a
@@ -65,30 +68,29 @@ def as_array(self: _warpipe._Tensor, dtype: Any = None, copy: bool | None = None
 
 
 def set_item(self: _warpipe.Loan, key: Any, value: Any) -> None:
+    if not _is_of_gpu(self):
+        numpy(self)[key] = value
+        return
     is_everything = key is ... or (isinstance(key, slice) and key.start is key.stop is key.step is None)
-    if is_everything and _is_of_gpu(self) and _framework() is None:
+    if is_everything and _framework() is None:
         # The values are on the host, and no imported framework can broadcast them on the GPU.
-        import numpy
-
-        array = numpy.empty(self.shape, _element(self.dtype))
+        array = import_module("numpy").empty(self.shape, _element(self.dtype))
         array[...] = value
         self.copy_from(array)
     else:
-        _to_be_written(self)[key] = value
+        _on_gpu(self)[key] = value
 
 
 def get_item(self: _warpipe.Loan, key: Any) -> Any:
-    return _to_be_written(self)[key]
+    return (_on_gpu(self) if _is_of_gpu(self) else numpy(self))[key]
 
 
-def _to_be_written(loan: _warpipe.Loan) -> Any:
+def _on_gpu(loan: _warpipe.Loan) -> Any:
     """An array of an imported framework."""
-    if not _is_of_gpu(loan):
-        return loan.numpy()
     framework = _framework()
     if framework is None:
-        next = "import torch or cupy, or use out[...] = values or out.copy_from(tensor)"
-        raise ExportError(f"no framework that can write memory of a GPU is imported; {next}")
+        advice = "import torch or cupy, or use out[...] = values or out.copy_from(tensor)"
+        raise ExportError(f"no framework that can write memory of a GPU is imported; {advice}")
     return getattr(loan, framework)()
 
 
@@ -98,7 +100,7 @@ def _framework() -> str | None:
 
 
 def _is_of_gpu(tensor: _warpipe._Tensor) -> bool:
-    return tensor.device.kind == "cuda"
+    return tensor.__dlpack_device__()[0] == _DLPACK_CUDA
 
 
 @functools.cache

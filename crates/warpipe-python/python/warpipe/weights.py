@@ -45,6 +45,8 @@ __all__ = [
     "watch",
 ]
 
+# DLPack's number of the kind of device.
+_DLPACK_CUDA = 2
 _IN_PLACE = "allocate it in warpipe.torch.pool() or in expandable segments, without gaps"
 
 
@@ -191,13 +193,27 @@ def publish_in_phases(
         said = f"a {type(state_dict).__name__} is no mapping of names to tensors"
         raise NotATensorError(f"{said}; give a dict: a module's state_dict(), or dict(module.named_parameters())")
     json_text = None if metadata is None else json.dumps(metadata, allow_nan=False).encode()
+    names, tensors = _lists(state_dict)
     options |= {"zero_copy": zero_copy, "metadata": json_text}
-    published, count, refused, phases = _warpipe._publish_weights(name, *_lists(state_dict), options)
+    if options.get("device") is None:
+        options["device"] = _first_gpu(tensors)
+    published, count, refused, phases = _warpipe._publish_weights(name, names, tensors, options)
     if refused:
         more = f" (and {len(refused) - 1} others)" if len(refused) > 1 else ""
         said = f"{len(refused)} of {count} tensors are copied: {refused[0]}{more}; {_IN_PLACE}"
         warnings.warn(said, CopyWarning, stacklevel=stacklevel)
     return published, phases
+
+
+def _first_gpu(tensors: list[Any]) -> str | None:
+    """The GPU of the first tensor that lies on one."""
+    for tensor in tensors:
+        # One of PyTorch says so sooner.
+        if getattr(tensor, "is_cuda", True) and hasattr(tensor, "__dlpack_device__"):
+            said = tensor.__dlpack_device__()
+            if isinstance(said, tuple) and len(said) == 2 and said[0] == _DLPACK_CUDA:
+                return f"cuda:{said[1]}"
+    return None
 
 
 def _lists(state_dict: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
@@ -254,3 +270,47 @@ def watch(
     Raises ``DomainError``, ``DeviceError``.
     """
     return Watch(name, device=device, domain=domain, after=after, on=on)
+
+
+def _values(self: SharedWeights) -> list[_warpipe.View]:
+    """The tensors, in the order of ``keys``.
+
+    Raises ``ClosedError``.
+    """
+    return [self[name] for name in self.keys()]
+
+
+def _items(self: SharedWeights) -> list[tuple[str, _warpipe.View]]:
+    """The names with the tensors, in the order of ``keys``.
+
+    Raises ``ClosedError``.
+    """
+    return [(name, self[name]) for name in self.keys()]
+
+
+def _get(self: SharedWeights, name: str, default: Any = None, /) -> Any:
+    """The tensor of that name, or ``default`` if there is none.
+
+    Raises ``ClosedError``.
+    """
+    return self[name] if name in self else default
+
+
+def _given_metadata(self: SharedWeights) -> Any:
+    """What the publisher gave with the version; None if it gave nothing.
+
+    Raises ``ClosedError``.
+    """
+    text = self._metadata()
+    return json.loads(text) if text else None
+
+
+def _complete() -> None:
+    """Makes open weights a mapping."""
+    weights: Any = SharedWeights
+    weights.values, weights.items, weights.get = _values, _items, _get
+    weights.__iter__ = lambda self: iter(self.keys())
+    weights.metadata = property(_given_metadata)
+
+
+_complete()
