@@ -371,6 +371,9 @@ typedef struct {
   uint64_t bytes;
 } warpipe_layout;
 
+// A function that the CPU runs in a stream's order.
+typedef void (*warpipe_host_function)(void *argument);
+
 // A subscriber, as its publisher sees it.
 typedef struct {
   // Its process id.
@@ -424,9 +427,6 @@ typedef struct {
   // The name for people, cut off after 127 bytes: the GPU's product name, or host.
   char name[128];
 } warpipe_device_info;
-
-// A function that the CPU runs in a stream's order.
-typedef void (*warpipe_host_function)(void *argument);
 
 // An endpoint that warpipe_domain_list found.
 typedef struct {
@@ -501,6 +501,8 @@ typedef struct {
   // On the first sample of another incarnation of the publisher: the process of the one before;
   // else 0.
   int32_t previous_pid;
+  // Whether it lies in its sender's own memory: see warpipe_publisher_loan_in.
+  bool is_in_place;
 } warpipe_sample_info;
 
 // The memory of a loan.
@@ -918,6 +920,43 @@ warpipe_status warpipe_publisher_close(warpipe_publisher *publisher);
 warpipe_status warpipe_publisher_loan(const warpipe_publisher *publisher,
                                       const warpipe_layout *layout,
                                       warpipe_loan **loan);
+
+// Lends published memory from byte offset on: what is there is sent where it lies, without a
+// copy, by warpipe_loan_send. Subscribers receive it as any other sample, with the access that
+// the publication gives; keep that as long as a subscriber may still receive the first sample in
+// it.
+//
+// release(argument) is called once: when the loan is discarded, or no subscriber reads the tensor
+// any more, because each has released it or is dead; also if this call fails. Nothing writes the
+// tensor meanwhile. release may be null.
+//
+// WARPIPE_INVALID_INPUT for bytes that do not lie in the memory, or memory of another device or
+// domain than the publisher's; as warpipe_publisher_loan.
+//
+// Requires: release(argument) may be called by any thread, and waits for nothing. The rest as for
+// warpipe_publisher_loan.
+warpipe_status warpipe_publisher_loan_in(const warpipe_publisher *publisher,
+                                         const warpipe_published *memory,
+                                         uint64_t offset,
+                                         const warpipe_layout *layout,
+                                         warpipe_host_function release,
+                                         void *argument,
+                                         warpipe_loan **loan);
+
+// As warpipe_publisher_loan_in, of layout.bytes bytes at the device address data, in memory
+// of cudaMalloc (cuMemAlloc). It is gone when this process is, and subscribers, of this user
+// alone, can also write it.
+//
+// WARPIPE_INVALID_INPUT for other memory, as warpipe_legacy_export says.
+//
+// Requires: The allocation stays until release is called, and as long as a subscriber has it open:
+// perhaps as long as that is attached. The rest as for warpipe_publisher_loan_in.
+warpipe_status warpipe_publisher_loan_at(const warpipe_publisher *publisher,
+                                         uint64_t data,
+                                         const warpipe_layout *layout,
+                                         warpipe_host_function release,
+                                         void *argument,
+                                         warpipe_loan **loan);
 
 // Loans, copies from memory of the host and sends, in one call. *sequence, which may be null,
 // becomes the sample's number. The source may be reused when the call returns.

@@ -563,6 +563,8 @@ private:
   warpipe_loan_info info_{};
 };
 
+class Published;
+
 // Hands tensors to any number of subscribers.
 class Publisher : public Object<warpipe_publisher, warpipe_publisher_close> {
 public:
@@ -573,6 +575,19 @@ public:
   Loan loan(const Layout &layout) const {
     warpipe_loan *loan = nullptr;
     check(warpipe_publisher_loan(get(), layout.get(), &loan));
+    return Loan(loan);
+  }
+  // Lends published memory from byte `offset` on, to be sent where it lies. The owner is kept until
+  // no subscriber reads it, and destroyed by any thread.
+  template <class Owner>
+  Loan loan_in(const Published &memory, std::uint64_t offset, const Layout &layout,
+               Owner owner) const;
+  // As above, memory of `cudaMalloc` from this device address on.
+  template <class Owner>
+  Loan loan_at(std::uint64_t data, const Layout &layout, Owner owner) const {
+    warpipe_loan *loan = nullptr;
+    check(warpipe_publisher_loan_at(get(), data, layout.get(), destroy<Owner>,
+                                    new Owner(std::move(owner)), &loan));
     return Loan(loan);
   }
   // Copies from memory of the host, and sends.
@@ -610,6 +625,10 @@ public:
         return found;
     }
   }
+
+private:
+  // The library calls it once, also when a call with it fails.
+  template <class Owner> static void destroy(void *owner) { delete static_cast<Owner *>(owner); }
 };
 
 class Subscriber;
@@ -1048,6 +1067,15 @@ public:
     });
   }
 };
+
+template <class Owner>
+Loan Publisher::loan_in(const Published &memory, std::uint64_t offset, const Layout &layout,
+                        Owner owner) const {
+  warpipe_loan *loan = nullptr;
+  check(warpipe_publisher_loan_in(get(), memory.get(), offset, layout.get(), destroy<Owner>,
+                                  new Owner(std::move(owner)), &loan));
+  return Loan(loan);
+}
 
 // Lends blocks of one process's memory.
 class Pool : public Object<warpipe_pool, warpipe_pool_close> {

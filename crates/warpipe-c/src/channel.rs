@@ -3,19 +3,20 @@
 use std::ffi::{c_char, c_void};
 use std::os::fd::AsRawFd;
 
-use warpipe::{Device, PeerState, Policy, Publisher, Stream, Subscriber};
+use warpipe::{Device, Layout, PeerState, Policy, Publisher, Stream, Subscriber};
 
 use crate::arguments::{
     Options, admit, flag, number, put_list, put_unless_null, slice, text, time_option, timeout,
 };
 use crate::call::{call, call_on, make_alone_on, read};
-use crate::device::{make_with, warpipe_device};
+use crate::device::{HostCall, make_with, warpipe_device, warpipe_host_function};
 use crate::domain::{set, warpipe_domain};
 use crate::failure::{Failure, run, warpipe_status};
 use crate::handle;
 use crate::layout::{layout_of, warpipe_layout};
 use crate::loan::{LoanKind, lend, warpipe_loan};
 use crate::sample::warpipe_sample;
+use crate::ticket::warpipe_published;
 
 /// Hands tensors in device memory to any number of subscribers. Any number of threads may use it.
 pub struct warpipe_publisher(());
@@ -251,6 +252,77 @@ pub unsafe extern "C" fn warpipe_publisher_loan(
 ) -> warpipe_status {
     // SAFETY: the caller's promises.
     unsafe { lend(publisher, layout, loan, Publisher::loan, LoanKind::Sample) }
+}
+
+/// The owner of a tensor that is sent where it lies. Dropped, it calls the caller's function.
+struct Owner(Option<HostCall>);
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        self.0.take().into_iter().for_each(HostCall::call);
+    }
+}
+
+/// Lends published memory from byte `offset` on: what is there is sent where it lies, without a
+/// copy, by `warpipe_loan_send`. Subscribers receive it as any other sample, with the access that
+/// the publication gives; keep that as long as a subscriber may still receive the first sample in
+/// it.
+///
+/// `release(argument)` is called once: when the loan is discarded, or no subscriber reads the tensor
+/// any more, because each has released it or is dead; also if this call fails. Nothing writes the
+/// tensor meanwhile. `release` may be null.
+///
+/// `WARPIPE_INVALID_INPUT` for bytes that do not lie in the memory, or memory of another device or
+/// domain than the publisher's; as `warpipe_publisher_loan`.
+///
+/// # Safety
+/// `release(argument)` may be called by any thread, and waits for nothing. The rest as for
+/// `warpipe_publisher_loan`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_publisher_loan_in(
+    publisher: *const warpipe_publisher,
+    memory: *const warpipe_published,
+    offset: u64,
+    layout: *const warpipe_layout,
+    release: warpipe_host_function,
+    argument: *mut c_void,
+    loan: *mut *mut warpipe_loan,
+) -> warpipe_status {
+    // SAFETY: the caller's promise.
+    let owner = Owner(unsafe { HostCall::new(release, argument) });
+    let take = |publisher: &Publisher, layout: &Layout| {
+        let memory = handle::find(memory)?;
+        Ok::<_, Failure>(publisher.loan_in(&memory, offset, layout, owner)?)
+    };
+    // SAFETY: the caller's promises.
+    unsafe { lend(publisher, layout, loan, take, LoanKind::Sample) }
+}
+
+/// As `warpipe_publisher_loan_in`, of `layout.bytes` bytes at the device address `data`, in memory
+/// of `cudaMalloc` (`cuMemAlloc`). It is gone when this process is, and subscribers, of this user
+/// alone, can also write it.
+///
+/// `WARPIPE_INVALID_INPUT` for other memory, as `warpipe_legacy_export` says.
+///
+/// # Safety
+/// The allocation stays until `release` is called, and as long as a subscriber has it open:
+/// perhaps as long as that is attached. The rest as for `warpipe_publisher_loan_in`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpipe_publisher_loan_at(
+    publisher: *const warpipe_publisher,
+    data: u64,
+    layout: *const warpipe_layout,
+    release: warpipe_host_function,
+    argument: *mut c_void,
+    loan: *mut *mut warpipe_loan,
+) -> warpipe_status {
+    // SAFETY: the caller's promise.
+    let owner = Owner(unsafe { HostCall::new(release, argument) });
+    // SAFETY: the caller's promise.
+    let take =
+        |publisher: &Publisher, layout: &Layout| unsafe { publisher.loan_at(data, layout, owner) };
+    // SAFETY: the caller's promises.
+    unsafe { lend(publisher, layout, loan, take, LoanKind::Sample) }
 }
 
 /// Loans, copies from memory of the host and sends, in one call. `*sequence`, which may be null,

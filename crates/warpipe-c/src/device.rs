@@ -232,18 +232,29 @@ pub unsafe extern "C" fn warpipe_stream_wait_for(
 /// A function that the CPU runs in a stream's order.
 pub type warpipe_host_function = Option<unsafe extern "C" fn(argument: *mut c_void)>;
 
-/// The caller's promise for a function that it enqueues.
-struct HostCall {
+/// The caller's promise for a function that is called later.
+pub(crate) struct HostCall {
     function: unsafe extern "C" fn(*mut c_void),
     argument: *mut c_void,
 }
 
-// SAFETY: the caller of `warpipe_stream_call` promises that any thread may call it.
+// SAFETY: the caller of `new` promises that any thread may call it.
 unsafe impl Send for HostCall {}
 
 impl HostCall {
-    fn call(self) {
-        // SAFETY: the promise of `warpipe_stream_call`'s caller.
+    /// None for no function.
+    ///
+    /// # Safety
+    /// `function(argument)` may be called once, by any thread, at any later time.
+    pub(crate) unsafe fn new(
+        function: warpipe_host_function,
+        argument: *mut c_void,
+    ) -> Option<HostCall> {
+        function.map(|function| HostCall { function, argument })
+    }
+
+    pub(crate) fn call(self) {
+        // SAFETY: the promise of `new`'s caller.
         unsafe { (self.function)(self.argument) }
     }
 }
@@ -263,8 +274,9 @@ pub unsafe extern "C" fn warpipe_stream_call(
     argument: *mut c_void,
 ) -> warpipe_status {
     let enqueue = |(): &(), stream: &Stream| {
-        let function = function.ok_or(Failure::NullArgument("function"))?;
-        let call = HostCall { function, argument };
+        // SAFETY: the caller's promise.
+        let call = unsafe { HostCall::new(function, argument) };
+        let call = call.ok_or(Failure::NullArgument("function"))?;
         Ok(stream.call(move || call.call())?)
     };
     // SAFETY: the caller's promise.

@@ -64,17 +64,17 @@ impl LoanKind {
 /// # Safety
 /// As for [`layout_of`] and [`make_beside`].
 #[inline(always)]
-pub(crate) unsafe fn lend<S: Handle<Object = OnDevice<T>>, T, L>(
+pub(crate) unsafe fn lend<S: Handle<Object = OnDevice<T>>, T, L, E: Into<Failure>>(
     source: *const S,
     layout: *const warpipe_layout,
     loan: *mut *mut warpipe_loan,
-    take: impl FnOnce(&T, &Layout) -> warpipe::Result<L>,
+    take: impl FnOnce(&T, &Layout) -> Result<L, E>,
     kind: impl FnOnce(L) -> LoanKind,
 ) -> warpipe_status {
     let take = |found: &mut S::Guard| {
         // SAFETY: the caller's promise.
         let layout = unsafe { layout_of(layout) }?;
-        Ok(kind(take(&found.object, &layout)?))
+        Ok(kind(take(&found.object, &layout).map_err(E::into)?))
     };
     // SAFETY: the caller's promise.
     unsafe { make_beside(source, "loan", loan, take) }

@@ -60,6 +60,8 @@ pub struct warpipe_sample_info {
     /// On the first sample of another incarnation of the publisher: the process of the one before;
     /// else 0.
     pub previous_pid: i32,
+    /// Whether it lies in its sender's own memory: see `warpipe_publisher_loan_in`.
+    pub is_in_place: bool,
 }
 
 /// A sample of a channel, or the input or the result of a job or a request.
@@ -123,6 +125,7 @@ impl Received {
             missing: gap.map_or(0, |gap| gap.missing),
             is_discontinuity: gap.is_some(),
             previous_pid: previous.map_or(0, |previous| previous.pid),
+            is_in_place: sample.is_in_place(),
         }
     }
 

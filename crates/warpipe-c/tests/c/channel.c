@@ -1,6 +1,8 @@
 // A channel between two processes: the child subscribes first, receives tensors of three layouts,
-// and sees its publisher's end.
+// one that lies in memory of the publisher's own, and sees its publisher's end.
+#include <sched.h>
 #include <spawn.h>
+#include <stdatomic.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -12,6 +14,39 @@ extern char **environ;
 
 static float value(uint64_t sample, uint64_t index) {
   return (float)sample * 0.5f + (float)index;
+}
+
+// Sent where it lies, from this byte of its memory on.
+static const char IN_PLACE[] = "in place";
+#define OFFSET 512
+
+static void set_flag(void *flag) {
+  atomic_store((atomic_bool *)flag, true);
+}
+
+// Sends memory of its own without a copy, and waits until the subscriber has released it.
+static void send_in_place(const warpipe_device *device, void *stream,
+                          const warpipe_publisher *publisher) {
+  warpipe_memory *memory = NULL;
+  OK(warpipe_memory_allocate(device, 4096, &memory));
+  OK(warpipe_memory_write(memory, stream, OFFSET, IN_PLACE, sizeof IN_PLACE));
+  warpipe_published *published = NULL;
+  OK(warpipe_memory_publish(memory, "c/memory", NULL, &published));
+  warpipe_layout layout;
+  const uint64_t shape[1] = {sizeof IN_PLACE};
+  OK(warpipe_layout_contiguous(WARPIPE_UINT8, shape, 1, &layout));
+
+  atomic_bool refused = false, released = false;
+  warpipe_loan *loan = NULL;
+  FAILS(warpipe_publisher_loan_in(publisher, published, 4096, &layout, set_flag, &refused, &loan),
+        WARPIPE_INVALID_INPUT, "4096");
+  CHECK(atomic_load(&refused) && loan == NULL);
+  OK(warpipe_publisher_loan_in(publisher, published, OFFSET, &layout, set_flag, &released, &loan));
+  OK(warpipe_loan_send(loan, stream, WARPIPE_USUAL_TIMEOUT, NULL));
+  while (!atomic_load(&released))
+    CHECK(sched_yield() == 0);
+  OK(warpipe_published_close(published));
+  OK(warpipe_memory_close(memory));
 }
 
 static int subscribe(void) {
@@ -46,6 +81,14 @@ static int subscribe(void) {
     }
   }
   warpipe_sample *sample = NULL;
+  OK(warpipe_subscriber_receive(subscriber, stream, LIMIT, &sample));
+  warpipe_sample_info info;
+  OK(warpipe_sample_get_info(sample, &info));
+  CHECK(info.is_in_place && info.layout.bytes == sizeof IN_PLACE);
+  char found[sizeof IN_PLACE];
+  OK(warpipe_sample_copy_to(sample, found, sizeof found, LIMIT));
+  CHECK(memcmp(found, IN_PLACE, sizeof found) == 0);
+  OK(warpipe_sample_finish(sample, LIMIT));
   FAILS(warpipe_subscriber_receive(subscriber, stream, LIMIT, &sample), WARPIPE_PEER_GONE,
         "c/channel");
   CHECK(sample == NULL);
@@ -89,11 +132,12 @@ int main(int count, char **arguments) {
     OK(warpipe_loan_send(loan, stream, WARPIPE_USUAL_TIMEOUT, &sequence));
     CHECK(sequence == number);
   }
+  send_in_place(device, stream, publisher);
   OK(warpipe_publisher_close(publisher));
   int status = -1;
   CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
   OK(warpipe_stream_destroy(device, stream));
   OK(warpipe_device_close(device));
-  puts("ok: 200 samples, each as it was sent");
+  puts("ok: 200 samples and one in place, each as it was sent");
   return 0;
 }

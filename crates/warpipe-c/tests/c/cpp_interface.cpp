@@ -2,6 +2,8 @@
 #include <cstdio>
 #include <cstring>
 #include <map>
+#include <memory>
+#include <thread>
 
 #include <poll.h>
 
@@ -156,6 +158,30 @@ void service(const warpipe::Device &device, void *stream) {
   CHECK(answer.to_vector<std::uint8_t>(kLimit) == (std::vector<std::uint8_t>{'c', 'b', 'a'}));
 }
 
+// A range of the pattern, received where it lies. Its owner goes with the sample.
+void in_place(const warpipe::Device &device, void *stream,
+              const warpipe::Published &published) {
+  warpipe::PublisherOptions options;
+  options.device = device.get();
+  warpipe::Publisher publisher("cpp/in_place", options);
+  warpipe::SubscriberOptions attach;
+  attach.device = device.get();
+  warpipe::Subscriber subscriber("cpp/in_place", attach);
+  const Layout layout = Layout::contiguous<std::uint32_t>({2, 4});
+  auto owner = std::make_shared<int>(0);
+  throws<warpipe::Error>([&] { publisher.loan_in(published, 4096, layout, owner); },
+                         WARPIPE_INVALID_INPUT, "4096");
+  CHECK(owner.use_count() == 1);
+  publisher.loan_in(published, 512, layout, owner).send(stream);
+  CHECK(owner.use_count() == 2);
+  warpipe::Sample sample = subscriber.receive(stream, kLimit);
+  CHECK(sample.info().is_in_place);
+  CHECK(sample.to_vector<std::uint32_t>(kLimit) == std::vector<std::uint32_t>(8, 0x1234567u));
+  sample.finish(kLimit);
+  while (owner.use_count() > 1)
+    std::this_thread::yield();
+}
+
 void memory(const warpipe::Device &device, void *stream) {
   warpipe::Memory memory = warpipe::Memory::allocate(device, 4096);
   const std::vector<std::uint32_t> pattern(1024, 0x1234567u);
@@ -165,6 +191,7 @@ void memory(const warpipe::Device &device, void *stream) {
   warpipe::Memory opened = warpipe::Memory::open(published.ticket(), device, kLimit);
   CHECK(opened.bytes() == 4096 && opened.to_vector<std::uint32_t>(kLimit) == pattern);
   opened.used_on(stream);
+  in_place(device, stream, published);
   throws<warpipe::Error>([&] { warpipe::Memory::open("nonsense", device, 0s); },
                          WARPIPE_INVALID_INPUT, "ticket");
 
