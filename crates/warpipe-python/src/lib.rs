@@ -37,6 +37,11 @@
 //! streams that memory waits for, callbacks of `Members`, and results of interrupted waits. So
 //! there are no cycles to collect.
 //!
+//! Names and texts of queues, clients, workers and servers are in `python/warpipe/_queue.py`, over
+//! `jobs` and `leases`. What calls Python alone is in Python, too, and set on the classes at import:
+//! `_arrays.py`, `_members.py`, `weights.py`. Iterations are native, and a method in Python returns
+//! at once what a native wait gave it: a signal's handler that runs in between would lose that.
+//!
 //! A new part of the library becomes a module here, a line in `register`, and its classes in
 //! `python/warpipe/__init__.py` and `stubs/types.pyi`.
 #![deny(missing_docs)]
