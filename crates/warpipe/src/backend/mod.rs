@@ -39,8 +39,11 @@ pub struct RawRegion {
     pub bytes: u64,
     /// The backend's own handle (`CUmemGenericAllocationHandle`, or a descriptor number).
     pub handle: u64,
-    /// The part of it that is still to be released.
-    pub(crate) stage: Stage,
+    /// The length in bytes of each of its mappings.
+    pub(crate) piece: u64,
+    /// The first bytes of it, which are still mapped. A device that has released a part of a region
+    /// leaves 0 here, in `handle` and in `ptr`, in this order: mapped memory is not freed.
+    pub(crate) mapped: u64,
 }
 
 /// An allocation that other code of this process has made and mapped, held once more. Plain data:
@@ -54,26 +57,6 @@ pub struct Retained {
     pub base: DevicePtr,
     /// The mapping's length in bytes.
     pub bytes: u64,
-}
-
-/// The part of a region that a device has not released. Each step waits for the previous one:
-/// mapped memory is not freed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Stage {
-    /// Everything.
-    Mapped,
-    /// The addresses, without a mapping, and the handle.
-    Reserved,
-    /// The handle.
-    Held,
-    /// The addresses, and the first `mapped` bytes in mappings of `piece` bytes each. No handle:
-    /// the mappings hold the allocations.
-    Pieces {
-        /// The length of each mapping.
-        piece: u64,
-        /// What is still mapped.
-        mapped: u64,
-    },
 }
 
 /// One memory operation of a [`Streams::batch`].

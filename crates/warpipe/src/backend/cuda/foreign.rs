@@ -7,18 +7,15 @@
 //! allocation of before.
 
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
-use std::sync::atomic::Ordering;
 
 use rustix::io::FdFlags;
 
 use super::backend::CudaBackend;
-use super::backend::memory::{
-    access_to, duplicate, import_error, not_memory, refuse_plain_files, size,
-};
+use super::backend::memory::{duplicate, import_error, not_memory, refuse_plain_files};
 use super::sys::Fault;
 use super::sys::*;
 use crate::backend::{
-    Access, DeviceId, DeviceKind, DevicePtr, Imports, Ipc, PointerKind, RawRegion, Retained, Stage,
+    Access, DeviceId, DeviceKind, DevicePtr, Imports, Ipc, PointerKind, RawRegion, Retained,
 };
 use crate::error::{Error, Result};
 
@@ -39,33 +36,11 @@ impl Imports for CudaBackend {
         access: Access,
         owner: DeviceId,
     ) -> Result<RawRegion> {
-        let bytes = self.check_pieces(fds, piece, owner)?;
+        self.check_pieces(fds, piece, owner)?;
         let _current = self.enter()?;
         self.check_peer(owner)?;
         let handles = self.import_handles(fds, piece)?;
-        let ptr = self.driver.address_reserve(size(bytes)?).map_err(|fault| {
-            self.release_handles(&handles, piece);
-            self.no_room(fault, bytes)
-        })?;
-        let mut region = RawRegion {
-            ptr,
-            bytes,
-            handle: 0,
-            stage: Stage::Pieces { piece, mapped: 0 },
-        };
-        self.held.fetch_add(bytes, Ordering::Relaxed);
-        match self.map_pieces(&mut region, &handles, access, owner) {
-            Ok(()) => Ok(region),
-            Err(error) => {
-                // The first failure is the one to report.
-                // SAFETY: made here, and handed to no other code.
-                if unsafe { self.release_pieces(&mut region) }.is_err() {
-                    self.held.fetch_sub(bytes, Ordering::Relaxed);
-                    self.owe(region);
-                }
-                Err(error)
-            }
-        }
+        self.map(&handles, piece, access, owner, CudaBackend::not_a_piece)
     }
 
     unsafe fn import_over(
@@ -91,8 +66,8 @@ impl Imports for CudaBackend {
             self.release_handles(&handles, piece);
             return Err(fault.into());
         }
-        region.stage = Stage::Pieces { piece, mapped: 0 };
-        self.map_pieces(region, &handles, access, owner)
+        region.piece = piece;
+        self.map_into(region, &handles, access, owner, CudaBackend::not_a_piece)
     }
 
     fn retain_mapped(&self, ptr: DevicePtr) -> Result<Retained> {
@@ -186,104 +161,6 @@ impl CudaBackend {
             }
         }
         Ok(handles)
-    }
-
-    /// Gives up the handles of pieces of so many bytes. One that the driver does not release now is
-    /// released later.
-    fn release_handles(&self, handles: &[CUmemGenericAllocationHandle], piece: u64) {
-        for &handle in handles {
-            // SAFETY: imported here, and released once. A mapping holds the allocation.
-            if unsafe { self.driver.cuMemRelease(handle) }.is_err() {
-                self.owe(RawRegion {
-                    ptr: 0,
-                    bytes: piece,
-                    handle,
-                    stage: Stage::Held,
-                });
-            }
-        }
-    }
-
-    /// Maps the pieces behind those that are mapped, gives up the handles, and makes all
-    /// accessible.
-    fn map_pieces(
-        &self,
-        region: &mut RawRegion,
-        handles: &[CUmemGenericAllocationHandle],
-        access: Access,
-        owner: DeviceId,
-    ) -> Result<()> {
-        let Stage::Pieces { piece, mapped } = &mut region.stage else {
-            unreachable!("a region of pieces")
-        };
-        for (index, &handle) in handles.iter().enumerate() {
-            // SAFETY: the range is reserved, and empty behind `mapped`; the handle is held.
-            let made = unsafe {
-                self.driver
-                    .cuMemMap(region.ptr + *mapped, size(*piece)?, 0, handle, 0)
-            };
-            if let Err(fault) = made {
-                self.release_handles(&handles[index..], *piece);
-                return Err(self.not_a_piece(fault, *piece));
-            }
-            *mapped += *piece;
-            match handles {
-                // Kept for the region's end: the driver may hold up its release, and this is called
-                // where a peer waits for an answer.
-                [only] => region.handle = *only,
-                // The mapping holds the allocation.
-                _ => self.release_handles(&[handle], *piece),
-            }
-        }
-        let access = access_to(self.device, access);
-        // SAFETY: all of the range is mapped.
-        unsafe {
-            self.driver
-                .cuMemSetAccess(region.ptr, size(region.bytes)?, &access, 1)
-        }
-        .map_err(|fault| match owner == self.info.id {
-            true => self.no_room(fault, region.bytes),
-            false => self.peer_error(owner, fault.words()),
-        })
-    }
-
-    /// Leaves a region its addresses alone. After an error `region` records what is left.
-    ///
-    /// # Safety
-    /// As for [`crate::backend::Regions::release`].
-    unsafe fn empty(&self, region: &mut RawRegion) -> Result<(), Fault> {
-        let ptr = region.ptr;
-        if let Stage::Pieces { piece, mapped } = &mut region.stage {
-            while *mapped > 0 {
-                let last = *mapped - *piece;
-                // SAFETY: mapped as one piece, and no work uses it by the caller's promise.
-                unsafe { self.driver.cuMemUnmap(ptr + last, *piece as usize) }?;
-                *mapped = last;
-            }
-        }
-        if region.handle != 0 {
-            // SAFETY: held since the only piece was imported, and given up here.
-            unsafe { self.driver.cuMemRelease(region.handle) }?;
-            region.handle = 0;
-        }
-        Ok(())
-    }
-
-    /// Undoes the completed steps, last first. After an error `region` records what is left.
-    ///
-    /// # Safety
-    /// As for [`crate::backend::Regions::release`], of a region in the stage `Pieces`.
-    pub(super) unsafe fn release_pieces(&self, region: &mut RawRegion) -> Result<()> {
-        let _current = self.enter()?;
-        // SAFETY: the caller's promise.
-        unsafe { self.empty(region) }?;
-        // SAFETY: reserved in `import`, unmapped above.
-        unsafe {
-            self.driver
-                .cuMemAddressFree(region.ptr, size(region.bytes)?)
-        }?;
-        self.held.fetch_sub(region.bytes, Ordering::Relaxed);
-        Ok(())
     }
 
     fn not_a_piece(&self, fault: Fault, piece: u64) -> Error {

@@ -5,7 +5,7 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
-use crate::backend::{Access, RawRegion, Stage};
+use crate::backend::{Access, RawRegion};
 use crate::error::{Error, Result};
 use crate::os::{above_standard, set_length};
 
@@ -43,7 +43,8 @@ pub(super) fn allocate(bytes: u64) -> Result<RawRegion> {
         ptr,
         bytes,
         handle: fd.into_raw_fd() as u64,
-        stage: Stage::Mapped,
+        piece: bytes,
+        mapped: bytes,
     })
 }
 
@@ -91,7 +92,8 @@ pub(super) fn import(fds: &[BorrowedFd<'_>], piece: u64, access: Access) -> Resu
         ptr: base.map_err(failed)? as u64,
         bytes: bytes as u64,
         handle: IMPORTED,
-        stage: Stage::Mapped,
+        piece,
+        mapped: bytes as u64,
     };
     // SAFETY: the range was mapped just now for this, and nothing uses it yet.
     if let Err(error) = unsafe { map_over(&region, fds, piece, access) } {

@@ -14,7 +14,7 @@ use super::super::sys::Fault;
 use super::super::sys::*;
 use super::super::waits;
 use super::CudaBackend;
-use crate::backend::{Access, DeviceId, DevicePtr, RawRegion, Regions, Stage, unreclaimed};
+use crate::backend::{Access, DeviceId, DevicePtr, RawRegion, Regions, unreclaimed};
 use crate::error::{Error, Result};
 use crate::os;
 use crate::slow_path::{self, SlowPath};
@@ -31,94 +31,6 @@ const NOT_SUCH_MEMORY: [CUresult; 5] = [
     CUresult::OPERATING_SYSTEM,
 ];
 
-/// A mapping that is made or undone step by step.
-struct AddressMapping<'a> {
-    driver: &'a Driver,
-    handle: CUmemGenericAllocationHandle,
-    bytes: usize,
-    reserved: Option<CUdeviceptr>,
-    mapped: bool,
-}
-
-impl<'a> AddressMapping<'a> {
-    /// Takes over a handle.
-    fn of(
-        driver: &'a Driver,
-        handle: CUmemGenericAllocationHandle,
-        bytes: usize,
-    ) -> AddressMapping<'a> {
-        AddressMapping {
-            driver,
-            handle,
-            bytes,
-            reserved: None,
-            mapped: false,
-        }
-    }
-
-    /// Builds the mapping. On a failure it undoes its steps.
-    fn build(mut self, backend: &CudaBackend) -> Result<RawRegion, Fault> {
-        match self.take_steps(backend.device) {
-            Ok(()) => {
-                backend.held.fetch_add(self.bytes as u64, Ordering::Relaxed);
-                Ok(self.region())
-            }
-            Err(fault) => {
-                // The first failure is the one to report.
-                if self.undo().is_err() {
-                    backend.owe(self.region());
-                }
-                Err(fault)
-            }
-        }
-    }
-
-    fn take_steps(&mut self, device: CUdevice) -> Result<(), Fault> {
-        let address = self.driver.address_reserve(self.bytes)?;
-        self.reserved = Some(address);
-        // SAFETY: the range was reserved just now, the handle is held by self.
-        unsafe { self.driver.cuMemMap(address, self.bytes, 0, self.handle, 0) }?;
-        self.mapped = true;
-        let access = access_to(device, Access::ReadWrite);
-        // SAFETY: mapped just now.
-        unsafe { self.driver.cuMemSetAccess(address, self.bytes, &access, 1) }
-    }
-
-    /// Undoes the completed steps, last first, and stops where the driver refuses: mapped memory
-    /// must not be freed.
-    fn undo(&mut self) -> Result<(), Fault> {
-        if let Some(address) = self.reserved {
-            if self.mapped {
-                // SAFETY: mapped, and no work uses it: it was never handed out, or its owner
-                // promises that.
-                unsafe { self.driver.cuMemUnmap(address, self.bytes) }?;
-                self.mapped = false;
-            }
-            // SAFETY: reserved, unmapped above.
-            unsafe { self.driver.cuMemAddressFree(address, self.bytes) }?;
-            self.reserved = None;
-        }
-        // SAFETY: held by self, which is gone after this.
-        unsafe { self.driver.cuMemRelease(self.handle) }
-    }
-
-    /// The part of the region that exists.
-    fn region(&self) -> RawRegion {
-        let stage = match (self.reserved, self.mapped) {
-            (None, _) => Stage::Held,
-            (Some(_), false) => Stage::Reserved,
-            (Some(_), true) => Stage::Mapped,
-        };
-        let ptr = self.reserved.unwrap_or_default();
-        RawRegion {
-            ptr,
-            bytes: self.bytes as u64,
-            handle: self.handle,
-            stage,
-        }
-    }
-}
-
 impl Regions for CudaBackend {
     fn granularity(&self) -> u64 {
         self.granularity
@@ -126,14 +38,12 @@ impl Regions for CudaBackend {
 
     fn allocate(&self, bytes: u64) -> Result<RawRegion> {
         let _current = self.enter()?;
-        let size = size(bytes)?;
         let handle = self
             .driver
-            .memory_create(size, &allocation(self.device))
+            .memory_create(size(bytes)?, &allocation(self.device))
             .map_err(|fault| self.no_room(fault, bytes))?;
-        AddressMapping::of(self.driver, handle, size)
-            .build(self)
-            .map_err(|fault| self.no_room(fault, bytes))
+        let (access, owner) = (Access::ReadWrite, self.info.id);
+        self.map(&[handle], bytes, access, owner, CudaBackend::no_room)
     }
 
     unsafe fn export(&self, region: &RawRegion) -> Result<OwnedFd> {
@@ -155,20 +65,8 @@ impl Regions for CudaBackend {
                 self.held.fetch_sub(region.bytes, Ordering::Relaxed);
             }
         })?;
-        if let Stage::Pieces { .. } = region.stage {
-            // SAFETY: the caller's promise.
-            return unsafe { self.release_pieces(region) };
-        }
-        let mut mapping = AddressMapping {
-            driver: self.driver,
-            handle: region.handle,
-            bytes: size(region.bytes)?,
-            reserved: (region.stage != Stage::Held).then_some(region.ptr),
-            mapped: region.stage == Stage::Mapped,
-        };
-        let undone = mapping.undo();
-        *region = mapping.region();
-        undone?;
+        // SAFETY: the caller's promise.
+        unsafe { self.undo(region) }?;
         self.held.fetch_sub(region.bytes, Ordering::Relaxed);
         Ok(())
     }
@@ -214,6 +112,143 @@ impl Regions for CudaBackend {
 }
 
 impl CudaBackend {
+    /// Maps allocations of `piece` bytes each, in their order, into one new range, and takes over
+    /// their handles. `refused` makes the error of one that cannot be mapped. On a failure it undoes
+    /// its steps.
+    pub(in crate::backend::cuda) fn map(
+        &self,
+        handles: &[CUmemGenericAllocationHandle],
+        piece: u64,
+        access: Access,
+        owner: DeviceId,
+        refused: fn(&CudaBackend, Fault, u64) -> Error,
+    ) -> Result<RawRegion> {
+        let bytes = piece * handles.len() as u64;
+        let ptr = self.driver.address_reserve(size(bytes)?).map_err(|fault| {
+            self.release_handles(handles, piece);
+            self.no_room(fault, bytes)
+        })?;
+        let mut region = RawRegion {
+            ptr,
+            bytes,
+            handle: 0,
+            piece,
+            mapped: 0,
+        };
+        let mapped = self.map_into(&mut region, handles, access, owner, refused);
+        // The first failure is the one to report.
+        // SAFETY: made here, and handed to no other code.
+        if mapped.is_err() && unsafe { self.undo(&mut region) }.is_err() {
+            self.owe(region);
+        } else if mapped.is_ok() {
+            self.held.fetch_add(bytes, Ordering::Relaxed);
+        }
+        mapped.map(|()| region)
+    }
+
+    /// [`map`](Self::map) into a region that has its addresses alone.
+    pub(in crate::backend::cuda) fn map_into(
+        &self,
+        region: &mut RawRegion,
+        handles: &[CUmemGenericAllocationHandle],
+        access: Access,
+        owner: DeviceId,
+        refused: fn(&CudaBackend, Fault, u64) -> Error,
+    ) -> Result<()> {
+        let (piece, length) = (region.piece, size(region.piece)?);
+        for (index, &handle) in handles.iter().enumerate() {
+            let place = region.ptr + region.mapped;
+            // SAFETY: the range is reserved, and empty behind `mapped`; the handle is held.
+            if let Err(fault) = unsafe { self.driver.cuMemMap(place, length, 0, handle, 0) } {
+                self.release_handles(&handles[index..], piece);
+                return Err(refused(self, fault, piece));
+            }
+            region.mapped += piece;
+            match handles {
+                // Kept for the region's end: it is exported by it, and the driver may hold up its
+                // release, where a peer waits for an answer.
+                [only] => region.handle = *only,
+                // The mapping holds the allocation.
+                _ => self.release_handles(&[handle], piece),
+            }
+        }
+        let access = access_to(self.device, access);
+        // SAFETY: all of the range is mapped.
+        unsafe {
+            self.driver
+                .cuMemSetAccess(region.ptr, size(region.bytes)?, &access, 1)
+        }
+        .map_err(|fault| match owner == self.info.id {
+            true => self.no_room(fault, region.bytes),
+            false => self.peer_error(owner, fault.words()),
+        })
+    }
+
+    /// Leaves a region its addresses alone. After an error `region` records what is left.
+    ///
+    /// # Safety
+    /// As for [`Regions::release`].
+    pub(in crate::backend::cuda) unsafe fn empty(
+        &self,
+        region: &mut RawRegion,
+    ) -> Result<(), Fault> {
+        while region.mapped > 0 {
+            let last = region.mapped - region.piece;
+            // SAFETY: mapped as one piece, and no work uses it by the caller's promise.
+            unsafe {
+                self.driver
+                    .cuMemUnmap(region.ptr + last, region.piece as usize)
+            }?;
+            region.mapped = last;
+        }
+        if region.handle != 0 {
+            // SAFETY: held since the only piece was mapped, and given up here.
+            unsafe { self.driver.cuMemRelease(region.handle) }?;
+            region.handle = 0;
+        }
+        Ok(())
+    }
+
+    /// Undoes the completed steps of a region. After an error `region` records what is left.
+    ///
+    /// # Safety
+    /// As for [`Regions::release`].
+    unsafe fn undo(&self, region: &mut RawRegion) -> Result<(), Fault> {
+        // SAFETY: the caller's promise.
+        unsafe { self.empty(region) }?;
+        if region.ptr != 0 {
+            // SAFETY: reserved, and unmapped above.
+            unsafe {
+                self.driver
+                    .cuMemAddressFree(region.ptr, region.bytes as usize)
+            }?;
+            region.ptr = 0;
+        }
+        Ok(())
+    }
+
+    /// Gives up the handles of pieces of so many bytes. One that the driver does not release now is
+    /// released later.
+    pub(in crate::backend::cuda) fn release_handles(
+        &self,
+        handles: &[CUmemGenericAllocationHandle],
+        piece: u64,
+    ) {
+        for &handle in handles {
+            // SAFETY: made or imported by this backend, and released once. A mapping holds the
+            // allocation.
+            if unsafe { self.driver.cuMemRelease(handle) }.is_err() {
+                self.owe(RawRegion {
+                    ptr: 0,
+                    bytes: piece,
+                    handle,
+                    piece,
+                    mapped: 0,
+                });
+            }
+        }
+    }
+
     /// [`Error::DeviceMemory`] if the fault is of that kind, else the fault's general error.
     pub(in crate::backend::cuda) fn no_room(&self, fault: Fault, bytes: u64) -> Error {
         if !fault.is(&[CUresult::OUT_OF_MEMORY]) {
@@ -257,7 +292,7 @@ impl CudaBackend {
     }
 
     /// Queues the remaining part of an unfinished region for another attempt.
-    pub(in crate::backend::cuda) fn owe(&self, region: RawRegion) {
+    fn owe(&self, region: RawRegion) {
         // Counted until it is released, like any region.
         self.held.fetch_add(region.bytes, Ordering::Relaxed);
         if let Some(backend) = self.me.upgrade() {
