@@ -20,6 +20,14 @@ pub struct KernelLaunch<'a> {
 /// As for the kernel itself: the arguments name memory that is valid for the kernel's accesses.
 pub type HostKernel = unsafe fn(KernelLaunch<'_>);
 
+/// A module of this library, from its PTX with a NUL at the end.
+pub(crate) const fn module(ptx: &'static str) -> &'static CStr {
+    match CStr::from_bytes_with_nul(ptx.as_bytes()) {
+        Ok(text) => text,
+        Err(_) => panic!("PTX with a NUL inside, or none at its end"),
+    }
+}
+
 /// One kernel under both backends. All its parameters are 64 bits wide.
 ///
 /// ```

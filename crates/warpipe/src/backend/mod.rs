@@ -234,7 +234,7 @@ pub trait Regions {
 }
 
 /// Allocations of other processes, and of other code in this one. A part of [`Backend`].
-pub trait Imports: Ipc {
+pub trait Imports {
     /// `cuMemImportFromShareableHandle` + map, or `mmap` of sealed memfds: maps a peer's
     /// allocations of exactly `piece` bytes each, owned by device `owner`, in their order into one
     /// range. The descriptors are not trusted:
@@ -269,28 +269,20 @@ pub trait Imports: Ipc {
     /// of this process has mapped at `ptr` by the virtual memory functions (PyTorch's expandable
     /// segments, for example). [`Error::NotExportable`](crate::Error::NotExportable) for any other
     /// memory; on the host backend for any but its own regions.
-    fn retain_mapped(&self, ptr: DevicePtr) -> Result<Retained> {
-        let kind = self.locate(ptr)?.kind;
-        Err(Error::NotExportable { ptr, kind })
-    }
+    fn retain_mapped(&self, ptr: DevicePtr) -> Result<Retained>;
 
     /// `cuMemExportToShareableHandle` (POSIX descriptor) of a retained allocation. Close-on-exec.
     /// [`Error::NotExportable`](crate::Error::NotExportable) if it was made without that.
     ///
     /// # Safety
     /// `retained` came from `retain_mapped` of this backend and is not released.
-    unsafe fn export_retained(&self, retained: &Retained) -> Result<OwnedFd> {
-        let (ptr, kind) = (retained.base, PointerKind::Vmm);
-        Err(Error::NotExportable { ptr, kind })
-    }
+    unsafe fn export_retained(&self, retained: &Retained) -> Result<OwnedFd>;
 
     /// `cuMemRelease` of a retained allocation.
     ///
     /// # Safety
     /// `retained` came from `retain_mapped` of this backend and is released once.
-    unsafe fn release_retained(&self, _retained: &Retained) -> Result<()> {
-        Ok(())
-    }
+    unsafe fn release_retained(&self, retained: &Retained) -> Result<()>;
 }
 
 /// Streams, their order, and events. A part of [`Backend`].

@@ -5,15 +5,11 @@ use std::ffi::CStr;
 use super::KernelRing;
 use super::host_ring::HostRing;
 use crate::error::{Error, Result};
-use crate::kernel::{Kernel, KernelLaunch};
+use crate::kernel::{Kernel, KernelLaunch, module};
 use crate::stream::Stream;
 
 /// A static, so that it has one address, and the module is loaded once.
-static PTX: &CStr =
-    match CStr::from_bytes_with_nul(concat!(include_str!("steps.ptx"), "\0").as_bytes()) {
-        Ok(text) => text,
-        Err(_) => panic!("steps.ptx has a NUL inside"),
-    };
+static PTX: &CStr = module(concat!(include_str!("steps.ptx"), "\0"));
 
 /// Waits for the next item.
 pub(crate) static WAIT: Kernel = Kernel::new(c"warpipe_ring_wait_step", PTX, wait);

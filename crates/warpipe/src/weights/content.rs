@@ -17,7 +17,7 @@ use crate::backend::DevicePtr;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::thread::on_several;
-use crate::kernel::{Kernel, KernelLaunch};
+use crate::kernel::{Kernel, KernelLaunch, module};
 use crate::memory::slice::check_range;
 use crate::memory::{DeviceSlice, Memory};
 use crate::stream::Stream;
@@ -38,11 +38,7 @@ const LEAVES_AT_ONCE: u64 = 1 << 19;
 const BLOCKS_AT_ONCE: usize = 1 << 16;
 
 /// A static, so that it has one address, and the module is loaded once.
-static PTX: &CStr =
-    match CStr::from_bytes_with_nul(concat!(include_str!("leaves.ptx"), "\0").as_bytes()) {
-        Ok(text) => text,
-        Err(_) => panic!("leaves.ptx has a NUL inside"),
-    };
+static PTX: &CStr = module(concat!(include_str!("leaves.ptx"), "\0"));
 
 static HASH_LEAVES: Kernel = Kernel::new(c"warpipe_hash_leaves", PTX, hash_leaves);
 static COPY_LEAVES: Kernel = Kernel::new(c"warpipe_copy_leaves", PTX, copy_leaves);

@@ -18,7 +18,10 @@ use self::memory::allocation;
 use super::context::{Current, Relaxed, enter, make_current};
 use super::device::{check_abilities, describe, driver, find};
 use super::staging::Staging;
-use super::sys::{CUcontext, CUdevice, CUresult, DEVICE_ATTRIBUTE_MPS_ENABLED, Driver};
+use super::sys::{
+    CUcontext, CUdevice, CUresult, DEVICE_ATTRIBUTE_MPS_ENABLED, Driver,
+    MEM_ALLOC_GRANULARITY_MINIMUM,
+};
 use super::{shutdown_gate, waits};
 use crate::backend::{Backend, DeviceInfo};
 use crate::error::{Error, Result};
@@ -88,14 +91,14 @@ impl CudaBackend {
         let info = describe(driver, device, ordinal)?;
         check_abilities(driver, device)?;
         let _relaxed = Relaxed::new(driver);
-        let context = driver.primary_context_retain(device)?;
+        let context = driver.cuDevicePrimaryCtxRetain(device)?;
         let backend = Self::with_context(driver, device, context, info).inspect_err(|_| {
-            let _ = driver.primary_context_release(device);
+            let _ = driver.cuDevicePrimaryCtxRelease_v2(device);
         })?;
         if had_one {
             // A reset leaves the retain counts as they are: the previous backend's retain is
             // released now that a new one exists.
-            let _ = driver.primary_context_release(device);
+            let _ = driver.cuDevicePrimaryCtxRelease_v2(device);
         }
         let backend = Arc::new_cyclic(|me| CudaBackend {
             me: me.clone(),
@@ -112,9 +115,11 @@ impl CudaBackend {
         info: DeviceInfo,
     ) -> Result<CudaBackend> {
         let _current = enter(driver, context)?;
-        let granularity = driver.allocation_granularity(&allocation(device))?.max(1);
+        let (prop, option) = (allocation(device), MEM_ALLOC_GRANULARITY_MINIMUM);
+        // SAFETY: the address is that of a live local.
+        let granularity = unsafe { driver.cuMemGetAllocationGranularity(&prop, option) }?;
         let is_under_mps = driver
-            .device_attribute(device, DEVICE_ATTRIBUTE_MPS_ENABLED)
+            .cuDeviceGetAttribute(DEVICE_ATTRIBUTE_MPS_ENABLED, device)
             .is_ok_and(|is_enabled| is_enabled != 0);
         let (broadcast, gather) = (Broadcast::load(driver)?, Gather::load(driver)?);
         // Once more: the first context may have made the driver register a handler of its own.
@@ -135,7 +140,7 @@ impl CudaBackend {
             is_reset,
             opening: waits::next_context(),
             info,
-            granularity,
+            granularity: granularity.max(1) as u64,
             is_under_mps,
             kernels,
             broadcast,

@@ -67,7 +67,7 @@ pub(super) fn enter(driver: &'static Driver, context: CUcontext) -> Result<Curre
 pub(super) fn make_current(driver: &'static Driver, context: CUcontext) -> Result<Current> {
     let guard = shutdown_gate::enter();
     // Mostly the context is current already, and the query is far cheaper than a push and a pop.
-    let pushed = driver.context_current()? != context;
+    let pushed = driver.cuCtxGetCurrent()? != context;
     if pushed {
         // SAFETY: the context is retained for the life of the process.
         unsafe { driver.cuCtxPushCurrent_v2(context) }?;
@@ -84,6 +84,6 @@ impl Drop for Current {
     #[inline]
     fn drop(&mut self) {
         // A failed pop must not leave the caller with another context than before.
-        let _ = self.pushed && (0..POP_TRIES).any(|_| self.driver.context_pop().is_ok());
+        let _ = self.pushed && (0..POP_TRIES).any(|_| self.driver.cuCtxPopCurrent_v2().is_ok());
     }
 }

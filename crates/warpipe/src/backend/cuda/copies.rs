@@ -23,7 +23,7 @@ use super::backend::memory::size;
 use super::shutdown_gate;
 use super::staging::{LARGEST, Piece, Purpose, StagingLease, UPLOADS_MAX};
 use super::sys::Fault;
-use super::sys::{CUDA_MEMCPY3D, CUdeviceptr, CUstream, MEMORYTYPE_UNIFIED};
+use super::sys::{CUDA_MEMCPY3D, CUdeviceptr, CUstream, EVENT_DISABLE_TIMING, MEMORYTYPE_UNIFIED};
 use crate::backend::{Copies, DevicePtr, HostCopy, RawStream, Rows};
 use crate::backoff::Backoff;
 use crate::error::{Error, Result};
@@ -497,7 +497,7 @@ impl CudaBackend {
     /// # Safety
     /// The stream is live, the context current.
     unsafe fn wait_for_copy(&self, stream: CUstream, limit: Limit) -> Result<()> {
-        let event = self.driver.event_create()?;
+        let event = self.driver.cuEventCreate(EVENT_DISABLE_TIMING)?;
         // SAFETY: both are live.
         let recorded = unsafe { self.driver.cuEventRecord(event, stream) };
         let waited = recorded.map_err(Error::from).and_then(|()| {

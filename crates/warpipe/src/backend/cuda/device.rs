@@ -1,5 +1,6 @@
 //! Loading the driver, and the devices that it has.
 
+use std::ffi::c_int;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -44,7 +45,7 @@ fn init(driver: &Driver) -> Result<(), Fault> {
     let start = Instant::now();
     let mut backoff = Backoff::default();
     loop {
-        match driver.init() {
+        match driver.cuInit(0) {
             Err(fault)
                 if fault.is(&[CUresult::MPS_SERVER_NOT_READY])
                     && start.elapsed() < MPS_PATIENCE =>
@@ -64,7 +65,7 @@ fn init(driver: &Driver) -> Result<(), Fault> {
 /// [`Error::NoDriver`], [`Error::DevicePermission`], [`Error::NoDevice`], [`Error::Driver`].
 pub fn device_count() -> Result<u32> {
     let _guard = shutdown_gate::enter();
-    Ok(driver()?.device_count()?)
+    Ok(u32::try_from(driver()?.cuDeviceGetCount()?).unwrap_or(0))
 }
 
 /// `cuDeviceGetUuid`: the identity of the GPU with this ordinal.
@@ -79,17 +80,17 @@ pub fn device_uuid(ordinal: u32) -> Result<[u8; 16]> {
 
 /// `cuDeviceGet`, with an error that gives the number of devices.
 pub(super) fn find(driver: &Driver, ordinal: u32) -> Result<CUdevice> {
-    let count = driver.device_count()?;
-    if count == 0 {
+    let count = driver.cuDeviceGetCount()?;
+    if count <= 0 {
         return Err(fault::no_device());
     }
-    if ordinal >= count {
-        return Err(Error::NoSuchDevice {
+    match c_int::try_from(ordinal) {
+        Ok(ordinal) if ordinal < count => Ok(driver.cuDeviceGet(ordinal)?),
+        _ => Err(Error::NoSuchDevice {
             wanted: format!("with ordinal {ordinal}"),
             available: format!("{count} visible GPUs, ordinals from 0"),
-        });
+        }),
     }
-    Ok(driver.device(ordinal)?)
 }
 
 pub(super) fn describe(driver: &Driver, device: CUdevice, ordinal: u32) -> Result<DeviceInfo> {
@@ -101,7 +102,7 @@ pub(super) fn describe(driver: &Driver, device: CUdevice, ordinal: u32) -> Resul
         id,
         ordinal,
         name: driver.device_name(device)?,
-        memory_bytes: driver.device_memory(device)?,
+        memory_bytes: driver.cuDeviceTotalMem_v2(device)? as u64,
     })
 }
 
@@ -122,7 +123,7 @@ pub(super) fn check_abilities(driver: &Driver, device: CUdevice) -> Result<()> {
         ),
     ];
     for (attribute, ability) in needed {
-        if driver.device_attribute(device, attribute)? == 0 {
+        if driver.cuDeviceGetAttribute(attribute, device)? == 0 {
             return Err(Error::Driver {
                 call: "cuDeviceGetAttribute",
                 code: CUresult::NOT_SUPPORTED.0,

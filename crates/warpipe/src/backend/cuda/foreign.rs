@@ -6,9 +6,7 @@
 //! keeps its value and the memory; so comparing handles says whether an address still has the
 //! allocation of before.
 
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
-
-use rustix::io::FdFlags;
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 
 use super::backend::CudaBackend;
 use super::backend::memory::{duplicate, import_error, not_memory, refuse_plain_files};
@@ -76,9 +74,10 @@ impl Imports for CudaBackend {
             return Err(Error::NotExportable { ptr, kind });
         }
         let _current = self.enter()?;
+        let address = std::ptr::without_provenance_mut(ptr as usize);
         let handle = self
             .driver
-            .memory_retain(ptr)
+            .cuMemRetainAllocationHandle(address)
             .map_err(|fault| not_exportable(fault, ptr, PointerKind::Unknown))?;
         match self.driver.address_range(ptr) {
             Ok((base, bytes)) => Ok(Retained {
@@ -95,16 +94,9 @@ impl Imports for CudaBackend {
     }
 
     unsafe fn export_retained(&self, retained: &Retained) -> Result<OwnedFd> {
-        let _current = self.enter()?;
-        // SAFETY: held, by the caller's promise. One that was imported, or not made to be exported,
-        // is a failure.
-        let fd = unsafe { self.driver.memory_export(retained.handle) }
-            .map_err(|fault| not_exportable(fault, retained.base, PointerKind::VmmPrivate))?;
-        // SAFETY: the driver opened it just now; no other code has its number.
-        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-        rustix::io::fcntl_setfd(&fd, FdFlags::CLOEXEC)
-            .map_err(|error| Error::os("fcntl", "an exported allocation's descriptor", error))?;
-        Ok(fd)
+        let refused = |fault| not_exportable(fault, retained.base, PointerKind::VmmPrivate);
+        // SAFETY: held, by the caller's promise.
+        unsafe { self.export_handle(retained.handle, refused) }
     }
 
     unsafe fn release_retained(&self, retained: &Retained) -> Result<()> {
@@ -150,7 +142,14 @@ impl CudaBackend {
             let moved = (fd.as_raw_fd() == 0).then(|| duplicate(fd)).transpose();
             let imported = moved.and_then(|moved| {
                 let number = moved.as_ref().map_or(fd.as_raw_fd(), AsRawFd::as_raw_fd);
-                self.driver.memory_import(number).map_err(import_error)
+                let (shareable, kind) = (
+                    std::ptr::without_provenance_mut(number as usize),
+                    MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+                );
+                // SAFETY: for this type of handles the "pointer" is the descriptor's number; one
+                // that is not of device memory is a failure.
+                unsafe { self.driver.cuMemImportFromShareableHandle(shareable, kind) }
+                    .map_err(import_error)
             });
             match imported {
                 Ok(handle) => handles.push(handle),

@@ -147,7 +147,7 @@ impl StagingRegion {
             return Err(error);
         }
         // If this fails the memory stays: unregistering it might block.
-        let ptr = driver.host_device_pointer(base)?;
+        let ptr = driver.cuMemHostGetDevicePointer_v2(base, 0)?;
         Ok(StagingRegion {
             base: base.cast(),
             ptr,

@@ -1,7 +1,7 @@
 //! Stream order: memory operations on words, functions on the CPU, events.
 
 use std::cell::Cell;
-use std::ffi::c_void;
+use std::ffi::{c_uint, c_void};
 use std::mem::MaybeUninit;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
@@ -78,7 +78,7 @@ pub unsafe fn signal_by(
 impl Streams for CudaBackend {
     fn create_stream(&self) -> Result<RawStream> {
         let _current = self.enter()?;
-        Ok(RawStream(self.driver.stream_create()?))
+        Ok(RawStream(self.driver.cuStreamCreate(STREAM_NON_BLOCKING)?))
     }
 
     unsafe fn destroy_stream(&self, stream: RawStream) -> Result<()> {
@@ -144,7 +144,7 @@ impl Streams for CudaBackend {
 
     fn create_event(&self) -> Result<RawEvent> {
         let _current = self.enter()?;
-        Ok(RawEvent(self.driver.event_create()?))
+        Ok(RawEvent(self.driver.cuEventCreate(EVENT_DISABLE_TIMING)?))
     }
 
     unsafe fn destroy_event(&self, event: RawEvent) -> Result<()> {
@@ -227,14 +227,19 @@ impl CudaBackend {
                 unsafe { self.driver.stream_write_value(stream, word, value) }?
             }
             [StreamOp::Wait { word, value }] => {
+                let compare = STREAM_WAIT_VALUE_GEQ;
                 // SAFETY: as above.
-                unsafe { self.driver.stream_wait_value(stream, word, value) }?
+                unsafe {
+                    self.driver
+                        .cuStreamWaitValue64_v2(stream, word, value, compare)
+                }?
             }
             _ => {
                 let mut parameters = [const { MaybeUninit::uninit() }; BATCH_MAX];
                 let filled = fill(&mut parameters, ops);
-                // SAFETY: as above.
-                unsafe { self.driver.stream_batch(stream, filled) }?;
+                let (count, first) = (filled.len() as c_uint, filled.as_mut_ptr());
+                // SAFETY: as above, for every word; pointer and count are those of one slice.
+                unsafe { self.driver.cuStreamBatchMemOp_v2(stream, count, first, 0) }?;
             }
         }
         Ok(())

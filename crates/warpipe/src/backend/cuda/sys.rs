@@ -217,14 +217,17 @@ pub(super) const DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS: c_uint = 122;
 pub(super) const DEVICE_ATTRIBUTE_MPS_ENABLED: c_uint = 133;
 
 /// Declares the table: a type for each function's pointer, a field for it, the lookup by its name,
-/// and the checked call.
+/// and the checked call. A function with a result stores it at the address that is its first
+/// parameter in C. Only one that is `[safe]` may be called with any arguments: it gets plain values,
+/// and numbers and handles that the driver looks up.
 macro_rules! functions {
-    ($(fn $name:ident($($argument:ident: $type:ty),* $(,)?);)*) => {
+    ($($([$safety:tt])? fn $name:ident($($argument:ident: $type:ty),* $(,)?) $(-> $out:ty)?;)*) => {
         /// The types of the functions, under the functions' names.
         #[allow(non_camel_case_types)]
         pub(super) mod signature {
             use super::*;
-            $(pub(in super::super) type $name = unsafe extern "C" fn($($argument: $type),*) -> CUresult;)*
+            $(pub(in super::super) type $name =
+                unsafe extern "C" fn($(*mut $out,)? $($type),*) -> CUresult;)*
         }
 
         /// The functions of the loaded driver; `None` where it lacks one.
@@ -248,52 +251,78 @@ macro_rules! functions {
                 Driver { $($name,)* _library: library }
             }
 
-            $(
-                /// # Safety
-                /// As the driver's manual says of the function: handles are live, addresses valid.
-                #[allow(dead_code, reason = "those that name an error are called outside the gate, too")]
-                #[allow(clippy::too_many_arguments, reason = "the driver's own")]
-                #[inline]
-                pub(super) unsafe fn $name(&self, $($argument: $type),*) -> Result<(), Fault> {
-                    debug_assert!(shutdown_gate::is_inside(), "{} outside the gate", stringify!($name));
-                    match self.$name {
-                        None => Err(Fault::Symbol(stringify!($name))),
-                        // SAFETY: the caller's promise.
-                        Some(function) => match unsafe { function($($argument),*) } {
-                            CUresult::SUCCESS => Ok(()),
-                            code => Err(Fault::Call { call: stringify!($name), code }),
-                        },
-                    }
-                }
-            )*
+            $(method! { $([$safety])? $name($($argument: $type),*) $(-> $out)? })*
         }
     };
 }
 
+/// The checked call of a function.
+macro_rules! method {
+    ([safe] $name:ident($($argument:ident: $type:ty),*) $(-> $out:ty)?) => {
+        #[allow(unused_parens, reason = "a call without a result gives `()`")]
+        #[inline]
+        pub(super) fn $name(&self, $($argument: $type),*) -> Result<($($out)?), Fault> {
+            // SAFETY: the driver checks what it is given.
+            unsafe { checked!(self, $name, [$($argument),*] $(-> $out)?) }
+        }
+    };
+    ($name:ident($($argument:ident: $type:ty),*) $(-> $out:ty)?) => {
+        /// # Safety
+        /// As the driver's manual says of the function: handles are live, addresses valid.
+        #[allow(dead_code, reason = "those that name an error are called outside the gate, too")]
+        #[allow(clippy::too_many_arguments, reason = "the driver's own")]
+        #[allow(unused_parens, reason = "a call without a result gives `()`")]
+        #[inline]
+        pub(super) unsafe fn $name(&self, $($argument: $type),*) -> Result<($($out)?), Fault> {
+            // SAFETY: the caller's promise.
+            unsafe { checked!(self, $name, [$($argument),*] $(-> $out)?) }
+        }
+    };
+}
+
+/// The call, under the promise of the block that it is expanded in.
+macro_rules! checked {
+    ($driver:ident, $name:ident, [$($argument:expr),*]) => {{
+        debug_assert!(shutdown_gate::is_inside(), "{} outside the gate", stringify!($name));
+        match $driver.$name {
+            None => Err(Fault::Symbol(stringify!($name))),
+            Some(function) => match function($($argument),*) {
+                CUresult::SUCCESS => Ok(()),
+                code => Err(Fault::Call { call: stringify!($name), code }),
+            },
+        }
+    }};
+    ($driver:ident, $name:ident, [$($argument:expr),*] -> $out:ty) => {{
+        // Numbers, handles and addresses: zeros are valid.
+        let mut value: $out = std::mem::zeroed();
+        checked!($driver, $name, [&mut value $(, $argument)*]).map(|()| value)
+    }};
+}
+
 functions! {
-    fn cuInit(flags: c_uint);
+    [safe] fn cuInit(flags: c_uint);
     fn cuGetErrorName(error: CUresult, text: *mut *const c_char);
     fn cuGetErrorString(error: CUresult, text: *mut *const c_char);
-    fn cuDeviceGetCount(count: *mut c_int);
-    fn cuDeviceGet(device: *mut CUdevice, ordinal: c_int);
+    [safe] fn cuDeviceGetCount() -> c_int;
+    [safe] fn cuDeviceGet(ordinal: c_int) -> CUdevice;
     fn cuDeviceGetName(name: *mut c_char, length: c_int, device: CUdevice);
-    fn cuDeviceGetUuid(uuid: *mut CUuuid, device: CUdevice);
-    fn cuDeviceGetUuid_v2(uuid: *mut CUuuid, device: CUdevice);
-    fn cuDeviceTotalMem_v2(bytes: *mut usize, device: CUdevice);
-    fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_uint, device: CUdevice);
-    fn cuDeviceCanAccessPeer(can: *mut c_int, device: CUdevice, peer: CUdevice);
-    fn cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice);
-    fn cuDevicePrimaryCtxRelease_v2(device: CUdevice);
+    [safe] fn cuDeviceGetUuid(device: CUdevice) -> CUuuid;
+    [safe] fn cuDeviceGetUuid_v2(device: CUdevice) -> CUuuid;
+    [safe] fn cuDeviceTotalMem_v2(device: CUdevice) -> usize;
+    [safe] fn cuDeviceGetAttribute(attribute: c_uint, device: CUdevice) -> c_int;
+    [safe] fn cuDeviceCanAccessPeer(device: CUdevice, peer: CUdevice) -> c_int;
+    [safe] fn cuDevicePrimaryCtxRetain(device: CUdevice) -> CUcontext;
+    [safe] fn cuDevicePrimaryCtxRelease_v2(device: CUdevice);
     fn cuDevicePrimaryCtxGetState(device: CUdevice, flags: *mut c_uint, active: *mut c_int);
     fn cuCtxGetId(context: CUcontext, id: *mut u64);
-    fn cuCtxGetCurrent(context: *mut CUcontext);
+    [safe] fn cuCtxGetCurrent() -> CUcontext;
     fn cuCtxPushCurrent_v2(context: CUcontext);
-    fn cuCtxPopCurrent_v2(context: *mut CUcontext);
+    [safe] fn cuCtxPopCurrent_v2() -> CUcontext;
     fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize);
-    fn cuMemGetAllocationGranularity(granularity: *mut usize, prop: *const CUmemAllocationProp, option: c_uint);
-    fn cuMemCreate(handle: *mut CUmemGenericAllocationHandle, size: usize, prop: *const CUmemAllocationProp, flags: u64);
+    fn cuMemGetAllocationGranularity(prop: *const CUmemAllocationProp, option: c_uint) -> usize;
+    fn cuMemCreate(size: usize, prop: *const CUmemAllocationProp, flags: u64) -> CUmemGenericAllocationHandle;
     fn cuMemRelease(handle: CUmemGenericAllocationHandle);
-    fn cuMemAddressReserve(address: *mut CUdeviceptr, size: usize, alignment: usize, hint: CUdeviceptr, flags: u64);
+    [safe] fn cuMemAddressReserve(size: usize, alignment: usize, hint: CUdeviceptr, flags: u64) -> CUdeviceptr;
     fn cuMemAddressFree(address: CUdeviceptr, size: usize);
     fn cuMemMap(
         address: CUdeviceptr,
@@ -304,36 +333,27 @@ functions! {
     );
     fn cuMemUnmap(address: CUdeviceptr, size: usize);
     fn cuMemSetAccess(address: CUdeviceptr, size: usize, access: *const CUmemAccessDesc, count: usize);
-    fn cuMemExportToShareableHandle(
-        shareable: *mut c_void,
-        handle: CUmemGenericAllocationHandle,
-        kind: c_uint,
-        flags: u64,
-    );
-    fn cuMemRetainAllocationHandle(handle: *mut CUmemGenericAllocationHandle, address: *mut c_void);
-    fn cuMemImportFromShareableHandle(
-        handle: *mut CUmemGenericAllocationHandle,
-        shareable: *mut c_void,
-        kind: c_uint,
-    );
+    fn cuMemExportToShareableHandle(handle: CUmemGenericAllocationHandle, kind: c_uint, flags: u64) -> c_int;
+    [safe] fn cuMemRetainAllocationHandle(address: *mut c_void) -> CUmemGenericAllocationHandle;
+    fn cuMemImportFromShareableHandle(shareable: *mut c_void, kind: c_uint) -> CUmemGenericAllocationHandle;
     fn cuMemHostRegister_v2(pointer: *mut c_void, bytes: usize, flags: c_uint);
     fn cuMemHostUnregister(pointer: *mut c_void);
-    fn cuMemHostGetDevicePointer_v2(address: *mut CUdeviceptr, pointer: *mut c_void, flags: c_uint);
+    [safe] fn cuMemHostGetDevicePointer_v2(pointer: *mut c_void, flags: c_uint) -> CUdeviceptr;
     fn cuPointerGetAttribute(data: *mut c_void, attribute: c_uint, pointer: CUdeviceptr);
-    fn cuMemAlloc_v2(address: *mut CUdeviceptr, bytes: usize);
+    [safe] fn cuMemAlloc_v2(bytes: usize) -> CUdeviceptr;
     fn cuMemFree_v2(address: CUdeviceptr);
     fn cuMemGetAddressRange_v2(base: *mut CUdeviceptr, bytes: *mut usize, address: CUdeviceptr);
-    fn cuIpcGetMemHandle(handle: *mut CUipcHandle, address: CUdeviceptr);
-    fn cuIpcOpenMemHandle_v2(address: *mut CUdeviceptr, handle: CUipcHandle, flags: c_uint);
+    [safe] fn cuIpcGetMemHandle(address: CUdeviceptr) -> CUipcHandle;
+    [safe] fn cuIpcOpenMemHandle_v2(handle: CUipcHandle, flags: c_uint) -> CUdeviceptr;
     fn cuIpcCloseMemHandle(address: CUdeviceptr);
-    fn cuIpcGetEventHandle(handle: *mut CUipcHandle, event: CUevent);
-    fn cuIpcOpenEventHandle(event: *mut CUevent, handle: CUipcHandle);
+    fn cuIpcGetEventHandle(event: CUevent) -> CUipcHandle;
+    [safe] fn cuIpcOpenEventHandle(handle: CUipcHandle) -> CUevent;
     fn cuMemcpyAsync(destination: CUdeviceptr, source: CUdeviceptr, bytes: usize, stream: CUstream);
     fn cuMemcpy3DAsync_v2(rows: *const CUDA_MEMCPY3D, stream: CUstream);
     fn cuMemsetD8Async(destination: CUdeviceptr, value: c_uchar, count: usize, stream: CUstream);
     fn cuMemcpyHtoDAsync_v2(destination: CUdeviceptr, source: *const c_void, bytes: usize, stream: CUstream);
     fn cuMemcpyDtoHAsync_v2(destination: *mut c_void, source: CUdeviceptr, bytes: usize, stream: CUstream);
-    fn cuStreamCreate(stream: *mut CUstream, flags: c_uint);
+    [safe] fn cuStreamCreate(flags: c_uint) -> CUstream;
     fn cuStreamDestroy_v2(stream: CUstream);
     fn cuStreamQuery(stream: CUstream);
     fn cuStreamIsCapturing(stream: CUstream, status: *mut c_uint);
@@ -348,7 +368,7 @@ functions! {
         flags: c_uint,
     );
     fn cuLaunchHostFunc(stream: CUstream, function: CUhostFn, argument: *mut c_void);
-    fn cuEventCreate(event: *mut CUevent, flags: c_uint);
+    [safe] fn cuEventCreate(flags: c_uint) -> CUevent;
     fn cuEventDestroy_v2(event: CUevent);
     fn cuEventRecord(event: CUevent, stream: CUstream);
     fn cuEventQuery(event: CUevent);
@@ -359,9 +379,9 @@ functions! {
         options: *mut c_uint,
         values: *mut *mut c_void,
     );
-    fn cuModuleGetFunction(function: *mut CUfunction, module: CUmodule, name: *const c_char);
+    fn cuModuleGetFunction(module: CUmodule, name: *const c_char) -> CUfunction;
     fn cuFuncLoad(function: CUfunction);
-    fn cuFuncGetAttribute(value: *mut c_int, attribute: c_uint, function: CUfunction);
+    fn cuFuncGetAttribute(attribute: c_uint, function: CUfunction) -> c_int;
     fn cuLaunchKernel(
         function: CUfunction,
         grid_x: c_uint,

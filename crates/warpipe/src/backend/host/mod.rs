@@ -101,6 +101,11 @@ impl HostBackend {
     }
 }
 
+/// The raw handle of a stream or an event.
+fn raw<T>(object: Arc<T>) -> *mut c_void {
+    Arc::into_raw(object).cast_mut().cast()
+}
+
 /// The stream behind a raw handle.
 ///
 /// # Safety
@@ -238,11 +243,7 @@ impl super::Imports for HostBackend {
 
 impl super::Streams for HostBackend {
     fn create_stream(&self) -> Result<RawStream> {
-        Ok(RawStream(
-            Arc::into_raw(HostStream::start(self.has_short_queues)?)
-                .cast_mut()
-                .cast::<c_void>(),
-        ))
+        Ok(RawStream(raw(HostStream::start(self.has_short_queues)?)))
     }
 
     unsafe fn destroy_stream(&self, raw: RawStream) -> Result<()> {
@@ -277,11 +278,7 @@ impl super::Streams for HostBackend {
     }
 
     fn create_event(&self) -> Result<RawEvent> {
-        Ok(RawEvent(
-            Arc::into_raw(Arc::new(HostEvent::default()))
-                .cast_mut()
-                .cast::<c_void>(),
-        ))
+        Ok(RawEvent(raw(Arc::<HostEvent>::default())))
     }
 
     unsafe fn destroy_event(&self, raw: RawEvent) -> Result<()> {
@@ -405,11 +402,7 @@ impl super::Kernels for HostBackend {
 impl super::Ipc for HostBackend {
     fn create_ipc_event(&self) -> Result<RawEvent> {
         self.malloc.count_event()?;
-        Ok(RawEvent(
-            Arc::into_raw(Arc::new(HostEvent::interprocess()))
-                .cast_mut()
-                .cast::<c_void>(),
-        ))
+        Ok(RawEvent(raw(Arc::new(HostEvent::interprocess()))))
     }
 
     unsafe fn export_event(&self, raw: RawEvent) -> Result<IpcBytes> {

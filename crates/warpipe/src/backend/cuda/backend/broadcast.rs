@@ -11,12 +11,9 @@ use super::super::sys::{CUdeviceptr, CUfunction, CUstream, Driver};
 use super::kernels::load_resident;
 use crate::backend::StreamOp;
 use crate::error::Result;
+use crate::kernel::module;
 
-const PTX: &CStr =
-    match CStr::from_bytes_with_nul(concat!(include_str!("broadcast.ptx"), "\0").as_bytes()) {
-        Ok(text) => text,
-        Err(_) => panic!("broadcast.ptx has a NUL inside"),
-    };
+const PTX: &CStr = module(concat!(include_str!("broadcast.ptx"), "\0"));
 
 /// The words that one launch can store.
 pub(in crate::backend::cuda) const WORDS_MAX: usize = 64;

@@ -12,13 +12,10 @@ use super::CudaBackend;
 use super::kernels::load_resident;
 use crate::backend::{Axis, Rows};
 use crate::error::{Error, Result};
+use crate::kernel::module;
 use crate::tensor::RANK_MAX;
 
-const PTX: &CStr =
-    match CStr::from_bytes_with_nul(concat!(include_str!("gather.ptx"), "\0").as_bytes()) {
-        Ok(text) => text,
-        Err(_) => panic!("gather.ptx has a NUL inside"),
-    };
+const PTX: &CStr = module(concat!(include_str!("gather.ptx"), "\0"));
 
 /// The shortest rows that the driver's own copy handles (`python -m warpipe.bench.gather` measures
 /// both).

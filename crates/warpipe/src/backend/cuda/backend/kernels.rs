@@ -7,7 +7,7 @@ use std::ptr;
 use std::sync::{Mutex, PoisonError, RwLock};
 
 use super::super::sys::Fault;
-use super::super::sys::{CUfunction, CUmodule, CUstream, Driver};
+use super::super::sys::{CUfunction, CUmodule, CUstream, Driver, STREAM_NON_BLOCKING};
 use super::CudaBackend;
 use crate::backend::RawStream;
 use crate::error::{Error, Result};
@@ -78,7 +78,7 @@ fn load_module(driver: &Driver, ptx: &CStr) -> Result<CUmodule> {
 /// load it, and loading can wait for a stream that itself waits.
 fn load_function(driver: &Driver, module: CUmodule, name: &CStr) -> Result<CUfunction> {
     // SAFETY: the module is loaded, and modules are never unloaded.
-    let function = unsafe { driver.module_function(module, name) }
+    let function = unsafe { driver.cuModuleGetFunction(module, name.as_ptr()) }
         .map_err(|fault| fault.with_detail(&format!("kernel {}", name.to_string_lossy())))?;
     // SAFETY: as above.
     unsafe { driver.function_load(function) }?;
@@ -96,7 +96,7 @@ pub(in crate::backend::cuda) fn load_resident(
 ) -> Result<CUfunction> {
     let module = load_module(driver, ptx)?;
     let function = load_function(driver, module, name)?;
-    let stream = driver.stream_create()?;
+    let stream = driver.cuStreamCreate(STREAM_NON_BLOCKING)?;
     let launched = launch(function, stream);
     // SAFETY: created above, used for the last time.
     let destroyed = unsafe { driver.cuStreamDestroy_v2(stream) };

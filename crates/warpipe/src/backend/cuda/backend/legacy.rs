@@ -1,6 +1,7 @@
 //! Memory of other allocators, and the driver's older IPC: legacy handles and interprocess events.
 
 use std::collections::{HashMap, HashSet};
+use std::ffi::{c_int, c_uint};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -55,7 +56,8 @@ impl Ipc for CudaBackend {
         if !events.reserve() {
             return Err(limit());
         }
-        let event = self.driver.ipc_event_create().map_err(|fault| {
+        let flags = EVENT_INTERPROCESS | EVENT_DISABLE_TIMING;
+        let event = self.driver.cuEventCreate(flags).map_err(|fault| {
             events.count.fetch_sub(1, Ordering::Relaxed);
             // Other code of this process may have some, too.
             if fault.is(&NO_EVENT_LEFT) {
@@ -71,7 +73,7 @@ impl Ipc for CudaBackend {
     unsafe fn export_event(&self, event: RawEvent) -> Result<IpcBytes> {
         let _current = self.enter()?;
         // SAFETY: the caller's promise.
-        Ok(unsafe { self.driver.ipc_export_event(event.0) }?)
+        Ok(unsafe { self.driver.cuIpcGetEventHandle(event.0) }?.reserved)
     }
 
     fn open_event(&self, handle: &IpcBytes) -> Result<RawEvent> {
@@ -80,9 +82,9 @@ impl Ipc for CudaBackend {
             true => Error::legacy(LegacyFault::Refused(fault.words())),
             false => fault.into(),
         };
-        Ok(RawEvent(
-            self.driver.ipc_open_event(handle).map_err(refused)?,
-        ))
+        let handle = CUipcHandle { reserved: *handle };
+        let event = self.driver.cuIpcOpenEventHandle(handle).map_err(refused)?;
+        Ok(RawEvent(event))
     }
 
     fn allocate_plain(&self, bytes: u64) -> Result<CUdeviceptr> {
@@ -91,7 +93,7 @@ impl Ipc for CudaBackend {
             .map_err(|_| Error::argument("bytes", bytes, "what an address can count"))?;
         let base = self
             .driver
-            .memory_alloc(size)
+            .cuMemAlloc_v2(size)
             .map_err(|fault| self.no_room(fault, bytes))?;
         lock(&self.ipc_handles.allocated).insert(base, bytes);
         self.held.fetch_add(bytes, Ordering::Relaxed);
@@ -117,10 +119,8 @@ impl Ipc for CudaBackend {
         if !matches!(kind, PointerKind::Device | PointerKind::Pool) {
             return Ok(info);
         }
-        if let Some(ordinal) = self.driver.pointer_ordinal(ptr)? {
-            let device = self
-                .driver
-                .device(u32::try_from(ordinal).unwrap_or(u32::MAX))?;
+        if let Some(ordinal) = self.attribute(POINTER_ATTRIBUTE_DEVICE_ORDINAL, ptr)? {
+            let device = self.driver.cuDeviceGet(ordinal as c_int)?;
             info.owner = DeviceId {
                 kind: DeviceKind::Cuda,
                 uuid: self.driver.device_uuid(device)?,
@@ -130,13 +130,15 @@ impl Ipc for CudaBackend {
             return Ok(info);
         }
         (info.base, info.bytes) = self.driver.address_range(ptr)?;
-        info.allocation = self.driver.pointer_buffer(ptr)?;
+        info.allocation = self
+            .attribute(POINTER_ATTRIBUTE_BUFFER_ID, ptr)?
+            .unwrap_or(0);
         Ok(info)
     }
 
     unsafe fn export_legacy(&self, base: CUdeviceptr) -> Result<IpcBytes> {
         let _current = self.enter()?;
-        self.driver.ipc_export_memory(base).map_err(|fault| {
+        let exported = self.driver.cuIpcGetMemHandle(base).map_err(|fault| {
             if fault.is(&[CUresult::INVALID_VALUE]) {
                 return Error::NotExportable {
                     ptr: base,
@@ -144,7 +146,8 @@ impl Ipc for CudaBackend {
                 };
             }
             fault.into()
-        })
+        });
+        Ok(exported?.reserved)
     }
 
     fn open_legacy(&self, handle: &IpcBytes, bytes: u64, owner: DeviceId) -> Result<CUdeviceptr> {
@@ -154,9 +157,10 @@ impl Ipc for CudaBackend {
         }
         let _current = self.enter()?;
         self.check_peer(owner)?;
+        let flags = IPC_MEM_LAZY_ENABLE_PEER_ACCESS;
         let base = self
             .driver
-            .ipc_open_memory(handle)
+            .cuIpcOpenMemHandle_v2(CUipcHandle { reserved: *handle }, flags)
             .map_err(|fault| self.refusal(fault, owner))?;
         if let Err(error) = self.check_length(base, bytes) {
             // SAFETY: opened just now, and nothing was enqueued on it.
@@ -200,22 +204,23 @@ impl Ipc for CudaBackend {
 
 impl CudaBackend {
     fn kind_of(&self, ptr: CUdeviceptr) -> Result<PointerKind> {
-        let driver = self.driver;
-        let Some(memory_type) = (if ptr == 0 {
-            None
-        } else {
-            driver.pointer_memory_type(ptr)?
-        }) else {
+        let memory_type = match ptr {
+            0 => None,
+            _ => self.attribute(POINTER_ATTRIBUTE_MEMORY_TYPE, ptr)?,
+        };
+        let Some(memory_type) = memory_type else {
             return Ok(kind_outside(ptr));
         };
+        let is = |attribute| Ok::<_, Fault>(self.attribute(attribute, ptr)?.unwrap_or(0) != 0);
         // Managed memory may report itself as host or as device memory, so this check comes first.
-        if driver.pointer_is_managed(ptr)? {
+        if is(POINTER_ATTRIBUTE_IS_MANAGED)? {
             return Ok(PointerKind::Managed);
         }
-        if memory_type == MEMORYTYPE_HOST {
+        if memory_type == u64::from(MEMORYTYPE_HOST) {
             return Ok(PointerKind::Pinned);
         }
-        if driver.pointer_is_pooled(ptr)? {
+        // Drivers older than the attribute say no.
+        if is(POINTER_ATTRIBUTE_MEMPOOL_HANDLE)? {
             return Ok(PointerKind::Pool);
         }
         if lock(&self.ipc_handles.opened)
@@ -224,10 +229,17 @@ impl CudaBackend {
         {
             return Ok(PointerKind::Import);
         }
-        Ok(match driver.pointer_is_legacy_capable(ptr)? {
-            Some(false) => PointerKind::Vmm,
-            Some(true) | None => PointerKind::Device,
+        // Drivers older than the attribute do not say.
+        let is_capable = self.attribute(POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, ptr)?;
+        Ok(match is_capable {
+            Some(0) => PointerKind::Vmm,
+            _ => PointerKind::Device,
         })
+    }
+
+    fn attribute(&self, attribute: c_uint, ptr: CUdeviceptr) -> Result<Option<u64>, Fault> {
+        // SAFETY: those that are asked for here are numbers of at most 64 bits, or handles.
+        unsafe { self.driver.pointer_attribute(attribute, ptr) }
     }
 
     /// Checks that the allocation is as long as the handle says, where the driver knows its length.
@@ -270,8 +282,8 @@ impl CudaBackend {
 
     /// Whether this process may use the device.
     fn sees(&self, device: DeviceId) -> Result<bool, Fault> {
-        for ordinal in 0..self.driver.device_count()? {
-            if self.driver.device_uuid(self.driver.device(ordinal)?)? == device.uuid {
+        for ordinal in 0..self.driver.cuDeviceGetCount()? {
+            if self.driver.device_uuid(self.driver.cuDeviceGet(ordinal)?)? == device.uuid {
                 return Ok(true);
             }
         }

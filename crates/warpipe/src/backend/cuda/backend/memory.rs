@@ -2,7 +2,6 @@
 //! and registered host memory.
 
 use std::collections::HashSet;
-use std::ffi::c_int;
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{MutexGuard, PoisonError};
@@ -38,23 +37,17 @@ impl Regions for CudaBackend {
 
     fn allocate(&self, bytes: u64) -> Result<RawRegion> {
         let _current = self.enter()?;
-        let handle = self
-            .driver
-            .memory_create(size(bytes)?, &allocation(self.device))
+        let prop = allocation(self.device);
+        // SAFETY: the address is that of a live local.
+        let handle = unsafe { self.driver.cuMemCreate(size(bytes)?, &prop, 0) }
             .map_err(|fault| self.no_room(fault, bytes))?;
         let (access, owner) = (Access::ReadWrite, self.info.id);
         self.map(&[handle], bytes, access, owner, CudaBackend::no_room)
     }
 
     unsafe fn export(&self, region: &RawRegion) -> Result<OwnedFd> {
-        let _current = self.enter()?;
         // SAFETY: a region that was allocated here holds its handle until it is released.
-        let fd: c_int = unsafe { self.driver.memory_export(region.handle) }?;
-        // SAFETY: the driver opened it just now; no other code has its number.
-        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-        rustix::io::fcntl_setfd(&fd, FdFlags::CLOEXEC)
-            .map_err(|error| Error::os("fcntl", "an exported region's descriptor", error))?;
-        Ok(fd)
+        unsafe { self.export_handle(region.handle, Error::from) }
     }
 
     unsafe fn release(&self, region: &mut RawRegion) -> Result<()> {
@@ -77,7 +70,7 @@ impl Regions for CudaBackend {
         unsafe { self.driver.host_register(ptr.cast(), bytes) }?;
         let device_ptr = self
             .driver
-            .host_device_pointer(ptr.cast())
+            .cuMemHostGetDevicePointer_v2(ptr.cast(), 0)
             .inspect_err(|_| {
                 // SAFETY: registered above, and nothing was enqueued.
                 if unsafe { self.driver.cuMemHostUnregister(ptr.cast()) }.is_err() {
@@ -124,10 +117,13 @@ impl CudaBackend {
         refused: fn(&CudaBackend, Fault, u64) -> Error,
     ) -> Result<RawRegion> {
         let bytes = piece * handles.len() as u64;
-        let ptr = self.driver.address_reserve(size(bytes)?).map_err(|fault| {
-            self.release_handles(handles, piece);
-            self.no_room(fault, bytes)
-        })?;
+        let ptr = self
+            .driver
+            .cuMemAddressReserve(size(bytes)?, 0, 0, 0)
+            .map_err(|fault| {
+                self.release_handles(handles, piece);
+                self.no_room(fault, bytes)
+            })?;
         let mut region = RawRegion {
             ptr,
             bytes,
@@ -249,6 +245,27 @@ impl CudaBackend {
         }
     }
 
+    /// A new descriptor of the allocation with this handle.
+    ///
+    /// # Safety
+    /// The handle is held.
+    pub(in crate::backend::cuda) unsafe fn export_handle(
+        &self,
+        handle: CUmemGenericAllocationHandle,
+        refused: impl FnOnce(Fault) -> Error,
+    ) -> Result<OwnedFd> {
+        let _current = self.enter()?;
+        let kind = MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+        // SAFETY: for this type of handles the driver stores an int; the rest is the caller's
+        // promise. One that was not made to be exported is a failure.
+        let exported = unsafe { self.driver.cuMemExportToShareableHandle(handle, kind, 0) };
+        // SAFETY: the driver opened it just now; no other code has its number.
+        let fd = unsafe { OwnedFd::from_raw_fd(exported.map_err(refused)?) };
+        rustix::io::fcntl_setfd(&fd, FdFlags::CLOEXEC)
+            .map_err(|error| Error::os("fcntl", "an exported descriptor", error))?;
+        Ok(fd)
+    }
+
     /// [`Error::DeviceMemory`] if the fault is of that kind, else the fault's general error.
     pub(in crate::backend::cuda) fn no_room(&self, fault: Fault, bytes: u64) -> Error {
         if !fault.is(&[CUresult::OUT_OF_MEMORY]) {
@@ -271,10 +288,10 @@ impl CudaBackend {
         if owner == self.info.id {
             return Ok(());
         }
-        for ordinal in 0..self.driver.device_count()? {
-            let peer = self.driver.device(ordinal)?;
+        for ordinal in 0..self.driver.cuDeviceGetCount()? {
+            let peer = self.driver.cuDeviceGet(ordinal)?;
             if self.driver.device_uuid(peer)? == owner.uuid
-                && !self.driver.can_access_peer(self.device, peer)?
+                && self.driver.cuDeviceCanAccessPeer(self.device, peer)? == 0
             {
                 return Err(self.peer_error(owner, "cuDeviceCanAccessPeer says no".into()));
             }
