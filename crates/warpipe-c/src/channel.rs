@@ -6,10 +6,10 @@ use std::os::fd::AsRawFd;
 use warpipe::{Device, Layout, PeerState, Policy, Publisher, Stream, Subscriber};
 
 use crate::arguments::{
-    Options, admit, flag, number, put_list, put_unless_null, slice, text, time_option, timeout,
+    admit, flag, number, put_list, put_unless_null, slice, text, time_option, timeout,
 };
 use crate::call::{call, call_on, make_alone_on, read};
-use crate::device::{HostCall, make_with, warpipe_device, warpipe_host_function};
+use crate::device::{HostCall, device_options, make_with, warpipe_device, warpipe_host_function};
 use crate::domain::{set, warpipe_domain};
 use crate::failure::{Failure, run, warpipe_status};
 use crate::handle;
@@ -102,8 +102,7 @@ pub struct warpipe_publisher_options {
     pub timestamps: u32,
 }
 
-// SAFETY: numbers and pointers, which may be zero.
-unsafe impl Options for warpipe_publisher_options {}
+device_options!(warpipe_publisher_options);
 
 /// Options of a subscriber. Begin with `{.size = sizeof(warpipe_subscriber_options)}`; a field that
 /// is 0 has its default.
@@ -131,8 +130,7 @@ pub struct warpipe_subscriber_options {
     pub reconnect: u32,
 }
 
-// SAFETY: numbers and pointers, which may be zero.
-unsafe impl Options for warpipe_subscriber_options {}
+device_options!(warpipe_subscriber_options);
 
 /// A subscriber, as its publisher sees it.
 #[repr(C)]
@@ -216,15 +214,7 @@ pub unsafe extern "C" fn warpipe_publisher_create(
         Ok(builder.build()?)
     };
     // SAFETY: the caller's promises.
-    unsafe {
-        make_with(
-            "publisher",
-            publisher,
-            options,
-            |options| options.device,
-            build,
-        )
-    }
+    unsafe { make_with("publisher", publisher, options, build) }
 }
 
 /// Closes a publisher gracefully: subscribers still receive the samples that are complete. Loans
@@ -455,15 +445,7 @@ pub unsafe extern "C" fn warpipe_subscriber_open(
         Ok(builder.wait_for_publisher(timeout(options.wait_ns))?)
     };
     // SAFETY: the caller's promises.
-    unsafe {
-        make_with(
-            "subscriber",
-            subscriber,
-            options,
-            |options| options.device,
-            open,
-        )
-    }
+    unsafe { make_with("subscriber", subscriber, options, open) }
 }
 
 /// Closes a subscriber. Samples that it has received stay usable. While another thread is in a call
@@ -513,14 +495,7 @@ pub unsafe extern "C" fn warpipe_subscriber_get_fd(
     fd: *mut i32,
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
-    unsafe {
-        read(
-            subscriber,
-            "fd",
-            fd,
-            |subscriber| Ok(subscriber.as_raw_fd()),
-        )
-    }
+    unsafe { read(subscriber, "fd", fd, |it| Ok(it.as_raw_fd())) }
 }
 
 /// Samples that this subscriber did not get because of the publisher's policy.

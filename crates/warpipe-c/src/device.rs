@@ -51,21 +51,40 @@ pub(crate) fn streams_of(device: *const warpipe_device) -> Result<Arc<Streams>, 
     })
 }
 
+/// Options of an object on a device.
+pub(crate) trait DeviceOptions: Options {
+    fn device(&self) -> *const warpipe_device;
+}
+
+/// Makes a structure the options of an object on the device that its field `device` names.
+macro_rules! device_options {
+    ($options:ty) => {
+        // SAFETY: numbers and pointers, which may be zero.
+        unsafe impl $crate::arguments::Options for $options {}
+
+        impl $crate::device::DeviceOptions for $options {
+            fn device(&self) -> *const $crate::device::warpipe_device {
+                self.device
+            }
+        }
+    };
+}
+pub(crate) use device_options;
+
 /// Makes an object by options, which say on which device.
 ///
 /// # Safety
 /// As for [`make`] and [`options`].
-pub(crate) unsafe fn make_with<O: Options, P: Handle<Object = OnDevice<T>>, T>(
+pub(crate) unsafe fn make_with<O: DeviceOptions, P: Handle<Object = OnDevice<T>>, T>(
     name: &'static str,
     place: *mut *mut P,
     given: *const O,
-    device: impl FnOnce(&O) -> *const warpipe_device,
     work: impl FnOnce(&O, &Device) -> Result<T, Failure>,
 ) -> warpipe_status {
     let make_object = || {
         // SAFETY: the caller's promise.
         let options = unsafe { options(given) }?;
-        let streams = streams_of(device(&options))?;
+        let streams = streams_of(options.device())?;
         let object = work(&options, streams.device())?;
         Ok(OnDevice { object, streams })
     };

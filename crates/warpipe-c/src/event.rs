@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use warpipe::{Device, Event, EventHandle, Recording, Stream};
 
-use crate::arguments::{Options, admit, put_text, put_unless_null, text, timeout};
+use crate::arguments::{admit, put_text, put_unless_null, text, timeout};
 use crate::call::{call, call_on, make, read};
-use crate::device::{make_with, streams_of, warpipe_device};
+use crate::device::{device_options, make_with, streams_of, warpipe_device};
 use crate::domain::{set, warpipe_domain};
 use crate::failure::{Failure, run, warpipe_status};
 use crate::handle;
@@ -38,8 +38,7 @@ pub struct warpipe_event_options {
     pub allow_gids_count: usize,
 }
 
-// SAFETY: numbers and pointers, which may be zero.
-unsafe impl Options for warpipe_event_options {}
+device_options!(warpipe_event_options);
 
 /// Makes an event (`cuEventCreate` with `CU_EVENT_INTERPROCESS | CU_EVENT_DISABLE_TIMING`). It has
 /// no name: `warpipe_event_get_handle` names it to other processes. `options` may be null.
@@ -64,7 +63,7 @@ pub unsafe extern "C" fn warpipe_event_create(
         Ok(builder.build()?)
     };
     // SAFETY: the caller's promises.
-    unsafe { make_with("event", event, options, |options| options.device, build) }
+    unsafe { make_with("event", event, options, build) }
 }
 
 /// The text that names an event to other processes (`cuIpcGetEventHandle`), to be sent in any way.
@@ -187,14 +186,7 @@ pub unsafe extern "C" fn warpipe_event_query(
     is_complete: *mut bool,
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
-    unsafe {
-        read(
-            event,
-            "is_complete",
-            is_complete,
-            |event| Ok(event.query()?),
-        )
-    }
+    unsafe { read(event, "is_complete", is_complete, |it| Ok(it.query()?)) }
 }
 
 /// Whether this recording, of `warpipe_event_record` or `warpipe_event_wait` on this event, is

@@ -194,8 +194,8 @@ pub unsafe extern "C" fn warpipe_member_get_generation(
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
     unsafe {
-        read(member, "generation", generation.cast(), |member| {
-            Ok(member.generation())
+        read(member, "generation", generation.cast(), |it| {
+            Ok(it.generation())
         })
     }
 }

@@ -273,8 +273,8 @@ pub unsafe extern "C" fn warpipe_memory_get_info(
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
     unsafe {
-        read(memory, "info", info, |memory| {
-            memory.with(|held, _| Ok(held.info()))
+        read(memory, "info", info, |it| {
+            it.with(|held, _| Ok(held.info()))
         })
     }
 }

@@ -2,8 +2,7 @@
 
 use warpipe::{Device, Opener};
 
-use crate::arguments::Options;
-use crate::device::warpipe_device;
+use crate::device::{device_options, warpipe_device};
 use crate::domain::{set, warpipe_domain};
 use crate::failure::Failure;
 
@@ -23,8 +22,7 @@ pub struct warpipe_open_options {
     pub wait_ns: u64,
 }
 
-// SAFETY: numbers and pointers, which may be zero.
-unsafe impl Options for warpipe_open_options {}
+device_options!(warpipe_open_options);
 
 /// An opener with these options.
 pub(crate) fn with_options<T>(

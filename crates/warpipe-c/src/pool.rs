@@ -4,9 +4,9 @@ use std::ffi::c_char;
 
 use warpipe::{Buffer, Device, Pool, PoolClient, Quota};
 
-use crate::arguments::{Options, admit, number, put_unless_null, slice, text, timeout};
+use crate::arguments::{admit, number, put_unless_null, slice, text, timeout};
 use crate::call::{call, make_of, read};
-use crate::device::{make_with, warpipe_device};
+use crate::device::{device_options, make_with, warpipe_device};
 use crate::domain::{set, warpipe_domain};
 use crate::failure::{run, warpipe_status};
 use crate::handle::{self, Found};
@@ -103,8 +103,7 @@ fn unless<T: PartialEq + Default>(none: T, limit: T) -> T {
     if limit == none { T::default() } else { limit }
 }
 
-// SAFETY: numbers and pointers, which may be zero.
-unsafe impl Options for warpipe_pool_options {}
+device_options!(warpipe_pool_options);
 
 /// The present state of a pool. A block that the owner and a client both have counts in both.
 #[repr(C)]
@@ -174,7 +173,7 @@ pub unsafe extern "C" fn warpipe_pool_create(
         Ok(builder.build()?)
     };
     // SAFETY: the caller's promises.
-    unsafe { make_with("pool", pool, options, |options| options.device, build) }
+    unsafe { make_with("pool", pool, options, build) }
 }
 
 /// Allocates a block of `bytes` bytes, aligned to 512, and waits up to `timeout_ns` nanoseconds for
@@ -317,7 +316,7 @@ pub unsafe extern "C" fn warpipe_pool_client_open(
         Ok(with_options(opener, options, device)?.open(timeout(options.wait_ns))?)
     };
     // SAFETY: the caller's promises.
-    unsafe { make_with("client", client, options, |options| options.device, open) }
+    unsafe { make_with("client", client, options, open) }
 }
 
 /// Allocates a block of `bytes` bytes of the owner's memory, for reading and writing, and waits up

@@ -5,11 +5,11 @@ use std::ffi::{c_char, c_void};
 use warpipe::{Device, Error, JobResult, Queue, QueueState, ResultOrder, Stream, SubmitError};
 
 use crate::arguments::{
-    Options, number, out, put_unless_null, slice, slice_mut, text, time_option, timeout,
+    number, out, put_unless_null, slice, slice_mut, text, time_option, timeout,
     timeout_unless_usual,
 };
 use crate::call::{call, make_on, make_optional};
-use crate::device::{make_with, warpipe_device};
+use crate::device::{device_options, make_with, warpipe_device};
 use crate::domain::{set, warpipe_domain};
 use crate::failure::{Failure, run, warpipe_status};
 use crate::handle;
@@ -66,8 +66,7 @@ pub struct warpipe_queue_options {
     pub spin_ns: u64,
 }
 
-// SAFETY: numbers and pointers, which may be zero.
-unsafe impl Options for warpipe_queue_options {}
+device_options!(warpipe_queue_options);
 
 /// The jobs and workers of a queue, or the requests and servers of a client, by their numbers.
 #[repr(C)]
@@ -160,7 +159,7 @@ pub unsafe extern "C" fn warpipe_queue_create(
         Ok(builder.build()?)
     };
     // SAFETY: the caller's promises.
-    unsafe { make_with("queue", queue, options, |options| options.device, build) }
+    unsafe { make_with("queue", queue, options, build) }
 }
 
 /// Closes a queue: its jobs end without an outcome, and its workers get `WARPIPE_PEER_GONE`.

@@ -4,9 +4,9 @@ use std::ffi::{c_char, c_void};
 
 use warpipe::{Device, Semaphore, Stream};
 
-use crate::arguments::{Options, admit, number, text, timeout};
+use crate::arguments::{admit, number, text, timeout};
 use crate::call::{make_beside, make_on, read};
-use crate::device::{make_with, warpipe_device};
+use crate::device::{device_options, make_with, warpipe_device};
 use crate::domain::{set, warpipe_domain};
 use crate::failure::{run, warpipe_status};
 use crate::handle;
@@ -46,8 +46,7 @@ pub struct warpipe_semaphore_options {
     pub allow_gids_count: usize,
 }
 
-// SAFETY: numbers and pointers, which may be zero.
-unsafe impl Options for warpipe_semaphore_options {}
+device_options!(warpipe_semaphore_options);
 
 /// The state of a semaphore at this moment: it may have changed when the call returns.
 #[repr(C)]
@@ -88,15 +87,7 @@ pub unsafe extern "C" fn warpipe_semaphore_create(
         Ok(builder.build()?)
     };
     // SAFETY: the caller's promises.
-    unsafe {
-        make_with(
-            "semaphore",
-            semaphore,
-            options,
-            |options| options.device,
-            build,
-        )
-    }
+    unsafe { make_with("semaphore", semaphore, options, build) }
 }
 
 /// Opens the semaphore of this name, of any process, including this one. `options` may be null.
@@ -121,15 +112,7 @@ pub unsafe extern "C" fn warpipe_semaphore_open(
         Ok(with_options(opener, options, device)?.open(timeout(options.wait_ns))?)
     };
     // SAFETY: the caller's promises.
-    unsafe {
-        make_with(
-            "semaphore",
-            semaphore,
-            options,
-            |options| options.device,
-            open,
-        )
-    }
+    unsafe { make_with("semaphore", semaphore, options, open) }
 }
 
 /// Waits up to `timeout_ns` nanoseconds for a permit, and makes the stream wait, on the device, for

@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use warpipe::{Client, Device, Pending, Server, Stream};
 
-use crate::arguments::{Options, answer_timeout, number, text, time_option, timeout};
+use crate::arguments::{answer_timeout, number, text, time_option, timeout};
 use crate::call::{call, make_alone_on, make_on, read};
-use crate::device::{make_with, warpipe_device};
+use crate::device::{device_options, make_with, warpipe_device};
 use crate::domain::{set, warpipe_domain};
 use crate::failure::{Failure, run, warpipe_status};
 use crate::handle;
@@ -56,8 +56,7 @@ pub struct warpipe_client_options {
     pub spin_ns: u64,
 }
 
-// SAFETY: numbers and pointers, which may be zero.
-unsafe impl Options for warpipe_client_options {}
+device_options!(warpipe_client_options);
 
 /// Options of a server. Begin with `{.size = sizeof(warpipe_server_options)}`; a field that is 0
 /// has its default.
@@ -83,8 +82,7 @@ pub struct warpipe_server_options {
     pub spin_ns: u64,
 }
 
-// SAFETY: numbers and pointers, which may be zero.
-unsafe impl Options for warpipe_server_options {}
+device_options!(warpipe_server_options);
 
 /// Makes a client of `service` (a name as a publisher's, of at most 40 bytes). No server needs to
 /// exist yet. `options` may be null.
@@ -119,7 +117,7 @@ pub unsafe extern "C" fn warpipe_client_create(
         Ok(builder.build()?)
     };
     // SAFETY: the caller's promises.
-    unsafe { make_with("client", client, options, |options| options.device, build) }
+    unsafe { make_with("client", client, options, build) }
 }
 
 /// Closes a client: its requests are withdrawn. Replies that were taken stay usable. While another
@@ -289,14 +287,7 @@ pub unsafe extern "C" fn warpipe_pending_is_done(
     is_done: *mut bool,
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
-    unsafe {
-        read(
-            pending,
-            "is_done",
-            is_done,
-            |pending| Ok(pending.is_done()?),
-        )
-    }
+    unsafe { read(pending, "is_done", is_done, |it| Ok(it.is_done()?)) }
 }
 
 /// Closes a request's handle, and withdraws the request if its reply was not taken. Null is
@@ -341,7 +332,7 @@ pub unsafe extern "C" fn warpipe_server_create(
         })
     };
     // SAFETY: the caller's promises.
-    unsafe { make_with("server", server, options, |options| options.device, build) }
+    unsafe { make_with("server", server, options, build) }
 }
 
 /// Closes a server: requests that it was sent and has not accepted go to other servers. Its leases

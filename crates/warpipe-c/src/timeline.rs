@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use warpipe::{Device, Stream, Timeline};
 
-use crate::arguments::{Options, admit, text, timeout};
+use crate::arguments::{admit, text, timeout};
 use crate::call::{call, call_on, read};
-use crate::device::{make_with, warpipe_device};
+use crate::device::{device_options, make_with, warpipe_device};
 use crate::domain::{set, warpipe_domain};
 use crate::failure::{run, warpipe_status};
 use crate::handle;
@@ -43,8 +43,7 @@ pub struct warpipe_timeline_options {
     pub allow_gids_count: usize,
 }
 
-// SAFETY: numbers and pointers, which may be zero.
-unsafe impl Options for warpipe_timeline_options {}
+device_options!(warpipe_timeline_options);
 
 /// Makes a timeline of `name` (1 to 80 bytes of `a-z A-Z 0-9 _ - .` in parts joined by `/`) at 0,
 /// which this process signals and up to 256 processes may open, 128 of them of each other user.
@@ -73,15 +72,7 @@ pub unsafe extern "C" fn warpipe_timeline_create(
         Ok(builder.build()?)
     };
     // SAFETY: the caller's promises.
-    unsafe {
-        make_with(
-            "timeline",
-            timeline,
-            options,
-            |options| options.device,
-            build,
-        )
-    }
+    unsafe { make_with("timeline", timeline, options, build) }
 }
 
 /// Opens the timeline of this name, of any process, including this one. It can be waited for, and
@@ -107,15 +98,7 @@ pub unsafe extern "C" fn warpipe_timeline_open(
         Ok(with_options(opener, options, device)?.open(timeout(options.wait_ns))?)
     };
     // SAFETY: the caller's promises.
-    unsafe {
-        make_with(
-            "timeline",
-            timeline,
-            options,
-            |options| options.device,
-            open,
-        )
-    }
+    unsafe { make_with("timeline", timeline, options, open) }
 }
 
 /// Signals `value` behind the stream's work so far (`cuStreamWriteValue64`), and returns at once.

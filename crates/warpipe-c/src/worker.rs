@@ -5,9 +5,9 @@ use std::os::fd::{AsFd, AsRawFd};
 
 use warpipe::{Device, Stream, Worker};
 
-use crate::arguments::{Options, answer_timeout, number, text, time_option, timeout};
+use crate::arguments::{answer_timeout, number, text, time_option, timeout};
 use crate::call::{make_alone_on, read};
-use crate::device::{make_with, warpipe_device};
+use crate::device::{device_options, make_with, warpipe_device};
 use crate::domain::{set, warpipe_domain};
 use crate::failure::{run, warpipe_status};
 use crate::handle;
@@ -41,8 +41,7 @@ pub struct warpipe_worker_options {
     pub spin_ns: u64,
 }
 
-// SAFETY: numbers and pointers, which may be zero.
-unsafe impl Options for warpipe_worker_options {}
+device_options!(warpipe_worker_options);
 
 /// Attaches to the queue of this name. `options` may be null.
 ///
@@ -79,7 +78,7 @@ pub unsafe extern "C" fn warpipe_worker_open(
         })
     };
     // SAFETY: the caller's promises.
-    unsafe { make_with("worker", worker, options, |options| options.device, open) }
+    unsafe { make_with("worker", worker, options, open) }
 }
 
 /// Closes a worker: jobs that it was given and has not leased go to other workers, at no cost of an
@@ -129,9 +128,5 @@ pub unsafe extern "C" fn warpipe_worker_get_fd(
     fd: *mut i32,
 ) -> warpipe_status {
     // SAFETY: the caller's promise.
-    unsafe {
-        read(worker, "fd", fd, |worker| {
-            Ok(worker.endpoint.as_fd().as_raw_fd())
-        })
-    }
+    unsafe { read(worker, "fd", fd, |it| Ok(it.endpoint.as_fd().as_raw_fd())) }
 }
