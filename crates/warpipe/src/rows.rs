@@ -32,6 +32,17 @@ pub struct Rows {
 }
 
 impl Rows {
+    /// One row: `bytes` bytes that lie together on both sides.
+    pub(crate) fn one(to: DevicePtr, from: DevicePtr, bytes: u64) -> Rows {
+        Rows {
+            to,
+            from,
+            bytes,
+            rank: 0,
+            axes: [Axis::default(); RANK_MAX],
+        }
+    }
+
     /// The rows that copy the tensor of layout `source` in the slot at `from` into the tensor of
     /// layout `into` in the slot at `to`.
     ///
@@ -50,13 +61,7 @@ impl Rows {
             return Err(Error::layout("it reaches further than an address can"));
         };
         let width = into.dtype().bytes();
-        let mut rows = Rows {
-            to,
-            from,
-            bytes: width,
-            rank: 0,
-            axes: [Axis::default(); RANK_MAX],
-        };
+        let mut rows = Rows::one(to, from, width);
         if into.elements() == 0 {
             return Ok(Rows { bytes: 0, ..rows });
         }

@@ -174,8 +174,9 @@ impl Stream {
     /// # Safety
     /// Both ranges stay mapped until the copy is done, and do not overlap.
     pub unsafe fn copy(&self, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
+        let row = Rows::one(dst, src, bytes);
         // SAFETY: the stream is live as long as self; the caller promises the ranges.
-        unsafe { self.backend().copy(self.raw(), dst, src, bytes) }
+        unsafe { self.backend().copy_rows(self.raw(), &row) }
     }
 
     /// Enqueues a copy between tensors of different layouts: a gather of a crop or a transposed

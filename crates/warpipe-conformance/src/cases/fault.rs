@@ -49,7 +49,6 @@ const METHODS: &[&str] = &[
     "register",
     "create_stream",
     "batch",
-    "copy",
     "copy_rows",
     "upload",
     "download",

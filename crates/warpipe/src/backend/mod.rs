@@ -379,21 +379,9 @@ pub trait Streams {
 
 /// Copies that a stream makes. A part of [`Backend`].
 pub trait Copies {
-    /// `cuMemcpyAsync`: enqueues a copy between device addresses (regions or registered memory).
-    ///
-    /// # Safety
-    /// Both ranges stay mapped until the copy is done and do not overlap.
-    unsafe fn copy(
-        &self,
-        stream: RawStream,
-        dst: DevicePtr,
-        src: DevicePtr,
-        bytes: u64,
-    ) -> Result<()>;
-
     /// `cuMemcpyAsync` for one row, `cuMemcpy3DAsync` for long ones in up to three dimensions, else
-    /// a kernel of this library: enqueues a copy between tensors of different layouts, as one
-    /// operation. The kernel reaches the same memory as `stream`'s device, and no other device's
+    /// a kernel of this library: enqueues a copy between device addresses (regions or
+    /// registered memory), also of tensors of different layouts, as one operation. The kernel reaches the same memory as `stream`'s device, and no other device's
     /// memory.
     ///
     /// # Safety

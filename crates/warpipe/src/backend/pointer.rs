@@ -1,13 +1,40 @@
 //! The kind of memory behind an address. A legacy handle can export one kind of them.
 
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::Relaxed;
+
 use super::{DeviceId, DevicePtr};
 pub use crate::error::PointerKind;
+use crate::error::{Error, Result};
 
 /// The bytes of a `CUipcMemHandle` or a `CUipcEventHandle`.
 pub type IpcBytes = [u8; 64];
 
 /// The most interprocess events that one process may have: the driver's limit.
 pub const IPC_EVENTS_MAX: u32 = 4096;
+
+/// How many interprocess events a process has.
+#[derive(Debug, Default)]
+pub(crate) struct IpcEventCount(AtomicU32);
+
+impl IpcEventCount {
+    /// Counts one more, unless that is too many.
+    pub(crate) fn add(&self) -> Result<()> {
+        let room = |count: u32| (count < IPC_EVENTS_MAX).then_some(count + 1);
+        match self.0.fetch_update(Relaxed, Relaxed, room) {
+            Ok(_) => Ok(()),
+            Err(limit) => Err(Error::EventLimit { limit }),
+        }
+    }
+
+    pub(crate) fn remove(&self) {
+        self.0.fetch_sub(1, Relaxed);
+    }
+
+    pub(crate) fn is_zero(&self) -> bool {
+        self.0.load(Relaxed) == 0
+    }
+}
 
 /// The allocation in which an address lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -445,18 +445,6 @@ impl<H: Hook> super::Streams for Wrapped<H> {
 }
 
 impl<H: Hook> super::Copies for Wrapped<H> {
-    unsafe fn copy(
-        &self,
-        stream: RawStream,
-        dst: DevicePtr,
-        src: DevicePtr,
-        bytes: u64,
-    ) -> Result<()> {
-        self.hook.before("copy")?;
-        // SAFETY: the caller's promise, passed on.
-        unsafe { self.inner.copy(stream, dst, src, bytes) }
-    }
-
     unsafe fn copy_rows(&self, stream: RawStream, rows: &Rows) -> Result<()> {
         self.hook.before("copy_rows")?;
         // SAFETY: the caller's promise, passed on.

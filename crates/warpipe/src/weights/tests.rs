@@ -165,8 +165,8 @@ fn a_call_of_the_device_that_fails_ends_the_load_and_the_next_load_is_whole() {
         ("register", 1),
         ("create_event", 1),
         ("create_event", 2),
-        ("copy", 1),
-        ("copy", 5),
+        ("copy_rows", 1),
+        ("copy_rows", 5),
         // A later one may be the fence's behind a reader that is done.
         ("record_event", 1),
         ("export", 1),

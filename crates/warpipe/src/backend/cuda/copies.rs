@@ -78,20 +78,6 @@ fn earlier_work() -> String {
 }
 
 impl Copies for CudaBackend {
-    unsafe fn copy(
-        &self,
-        stream: RawStream,
-        dst: DevicePtr,
-        src: DevicePtr,
-        bytes: u64,
-    ) -> Result<()> {
-        let _current = self.enter_to_enqueue()?;
-        let bytes = size(bytes)?;
-        // SAFETY: the caller's promise.
-        unsafe { self.driver.cuMemcpyAsync(dst, src, bytes, stream.0) }
-            .map_err(|fault| self.explain(fault.into()))
-    }
-
     unsafe fn copy_rows(&self, stream: RawStream, rows: &Rows) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.enqueue_rows(stream.0, rows) }.map_err(|error| self.explain(error))

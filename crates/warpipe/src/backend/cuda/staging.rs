@@ -8,13 +8,14 @@
 //! one load shows whether the memory is free again.
 
 use std::ptr;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use super::sys::{CUdeviceptr, Driver};
 use crate::backend::TimelineWord;
 use crate::error::{Error, Result};
+use crate::mutex::LockUnpoisoned;
 
 /// The sizes of pieces, in bytes. A copy longer than the largest takes several.
 const PIECES: [usize; 3] = [4 << 10, 64 << 10, LARGEST];
@@ -297,7 +298,7 @@ impl StagingState {
 
 impl Staging {
     fn lock(&self) -> MutexGuard<'_, StagingState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.locked()
     }
 
     /// The context is current.

@@ -8,15 +8,15 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, AsRawFd};
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::fs::{MemfdFlags, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::mm::ProtFlags;
 
 use super::memory::{SEALS, check_sealed_memfd, map};
-use crate::backend::pointer::{kind_outside, mapping_at};
-use crate::backend::{DeviceId, DevicePtr, IPC_EVENTS_MAX, IpcBytes, PointerInfo, PointerKind};
+use crate::backend::pointer::{IpcEventCount, kind_outside, mapping_at};
+use crate::backend::{DeviceId, DevicePtr, IpcBytes, PointerInfo, PointerKind};
 use crate::error::{Error, LegacyFault, Result};
 use crate::fork::per_process::InheritedOnFork;
 use crate::fork::{CloseOnForkFd, OwnerProcess};
@@ -35,7 +35,7 @@ pub(super) struct DeviceMalloc {
     allocated: InheritedOnFork<BTreeMap<DevicePtr, Allocation>>,
     opened: InheritedOnFork<BTreeMap<DevicePtr, OpenImport>>,
     last: AtomicU64,
-    events: AtomicU32,
+    pub(super) events: IpcEventCount,
 }
 
 #[derive(Debug)]
@@ -244,22 +244,6 @@ impl DeviceMalloc {
         unsafe { rustix::mm::munmap(base as *mut _, page_multiple(bytes)? as usize) }
             .map_err(|e| Error::os("munmap", "opened memory", e))?;
         Ok(bytes)
-    }
-
-    /// Counts one more interprocess event.
-    pub(super) fn count_event(&self) -> Result<()> {
-        let room = |count: u32| (count < IPC_EVENTS_MAX).then_some(count + 1);
-        let counted = self
-            .events
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, room);
-        counted.map(drop).map_err(|_| Error::EventLimit {
-            limit: IPC_EVENTS_MAX,
-        })
-    }
-
-    /// Counts one interprocess event less.
-    pub(super) fn forget_event(&self) {
-        self.events.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

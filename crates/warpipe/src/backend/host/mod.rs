@@ -285,7 +285,7 @@ impl super::Streams for HostBackend {
         // SAFETY: the caller gives up a live handle, which is a pointer from `Arc::into_raw`.
         let event = unsafe { Arc::from_raw(raw.0.cast::<HostEvent>().cast_const()) };
         if event.is_interprocess {
-            self.malloc.forget_event();
+            self.malloc.events.remove();
         }
         Ok(())
     }
@@ -330,17 +330,6 @@ impl super::Streams for HostBackend {
 }
 
 impl super::Copies for HostBackend {
-    unsafe fn copy(
-        &self,
-        raw: RawStream,
-        dst: DevicePtr,
-        src: DevicePtr,
-        bytes: u64,
-    ) -> Result<()> {
-        // SAFETY: the caller promises a live stream.
-        unsafe { stream(raw)? }.push(Op::Copy { dst, src, bytes })
-    }
-
     unsafe fn copy_rows(&self, raw: RawStream, rows: &Rows) -> Result<()> {
         let rows = *rows;
         let work = move || {
@@ -401,7 +390,7 @@ impl super::Kernels for HostBackend {
 
 impl super::Ipc for HostBackend {
     fn create_ipc_event(&self) -> Result<RawEvent> {
-        self.malloc.count_event()?;
+        self.malloc.events.add()?;
         Ok(RawEvent(raw(Arc::new(HostEvent::interprocess()))))
     }
 

@@ -15,6 +15,7 @@ use std::time::Duration;
 use crate::backend::{DevicePtr, StreamOp, TimelineWord};
 use crate::error::{Error, Result};
 use crate::fork::thread::Thread;
+use crate::mutex::LockUnpoisoned;
 
 /// The most queued operations; an enqueue beyond that waits for room.
 const QUEUE_MAX: usize = 1 << 16;
@@ -38,15 +39,7 @@ const PARK_MAX: Duration = Duration::from_millis(100);
 /// One queued operation.
 pub(super) enum Op {
     Call(Box<dyn FnOnce() + Send>),
-    Copy {
-        dst: DevicePtr,
-        src: DevicePtr,
-        bytes: u64,
-    },
-    Zero {
-        dst: DevicePtr,
-        bytes: u64,
-    },
+    Zero { dst: DevicePtr, bytes: u64 },
     Memory(StreamOp),
     Record(Arc<HostEvent>, u64),
     Await(Arc<HostEvent>, u64),
@@ -151,9 +144,7 @@ impl HostStream {
     }
 
     fn calls(&self) -> Option<MutexGuard<'_, ()>> {
-        self.calls
-            .as_ref()
-            .map(|calls| calls.lock().unwrap_or_else(PoisonError::into_inner))
+        self.calls.as_ref().map(Mutex::locked)
     }
 
     pub(super) fn push(&self, op: Op) -> Result<()> {
@@ -268,7 +259,7 @@ impl HostStream {
     }
 
     fn lock(&self) -> MutexGuard<'_, StreamQueue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        self.queue.locked()
     }
 }
 
@@ -335,12 +326,6 @@ unsafe fn execute(op: Op) {
         Op::Call(function) => drop(std::panic::catch_unwind(std::panic::AssertUnwindSafe(
             function,
         ))),
-        Op::Copy { dst, src, bytes } => {
-            // SAFETY: the caller's promise for both ranges.
-            unsafe {
-                std::ptr::copy_nonoverlapping(src as *const u8, dst as *mut u8, bytes as usize)
-            }
-        }
         // SAFETY: the caller's promise for the range.
         Op::Zero { dst, bytes } => unsafe {
             std::ptr::write_bytes(dst as *mut u8, 0, bytes as usize)

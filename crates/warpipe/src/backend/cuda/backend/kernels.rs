@@ -12,6 +12,7 @@ use super::CudaBackend;
 use crate::backend::RawStream;
 use crate::error::{Error, Result};
 use crate::kernel::Kernel;
+use crate::mutex::LockUnpoisoned;
 
 /// The most arguments of a kernel: their addresses are in an array on the launching thread's stack.
 const ARGUMENTS_MAX: usize = 32;
@@ -50,7 +51,7 @@ impl Kernels {
     }
 
     fn module(&self, driver: &Driver, ptx: &'static CStr) -> Result<CUmodule> {
-        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut modules = self.modules.locked();
         if let Some(module) = modules.get(&address(ptx)) {
             return Ok(*module);
         }

@@ -2,18 +2,19 @@
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::{c_int, c_uint};
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
+use std::sync::atomic::Ordering;
 
 use super::super::sys::Fault;
 use super::super::sys::*;
 use super::CudaBackend;
-use crate::backend::pointer::kind_outside;
+use crate::backend::pointer::{IpcEventCount, kind_outside};
 use crate::backend::{
     DeviceId, DeviceKind, IPC_EVENTS_MAX, Ipc, IpcBytes, PointerInfo, PointerKind, RawEvent,
 };
 use crate::error::{Error, LegacyFault, Result};
 use crate::fork::per_process::PerProcess;
+use crate::mutex::LockUnpoisoned;
 
 /// Codes with which the driver refuses a handle.
 const REFUSED: [CUresult; 7] = [
@@ -42,31 +43,23 @@ struct OpenHandle {
     times: u32,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Ipc for CudaBackend {
     fn create_ipc_event(&self) -> Result<RawEvent> {
         let _current = self.enter()?;
-        let limit = || Error::EventLimit {
-            limit: IPC_EVENTS_MAX,
-        };
         let events = EVENTS.get();
-        if !events.reserve() {
-            return Err(limit());
-        }
+        events.count.add()?;
         let flags = EVENT_INTERPROCESS | EVENT_DISABLE_TIMING;
         let event = self.driver.cuEventCreate(flags).map_err(|fault| {
-            events.count.fetch_sub(1, Ordering::Relaxed);
+            events.count.remove();
             // Other code of this process may have some, too.
-            if fault.is(&NO_EVENT_LEFT) {
-                limit()
-            } else {
-                fault.into()
+            match fault.is(&NO_EVENT_LEFT) {
+                true => Error::EventLimit {
+                    limit: IPC_EVENTS_MAX,
+                },
+                false => fault.into(),
             }
         })?;
-        lock(&events.live).insert(event.addr());
+        events.live.locked().insert(event.addr());
         Ok(RawEvent(event))
     }
 
@@ -95,7 +88,7 @@ impl Ipc for CudaBackend {
             .driver
             .cuMemAlloc_v2(size)
             .map_err(|fault| self.no_room(fault, bytes))?;
-        lock(&self.ipc_handles.allocated).insert(base, bytes);
+        self.ipc_handles.allocated.locked().insert(base, bytes);
         self.held.fetch_add(bytes, Ordering::Relaxed);
         Ok(base)
     }
@@ -103,7 +96,12 @@ impl Ipc for CudaBackend {
     unsafe fn free_plain(&self, base: CUdeviceptr) -> Result<()> {
         let current = self.enter_unless_gone()?;
         // Before the driver can give the address to another allocation.
-        let bytes = lock(&self.ipc_handles.allocated).remove(&base).unwrap_or(0);
+        let bytes = self
+            .ipc_handles
+            .allocated
+            .locked()
+            .remove(&base)
+            .unwrap_or(0);
         self.held.fetch_sub(bytes, Ordering::Relaxed);
         if current.is_none() {
             return Ok(());
@@ -167,7 +165,7 @@ impl Ipc for CudaBackend {
             let _ = unsafe { self.driver.cuIpcCloseMemHandle(base) };
             return Err(error);
         }
-        let mut opened = lock(&self.ipc_handles.opened);
+        let mut opened = self.ipc_handles.opened.locked();
         let entry = opened.entry(base).or_insert(OpenHandle { bytes, times: 0 });
         entry.times += 1;
         if entry.times == 1 {
@@ -179,7 +177,7 @@ impl Ipc for CudaBackend {
     unsafe fn close_legacy(&self, base: CUdeviceptr) -> Result<()> {
         let current = self.enter_unless_gone()?;
         // Before the driver can give the address to another allocation.
-        let mut opened = lock(&self.ipc_handles.opened);
+        let mut opened = self.ipc_handles.opened.locked();
         let not_open = || Error::legacy(LegacyFault::NotOpen { ptr: base });
         let entry = opened.get_mut(&base).ok_or_else(not_open)?;
         entry.times -= 1;
@@ -223,7 +221,10 @@ impl CudaBackend {
         if is(POINTER_ATTRIBUTE_MEMPOOL_HANDLE)? {
             return Ok(PointerKind::Pool);
         }
-        if lock(&self.ipc_handles.opened)
+        if self
+            .ipc_handles
+            .opened
+            .locked()
             .iter()
             .any(|(&base, opened)| ptr >= base && ptr - base < opened.bytes)
         {
@@ -296,23 +297,16 @@ pub(in crate::backend::cuda) static EVENTS: PerProcess<Events> = PerProcess::new
 
 #[derive(Default)]
 pub(in crate::backend::cuda) struct Events {
-    count: AtomicU32,
+    count: IpcEventCount,
     live: Mutex<HashSet<usize>>,
 }
 
 impl Events {
-    fn reserve(&self) -> bool {
-        let room = |count: u32| (count < IPC_EVENTS_MAX).then_some(count + 1);
-        self.count
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, room)
-            .is_ok()
-    }
-
     /// Counts an event as gone, if it is an interprocess event. This comes before its destruction,
     /// since its handle may name another event afterwards.
     pub(in crate::backend::cuda) fn forget(&self, event: CUevent) {
-        if self.count.load(Ordering::Relaxed) > 0 && lock(&self.live).remove(&event.addr()) {
-            self.count.fetch_sub(1, Ordering::Relaxed);
+        if !self.count.is_zero() && self.live.locked().remove(&event.addr()) {
+            self.count.remove();
         }
     }
 }

@@ -3,8 +3,8 @@
 
 use std::collections::HashSet;
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd};
+use std::sync::MutexGuard;
 use std::sync::atomic::Ordering;
-use std::sync::{MutexGuard, PoisonError};
 
 use rustix::fs::{FileType, OFlags};
 use rustix::io::FdFlags;
@@ -15,6 +15,7 @@ use super::super::waits;
 use super::CudaBackend;
 use crate::backend::{Access, DeviceId, DevicePtr, RawRegion, Regions, unreclaimed};
 use crate::error::{Error, Result};
+use crate::mutex::LockUnpoisoned;
 use crate::os;
 use crate::slow_path::{self, SlowPath};
 
@@ -319,7 +320,7 @@ impl CudaBackend {
 
     /// Memory that is registered although it has no device address.
     fn stuck(&self) -> MutexGuard<'_, HashSet<usize>> {
-        self.stuck.lock().unwrap_or_else(PoisonError::into_inner)
+        self.stuck.locked()
     }
 }
 
