@@ -48,8 +48,6 @@ pub enum Command {
     #[command(hide = true)]
     DemoSubscriber(demo::ChildArgs),
     #[command(hide = true)]
-    DemoEnd(demo::EndArgs),
-    #[command(hide = true)]
     DoctorChild(doctor::ChildArgs),
     #[command(hide = true)]
     WeightsChild(weights::ChildArgs),

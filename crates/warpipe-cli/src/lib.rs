@@ -128,7 +128,6 @@ fn run(command: &Command) -> anyhow::Result<u8> {
         Command::Man(args) => manual::man(args),
         Command::DemoPublisher(args) => demo::run_publisher(args),
         Command::DemoSubscriber(args) => demo::run_subscriber(args),
-        Command::DemoEnd(args) => demo::run_end(args),
         Command::DoctorChild(args) => doctor::run_child(args),
         Command::WeightsChild(args) => Ok(weights::run_child(args)),
         Command::MpsDaemon(args) => run::run_daemon(args),

@@ -2,12 +2,16 @@
 //! **This module is marked for unsafe**: it runs code in a forked child before it executes a program.
 
 use std::ffi::{OsStr, OsString};
+use std::fs::Permissions;
 use std::io;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::Path;
 use std::process::{Child, Command, ExitStatus};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
+use anyhow::Context;
 use rustix::event::{PollFd, PollFlags};
 use rustix::process::{
     Pid, PidfdFlags, Resource, Rlimit, Signal, getpid, getppid, pidfd_open,
@@ -88,6 +92,17 @@ pub fn following(program: &OsStr, signal: Signal) -> Command {
     // and takes no lock.
     unsafe { command.pre_exec(follow) };
     command
+}
+
+/// A folder of this user alone, which is removed when it is dropped.
+pub fn private_folder(parent: &Path, prefix: &str) -> anyhow::Result<tempfile::TempDir> {
+    let private = Permissions::from_mode(0o700);
+    let mut folder = tempfile::Builder::new();
+    let made = folder
+        .prefix(prefix)
+        .permissions(private)
+        .tempdir_in(parent);
+    made.with_context(|| format!("no folder can be made in {}", parent.display()))
 }
 
 /// For a child's first step: dies with its parent, and leaves no core file when it is made to

@@ -1,6 +1,7 @@
 //! What the demo's publisher and subscribers have in common: orders, one word a line of standard
 //! input, events on standard output, and a count of what is left over at the end.
 
+use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
@@ -104,21 +105,12 @@ pub fn tell(event: Value) -> anyhow::Result<()> {
 
 fn held(device: &Device) -> anyhow::Result<Holdings> {
     let maps = std::fs::read_to_string("/proc/self/maps")?;
-    let mappings = maps
-        .lines()
-        .filter(|line| line.contains("memfd:warpipe"))
-        .count();
-    let is_counted = |entry: std::io::Result<std::fs::DirEntry>| {
-        // Not a driver's device files, and not the listing's own descriptor.
-        let target = entry.and_then(|entry| std::fs::read_link(entry.path()));
-        target.is_ok_and(|target| !target.starts_with("/dev") && !target.starts_with("/proc"))
-    };
-    let descriptors = std::fs::read_dir("/proc/self/fd")?
-        .filter_map(|entry| is_counted(entry).then_some(()))
-        .count();
-    Ok([
-        descriptors as u64,
-        mappings as u64,
-        device.backend().bytes_held(),
-    ])
+    let mappings = maps.lines().filter(|line| line.contains("memfd:warpipe"));
+    let targets = std::fs::read_dir("/proc/self/fd")?
+        .filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok());
+    // Not a driver's device files, and not the listing's own descriptor.
+    let is_outside = |target: &PathBuf| ["/dev", "/proc"].iter().all(|it| !target.starts_with(it));
+    let descriptors = targets.filter(is_outside).count() as u64;
+    let bytes = device.backend().bytes_held();
+    Ok([descriptors, mappings.count() as u64, bytes])
 }

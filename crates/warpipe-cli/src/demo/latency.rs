@@ -1,19 +1,17 @@
 //! Part 1: the cost of a hand-over with one item in flight.
 //!
-//! One end asks: its kernel fills a small tensor, the other's kernel checks it and fills one of its
-//! own, and the asking end's CPU sees that this one is complete. A hand-over is half of that;
-//! `warpipe-bench handoff` measures it beside its floor.
+//! The publisher asks: its kernel fills a small tensor, a subscriber's kernel checks it and fills
+//! one of its own, and the publisher's CPU sees that this one is complete. A hand-over is half of
+//! that; `warpipe-bench handoff` measures it beside its floor.
 
 use std::time::{Duration, Instant};
 
-use clap::Args;
 use serde_json::{Value, json};
 use warpipe::{DeviceKind, DevicePtr, Layout, Publisher, Stream, Subscriber};
 
 use super::PATIENCE;
-use super::child::{Child, ChildArgs, tell};
-use super::stage::Stage;
-use crate::exit::Exit;
+use super::child::{Child, tell};
+use super::stage::{Id, Stage};
 use crate::output::{bytes, count, duration};
 use crate::registered::RegisteredPage;
 
@@ -25,65 +23,42 @@ const TRIPS: u64 = 300;
 const POLL: Duration = Duration::from_millis(5);
 const CORES_TO_POLL: usize = 4;
 
-/// The arguments of an end.
-#[derive(Debug, Args)]
-pub struct EndArgs {
-    #[command(flatten)]
-    child: ChildArgs,
-    /// It fills first, and measures.
-    #[arg(long)]
-    asks: bool,
-}
-
-/// In the parent: starts both ends, and prints what the asking one says.
-pub fn measure(stage: &mut Stage) -> anyhow::Result<Value> {
-    let asking = stage.start("asking end", "demo-end", &["--asks"])?;
-    let answering = stage.start("answering end", "demo-end", &[])?;
+/// In the parent: has two processes measure, and prints what the asking one says.
+pub fn measure(stage: &mut Stage, asking: Id, answering: Id) -> anyhow::Result<Value> {
+    stage.order(asking, "ask");
+    stage.order(answering, "answer");
     let latency = stage.wait(asking, "latency")?;
-    stage.wait(answering, "latency")?;
     let [p50, p99] = ["p50_us", "p99_us"].map(|name| {
         let us = latency[name].as_f64().unwrap_or_default();
         duration(Duration::from_secs_f64(us / 1e6))
     });
-    let how = format!(
-        "kernel to kernel, {}, half of {} round trips",
-        bytes(ITEM_BYTES),
-        count(TRIPS)
-    );
+    let (size, trips) = (bytes(ITEM_BYTES), count(TRIPS));
+    let how = format!("kernel to kernel, {size}, half of {trips} round trips");
     stage.line(format_args!(
         "   hand-over   p50 {p50}   p99 {p99}   ({how})"
     ))?;
     Ok(latency)
 }
 
-/// In a child.
-pub fn run(args: &EndArgs) -> anyhow::Result<Exit> {
-    let child = Child::begin(&args.child)?;
-    let mut end = End::open(args, &child)?;
-    let mut times = Vec::new();
-    for trip in 0..WARM_UP + TRIPS {
-        match args.asks {
-            true => times.push(end.ask(trip)?),
-            false => end.answer(trip)?,
-        }
-    }
-    end.stream.synchronize(PATIENCE)?;
-    let wrong = end.page.word(0).load();
-    anyhow::ensure!(wrong == 0, "{wrong} wrong words in the round trips");
-    let mut times = times.split_off(times.len().min(WARM_UP as usize));
+/// In the publisher.
+pub fn ask(child: &Child) -> anyhow::Result<()> {
+    let mut end = End::open(child, "demo/there", "demo/back")?;
+    let times = (0..WARM_UP + TRIPS).map(|trip| end.ask(trip));
+    let mut times = times.collect::<anyhow::Result<Vec<_>>>()?;
+    end.close()?;
+    let times = &mut times[WARM_UP as usize..];
     times.sort();
-    let half_us = |permille: usize| {
-        let time = times.get(times.len() * permille / 1000);
-        time.map(|time: &Duration| time.as_nanos() as f64 / 2e3)
-    };
+    let half_us = |permille: usize| times[times.len() * permille / 1000].as_nanos() as f64 / 2e3;
     tell(json!({
         "event": "latency", "trips": TRIPS, "p50_us": half_us(500), "p99_us": half_us(990),
-    }))?;
-    // The other end may still wait for what this one has sent: the parent ends both.
-    let _ = child.orders.recv();
-    drop(end);
-    child.tell_leftovers()?;
-    Ok(Exit::Done)
+    }))
+}
+
+/// In a subscriber.
+pub fn answer(child: &Child) -> anyhow::Result<()> {
+    let mut end = End::open(child, "demo/back", "demo/there")?;
+    (0..WARM_UP + TRIPS).try_for_each(|trip| end.answer(trip))?;
+    end.close()
 }
 
 /// One end, with its channels there and back.
@@ -98,12 +73,8 @@ struct End {
 
 impl End {
     /// Opens this end, while the other process opens the other.
-    fn open(args: &EndArgs, child: &Child) -> anyhow::Result<End> {
+    fn open(child: &Child, out: &str, back: &str) -> anyhow::Result<End> {
         let Child { domain, device, .. } = child;
-        let (out, back) = match args.asks {
-            true => ("demo/there", "demo/back"),
-            false => ("demo/back", "demo/there"),
-        };
         let publisher = Publisher::builder(out)
             .domain(domain)
             .device(device)
@@ -123,6 +94,14 @@ impl End {
             layout: Layout::bytes_only(ITEM_BYTES)?,
             page: Box::leak(Box::new(RegisteredPage::new(device)?)),
         })
+    }
+
+    /// What it has sent is complete then: the other end gets it all the same.
+    fn close(self) -> anyhow::Result<()> {
+        self.stream.synchronize(PATIENCE)?;
+        let wrong = self.page.word(0).load();
+        anyhow::ensure!(wrong == 0, "{wrong} wrong words in the round trips");
+        Ok(())
     }
 
     fn ask(&mut self, trip: u64) -> anyhow::Result<Duration> {

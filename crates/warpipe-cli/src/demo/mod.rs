@@ -7,7 +7,7 @@
 //! | --- | --- |
 //! | `parts` | the four parts, and the end |
 //! | `stage` | what all parts share: the processes, the output, the claims |
-//! | `child`, `latency`, `publisher`, `subscriber` | the processes |
+//! | `child`, `publisher`, `subscriber`, `latency` | the processes, and what two of them measure |
 
 mod child;
 mod latency;
@@ -16,7 +16,6 @@ mod publisher;
 mod stage;
 mod subscriber;
 
-use std::os::unix::fs::PermissionsExt;
 use std::time::Duration;
 
 use anyhow::Context;
@@ -26,9 +25,9 @@ use crate::args::DemoArgs;
 use crate::exit::Exit;
 use crate::interrupt::Interrupt;
 use crate::output::Output;
+use crate::process;
 
 pub use child::ChildArgs;
-pub use latency::{EndArgs, run as run_end};
 pub use publisher::run as run_publisher;
 pub use subscriber::run as run_subscriber;
 
@@ -50,8 +49,8 @@ pub const JSON_HELP: &str = "\
 With --json the demo prints one object per line; its `event` says its kind. The name of a time ends in its unit;
 times of the parts about deaths count from the kill.
   started           role, pid
-  latency           trips, p50_us, p99_us (one hand-over: half a round trip)
   ready             the publisher and all subscribers
+  latency           trips, p50_us, p99_us (one hand-over: half a round trip)
   throughput        verified, seconds, visible_gb_per_s
   subscriber_death  pid, busy, held, notified_ms, released_ms, started_ms, first_verified_ms, first_item,
                     others [role, verified, apart_ms]
@@ -78,18 +77,7 @@ pub fn run(args: &DemoArgs) -> anyhow::Result<Exit> {
     let interrupt = Interrupt::install()?;
     // Opened here to see that it is there, and left to the children.
     let chosen = args.device.open()?;
-    let private = std::fs::Permissions::from_mode(0o700);
-    let folder = tempfile::Builder::new()
-        .prefix("warpipe-demo-")
-        .permissions(private)
-        .tempdir();
-    let folder = folder.with_context(|| {
-        let parent = std::env::temp_dir();
-        format!(
-            "cannot make a directory in {} (TMPDIR says where)",
-            parent.display()
-        )
-    })?;
+    let folder = process::private_folder(&std::env::temp_dir(), "warpipe-demo-")?;
     let mut stage = Stage::new(
         args,
         &chosen,

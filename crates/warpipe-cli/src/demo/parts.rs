@@ -11,6 +11,10 @@ use crate::output::{Style, bytes, count, counted, duration, styled};
 
 /// How long the second publisher publishes.
 const STRETCH: Duration = Duration::from_millis(300);
+const MPS_NOTE: &str = concat!(
+    "   an MPS daemon answers: a kill in the middle of a kernel would end all its clients,\n",
+    "   so processes are killed while they have no work on the device",
+);
 /// Lines for as many subscribers; of more, the first and the last.
 const LINES_MAX: usize = 4;
 
@@ -23,9 +27,6 @@ struct Processes {
 /// Runs every part, ends the processes, and looks at what is left over.
 pub fn perform(stage: &mut Stage) -> anyhow::Result<()> {
     announce(stage)?;
-    heading(stage, "1  latency: one item in flight")?;
-    let figures = latency::measure(stage)?;
-    stage.figures(figures)?;
     let publisher = stage.start_publisher()?;
     let subscribers = (1..=stage.args.subscribers).map(|number| stage.start_subscriber(number));
     let mut processes = Processes {
@@ -36,7 +37,7 @@ pub fn perform(stage: &mut Stage) -> anyhow::Result<()> {
         stage.wait(id, "ready")?;
     }
     stage.tell(json!({ "event": "ready" }))?;
-    for part in [throughput, subscriber_death, publisher_death] {
+    for part in [latency, throughput, subscriber_death, publisher_death] {
         let figures = part(stage, &mut processes)?;
         stage.figures(figures)?;
     }
@@ -51,16 +52,11 @@ fn announce(stage: &mut Stage) -> anyhow::Result<()> {
     };
     stage.line(styled(Style::Bold, &format!("warpipe demo on {device}")))?;
     let subscribers = counted(stage.args.subscribers as usize, "subscriber", "subscribers");
-    let text = format!(
-        "   1 publisher and {subscribers}, each a process; tensors of {}",
-        bytes(stage.item_bytes())
-    );
+    let size = bytes(stage.item_bytes());
+    let text = format!("   1 publisher and {subscribers}, each a process; tensors of {size}");
     stage.line(styled(Style::Dim, &text))?;
     if stage.is_mps {
-        stage.line(
-            "   an MPS daemon answers: a kill in the middle of a kernel would end all its clients,",
-        )?;
-        stage.line("   so processes are killed while they have no work on the device")?;
+        stage.line(MPS_NOTE)?;
     }
     Ok(())
 }
@@ -69,16 +65,18 @@ fn heading(stage: &Stage, text: &str) -> anyhow::Result<()> {
     stage.line(format_args!("\n{}", styled(Style::Bold, text)))
 }
 
+/// Small tensors there and back, one at a time.
+fn latency(stage: &mut Stage, processes: &mut Processes) -> anyhow::Result<Value> {
+    heading(stage, "1  latency: one item in flight")?;
+    latency::measure(stage, processes.publisher, processes.subscribers[0])
+}
+
 /// Large tensors to all subscribers, as fast as they are taken.
 fn throughput(stage: &mut Stage, processes: &mut Processes) -> anyhow::Result<Value> {
     let subscribers = counted(processes.subscribers.len(), "subscriber", "subscribers");
-    heading(
-        stage,
-        &format!(
-            "2  throughput: tensors of {} to {subscribers}",
-            bytes(stage.item_bytes())
-        ),
-    )?;
+    let size = bytes(stage.item_bytes());
+    let title = format!("2  throughput: tensors of {size} to {subscribers}");
+    heading(stage, &title)?;
     let begun_ns = clock::now_ns();
     stage.order(processes.publisher, "publish");
     let end_ns = begun_ns + stage.args.seconds.as_nanos() as u64;
@@ -95,32 +93,26 @@ fn throughput(stage: &mut Stage, processes: &mut Processes) -> anyhow::Result<Va
     });
     let seconds = last_ns.saturating_sub(begun_ns) as f64 / 1e9;
     let rate = (verified * stage.item_bytes()) as f64 / seconds / 1e9;
-    stage.line(format_args!(
-        "   {rate:.2} GB/s made visible (bytes x subscribers / time), no byte copied"
-    ))?;
-    stage.line(format_args!(
-        "   {} tensors verified in {seconds:.2} s, every word, on the device",
-        count(verified)
-    ))?;
-    Ok(
-        json!({ "event": "throughput", "verified": verified, "seconds": seconds, "visible_gb_per_s": rate }),
-    )
+    let how = "(bytes x subscribers / time), no byte copied";
+    stage.line(format_args!("   {rate:.2} GB/s made visible {how}"))?;
+    let (tensors, where_to) = (count(verified), "every word, on the device");
+    let text = format!("   {tensors} tensors verified in {seconds:.2} s, {where_to}");
+    stage.line(text)?;
+    Ok(json!({
+        "event": "throughput", "verified": verified, "seconds": seconds, "visible_gb_per_s": rate,
+    }))
 }
 
 /// A subscriber is killed while it holds samples, and another takes its place.
 fn subscriber_death(stage: &mut Stage, processes: &mut Processes) -> anyhow::Result<Value> {
     let is_busy = stage.is_busy();
-    let when = if is_busy {
-        "in the middle of its work"
-    } else {
-        "while it holds samples"
+    let when = match is_busy {
+        true => "in the middle of its work",
+        false => "while it holds samples",
     };
     heading(stage, &format!("3  death of a subscriber: SIGKILL {when}"))?;
-    let number_of_victim = processes.subscribers.len();
-    let (publisher, victim) = (
-        processes.publisher,
-        processes.subscribers[number_of_victim - 1],
-    );
+    let (publisher, number_of_victim) = (processes.publisher, processes.subscribers.len());
+    let victim = processes.subscribers[number_of_victim - 1];
     let (role, pid) = (stage.role(victim), stage.pid(victim));
     stage.order(publisher, &format!("watch {pid}"));
     stage.wait(publisher, "watching")?;
@@ -129,54 +121,38 @@ fn subscriber_death(stage: &mut Stage, processes: &mut Processes) -> anyhow::Res
     let held: Vec<u64> = serde_json::from_value(held)?;
     let killed_ns = stage.kill(victim)?;
     let mut timeline = Timeline::new(killed_ns);
-    let items = held
-        .iter()
-        .map(u64::to_string)
-        .collect::<Vec<_>>()
-        .join(" and ");
-    stage.line(format_args!(
-        "   {role} (process {pid}) holds items {items}, and is killed; from then on:"
-    ))?;
+    let items: Vec<String> = held.iter().map(u64::to_string).collect();
+    let items = items.join(" and ");
+    let text =
+        format!("   {role} (process {pid}) holds items {items}, and is killed; from then on:");
+    stage.line(text)?;
 
-    let notified_ns = number(&stage.wait(publisher, "gone")?, "at_ns");
+    let notified_ns = stage.time_of(publisher, "gone")?;
     timeline.add(notified_ns, "the publisher is notified");
     let started_ns = clock::now_ns();
     let next = stage.start_subscriber(number_of_victim as u32)?;
     processes.subscribers[number_of_victim - 1] = next;
-    timeline.add(
-        started_ns,
-        format_args!("a new {role} is started (process {})", stage.pid(next)),
-    );
-    let released_ns = number(&stage.wait(publisher, "released")?, "at_ns");
+    let text = format!("a new {role} is started (process {})", stage.pid(next));
+    timeline.add(started_ns, text);
+    let released_ns = stage.time_of(publisher, "released")?;
     timeline.add(released_ns, "the slots that it held are released");
     let first = stage.wait(next, "first")?;
     let (first, first_ns) = (number(&first, "number"), number(&first, "at_ns"));
-    timeline.add(
-        first_ns,
-        format_args!("the new {role} has verified its first item, {first}"),
-    );
+    let text = format!("the new {role} has verified its first item, {first}");
+    timeline.add(first_ns, text);
     timeline.print(stage)?;
-    stage.claim(
-        "the publisher was notified, and released the dead subscriber's slots",
-        killed_ns < notified_ns && notified_ns <= released_ns,
-        || {
-            format!(
-                "notified after {} ms, released after {} ms",
-                timeline.ms(notified_ns),
-                timeline.ms(released_ns)
-            )
-        },
-    );
+    let claim = "the publisher was notified, and released the dead subscriber's slots";
+    let holds = killed_ns < notified_ns && notified_ns <= released_ns;
+    stage.claim(claim, holds, || {
+        let [notified, released] = [notified_ns, released_ns].map(|at_ns| timeline.ms(at_ns));
+        format!("notified after {notified} ms, released after {released} ms")
+    });
     let claim = "a new subscriber continued with an item that was sent after the kill";
     stage.claim(claim, held.iter().all(|&held| first > held), || {
         format!("its first item is {first}")
     });
-    let others = others(
-        stage,
-        &processes.subscribers[..number_of_victim - 1],
-        killed_ns,
-        first_ns,
-    )?;
+    let others = &processes.subscribers[..number_of_victim - 1];
+    let others = verified_between(stage, others, killed_ns, first_ns)?;
     Ok(json!({
         "event": "subscriber_death", "pid": pid, "busy": is_busy, "held": held, "others": others,
         "notified_ms": timeline.ms(notified_ns), "released_ms": timeline.ms(released_ns),
@@ -185,7 +161,7 @@ fn subscriber_death(stage: &mut Stage, processes: &mut Processes) -> anyhow::Res
 }
 
 /// What the other subscribers did between two times.
-fn others(
+fn verified_between(
     stage: &mut Stage,
     ids: &[Id],
     from_ns: u64,
@@ -204,18 +180,14 @@ fn others(
         let (verified, gaps) = (number(&last, "verified") - before, number(&last, "gaps"));
         let role = stage.role(id);
         if index < LINES_MAX {
-            let (items, apart) = (
-                counted(verified as usize, "item", "items"),
-                duration(Duration::from_nanos(apart_ns)),
-            );
-            let how = if gaps == 0 {
-                "went on without a gap"
-            } else {
-                "went on WITH A GAP"
+            let items = counted(verified as usize, "item", "items");
+            let apart = duration(Duration::from_nanos(apart_ns));
+            let how = match gaps {
+                0 => "went on without a gap",
+                _ => "went on WITH A GAP",
             };
-            stage.line(format_args!(
-                "   {role} {how}: {items} verified meanwhile, at most {apart} apart"
-            ))?;
+            let text = format!("{how}: {items} verified meanwhile, at most {apart} apart");
+            stage.line(format_args!("   {role} {text}"))?;
         }
         let claim = "the other subscribers went on without a gap";
         stage.claim(claim, verified > 0 && gaps == 0, || {
@@ -232,10 +204,9 @@ fn others(
 /// The publisher is killed in the middle of a write, and another takes its place.
 fn publisher_death(stage: &mut Stage, processes: &mut Processes) -> anyhow::Result<Value> {
     let is_busy = stage.is_busy();
-    let when = if is_busy {
-        "in the middle of a write"
-    } else {
-        "between two writes"
+    let when = match is_busy {
+        true => "in the middle of a write",
+        false => "between two writes",
     };
     heading(stage, &format!("4  death of the publisher: SIGKILL {when}"))?;
     let victim = processes.publisher;
@@ -254,61 +225,41 @@ fn publisher_death(stage: &mut Stage, processes: &mut Processes) -> anyhow::Resu
         Some(writing) => format!("has written half of item {writing}"),
         None => format!("has completed item {complete}"),
     };
-    stage.line(format_args!(
-        "   the publisher (process {pid}) {what}, and is killed; from then on:"
-    ))?;
+    let text = format!("   the publisher (process {pid}) {what}, and is killed; from then on:");
+    stage.line(text)?;
     let notified = all(stage, &processes.subscribers, "gone")?;
     say(&mut timeline, stage, &notified, "is notified");
-    let lost = if is_busy {
-        all(stage, &processes.subscribers, "lost")?
-    } else {
-        Vec::new()
-    };
+    let mut lost = Vec::new();
     if let Some(writing) = writing {
-        say(
-            &mut timeline,
-            stage,
-            &lost,
-            &format!("has discarded item {writing} as lost; its stream goes on"),
-        );
+        lost = all(stage, &processes.subscribers, "lost")?;
+        let text = format!("has discarded item {writing} as lost; its stream goes on");
+        say(&mut timeline, stage, &lost, &text);
     }
     stage.reap(victim)?;
     let started_ns = clock::now_ns();
     processes.publisher = stage.start_publisher()?;
-    timeline.add(
-        started_ns,
-        format_args!(
-            "a new publisher is started (process {})",
-            stage.pid(processes.publisher)
-        ),
-    );
+    let started = stage.pid(processes.publisher);
+    let text = format!("a new publisher is started (process {started})");
+    timeline.add(started_ns, text);
     timeline.print(stage)?;
     stage.wait(processes.publisher, "ready")?;
     stage.order(processes.publisher, "publish");
     let mut first = Vec::new();
     for &id in &processes.subscribers {
         // Not the first item of the publisher before.
-        first.push((
-            id,
-            stage.wait_for(id, "first", |first| !first["before"].is_null())?,
-        ));
+        let found = stage.wait_for(id, "first", |first| !first["before"].is_null())?;
+        first.push((id, found));
     }
-    say(
-        &mut timeline,
-        stage,
-        &first,
-        "has verified the new publisher's first item",
-    );
+    let text = "has verified the new publisher's first item";
+    say(&mut timeline, stage, &first, text);
     timeline.print(stage)?;
     publish_for(stage, processes)?;
 
     let mut survivors = Vec::new();
     for (index, (id, first)) in first.iter().enumerate() {
         let role = stage.role(*id);
-        let (last, discarded) = (
-            number(first, "last"),
-            lost.get(index).map(|lost| number(&lost.1, "number")),
-        );
+        let last = number(first, "last");
+        let discarded = lost.get(index).map(|lost| number(&lost.1, "number"));
         let claim = "nothing was lost that was complete";
         stage.claim(claim, last == complete, || {
             format!("{role} verified up to item {last}, and item {complete} was complete")
@@ -318,11 +269,8 @@ fn publisher_death(stage: &mut Stage, processes: &mut Processes) -> anyhow::Resu
             format!("{role} discarded {discarded:?}, and {writing:?} was being written")
         });
         let follows = first["before"] == json!([pid, false]) && first["number"] == 1;
-        stage.claim(
-            "every survivor followed the next publisher",
-            follows,
-            || format!("{role} followed with {first}"),
-        );
+        let claim = "every survivor followed the next publisher";
+        stage.claim(claim, follows, || format!("{role} followed with {first}"));
         survivors.push(json!({
             "role": role, "notified_ms": timeline.ms(number(&notified[index].1, "at_ns")), "lost": discarded,
             "lost_ms": lost.get(index).map(|lost| timeline.ms(number(&lost.1, "at_ns"))),
@@ -361,9 +309,10 @@ fn say(timeline: &mut Timeline, stage: &Stage, events: &[(Id, Value)], text: &st
     reports.sort();
     match reports.as_slice() {
         [first, .., last] if reports.len() > LINES_MAX => {
+            let many = reports.len();
             timeline.add(
                 first.0,
-                format_args!("the first of {} subscribers {text}", reports.len()),
+                format_args!("the first of {many} subscribers {text}"),
             );
             timeline.add(last.0, format_args!("the last of them {text}"));
         }
@@ -400,11 +349,8 @@ fn end(stage: &mut Stage) -> anyhow::Result<()> {
         let more = kinds.iter().filter(|kind| number(&extra, kind) > 0);
         left.extend(more.map(|kind| format!("{} {kind} of the {role}", number(&extra, kind))));
     }
-    left.extend(
-        files(&stage.domain)?
-            .into_iter()
-            .map(|file| format!("the file {file}")),
-    );
+    let files = files(&stage.domain)?.into_iter();
+    left.extend(files.map(|file| format!("the file {file}")));
     stage.claim("nothing is left over", left.is_empty(), || left.join(", "));
     Ok(())
 }

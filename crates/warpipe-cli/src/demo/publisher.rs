@@ -10,7 +10,7 @@ use serde_json::json;
 use warpipe::{Error, Layout, PeerState, Policy, Publisher, SampleMut, SlotReturn, Stream, clock};
 
 use super::child::{Child, ChildArgs, tell};
-use super::{DEPTH, ENDPOINT, PATIENCE, Plant, WORK};
+use super::{DEPTH, ENDPOINT, PATIENCE, Plant, WORK, latency};
 use crate::exit::Exit;
 
 /// Slots for the items that are in flight or held by a dead subscriber.
@@ -63,21 +63,22 @@ impl Publishing {
     fn follow(&mut self, child: &Child) -> anyhow::Result<()> {
         let mut is_publishing = false;
         loop {
-            let order = match child.orders.try_recv() {
+            let order = match is_publishing {
+                true => child.orders.try_recv(),
+                false => child.orders.recv().map_err(|_| TryRecvError::Disconnected),
+            };
+            let order = match order {
                 Ok(order) => order,
                 Err(TryRecvError::Disconnected) => return Ok(()),
-                Err(TryRecvError::Empty) if is_publishing => {
+                Err(TryRecvError::Empty) => {
                     self.publish()?;
                     continue;
                 }
-                Err(TryRecvError::Empty) => match child.orders.recv() {
-                    Ok(order) => order,
-                    Err(_) => return Ok(()),
-                },
             };
             is_publishing = order == "publish" || (is_publishing && order.starts_with("watch"));
             match order.split_once(' ') {
                 Some(("watch", pid)) => self.watch(pid.parse()?)?,
+                _ if order == "ask" => latency::ask(child)?,
                 _ if order == "pause" => tell(json!({ "event": "paused", "items": self.number }))?,
                 _ if order.starts_with("stop") => self.stop(order == "stop in a write")?,
                 _ => {}
@@ -123,16 +124,10 @@ impl Publishing {
     /// all items that were sent until then are back.
     fn watch(&mut self, pid: i32) -> anyhow::Result<()> {
         let (publisher, recent) = (self.publisher.clone(), self.recent.clone());
-        let is_well = |state| {
-            matches!(
-                state,
-                PeerState::Alive | PeerState::Stalled | PeerState::Leaving
-            )
-        };
+        let is_gone = |state| matches!(state, PeerState::Suspect | PeerState::Dead);
         let is_there = move || {
-            let all = publisher.subscribers();
-            all.iter()
-                .any(|other| other.pid == pid && is_well(other.state))
+            let mut all = publisher.subscribers().into_iter();
+            all.any(|other| other.pid == pid && !is_gone(other.state))
         };
         let watch = move || -> anyhow::Result<()> {
             while is_there() {
@@ -143,11 +138,10 @@ impl Publishing {
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner)
                 .clone();
-            while !sent
-                .iter()
-                .try_fold(true, |all, slot| Ok::<_, Error>(all && slot.is_back()?))?
-            {
-                std::thread::sleep(ASK_EVERY);
+            for slot in sent {
+                while !slot.is_back()? {
+                    std::thread::sleep(ASK_EVERY);
+                }
             }
             tell(json!({ "event": "released", "at_ns": clock::now_ns() }))
         };

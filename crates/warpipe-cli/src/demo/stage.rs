@@ -4,7 +4,7 @@ use std::fmt;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, Stdio};
+use std::process::{Child, ChildStdin, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
@@ -41,6 +41,13 @@ struct Process {
     kept: Vec<Value>,
     /// The demo has killed it, or has reported its end.
     end_is_known: bool,
+}
+
+impl Process {
+    fn how_it_ended(&self, status: ExitStatus) -> String {
+        let (role, pid) = (&self.role, self.child.id());
+        format!("{role} (process {pid}) {}", process::ending(status))
+    }
 }
 
 /// The processes, and what they have shown so far. Dropped, it kills and reaps those that are left.
@@ -100,26 +107,23 @@ impl<'a> Stage<'a> {
 
     /// Starts a publisher that waits for all subscribers.
     pub fn start_publisher(&mut self) -> anyhow::Result<Id> {
-        self.start("publisher", "demo-publisher", &[])
+        self.start("publisher", "demo-publisher")
     }
 
     /// Starts the subscriber of this number.
     pub fn start_subscriber(&mut self, number: u32) -> anyhow::Result<Id> {
-        self.start(&format!("subscriber {number}"), "demo-subscriber", &[])
+        self.start(&format!("subscriber {number}"), "demo-subscriber")
     }
 
     /// Starts this program again, in the demo's domain.
-    pub fn start(&mut self, role: &str, command: &str, arguments: &[&str]) -> anyhow::Result<Id> {
+    fn start(&mut self, role: &str, command: &str) -> anyhow::Result<Id> {
         let plant = self.args.plant.as_ref();
         let plant = plant.and_then(clap::ValueEnum::to_possible_value);
-        let mut child = process::this_program()
-            .arg(command)
-            .arg(format!("--parent={}", std::process::id()))
+        let mut child = process::child_of_this(command)
             .arg(format!("--device={}", self.choice))
             .arg(format!("--subscribers={}", self.args.subscribers))
             .arg(format!("--item-bytes={}", self.item_bytes()))
             .args(plant.map(|plant| format!("--plant={}", plant.get_name())))
-            .args(arguments)
             .env("WARPIPE_DOMAIN", &self.domain)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -173,10 +177,8 @@ impl<'a> Stage<'a> {
         let process = &mut self.processes[id];
         process.end_is_known = true;
         let at_ns = clock::now_ns();
-        process
-            .child
-            .kill()
-            .with_context(|| format!("cannot kill the {}", process.role))?;
+        let killed = process.child.kill();
+        killed.with_context(|| format!("cannot kill the {}", process.role))?;
         Ok(at_ns)
     }
 
@@ -194,7 +196,12 @@ impl<'a> Stage<'a> {
         self.wait_for(id, event, |_| true)
     }
 
-    /// The same, for an event that `is_it` accepts. All others are kept for later calls.
+    /// As [`wait`](Self::wait): when that was.
+    pub fn time_of(&mut self, id: Id, event: &str) -> anyhow::Result<u64> {
+        Ok(number(&self.wait(id, event)?, "at_ns"))
+    }
+
+    /// As [`wait`](Self::wait), for an event that `is_it` accepts. All others are kept for later calls.
     pub fn wait_for(
         &mut self,
         id: Id,
@@ -245,8 +252,7 @@ impl<'a> Stage<'a> {
             }
             if let Some(status) = process.child.try_wait()? {
                 process.end_is_known = true;
-                let (role, pid) = (&process.role, process.child.id());
-                bail!("{role} (process {pid}) {}", process::ending(status));
+                bail!(process.how_it_ended(status));
             }
         }
         Ok(())
@@ -254,10 +260,8 @@ impl<'a> Stage<'a> {
 
     /// The sum of a count over all subscribers that there were.
     pub fn total(&self, count: &str) -> u64 {
-        self.counts
-            .values()
-            .map(|counts| number(counts, count))
-            .sum()
+        let counts = self.counts.values();
+        counts.map(|counts| number(counts, count)).sum()
     }
 
     /// Records a claim, and `detail` for the case that it does not hold.
@@ -294,20 +298,10 @@ impl<'a> Stage<'a> {
             .iter_mut()
             .for_each(|process| process.orders = None);
         let mut failures = Vec::new();
-        for Process {
-            role,
-            child,
-            end_is_known,
-            ..
-        } in &mut self.processes
-        {
-            let status = process::end(child, END_PATIENCE)?;
-            if !status.success() && !*end_is_known {
-                failures.push(format!(
-                    "{role} (process {}) {}",
-                    child.id(),
-                    process::ending(status)
-                ));
+        for process in &mut self.processes {
+            let status = process::end(&mut process.child, END_PATIENCE)?;
+            if !status.success() && !process.end_is_known {
+                failures.push(process.how_it_ended(status));
             }
         }
         for id in 0..self.processes.len() {
@@ -326,20 +320,15 @@ impl<'a> Stage<'a> {
             let left = process.kept.iter().find(|event| event["event"] == "left");
             (process.role.clone(), left.cloned())
         };
-        let ended = self
-            .processes
-            .iter()
-            .filter(|process| !process.end_is_known);
+        let ended = self.processes.iter().filter(|it| !it.end_is_known);
         ended.map(said).collect()
     }
 
     /// How many processes ended by SIGKILL.
     pub fn killed(&mut self) -> usize {
-        let by_signal = |process: &mut Process| matches!(process.child.try_wait(), Ok(Some(status)) if status.signal() == Some(9));
-        self.processes
-            .iter_mut()
-            .filter_map(|process| by_signal(process).then_some(()))
-            .count()
+        let ended = self.processes.iter_mut();
+        let ended = ended.filter_map(|process| process.child.try_wait().ok()?);
+        ended.filter(|status| status.signal() == Some(9)).count()
     }
 
     /// Ends those that are left, and says whether all claims hold.
@@ -380,27 +369,19 @@ impl<'a> Stage<'a> {
     }
 
     fn verdict(&self, failures: &[String], interrupted: bool) -> String {
-        let failed = failures
-            .iter()
-            .map(|failure| styled(Style::Red, &format!("failed: {failure}")));
-        let mut lines: Vec<_> = failed.collect();
+        let failed = |failure| styled(Style::Red, &format!("failed: {failure}"));
+        let mut lines: Vec<_> = failures.iter().map(failed).collect();
         if interrupted {
             let text = "interrupted: every process was ended, every file removed";
             lines.push(styled(Style::Yellow, text));
         } else if lines.is_empty() {
             let verified = count(self.total("verified"));
-            lines.push(styled(
-                Style::Green,
-                &format!("{verified} items verified, every word right, two processes killed,"),
-            ));
-            lines.push(styled(
-                Style::Green,
-                "nothing lost that was complete, nothing left over",
-            ));
-            lines.push(styled(
-                Style::Dim,
-                &format!("{} in all", duration(self.started.elapsed())),
-            ));
+            let done =
+                format!("{verified} items verified, every word right, two processes killed,");
+            let left = "nothing lost that was complete, nothing left over";
+            let taken = format!("{} in all", duration(self.started.elapsed()));
+            lines.extend([&done, left].map(|text| styled(Style::Green, text)));
+            lines.push(styled(Style::Dim, &taken));
         }
         format!("\n{}", lines.join("\n"))
     }

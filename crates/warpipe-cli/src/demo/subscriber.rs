@@ -14,7 +14,7 @@ use warpipe::backend::StreamOp;
 use warpipe::{Device, Error, OptionalExtension, Receipt, Sample, Stream, Subscriber, clock};
 
 use super::child::{Child, ChildArgs, tell};
-use super::{DEPTH, ENDPOINT, HELD, PATIENCE, WORK};
+use super::{DEPTH, ENDPOINT, HELD, PATIENCE, WORK, latency};
 use crate::exit::Exit;
 use crate::poll::poll;
 use crate::registered::RegisteredPage;
@@ -77,15 +77,13 @@ impl Receiving {
     fn run(&mut self, child: &Child) -> anyhow::Result<()> {
         loop {
             match child.orders.try_recv() {
+                Ok(order) if order == "answer" => latency::answer(child)?,
                 Ok(order) => self.hold(order == "hold and work")?,
                 Err(TryRecvError::Disconnected) => return Ok(()),
                 Err(TryRecvError::Empty) => {}
             }
-            match self
-                .subscriber
-                .receive(&self.stream, Duration::ZERO)
-                .optional()?
-            {
+            let received = self.subscriber.receive(&self.stream, Duration::ZERO);
+            match received.optional()? {
                 Some(sample) => self.enqueue_check(sample)?,
                 None => self.wait()?,
             }
@@ -95,11 +93,8 @@ impl Receiving {
 
     /// At most until the next look at the orders.
     fn wait(&self) -> anyhow::Result<()> {
-        let mut readable = [PollFd::from_borrowed_fd(
-            self.subscriber.as_fd(),
-            PollFlags::IN,
-        )];
-        poll(&mut readable, Some(REPORT_EVERY))?;
+        let readable = PollFd::from_borrowed_fd(self.subscriber.as_fd(), PollFlags::IN);
+        poll(&mut [readable], Some(REPORT_EVERY))?;
         Ok(())
     }
 
@@ -138,23 +133,19 @@ impl Receiving {
             word: page.address(DONE),
             value: turn,
         };
+        let backend = self.stream.device().backend();
         // SAFETY: the stream is live, and the page is never unregistered.
-        unsafe {
-            self.stream
-                .device()
-                .backend()
-                .batch(self.stream.raw(), &[done])
-        }?;
+        unsafe { backend.batch(self.stream.raw(), &[done]) }?;
         let previous = sample.discontinuity().and_then(|gap| gap.previous);
         let before = previous.map(|before| (before.pid, before.graceful));
-        let receipt = sample.release()?;
+        let check = Check {
+            receipt: sample.release()?,
+            number,
+            turn,
+            before,
+        };
         self.checks
-            .send(Check {
-                receipt,
-                number,
-                turn,
-                before,
-            })
+            .send(check)
             .ok()
             .context("the checker has ended")?;
         match is_last {
@@ -207,29 +198,23 @@ fn check_all(
 ) -> anyhow::Result<()> {
     let mut book = Book::default();
     let mut reported = Instant::now();
-    for Check {
-        receipt,
-        number,
-        turn,
-        before,
-    } in queue
-    {
-        let is_done = device
-            .backend()
-            .wait_word(page.word(DONE), turn, PATIENCE)?;
+    for check in queue {
+        let (number, turn, before) = (check.number, check.turn, check.before);
+        let done = page.word(DONE);
+        let is_done = device.backend().wait_word(done, turn, PATIENCE)?;
         ensure!(
             is_done,
             "the device did not check item {number} within {PATIENCE:?}"
         );
         let at_ns = clock::now_ns();
         let last = before.map(|_| book.begin_anew());
-        match receipt.wait(PATIENCE) {
+        match check.receipt.wait(PATIENCE) {
             Ok(()) => {
                 let wrong = page.word(wrong_words(turn)).load();
                 if book.verify(number, wrong, at_ns) {
-                    tell(
-                        json!({ "event": "first", "number": number, "at_ns": at_ns, "before": before, "last": last }),
-                    )?;
+                    tell(json!({
+                        "event": "first", "number": number, "at_ns": at_ns, "before": before, "last": last,
+                    }))?;
                 }
             }
             Err(Error::SampleLost { .. }) => {
@@ -296,18 +281,9 @@ impl Book {
 
     fn report(&mut self) -> Value {
         let apart_ns = std::mem::take(&mut self.apart_ns);
-        let Book {
-            verified,
-            wrong,
-            gaps,
-            lost,
-            last,
-            last_ns,
-            ..
-        } = self;
         json!({
-            "event": "counts", "verified": verified, "wrong": wrong, "gaps": gaps, "lost": lost, "last": last,
-            "last_ns": last_ns, "apart_ns": apart_ns,
+            "event": "counts", "verified": self.verified, "wrong": self.wrong, "gaps": self.gaps,
+            "lost": self.lost, "last": self.last, "last_ns": self.last_ns, "apart_ns": apart_ns,
         })
     }
 }

@@ -9,10 +9,8 @@ mod daemon;
 mod signals;
 
 use std::ffi::OsStr;
-use std::fs::Permissions;
 use std::io::{BufRead, BufReader, ErrorKind};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
@@ -26,7 +24,7 @@ use self::signals::Signals;
 use crate::args::RunArgs;
 use crate::doctor::system::mps_answers_at;
 use crate::exit::{Exit, UsageError};
-use crate::process::{following, this_program};
+use crate::process::{following, private_folder, this_program};
 
 /// The longest that the supervisor takes to quit the daemon, and some.
 const QUIT_LIMIT: Duration = Duration::from_secs(60);
@@ -105,11 +103,7 @@ fn folder() -> anyhow::Result<tempfile::TempDir> {
     let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
     let runtime = runtime.filter(|path| path.is_absolute() && path.is_dir());
     let parent = runtime.unwrap_or_else(std::env::temp_dir);
-    let folder = tempfile::Builder::new()
-        .prefix(FOLDER_PREFIX)
-        .permissions(Permissions::from_mode(0o700))
-        .tempdir_in(&parent)
-        .with_context(|| format!("no folder can be made in {}", parent.display()))?;
+    let folder = private_folder(&parent, FOLDER_PREFIX)?;
     let length = folder.path().as_os_str().as_bytes().len() + LONGEST_PIPE.len();
     if length > SOCKET_PATH_MAX {
         bail!(
