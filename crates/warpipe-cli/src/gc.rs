@@ -8,16 +8,16 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fs::Metadata;
 use std::io::ErrorKind;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
 use anyhow::Context as _;
-use rustix::fs::{Access, AtFlags, CWD, Mode, OFlags};
+use rustix::fs::{Access, AtFlags, CWD};
 use rustix::io::Errno;
 use serde::{Serialize, Serializer};
 use serde_json::json;
-use warpipe::{Domain, EndpointName};
+use warpipe::{Domain, Endpoint, EndpointName};
 
 use crate::args::GcArgs;
 use crate::exit::Exit;
@@ -32,9 +32,6 @@ const READ_ONLY: &str = "its directory may not be written: its mode, or a read-o
 
 /// The reason of a file that is not the library's.
 const FOREIGN: &str = "not a file of warpipe's";
-
-/// The start of a lock file, before its author.
-const LOCK_MARK: &[u8] = b"warpipe ";
 
 /// A name without an owner, or a file that is no name's.
 #[derive(Debug, Serialize)]
@@ -94,7 +91,7 @@ fn look(domain: &Domain) -> anyhow::Result<Vec<Leftover>> {
         if endpoint.holder.is_some() || of_name.is_empty() {
             continue;
         }
-        let kept = reason_to_keep(domain, &of_name);
+        let kept = reason_to_keep(&endpoint, &of_name);
         leftovers.push(Leftover::new(Some(endpoint.name), &of_name, kept));
     }
     // A name that was taken or released meanwhile is no other program's.
@@ -165,36 +162,20 @@ impl Files {
     }
 }
 
-/// Why the library would not remove the files of a dead name, as far as can be seen from outside.
-fn reason_to_keep(domain: &Domain, files: &[(OsString, Metadata)]) -> Option<&'static str> {
-    let ends = |file: &OsString, end: &str| file.to_string_lossy().ends_with(end);
-    let is_wrong = |(file, metadata): &(OsString, Metadata)| match ends(file, ".lock") {
-        true => !metadata.file_type().is_file() || !is_lock(&domain.path().join(file), metadata),
-        false => !metadata.file_type().is_socket(),
-    };
+/// Why the files of a name without an owner stay, if they do.
+fn reason_to_keep(endpoint: &Endpoint, files: &[(OsString, Metadata)]) -> Option<&'static str> {
     let own = rustix::process::geteuid().as_raw();
+    let is_lock = |file: &OsString| file.to_string_lossy().ends_with(".lock");
     if files.iter().any(|(_, metadata)| metadata.uid() != own) {
         Some("of another user")
-    } else if files.iter().any(is_wrong) {
-        Some(FOREIGN)
-    } else if !files.iter().any(|(file, _)| ends(file, ".lock")) {
+    } else if endpoint.foreign.is_some() {
+        endpoint.foreign
+    } else if !files.iter().any(|(file, _)| is_lock(file)) {
         // Its owner may be about to come: nothing proves a death.
         Some("a socket without a lock file, which the next owner of the name removes")
     } else {
         None
     }
-}
-
-/// Whether a regular file is a lock of warpipe's, also one that its maker did not live to write.
-fn is_lock(path: &Path, metadata: &Metadata) -> bool {
-    if metadata.len() == 0 {
-        return metadata.mode() & 0o7177 == 0;
-    }
-    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    let mut start = [0; LOCK_MARK.len()];
-    rustix::fs::open(path, flags, Mode::empty())
-        .is_ok_and(|file| rustix::io::read(file, &mut start) == Ok(start.len()))
-        && start == LOCK_MARK
 }
 
 /// Since the newest file was made or written. A clock that was set back makes it new.

@@ -284,9 +284,10 @@ impl Domain {
             }
             Some(kind) => return Some(described(kind)),
         }
-        let found = self.kind_of(&name.file("", ".sock"))?;
-        let is_ours = found == FileType::Socket;
-        (!is_ours).then(|| described(found))
+        let sockets = [name.file("", ".sock"), name.new_file()];
+        let found = sockets.iter().filter_map(|file| self.kind_of(file));
+        let mut others = found.filter(|kind| *kind != FileType::Socket);
+        others.next().map(described)
     }
 
     /// The kind of a file, which is not followed.
