@@ -17,6 +17,7 @@ mod gather;
 mod graceful_close;
 mod handles;
 mod holes;
+mod in_place;
 mod kernel_ring;
 mod layout;
 mod legacy;
@@ -154,6 +155,7 @@ pub fn all() -> Vec<Case> {
         handles::CASES,
         pool::CASES,
         legacy::CASES,
+        in_place::CASES,
         allocations::CASES,
         policy::CASES,
         semaphore::CASES,

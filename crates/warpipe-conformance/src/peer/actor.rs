@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{
-    AllocationClient, AllocationServer, DevicePtr, Error, LegacyMemory, Member, OpenAllocation,
-    Publisher, Sample, SampleMut, Stream, Subscriber,
+    AllocationClient, AllocationServer, DType, DevicePtr, Error, Layout, LegacyMemory, Member,
+    Memory, OpenAllocation, Published, Publisher, Sample, SampleMut, Stream, Subscriber,
 };
 
 use super::holder::Holder;
@@ -66,6 +66,7 @@ struct Actor {
     servers: Vec<AllocationServer>,
     subscribers: Vec<Subscriber>,
     publisher: Option<Publisher>,
+    published: Vec<Published>,
     worker_actor: WorkerActor,
     holder: Holder,
     hung: Hung,
@@ -98,6 +99,7 @@ impl Actor {
             servers: Vec::new(),
             subscribers: Vec::new(),
             publisher: None,
+            published: Vec::new(),
             worker_actor: WorkerActor::default(),
             holder: Holder::default(),
             hung: Hung::default(),
@@ -143,6 +145,7 @@ impl Actor {
                 self.streams()?.sending.synchronize(PATIENCE)?;
                 return Ok(Answer::Number(sequence));
             }
+            Order::SendInPlace(batch) => return Ok(Answer::Number(self.send_in_place(batch)?)),
             Order::SendAside(batch) => {
                 let aside = self.context.stream()?;
                 let sequence = self.send_on(&aside, batch)?;
@@ -286,6 +289,24 @@ impl Actor {
         for payload in Self::payloads(batch) {
             sequence = payload.send(self.publisher()?, stream)?;
         }
+        Ok(sequence)
+    }
+
+    fn send_in_place(&mut self, batch: Batch) -> Result<u64> {
+        let stream = self.streams()?.sending.clone();
+        let layout = Layout::contiguous(DType::U64, &[batch.words])?;
+        let mut sequence = 0;
+        for payload in Self::payloads(batch) {
+            let memory = Memory::allocate(&self.context.device, layout.bytes())?;
+            let name = format!("in-place/{}", payload.mark.seed);
+            let published = memory.publish(&self.context.domain, &name)?;
+            let loan = self.publisher()?.loan_in(&published, 0, &layout, memory);
+            let mut loan = loan?;
+            payload.fill(&mut loan, &stream)?;
+            sequence = loan.send(&stream)?;
+            self.published.push(published);
+        }
+        stream.synchronize(PATIENCE)?;
         Ok(sequence)
     }
 

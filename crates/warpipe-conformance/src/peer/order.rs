@@ -225,7 +225,9 @@ pub enum Order {
     OpenGate,
     /// Loan, fill, send, and wait until all data is complete.
     SendAndWait(Batch),
-    /// The same on a stream of its own, whatever the sending stream waits for.
+    /// The same, each in published memory of its own, where the tensors lie.
+    SendInPlace(Batch),
+    /// As [`Order::SendAndWait`], on a stream of its own, whatever the sending stream waits for.
     SendAside(Batch),
     /// Send until killed, or until the orders end. Writes a line `ready N` whenever the data of
     /// sample N is complete.
