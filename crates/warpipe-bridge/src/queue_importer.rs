@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use warpipe::{
-    Error as Local, JobHandle, JobResult, Layout, Loan, Queue, ResultOrder, Stream, SubmitError,
+    Error as Local, JobEnd, JobHandle, JobResult, Layout, Loan, Queue, ResultOrder, Stream,
+    SubmitError,
 };
 use zenoh::bytes::ZBytes;
 
@@ -509,30 +510,27 @@ impl QueueImport {
         lost.iter().for_each(|peer| state.drop_session(peer));
     }
 
+    fn failed(&self, reason: &str, is_final: bool) -> Answer {
+        let reason = bounded(&format!("on {:?}: {reason}", self.options.node));
+        Answer::Failed { reason, is_final }
+    }
+
     fn keep(&self, outcome: std::result::Result<JobResult, Local>) {
         let (job, answer) = match outcome {
             Ok(result) => (result.job(), Answer::Result(result)),
-            Err(Local::DeadLettered { job, reasons, .. }) => {
+            Err(Local::Job {
+                job,
+                end: JobEnd::DeadLettered { reasons },
+                ..
+            }) => {
                 let reason = reasons.last().map_or("no reason", String::as_str);
-                let reason = bounded(&format!("on {:?}: {reason}", self.options.node));
-                (
-                    job,
-                    Answer::Failed {
-                        reason,
-                        is_final: false,
-                    },
-                )
+                (job, self.failed(reason, false))
             }
-            Err(Local::Rejected { job, reason, .. }) => {
-                let reason = bounded(&format!("on {:?}: {reason}", self.options.node));
-                (
-                    job,
-                    Answer::Failed {
-                        reason,
-                        is_final: true,
-                    },
-                )
-            }
+            Err(Local::Job {
+                job,
+                end: JobEnd::Rejected { reason },
+                ..
+            }) => (job, self.failed(&reason, true)),
             Err(Local::Timeout { .. }) => return,
             // It may come again at once, each time.
             Err(_) => return std::thread::park_timeout(SLICE),

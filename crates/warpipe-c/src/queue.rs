@@ -2,7 +2,9 @@
 
 use std::ffi::{c_char, c_void};
 
-use warpipe::{Device, Error, JobResult, Queue, QueueState, ResultOrder, Stream, SubmitError};
+use warpipe::{
+    Device, Error, JobEnd, JobResult, Queue, QueueState, ResultOrder, Stream, SubmitError,
+};
 
 use crate::arguments::{
     number, out, put_unless_null, slice, slice_mut, text, time_option, timeout,
@@ -313,9 +315,10 @@ pub unsafe extern "C" fn warpipe_queue_next_result(
 /// The job of which an error is the outcome, or 0.
 fn failed_job(error: &Error) -> u64 {
     match *error {
-        Error::DeadLettered { job, .. }
-        | Error::Rejected { job, .. }
-        | Error::DeadlinePassed { job, .. } => job,
+        Error::Job {
+            end: JobEnd::Taken, ..
+        } => 0,
+        Error::Job { job, .. } => job,
         _ => 0,
     }
 }

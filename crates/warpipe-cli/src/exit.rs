@@ -3,7 +3,7 @@
 use std::io;
 
 use serde::{Deserialize, Serialize};
-use warpipe::{Error, ErrorKind, Language};
+use warpipe::{DeviceFault, Error, ErrorKind, Language};
 
 use crate::source::InputError;
 
@@ -77,17 +77,30 @@ impl Exit {
     fn of_library(error: &Error) -> Exit {
         match (error, error.kind()) {
             // Before the kinds: the command line gave these.
-            (Error::Domain { .. } | Error::NoSuchDevice { .. }, _) => Exit::Usage,
+            (
+                Error::Domain { .. }
+                | Error::Device {
+                    fault: DeviceFault::NoSuchDevice,
+                    ..
+                },
+                _,
+            ) => Exit::Usage,
             (Error::Handshake { .. }, _) => Exit::PeerGone,
             (Error::WeightsFile { .. }, _) => Exit::Input,
-            (Error::DeviceMemory { .. } | Error::PeerAccess { .. }, _) => Exit::Device,
-            (Error::AccessDenied { .. }, _) => Exit::System,
+            (
+                Error::DeviceMemory { .. }
+                | Error::Device {
+                    fault: DeviceFault::OutOfReach,
+                    ..
+                },
+                _,
+            ) => Exit::Device,
+            (Error::Refused { denied: true, .. }, _) => Exit::System,
             (_, ErrorKind::InvalidInput | ErrorKind::NameConflict) => Exit::Usage,
             (_, ErrorKind::NotFound | ErrorKind::Timeout) => Exit::Nobody,
             (_, ErrorKind::PeerGone | ErrorKind::LinkClosed) => Exit::PeerGone,
             (_, ErrorKind::DataLost | ErrorKind::Protocol) => Exit::Failed,
-            (Error::DescriptorLimit { .. } | Error::InFlightLimit { .. }, _) => Exit::System,
-            (_, ErrorKind::System) => Exit::System,
+            (Error::Os { .. }, _) => Exit::System,
             _ => Exit::Device,
         }
     }
@@ -176,8 +189,9 @@ mod tests {
 
     #[test]
     fn an_error_of_the_library_is_told_with_a_next_step_of_the_command_line() {
-        let error = Error::DriverSymbol {
-            symbol: "cuMemCreate",
+        let error = Error::Device {
+            fault: DeviceFault::OldDriver,
+            text: "the CUDA driver lacks cuMemCreate".into(),
         };
         let (fact, hint) = fact_and_hint(&anyhow::Error::from(error).context("cannot publish"));
         assert_eq!(fact, "cannot publish: the CUDA driver lacks cuMemCreate");

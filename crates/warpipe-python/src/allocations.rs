@@ -54,7 +54,7 @@ impl AllocationServer {
     /// ``warpipe.torch.pool()``. ``owner`` keeps the memory allocated: it is referenced until the
     /// share is over.
     ///
-    /// Raises ``NotExportableError``, ``ArgumentError``, ``LegacyHandleError``, ``CapturingError``,
+    /// Raises ``NotExportableError``, ``ArgumentError``, ``HandleError``, ``CapturingError``,
     /// ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (address, nbytes, owner, *, stream))]
     fn share(
@@ -166,7 +166,7 @@ impl AllocationClient {
     /// Opens a share, once its contents are complete, waiting at most ``timeout`` seconds.
     ///
     /// Raises ``NotFoundError``, ``TimeoutError``, ``PeerGoneError``, ``ArgumentError``,
-    /// ``PeerAccessError``, ``LegacyHandleError``, ``DescriptorLimitError``, ``DriverError``.
+    /// ``DeviceError``, ``HandleError``, ``SystemCallError``, ``DriverError``.
     fn open<'py>(
         &self,
         py: Python<'py>,

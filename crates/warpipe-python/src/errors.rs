@@ -6,7 +6,7 @@ use pyo3::exceptions::{PyKeyError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyDict;
-use warpipe::{Error, Language};
+use warpipe::{DeviceFault, Error, JobEnd, Language};
 use warpipe_dlpack::Refusal;
 
 use crate::thread_exit;
@@ -134,7 +134,7 @@ fn message(error: &Error) -> String {
 /// The function `describe`, from a row for each variant: the fields that are used, the name of the
 /// exception's class, and its attributes.
 macro_rules! exceptions {
-    ($($variant:ident { $($field:ident)* } => $class:literal ($($name:ident: $value:expr),*);)*) => {
+    ($($variant:ident { $($field:ident)* } => $class:expr, ($($name:ident: $value:expr),*);)*) => {
         /// The name of an exception's class; its attributes go into `dict`. Variants that this
         /// package does not know yet are plain `Error`s.
         fn describe(error: &Error, dict: &Bound<'_, PyDict>) -> PyResult<&'static str> {
@@ -144,10 +144,9 @@ macro_rules! exceptions {
                     Ok($class)
                 })*
                 Error::Os { call, source, .. } => {
-                    fill_system_call(dict, Some(call), source.raw_os_error())
+                    fill_system_call(dict, call, source.raw_os_error())
                 }
-                Error::DescriptorLimit { .. } => fill_shortage(dict, libc::EMFILE),
-                Error::InFlightLimit { .. } => fill_shortage(dict, libc::ETOOMANYREFS),
+                Error::Job { name, job, end, .. } => fill_job(dict, name, *job, end),
                 _ => Ok("Error"),
             }
         }
@@ -155,88 +154,96 @@ macro_rules! exceptions {
 }
 
 exceptions! {
-    NoDriver {} => "NoDriverError" ();
-    DriverSymbol {} => "DriverSymbolError" ();
-    NoDevice {} => "NoDeviceError" ();
-    DevicePermission {} => "DevicePermissionError" ();
-    NoSuchDevice {} => "NoSuchDeviceError" ();
-    Driver { call code name } => "DriverError" (call: call, code: code, driver_name: name);
-    Capturing {} => "CapturingError" ();
-    DeviceReset {} => "DeviceResetError" ();
-    DeviceMemory { bytes } => "DeviceMemoryError" (nbytes: bytes);
-    NotDeviceMemory {} => "NotDeviceMemoryError" ();
-    PeerAccess {} => "PeerAccessError" ();
-    Name { name } => "InvalidNameError" (endpoint: name);
-    Domain {} => "DomainError" ();
-    ForeignFile {} => "ForeignFileError" ();
-    NameTaken { name holder } => "NameTakenError" (endpoint: name, pid: holder.pid);
-    NotFound { kind name was_there } => "NotFoundError"
+    Device { fault } => of_device(*fault), (fault: format!("{fault:?}"));
+    Driver { call code name } => "DriverError", (call: call, code: code, driver_name: name);
+    Capturing {} => "CapturingError", ();
+    DeviceMemory { bytes } => "DeviceMemoryError", (nbytes: bytes);
+    Name { name } => "InvalidNameError", (endpoint: name);
+    Domain {} => "DomainError", ();
+    ForeignFile {} => "ForeignFileError", ();
+    NameTaken { name holder } => "NameTakenError", (endpoint: name, pid: holder.pid);
+    NotFound { kind name was_there } => "NotFoundError",
         (kind: kind.to_string(), endpoint: name, was_there: was_there);
-    AccessDenied { name } => "AccessDeniedError" (endpoint: name);
-    Handshake { name } => "HandshakeError" (endpoint: name);
-    Protocol { name } => "ProtocolError" (endpoint: name);
-    SampleLost { name sequence pid } => "SampleLostError"
+    Handshake { name } => "HandshakeError", (endpoint: name);
+    Protocol { name } => "ProtocolError", (endpoint: name);
+    SampleLost { name sequence pid } => "SampleLostError",
         (endpoint: name, sequence: sequence, pid: pid);
-    Evicted { name } => "EvictedError" (endpoint: name);
-    LinkClosed { name } => "LinkClosedError" (endpoint: name);
-    Timeout { waited } => "TimeoutError" (waited: waited.as_secs_f64());
-    Full { name depth } => "FullError" (endpoint: name, depth: depth);
-    MemoryLimit { name bytes used limit } => "MemoryLimitError"
+    Evicted { name } => "EvictedError", (endpoint: name);
+    LinkClosed { name } => "LinkClosedError", (endpoint: name);
+    Timeout { waited } => "TimeoutError", (waited: waited.as_secs_f64());
+    Full { name depth } => "FullError", (endpoint: name, depth: depth);
+    MemoryLimit { name bytes used limit } => "MemoryLimitError",
         (endpoint: name, nbytes: bytes, used: used, limit: limit);
-    QuotaExceeded { name uid bytes used limit blocks blocks_max } => "QuotaExceededError"
+    QuotaExceeded { name uid bytes used limit blocks blocks_max } => "QuotaExceededError",
         (endpoint: name, uid: uid, nbytes: bytes, used: used, limit: limit, blocks: blocks,
          blocks_max: blocks_max);
-    Layout {} => "LayoutError" ();
-    Argument {} => "ArgumentError" ();
-    OtherKind { name wanted found } => "OtherKindError"
+    Layout {} => "LayoutError", ();
+    Argument {} => "ArgumentError", ();
+    OtherKind { name wanted found } => "OtherKindError",
         (endpoint: name, kind: wanted.to_string(), found: found);
-    Ticket {} => "TicketError" ();
-    TicketExpired { name } => "TicketExpiredError" (endpoint: name);
-    Range { name offset bytes available } => "RangeError"
-        (endpoint: name, offset: offset, nbytes: bytes, available: available);
-    PeerGone { kind name pid graceful } => "PeerGoneError"
+    TicketExpired { name } => "TicketExpiredError", (endpoint: name);
+    PeerGone { kind name pid graceful } => "PeerGoneError",
         (kind: kind.to_string(), endpoint: name, pid: pid, graceful: graceful);
-    Refused { name } => "RefusedError" (endpoint: name);
-    NotOwner { name pid } => "NotOwnerError" (endpoint: name, pid: pid);
-    Backwards { name value last } => "BackwardsError" (endpoint: name, value: value, last: last);
-    SignalPending { name value last reached } => "SignalPendingError"
+    Refused { name denied } => if *denied { "AccessDeniedError" } else { "RefusedError" },
+        (endpoint: name);
+    Handle { what } => "HandleError", (what: what);
+    NotOwner { name pid } => "NotOwnerError", (endpoint: name, pid: pid);
+    SignalPending { name value last reached } => "SignalPendingError",
         (endpoint: name, value: value, last: last, reached: reached);
-    EventNotRecorded { event } => "EventNotRecordedError" (event: event);
-    EventLost { event pid } => "EventLostError" (event: event, pid: pid);
-    EventHandle {} => "EventHandleError" ();
-    EventLimit { limit } => "EventLimitError" (limit: limit);
-    NotExportable { ptr kind } => "NotExportableError" (ptr: ptr, kind: kind.to_string());
-    LegacyHandle {} => "LegacyHandleError" ();
-    Profiler {} => "ProfilerError" ();
-    Forked {} => "ForkedError" ();
-    Injected {} => "InjectedError" ();
-    WeightsFile { path } => "WeightsFileError" (path: path);
-    WeightsDamaged { name version tensors } => "WeightsDamagedError"
+    EventNotRecorded { event } => "EventNotRecordedError", (event: event);
+    EventLost { event pid } => "EventLostError", (event: event, pid: pid);
+    EventLimit { limit } => "EventLimitError", (limit: limit);
+    NotExportable { ptr kind } => "NotExportableError", (ptr: ptr, kind: kind.to_string());
+    Forked {} => "ForkedError", ();
+    WeightsFile { path } => "WeightsFileError", (path: path);
+    WeightsDamaged { name version tensors } => "WeightsDamagedError",
         (endpoint: name, version: version, tensors: tensors);
-    WeightsUnhashed { name version } => "WeightsUnhashedError" (endpoint: name, version: version);
-    WeightsMismatch { difference } => "WeightsMismatchError"
+    WeightsUnhashed { name version } => "WeightsUnhashedError", (endpoint: name, version: version);
+    WeightsMismatch { difference } => "WeightsMismatchError",
         (missing: &difference.missing, unexpected: &difference.unexpected,
          different: at_other_places(&difference.different), uncomputed: Vec::<String>::new());
-    QueueFull { name limit waited } => "QueueFullError"
+    QueueFull { name limit waited } => "QueueFullError",
         (endpoint: name, limit: limit, waited: waited.as_secs_f64());
-    DeadLettered { name job reasons } => "DeadLetteredError"
-        (endpoint: name, job: job, reasons: reasons);
-    Rejected { name job reason } => "RejectedError" (endpoint: name, job: job, reason: reason);
-    DeadlinePassed { name job } => "DeadlinePassedError" (endpoint: name, job: job);
-    NoSuchJob { name job } => "NoSuchJobError" (endpoint: name, job: job);
-    QueueClosed { name } => "QueueClosedError" (endpoint: name);
+    QueueClosed { name } => "QueueClosedError", (endpoint: name);
 }
 
-/// What a limit of descriptors has: what the system says where it is reached.
-fn fill_shortage(dict: &Bound<'_, PyDict>, code: i32) -> PyResult<&'static str> {
-    fill_system_call(dict, None, Some(code))?;
-    Ok("DescriptorLimitError")
+/// What each error of a job has, and what its end has.
+fn fill_job(
+    dict: &Bound<'_, PyDict>,
+    name: &str,
+    job: u64,
+    end: &JobEnd,
+) -> PyResult<&'static str> {
+    dict.set_item("endpoint", name)?;
+    dict.set_item("job", job)?;
+    Ok(match end {
+        JobEnd::DeadLettered { reasons } => {
+            dict.set_item("reasons", reasons)?;
+            "DeadLetteredError"
+        }
+        JobEnd::Rejected { reason } => {
+            dict.set_item("reason", reason)?;
+            "RejectedError"
+        }
+        JobEnd::Expired => "DeadlinePassedError",
+        JobEnd::Taken => "NoSuchJobError",
+        _ => "JobError",
+    })
+}
+
+/// The class of a device's fault: of a family of Python's own, if there is one.
+fn of_device(fault: DeviceFault) -> &'static str {
+    match fault {
+        DeviceFault::NoPermission => "DevicePermissionError",
+        DeviceFault::NoSuchDevice => "NoSuchDeviceError",
+        _ => "DeviceError",
+    }
 }
 
 /// The call, and what an ``OSError`` has.
 fn fill_system_call(
     dict: &Bound<'_, PyDict>,
-    call: Option<&str>,
+    call: &str,
     code: Option<i32>,
 ) -> PyResult<&'static str> {
     dict.set_item("call", call)?;

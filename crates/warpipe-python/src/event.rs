@@ -41,7 +41,7 @@ impl Recording {
 
 /// Names an event to other processes. It goes as text (``str(handle)``), as bytes, or pickled.
 ///
-/// ``EventHandle(text_or_bytes)`` raises ``EventHandleError`` if the argument is no handle.
+/// ``EventHandle(text_or_bytes)`` raises ``HandleError`` if the argument is no handle.
 #[pyclass(frozen, module = "warpipe", eq)]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EventHandle {
@@ -159,7 +159,7 @@ impl Event {
     /// Opens an event by its handle (an ``EventHandle``, its text, or its bytes), also in the
     /// process that made it. ``domain`` is for where the maker's domain lies at another path.
     ///
-    /// Raises ``EventHandleError``, ``NotFoundError``, ``PeerGoneError``, ``TimeoutError``,
+    /// Raises ``HandleError``, ``NotFoundError``, ``PeerGoneError``, ``TimeoutError``,
     /// ``DomainError``, ``ConnectionError``, ``DeviceError``.
     #[staticmethod]
     #[pyo3(signature = (handle, *, device = None, domain = None))]

@@ -11,7 +11,7 @@ use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::sync::OnceLockExt;
 use pyo3::types::PyTuple;
-use warpipe::{Error, Wait};
+use warpipe::{Error, JobEnd, Wait};
 
 use crate::detached::detached;
 use crate::errors::{Fault, Outcome, no_pickle};
@@ -82,21 +82,25 @@ const UNSURE_MAX: u32 = 20;
 
 /// Whether an outcome is for good. Others are the queue's state, and are asked for anew.
 fn is_final(fault: &Fault) -> bool {
-    matches!(
-        fault,
-        Fault::Library(
-            Error::DeadLettered { .. } | Error::Rejected { .. } | Error::DeadlinePassed { .. }
-        )
-    )
+    matches!(fault, Fault::Library(Error::Job { end, .. }) if *end != JobEnd::Taken)
 }
 
 /// Whether no other outcome can come.
 fn is_over(fault: &Fault) -> bool {
-    is_final(fault) || is_taken(fault) || matches!(fault, Fault::Library(Error::QueueClosed { .. }))
+    matches!(
+        fault,
+        Fault::Library(Error::Job { .. } | Error::QueueClosed { .. })
+    )
 }
 
 fn is_taken(fault: &Fault) -> bool {
-    matches!(fault, Fault::Library(Error::NoSuchJob { .. }))
+    matches!(
+        fault,
+        Fault::Library(Error::Job {
+            end: JobEnd::Taken,
+            ..
+        })
+    )
 }
 
 /// The outcome of a job or a request, with the methods of a ``concurrent.futures.Future``: the base
@@ -201,8 +205,9 @@ impl Future {
                 }
                 // A signal's handler that this thread runs may itself wait for what this thread waits for.
                 None if unsure == UNSURE_MAX => {
-                    let (name, job) = (self.endpoint.name.clone(), self.source.id());
-                    return Ok(Err(Error::NoSuchJob { name, job }.into()));
+                    let (name, job, end) =
+                        (self.endpoint.name.clone(), self.source.id(), JobEnd::Taken);
+                    return Ok(Err(Error::Job { name, job, end }.into()));
                 }
                 None => py.check_signals()?,
             }

@@ -17,7 +17,7 @@ use crate::view::View;
 ///
 /// Use a channel's ``send`` where the memory may be chosen: a handle orders no work, dies with its
 /// exporter, and opens the *whole* allocation for reading and writing.
-/// ``LegacyHandle(text_or_bytes)`` raises ``LegacyHandleError`` if the argument is no handle.
+/// ``LegacyHandle(text_or_bytes)`` raises ``HandleError`` if the argument is no handle.
 #[pyclass(frozen, module = "warpipe", eq, hash)]
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct LegacyHandle {
@@ -91,7 +91,7 @@ impl LegacyHandle {
     /// ``cuIpcOpenMemHandle``: maps the memory here. An allocation that is open already, or that
     /// this process exported, has the same address again.
     ///
-    /// Raises ``PeerGoneError``, ``LegacyHandleError``, ``PeerAccessError``, ``DeviceError``.
+    /// Raises ``PeerGoneError``, ``HandleError``, ``DeviceError``.
     #[pyo3(signature = (*, device = None))]
     fn open<'py>(
         &self,

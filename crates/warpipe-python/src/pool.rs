@@ -265,7 +265,7 @@ impl LentBuffer {
 impl LentBuffer {
     /// Opens the block of a ticket of ``Buffer.lend``.
     ///
-    /// Raises ``TicketExpiredError``, ``TicketError``, ``OtherKindError``, ``AccessDeniedError``,
+    /// Raises ``TicketExpiredError``, ``HandleError``, ``OtherKindError``, ``AccessDeniedError``,
     /// ``RefusedError``, ``PeerGoneError``, ``TimeoutError``, ``DeviceError``.
     #[staticmethod]
     #[pyo3(signature = (ticket, *, device = None))]

@@ -99,7 +99,7 @@ impl Memory {
     /// A descriptor of it, close-on-exec; the caller closes it. A process that gets it can map all
     /// of the memory, for reading and writing.
     ///
-    /// Raises ``DescriptorLimitError``, ``ReleasedError``, ``DriverError``.
+    /// Raises ``SystemCallError``, ``ReleasedError``, ``DriverError``.
     fn export_fd(slf: &Bound<'_, Memory>) -> PyResult<i32> {
         let memory = Memory::inner(slf)?;
         Ok(call(slf.py(), || memory.export_fd())?.into_raw_fd())
@@ -135,7 +135,7 @@ impl Published {
 
     /// A text that names ``nbytes`` bytes (None: up to the end) from byte ``offset`` on.
     ///
-    /// Raises ``RangeError``, ``ClosedError``.
+    /// Raises ``ArgumentError``, ``ClosedError``.
     #[pyo3(signature = (offset = 0, nbytes = None))]
     fn ticket(&self, py: Python<'_>, offset: u64, nbytes: Option<u64>) -> PyResult<Ticket> {
         let published = self.handle.get()?;
@@ -180,7 +180,7 @@ impl SharedMemory {
     /// Maps memory by a descriptor that was received over the program's own socket, and its
     /// ``Memory.info``. The descriptor may be closed afterwards. Its kind and size are checked.
     ///
-    /// Raises ``NotDeviceMemoryError``, ``PeerAccessError``, ``RangeError``, ``ArgumentError``,
+    /// Raises ``DeviceError``, ``ArgumentError``,
     /// ``DeviceError``.
     #[staticmethod]
     #[pyo3(signature = (fd, info, *, device = None, writable = false))]
@@ -203,7 +203,7 @@ impl SharedMemory {
 
     /// Part of it; the part keeps all of it mapped.
     ///
-    /// Raises ``RangeError``, ``ReleasedError``.
+    /// Raises ``ArgumentError``, ``ReleasedError``.
     #[pyo3(signature = (offset, nbytes = None))]
     fn range<'py>(
         slf: &Bound<'py, SharedMemory>,

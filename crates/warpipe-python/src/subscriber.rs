@@ -36,7 +36,7 @@ const RECEIVE_TIMEOUT: Duration = Duration::from_secs(10);
 /// One thread at a time receives; other threads wait. Frames may be used on any thread.
 ///
 /// Raises ``NotFoundError``, ``OtherKindError``, ``HandshakeError``, ``AccessDeniedError``,
-/// ``PeerAccessError``, ``DeviceError``.
+/// ``DeviceError``.
 #[pyclass(frozen, subclass, extends = Named, module = "warpipe", name = "_Subscriber")]
 #[derive(Debug)]
 pub struct Subscriber {
@@ -177,7 +177,7 @@ impl Subscriber {
     ///
     /// Raises ``TimeoutError``; ``PeerGoneError`` once all its completed frames have been
     /// received (not with ``reconnect``); for a tensor that was sent in place
-    /// ``PeerGoneError``, ``LegacyHandleError``, ``TicketExpiredError``; ``EvictedError``,
+    /// ``PeerGoneError``, ``HandleError``, ``TicketExpiredError``; ``EvictedError``,
     /// ``ProtocolError``, ``LinkClosedError``, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (timeout = Timeout::Usual), text_signature = "($self, timeout=...)")]
     fn receive(&self, py: Python<'_>, timeout: Timeout) -> PyResult<Py<Frame>> {

@@ -18,7 +18,7 @@ use crate::wait::{optional, waiting};
 /// environment variable, or pickled. It is no secret and grants no access: the owner checks each
 /// process that opens it.
 ///
-/// ``Ticket(text)`` raises ``TicketError`` if the text is no ticket. ``Ticket.to(name)`` names the
+/// ``Ticket(text)`` raises ``HandleError`` if the text is no ticket. ``Ticket.to(name)`` names the
 /// memory that is or will be published under a name.
 #[pyclass(frozen, module = "warpipe", eq, hash)]
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -70,7 +70,7 @@ impl Ticket {
     /// Reads a ticket from a file, waiting up to ``wait`` seconds (None: no limit) until the file
     /// exists.
     ///
-    /// Raises ``SystemCallError``, ``TimeoutError``, ``TicketError``.
+    /// Raises ``SystemCallError``, ``TimeoutError``, ``HandleError``.
     #[staticmethod]
     #[pyo3(signature = (path, *, wait = Some(0.0)), text_signature = "(path, *, wait=0.0)")]
     fn read_file(py: Python<'_>, path: PathBuf, wait: Option<f64>) -> PyResult<Ticket> {
@@ -124,8 +124,8 @@ impl Ticket {
     /// Fetches the memory from its owner and maps it, waiting up to ``wait`` seconds (None: no
     /// limit) for an owner that has not published yet. A pool's ticket is for ``LentBuffer.open``.
     ///
-    /// Raises ``NotFoundError``, ``TicketExpiredError``, ``TicketError``, ``OtherKindError``,
-    /// ``AccessDeniedError``, ``RangeError``, ``PeerAccessError``, ``DeviceError``.
+    /// Raises ``NotFoundError``, ``TicketExpiredError``, ``HandleError``, ``OtherKindError``,
+    /// ``AccessDeniedError``, ``ArgumentError``, ``DeviceError``.
     #[pyo3(signature = (*, device = None, wait = Some(0.0)), text_signature = "($self, *, device=None, wait=0.0)")]
     fn open<'py>(
         &self,

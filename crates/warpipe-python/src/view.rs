@@ -94,7 +94,7 @@ impl View {
     /// The same memory as a tensor of this shape and element type, row-major, from byte ``offset``
     /// on.
     ///
-    /// Raises ``RangeError``, ``LayoutError``, ``DTypeError``, ``ReleasedError``.
+    /// Raises ``ArgumentError``, ``LayoutError``, ``DTypeError``, ``ReleasedError``.
     #[pyo3(signature = (shape, dtype, offset = 0))]
     fn view(
         &self,
@@ -107,16 +107,7 @@ impl View {
         let layout = Layout::contiguous(dtype::from_argument(dtype)?, &dtype::shape(shape)?)
             .map_err(Fault::from)?;
         let (bytes, available) = (layout.bytes(), self.tensor.layout.bytes());
-        if offset.checked_add(bytes).is_none_or(|end| end > available) {
-            let name = self.tensor.what().to_owned();
-            return Err(Fault::from(warpipe::Error::Range {
-                name,
-                offset,
-                bytes,
-                available,
-            })
-            .into());
-        }
+        check_range(self.tensor.what(), offset, bytes, available)?;
         let lowest = memory.lowest + offset;
         if !lowest.is_multiple_of(layout.dtype().bytes()) {
             let said = format!(
@@ -146,7 +137,7 @@ impl View {
     /// memory is written; a GPU allocates as much memory again for that, for a moment.
     ///
     /// Raises ``LayoutError``, ``DTypeError``, ``NotATensorError``, ``WrongDeviceError``,
-    /// ``ArgumentError`` for read-only memory, ``ReleasedError``, ``DriverError``, ``TimeoutError``
+    /// ``ArgumentError``, also for read-only memory, ``ReleasedError``, ``DriverError``, ``TimeoutError``
     /// if the work before it takes over 10 s; the copy is still done then.
     #[pyo3(signature = (tensor, *, stream = None))]
     fn copy_from(
@@ -201,7 +192,7 @@ impl View {
     /// (``cuMemcpyHtoDAsync``), in the order of ``stream``; they may be changed at once. Without a
     /// stream the copy is complete when this returns.
     ///
-    /// Raises ``RangeError``, ``ArgumentError`` for read-only memory, ``ReleasedError``,
+    /// Raises ``ArgumentError``, also for read-only memory, ``ReleasedError``,
     /// ``DriverError``, ``TimeoutError`` if the work before it takes over 10 s; the copy is still
     /// done then.
     #[pyo3(signature = (data, offset = 0, *, stream = None))]
@@ -217,16 +208,7 @@ impl View {
         let (memory, owner, data) = (self.memory()?, self.owner()?, bytes_of(data)?);
         let bytes = data.as_bytes();
         let (length, available) = (bytes.len() as u64, self.tensor.layout.bytes());
-        if offset.checked_add(length).is_none_or(|end| end > available) {
-            let name = self.tensor.what().to_owned();
-            return Err(Fault::from(warpipe::Error::Range {
-                name,
-                offset,
-                bytes: length,
-                available,
-            })
-            .into());
-        }
+        check_range(self.tensor.what(), offset, length, available)?;
         let consumer = Consumer::optional(py, &self.tensor.device, stream)?;
         let own = match &consumer {
             Some(consumer) => consumer.follow(py)?.clone(),
@@ -302,4 +284,18 @@ impl View {
             slf.get().tensor.described()
         ))
     }
+}
+
+/// Checks that bytes lie inside of memory.
+fn check_range(what: &str, offset: u64, bytes: u64, available: u64) -> Result<(), Fault> {
+    let end = u128::from(offset) + u128::from(bytes);
+    if end <= u128::from(available) {
+        return Ok(());
+    }
+    let allowed = format!("0..{available} of {what:?}");
+    Err(Fault::argument(
+        "range",
+        format!("{offset}..{end}"),
+        allowed,
+    ))
 }

@@ -67,14 +67,13 @@ def test_a_tensor_goes_through_memory_by_every_protocol(allocate, device):
 
 def test_what_does_not_fit_is_refused(allocate):
     memory = allocate()
-    with pytest.raises(warpipe.RangeError) as outside:
+    with pytest.raises(warpipe.ArgumentError, match=r"range is 0\.\.4100; allowed is 0\.\.4096 of"):
         memory.view(1025, "float32")
-    assert (outside.value.nbytes, outside.value.available) == (4100, 4096)
     with pytest.raises(warpipe.LayoutError):
         memory.view(4, "float32", offset=2)
     with pytest.raises(warpipe.LayoutError, match="does not fit"):
         memory.copy_from(np.zeros(3, np.uint8))
-    with pytest.raises(warpipe.RangeError):
+    with pytest.raises(warpipe.ArgumentError, match=r"range is 4093\.\.4097"):
         memory.write(b"1234", 4093)
     with pytest.raises(warpipe.ArgumentError):
         allocate(0)
@@ -147,7 +146,7 @@ def test_a_ticket_goes_as_text_file_and_pickle(allocate, domain, device, tmp_pat
         assert warpipe.Ticket.to("weights", domain=domain).open(device=device).nbytes == 4096
         with pytest.raises(warpipe.NameTakenError):
             memory.publish("weights", domain=domain)
-    with pytest.raises(warpipe.TicketError):
+    with pytest.raises(warpipe.HandleError, match="a usable ticket"):
         warpipe.Ticket("warpipe-ticket:1:00")
     with pytest.raises(warpipe.NotFoundError):
         warpipe.Ticket.to("others", domain=domain).open(device=device)
@@ -175,8 +174,9 @@ def test_a_descriptor_and_what_is_known_of_it_are_memory(allocate, device):
     with pytest.raises(warpipe.ArgumentError):
         warpipe.SharedMemory.import_fd(-1, info, device=device)
     pipe = os.pipe()
-    with pytest.raises(warpipe.NotDeviceMemoryError):
+    with pytest.raises(warpipe.DeviceError) as raised:
         warpipe.SharedMemory.import_fd(pipe[0], info, device=device)
+    assert raised.value.fault == "NotShareable"
     [os.close(end) for end in pipe]
 
 
@@ -267,7 +267,7 @@ def test_a_legacy_handle_names_what_another_allocator_made(device):
     assert pickle.loads(pickle.dumps(handle)) == handle
     memory = handle.open(device=device)
     assert isinstance(memory, warpipe.LegacyMemory) and as_numpy(memory.view(4, "int32")).tolist() == [0, 1, 2, 3]
-    with pytest.raises(warpipe.LegacyHandleError):
+    with pytest.raises(warpipe.HandleError, match="a usable legacy handle"):
         warpipe.LegacyHandle(handle.to_bytes()[:-1])
 
 

@@ -148,9 +148,8 @@ def test_what_a_timeline_cannot_do_is_said(where, streams):
     owner = warpipe.Timeline.create("frames", **where)
     frames = warpipe.Timeline.open("frames", **where)
     owner.signal(3)
-    with pytest.raises(warpipe.BackwardsError) as backwards:
+    with pytest.raises(warpipe.ArgumentError, match='value is 2; allowed is above 3, to which timeline "frames"'):
         owner.signal(2, stream=streams[0])
-    assert (backwards.value.value, backwards.value.last, backwards.value.endpoint) == (2, 3, "frames")
     with pytest.raises(warpipe.NotOwnerError):
         frames.signal(4)
     with pytest.raises(warpipe.TimeoutError, match="value 9"):
@@ -215,7 +214,7 @@ def test_an_event_is_opened_by_its_handle_in_every_form(where, streams, device):
         reading.synchronize()
         assert other.check(recording) and other.query()
         other.synchronize()
-    with pytest.raises(warpipe.EventHandleError):
+    with pytest.raises(warpipe.HandleError, match="a usable event handle"):
         warpipe.EventHandle("warpipe-event:00")
     with pytest.raises(warpipe.ArgumentError):
         warpipe.Event.open(7, device=device)

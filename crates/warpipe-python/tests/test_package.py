@@ -63,7 +63,7 @@ def test_every_exception_is_an_error_of_warpipe_with_a_message_of_its_own():
     "ours, theirs",
     [("TimeoutError", TimeoutError), ("ConnectionError", ConnectionError), ("SampleLostError", ConnectionError), ("AccessDeniedError", PermissionError),
      ("NotFoundError", ConnectionRefusedError), ("PeerGoneError", ConnectionResetError), ("EventLostError", ConnectionError),
-     ("TicketExpiredError", ConnectionError), ("TicketError", ValueError),
+     ("TicketExpiredError", ConnectionError), ("HandleError", ValueError),
      ("NotExportableError", BufferError), ("DeadlinePassedError", TimeoutError),
      ("ArgumentError", ValueError), ("LayoutError", ValueError), ("DTypeError", TypeError), ("MemoryLimitError", MemoryError),
      ("QuotaExceededError", MemoryError),
@@ -237,7 +237,7 @@ WITHOUT_COUNTERPART = {
     **dict.fromkeys(["Kernel", "KernelLaunch", "HostKernel"], "kernels are the frameworks'"),
     **dict.fromkeys(["AllocationStats", "OpenAllocation"], "in warpipe.torch"),
     **dict.fromkeys(
-        ["HandleFault", "HandshakeFault", "TicketFault", "LegacyFault", "EventHandleFault", "Expiry", "Holder", "PeerLimit",
+        ["DeviceFault", "HandleFault", "HandshakeFault", "Expiry", "Holder", "JobEnd", "PeerLimit",
          "PointerKind", "WeightsFault", "WeightsDifference"],
         "the exception's message and attributes",
     ),

@@ -142,7 +142,12 @@ fn two_devices(stage: &Stage, bench: &Bench, peer: &Device) -> Outcome<Vec<f64>>
         &there.info(),
         Access::ReadWrite,
     ) {
-        Err(error @ warpipe::Error::PeerAccess { .. }) => {
+        Err(
+            error @ warpipe::Error::Device {
+                fault: warpipe::DeviceFault::OutOfReach,
+                ..
+            },
+        ) => {
             println!("skipped: peer to peer; {error}");
             return Ok(Vec::new());
         }
@@ -171,7 +176,11 @@ fn peer_of(stage: &Stage) -> Outcome<Option<Device>> {
     for ordinal in 0..2 {
         match Device::cuda(ordinal) {
             Ok(device) if device.info().id != own => return Ok(Some(device)),
-            Ok(_) | Err(warpipe::Error::NoSuchDevice { .. }) => {}
+            Ok(_)
+            | Err(warpipe::Error::Device {
+                fault: warpipe::DeviceFault::NoSuchDevice,
+                ..
+            }) => {}
             Err(error) => return Err(error.into()),
         }
     }

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::backend::{Backend, DeviceId, DeviceInfo, DeviceKind, cuda, host};
-use crate::error::{Error, Result};
+use crate::error::{DeviceFault, Error, Result};
 
 /// A device and the backend that drives it. Cheap to clone.
 ///
@@ -53,8 +53,7 @@ impl Device {
     /// The GPU with this ordinal among those that `CUDA_VISIBLE_DEVICES` leaves (`cuDeviceGet`).
     ///
     /// # Errors
-    /// [`Error::NoDriver`], [`Error::DriverSymbol`], [`Error::DevicePermission`],
-    /// [`Error::NoDevice`], [`Error::NoSuchDevice`], [`Error::Driver`]; never a panic.
+    /// [`Error::Device`], [`Error::Driver`]; never a panic.
     pub fn cuda(ordinal: u32) -> Result<Device> {
         Ok(Device {
             backend: cuda::CudaBackend::open(ordinal)?,
@@ -76,10 +75,8 @@ impl Device {
                 return Device::cuda(ordinal);
             }
         }
-        Err(Error::NoSuchDevice {
-            wanted: wanted.to_string(),
-            available: format!("{count} visible GPUs, none of that UUID"),
-        })
+        let text = format!("no device {wanted}; there are {count} visible GPUs, none of that UUID");
+        Err(Error::device(DeviceFault::NoSuchDevice, text))
     }
 
     /// A device with a backend of [`crate::backend::testing`].

@@ -15,8 +15,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 pub use fault::{
-    EventHandleFault, Expiry, HandleFault, HandshakeFault, Holder, LegacyFault, PeerLimit,
-    PointerKind, TicketFault, WeightsDifference, WeightsFault,
+    DeviceFault, Expiry, HandleFault, HandshakeFault, Holder, JobEnd, PeerLimit, PointerKind,
+    WeightsDifference, WeightsFault,
 };
 pub use hint::Language;
 pub use kind::ErrorKind;
@@ -36,39 +36,13 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// No CUDA driver library could be loaded.
-    #[error("no CUDA driver: {searched} could not be loaded ({reason})")]
-    NoDriver {
-        /// The library names tried, in order.
-        searched: String,
-        /// The loader's message for the first.
-        reason: String,
-    },
-    /// The driver lacks a function this library needs.
-    #[error("the CUDA driver lacks {symbol}")]
-    DriverSymbol {
-        /// The missing function, as the driver's headers name it.
-        symbol: &'static str,
-    },
-    /// The driver works and lists no GPU that this process may use.
-    #[error("the CUDA driver lists no GPU{cause}")]
-    NoDevice {
-        /// The known cause, or empty.
-        cause: String,
-    },
-    /// This user may not open the driver's device files.
-    #[error("no permission on {path}")]
-    DevicePermission {
-        /// The device file.
-        path: PathBuf,
-    },
-    /// No such device.
-    #[error("no device {wanted}; there are {available}")]
-    NoSuchDevice {
-        /// The ordinal or UUID asked for.
-        wanted: String,
-        /// The devices that exist.
-        available: String,
+    /// A device that is missing, cannot be used, or cannot reach some memory.
+    #[error("{text}")]
+    Device {
+        /// The fault.
+        fault: DeviceFault,
+        /// The device, or what else the fault is of, and what is known of it.
+        text: String,
     },
     /// A driver call failed.
     #[error("{call} failed with {name} ({code}): {message}")]
@@ -94,14 +68,6 @@ pub enum Error {
         /// counts as capturing while a stream that is ordered with it is captured.
         what: String,
     },
-    /// The device has been reset since it was opened, which destroyed all that was made on it.
-    #[error(
-        "{device} was reset after it was opened (cudaDeviceReset, cuDevicePrimaryCtxReset), and all that was made on it is gone"
-    )]
-    DeviceReset {
-        /// The device's name.
-        device: String,
-    },
     /// The device has no room for an allocation.
     #[error("{device} has no room for {bytes} bytes{detail}")]
     DeviceMemory {
@@ -112,25 +78,7 @@ pub enum Error {
         /// Free and total bytes as the device reports them, or empty.
         detail: String,
     },
-    /// A descriptor that should be shareable device memory is not.
-    #[error("the descriptor received is not {wanted}: {found}")]
-    NotDeviceMemory {
-        /// The kind that was expected.
-        wanted: &'static str,
-        /// The kind that was found.
-        found: String,
-    },
-    /// Two devices that cannot reach each other's memory.
-    #[error("{reader} cannot read memory of {owner}: {reason}")]
-    PeerAccess {
-        /// The device that wants to read.
-        reader: String,
-        /// The device that owns the memory.
-        owner: String,
-        /// The attempt and its failure.
-        reason: String,
-    },
-    /// An operating system call failed.
+    /// An operating system call failed; see [`is_descriptor_limit`](Error::is_descriptor_limit).
     #[error("{call} failed on {context}: {source}")]
     Os {
         /// The call.
@@ -139,24 +87,6 @@ pub enum Error {
         context: String,
         /// The kernel's error.
         source: io::Error,
-    },
-    /// The process, or the system, has no descriptor left.
-    #[error("no file descriptor left for {context} (soft limit {soft})")]
-    DescriptorLimit {
-        /// The operation that needed one.
-        context: String,
-        /// `RLIMIT_NOFILE`, soft.
-        soft: u64,
-    },
-    /// This user has more descriptors in flight between processes than it may have.
-    #[error(
-        "this user has too many descriptors in flight for {context}: RLIMIT_NOFILE (soft limit {soft}) counts what its processes sent over sockets and nobody received"
-    )]
-    InFlightLimit {
-        /// The operation that needed one.
-        context: String,
-        /// `RLIMIT_NOFILE`, soft.
-        soft: u64,
     },
     /// A name that no endpoint may have.
     #[error("{name:?} is not an endpoint name: {reason}")]
@@ -212,9 +142,14 @@ pub enum Error {
         /// The kind that was found.
         found: String,
     },
-    /// A text that is no usable ticket.
-    #[error("not a usable ticket: {0}")]
-    Ticket(TicketFault),
+    /// A ticket, or a handle of an event or of memory, that cannot be used.
+    #[error("not a usable {what}: {fault}")]
+    Handle {
+        /// `ticket`, `event handle` or `legacy handle`.
+        what: &'static str,
+        /// The fault.
+        fault: HandleFault,
+    },
     /// The memory that a ticket names is no longer available under its name.
     #[error("what this ticket names in {name:?} is not there any more: {expiry}")]
     TicketExpired {
@@ -223,25 +158,15 @@ pub enum Error {
         /// Why it is not available.
         expiry: Expiry,
     },
-    /// A range that does not lie inside the memory.
-    #[error("bytes {offset}..{} lie outside of {name:?}, which has {available}", u128::from(*.offset) + u128::from(*.bytes))]
-    Range {
-        /// The name of the memory.
-        name: String,
-        /// Where the range begins.
-        offset: u64,
-        /// Its length.
-        bytes: u64,
-        /// The length of the memory.
-        available: u64,
-    },
-    /// The other side refused a request.
-    #[error("{name:?} refused: {text}")]
+    /// The other side refused a request, or the endpoint's owner does not let this user in.
+    #[error("{name:?} {}: {text}", if *.denied { "does not admit this user" } else { "refused" })]
     Refused {
         /// The endpoint name.
         name: String,
         /// The other side's reason.
         text: String,
+        /// Whether this user is not let in.
+        denied: bool,
     },
     /// Only the process that made a timeline signals it.
     #[error("timeline {name:?} belongs to process {pid}, which alone may signal it")]
@@ -250,16 +175,6 @@ pub enum Error {
         name: String,
         /// The process id of its owner.
         pid: i32,
-    },
-    /// A timeline's value only grows.
-    #[error("timeline {name:?} has been signalled to {last}, and cannot go to {value}")]
-    Backwards {
-        /// The timeline's name.
-        name: String,
-        /// The value asked for.
-        value: u64,
-        /// The last value signalled.
-        last: u64,
     },
     /// The CPU was to signal a timeline while a stream has yet to signal it.
     #[error(
@@ -290,20 +205,6 @@ pub enum Error {
         event: String,
         /// The process id of the recorder, as stated by the recorder.
         pid: i32,
-    },
-    /// An event handle that cannot be used.
-    #[error("not a usable event handle: {fault}")]
-    EventHandle {
-        /// The fault.
-        fault: EventHandleFault,
-    },
-    /// The endpoint's owner does not let this user in.
-    #[error("{name:?} does not admit this user ({detail})")]
-    AccessDenied {
-        /// The endpoint name.
-        name: String,
-        /// The other side's message.
-        detail: String,
     },
     /// The two sides could not agree on a link.
     #[error("no link to {name:?}: {fault}")]
@@ -482,12 +383,6 @@ pub enum Error {
         /// The kind of the memory.
         kind: PointerKind,
     },
-    /// A legacy handle that cannot be used.
-    #[error("not a usable legacy handle: {fault}")]
-    LegacyHandle {
-        /// The fault.
-        fault: LegacyFault,
-    },
     /// The process has as many interprocess events as it may have.
     #[error("this process has {limit} interprocess events, and may have no more")]
     EventLimit {
@@ -506,44 +401,15 @@ pub enum Error {
         /// How long the call waited for room.
         waited: Duration,
     },
-    /// Every attempt at a job failed.
-    #[error(
-        "job {job} of {name:?} was dead-lettered after {} attempts ({})",
-        .reasons.len(), .reasons.join("; ")
-    )]
-    DeadLettered {
-        /// The queue's name.
-        name: String,
-        /// The job's number.
-        job: u64,
-        /// Why each attempt failed, in order.
-        reasons: Vec<String>,
-    },
-    /// The worker or server rejected the job.
-    #[error("job {job} of {name:?} was rejected: {reason}")]
-    Rejected {
+    /// A job, or a request, that came to no result.
+    #[error("job {job} of {name:?} {end}")]
+    Job {
         /// The queue's or service's name.
         name: String,
         /// The job's number.
         job: u64,
-        /// The reason that it gave.
-        reason: String,
-    },
-    /// A deadline has passed.
-    #[error("the deadline of job {job} of {name:?} has passed")]
-    DeadlinePassed {
-        /// The queue's or service's name.
-        name: String,
-        /// The job's number.
-        job: u64,
-    },
-    /// The job is not in its queue any more: its outcome was taken, or the job was cancelled.
-    #[error("the outcome of job {job} of {name:?} was taken, or the job was cancelled")]
-    NoSuchJob {
-        /// The queue's name.
-        name: String,
-        /// The job's number.
-        job: u64,
+        /// Why.
+        end: JobEnd,
     },
     /// This process has shut its queue.
     #[error("the queue {name:?} is shut")]
@@ -554,14 +420,6 @@ pub enum Error {
     /// A tensor layout that is invalid, or does not fit.
     #[error("not a usable tensor layout: {reason}")]
     Layout {
-        /// The fault.
-        reason: String,
-    },
-    /// A profiler's library that was requested cannot be used. Nothing else is affected.
-    #[error("no ranges for a profiler: {library} {reason}")]
-    Profiler {
-        /// The library's path or name.
-        library: String,
         /// The fault.
         reason: String,
     },
@@ -578,12 +436,4 @@ pub enum Error {
     /// A handle that was made before a `fork` is used in the child.
     #[error("this handle belongs to the process that forked")]
     Forked,
-    /// A fault that a test asked for.
-    #[error("injected fault: call {call} of {method}")]
-    Injected {
-        /// The backend method.
-        method: &'static str,
-        /// The count of the call, from 1.
-        call: u64,
-    },
 }

@@ -157,8 +157,8 @@ pub use allocations::{
 pub use device::{Device, PreferredDevice};
 pub use device_types::{Access, DeviceId, DeviceInfo, DeviceKind, DevicePtr, RawEvent, RawStream};
 pub use error::{
-    Error, ErrorKind, EventHandleFault, Expiry, HandleFault, HandshakeFault, Holder, Language,
-    LegacyFault, PeerLimit, PointerKind, Result, TicketFault, WeightsDifference, WeightsFault,
+    DeviceFault, Error, ErrorKind, Expiry, HandleFault, HandshakeFault, Holder, JobEnd, Language,
+    PeerLimit, PointerKind, Result, WeightsDifference, WeightsFault,
 };
 pub use ipc::PeerState;
 pub use ipc::domain::{Domain, Endpoint, EndpointName, NAME_BYTES_MAX};

@@ -9,6 +9,7 @@
 //! handshake and its numbers are those of `nvtxInit.h` and `nvtxTypes.h` of NVTX 3.
 
 use std::ffi::{CStr, OsString, c_char, c_int, c_uint, c_void};
+use std::io;
 use std::marker::PhantomData;
 use std::mem;
 use std::ptr;
@@ -48,7 +49,7 @@ pub enum State {
         /// The library's path or name.
         library: String,
     },
-    /// Ranges were requested, and cannot be had: [`Error::Profiler`].
+    /// Ranges were requested, and cannot be had: [`Error::Os`] of `dlopen`.
     Failed(Error),
 }
 
@@ -175,10 +176,11 @@ fn start(switch: Option<OsString>, injection: Option<OsString>) -> State {
     });
     match ready {
         Ok(()) => State::On { library: name },
-        Err(reason) => State::Failed(Error::Profiler {
-            library: name,
-            reason,
-        }),
+        Err(reason) => State::Failed(Error::os(
+            "dlopen",
+            "a profiler's library",
+            io::Error::other(format!("{name} {reason}")),
+        )),
     }
 }
 

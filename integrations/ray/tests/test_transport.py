@@ -63,7 +63,7 @@ def test_a_collected_object_cannot_be_opened(transport):
     ("change", "error"),
     [
         ({"machine": "another"}, warpipe.ArgumentError),
-        ({"tickets": ["no ticket"]}, warpipe.TicketError),
+        ({"tickets": ["no ticket"]}, warpipe.HandleError),
         ({"tickets": []}, IndexError),
         ({"places": [(7, 0)]}, IndexError),
         ({"places": [(0, 1 << 62)]}, warpipe.Error),

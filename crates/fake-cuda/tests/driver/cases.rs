@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use rustix::mm::{MapFlags, ProtFlags};
 use warpipe::backend::{Backend, RawRegion, StreamOp, TimelineWord};
-use warpipe::{Access, Device, DeviceId, Error, RawStream, Stream};
+use warpipe::{Access, Device, DeviceFault, DeviceId, Error, RawStream, Stream};
 
 use super::control::{control, refused_download, reset_beside_a_wait};
 use super::exit::*;
@@ -211,7 +211,13 @@ fn open() {
     assert!(Arc::ptr_eq(device.backend(), gpu().backend()));
     assert_eq!(device.info().name, "Fake CUDA 0");
     assert_eq!(device.backend().granularity(), REGION_BYTES);
-    assert!(matches!(Device::cuda(2), Err(Error::NoSuchDevice { .. })));
+    assert!(matches!(
+        Device::cuda(2),
+        Err(Error::Device {
+            fault: DeviceFault::NoSuchDevice,
+            ..
+        })
+    ));
     assert_eq!(current_context(), 0, "none was current before");
     make_primary_current(1);
     let others = current_context();
@@ -443,7 +449,7 @@ fn peers_apart() {
         .import(&[fd.as_fd()], REGION_BYTES, Access::Read, owner)
         .unwrap_err();
     assert!(
-        matches!(&error, Error::PeerAccess { reason, .. } if reason.contains("CanAccessPeer")),
+        matches!(&error, Error::Device { fault: DeviceFault::OutOfReach, text } if text.contains("CanAccessPeer")),
         "{error:?}"
     );
     let hidden = DeviceId {
@@ -455,7 +461,7 @@ fn peers_apart() {
         .import(&[fd.as_fd()], REGION_BYTES, Access::Read, hidden)
         .unwrap_err();
     assert!(
-        matches!(&error, Error::PeerAccess { reason, .. } if reason.contains("cuMemSetAccess")),
+        matches!(&error, Error::Device { fault: DeviceFault::OutOfReach, text } if text.contains("cuMemSetAccess")),
         "{error:?}"
     );
     assert_eq!(device.backend().bytes_held(), 0);
@@ -490,6 +496,9 @@ fn identity() {
     );
     assert!(matches!(
         Device::by_uuid([1; 16]),
-        Err(Error::NoSuchDevice { .. })
+        Err(Error::Device {
+            fault: DeviceFault::NoSuchDevice,
+            ..
+        })
     ));
 }

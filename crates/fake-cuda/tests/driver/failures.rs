@@ -4,7 +4,7 @@ use std::os::fd::AsFd;
 
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 use warpipe::backend::StreamOp;
-use warpipe::{Access, Device, Error};
+use warpipe::{Access, Device, DeviceFault, Error};
 
 use super::cases::{MIB, PATIENCE, REGION_BYTES, census, download, export, gpu, import, release};
 
@@ -12,10 +12,9 @@ pub fn missing_symbol() {
     let error = gpu().backend().allocate(REGION_BYTES).unwrap_err();
     assert!(
         matches!(
-            error,
-            Error::DriverSymbol {
-                symbol: "cuMemCreate"
-            }
+            &error,
+            Error::Device {
+                fault: DeviceFault::OldDriver, text } if text.ends_with("lacks cuMemCreate")
         ),
         "{error}"
     );
@@ -23,7 +22,16 @@ pub fn missing_symbol() {
 
 pub fn no_device() {
     let error = Device::cuda(0).unwrap_err();
-    assert!(matches!(error, Error::NoDevice { .. }), "{error:?}");
+    assert!(
+        matches!(
+            error,
+            Error::Device {
+                fault: DeviceFault::NoGpu,
+                ..
+            }
+        ),
+        "{error:?}"
+    );
     assert!(
         error.to_string().contains("CUDA_VISIBLE_DEVICES is \"\""),
         "{error}"
@@ -33,7 +41,7 @@ pub fn no_device() {
 pub fn no_driver() {
     let error = Device::cuda(0).unwrap_err();
     assert!(
-        matches!(&error, Error::NoDriver { reason, .. } if reason.contains("libcuda.so.1")),
+        matches!(&error, Error::Device { fault: DeviceFault::NoDriver, text } if text.contains("libcuda.so.1")),
         "{error:?}"
     );
 }
@@ -171,14 +179,26 @@ pub fn foreign_descriptors() {
     ];
     for stranger in strangers {
         let error = import(backend, stranger, REGION_BYTES).unwrap_err();
-        assert!(matches!(error, Error::NotDeviceMemory { .. }), "{error:?}");
+        assert!(
+            matches!(
+                error,
+                Error::Device {
+                    fault: DeviceFault::NotShareable,
+                    ..
+                }
+            ),
+            "{error:?}"
+        );
     }
     for lie in [2 * REGION_BYTES, REGION_BYTES / 2, 0, u64::MAX, 1 << 62] {
         let error = import(backend, own.as_fd(), lie).unwrap_err();
         assert!(
             matches!(
                 error,
-                Error::NotDeviceMemory { .. } | Error::DeviceMemory { .. }
+                Error::Device {
+                    fault: DeviceFault::NotShareable,
+                    ..
+                } | Error::DeviceMemory { .. }
             ),
             "{lie}: {error:?}"
         );

@@ -4,7 +4,7 @@ use std::io;
 
 use serde::Serialize;
 use serde_json::json;
-use warpipe::Error;
+use warpipe::{DeviceFault, Error};
 
 use crate::exit::{Exit, fact_and_hint};
 use crate::output::{Output, Style, styled};
@@ -73,9 +73,10 @@ impl Check {
                 // There is no such hardware, and nothing is broken.
                 let is_absent = matches!(
                     error.downcast_ref(),
-                    Some(
-                        Error::NoDriver { .. } | Error::NoDevice { .. } | Error::PeerAccess { .. }
-                    )
+                    Some(Error::Device {
+                        fault: DeviceFault::NoDriver | DeviceFault::NoGpu | DeviceFault::OutOfReach,
+                        ..
+                    })
                 );
                 let verdict = if is_absent {
                     Verdict::No

@@ -167,6 +167,7 @@ fn load(args: &ChildArgs) -> anyhow::Result<ChildLine> {
 /// A file that the system refuses is a fault of the input, as a damaged one is.
 fn unreadable(error: Error) -> anyhow::Error {
     match error {
+        shortage if shortage.is_descriptor_limit() => shortage.into(),
         Error::Os {
             call: "stat" | "open" | "fstat" | "pread" | "getdents",
             context,

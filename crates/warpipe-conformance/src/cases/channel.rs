@@ -456,8 +456,10 @@ fn refused_signal(context: &Context) -> Result<()> {
     for round in 0..3 {
         failing.hook().aim("batch", 1);
         match Payload::of(WORDS, round).send(&publisher, &sending) {
-            Err(Error::Injected {
-                method: "batch", ..
+            Err(Error::Driver {
+                call: "batch",
+                code: Error::INJECTED,
+                ..
             }) => {}
             other => bail!("a refused signal gave {other:?}"),
         }

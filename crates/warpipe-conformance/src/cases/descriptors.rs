@@ -18,7 +18,7 @@ use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketType,
 };
-use warpipe::{Access, Error, Memory, MemoryInfo, Sample, Stream, Timeline};
+use warpipe::{Access, DeviceFault, Error, Memory, MemoryInfo, Sample, Stream, Timeline};
 use warpipe_testkit::eventually;
 
 use super::{Case, skip};
@@ -447,7 +447,13 @@ fn no_memory(context: &Context) -> Result<()> {
     }
     for (what, fd) in bad {
         match Memory::import_fd(&context.device, &fd, &info, Access::Read) {
-            Err(Error::NotDeviceMemory { .. } | Error::Driver { .. }) => {}
+            Err(
+                Error::Device {
+                    fault: DeviceFault::NotShareable,
+                    ..
+                }
+                | Error::Driver { .. },
+            ) => {}
             other => bail!("{what} gave {other:?}"),
         }
         let good = memory.export()?;

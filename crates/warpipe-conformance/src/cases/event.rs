@@ -246,7 +246,10 @@ fn dropped_event(context: &Context) -> Result<()> {
         Err(
             Error::NotFound { .. }
             | Error::PeerGone { graceful: true, .. }
-            | Error::EventHandle { .. },
+            | Error::Handle {
+                what: "event handle",
+                ..
+            },
         ) => {}
         other => bail!("opening a dropped event gave {other:?}"),
     }

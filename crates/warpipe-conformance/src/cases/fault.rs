@@ -239,7 +239,10 @@ impl Flow<'_> {
 /// Whether the error says that the fault was injected, here or at the other side of a handshake.
 fn is_injected(error: &anyhow::Error) -> bool {
     match error.downcast_ref::<Error>() {
-        Some(Error::Injected { .. }) => true,
+        Some(Error::Driver {
+            code: Error::INJECTED,
+            ..
+        }) => true,
         Some(error @ Error::Handshake { .. }) => error.to_string().contains("injected"),
         _ => false,
     }

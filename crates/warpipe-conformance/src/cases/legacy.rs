@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::backend::IPC_EVENTS_MAX;
 use warpipe::backend::testing::{Counting, Failing, Wrapped};
-use warpipe::{Device, Error, LegacyFault, LegacyHandle, PointerKind};
+use warpipe::{Device, Error, HandleFault, LegacyHandle, PointerKind};
 use warpipe_testkit::eventually;
 
 use super::Case;
@@ -152,8 +152,9 @@ fn own_process(context: &Context) -> Result<()> {
     device_malloc::check(&memory, 3, &mut context.error_counters()?)?;
     drop((memory, own));
     match refusal(&handle, &context.device)? {
-        Error::LegacyHandle {
-            fault: LegacyFault::Stale { .. },
+        Error::Handle {
+            what: "legacy handle",
+            fault: HandleFault::Stale { .. },
         } => Ok(()),
         other => bail!("freed memory of this process gave {other:?}"),
     }
@@ -217,8 +218,9 @@ fn freed_by_exporter(context: &Context) -> Result<()> {
     handle.open(&context.device)?.close(PATIENCE)?;
     peer.ask(&Order::FreeLegacy)?;
     match refusal(&handle, &context.device)? {
-        Error::LegacyHandle {
-            fault: LegacyFault::Stale { pid, .. },
+        Error::Handle {
+            what: "legacy handle",
+            fault: HandleFault::Stale { pid, .. },
         } => {
             ensure!(pid == peer.id() as i32, "process {pid} is reported alive");
         }
@@ -292,7 +294,10 @@ fn wrong_handles(context: &Context) -> Result<()> {
         &text.replace("575048", "575049"),
     ] {
         match wrong.parse::<LegacyHandle>() {
-            Err(Error::LegacyHandle { .. }) => {}
+            Err(Error::Handle {
+                what: "legacy handle",
+                ..
+            }) => {}
             other => bail!("{wrong:?} gave {other:?}"),
         }
     }
@@ -302,8 +307,9 @@ fn wrong_handles(context: &Context) -> Result<()> {
         let invented: [u8; 64] =
             std::array::from_fn(|_| if round == 0 { 0 } else { rng.u64(..256) as u8 });
         match backend.open_legacy(&invented, handle.allocation_bytes(), handle.device()) {
-            Err(Error::LegacyHandle {
-                fault: LegacyFault::Refused(_),
+            Err(Error::Handle {
+                what: "legacy handle",
+                fault: HandleFault::Refused(_),
             }) => {}
             other => bail!("invented bytes gave {other:?}"),
         }
@@ -314,8 +320,9 @@ fn wrong_handles(context: &Context) -> Result<()> {
         return peer.dismiss();
     };
     match refusal(&handle, &other)? {
-        Error::LegacyHandle {
-            fault: LegacyFault::Device { .. },
+        Error::Handle {
+            what: "legacy handle",
+            fault: HandleFault::Device { .. },
         } => peer.dismiss(),
         error => bail!("another backend's handle gave {error:?}"),
     }
@@ -361,7 +368,10 @@ fn refusing_device(context: &Context) -> Result<()> {
     for method in ["locate", "export_legacy"] {
         failing.hook().aim(method, 1);
         match own.export() {
-            Err(Error::Injected { .. }) => {}
+            Err(Error::Driver {
+                code: Error::INJECTED,
+                ..
+            }) => {}
             other => bail!("{method} failed, and gave {other:?}"),
         }
     }
@@ -370,7 +380,10 @@ fn refusing_device(context: &Context) -> Result<()> {
     let handle = export(&mut peer, 5)?;
     failing.hook().aim("open_legacy", 1);
     match refusal(&handle, &device)? {
-        Error::Injected { .. } => {}
+        Error::Driver {
+            code: Error::INJECTED,
+            ..
+        } => {}
         other => bail!("open_legacy failed, and gave {other:?}"),
     }
     device_malloc::check(&handle.open(&device)?, 5, &mut context.error_counters()?)?;

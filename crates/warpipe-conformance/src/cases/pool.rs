@@ -556,7 +556,7 @@ fn tenants(context: &Context) -> Result<()> {
     let mut stranger = context.peer()?;
     let of_other = format!("of user {OTHER}");
     let borrow = || HolderOrder::Borrow(ticket.clone());
-    fails_with(&mut stranger, borrow(), "AccessDenied", &of_other)?;
+    fails_with(&mut stranger, borrow(), "Refused", &of_other)?;
     stranger.ask(&Order::Hold(HolderOrder::Become(NOBODY)))?;
     survivor.dismiss()?;
     drop(block);

@@ -6,7 +6,7 @@ mod order;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use warpipe::{Error, JobHandle, JobResult, Queue, QueueState, ResultOrder, Stream};
+use warpipe::{Error, JobEnd, JobHandle, JobResult, Queue, QueueState, ResultOrder, Stream};
 use warpipe_testkit::eventually;
 
 use super::Case;
@@ -250,7 +250,10 @@ fn answers(context: &Context) -> Result<()> {
     );
     peer.task(Task::Answer(Reply::Fail("still none".into())))?;
     match job.wait(&stream, PATIENCE) {
-        Err(Error::DeadLettered { reasons, .. }) => {
+        Err(Error::Job {
+            end: JobEnd::DeadLettered { reasons },
+            ..
+        }) => {
             let expected: Vec<_> = ["no power", "without an answer", "still none"]
                 .into_iter()
                 .zip(&reasons)
@@ -266,7 +269,10 @@ fn answers(context: &Context) -> Result<()> {
     peer.lease(Task::Lease)?;
     peer.task(Task::Answer(Reply::Reject("not a question".into())))?;
     match unwanted.wait(&stream, PATIENCE) {
-        Err(Error::Rejected { reason, .. }) => ensure!(reason == "not a question", "{reason}"),
+        Err(Error::Job {
+            end: JobEnd::Rejected { reason },
+            ..
+        }) => ensure!(reason == "not a question", "{reason}"),
         other => bail!("a rejection gave {other:?}"),
     }
     peer.dismiss()

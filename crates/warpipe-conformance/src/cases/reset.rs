@@ -4,7 +4,7 @@ use std::fmt::Debug;
 use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
-use warpipe::{Device, Error, Memory, Publisher, Subscriber, Timeline};
+use warpipe::{Device, DeviceFault, Error, Memory, Publisher, Subscriber, Timeline};
 use warpipe_testkit::eventually;
 
 use super::Case;
@@ -23,7 +23,10 @@ const WORDS: u64 = 4096;
 
 fn is_reset<T: Debug>(what: &str, outcome: Result<T, impl Into<Error>>) -> Result<()> {
     match outcome.map_err(Into::into) {
-        Err(Error::DeviceReset { .. }) => Ok(()),
+        Err(Error::Device {
+            fault: DeviceFault::Reset,
+            ..
+        }) => Ok(()),
         other => bail!("{what} gave {other:?}"),
     }
 }

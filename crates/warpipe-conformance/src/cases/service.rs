@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
-use warpipe::{Client, Error, Pending, Stream};
+use warpipe::{Client, Error, JobEnd, Pending, Stream};
 use warpipe_testkit::eventually;
 
 use super::Case;
@@ -158,7 +158,13 @@ fn deadline(context: &Context) -> Result<()> {
     let pending = ask(&client, &stream, 1, Duration::from_millis(30))?;
     let late = pending.wait(&stream, PATIENCE);
     ensure!(
-        matches!(late, Err(Error::DeadlinePassed { .. })),
+        matches!(
+            late,
+            Err(Error::Job {
+                end: JobEnd::Expired,
+                ..
+            })
+        ),
         "no server gave {late:?}"
     );
     let mut server = server(context, "sum")?;
@@ -180,7 +186,13 @@ fn deadline(context: &Context) -> Result<()> {
     );
     let late = second.wait(&stream, PATIENCE);
     ensure!(
-        matches!(late, Err(Error::DeadlinePassed { .. })),
+        matches!(
+            late,
+            Err(Error::Job {
+                end: JobEnd::Expired,
+                ..
+            })
+        ),
         "a stopped server gave {late:?}"
     );
     server.go_on()?;
@@ -216,7 +228,11 @@ fn refusal(context: &Context) -> Result<()> {
     server.lease(Task::Accept)?;
     server.task(Task::Answer(Reply::Reject("not today".into())))?;
     match pending.wait(&stream, PATIENCE) {
-        Err(Error::Rejected { name, reason, .. }) => {
+        Err(Error::Job {
+            name,
+            end: JobEnd::Rejected { reason },
+            ..
+        }) => {
             ensure!(name == "sum" && reason == "not today", "{name}: {reason}")
         }
         other => bail!("a refusal gave {other:?}"),
@@ -230,7 +246,10 @@ fn refusal(context: &Context) -> Result<()> {
         server.task(Task::Answer(Reply::Fail(format!("trouble {attempt}"))))?;
     }
     match pending.wait(&stream, PATIENCE) {
-        Err(Error::DeadLettered { reasons, .. }) => {
+        Err(Error::Job {
+            end: JobEnd::DeadLettered { reasons },
+            ..
+        }) => {
             ensure!(reasons == ["trouble 1", "trouble 2"], "{reasons:?}")
         }
         other => bail!("two failures gave {other:?}"),

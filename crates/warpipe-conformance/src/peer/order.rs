@@ -477,14 +477,13 @@ macro_rules! variants {
 }
 
 variants! {
-    NoDriver DriverSymbol NoDevice DevicePermission NoSuchDevice Driver Capturing DeviceReset
-    DeviceMemory NotDeviceMemory PeerAccess Os DescriptorLimit InFlightLimit Name Domain ForeignFile
-    NameTaken NotFound OtherKind Ticket TicketExpired Range Refused NotOwner Backwards SignalPending
-    EventNotRecorded EventLost EventHandle AccessDenied Handshake Protocol PeerGone SampleLost
+    Device Driver Capturing DeviceMemory Os Name Domain ForeignFile
+    NameTaken NotFound OtherKind TicketExpired Refused NotOwner SignalPending
+    EventNotRecorded EventLost Handshake Protocol PeerGone SampleLost
     Evicted LinkClosed Timeout Full MemoryLimit QuotaExceeded WeightsFile WeightsDamaged
     WeightsUnhashed WeightsMismatch
-    NotExportable LegacyHandle EventLimit QueueFull DeadLettered Rejected DeadlinePassed NoSuchJob
-    QueueClosed Layout Profiler Argument Forked
+    NotExportable EventLimit QueueFull
+    Handle Job QueueClosed Layout Argument Forked
 }
 
 #[cfg(test)]

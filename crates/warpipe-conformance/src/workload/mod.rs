@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
-use warpipe::Error;
+use warpipe::{Error, JobEnd};
 
 use crate::context::Context;
 use crate::fake_driver::FakeDriver;
@@ -150,7 +150,12 @@ pub fn is_refusal(error: &anyhow::Error) -> bool {
     let is_hang = |error: &Error| {
         matches!(
             error,
-            Error::Timeout { .. } | Error::MemoryLimit { .. } | Error::DeadlinePassed { .. }
+            Error::Timeout { .. }
+                | Error::MemoryLimit { .. }
+                | Error::Job {
+                    end: JobEnd::Expired,
+                    ..
+                }
         )
     };
     known.is_some_and(|error| !is_hang(error))

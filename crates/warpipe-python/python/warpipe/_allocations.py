@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from . import _messages, _warpipe
-from ._errors import Error, LegacyHandleError, NotExportableError, NotFoundError, PeerGoneError, TimeoutError
+from ._errors import Error, HandleError, NotExportableError, NotFoundError, PeerGoneError, TimeoutError
 from ._unclaimed import Unclaimed
 
 # Entries of storages that have gone are looked for beyond this number.
@@ -179,7 +179,7 @@ class Table:
             return self._share_copy(source, NotExportableError(why))
         try:
             return self._share(exported)
-        except (NotExportableError, LegacyHandleError) as error:
+        except (NotExportableError, HandleError) as error:
             return self._share_copy(source, error)
 
     def _share_copy(self, source: Source, why: Error) -> Token:
@@ -195,7 +195,7 @@ class Table:
         try:
             server, domain = self._server(source.device)
             number = server.share(source.address, source.nbytes, share, stream=source.stream)
-        except (NotExportableError, LegacyHandleError):
+        except (NotExportableError, HandleError):
             raise
         except Error as error:
             raise _told_here(error, source.what, "cannot be sent", "") from error

@@ -1,7 +1,8 @@
-"""The exceptions of warpipe: one tree under ``Error``, mirroring the Rust library's ``enum Error``.
+"""The exceptions of warpipe: one tree under ``Error``, with a class for each variant of the Rust library's ``enum Error``.
 
-Where Python has a family of its own for a kind of failure (``TimeoutError``, ``ConnectionError``, ``ValueError``,
-``MemoryError``, ...), the exception belongs to both. Messages end with the next step, in Python's words.
+A variant's faults have classes of their own where Python has a family for them (``TimeoutError``, ``ConnectionError``,
+``PermissionError``, ``LookupError``, ...), to which they then belong, too, or where programs tell them apart (the ends of a
+job); other faults are attributes. Messages end with the next step, in Python's words.
 """
 
 from __future__ import annotations
@@ -38,19 +39,10 @@ class Error(Exception):
 
 
 class DeviceError(Error):
-    """A device that is missing, cannot be used, or failed."""
+    """A device that is missing, cannot be used, or failed. Attribute: ``fault``, the name of the Rust library's
+    ``DeviceFault``: ``"NoDriver"``, ``"OldDriver"``, ``"NoGpu"``, ``"Reset"``, ``"NotShareable"``, ``"OutOfReach"``, ..."""
 
-
-class NoDriverError(DeviceError):
-    """No CUDA driver library could be loaded."""
-
-
-class DriverSymbolError(DeviceError):
-    """The driver is there but lacks a function that warpipe needs."""
-
-
-class NoDeviceError(DeviceError):
-    """The driver works and lists no GPU that this process may use."""
+    fault: str | None = None
 
 
 class DevicePermissionError(DeviceError, PermissionError):
@@ -74,36 +66,17 @@ class CapturingError(DeviceError):
     it outside of ``torch.cuda.graph``, or on another stream."""
 
 
-class DeviceResetError(DeviceError):
-    """The device was reset after it was opened: all that was made on it is gone."""
-
-
 class DeviceMemoryError(DeviceError, MemoryError):
     """The device has no room for an allocation. Attribute: ``nbytes``."""
 
     nbytes: int
 
 
-class NotDeviceMemoryError(DeviceError):
-    """A descriptor that should be shareable device memory is not."""
-
-
-class PeerAccessError(DeviceError):
-    """Two devices that cannot reach each other's memory."""
-
-
 class SystemCallError(Error, OSError):
     """A call of the operating system failed. Attributes: ``call``, ``code`` (the errno)."""
 
-    call: str | None
+    call: str
     code: int | None
-
-
-class DescriptorLimitError(SystemCallError):
-    """The process, or the system, has no file descriptor left, or this user too many in flight between processes.
-
-    Its ``call`` is None: each call that makes a descriptor fails then.
-    """
 
 
 # Names.
@@ -271,33 +244,11 @@ class NotATensorError(Error, TypeError):
     """An object that is no tensor."""
 
 
-class RangeError(ArgumentError):
-    """Bytes outside of memory. Attributes: ``endpoint``, ``offset``, ``nbytes``, ``available``."""
+class HandleError(Error, ValueError):
+    """A ticket, or a handle of an event or of memory, that cannot be used. Attribute: ``what``, ``"ticket"``, ``"event handle"``
+    or ``"legacy handle"``."""
 
-    endpoint: str
-    offset: int
-    nbytes: int
-    available: int
-
-
-class TicketError(Error, ValueError):
-    """A text that is no ticket, or one of another machine or version."""
-
-
-class EventHandleError(Error, ValueError):
-    """What is no handle of an event, or of one that is there no more."""
-
-
-class LegacyHandleError(Error, ValueError):
-    """What is no legacy handle, or one of memory that cannot be opened."""
-
-
-class BackwardsError(ArgumentError):
-    """A timeline only grows. Attributes: ``endpoint``, ``value``, ``last``."""
-
-    endpoint: str
-    value: int
-    last: int
+    what: str
 
 
 class NotOwnerError(Error, RuntimeError):
@@ -337,10 +288,6 @@ class NotExportableError(ExportError):
     kind: str
 
 
-class ProfilerError(Error):
-    """A profiler's library that was asked for cannot be used."""
-
-
 class ClosedError(Error, ValueError):
     """An endpoint that is used after it was closed."""
 
@@ -361,10 +308,6 @@ class CopyWarning(UserWarning):
     """A tensor that was to be sent where it lies is copied. The message says why."""
 
     __module__ = "warpipe"
-
-
-class InjectedError(Error):
-    """A fault that a test asked for."""
 
 
 # Queues and services.

@@ -195,8 +195,7 @@ class Worker(_warpipe._Leases, AsyncIteration):
     One thread at a time leases; other threads wait. Leases may be used on any thread. ``close()``, or the end of a
     ``with`` block: jobs that it has not leased go to other workers; leased jobs can still be answered.
 
-    Raises ``NotFoundError``, ``OtherKindError``, ``HandshakeError``, ``AccessDeniedError``, ``PeerAccessError``,
-    ``DeviceError``.
+    Raises ``NotFoundError``, ``OtherKindError``, ``HandshakeError``, ``AccessDeniedError``, ``DeviceError``.
     """
 
     def __new__(

@@ -442,7 +442,7 @@ class _Subscriber(_Named):
     One thread at a time receives; other threads wait. Frames may be used on any thread.
 
     Raises ``NotFoundError``, ``OtherKindError``, ``HandshakeError``, ``AccessDeniedError``,
-    ``PeerAccessError``, ``DeviceError``.
+    ``DeviceError``.
     """
     def __new__(
         cls,
@@ -490,7 +490,7 @@ class _Subscriber(_Named):
 
         Raises ``TimeoutError``; ``PeerGoneError`` once all its completed frames have been
         received (not with ``reconnect``); for a tensor that was sent in place
-        ``PeerGoneError``, ``LegacyHandleError``, ``TicketExpiredError``; ``EvictedError``,
+        ``PeerGoneError``, ``HandleError``, ``TicketExpiredError``; ``EvictedError``,
         ``ProtocolError``, ``LinkClosedError``, ``ClosedError``, ``DriverError``.
         """
     def try_receive(self) -> Sample | None:
@@ -988,7 +988,7 @@ class Timeline(_Named):
         """Signals ``value`` after the work on ``stream`` so far, and returns at once; without a stream
         now, from the CPU.
 
-        Raises ``NotOwnerError``, ``BackwardsError``, ``SignalPendingError`` (from the CPU, while a
+        Raises ``NotOwnerError``, ``ArgumentError``, ``SignalPendingError`` (from the CPU, while a
         stream has yet to signal), ``ArgumentError``, ``TimeoutError`` after 10 s behind another
         thread's signal, ``ClosedError``, ``DriverError``.
         """
@@ -1128,7 +1128,7 @@ class Recording:
 class EventHandle:
     """Names an event to other processes. It goes as text (``str(handle)``), as bytes, or pickled.
 
-    ``EventHandle(text_or_bytes)`` raises ``EventHandleError`` if the argument is no handle.
+    ``EventHandle(text_or_bytes)`` raises ``HandleError`` if the argument is no handle.
     """
     def __new__(cls, handle: EventHandle | str | bytes) -> Self: ...
     def to_bytes(self) -> bytes:
@@ -1172,7 +1172,7 @@ class Event(Closeable):
         """Opens an event by its handle (an ``EventHandle``, its text, or its bytes), also in the
         process that made it. ``domain`` is for where the maker's domain lies at another path.
 
-        Raises ``EventHandleError``, ``NotFoundError``, ``PeerGoneError``, ``TimeoutError``,
+        Raises ``HandleError``, ``NotFoundError``, ``PeerGoneError``, ``TimeoutError``,
         ``DomainError``, ``ConnectionError``, ``DeviceError``.
         """
     def handle(self) -> EventHandle:
@@ -1431,7 +1431,7 @@ class View(_Tensor):
         """The same memory as a tensor of this shape and element type, row-major, from byte ``offset``
         on.
 
-        Raises ``RangeError``, ``LayoutError``, ``DTypeError``, ``ReleasedError``.
+        Raises ``ArgumentError``, ``LayoutError``, ``DTypeError``, ``ReleasedError``.
         """
     def copy_from(self, tensor: Any, *, stream: _StreamLike | None = None) -> None:
         """Copies a tensor of the same shape and element type in, on ``stream``, by default the current
@@ -1441,7 +1441,7 @@ class View(_Tensor):
         memory is written; a GPU allocates as much memory again for that, for a moment.
 
         Raises ``LayoutError``, ``DTypeError``, ``NotATensorError``, ``WrongDeviceError``,
-        ``ArgumentError`` for read-only memory, ``ReleasedError``, ``DriverError``, ``TimeoutError``
+        ``ArgumentError``, also for read-only memory, ``ReleasedError``, ``DriverError``, ``TimeoutError``
         if the work before it takes over 10 s; the copy is still done then.
         """
     def write(self, data: _BytesLike, offset: int = 0, *, stream: _StreamLike | None = None) -> None:
@@ -1449,7 +1449,7 @@ class View(_Tensor):
         (``cuMemcpyHtoDAsync``), in the order of ``stream``; they may be changed at once. Without a
         stream the copy is complete when this returns.
 
-        Raises ``RangeError``, ``ArgumentError`` for read-only memory, ``ReleasedError``,
+        Raises ``ArgumentError``, also for read-only memory, ``ReleasedError``,
         ``DriverError``, ``TimeoutError`` if the work before it takes over 10 s; the copy is still
         done then.
         """
@@ -1524,7 +1524,7 @@ class Memory(View):
         """A descriptor of it, close-on-exec; the caller closes it. A process that gets it can map all
         of the memory, for reading and writing.
 
-        Raises ``DescriptorLimitError``, ``ReleasedError``, ``DriverError``.
+        Raises ``SystemCallError``, ``ReleasedError``, ``DriverError``.
         """
     @property
     def info(self) -> MemoryInfo:
@@ -1547,7 +1547,7 @@ class Published(_Named):
     def ticket(self, offset: int = 0, nbytes: int | None = None) -> Ticket:
         """A text that names ``nbytes`` bytes (None: up to the end) from byte ``offset`` on.
 
-        Raises ``RangeError``, ``ClosedError``.
+        Raises ``ArgumentError``, ``ClosedError``.
         """
 
 @final
@@ -1562,13 +1562,13 @@ class SharedMemory(View):
         """Maps memory by a descriptor that was received over the program's own socket, and its
         ``Memory.info``. The descriptor may be closed afterwards. Its kind and size are checked.
 
-        Raises ``NotDeviceMemoryError``, ``PeerAccessError``, ``RangeError``, ``ArgumentError``,
+        Raises ``DeviceError``, ``ArgumentError``,
         ``DeviceError``.
         """
     def range(self, offset: int, nbytes: int | None = None) -> SharedMemory:
         """Part of it; the part keeps all of it mapped.
 
-        Raises ``RangeError``, ``ReleasedError``.
+        Raises ``ArgumentError``, ``ReleasedError``.
         """
     @property
     def owner(self) -> str:
@@ -1589,7 +1589,7 @@ class Ticket:
     environment variable, or pickled. It is no secret and grants no access: the owner checks each
     process that opens it.
 
-    ``Ticket(text)`` raises ``TicketError`` if the text is no ticket. ``Ticket.to(name)`` names the
+    ``Ticket(text)`` raises ``HandleError`` if the text is no ticket. ``Ticket.to(name)`` names the
     memory that is or will be published under a name.
     """
     def __new__(cls, ticket: Ticket | str) -> Self: ...
@@ -1604,7 +1604,7 @@ class Ticket:
         """Reads a ticket from a file, waiting up to ``wait`` seconds (None: no limit) until the file
         exists.
 
-        Raises ``SystemCallError``, ``TimeoutError``, ``TicketError``.
+        Raises ``SystemCallError``, ``TimeoutError``, ``HandleError``.
         """
     def write_file(self, path: str | os.PathLike[str]) -> None:
         """Writes it to a file, whole or not at all (``rename(2)``).
@@ -1630,8 +1630,8 @@ class Ticket:
         """Fetches the memory from its owner and maps it, waiting up to ``wait`` seconds (None: no
         limit) for an owner that has not published yet. A pool's ticket is for ``LentBuffer.open``.
 
-        Raises ``NotFoundError``, ``TicketExpiredError``, ``TicketError``, ``OtherKindError``,
-        ``AccessDeniedError``, ``RangeError``, ``PeerAccessError``, ``DeviceError``.
+        Raises ``NotFoundError``, ``TicketExpiredError``, ``HandleError``, ``OtherKindError``,
+        ``AccessDeniedError``, ``ArgumentError``, ``DeviceError``.
         """
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
@@ -1661,7 +1661,7 @@ class LegacyHandle:
 
     Use a channel's ``send`` where the memory may be chosen: a handle orders no work, dies with its
     exporter, and opens the *whole* allocation for reading and writing.
-    ``LegacyHandle(text_or_bytes)`` raises ``LegacyHandleError`` if the argument is no handle.
+    ``LegacyHandle(text_or_bytes)`` raises ``HandleError`` if the argument is no handle.
     """
     def __new__(cls, handle: LegacyHandle | str | bytes) -> Self: ...
     @staticmethod
@@ -1678,7 +1678,7 @@ class LegacyHandle:
         """``cuIpcOpenMemHandle``: maps the memory here. An allocation that is open already, or that
         this process exported, has the same address again.
 
-        Raises ``PeerGoneError``, ``LegacyHandleError``, ``PeerAccessError``, ``DeviceError``.
+        Raises ``PeerGoneError``, ``HandleError``, ``DeviceError``.
         """
     @property
     def nbytes(self) -> int:
@@ -1826,7 +1826,7 @@ class LentBuffer(View):
     def open(ticket: Ticket | str, *, device: _DeviceLike | None = None) -> LentBuffer:
         """Opens the block of a ticket of ``Buffer.lend``.
 
-        Raises ``TicketExpiredError``, ``TicketError``, ``OtherKindError``, ``AccessDeniedError``,
+        Raises ``TicketExpiredError``, ``HandleError``, ``OtherKindError``, ``AccessDeniedError``,
         ``RefusedError``, ``PeerGoneError``, ``TimeoutError``, ``DeviceError``.
         """
     @property
@@ -1848,7 +1848,7 @@ class _AllocationServer(_Named):
         ``warpipe.torch.pool()``. ``owner`` keeps the memory allocated: it is referenced until the
         share is over.
 
-        Raises ``NotExportableError``, ``ArgumentError``, ``LegacyHandleError``, ``CapturingError``,
+        Raises ``NotExportableError``, ``ArgumentError``, ``HandleError``, ``CapturingError``,
         ``ClosedError``, ``DriverError``.
         """
     def withdraw(self, number: int) -> bool:
@@ -1888,7 +1888,7 @@ class _AllocationClient(Closeable):
         """Opens a share, once its contents are complete, waiting at most ``timeout`` seconds.
 
         Raises ``NotFoundError``, ``TimeoutError``, ``PeerGoneError``, ``ArgumentError``,
-        ``PeerAccessError``, ``LegacyHandleError``, ``DescriptorLimitError``, ``DriverError``.
+        ``DeviceError``, ``HandleError``, ``SystemCallError``, ``DriverError``.
         """
 
 @final

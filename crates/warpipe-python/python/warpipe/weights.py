@@ -57,7 +57,7 @@ def open(name: str, *, device: Any = None, domain: Any = None, wait: float | Non
     version that is open in this process already is the same memory.
 
     Raises ``NotFoundError`` when no keeper has the name, ``TimeoutError`` when it offers no version,
-    ``InvalidNameError``, ``OtherKindError``, ``AccessDeniedError``, ``PeerAccessError``, ``DeviceError``.
+    ``InvalidNameError``, ``OtherKindError``, ``AccessDeniedError``, ``DeviceError``.
     """
     return _warpipe._open_weights(name, device, domain, wait)
 
@@ -169,7 +169,7 @@ def publish(
 
     Raises ``NotFoundError`` when no keeper has the name, ``TimeoutError``, ``PeerGoneError``, ``RefusedError``,
     ``NotATensorError``, ``DTypeError``, ``LayoutError``, ``WrongDeviceError``, ``ArgumentError``, ``InvalidNameError``,
-    ``DeviceError``; ``NotExportableError``, ``DescriptorLimitError`` with ``"require"``.
+    ``DeviceError``; ``NotExportableError``, ``SystemCallError`` with ``"require"``.
     """
     return publish_in_phases(
         name, state_dict, device=device, domain=domain, wait=wait, zero_copy=zero_copy, hash=hash, layout=layout,

@@ -123,7 +123,7 @@ impl AllocationServer {
     /// # Errors
     /// [`Error::NotExportable`] for other memory; [`Error::Argument`] for 0 bytes, for a stream of
     /// another device, or beyond 16,384 shares with streams at work; [`Error::Capturing`],
-    /// [`Error::LegacyHandle`], [`Error::Forked`], [`Error::Driver`].
+    /// [`Error::Handle`], [`Error::Forked`], [`Error::Driver`].
     ///
     /// # Safety
     /// The memory stays allocated as long as `owner` lives.

@@ -23,7 +23,7 @@ impl Opener<AllocationClient> {
     ///
     /// # Errors
     /// [`Error::NotFound`] when no process serves it; [`Error::OtherKind`],
-    /// [`Error::AccessDenied`], [`Error::Refused`] for a device that cannot reach its memory;
+    /// [`Error::Refused`] for a device that cannot reach its memory;
     /// [`Error::Name`].
     pub fn open<'w>(self, wait: impl Into<Wait<'w>>) -> Result<AllocationClient> {
         self.open_with(Kind::Allocations, &[], &wait.into(), |attachment| {
@@ -66,8 +66,8 @@ impl AllocationClient {
     /// # Errors
     /// [`Error::NotFound`] for a share that was opened already, or withdrawn; [`Error::Timeout`];
     /// [`Error::PeerGone`]; [`Error::Argument`] beyond 16,384 shares at once;
-    /// [`Error::PeerAccess`], [`Error::LegacyHandle`], [`Error::NotDeviceMemory`],
-    /// [`Error::DescriptorLimit`], [`Error::Driver`].
+    /// [`Error::Device`], [`Error::Handle`], [`Error::Device`],
+    /// [`Error::Os`], [`Error::Driver`].
     pub fn open_share<'w>(&self, number: u64, wait: impl Into<Wait<'w>>) -> Result<OpenAllocation> {
         let wait = wait.into();
         match self.session.ask(number, &wait, &wait)? {

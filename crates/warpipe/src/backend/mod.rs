@@ -25,9 +25,10 @@ use std::time::Duration;
 pub use crate::device_types::{
     Access, DeviceId, DeviceInfo, DeviceKind, DevicePtr, RawEvent, RawStream,
 };
-use crate::error::{Error, Result};
+use crate::error::{DeviceFault, Error, Result};
 use crate::kernel::Kernel;
 pub use crate::rows::{Axis, Rows};
+use crate::slow_path::{self, SlowPath};
 
 /// One allocation, mapped in this process. Plain data: its owner calls `release` until that
 /// succeeds.
@@ -76,6 +77,14 @@ pub enum StreamOp {
         /// The value to reach.
         value: u64,
     },
+}
+
+/// The error of a device that cannot reach memory of another one.
+pub(crate) fn out_of_reach(reader: &DeviceInfo, owner: DeviceId, reason: &str) -> Error {
+    slow_path::count(SlowPath::NoPeerAccess, 0);
+    let (name, id) = (&reader.name, reader.id);
+    let text = format!("{name} ({id}) cannot read memory of {owner}: {reason}");
+    Error::device(DeviceFault::OutOfReach, text)
 }
 
 mod sealed {
@@ -194,7 +203,7 @@ pub trait Regions {
 
     /// Unmaps a region and releases this process's handle of it. After an error `region` records
     /// the remaining part: call this again to continue there.
-    /// [`Error::DeviceReset`](crate::Error::DeviceReset) is final.
+    /// [`DeviceFault::Reset`] is final.
     ///
     /// # Safety
     /// `region` came from `allocate` or `import` of this backend, is not released, and no enqueued
@@ -238,8 +247,8 @@ pub trait Imports {
     /// `cuMemImportFromShareableHandle` + map, or `mmap` of sealed memfds: maps a peer's
     /// allocations of exactly `piece` bytes each, owned by device `owner`, in their order into one
     /// range. The descriptors are not trusted:
-    /// [`Error::NotDeviceMemory`](crate::Error::NotDeviceMemory) for anything but such memory,
-    /// [`Error::PeerAccess`](crate::Error::PeerAccess) for memory that this device cannot reach.
+    /// [`DeviceFault::NotShareable`] for anything but such memory,
+    /// [`DeviceFault::OutOfReach`] for memory that this device cannot reach.
     fn import(
         &self,
         fds: &[BorrowedFd<'_>],
@@ -519,10 +528,10 @@ pub trait Ipc {
     /// `cuIpcOpenMemHandle` (`CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`): maps another process's
     /// allocation of `bytes` bytes, owned by device `owner`, and returns its base. Counted: an
     /// allocation that was opened twice must be closed twice. The bytes are not trusted:
-    /// [`Error::LegacyHandle`](crate::Error::LegacyHandle) for bytes that cannot be opened.
+    /// [`Error::Handle`](crate::Error::Handle) for bytes that cannot be opened.
     fn open_legacy(&self, handle: &IpcBytes, bytes: u64, owner: DeviceId) -> Result<DevicePtr>;
 
-    /// `cuIpcCloseMemHandle`. [`Error::LegacyHandle`](crate::Error::LegacyHandle) for memory that
+    /// `cuIpcCloseMemHandle`. [`Error::Handle`](crate::Error::Handle) for memory that
     /// is not open.
     ///
     /// # Safety

@@ -103,7 +103,23 @@ impl Hook for Counting {
     }
 }
 
-/// Fails one call: the Nth of a method, once, with [`Error::Injected`].
+impl Error {
+    /// The code of [`injected`](Error::injected) faults.
+    pub const INJECTED: i32 = -1;
+
+    /// A fault that a test asked for, in the call of this number, from 1, of a backend's method.
+    pub fn injected(method: &'static str, call: u64) -> Self {
+        Error::Driver {
+            call: method,
+            code: Error::INJECTED,
+            name: "an injected fault".into(),
+            message: format!("call {call}"),
+            next: "",
+        }
+    }
+}
+
+/// Fails one call: the Nth of a method, once, with [`Error::injected`].
 #[derive(Debug, Default)]
 pub struct Failing {
     aim: Mutex<Option<(&'static str, u64)>>,
@@ -135,7 +151,7 @@ impl Hook for Failing {
                 if target == method && self.seen.fetch_add(1, Ordering::Relaxed) + 1 == call =>
             {
                 *aim = None;
-                Err(Error::Injected { method, call })
+                Err(Error::injected(method, call))
             }
             _ => Ok(()),
         }

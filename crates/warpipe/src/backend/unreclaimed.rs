@@ -15,7 +15,6 @@ use std::sync::{Arc, Mutex};
 use rustix::mm::munmap;
 
 use super::{Backend, RawRegion};
-use crate::error::Error;
 use crate::fork::per_process::PerProcess;
 
 /// The number of such mappings and regions, and their bytes. A forked child starts at zero.
@@ -93,7 +92,7 @@ pub(crate) unsafe fn release(backend: &Arc<dyn Backend>, mut region: RawRegion) 
     // SAFETY: the caller's promise.
     match unsafe { backend.release(&mut region) } {
         Ok(()) => {}
-        Err(Error::DeviceReset { .. }) => count_kept(region.bytes),
+        Err(error) if error.is_reset() => count_kept(region.bytes),
         Err(_) => retry_region(backend.clone(), region),
     }
 }
@@ -151,7 +150,7 @@ impl UnreclaimedMemory {
                 match unsafe { backend.release(region) } {
                     Ok(()) => {}
                     // Counted from now on, for the rest of the process's life.
-                    Err(Error::DeviceReset { .. }) => return true,
+                    Err(error) if error.is_reset() => return true,
                     Err(_) => return false,
                 }
             }
@@ -182,6 +181,7 @@ mod tests {
     use super::*;
     use crate::backend::testing::{Failing, Hook, Wrapped};
     use crate::device::Device;
+    use crate::error::Error;
     use crate::memory::region::Region;
     use crate::runtime::reactor::Reactor;
     use crate::shm::fence_words::FenceWords;
@@ -220,7 +220,7 @@ mod tests {
                 return Ok(());
             }
             let call = self.refusals.fetch_add(1, SeqCst) + 1;
-            Err(Error::Injected { method, call })
+            Err(Error::injected(method, call))
         }
     }
 
@@ -308,7 +308,7 @@ mod tests {
             }
             let call = self.calls.fetch_add(1, SeqCst) + 1;
             assert!(call == 1, "the retry panics");
-            Err(Error::Injected { method, call })
+            Err(Error::injected(method, call))
         }
     }
 

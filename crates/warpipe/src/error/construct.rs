@@ -4,33 +4,58 @@ use std::io;
 use std::path::Path;
 use std::time::Duration;
 
-use super::{Error, HandshakeFault, LegacyFault};
+use super::{DeviceFault, Error, HandleFault, HandshakeFault};
 use crate::kind::Kind;
 use crate::os::descriptor_limit;
 
 impl Error {
-    /// An operating system error with its context. Errors of descriptor limits have variants of
-    /// their own.
     pub(crate) fn os(
         call: &'static str,
         context: impl Into<String>,
         source: impl Into<io::Error>,
     ) -> Self {
-        let (context, source) = (context.into(), source.into());
+        let (mut context, source) = (context.into(), source.into());
+        let soft = descriptor_limit;
         match source.raw_os_error() {
-            Some(libc::EMFILE | libc::ENFILE) => Error::DescriptorLimit {
-                context: format!("{context} ({call})"),
-                soft: descriptor_limit(),
-            },
-            Some(libc::ETOOMANYREFS) => Error::InFlightLimit {
-                context: format!("{context} ({call})"),
-                soft: descriptor_limit(),
-            },
-            _ => Error::Os {
-                call,
-                context,
-                source,
-            },
+            Some(libc::EMFILE | libc::ENFILE) => {
+                context += &format!(" (no file descriptor left, soft limit {})", soft());
+            }
+            Some(libc::ETOOMANYREFS) => {
+                context += &format!(
+                    " (RLIMIT_NOFILE (soft limit {}) counts the descriptors that this user's processes sent over sockets and nobody received)",
+                    soft()
+                );
+            }
+            _ => {}
+        }
+        Error::Os {
+            call,
+            context,
+            source,
+        }
+    }
+
+    /// Whether the process, the system or this user has no descriptor left, or none in flight: an
+    /// [`Error::Os`] with `EMFILE`, `ENFILE` or `ETOOMANYREFS`.
+    pub fn is_descriptor_limit(&self) -> bool {
+        let Error::Os { source, .. } = self else {
+            return false;
+        };
+        matches!(
+            source.raw_os_error(),
+            Some(libc::EMFILE | libc::ENFILE | libc::ETOOMANYREFS)
+        )
+    }
+
+    /// Whether the device was reset, which has released all that was made on it.
+    pub(crate) fn is_reset(&self) -> bool {
+        matches!(self, Error::Device { fault, .. } if *fault == DeviceFault::Reset)
+    }
+
+    pub(crate) fn device(fault: DeviceFault, text: impl Into<String>) -> Self {
+        Error::Device {
+            fault,
+            text: text.into(),
         }
     }
 
@@ -86,8 +111,30 @@ impl Error {
         }
     }
 
-    pub(crate) fn legacy(fault: LegacyFault) -> Self {
-        Error::LegacyHandle { fault }
+    pub(crate) fn handle(what: &'static str, fault: HandleFault) -> Self {
+        Error::Handle { what, fault }
+    }
+
+    pub(crate) fn legacy(fault: HandleFault) -> Self {
+        Error::handle("legacy handle", fault)
+    }
+
+    /// The other side's refusal of a request.
+    pub(crate) fn refused(name: impl ToString, text: impl Into<String>) -> Self {
+        Error::Refused {
+            name: name.to_string(),
+            text: text.into(),
+            denied: false,
+        }
+    }
+
+    /// The owner's refusal to let this user in.
+    pub(crate) fn denied(name: impl ToString, text: impl Into<String>) -> Self {
+        Error::Refused {
+            name: name.to_string(),
+            text: text.into(),
+            denied: true,
+        }
     }
 
     pub(crate) fn layout(reason: impl Into<String>) -> Self {
@@ -117,17 +164,10 @@ pub(super) fn peer_gone(kind: &Kind, name: &str, pid: i32, graceful: bool, detai
         Kind::Publisher => format!("the publisher of {name:?}"),
         other => format!("the owner of {other} {name:?}"),
     };
-    let end = if graceful {
-        "has closed it"
-    } else if detail.is_empty() {
-        "has died"
-    } else {
-        "is gone"
-    };
-    let end = if *kind == Kind::Publisher && graceful {
-        "has closed"
-    } else {
-        end
+    let end = match (graceful, detail) {
+        (true, _) => "has closed",
+        (false, "") => "has died",
+        (false, _) => "is gone",
     };
     let detail = if detail.is_empty() {
         String::new()

@@ -1,7 +1,6 @@
 //! The exact fault, for error kinds with many causes.
 
 use std::fmt;
-use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -23,7 +22,29 @@ impl std::fmt::Display for Holder {
     }
 }
 
-/// The fault of a text, or of bytes, that are to name something of another process.
+/// The fault of a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum DeviceFault {
+    /// No CUDA driver library could be loaded.
+    NoDriver,
+    /// The driver lacks a function that this library needs.
+    OldDriver,
+    /// The driver works and lists no GPU that this process may use.
+    NoGpu,
+    /// This user may not open the driver's device files.
+    NoPermission,
+    /// There is no device with this ordinal or UUID.
+    NoSuchDevice,
+    /// The device has been reset since it was opened, which destroyed all that was made on it.
+    Reset,
+    /// A descriptor that should be shareable device memory is not.
+    NotShareable,
+    /// A device cannot reach the memory of another one.
+    OutOfReach,
+}
+
+/// The fault of a ticket or handle: of its text or bytes, or of what they name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum HandleFault {
@@ -58,18 +79,49 @@ pub enum HandleFault {
     /// It was cut short or changed in transit.
     #[error("it was cut short or changed on its way ({0})")]
     Damaged(&'static str),
-}
-
-/// The fault of a ticket's text.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum TicketFault {
-    /// The text is not that of a whole ticket.
-    #[error(transparent)]
-    Text(#[from] HandleFault),
-    /// It was written on another machine, or before this machine was rebooted.
-    #[error("it was written on another machine, or before the last reboot")]
+    /// It was made on another machine, or before this machine was rebooted.
+    #[error("it comes from another machine, or from before a reboot")]
     ForeignHost,
+    /// It names something of another kind of device.
+    #[error("it is of {owner}, and {device} cannot open that")]
+    Device {
+        /// The device that owns it.
+        owner: String,
+        /// The device that was to open it.
+        device: String,
+    },
+    /// The event was dropped; its exporter may be alive.
+    #[error("its maker has dropped the event")]
+    Dropped,
+    /// A range that does not lie in its allocation.
+    #[error("bytes {offset} to {offset}+{bytes} do not lie in an allocation of {allocation} bytes")]
+    Range {
+        /// Where the range begins.
+        offset: u64,
+        /// Its length.
+        bytes: u64,
+        /// The allocation's length.
+        allocation: u64,
+    },
+    /// The device or its driver refuses it.
+    #[error("it cannot be opened ({0})")]
+    Refused(String),
+    /// The exporter lives, but the memory cannot be opened.
+    #[error(
+        "process {pid} lives, but its memory cannot be opened ({reason}): it has freed it, or runs as another user"
+    )]
+    Stale {
+        /// The exporter's process id.
+        pid: i32,
+        /// The device's error.
+        reason: String,
+    },
+    /// An address that is not open (any more).
+    #[error("nothing is open at {ptr:#x}")]
+    NotOpen {
+        /// The address.
+        ptr: u64,
+    },
 }
 
 /// Why a ticket's memory is not available.
@@ -176,56 +228,28 @@ pub enum HandshakeFault {
     Lifeline(String),
 }
 
-/// The fault of a legacy handle.
+/// Why a job, or a request, came to no result.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum LegacyFault {
-    /// The text or the bytes are not those of a whole handle.
-    #[error(transparent)]
-    Text(#[from] HandleFault),
-    /// Its contents cannot be those of an export.
-    #[error("it is garbled ({0})")]
-    Garbled(&'static str),
-    /// A range that does not lie in its allocation.
-    #[error("bytes {offset} to {offset}+{bytes} do not lie in an allocation of {allocation} bytes")]
-    Range {
-        /// Where the range begins.
-        offset: u64,
-        /// Its length.
-        bytes: u64,
-        /// The allocation's length.
-        allocation: u64,
+pub enum JobEnd {
+    /// Every attempt failed.
+    #[error("was dead-lettered after {} attempts ({})", .reasons.len(), .reasons.join("; "))]
+    DeadLettered {
+        /// Why each attempt failed, in order.
+        reasons: Vec<String>,
     },
-    /// It was exported on another machine, or before this machine was rebooted.
-    #[error("it comes from another machine, or from before a reboot")]
-    ForeignHost,
-    /// It names a device of another backend.
-    #[error("it names memory of {owner}, and {device} cannot open that")]
-    Device {
-        /// The device that owns the memory.
-        owner: String,
-        /// The device that was to open it.
-        device: String,
-    },
-    /// The device or its driver refuses it.
-    #[error("it cannot be opened ({0})")]
-    Refused(String),
-    /// The exporter lives, but the memory cannot be opened.
-    #[error(
-        "process {pid} lives, but its memory cannot be opened ({reason}): it has freed it, or runs as another user"
-    )]
-    Stale {
-        /// The exporter's process id.
-        pid: i32,
-        /// The device's error.
+    /// The worker or server rejected it.
+    #[error("was rejected: {reason}")]
+    Rejected {
+        /// The reason that it gave.
         reason: String,
     },
-    /// An address that is not open (any more).
-    #[error("nothing is open at {ptr:#x}")]
-    NotOpen {
-        /// The address.
-        ptr: u64,
-    },
+    /// Its deadline has passed.
+    #[error("has passed its deadline")]
+    Expired,
+    /// It is not in its queue any more.
+    #[error("is not there any more: its outcome was taken, or it was cancelled")]
+    Taken,
 }
 
 /// The limit of an endpoint that a new connection has reached.
@@ -248,26 +272,6 @@ impl fmt::Display for PeerLimit {
             PeerLimit::Process => "for each process",
         })
     }
-}
-
-/// The reason why an event handle is invalid.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum EventHandleFault {
-    /// The text or the bytes are not those of a whole handle.
-    #[error(transparent)]
-    Text(#[from] HandleFault),
-    /// The event was dropped; its exporter may be alive.
-    #[error("its maker has dropped the event")]
-    Dropped,
-    /// The handle names an event of another kind of device.
-    #[error("it names an event of {owner}, and {device} cannot share that")]
-    Device {
-        /// The exporter's device.
-        owner: String,
-        /// The device on which it was opened.
-        device: String,
-    },
 }
 
 /// The kind of memory that an address lies in (`cuPointerGetAttribute`).
@@ -318,86 +322,45 @@ impl fmt::Display for PointerKind {
 
 /// The fault of a file, or of a folder, that is to hold model weights.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{text}")]
 #[non_exhaustive]
-pub enum WeightsFault {
-    /// It is no regular file.
-    #[error("it is neither a regular file nor a folder")]
-    NotRegular,
-    /// A folder without weights.
-    #[error("it has no safetensors file")]
-    Empty,
-    /// A folder with several models.
-    #[error("it has several models: {}", listed(models))]
-    Several {
-        /// Their files, indexes first.
-        models: Vec<String>,
-    },
-    /// A folder with a part of a model alone.
-    #[error("it has {part:?}, which is one of several parts, and no index that names the others")]
-    NoIndex {
-        /// The part's file.
-        part: String,
-    },
-    /// The file is shorter than its own header says, or longer.
-    #[error("it has {found} bytes, and its header describes {described}")]
-    Truncated {
-        /// The file's length.
-        found: u64,
-        /// The length that its header describes, the header included.
-        described: u64,
-    },
-    /// The first eight bytes, the header's length in little endian, cannot be right.
-    #[error("its header would have {found} bytes, allowed are 2 to {allowed}{detail}")]
-    HeaderLength {
-        /// The length read.
-        found: u64,
-        /// The longest header that this file may have.
-        allowed: u64,
-        /// The likely cause, or empty.
-        detail: &'static str,
-    },
-    /// The header is no JSON of the format.
-    #[error("its header is garbled: {0}")]
-    Header(String),
-    /// A tensor with a description that cannot be right, or that this library cannot share.
-    #[error("tensor {name:?}: {reason}")]
-    Tensor {
-        /// The tensor's name.
-        name: String,
-        /// The rule that the tensor breaks.
-        reason: String,
-    },
-    /// Two files hold a tensor of the same name.
-    #[error("tensor {name:?} lies in {} too", other.display())]
-    Duplicate {
-        /// The tensor's name.
-        name: String,
-        /// The other file.
-        other: PathBuf,
-    },
-    /// The index of a folder is garbled, or does not fit the files.
-    #[error("the index {0}")]
-    Index(String),
-    /// A process wrote to the file, or put another one in its place, while it was loaded.
-    #[error("it was changed while it was loaded")]
-    Changed,
-    /// There is more of something than this library loads under one name.
-    #[error("{what}: more than {limit}")]
-    Limit {
-        /// The kind of thing that is counted.
-        what: &'static str,
-        /// The limit.
-        limit: u64,
-    },
+pub struct WeightsFault {
+    /// What is wrong.
+    pub text: String,
+    /// The next step; [`hint`](crate::Error::hint) says it.
+    pub next: &'static str,
 }
 
-/// Files of an error, for people: the first ones.
-fn listed(files: &[String]) -> String {
-    const SHOWN: usize = 10;
-    let shown: Vec<&str> = files.iter().take(SHOWN).map(String::as_str).collect();
-    match files.len().saturating_sub(SHOWN) {
-        0 => shown.join(", "),
-        more => format!("{} and {more} more", shown.join(", ")),
+impl WeightsFault {
+    pub(crate) fn new(text: impl Into<String>, next: &'static str) -> Self {
+        WeightsFault {
+            text: text.into(),
+            next,
+        }
+    }
+
+    /// Another path is to be named.
+    pub(crate) fn unnamed(text: &str) -> Self {
+        let next = "name safetensors files, an index of them, or a folder with one model";
+        WeightsFault::new(text, next)
+    }
+
+    /// The file is cut short, or is none.
+    pub(crate) fn damaged(text: impl Into<String>) -> Self {
+        let next = "take a whole safetensors file: copy or download it again";
+        WeightsFault::new(text, next)
+    }
+
+    /// A process wrote to the file, or put another one in its place.
+    pub(crate) fn changed() -> Self {
+        let next = "load it again when no process writes to it";
+        WeightsFault::new("it was changed while it was loaded", next)
+    }
+
+    /// There is more of something than this library loads under one name.
+    pub(crate) fn limit(what: &str, limit: u64) -> Self {
+        let text = format!("{what}: more than {limit}");
+        WeightsFault::new(text, "split the weights over several names")
     }
 }
 

@@ -4,17 +4,12 @@ use std::borrow::Cow;
 use std::fmt;
 use std::io::{self, ErrorKind};
 
-use super::{
-    Error, EventHandleFault, HandleFault, HandshakeFault, LegacyFault, PointerKind, TicketFault,
-    WeightsFault,
-};
+use super::{DeviceFault, Error, HandleFault, HandshakeFault, JobEnd, PointerKind};
 use crate::kind::Kind;
 
 const ONE_VERSION: &str = "run one version of warpipe on both sides";
 const FILE_SIZE: &str =
     "raise the limit of file sizes (`ulimit -f`), which holds for shared memory, too";
-const WHOLE_TEXT: &str = "pass it on whole, as it was exported";
-const ONE_MACHINE: &str = "memory is shared within one machine: export it again there";
 
 impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -61,32 +56,14 @@ impl Error {
 
     fn fixed_hint(&self) -> &'static str {
         match self {
-            Error::NoDriver { .. } => "install the NVIDIA driver, or {host}",
-            Error::DriverSymbol { .. } => "update the driver (R525 or newer), or {host}",
-            Error::NoDevice { .. } => {
-                "check CUDA_VISIBLE_DEVICES and the container's device list, or {host}"
-            }
-            Error::DevicePermission { .. } => "add this user to the group that owns it, or {host}",
-            Error::NoSuchDevice { .. } => "take one of these",
+            Error::Device { fault, .. } => of_device(*fault),
             Error::Driver { next, .. } => next,
             Error::Capturing { .. } => "call it {uncaptured}, or on another stream",
-            Error::DeviceReset { .. } => "{drop} the device, and open it again",
             Error::DeviceMemory { .. } => "free memory or lower the publisher's memory limit",
-            Error::NotDeviceMemory { .. } => "the peer runs another backend or is broken",
-            Error::PeerAccess { .. } => {
-                "put both ends on one GPU or on GPUs joined by NVLink or PCIe peer access"
-            }
-            Error::DescriptorLimit { .. } => "raise it with `ulimit -n` or close something",
-            Error::InFlightLimit { .. } => {
-                "raise it with `ulimit -n`, or end some of the processes"
-            }
             Error::Domain { .. } => {
                 "use a directory that you own with mode 0700, or set WARPIPE_DOMAIN"
             }
-            Error::Profiler { .. } => {
-                "correct NVTX_INJECTION64_PATH or WARPIPE_NVTX, or set WARPIPE_NVTX=0"
-            }
-            Error::Injected { .. } | Error::Argument { .. } | Error::Layout { .. } => "",
+            Error::Argument { .. } | Error::Layout { .. } => "",
             Error::Forked => {
                 "open a new one in the child (CUDA cannot follow a fork at all: use {spawn})"
             }
@@ -107,31 +84,13 @@ impl Error {
             Error::NameTaken { .. } => "stop it or take another name",
             Error::NotFound { kind, .. } => of_nobody(*kind),
             Error::OtherKind { .. } => "take the right name, or open it as what it is",
-            Error::AccessDenied { .. } => {
+            Error::Refused { denied: true, .. } => {
                 "ask its owner to allow the uid or gid, and to let others pass the folder of its domain (chmod 711)"
             }
             Error::TicketExpired { .. } => "get a new ticket from its owner",
-            Error::Range { .. } => "take a range inside",
-            Error::Ticket(fault) => match fault {
-                TicketFault::Text(fault) => of_text(fault),
-                TicketFault::ForeignHost => ONE_MACHINE,
-            },
-            Error::EventHandle { fault } => match fault {
-                EventHandleFault::Text(fault) => of_text(fault),
-                EventHandleFault::Dropped => "ask for a handle of a new one",
-                EventHandleFault::Device { .. } => "open it with a device of the same kind",
-            },
-            Error::LegacyHandle { fault } => match fault {
-                LegacyFault::Text(fault) => of_text(fault),
-                LegacyFault::Garbled(_) => WHOLE_TEXT,
-                LegacyFault::Range { .. } => "export a range that does",
-                LegacyFault::ForeignHost => ONE_MACHINE,
-                LegacyFault::Device { .. } => "open it with the device that owns it",
-                LegacyFault::Refused(_) | LegacyFault::Stale { .. } => "export it again",
-                LegacyFault::NotOpen { .. } => "close what was opened, once",
-            },
+            Error::Handle { fault, .. } => of_handle(fault),
             Error::NotExportable { kind, .. } => of_pointer(*kind),
-            Error::WeightsFile { fault, .. } => of_weights(fault),
+            Error::WeightsFile { fault, .. } => fault.next,
             Error::WeightsDamaged { .. } => {
                 "end the process that wrote to their memory, then publish the weights again \
                  (`warpipe weights drop`, then `serve`)"
@@ -197,9 +156,8 @@ impl Error {
                 "release blocks of that user, in all of its processes, or have the pool's owner raise its quota"
             }
             Error::NotOwner { .. } => "signal a timeline of your own",
-            Error::Backwards { .. } => "signal a larger value",
             Error::EventNotRecorded { .. } => "record it first, then tell others to wait for it",
-            Error::EventLimit { .. } => "{drop} some",
+            Error::EventLimit { .. } => "give some of them up",
             other => other.hint_of_jobs(),
         }
     }
@@ -207,10 +165,12 @@ impl Error {
     fn hint_of_jobs(&self) -> &'static str {
         match self {
             Error::QueueFull { .. } => "take results, add workers, or raise the limit",
-            Error::DeadLettered { .. } => "see to the cause and submit it again",
-            Error::Rejected { .. } => "change it before it is submitted again",
-            Error::DeadlinePassed { .. } => "allow more time, or add servers",
-            Error::NoSuchJob { .. } => "wait for it in one place only",
+            Error::Job { end, .. } => match end {
+                JobEnd::DeadLettered { .. } => "see to the cause and submit it again",
+                JobEnd::Rejected { .. } => "change it before it is submitted again",
+                JobEnd::Expired => "allow more time, or add servers",
+                JobEnd::Taken => "wait for it in one place only",
+            },
             Error::QueueClosed { .. } => "make a new one to submit more jobs",
             _ => "",
         }
@@ -239,7 +199,6 @@ impl Language {
             "{wait_for_publisher}",
             "{wait}",
             "{reconnect}",
-            "{drop}",
             "{uncaptured}",
             "{spawn}",
         ];
@@ -250,7 +209,7 @@ impl Language {
         })
     }
 
-    fn words(self) -> [&'static str; 7] {
+    fn words(self) -> [&'static str; 6] {
         const UNCAPTURED: &str =
             "before the capture begins or after it has ended (cuStreamEndCapture)";
         match self {
@@ -259,7 +218,6 @@ impl Language {
                 "wait for it with `wait_for_publisher`",
                 "wait for it with a timeout",
                 "turn `reconnect` on",
-                "drop",
                 UNCAPTURED,
                 "spawn or exec",
             ],
@@ -268,7 +226,6 @@ impl Language {
                 "set wait_ns to wait for it",
                 "set a timeout, or wait_ns, to wait for it",
                 "set reconnect",
-                "close",
                 UNCAPTURED,
                 "exec",
             ],
@@ -277,7 +234,6 @@ impl Language {
                 "wait for it with `wait=`",
                 "wait for it with `wait=`",
                 "pass `reconnect=True`",
-                "drop",
                 "outside of `torch.cuda.graph`",
                 "`multiprocessing` with \"spawn\"",
             ],
@@ -286,7 +242,6 @@ impl Language {
                 "wait longer with --timeout",
                 "wait longer for it",
                 "use --reconnect",
-                "drop",
                 UNCAPTURED,
                 "exec",
             ],
@@ -294,14 +249,42 @@ impl Language {
     }
 }
 
+fn of_device(fault: DeviceFault) -> &'static str {
+    match fault {
+        DeviceFault::NoDriver => "install the NVIDIA driver, or {host}",
+        DeviceFault::OldDriver => "update the driver (R525 or newer), or {host}",
+        DeviceFault::NoGpu => {
+            "check CUDA_VISIBLE_DEVICES and the container's device list, or {host}"
+        }
+        DeviceFault::NoPermission => "add this user to the group that owns it, or {host}",
+        DeviceFault::NoSuchDevice => "take one of these",
+        DeviceFault::Reset => "give the device up, and open it again",
+        DeviceFault::NotShareable => "the peer runs another backend or is broken",
+        DeviceFault::OutOfReach => {
+            "put both ends on one GPU or on GPUs joined by NVLink or PCIe peer access"
+        }
+    }
+}
+
 /// The next step after a call that the system refused, or empty.
 fn of_system(call: &str, error: &io::Error) -> &'static str {
-    match error.kind() {
+    match error.raw_os_error() {
+        Some(libc::EMFILE | libc::ENFILE) => "raise the limit with `ulimit -n`, or close something",
+        Some(libc::ETOOMANYREFS) => "raise it with `ulimit -n`, or end some of the processes",
+        _ => of_kind(call, error.kind()),
+    }
+}
+
+fn of_kind(call: &str, kind: ErrorKind) -> &'static str {
+    match kind {
         ErrorKind::FileTooLarge => FILE_SIZE,
         ErrorKind::StorageFull => "remove files there, or choose a directory elsewhere",
         ErrorKind::ReadOnlyFilesystem => "choose a directory that can be written to",
         ErrorKind::PermissionDenied if call.starts_with("open") => {
             "see the permissions of it, and of the folders above it"
+        }
+        _ if call == "dlopen" => {
+            "correct NVTX_INJECTION64_PATH or WARPIPE_NVTX, or set WARPIPE_NVTX=0"
         }
         ErrorKind::WouldBlock if call == "clone" => {
             "raise the limit of processes and threads (`ulimit -u`, or a container's limit of pids)"
@@ -321,43 +304,20 @@ fn of_nobody(kind: Kind) -> &'static str {
     }
 }
 
-/// The next step after a text, or bytes, that name nothing.
-fn of_text(fault: &HandleFault) -> &'static str {
+/// The next step after a ticket or handle that cannot be used.
+fn of_handle(fault: &HandleFault) -> &'static str {
     match fault {
         HandleFault::Version { .. } => ONE_VERSION,
         HandleFault::OtherKind { .. } => "open it as what it is",
         HandleFault::NoHandle { .. } | HandleFault::Oversized { .. } | HandleFault::Damaged(_) => {
-            WHOLE_TEXT
+            "pass it on whole, as it was exported"
         }
-    }
-}
-
-/// The next step for a file of weights.
-fn of_weights(fault: &WeightsFault) -> &'static str {
-    match fault {
-        WeightsFault::NotRegular | WeightsFault::Empty => {
-            "name safetensors files, an index of them, or a folder with one model"
-        }
-        WeightsFault::Several { .. } => {
-            "name one of them (an index names the parts of its model), or all files of one model"
-        }
-        WeightsFault::NoIndex { .. } => {
-            "download the folder again, or name all of its files one by one"
-        }
-        WeightsFault::HeaderLength { .. }
-        | WeightsFault::Header(_)
-        | WeightsFault::Truncated { .. } => {
-            "take a whole safetensors file: copy or download it again"
-        }
-        WeightsFault::Changed => "load it again when no process writes to it",
-        WeightsFault::Tensor { .. } => {
-            "save the tensors again with the safetensors library, or copy the file again"
-        }
-        WeightsFault::Duplicate { .. } => "leave one of the two files out",
-        WeightsFault::Index(_) => {
-            "download the folder again, or name its safetensors files one by one"
-        }
-        WeightsFault::Limit { .. } => "split the weights over several names",
+        HandleFault::ForeignHost => "memory is shared within one machine: export it again there",
+        HandleFault::Device { .. } => "open it with the device that owns it, or one of its kind",
+        HandleFault::Dropped => "ask for a handle of a new one",
+        HandleFault::Range { .. } => "export a range that does",
+        HandleFault::Refused(_) | HandleFault::Stale { .. } => "export it again",
+        HandleFault::NotOpen { .. } => "close what was opened, once",
     }
 }
 
@@ -392,9 +352,7 @@ mod tests {
 
     #[test]
     fn an_error_states_the_fact_and_its_hint_the_next_step() {
-        let error = Error::DriverSymbol {
-            symbol: "cuMemCreate",
-        };
+        let error = Error::device(DeviceFault::OldDriver, "the CUDA driver lacks cuMemCreate");
         assert_eq!(error.to_string(), "the CUDA driver lacks cuMemCreate");
         assert_eq!(
             error.hint().as_deref(),

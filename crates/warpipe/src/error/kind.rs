@@ -1,6 +1,6 @@
 //! The kinds of errors: one for each thing that a program can do next.
 
-use super::{Error, EventHandleFault, HandshakeFault, LegacyFault};
+use super::{DeviceFault, Error, HandleFault, HandshakeFault, JobEnd};
 
 /// What a program can do about an [`Error`].
 ///
@@ -79,47 +79,32 @@ impl Error {
     /// ```
     pub fn kind(&self) -> ErrorKind {
         match self {
-            Error::NoDriver { .. }
-            | Error::DriverSymbol { .. }
-            | Error::NoDevice { .. }
-            | Error::DevicePermission { .. }
-            | Error::NoSuchDevice { .. } => ErrorKind::DeviceUnavailable,
-            Error::Driver { .. }
-            | Error::DeviceReset { .. }
-            | Error::NotDeviceMemory { .. }
-            | Error::PeerAccess { .. }
-            | Error::Injected { .. } => ErrorKind::DeviceFailed,
-            Error::Os { .. } | Error::Domain { .. } | Error::Profiler { .. } => ErrorKind::System,
+            Error::Device { fault, .. } => of_device(*fault),
+            Error::Driver { .. } => ErrorKind::DeviceFailed,
+            Error::Os { .. } if self.is_descriptor_limit() => ErrorKind::LimitReached,
+            Error::Os { .. } | Error::Domain { .. } => ErrorKind::System,
             Error::DeviceMemory { .. }
-            | Error::DescriptorLimit { .. }
-            | Error::InFlightLimit { .. }
             | Error::Full { .. }
             | Error::MemoryLimit { .. }
             | Error::QuotaExceeded { .. }
             | Error::EventLimit { .. }
             | Error::QueueFull { .. } => ErrorKind::LimitReached,
-            Error::NotFound { .. } | Error::TicketExpired { .. } | Error::NoSuchJob { .. } => {
-                ErrorKind::NotFound
-            }
+            Error::NotFound { .. } | Error::TicketExpired { .. } => ErrorKind::NotFound,
             Error::ForeignFile { .. } | Error::NameTaken { .. } | Error::OtherKind { .. } => {
                 ErrorKind::NameConflict
             }
-            Error::AccessDenied { .. } | Error::Refused { .. } => ErrorKind::Refused,
+            Error::Refused { .. } => ErrorKind::Refused,
             Error::Protocol { .. } => ErrorKind::Protocol,
             Error::PeerGone { .. } => ErrorKind::PeerGone,
             Error::Evicted { .. } | Error::LinkClosed { .. } => ErrorKind::LinkClosed,
             Error::SampleLost { .. } | Error::EventLost { .. } | Error::WeightsDamaged { .. } => {
                 ErrorKind::DataLost
             }
-            Error::Timeout { .. } | Error::DeadlinePassed { .. } => ErrorKind::Timeout,
-            Error::DeadLettered { .. } | Error::Rejected { .. } => ErrorKind::JobFailed,
+            Error::Timeout { .. } => ErrorKind::Timeout,
+            Error::Job { end, .. } => of_job(end),
             Error::Handshake { fault, .. } => of_handshake(fault),
-            Error::EventHandle { fault } => of_event_handle(fault),
-            Error::LegacyHandle { fault } => of_legacy_handle(fault),
+            Error::Handle { fault, .. } => of_handle(fault),
             Error::Name { .. }
-            | Error::Ticket(_)
-            | Error::Range { .. }
-            | Error::Backwards { .. }
             | Error::NotExportable { .. }
             | Error::WeightsFile { .. }
             | Error::WeightsMismatch { .. }
@@ -136,6 +121,15 @@ impl Error {
     }
 }
 
+fn of_device(fault: DeviceFault) -> ErrorKind {
+    match fault {
+        DeviceFault::Reset | DeviceFault::NotShareable | DeviceFault::OutOfReach => {
+            ErrorKind::DeviceFailed
+        }
+        _ => ErrorKind::DeviceUnavailable,
+    }
+}
+
 fn of_handshake(fault: &HandshakeFault) -> ErrorKind {
     match fault {
         HandshakeFault::Full { .. } | HandshakeFault::NoRoom(_) => ErrorKind::LimitReached,
@@ -143,31 +137,23 @@ fn of_handshake(fault: &HandshakeFault) -> ErrorKind {
         HandshakeFault::Closed => ErrorKind::PeerGone,
         HandshakeFault::Silent(_) => ErrorKind::Timeout,
         HandshakeFault::Device { .. } => ErrorKind::DeviceFailed,
-        HandshakeFault::Version { .. }
-        | HandshakeFault::Magic
-        | HandshakeFault::Garbled { .. }
-        | HandshakeFault::Oversized { .. }
-        | HandshakeFault::Unexpected { .. }
-        | HandshakeFault::Descriptors { .. }
-        | HandshakeFault::Segment(_)
-        | HandshakeFault::Wake(_)
-        | HandshakeFault::Unwatchable(_)
-        | HandshakeFault::Lifeline(_) => ErrorKind::Protocol,
+        _ => ErrorKind::Protocol,
     }
 }
 
-fn of_event_handle(fault: &EventHandleFault) -> ErrorKind {
+fn of_handle(fault: &HandleFault) -> ErrorKind {
     match fault {
-        EventHandleFault::Dropped => ErrorKind::NotFound,
+        HandleFault::Dropped | HandleFault::Stale { .. } => ErrorKind::NotFound,
+        HandleFault::Refused(_) => ErrorKind::DeviceFailed,
         _ => ErrorKind::InvalidInput,
     }
 }
 
-fn of_legacy_handle(fault: &LegacyFault) -> ErrorKind {
-    match fault {
-        LegacyFault::Stale { .. } => ErrorKind::NotFound,
-        LegacyFault::Refused(_) => ErrorKind::DeviceFailed,
-        _ => ErrorKind::InvalidInput,
+fn of_job(end: &JobEnd) -> ErrorKind {
+    match end {
+        JobEnd::DeadLettered { .. } | JobEnd::Rejected { .. } => ErrorKind::JobFailed,
+        JobEnd::Expired => ErrorKind::Timeout,
+        JobEnd::Taken => ErrorKind::NotFound,
     }
 }
 

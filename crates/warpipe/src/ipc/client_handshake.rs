@@ -99,8 +99,8 @@ impl ClientHandshake {
         let (name, owner) = (at.name.to_string(), at.domain.owner());
         let peer = Peer::of(socket.as_fd(), &name)?;
         if peer.uid != owner {
-            let detail = format!("uid {} listens in a domain of uid {owner}", peer.uid);
-            return Err(Error::AccessDenied { name, detail });
+            let text = format!("uid {} listens in a domain of uid {owner}", peer.uid);
+            return Err(Error::denied(name, text));
         }
         Ok(ClientHandshake {
             socket: Arc::new(socket),
@@ -156,7 +156,7 @@ impl ClientHandshake {
             },
             Message::Full { limit, max } => self.fault(HandshakeFault::Full { limit, max }),
             Message::NoRoom { text } => self.fault(HandshakeFault::NoRoom(text)),
-            Message::Refused { denied: true, text } => Error::AccessDenied { name, detail: text },
+            Message::Refused { denied: true, text } => Error::denied(name, text),
             Message::Refused { text, .. } => self.fault(HandshakeFault::Refused(text)),
             message => return Ok(Some((message, fds))),
         })

@@ -306,10 +306,9 @@ impl Domain {
         let failed = |e| Error::os("getdents", self.inner.path.display().to_string(), e);
         let directory = match self.current().open_directory() {
             Err(Errno::ACCESS) => {
-                return Err(Error::AccessDenied {
-                    name: self.inner.path.display().to_string(),
-                    detail: "its folder lets others open names, and not list them".into(),
-                });
+                let path = self.inner.path.display();
+                let text = "its folder lets others open names, and not list them";
+                return Err(Error::denied(path, text));
             }
             opened => opened.map_err(failed)?,
         };
@@ -480,10 +479,7 @@ impl Domain {
                 let now = HandshakeLimit::of(Duration::ZERO);
                 limit.unwrap_or(&now).error(name.as_str())
             }
-            Errno::ACCESS | Errno::PERM => Error::AccessDenied {
-                name: name.to_string(),
-                detail: "the socket's permissions".to_string(),
-            },
+            Errno::ACCESS | Errno::PERM => Error::denied(name, "the socket's permissions"),
             Errno::PROTOTYPE | Errno::NOTSOCK => self.foreign(&file, "no endpoint's socket"),
             error => Error::os("connect", format!("endpoint {name}"), error),
         })
@@ -548,10 +544,10 @@ impl Domain {
 
 /// The error for a directory of another user's that this one may not pass.
 fn no_way_through(path: &Path) -> Error {
-    Error::AccessDenied {
-        name: path.display().to_string(),
-        detail: "its folder, or one above, lets others not pass".into(),
-    }
+    Error::denied(
+        path.display(),
+        "its folder, or one above, lets others not pass",
+    )
 }
 
 /// Opens the directory of a domain.

@@ -23,7 +23,7 @@ use crate::error::{Error, HandshakeFault, Result};
 use crate::fork::lifeline::Lifeline;
 use crate::fork::{CloseOnForkFd, NoForkSection};
 use crate::ipc::{FDS_MAX, Kind, NOTIFICATION};
-use crate::os::{self, received_fds, take_standard};
+use crate::os::{self, is_shortage, received_fds, take_standard};
 use crate::runtime::closer::{PeerFd, PeerSocket, peek, peer_of};
 use crate::runtime::reserve;
 use crate::shm::segment::VERSION;
@@ -255,7 +255,7 @@ pub(crate) enum Received {
 ///
 /// # Errors
 /// [`Error::Handshake`] for anything that is not a whole message of this version with its exact
-/// descriptors; [`Error::DescriptorLimit`] when this process had no room for the descriptors, not
+/// descriptors; [`Error::Os`] when this process had no room for the descriptors, not
 /// even in its [`reserve`]. That is not the peer's fault ([`shortage`]).
 pub(crate) fn receive(socket: BorrowedFd<'_>, name: &str) -> Result<Received> {
     let mut packet = [0u8; PACKET_BYTES_MAX];
@@ -301,9 +301,7 @@ pub(crate) fn receive(socket: BorrowedFd<'_>, name: &str) -> Result<Received> {
 /// for the packet. That is no fault of the peer's; the connection is closed all the same.
 pub(crate) fn shortage(error: &Error) -> Option<Errno> {
     match error {
-        Error::DescriptorLimit { .. } => Some(Errno::MFILE),
-        Error::Os { source, .. } => Errno::from_io_error(source)
-            .filter(|&code| matches!(code, Errno::NOMEM | Errno::NOBUFS)),
+        Error::Os { source, .. } => Errno::from_io_error(source).filter(|&code| is_shortage(code)),
         _ => None,
     }
 }

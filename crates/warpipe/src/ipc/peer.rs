@@ -117,7 +117,7 @@ impl Peer {
     /// As [`of`](Self::of), with the credentials that the kernel has given for this socket.
     ///
     /// # Errors
-    /// [`Error::DescriptorLimit`] if there is no room for the pidfd: it can be called again.
+    /// [`Error::Os`] if there is no room for the pidfd: it can be called again.
     pub(crate) fn with_credentials(
         socket: BorrowedFd<'_>,
         credentials: libc::ucred,

@@ -41,7 +41,7 @@ impl ClientSession {
     /// Connects, and waits for the server to exist. Returns the session and the first reply.
     ///
     /// [`Error::NotFound`] when no server has the name, [`Error::OtherKind`],
-    /// [`Error::AccessDenied`], [`Error::Refused`], [`Error::Handshake`]; [`Error::Timeout`] when
+    /// [`Error::Refused`], [`Error::Handshake`]; [`Error::Timeout`] when
     /// the wait is cancelled while a server does not answer.
     pub(crate) fn attach<'w>(
         at: &Address<'_>,
@@ -76,7 +76,7 @@ impl ClientSession {
             Err(Error::Handshake {
                 name,
                 fault: HandshakeFault::Refused(text),
-            }) => Err(Error::Refused { name, text }),
+            }) => Err(Error::refused(name, text)),
             answer => ClientSession::enter(handshake, answer?),
         }
     }

@@ -134,7 +134,7 @@ fn a_client_is_admitted_answered_and_seen_off() {
     assert_eq!(session.request(b"what?", WAIT).unwrap().body, b"what?");
     let refused = session.request(b"no", WAIT).unwrap_err();
     assert!(
-        matches!(&refused, Error::Refused { text, .. } if text == "I will not"),
+        matches!(&refused, Error::Refused { denied: false, text, .. } if text == "I will not"),
         "{refused}"
     );
     drop(session);
@@ -151,7 +151,7 @@ fn a_client_of_another_kind_or_a_refused_one_gets_the_reason() {
     );
     let refused = stage.open_session(Kind::Timeline, b"refused").unwrap_err();
     assert!(
-        matches!(&refused, Error::Refused { text, .. } if text == "no strangers"),
+        matches!(&refused, Error::Refused { denied: false, text, .. } if text == "no strangers"),
         "{refused}"
     );
     assert!(

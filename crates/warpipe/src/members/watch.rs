@@ -102,7 +102,7 @@ impl MembersBuilder {
     /// a second for those that do not.
     ///
     /// # Errors
-    /// [`Error::Os`], [`Error::DescriptorLimit`] when there is no watch, thread or descriptor left.
+    /// [`Error::Os`] when there is no watch, thread or descriptor left.
     pub fn build(self) -> Result<Members> {
         let shared = Arc::new(WatchShared::new(self.shared.domain()?, self.cleans)?);
         let (unsettled, settled) = channel();

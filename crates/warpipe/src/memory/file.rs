@@ -11,7 +11,7 @@ use std::time::Duration;
 use rustix::fs::inotify;
 
 use super::ticket::Ticket;
-use crate::error::{Error, HandleFault, Result, TicketFault};
+use crate::error::{Error, HandleFault, Result};
 use crate::ipc::domain::watch::Inotify;
 use crate::ipc::handle::TEXT_BYTES_MAX;
 use crate::ipc::message;
@@ -51,7 +51,7 @@ impl Ticket {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Os`]; [`Error::DescriptorLimit`].
+    /// [`Error::Os`]; [`Error::Os`].
     pub fn write_file(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         let failed =
@@ -73,7 +73,7 @@ impl Ticket {
     ///
     /// # Errors
     /// [`Error::Os`] when the file cannot be read, also when there is none after a wait of zero;
-    /// [`Error::Timeout`]; [`Error::Ticket`] when it holds no ticket.
+    /// [`Error::Timeout`]; [`Error::Handle`] when it holds no ticket.
     pub fn read_file<'w>(path: impl AsRef<Path>, wait: impl Into<Wait<'w>>) -> Result<Ticket> {
         let (path, wait) = (path.as_ref(), wait.into());
         if wait.limit().is_zero() {
@@ -171,9 +171,8 @@ fn temporary_of(path: &Path, failed: impl Fn(std::io::Error) -> Error) -> Result
 
 /// The error of a file that cannot hold a ticket.
 fn no_text() -> Error {
-    Error::Ticket(TicketFault::Text(HandleFault::NoHandle {
-        wanted: "a ticket",
-    }))
+    let wanted = "a ticket";
+    Error::handle("ticket", HandleFault::NoHandle { wanted })
 }
 
 #[cfg(test)]
@@ -245,14 +244,14 @@ mod tests {
             assert!(
                 matches!(
                     Ticket::read_file(&file, Duration::ZERO),
-                    Err(Error::Ticket(_))
+                    Err(Error::Handle { what: "ticket", .. })
                 ),
                 "{bytes:?}"
             );
         }
         assert!(matches!(
             Ticket::read_file(path, Duration::ZERO),
-            Err(Error::Ticket(_) | Error::Os { .. })
+            Err(Error::Handle { what: "ticket", .. } | Error::Os { .. })
         ));
         assert!(matches!(
             Ticket::read_file(path.join("none"), Duration::ZERO),

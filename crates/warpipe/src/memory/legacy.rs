@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use self::imports::Import;
 use crate::backend::{DeviceId, DevicePtr, PointerKind};
 use crate::device::Device;
-use crate::error::{Error, HandleFault, LegacyFault, Result};
+use crate::error::{Error, HandleFault, Result};
 use crate::ipc::Kind;
 use crate::ipc::handle::{self, DriverHandle, HandleKind, text_form};
 use crate::origin::{Liveness, ProcessOrigin};
@@ -75,7 +75,7 @@ impl LegacyHandle {
     ///
     /// # Errors
     /// [`Error::NotExportable`] for memory that is not from `cudaMalloc` (null, host, pinned,
-    /// managed, pooled, mapped by the virtual memory functions, freed); [`Error::LegacyHandle`] for
+    /// managed, pooled, mapped by the virtual memory functions, freed); [`Error::Handle`] for
     /// a range longer than its allocation, or memory of another device than `device`;
     /// [`Error::Forked`], [`Error::Driver`].
     ///
@@ -122,10 +122,9 @@ impl LegacyHandle {
     /// two have peer access.
     ///
     /// # Errors
-    /// [`Error::PeerGone`] when the exporter is dead; [`Error::LegacyHandle`] when it has freed
-    /// the memory, or for a handle of another machine or backend; [`Error::PeerAccess`],
-    /// [`Error::NoSuchDevice`] for a GPU that this process cannot reach or see;
-    /// [`Error::DescriptorLimit`], [`Error::Driver`].
+    /// [`Error::PeerGone`] when the exporter is dead; [`Error::Handle`] when it has freed
+    /// the memory, or for a handle of another machine or backend; [`Error::Device`] for a GPU that this
+    /// process cannot reach or see; [`Error::Os`], [`Error::Driver`].
     pub fn open(&self, device: &Device) -> Result<LegacyMemory> {
         let (ptr, import) = self.import(device)?;
         Ok(LegacyMemory::new(device, ptr, self.fields.bytes, import))
@@ -135,7 +134,7 @@ impl LegacyHandle {
     pub(crate) fn import(&self, device: &Device) -> Result<(DevicePtr, Option<Arc<Import>>)> {
         let here = ProcessOrigin::here()?;
         if self.fields.origin.host != here.host {
-            return Err(Error::legacy(LegacyFault::ForeignHost));
+            return Err(Error::legacy(HandleFault::ForeignHost));
         }
         if self.fields.owner.kind != device.info().id.kind {
             return Err(other_device(self.fields.owner, device));
@@ -151,8 +150,9 @@ impl LegacyHandle {
 
     /// Why the device refused: that is nothing that a driver tells.
     fn explain(&self, error: Error, here: &ProcessOrigin) -> Error {
-        let Error::LegacyHandle {
-            fault: LegacyFault::Refused(reason),
+        let Error::Handle {
+            fault: HandleFault::Refused(reason),
+            ..
         } = error
         else {
             return error;
@@ -160,8 +160,8 @@ impl LegacyHandle {
         let pid = self.fields.origin.pid;
         match self.fields.origin.life(here) {
             Liveness::Gone => Error::peer_gone(Kind::LegacyMemory, "", pid, false),
-            Liveness::Alive => Error::legacy(LegacyFault::Stale { pid, reason }),
-            Liveness::Unknown => Error::legacy(LegacyFault::Refused(reason)),
+            Liveness::Alive => Error::legacy(HandleFault::Stale { pid, reason }),
+            Liveness::Unknown => Error::legacy(HandleFault::Refused(reason)),
         }
     }
 
@@ -203,7 +203,7 @@ impl LegacyHandle {
     /// The handle that [`to_bytes`](Self::to_bytes) made. The bytes are not trusted.
     ///
     /// # Errors
-    /// [`Error::LegacyHandle`] for anything else.
+    /// [`Error::Handle`] for anything else.
     pub fn from_bytes(bytes: &[u8]) -> Result<LegacyHandle> {
         LegacyHandle::of_payload(handle::from_bytes(HandleKind::Legacy, bytes))
     }
@@ -216,9 +216,9 @@ impl LegacyHandle {
     }
 
     fn of_payload(payload: Result<LegacyFields, HandleFault>) -> Result<LegacyHandle> {
-        let fields = payload.map_err(|fault| Error::legacy(fault.into()))?;
+        let fields = payload.map_err(Error::legacy)?;
         if fields.origin.pid <= 0 {
-            return Err(Error::legacy(LegacyFault::Garbled("it names no process")));
+            return Err(Error::legacy(HandleFault::Damaged("it names no process")));
         }
         check_range(fields.offset, fields.bytes, fields.allocation_bytes)?;
         Ok(LegacyHandle { fields })
@@ -283,7 +283,7 @@ pub(crate) mod forged {
 pub(crate) fn check_range(offset: u64, bytes: u64, allocation: u64) -> Result<()> {
     match offset.checked_add(bytes) {
         Some(end) if end <= allocation && bytes > 0 => Ok(()),
-        _ => Err(Error::legacy(LegacyFault::Range {
+        _ => Err(Error::legacy(HandleFault::Range {
             offset,
             bytes,
             allocation,
@@ -293,7 +293,7 @@ pub(crate) fn check_range(offset: u64, bytes: u64, allocation: u64) -> Result<()
 
 fn other_device(owner: DeviceId, device: &Device) -> Error {
     let (owner, device) = (owner.to_string(), device.info().id.to_string());
-    Error::legacy(LegacyFault::Device { owner, device })
+    Error::legacy(HandleFault::Device { owner, device })
 }
 
 #[cfg(test)]

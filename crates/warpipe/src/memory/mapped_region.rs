@@ -134,7 +134,7 @@ impl MappedRegion {
     /// The range at `offset`, for a handle with streams of its own.
     ///
     /// # Errors
-    /// [`Error::Range`].
+    /// [`Error::Argument`].
     pub(crate) fn slice(
         self: &Arc<Self>,
         offset: u64,

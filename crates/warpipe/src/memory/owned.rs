@@ -105,7 +105,7 @@ impl Memory {
     /// the memfd. Any process that gets it can map all of the memory, for reading or writing.
     ///
     /// # Errors
-    /// [`Error::DescriptorLimit`]; [`Error::Driver`]; [`Error::Forked`].
+    /// [`Error::Os`]; [`Error::Driver`]; [`Error::Forked`].
     pub fn export_fd(&self) -> Result<OwnedFd> {
         self.slice.owner_process().check()?;
         let fd = self.mapping.region().export()?;
@@ -149,8 +149,8 @@ impl Memory {
     /// ```
     ///
     /// # Errors
-    /// [`Error::NotDeviceMemory`]: another descriptor, or another size; [`Error::PeerAccess`]:
-    /// `device` cannot reach the memory's device; [`Error::Range`]: more bytes than are mapped;
+    /// [`Error::Device`]: another descriptor, or another size; [`Error::Device`]:
+    /// `device` cannot reach the memory's device; [`Error::Argument`]: more bytes than are mapped;
     /// [`Error::DeviceMemory`], [`Error::Driver`].
     pub fn import_fd(
         device: &Device,

@@ -64,7 +64,7 @@ impl Publication {
     ///
     /// # Errors
     /// [`Error::Name`], [`Error::NameTaken`], [`Error::ForeignFile`], [`Error::Domain`],
-    /// [`Error::DescriptorLimit`], [`Error::Driver`] when the memory cannot be exported.
+    /// [`Error::Os`], [`Error::Driver`] when the memory cannot be exported.
     pub fn build(self) -> Result<Published> {
         let name = EndpointName::new(&self.name)?;
         let domain = self.shared.domain()?;
@@ -138,7 +138,7 @@ impl Published {
     /// A ticket for a range of the memory, in bytes. A process that opens it can reach no other
     /// bytes through this library, but maps all of the memory.
     ///
-    /// [`Error::Range`] for a range that does not lie inside; [`Error::Argument`] for one that ends
+    /// [`Error::Argument`] for a range that does not lie inside, and for one that ends
     /// before it begins; as [`ticket`](Self::ticket).
     /// [`ticket`](Self::ticket).
     pub fn ticket_of(&self, range: impl RangeBounds<u64>) -> Result<Ticket> {

@@ -5,12 +5,13 @@ use std::any::Any;
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex};
 
-use crate::backend::{Access, DeviceId, DeviceKind, DevicePtr, RawRegion, unreclaimed};
+use crate::backend::{
+    Access, DeviceId, DeviceKind, DevicePtr, RawRegion, out_of_reach, unreclaimed,
+};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;
 use crate::mutex::LockUnpoisoned;
-use crate::slow_path::{self, SlowPath};
 use crate::statistics::{NO_FILE, RegionRow, Role, file_of};
 
 /// A mapped region; released when dropped. Code that enqueues work on the region keeps it alive
@@ -155,13 +156,8 @@ pub(crate) fn check_reach(device: &Device, owner: DeviceId) -> Result<()> {
     if info.id.kind == owner.kind {
         return Ok(());
     }
-    let reason = "one is a GPU, the other the host: they have no memory in common".to_string();
-    slow_path::count(SlowPath::NoPeerAccess, 0);
-    Err(Error::PeerAccess {
-        reader: format!("{} ({})", info.name, info.id),
-        owner: owner.to_string(),
-        reason,
-    })
+    let reason = "one is a GPU, the other the host: they have no memory in common";
+    Err(out_of_reach(info, owner, reason))
 }
 
 /// The file by which statistics tell a region; several pieces have none.

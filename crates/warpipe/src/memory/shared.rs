@@ -41,7 +41,7 @@ impl SharedMemory {
     /// The part of it at `offset`, of `bytes` bytes; without `bytes`, all that follows.
     ///
     /// # Errors
-    /// [`Error::Range`](crate::Error::Range).
+    /// [`Error::Argument`](crate::Error::Argument).
     pub fn range(&self, offset: u64, bytes: impl Into<Option<u64>>) -> Result<SharedMemory> {
         let bytes = bytes.into();
         let bytes = bytes.unwrap_or(self.slice.bytes().saturating_sub(offset));

@@ -148,7 +148,7 @@ impl DeviceSlice {
     /// reused at once.
     ///
     /// # Errors
-    /// [`Error::Range`]; [`Error::Argument`] for memory that was given for reading, or a stream of
+    /// [`Error::Argument`] for memory that was given for reading, or a stream of
     /// another device; [`Error::Timeout`] when too many copies wait behind streams that stand
     /// still; [`Error::Driver`]; [`Error::Forked`].
     pub fn write(&self, stream: &Stream, offset: u64, bytes: &[u8]) -> Result<()> {
@@ -189,7 +189,7 @@ impl DeviceSlice {
     /// As [`to_vec`](Self::to_vec), for the bytes from byte `offset` on that fill `bytes`.
     ///
     /// # Errors
-    /// [`Error::Range`]; as [`to_vec`](Self::to_vec).
+    /// [`Error::Argument`]; as [`to_vec`](Self::to_vec).
     pub fn copy_to<'w>(
         &self,
         offset: u64,
@@ -296,12 +296,13 @@ pub(crate) fn check_range(name: &str, offset: u64, bytes: u64, available: u64) -
     {
         return Ok(());
     }
-    Err(Error::Range {
-        name: name.to_string(),
-        offset,
-        bytes,
-        available,
-    })
+    let end = u128::from(offset) + u128::from(bytes);
+    let allowed = format!("0..{available} of {name:?}");
+    Err(Error::argument(
+        "range",
+        format!("{offset}..{end}"),
+        allowed,
+    ))
 }
 
 #[cfg(test)]
@@ -325,7 +326,16 @@ mod tests {
         assert_eq!(part, [5, 6, 7]);
         for offset in [6, 9, u64::MAX] {
             let refused = memory.copy_to(offset, &mut part, timeout).unwrap_err();
-            assert!(matches!(refused, Error::Range { .. }), "{refused}");
+            assert!(
+                matches!(
+                    refused,
+                    Error::Argument {
+                        argument: "range",
+                        ..
+                    }
+                ),
+                "{refused}"
+            );
         }
         assert_eq!(part, [5, 6, 7]);
         memory.copy_to(8, &mut [], timeout).unwrap();

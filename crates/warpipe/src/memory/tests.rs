@@ -10,7 +10,7 @@ use super::arena::Arena;
 use super::*;
 use crate::backend::testing::{Counting, Failing, Hook, Wrapped};
 use crate::backend::{Access, DeviceId, DeviceKind};
-use crate::{Device, Domain, Error, Expiry, Kind, Result};
+use crate::{Device, DeviceFault, Domain, Error, Expiry, Kind, Result};
 
 const WAIT: Duration = Duration::from_secs(10);
 
@@ -315,18 +315,22 @@ fn ranges_end_inside_or_are_an_error() {
     assert_eq!(shared.range(1, None).unwrap().to_vec(WAIT).unwrap(), b"c");
     assert!(matches!(
         shared.range(1, 2),
-        Err(Error::Range {
-            offset: 1,
-            bytes: 2,
-            available: 2,
+        Err(Error::Argument { argument: "range", found, allowed }) if found == "1..3" && allowed.starts_with("0..2 of ")
+    ));
+    assert!(matches!(
+        published.ticket_of(4..=6),
+        Err(Error::Argument {
+            argument: "range",
             ..
         })
     ));
     assert!(matches!(
-        published.ticket_of(4..=6),
-        Err(Error::Range { .. })
+        published.ticket_of(7..),
+        Err(Error::Argument {
+            argument: "range",
+            ..
+        })
     ));
-    assert!(matches!(published.ticket_of(7..), Err(Error::Range { .. })));
     #[expect(clippy::reversed_empty_ranges, reason = "that is what is refused")]
     let reversed = published.ticket_of(5..2);
     assert!(
@@ -341,7 +345,10 @@ fn ranges_end_inside_or_are_an_error() {
     );
     assert!(matches!(
         published.ticket_of(0..u64::MAX),
-        Err(Error::Range { .. })
+        Err(Error::Argument {
+            argument: "range",
+            ..
+        })
     ));
 }
 
@@ -375,7 +382,10 @@ fn memory_for_reading_is_not_written() {
     shared.write(&stream, 1, b"x").unwrap();
     assert!(matches!(
         shared.write(&stream, 3, b"x"),
-        Err(Error::Range { .. })
+        Err(Error::Argument {
+            argument: "range",
+            ..
+        })
     ));
     stream.synchronize(WAIT).unwrap();
     assert_eq!(published.memory().to_vec(WAIT).unwrap(), b"axc");
@@ -396,7 +406,10 @@ fn a_bare_descriptor_is_imported_with_what_must_be_known_of_it() {
     };
     assert!(matches!(
         Memory::import_fd(&device, &fd, &short, Access::Read),
-        Err(Error::NotDeviceMemory { .. })
+        Err(Error::Device {
+            fault: DeviceFault::NotShareable,
+            ..
+        })
     ));
     let long = MemoryInfo {
         bytes: info.mapped_bytes + 1,
@@ -404,7 +417,10 @@ fn a_bare_descriptor_is_imported_with_what_must_be_known_of_it() {
     };
     assert!(matches!(
         Memory::import_fd(&device, &fd, &long, Access::Read),
-        Err(Error::Range { .. })
+        Err(Error::Argument {
+            argument: "range",
+            ..
+        })
     ));
     let gpu = DeviceId {
         kind: DeviceKind::Cuda,
@@ -416,12 +432,18 @@ fn a_bare_descriptor_is_imported_with_what_must_be_known_of_it() {
     };
     assert!(matches!(
         Memory::import_fd(&device, &fd, &foreign, Access::Read),
-        Err(Error::PeerAccess { .. })
+        Err(Error::Device {
+            fault: DeviceFault::OutOfReach,
+            ..
+        })
     ));
     let (pipe, _end) = rustix::pipe::pipe().unwrap();
     assert!(matches!(
         Memory::import_fd(&device, pipe.as_fd(), &info, Access::Read),
-        Err(Error::NotDeviceMemory { .. })
+        Err(Error::Device {
+            fault: DeviceFault::NotShareable,
+            ..
+        })
     ));
 }
 
@@ -431,13 +453,11 @@ struct OutOfReach;
 
 impl Hook for OutOfReach {
     fn before(&self, method: &'static str) -> Result<()> {
-        let (reader, owner) = ("GPU 1".to_string(), "GPU 0".to_string());
         if method == "import" {
-            return Err(Error::PeerAccess {
-                reader,
-                owner,
-                reason: "cuDeviceCanAccessPeer says no".into(),
-            });
+            return Err(Error::device(
+                DeviceFault::OutOfReach,
+                "cuDeviceCanAccessPeer says no",
+            ));
         }
         Ok(())
     }
@@ -453,7 +473,16 @@ fn a_device_out_of_reach_is_an_error_by_name_and_keeps_nothing() {
         .unwrap()
         .open(&device, Duration::ZERO)
         .unwrap_err();
-    assert!(matches!(error, Error::PeerAccess { .. }), "{error}");
+    assert!(
+        matches!(
+            error,
+            Error::Device {
+                fault: DeviceFault::OutOfReach,
+                ..
+            }
+        ),
+        "{error}"
+    );
 }
 
 #[test]
@@ -465,7 +494,10 @@ fn an_import_that_fails_can_be_tried_again() {
     let ticket = published.ticket().unwrap();
     assert!(matches!(
         ticket.open(&device, Duration::ZERO),
-        Err(Error::Injected { .. })
+        Err(Error::Driver {
+            code: Error::INJECTED,
+            ..
+        })
     ));
     assert_eq!(
         ticket

@@ -13,7 +13,7 @@ use super::region::{Region, check_reach};
 use super::shared::SharedMemory;
 use crate::backend::{Access, DeviceId};
 use crate::device::Device;
-use crate::error::{Error, Expiry, HandleFault, Result, TicketFault};
+use crate::error::{Error, Expiry, HandleFault, Result};
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::handle::{self, HandleKind, text_form};
 use crate::ipc::{Address, ClientSession, IncomingReply, Kind};
@@ -46,7 +46,7 @@ pub(super) struct PublishedReply {
 /// # let domain = warpipe::Domain::at(&folder)?;
 /// let ticket = Ticket::to(&domain, "weights")?; // the later holder of that name
 /// assert_eq!(ticket.to_string().parse::<Ticket>()?, ticket);
-/// assert!(matches!("hello".parse::<Ticket>(), Err(Error::Ticket(_))));
+/// assert!(matches!("hello".parse::<Ticket>(), Err(Error::Handle { .. })));
 /// # std::fs::remove_dir_all(folder).ok();
 /// # Ok::<(), warpipe::Error>(())
 /// ```
@@ -163,8 +163,8 @@ impl Ticket {
     /// [`Error::NotFound`]: it has not been published yet, or its owner has died (`was_there`).
     /// [`Error::TicketExpired`]: its owner is gone, or another owner holds the name.
     /// [`Error::Timeout`]: the wait was cancelled while its owner did not answer.
-    /// [`Error::Ticket`] for one of another machine. [`Error::AccessDenied`], [`Error::Refused`],
-    /// [`Error::OtherKind`]. [`Error::Range`], [`Error::PeerAccess`], [`Error::DescriptorLimit`],
+    /// [`Error::Handle`] for one of another machine. [`Error::Refused`],
+    /// [`Error::OtherKind`]. [`Error::Argument`], [`Error::Device`], [`Error::Os`],
     /// [`Error::DeviceMemory`], [`Error::Domain`].
     pub fn open<'w>(&self, device: &Device, wait: impl Into<Wait<'w>>) -> Result<SharedMemory> {
         self.check(Kind::Memory, device)?;
@@ -224,7 +224,7 @@ impl Ticket {
     /// Whether it can be opened as `kind` on `device` at all.
     pub(crate) fn check(&self, kind: Kind, device: &Device) -> Result<()> {
         if self.fields.host != ProcessOrigin::here()?.host {
-            return Err(Error::Ticket(TicketFault::ForeignHost));
+            return Err(Error::handle("ticket", HandleFault::ForeignHost));
         }
         if self.fields.kind != kind {
             let (name, found) = (self.fields.name.clone(), self.fields.kind.to_string());
@@ -284,10 +284,10 @@ impl Ticket {
     }
 
     fn of_payload(payload: Result<Fields, HandleFault>) -> Result<Ticket> {
-        let fields = payload.map_err(|fault| Error::Ticket(fault.into()))?;
+        let fields = payload.map_err(|fault| Error::handle("ticket", fault))?;
         if EndpointName::new(&fields.name).is_err() {
             let fault = HandleFault::Damaged("it has no name of an endpoint");
-            return Err(Error::Ticket(fault.into()));
+            return Err(Error::handle("ticket", fault));
         }
         Ok(Ticket { fields })
     }
@@ -370,6 +370,25 @@ pub(crate) mod forged {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::DeviceFault;
+
+    fn is_of_the_text(error: &Error) -> bool {
+        let Error::Handle {
+            what: "ticket",
+            fault,
+        } = error
+        else {
+            return false;
+        };
+        matches!(
+            fault,
+            HandleFault::NoHandle { .. }
+                | HandleFault::OtherKind { .. }
+                | HandleFault::Version { .. }
+                | HandleFault::Oversized { .. }
+                | HandleFault::Damaged(_)
+        )
+    }
 
     fn ticket() -> Ticket {
         let wanted = Wanted {
@@ -409,10 +428,7 @@ mod tests {
         let text = ticket().to_string();
         for end in 0..text.len() {
             let refused = text[..end].parse::<Ticket>().unwrap_err();
-            assert!(
-                matches!(refused, Error::Ticket(TicketFault::Text(_))),
-                "{end}: {refused}"
-            );
+            assert!(is_of_the_text(&refused), "{end}: {refused}");
         }
         for at in 0..text.len() {
             for letter in [b'0', b'f', b':', b'z', b' '] {
@@ -428,9 +444,9 @@ mod tests {
         let mut named = ticket();
         named.fields.name = "../etc".into();
         let refused = named.to_string().parse::<Ticket>().unwrap_err();
-        let fault = TicketFault::Text(HandleFault::Damaged("it has no name of an endpoint"));
+        let fault = HandleFault::Damaged("it has no name of an endpoint");
         assert!(
-            matches!(&refused, Error::Ticket(found) if *found == fault),
+            matches!(&refused, Error::Handle { what: "ticket", fault: found } if *found == fault),
             "{refused}"
         );
     }
@@ -441,7 +457,10 @@ mod tests {
         ticket.fields.host ^= 1;
         assert!(matches!(
             ticket.open(&Device::host(), Duration::ZERO),
-            Err(Error::Ticket(TicketFault::ForeignHost))
+            Err(Error::Handle {
+                what: "ticket",
+                fault: HandleFault::ForeignHost
+            })
         ));
     }
 
@@ -454,7 +473,10 @@ mod tests {
         });
         assert!(matches!(
             ticket.open(&Device::host(), Duration::ZERO),
-            Err(Error::PeerAccess { .. })
+            Err(Error::Device {
+                fault: DeviceFault::OutOfReach,
+                ..
+            })
         ));
     }
 

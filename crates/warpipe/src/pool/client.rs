@@ -34,7 +34,7 @@ impl Opener<PoolClient> {
     ///
     /// # Errors
     /// [`Error::NotFound`] when no process serves it, or its owner has died (`was_there`);
-    /// [`Error::OtherKind`], [`Error::AccessDenied`], [`Error::Refused`] (also for a device that
+    /// [`Error::OtherKind`], [`Error::Refused`] (also for a device that
     /// cannot reach its memory), [`Error::Timeout`]; [`Error::Name`].
     pub fn open<'w>(self, wait: impl Into<Wait<'w>>) -> Result<PoolClient> {
         self.open_with(Kind::Pool, &[], &wait.into(), |attachment| {
@@ -112,8 +112,8 @@ impl PoolClient {
     /// [`Error::MemoryLimit`] when the blocks in use leave no room; [`Error::QuotaExceeded`] when
     /// those of this process's user do; [`Error::PeerGone`];
     /// [`Error::Refused`]; [`Error::Argument`] for 0 bytes, or beyond 1024 blocks at once;
-    /// [`Error::Timeout`], [`Error::DescriptorLimit`], [`Error::DeviceMemory`],
-    /// [`Error::PeerAccess`], [`Error::Driver`].
+    /// [`Error::Timeout`], [`Error::Os`], [`Error::DeviceMemory`],
+    /// [`Error::Device`], [`Error::Driver`].
     pub fn allocate<'w>(&self, bytes: u64, wait: impl Into<Wait<'w>>) -> Result<LentBuffer> {
         let wait = wait.into();
         check_bytes(bytes)?;
@@ -171,11 +171,11 @@ impl LentBuffer {
     ///
     /// # Errors
     /// [`Error::TicketExpired`]: the owner has released the block, or is gone. [`Error::OtherKind`]
-    /// for a ticket that is not a pool's, [`Error::Ticket`] for one of another machine.
-    /// [`Error::AccessDenied`], also for a block that was allocated for another user
+    /// for a ticket that is not a pool's, [`Error::Handle`] for one of another machine.
+    /// [`Error::Refused`], also for a block that was allocated for another user
     /// ([`Pool::allocate_for`](crate::Pool::allocate_for)); [`Error::Refused`],
     /// [`Error::PeerGone`], [`Error::Timeout`]; [`Error::Argument`] beyond 1024 blocks at once;
-    /// [`Error::DescriptorLimit`], [`Error::PeerAccess`], [`Error::DeviceMemory`],
+    /// [`Error::Os`], [`Error::Device`], [`Error::DeviceMemory`],
     /// [`Error::Driver`].
     pub fn open<'w>(
         ticket: &Ticket,

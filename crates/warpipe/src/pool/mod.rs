@@ -79,12 +79,10 @@ impl PoolRefusal {
             }
             PoolRefusal::OtherUser(uid) => {
                 let own = rustix::process::geteuid().as_raw();
-                Some(Error::AccessDenied {
-                    name: name.to_string(),
-                    detail: format!(
-                        "the block is of user {uid}; its owner makes one for this user by `Pool::allocate_for({own}, ..)`"
-                    ),
-                })
+                let text = format!(
+                    "the block is of user {uid}; its owner makes one for this user by `Pool::allocate_for({own}, ..)`"
+                );
+                Some(Error::denied(name, text))
             }
         }
     }

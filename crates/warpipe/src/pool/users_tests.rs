@@ -399,7 +399,12 @@ fn a_block_for_another_user_is_not_opened_by_this_one() {
     let block = stage.pool.allocate_for(tenant(0), 8, NO_WAIT).unwrap();
     let ticket = block.lend(crate::Access::Read).unwrap();
     let error = LentBuffer::open(&ticket, &stage.device, Duration::ZERO).unwrap_err();
-    let Error::AccessDenied { detail, .. } = &error else {
+    let Error::Refused {
+        denied: true,
+        text: detail,
+        ..
+    } = &error
+    else {
         panic!("{error}");
     };
     assert!(

@@ -270,7 +270,7 @@ impl Subscriber {
     /// # Errors
     /// [`Error::Timeout`]; [`Error::PeerGone`] once every sample that the publisher completed has
     /// been received (not with `reconnect`); [`Error::Evicted`]; [`Error::Protocol`], and
-    /// [`Error::DescriptorLimit`] or [`Error::DeviceMemory`] when this process lacks resources for
+    /// [`Error::Os`] or [`Error::DeviceMemory`] when this process lacks resources for
     /// the memory of a sample: these close the link, which is [`Error::LinkClosed`] from then on;
     /// for a sample [in place](Sample::is_in_place) with memory that cannot be opened, which is
     /// missing before the next one, the errors of [`LegacyHandle::open`](crate::LegacyHandle::open)

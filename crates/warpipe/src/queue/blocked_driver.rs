@@ -256,7 +256,13 @@ fn a_submit_that_the_driver_refuses_in_the_end_leaves_no_job_behind() {
         scene.hook.hook().fail();
         let refused = submitted.recv_timeout(PATIENCE).unwrap().unwrap_err();
         assert!(
-            matches!(refused.error, Error::Injected { .. }),
+            matches!(
+                refused.error,
+                Error::Driver {
+                    code: Error::INJECTED,
+                    ..
+                }
+            ),
             "{}",
             refused.error
         );

@@ -8,7 +8,7 @@ use super::job_result::JobResult;
 use super::job_table::Outcome;
 use super::worker_session::{Jobs, WorkerResult};
 use crate::clock::now_ns;
-use crate::error::{Error, Result};
+use crate::error::{Error, JobEnd, Result};
 use crate::stream::Stream;
 use crate::wait::Wait;
 
@@ -42,8 +42,8 @@ impl JobHandle {
     /// until its deadline. Its data is complete then; work on `stream` may read it at once.
     ///
     /// # Errors
-    /// [`Error::Timeout`], after which it can be waited for again; [`Error::DeadLettered`] when all
-    /// attempts failed; [`Error::Rejected`]; [`Error::DeadlinePassed`]; [`Error::NoSuchJob`] when
+    /// [`Error::Timeout`], after which it can be waited for again; [`JobEnd::DeadLettered`] when all
+    /// attempts failed; [`JobEnd::Rejected`]; [`JobEnd::Expired`]; [`JobEnd::Taken`] when
     /// the outcome was taken before; [`Error::Argument`] for a stream of another device, and the
     /// outcome stays; [`Error::QueueClosed`], also when the client is gone; [`Error::Forked`].
     pub fn wait<'w>(&self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<JobResult> {
@@ -55,10 +55,7 @@ impl JobHandle {
             (wait, noun) = (wait.no_longer_than(left), "reply to request");
         }
         let late = |state: &State| match self.is_late() {
-            true => Error::DeadlinePassed {
-                name: self.name.clone(),
-                job: self.id,
-            },
+            true => job_error(&self.name, self.id, JobEnd::Expired),
             false => wait.timed_out(|| {
                 let (id, name) = (self.id, &self.name);
                 format!("the {noun} {id} of {name:?} ({})", state.outlook())
@@ -104,11 +101,16 @@ impl JobHandle {
     fn try_take(&self, jobs: &mut Jobs) -> Option<Result<(u64, Outcome<WorkerResult>)>> {
         match jobs.take_outcome(self.id) {
             Ok(outcome) => outcome.map(Ok),
-            Err(()) => Some(Err(Error::NoSuchJob {
-                name: self.name.clone(),
-                job: self.id,
-            })),
+            Err(()) => Some(Err(job_error(&self.name, self.id, JobEnd::Taken))),
         }
+    }
+}
+
+fn job_error(name: &str, job: u64, end: JobEnd) -> Error {
+    Error::Job {
+        name: name.to_string(),
+        job,
+        end,
     }
 }
 
@@ -119,15 +121,15 @@ pub(super) fn into_result(
     outcome: Outcome<WorkerResult>,
     stream: &Stream,
 ) -> Result<JobResult> {
-    let name = dispatcher.name.clone();
+    let fail = |end| Err(job_error(&dispatcher.name, job, end));
     match outcome {
         Outcome::Done(result) => Ok(JobResult {
             sample: result.arrival.into_sample(stream, None),
             tag: result.tag,
             worker_pid: result.pid,
         }),
-        Outcome::DeadLettered { reasons } => Err(Error::DeadLettered { name, job, reasons }),
-        Outcome::Rejected { reason } => Err(Error::Rejected { name, job, reason }),
-        Outcome::Expired => Err(Error::DeadlinePassed { name, job }),
+        Outcome::DeadLettered { reasons } => fail(JobEnd::DeadLettered { reasons }),
+        Outcome::Rejected { reason } => fail(JobEnd::Rejected { reason }),
+        Outcome::Expired => fail(JobEnd::Expired),
     }
 }

@@ -448,8 +448,8 @@ impl Lease {
         self.answer(AnswerKind::Returned, None, None)
     }
 
-    /// Rejects the job: no worker tries it again, and the submitter gets [`Error::Rejected`]. At
-    /// most 200 bytes of the reason are sent.
+    /// Rejects the job: no worker tries it again, and the submitter gets
+    /// [`JobEnd::Rejected`](crate::JobEnd). At most 200 bytes of the reason are sent.
     ///
     /// # Errors
     /// As [`complete`](Self::complete).

@@ -181,9 +181,9 @@ impl Queue {
     /// [`JobHandle`] has not taken. Waits for it.
     ///
     /// # Errors
-    /// [`Error::Timeout`], also when there is no job; [`Error::DeadLettered`] and
-    /// [`Error::Rejected`], once, in that job's place; [`Error::Argument`] for a stream of another
-    /// device; [`Error::QueueClosed`]; [`Error::Forked`].
+    /// [`Error::Timeout`], also when there is no job; [`JobEnd::DeadLettered`](crate::JobEnd) and
+    /// [`JobEnd::Rejected`](crate::JobEnd), once, in that job's place; [`Error::Argument`] for a stream
+    /// of another device; [`Error::QueueClosed`]; [`Error::Forked`].
     pub fn next_result<'w>(&self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<JobResult> {
         stream.check_of(self.device())?;
         let wait = wait.into();
@@ -275,7 +275,7 @@ impl Queue {
     /// A descriptor (`eventfd`) that tells an event loop when to poll. See [`QueueWatch`].
     ///
     /// # Errors
-    /// [`Error::Os`], [`Error::DescriptorLimit`]; [`Error::Forked`].
+    /// [`Error::Os`]; [`Error::Forked`].
     pub fn watch(&self) -> Result<QueueWatch> {
         self.dispatcher.owner_process.check()?;
         let doorbell = Arc::new(LocalDoorbell::new()?);

@@ -11,7 +11,7 @@ use warpipe_testkit::{TempDir, temporary_folder};
 use super::wire::{Answer, AnswerKind, DeliveryTag};
 use super::{Queue, QueueBuilder, Worker};
 use crate::device::Device;
-use crate::error::{Error, Result};
+use crate::error::{Error, JobEnd, Result};
 use crate::ipc::Kind;
 use crate::ipc::domain::Domain;
 use crate::memory::arena::SLOTS_MAX;
@@ -682,7 +682,14 @@ fn jobs_that_no_worker_holds_are_cancelled_and_let_a_shutdown_end() {
     queue.shutdown(SOON).unwrap();
     drop(jobs[0].wait(&fixture.stream, SOON).unwrap());
     let gone = jobs[1].wait(&fixture.stream, SOON);
-    assert!(matches!(gone, Err(Error::NoSuchJob { job: 2, .. })));
+    assert!(matches!(
+        gone,
+        Err(Error::Job {
+            job: 2,
+            end: JobEnd::Taken,
+            ..
+        })
+    ));
     // The last job that is cancelled ends the workers' loops, too.
     let queue = fixture.queue();
     let job = queue.submit_bytes(b"alone", &fixture.stream).unwrap();

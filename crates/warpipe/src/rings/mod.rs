@@ -204,7 +204,7 @@ impl Opener<KernelRing> {
     /// on CUDA), for the words on which the consumer's kernels spin and for the parameters.
     ///
     /// # Errors
-    /// [`Error::NotFound`], [`Error::OtherKind`], [`Error::AccessDenied`], [`Error::Handshake`],
+    /// [`Error::NotFound`], [`Error::OtherKind`], [`Error::Refused`], [`Error::Handshake`],
     /// [`Error::Timeout`], [`Error::Protocol`]; [`Error::Refused`] by a ring that has its
     /// consumers, has started, or has one of another process on this GPU without MPS;
     /// [`Error::Argument`] for the producer's GPU without MPS, where the two would take turns in

@@ -397,13 +397,16 @@ fn a_ring_takes_its_consumers_and_no_more() {
         Err(Error::Argument { .. })
     ));
     let first = place.open().unwrap();
-    assert!(matches!(place.open(), Err(Error::Refused { .. })));
+    assert!(matches!(
+        place.open(),
+        Err(Error::Refused { denied: false, .. })
+    ));
     drop(first);
     // Its place is free again before the start, as soon as the producer has seen the close.
     let second = (0..1000)
         .find_map(|_| match place.open() {
             Ok(ring) => Some(ring),
-            Err(Error::Refused { .. }) => {
+            Err(Error::Refused { denied: false, .. }) => {
                 thread::yield_now();
                 None
             }
@@ -412,7 +415,10 @@ fn a_ring_takes_its_consumers_and_no_more() {
         .expect("the place is free");
     producer.wait_for_consumers(LIMIT).unwrap();
     drop(second);
-    assert!(matches!(place.open(), Err(Error::Refused { .. })));
+    assert!(matches!(
+        place.open(),
+        Err(Error::Refused { denied: false, .. })
+    ));
 }
 
 #[test]
@@ -535,12 +541,12 @@ fn memory_that_is_no_consumers_words_is_refused_and_the_ring_goes_on() {
         .unwrap();
         let refused = session.request_with(&offer, Some(memory), LIMIT);
         assert!(
-            matches!(refused, Err(Error::Refused { .. })),
+            matches!(refused, Err(Error::Refused { denied: false, .. })),
             "{bytes}: {refused:?}"
         );
         assert!(matches!(
             session.request(b"anything", LIMIT),
-            Err(Error::Refused { .. })
+            Err(Error::Refused { denied: false, .. })
         ));
     }
     let consumer = (0..1000)

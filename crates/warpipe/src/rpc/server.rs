@@ -259,8 +259,7 @@ impl Server {
                 Err(
                     error @ (Error::Capturing { .. }
                     | Error::Driver { .. }
-                    | Error::Argument { .. }
-                    | Error::Injected { .. }),
+                    | Error::Argument { .. }),
                 ) => {
                     return Err(error);
                 }

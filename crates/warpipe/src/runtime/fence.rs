@@ -39,7 +39,7 @@ pub(crate) fn unanswered() -> u64 {
 /// | --- | --- |
 /// | success | past |
 /// | `NOT_READY` | not past |
-/// | the context was reset ([`Error::DeviceReset`]) | past: a reset ends the context's work before it returns. Not believed of a code like `CONTEXT_IS_DESTROYED` alone: the backend asks for the primary context's state and number |
+/// | the context was reset ([`Error::Device`]) | past: a reset ends the context's work before it returns. Not believed of a code like `CONTEXT_IS_DESTROYED` alone: the backend asks for the primary context's state and number |
 /// | a stream that captures ([`Error::Capturing`]), `CAPTURED_EVENT`, `STREAM_CAPTURE_...` | unknown: what it was given before the capture may still run. It is asked again, by a new event once the capture is over |
 /// | `ILLEGAL_ADDRESS`, `LAUNCH_FAILED` and the other sticky errors | unknown, for good. The kernel at fault is over, but nothing says so of a copy on another engine of the GPU; and the driver refuses to take memory back in that context anyway. The process has to be started anew |
 /// | `INVALID_HANDLE` | unknown, for good: a stream of the user's that was destroyed too early. `cuStreamDestroy` does not wait, so its work may still run |
@@ -49,7 +49,7 @@ pub(crate) fn unanswered() -> u64 {
 fn is_proof(answer: Result<bool>) -> bool {
     match answer {
         Ok(is_done) => is_done,
-        Err(Error::DeviceReset { .. }) => true,
+        Err(error) if error.is_reset() => true,
         Err(_) => {
             UNANSWERED.get().fetch_add(1, Relaxed);
             false
@@ -305,7 +305,7 @@ mod tests {
             if self.is_mute.load(Relaxed)
                 && matches!(method, "query" | "query_event" | "record_event")
             {
-                return Err(Error::Injected { method, call: 1 });
+                return Err(Error::injected(method, 1));
             }
             let is_captured = self.is_capturing.load(Relaxed);
             assert!(

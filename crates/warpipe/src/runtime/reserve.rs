@@ -1,7 +1,7 @@
 //! Descriptors that this process holds in reserve. Where the table is full, some are given up for
 //! what a peer has sent, or for a connection that is to be refused. Each tick of the reactor fills
 //! the reserve up again. A connection for which even the reserve has no room is closed with
-//! [`Error::DescriptorLimit`].
+//! [`Error::Os`].
 
 use std::sync::Mutex;
 
@@ -19,7 +19,7 @@ static RESERVE: PerProcess<Mutex<Vec<CloseOnForkFd>>> = PerProcess::new();
 /// Opens what the reserve lacks.
 ///
 /// # Errors
-/// [`Error::DescriptorLimit`]; what could be opened is kept.
+/// [`Error::Os`]; what could be opened is kept.
 pub(crate) fn fill() -> Result<()> {
     let mut reserve = RESERVE.lock();
     while reserve.len() < RESERVE_MAX {

@@ -527,7 +527,13 @@ mod tests {
             Ok(5)
         });
         assert!(
-            matches!(refused, Err(Error::Injected { .. })),
+            matches!(
+                refused,
+                Err(Error::Driver {
+                    code: Error::INJECTED,
+                    ..
+                })
+            ),
             "{refused:?}"
         );
         assert!(signaler.add(2, &late), "nothing is to come");

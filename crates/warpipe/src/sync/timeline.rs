@@ -108,7 +108,7 @@ impl Opener<Timeline> {
     /// Opens a timeline of any process, including this one, and waits for it to exist.
     ///
     /// # Errors
-    /// [`Error::NotFound`], [`Error::OtherKind`], [`Error::AccessDenied`], [`Error::Handshake`],
+    /// [`Error::NotFound`], [`Error::OtherKind`], [`Error::Refused`], [`Error::Handshake`],
     /// [`Error::Timeout`], [`Error::Protocol`], or an error of the device or the system.
     pub fn open<'w>(self, wait: impl Into<Wait<'w>>) -> Result<Timeline> {
         self.open_with(Kind::Timeline, &[], &wait.into(), Timeline::import)
@@ -240,7 +240,7 @@ impl Timeline {
     /// on the device for the previous one.
     ///
     /// # Errors
-    /// [`Error::NotOwner`]; [`Error::Backwards`] unless it is above the last value;
+    /// [`Error::NotOwner`]; [`Error::Argument`] unless it is above the last value;
     /// [`Error::Argument`] above [`VALUE_MAX`](Self::VALUE_MAX), or for a stream of another device;
     /// [`Error::Capturing`] for a stream that is being captured; [`Error::Timeout`] while the
     /// driver blocks another thread's signal (its stream's launch queue is full), and nothing was
@@ -388,11 +388,14 @@ impl Timeline {
     fn check_above(&self, value: u64, last: u64) -> Result<u64> {
         match value {
             _ if value > VALUE_MAX => Err(beyond(value, VALUE_MAX)),
-            _ if value <= last => Err(Error::Backwards {
-                name: self.name.clone(),
+            _ if value <= last => Err(Error::argument(
+                "value",
                 value,
-                last,
-            }),
+                format!(
+                    "above {last}, to which timeline {:?} has been signalled",
+                    self.name
+                ),
+            )),
             _ => Ok(value),
         }
     }

@@ -222,7 +222,7 @@ impl WeightsBuilder {
     /// # Errors
     /// [`Error::Argument`] for two tensors of one name, a name of no or more than 1,024 bytes, an
     /// alias of no tensor, metadata that is no JSON text or too long, or a base on another device;
-    /// [`Error::Timeout`]; [`Error::DescriptorLimit`]; [`Error::Driver`].
+    /// [`Error::Timeout`]; [`Error::Os`]; [`Error::Driver`].
     pub fn finish(mut self) -> Result<Weights> {
         check_metadata(&self.metadata)?;
         if let Some(memory) = &self.memory {

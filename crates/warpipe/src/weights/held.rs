@@ -376,7 +376,7 @@ impl PartialVersion {
     /// descriptors; none if the peer has this version no more, and then there is no version.
     ///
     /// # Errors
-    /// [`Error::DescriptorLimit`] when this process has no room for them, before any is asked for.
+    /// [`Error::Os`] when this process has no room for them, before any is asked for.
     pub(super) fn complete(
         mut self,
         mut ask: impl FnMut(u32) -> Result<Option<IncomingReply>>,

@@ -126,7 +126,7 @@ impl TensorsInPlace {
     /// [`Error::Argument`] for a layout that is not [dense](Layout::is_dense), a tensor without
     /// elements, an address that is no multiple of 512 bytes from its allocation's first, a tensor
     /// that overlaps one that was added, or lies in allocations of several lengths, or more than
-    /// 16,384 pieces; [`Error::DescriptorLimit`], [`Error::Driver`].
+    /// 16,384 pieces; [`Error::Os`], [`Error::Driver`].
     pub unsafe fn add(
         &mut self,
         name: &str,

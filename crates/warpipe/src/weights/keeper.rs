@@ -100,7 +100,7 @@ impl KeeperBuilder {
     /// # Errors
     /// [`Error::Name`](crate::Error::Name), [`Error::NameTaken`](crate::Error::NameTaken),
     /// [`Error::ForeignFile`](crate::Error::ForeignFile), [`Error::Domain`](crate::Error::Domain),
-    /// [`Error::Os`](crate::Error::Os), [`Error::DescriptorLimit`](crate::Error::DescriptorLimit).
+    /// [`Error::Os`](crate::Error::Os).
     pub fn build(self) -> Result<Keeper> {
         let name = weights_name(&self.name)?;
         let domain = self.shared.domain()?;

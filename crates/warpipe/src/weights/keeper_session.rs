@@ -34,10 +34,7 @@ pub(super) fn offer_to_keeper(
     match outcome {
         Some(Ok(number)) if (1..=NUMBER_MAX).contains(&number) => Ok((keeper, number)),
         Some(Ok(number)) => Err(Error::protocol(name, "version", number, "1 to 2^48")),
-        Some(Err(text)) => Err(Error::Refused {
-            name: name.to_string(),
-            text,
-        }),
+        Some(Err(text)) => Err(Error::refused(name, text)),
         None if is_over => Err(keeper.session.owner_gone()),
         None => Err(Error::timeout(
             format!("the answer of the keeper of {name:?}"),

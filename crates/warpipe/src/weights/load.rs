@@ -158,7 +158,7 @@ impl Weights {
     /// [`Error::NotFound`] when no keeper has the name; [`Error::OtherKind`];
     /// [`Error::Name`]; [`Error::PeerGone`] when the keeper ends and no time is left for the next
     /// one; [`Error::Timeout`]; [`Error::Refused`] when the keeper cannot take it, or fetches 8
-    /// offers already; [`Error::Protocol`] when its answer is damaged; [`Error::DescriptorLimit`],
+    /// offers already; [`Error::Protocol`] when its answer is damaged; [`Error::Os`],
     /// [`Error::Forked`]. After `PeerGone` and `Timeout` the version may be offered. Publish once
     /// more then: a keeper that offers it gives it no second number.
     pub fn publish<'w>(
@@ -295,7 +295,7 @@ fn read_block(
         let part_bytes = (block.bytes - done).min(buffer.len() as u64) as usize;
         let part = &mut buffer[..part_bytes];
         let at = from.tensor.begin.checked_add(block.begin + done);
-        let at = at.ok_or_else(|| of_file(&file.path, WeightsFault::Changed))?;
+        let at = at.ok_or_else(|| of_file(&file.path, WeightsFault::changed()))?;
         read_exact(file.fd.as_fd(), part, at).map_err(|error| unreadable(&file.path, error))?;
         staging.copy_to(memory, to + done, part_bytes)?;
         done += part_bytes as u64;

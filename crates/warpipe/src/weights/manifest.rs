@@ -369,10 +369,7 @@ impl Manifest {
         if bytes.len() as u64 > MANIFEST_BYTES_MAX {
             return Err(Error::WeightsFile {
                 path: name.into(),
-                fault: WeightsFault::Limit {
-                    what: "bytes of tensors' names",
-                    limit: MANIFEST_BYTES_MAX,
-                },
+                fault: WeightsFault::limit("bytes of tensors' names", MANIFEST_BYTES_MAX),
             });
         }
         let fd = seal::memfd(c"warpipe-manifest", bytes.len() as u64)?;

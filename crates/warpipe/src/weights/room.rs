@@ -1,6 +1,8 @@
 //! Room for the descriptors of a version: one that lies in many pieces may have more of them than a
 //! process may have open.
 
+use rustix::io::Errno;
+
 use crate::error::{Error, Result};
 
 /// A version of fewer pieces is not looked at: the system says so if there is no room.
@@ -13,7 +15,7 @@ const SPARE: u64 = 64;
 /// holder.
 ///
 /// # Errors
-/// [`Error::DescriptorLimit`].
+/// [`Error::Os`].
 pub(super) fn check_room(pieces: usize, name: &str) -> Result<()> {
     if pieces <= FEW {
         return Ok(());
@@ -28,5 +30,5 @@ pub(super) fn check_room(pieces: usize, name: &str) -> Result<()> {
     let context = format!(
         "{pieces} pieces of {name:?}: publish a copy, which has one piece, or raise `ulimit -n` there"
     );
-    Err(Error::DescriptorLimit { context, soft })
+    Err(Error::os("open", context, Errno::MFILE))
 }

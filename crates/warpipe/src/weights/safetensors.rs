@@ -55,19 +55,15 @@ pub(super) fn header_bytes(first: [u8; 8], file_bytes: u64) -> Result<u64, Weigh
     } else {
         " (it is no safetensors file)"
     };
-    Err(WeightsFault::HeaderLength {
-        found,
-        allowed,
-        detail,
-    })
+    Err(WeightsFault::damaged(format!(
+        "its header would have {found} bytes, allowed are 2 to {allowed}{detail}"
+    )))
 }
 
 /// Reads and checks a header in front of `data_bytes` bytes of tensors, in the order of the file.
 pub(super) fn parse(header: &[u8], data_bytes: u64) -> Result<Vec<FileTensor>, WeightsFault> {
     if header.first() != Some(&b'{') {
-        return Err(WeightsFault::Header(
-            "it does not begin with an opening brace".into(),
-        ));
+        return Err(garbled("it does not begin with an opening brace"));
     }
     let mut progress = Progress::default();
     let mut json = serde_json::Deserializer::from_slice(header);
@@ -76,12 +72,12 @@ pub(super) fn parse(header: &[u8], data_bytes: u64) -> Result<Vec<FileTensor>, W
         .and_then(|()| json.end());
     if let (Ok(()), Some(what)) = (&read, progress.too_many) {
         let limit = TENSORS_MAX as u64;
-        return Err(WeightsFault::Limit { what, limit });
+        return Err(WeightsFault::limit(what, limit));
     }
     match (read, progress.current) {
         (Ok(()), _) => {}
         (Err(error), Some(name)) => return Err(of_tensor(&name, error)),
-        (Err(error), None) => return Err(WeightsFault::Header(shortened(&error.to_string()))),
+        (Err(error), None) => return Err(garbled(&shortened(&error.to_string()))),
     }
     let data_begin = LENGTH_BYTES + header.len() as u64;
     place(progress.tensors, data_begin, data_bytes)
@@ -137,10 +133,7 @@ fn place(
         });
     }
     if end_of_last != data_bytes {
-        return Err(WeightsFault::Truncated {
-            found: data_begin + data_bytes,
-            described: data_begin + end_of_last,
-        });
+        return Err(truncated(data_begin + data_bytes, data_begin + end_of_last));
     }
     Ok(placed)
 }
@@ -202,11 +195,21 @@ fn dtype_of(name: &str) -> Result<DType, String> {
     })
 }
 
+/// The file is shorter than its own header says, or longer.
+pub(super) fn truncated(found: u64, described: u64) -> WeightsFault {
+    WeightsFault::damaged(format!(
+        "it has {found} bytes, and its header describes {described}"
+    ))
+}
+
+fn garbled(reason: &str) -> WeightsFault {
+    WeightsFault::damaged(format!("its header is garbled: {reason}"))
+}
+
 fn of_tensor(name: &str, reason: impl ToString) -> WeightsFault {
-    WeightsFault::Tensor {
-        name: shortened(name),
-        reason: shortened(&reason.to_string()),
-    }
+    let (name, reason) = (shortened(name), shortened(&reason.to_string()));
+    let next = "save the tensors again with the safetensors library, or copy the file again";
+    WeightsFault::new(format!("tensor {name:?}: {reason}"), next)
 }
 
 /// A text of a file for a message: it may have megabytes.

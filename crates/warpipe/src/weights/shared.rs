@@ -75,9 +75,9 @@ impl Opener<SharedWeights> {
     /// [`Error::NotFound`] when no keeper has the name; [`Error::Timeout`] when it offers no
     /// version; [`Error::PeerGone`] when it ends and no time is left to wait for the next one;
     /// [`Error::Refused`] when it has no room for another session; [`Error::OtherKind`],
-    /// [`Error::Name`], [`Error::AccessDenied`], [`Error::Handshake`]; [`Error::Protocol`] when
-    /// what it sends is damaged; [`Error::PeerAccess`] and [`Error::NotDeviceMemory`] when the
-    /// device cannot map the memory; [`Error::DescriptorLimit`], [`Error::Driver`].
+    /// [`Error::Name`], [`Error::Refused`], [`Error::Handshake`]; [`Error::Protocol`] when
+    /// what it sends is damaged; [`Error::Device`] and [`Error::Device`] when the
+    /// device cannot map the memory; [`Error::Os`], [`Error::Driver`].
     pub fn open<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<SharedWeights> {
         self.open_after(0, wait)
     }

@@ -74,7 +74,7 @@ impl Source {
     /// [`Error::WeightsFile`] for a file that is damaged, truncated or no safetensors file, a
     /// folder with several models or none, a tensor of two files, an index that does not fit its
     /// files, and a file that is replaced meanwhile; [`Error::Os`] for a file that cannot be read;
-    /// [`Error::DescriptorLimit`]; [`Error::DeviceMemory`] when this process has no room for a
+    /// [`Error::Os`]; [`Error::DeviceMemory`] when this process has no room for a
     /// header.
     pub fn open<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>) -> Result<Source> {
         let mut source = Source {
@@ -130,25 +130,30 @@ impl Source {
             files.retain(|file| !is_part(file));
         }
         match (&indexes[..], &files[..]) {
-            ([], []) => Err(of_file(folder, WeightsFault::Empty)),
+            ([], []) => Err(of_file(
+                folder,
+                WeightsFault::unnamed("it has no safetensors file"),
+            )),
             ([], [part]) if is_part(part) => {
-                let part = part.clone();
-                Err(of_file(folder, WeightsFault::NoIndex { part }))
+                let text = format!(
+                    "it has {part:?}, which is one of several parts, and no index that names the others"
+                );
+                let next = "download the folder again, or name all of its files one by one";
+                Err(of_file(folder, WeightsFault::new(text, next)))
             }
             ([], [file]) => self.add_file(&folder.join(file), |_| true),
             _ => {
-                let models = [indexes, files].concat();
-                Err(of_file(folder, WeightsFault::Several { models }))
+                let models = listed(&[indexes, files].concat());
+                let text = format!("it has several models: {models}");
+                let next = "name one of them (an index names the parts of its model), or all files of one model";
+                Err(of_file(folder, WeightsFault::new(text, next)))
             }
         }
     }
 
     /// Adds the tensors of a file with names that `is_wanted`.
     fn add_file(&mut self, path: &Path, mut is_wanted: impl FnMut(&str) -> bool) -> Result<()> {
-        let limit = |what, limit: usize| {
-            let limit = limit as u64;
-            of_file(path, WeightsFault::Limit { what, limit })
-        };
+        let limit = |what, limit: usize| of_file(path, WeightsFault::limit(what, limit as u64));
         if self.files.len() == FILES_MAX {
             return Err(limit("files", FILES_MAX));
         }
@@ -194,7 +199,7 @@ impl Source {
             let stat = rustix::fs::stat(path)
                 .map_err(|e| Error::os("stat", path.display().to_string(), e))?;
             if FileStamp::of(&stat) != *stamp {
-                return Err(of_file(path, WeightsFault::Changed));
+                return Err(of_file(path, WeightsFault::changed()));
             }
         }
         Ok(())
@@ -207,7 +212,7 @@ impl Source {
             let stat = rustix::fs::fstat(fd)
                 .map_err(|e| Error::os("fstat", path.display().to_string(), e))?;
             if FileStamp::of(&stat) != *stamp {
-                return Err(of_file(path, WeightsFault::Changed));
+                return Err(of_file(path, WeightsFault::changed()));
             }
         }
         Ok(())
@@ -218,14 +223,23 @@ impl Source {
         let mut files = HashMap::with_capacity(self.tensors.len());
         for SourceTensor { file, tensor } in &self.tensors {
             if let Some(other) = files.insert(tensor.name.as_str(), *file) {
-                let fault = WeightsFault::Duplicate {
-                    name: tensor.name.clone(),
-                    other: self.files[other].path.clone(),
-                };
+                let other = self.files[other].path.display();
+                let text = format!("tensor {:?} lies in {other} too", tensor.name);
+                let fault = WeightsFault::new(text, "leave one of the two files out");
                 return Err(of_file(&self.files[*file].path, fault));
             }
         }
         Ok(())
+    }
+}
+
+/// Files for a message: the first ones.
+fn listed(files: &[String]) -> String {
+    const SHOWN: usize = 10;
+    let shown: Vec<&str> = files.iter().take(SHOWN).map(String::as_str).collect();
+    match files.len().saturating_sub(SHOWN) {
+        0 => shown.join(", "),
+        more => format!("{} and {more} more", shown.join(", ")),
     }
 }
 
@@ -239,7 +253,7 @@ pub(super) fn of_file(path: &Path, fault: WeightsFault) -> Error {
 /// The error of a read: the file has become shorter, or the system refuses.
 pub(super) fn unreadable(path: &Path, error: std::io::Error) -> Error {
     if error.kind() == std::io::ErrorKind::UnexpectedEof {
-        of_file(path, WeightsFault::Changed)
+        of_file(path, WeightsFault::changed())
     } else {
         Error::os("pread", path.display().to_string(), error)
     }
@@ -293,7 +307,10 @@ fn open_regular(path: &Path) -> Result<(CloseOnForkFd, FileStamp)> {
     let fd = CloseOnForkFd::new(opened).map_err(failed("open"))?;
     let stat = rustix::fs::fstat(&fd).map_err(failed("fstat"))?;
     if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
-        return Err(of_file(path, WeightsFault::NotRegular));
+        return Err(of_file(
+            path,
+            WeightsFault::unnamed("it is neither a regular file nor a folder"),
+        ));
     }
     let stamp = FileStamp::of(&stat);
     stamp.settle();
@@ -309,10 +326,7 @@ fn read_header(
     let fault = |fault| of_file(path, fault);
     let mut first = [0; LENGTH_BYTES as usize];
     if file_bytes < LENGTH_BYTES {
-        return Err(fault(WeightsFault::Truncated {
-            found: file_bytes,
-            described: LENGTH_BYTES,
-        }));
+        return Err(fault(safetensors::truncated(file_bytes, LENGTH_BYTES)));
     }
     read_exact(fd, &mut first, 0).map_err(|error| unreadable(path, error))?;
     let header_bytes = safetensors::header_bytes(first, file_bytes).map_err(fault)?;

@@ -53,7 +53,7 @@ impl Found {
 /// Asks all holders. Removes the files of dead ones.
 ///
 /// # Errors
-/// [`Error::DescriptorLimit`] when this process has no room for what they hold: a version would be
+/// [`Error::Os`] when this process has no room for what they hold: a version would be
 /// lost without a word. [`Error::Os`] when the directory cannot be read.
 pub(super) fn find(domain: &Domain, weights: &EndpointName) -> Result<Found> {
     let mut found = Found::default();
@@ -79,7 +79,7 @@ pub(super) fn find(domain: &Domain, weights: &EndpointName) -> Result<Found> {
         match search.ask(&name, number) {
             // It ended between the look at the directory and the question.
             Ok(()) | Err(Error::NotFound { .. }) => {}
-            Err(error @ Error::DescriptorLimit { .. }) => {
+            Err(error) if error.is_descriptor_limit() => {
                 search.found.locked().shortage = Some(error);
             }
             Err(_) => search.found.locked().unanswered += 1,

@@ -176,7 +176,13 @@ fn a_call_of_the_device_that_fails_ends_the_load_and_the_next_load_is_whole() {
         backend.hook().aim(method, call);
         let failed = Weights::load(&device, &source).unwrap_err();
         assert!(
-            matches!(failed, Error::Injected { .. }),
+            matches!(
+                failed,
+                Error::Driver {
+                    code: Error::INJECTED,
+                    ..
+                }
+            ),
             "{method} {call}: {failed}"
         );
     }
@@ -372,12 +378,18 @@ fn a_keeper_refuses_an_offer_that_is_none_of_its_weights() {
     for name in ["elsewhere", "x/offer-1", "w/held-1-1", ""] {
         let take = keeper::KeeperRequest::Take { name: name.into() };
         let refused = session.request(&take, &WAIT.into()).unwrap_err();
-        assert!(matches!(refused, Error::Refused { .. }), "{refused}");
+        assert!(
+            matches!(refused, Error::Refused { denied: false, .. }),
+            "{refused}"
+        );
     }
     let gone = EndpointName::new("w/offer-1").unwrap();
     let offered = keeper_session::offer_to_keeper(&stage.domain, &name, &gone, &WAIT.into());
     let offered = offered.map(|(_, number)| number);
-    assert!(matches!(offered, Err(Error::Refused { .. })), "{offered:?}");
+    assert!(
+        matches!(offered, Err(Error::Refused { denied: false, .. })),
+        "{offered:?}"
+    );
 }
 
 #[test]
@@ -480,7 +492,13 @@ fn a_check_that_the_device_fails_is_no_verdict() {
         let device = Device::from_backend(backend);
         let failed = stage.opener().device(&device).verify(WAIT).unwrap_err();
         assert!(
-            matches!(failed, Error::Injected { .. }),
+            matches!(
+                failed,
+                Error::Driver {
+                    code: Error::INJECTED,
+                    ..
+                }
+            ),
             "{method}: {failed}"
         );
         assert_eq!(keeper.candidate().unwrap(), Some(1));
@@ -555,7 +573,10 @@ fn a_keeper_that_is_asked_to_end_gives_its_descriptors_up_and_takes_no_more() {
             .weights(2)
             .publish(&stage.domain, "w", WAIT)
             .unwrap_err();
-        assert!(matches!(refused, Error::Refused { .. }), "{refused}");
+        assert!(
+            matches!(refused, Error::Refused { denied: false, .. }),
+            "{refused}"
+        );
         let none = stage.opener().open(Duration::ZERO).unwrap_err();
         assert!(matches!(none, Error::Timeout { .. }), "{none}");
         drop(keeper);

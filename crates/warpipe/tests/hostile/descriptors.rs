@@ -82,5 +82,5 @@ pub(crate) fn raise_descriptor_limit() {
 }
 
 pub(super) fn is_descriptor_limit(error: &Error) -> bool {
-    matches!(error, Error::DescriptorLimit { .. })
+    matches!(error, Error::Os { source, .. } if source.raw_os_error() == Some(libc::EMFILE))
 }

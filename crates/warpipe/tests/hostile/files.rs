@@ -313,7 +313,16 @@ fn a_build_that_fails_behind_the_claim_leaves_no_file_and_no_descriptor() {
                 .history(1)
                 .build()
                 .unwrap_err();
-            assert!(matches!(error, Error::Injected { .. }), "{error}");
+            assert!(
+                matches!(
+                    error,
+                    Error::Driver {
+                        code: Error::INJECTED,
+                        ..
+                    }
+                ),
+                "{error}"
+            );
             assert_eq!(fs::read_dir(&scratch.path).unwrap().count(), 0);
             eventually("every descriptor is closed", || descriptors() == before);
             assert_delivers(

@@ -470,7 +470,7 @@ fn a_disconnected_client_gets_the_reason() {
         drop(socket);
         let error = asking.join().unwrap();
         assert!(
-            matches!(&error, Error::Refused { text, .. } if text == "enough"),
+            matches!(&error, Error::Refused { denied: false, text, .. } if text == "enough"),
             "{error}"
         );
     });
@@ -480,7 +480,7 @@ fn a_disconnected_client_gets_the_reason() {
         session.owner_gone(),
     ] {
         assert!(
-            matches!(&error, Error::Refused { text, .. } if text == "enough"),
+            matches!(&error, Error::Refused { denied: false, text, .. } if text == "enough"),
             "{error}"
         );
     }

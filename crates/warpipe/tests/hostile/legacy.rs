@@ -12,7 +12,7 @@ use super::stage::{Guarded, LONG, alone, command, eventually, random_bytes, rand
 use crate::backend::testing::{Counting, Failing, Wrapped};
 use crate::backend::{Backend, IPC_EVENTS_MAX, IpcBytes};
 use crate::memory::legacy::forged;
-use crate::{Device, Error, LegacyFault, LegacyHandle, LegacyMemory, Stream};
+use crate::{Device, Error, HandleFault, LegacyHandle, LegacyMemory, Stream};
 
 const BYTES: u64 = 64 << 10;
 const OFFSET: u64 = 4096 + 8;
@@ -191,8 +191,9 @@ fn a_handle_that_overstates_its_length_does_not_share_an_open_mapping() {
     assert!(
         matches!(
             refused,
-            Error::LegacyHandle {
-                fault: LegacyFault::Range { .. }
+            Error::Handle {
+                what: "legacy handle",
+                fault: HandleFault::Range { .. }
             }
         ),
         "{refused}"
@@ -266,8 +267,9 @@ fn memory_that_a_living_exporter_has_freed_is_reported_as_stale() {
     assert_whole(&memory);
     memory.close(LONG).unwrap();
     match exporter.handle.open(&device) {
-        Err(Error::LegacyHandle {
-            fault: LegacyFault::Stale { pid, .. },
+        Err(Error::Handle {
+            what: "legacy handle",
+            fault: HandleFault::Stale { pid, .. },
         }) => assert_eq!(pid, exporter.handle.pid()),
         other => panic!("{other:?}"),
     }
@@ -309,8 +311,9 @@ fn opened_memory_can_be_neither_exported_again_nor_closed_twice() {
         };
         let [
             Ok(()),
-            Err(Error::LegacyHandle {
-                fault: LegacyFault::NotOpen { ptr },
+            Err(Error::Handle {
+                what: "legacy handle",
+                fault: HandleFault::NotOpen { ptr },
             }),
         ] = closes
         else {
@@ -367,12 +370,21 @@ fn an_open_that_fails_leaves_nothing_and_can_be_tried_again() {
     failing.hook().aim("open_legacy", 1);
     assert!(matches!(
         exporter.handle.open(&device),
-        Err(Error::Injected { .. })
+        Err(Error::Driver {
+            code: Error::INJECTED,
+            ..
+        })
     ));
     let memory = exporter.handle.open(&device).unwrap();
     assert_whole(&memory);
     failing.hook().aim("close_legacy", 1);
-    assert!(matches!(memory.close(LONG), Err(Error::Injected { .. })));
+    assert!(matches!(
+        memory.close(LONG),
+        Err(Error::Driver {
+            code: Error::INJECTED,
+            ..
+        })
+    ));
 }
 
 #[test]
@@ -391,7 +403,7 @@ fn without_a_free_descriptor_an_open_is_an_error_and_works_again_later() {
             assert!(hoard.len() < 1 << 21, "there is a limit");
         }
         match exporter.handle.open(&device) {
-            Err(Error::DescriptorLimit { .. }) => {}
+            Err(error) if error.is_descriptor_limit() => {}
             other => panic!("{other:?}"),
         }
         hoard.clear();
@@ -453,7 +465,10 @@ fn another_user_cannot_open_a_handle() {
             .parse()
             .unwrap();
         return match handle.open(&Device::host()) {
-            Err(Error::LegacyHandle { fault }) => println!("outcome: {fault:?}"),
+            Err(Error::Handle {
+                what: "legacy handle",
+                fault,
+            }) => println!("outcome: {fault:?}"),
             other => println!("outcome: {other:?}"),
         };
     }
@@ -591,8 +606,9 @@ fn an_events_handle_opens_and_anything_else_does_not() {
         assert!(
             matches!(
                 refused,
-                Err(Error::LegacyHandle {
-                    fault: LegacyFault::Refused(_)
+                Err(Error::Handle {
+                    what: "legacy handle",
+                    fault: HandleFault::Refused(_)
                 })
             ),
             "{refused:?}"

@@ -284,7 +284,10 @@ fn a_failed_wait_or_release_neither_loses_nor_keeps_a_sample() {
         backend.hook().aim("batch", 1);
         assert!(matches!(
             subscriber.receive(&theirs, LONG),
-            Err(Error::Injected { .. })
+            Err(Error::Driver {
+                code: Error::INJECTED,
+                ..
+            })
         ));
         let sample = subscriber.receive(&theirs, LONG).unwrap();
         assert_eq!(
@@ -299,7 +302,16 @@ fn a_failed_wait_or_release_neither_loses_nor_keeps_a_sample() {
             drop(sample);
             // A drop cannot report an error, so it ends the link rather than keep the slot.
             let error = subscriber.receive(&theirs, LONG).unwrap_err();
-            assert!(matches!(error, Error::Injected { .. }), "{error}");
+            assert!(
+                matches!(
+                    error,
+                    Error::Driver {
+                        code: Error::INJECTED,
+                        ..
+                    }
+                ),
+                "{error}"
+            );
             subscriber = crate::Subscriber::builder("a")
                 .domain(&scratch.domain)
                 .device(&device)
@@ -311,7 +323,13 @@ fn a_failed_wait_or_release_neither_loses_nor_keeps_a_sample() {
                 "{info:?}"
             );
         } else {
-            assert!(matches!(sample.release(), Err(Error::Injected { .. })));
+            assert!(matches!(
+                sample.release(),
+                Err(Error::Driver {
+                    code: Error::INJECTED,
+                    ..
+                })
+            ));
         }
     }
 }

@@ -112,14 +112,14 @@ fn a_subscriber_without_room_in_its_process_is_told_so_and_may_come_again() {
         };
         let error = builder().build().map(drop).unwrap_err();
         eprintln!("{error}");
-        let is_told = matches!(
+        let is_peers = matches!(
             error,
-            Error::DescriptorLimit { .. }
-                | Error::Handshake {
-                    fault: HandshakeFault::NoRoom(_),
-                    ..
-                }
+            Error::Handshake {
+                fault: HandshakeFault::NoRoom(_),
+                ..
+            }
         );
+        let is_told = is_peers || error.is_descriptor_limit();
         raise_descriptor_limit();
         is_told && builder().build().is_ok()
     });

@@ -18,7 +18,7 @@ use crate::backend::{DeviceId, DeviceKind};
 use crate::ipc::message::{Message, Received};
 use crate::runtime::reactor::Reactor;
 use crate::shm::segment::bytes_for;
-use crate::{Error, HandshakeFault};
+use crate::{DeviceFault, Error, HandshakeFault};
 
 type Script = Box<dyn FnOnce(&OwnedFd) + Send>;
 type Judge = fn(&Error) -> bool;
@@ -198,7 +198,7 @@ fn an_answer_that_is_no_welcome_is_declined() {
                     fault!(HandshakeFault::Unexpected { .. }),
                 ),
                 ("a refusal", say(packet(&refused)), |error| {
-                    matches!(error, Error::AccessDenied { .. })
+                    matches!(error, Error::Refused { denied: true, .. })
                 }),
             ]);
         },
@@ -442,7 +442,15 @@ fn a_descriptor_that_is_no_region_is_declined() {
         || {
             let good = || vec![memfd(2 << 20, SIZE_SEALS)];
             let protocol: Judge = |error| matches!(error, Error::Protocol { .. });
-            let memory: Judge = |error| matches!(error, Error::NotDeviceMemory { .. });
+            let memory: Judge = |error| {
+                matches!(
+                    error,
+                    Error::Device {
+                        fault: DeviceFault::NotShareable,
+                        ..
+                    }
+                )
+            };
             run(vec![
                 ("out of order", regions([1, 0]), protocol),
                 ("a number that comes twice", regions([7, 7]), protocol),
@@ -517,7 +525,7 @@ fn memory_of_huge_pages_is_declined_before_it_is_mapped() {
                 (
                     "a region",
                     region(0, HUGE, || vec![hugetlb_memfd(HUGE).unwrap()]),
-                    |error| matches!(error, Error::NotDeviceMemory { found, .. } if found.contains("huge")),
+                    |error| matches!(error, Error::Device { fault: DeviceFault::NotShareable, text } if text.contains("huge")),
                 ),
             ]);
         },
@@ -549,7 +557,7 @@ fn a_garbage_answer_is_an_error_and_never_a_panic() {
         assert!(
             matches!(
                 result,
-                Err(Error::Handshake { .. } | Error::AccessDenied { .. })
+                Err(Error::Handshake { .. } | Error::Refused { denied: true, .. })
             ),
             "{result:?}"
         );

@@ -161,7 +161,7 @@ fn visit() {
         match result {
             Ok(true) => println!("outcome: {name} works"),
             Ok(false) => println!("outcome: {name} is not there"),
-            Err(Error::AccessDenied { .. }) => println!("outcome: {name} denied"),
+            Err(Error::Refused { denied: true, .. }) => println!("outcome: {name} denied"),
             Err(error) => println!("outcome: {name} {error}"),
         }
     }
@@ -390,7 +390,7 @@ fn a_group_admits_processes_with_it_as_their_effective_group_and_no_supplementar
         let domain = Domain::of_user(std::env::var("WARPIPE_HOSTILE_PATH").unwrap(), 0).unwrap();
         match open_pool(&domain) {
             Ok(_) => println!("outcome: admitted"),
-            Err(Error::AccessDenied { .. }) => println!("outcome: denied"),
+            Err(Error::Refused { denied: true, .. }) => println!("outcome: denied"),
             Err(other) => println!("outcome: {other}"),
         }
         return;
@@ -484,7 +484,7 @@ fn root_is_a_user_like_others_to_an_endpoint_of_another_user() {
         .open(Duration::ZERO)
         .map(drop);
     assert!(
-        matches!(closed, Err(Error::AccessDenied { .. })),
+        matches!(closed, Err(Error::Refused { denied: true, .. })),
         "{closed:?}"
     );
     let over = open_pool(&domain)

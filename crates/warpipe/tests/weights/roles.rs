@@ -38,7 +38,7 @@ pub fn short_keeper(domain: &Domain, commands: impl Iterator<Item = String>) {
         setrlimit(Resource::Nofile, whole).unwrap();
         match built {
             Ok(keeper) => say(format_args!("candidate {:?}", keeper.candidate().unwrap())),
-            Err(Error::DescriptorLimit { .. }) => say("error"),
+            Err(error) if error.is_descriptor_limit() => say("error"),
             Err(other) => say(other),
         }
     }
@@ -109,7 +109,7 @@ pub fn narrow_worker(domain: &Domain, commands: impl Iterator<Item = String>) {
     for _ in commands {
         match opener.open(WAIT) {
             Ok(weights) => say(format_args!("version {}", weights.version())),
-            Err(error @ Error::DescriptorLimit { .. }) => say(format_args!("limit: {error}")),
+            Err(error) if error.is_descriptor_limit() => say(format_args!("limit: {error}")),
             Err(error) => say(error),
         }
     }

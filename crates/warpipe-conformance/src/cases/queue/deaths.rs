@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
-use warpipe::{Error, ResultOrder};
+use warpipe::{Error, JobEnd, ResultOrder};
 use warpipe_testkit::{Rng, eventually};
 
 use super::{SLOW, WORDS, complete, expect, leased_lines, submit, wait, worker};
@@ -139,7 +139,10 @@ pub(super) fn dead_lettered(context: &Context) -> Result<()> {
         victims.push(victim.id().to_string());
     }
     match job.wait(&stream, PATIENCE) {
-        Err(Error::DeadLettered { reasons, .. }) => {
+        Err(Error::Job {
+            end: JobEnd::DeadLettered { reasons },
+            ..
+        }) => {
             ensure!(reasons.len() == 2, "a reason for each attempt: {reasons:?}");
             ensure!(
                 reasons
@@ -154,7 +157,10 @@ pub(super) fn dead_lettered(context: &Context) -> Result<()> {
     ensure!(
         matches!(
             job.wait(&stream, Duration::ZERO),
-            Err(Error::NoSuchJob { .. })
+            Err(Error::Job {
+                end: JobEnd::Taken,
+                ..
+            })
         ),
         "it is reported once"
     );

@@ -24,7 +24,7 @@ use super::sys::{
 };
 use super::{shutdown_gate, waits};
 use crate::backend::{Backend, DeviceInfo};
-use crate::error::{Error, Result};
+use crate::error::{DeviceFault, Error, Result};
 use crate::fork::per_process::PerProcess;
 
 /// One GPU, through its primary context. See the [module](super).
@@ -69,8 +69,7 @@ impl CudaBackend {
     /// backend.
     ///
     /// # Errors
-    /// [`Error::NoDriver`], [`Error::DriverSymbol`], [`Error::DevicePermission`],
-    /// [`Error::NoDevice`], [`Error::NoSuchDevice`], [`Error::Driver`], and [`Error::Forked`] in a
+    /// [`Error::Device`], [`Error::Driver`], and [`Error::Forked`] in a
     /// child of a process that used CUDA.
     pub fn open(ordinal: u32) -> Result<Arc<dyn Backend>> {
         Ok(Self::opened(ordinal)?)
@@ -157,7 +156,7 @@ impl CudaBackend {
     /// It does not disturb a stream that another thread captures: see [`Relaxed`].
     ///
     /// # Errors
-    /// [`Error::DeviceReset`]: the handles and addresses of a reset context may belong to others in
+    /// [`Error::Device`]: the handles and addresses of a reset context may belong to others in
     /// the next one.
     pub(super) fn enter(&self) -> Result<Current> {
         let _guard = shutdown_gate::enter();
@@ -182,16 +181,18 @@ impl CudaBackend {
     /// context.
     pub(super) fn enter_unless_gone(&self) -> Result<Option<Current>> {
         match self.enter() {
-            Err(Error::DeviceReset { .. }) => Ok(None),
+            Err(error) if error.is_reset() => Ok(None),
             entered => entered.map(Some),
         }
     }
 
     #[cold]
     pub(super) fn reset_error(&self) -> Error {
-        Error::DeviceReset {
-            device: self.info.name.clone(),
-        }
+        let text = format!(
+            "{} was reset after it was opened (cudaDeviceReset, cuDevicePrimaryCtxReset), and all that was made on it is gone",
+            self.info.name
+        );
+        Error::device(DeviceFault::Reset, text)
     }
 
     /// Whether the device was reset since this was opened. A context that cannot be queried counts

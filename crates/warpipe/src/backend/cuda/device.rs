@@ -8,7 +8,7 @@ use super::sys::{self, CUdevice, CUresult, Driver, Fault};
 use super::{fault, shutdown_gate};
 use crate::backend::{DeviceId, DeviceInfo, DeviceKind};
 use crate::backoff::Backoff;
-use crate::error::{Error, Result};
+use crate::error::{DeviceFault, Error, Result};
 
 /// The limit for an MPS server that is not ready.
 const MPS_PATIENCE: Duration = Duration::from_secs(5);
@@ -16,9 +16,10 @@ const MPS_PATIENCE: Duration = Duration::from_secs(5);
 /// Loads and initialises the driver: `cuInit`, which returns at once when it has been called
 /// before. The caller is inside the gate.
 pub(super) fn driver() -> Result<&'static Driver> {
-    let driver = sys::driver().map_err(|reason| Error::NoDriver {
-        searched: sys::LIBRARY_NAMES.join(", "),
-        reason: reason.to_owned(),
+    let driver = sys::driver().map_err(|reason| {
+        let names = sys::LIBRARY_NAMES.join(", ");
+        let text = format!("no CUDA driver: {names} could not be loaded ({reason})");
+        Error::device(DeviceFault::NoDriver, text)
     })?;
     if shutdown_gate::forked() {
         return Err(Error::Forked);
@@ -62,7 +63,7 @@ fn init(driver: &Driver) -> Result<(), Fault> {
 /// `CUDA_VISIBLE_DEVICES`).
 ///
 /// # Errors
-/// [`Error::NoDriver`], [`Error::DevicePermission`], [`Error::NoDevice`], [`Error::Driver`].
+/// [`Error::Device`], [`Error::Driver`].
 pub fn device_count() -> Result<u32> {
     let _guard = shutdown_gate::enter();
     Ok(u32::try_from(driver()?.cuDeviceGetCount()?).unwrap_or(0))
@@ -71,7 +72,7 @@ pub fn device_count() -> Result<u32> {
 /// `cuDeviceGetUuid`: the identity of the GPU with this ordinal.
 ///
 /// # Errors
-/// As for [`device_count`], and [`Error::NoSuchDevice`].
+/// As for [`device_count`], and [`Error::Device`].
 pub fn device_uuid(ordinal: u32) -> Result<[u8; 16]> {
     let _guard = shutdown_gate::enter();
     let driver = driver()?;
@@ -86,10 +87,12 @@ pub(super) fn find(driver: &Driver, ordinal: u32) -> Result<CUdevice> {
     }
     match c_int::try_from(ordinal) {
         Ok(ordinal) if ordinal < count => Ok(driver.cuDeviceGet(ordinal)?),
-        _ => Err(Error::NoSuchDevice {
-            wanted: format!("with ordinal {ordinal}"),
-            available: format!("{count} visible GPUs, ordinals from 0"),
-        }),
+        _ => {
+            let text = format!(
+                "no device with ordinal {ordinal}; there are {count} visible GPUs, ordinals from 0"
+            );
+            Err(Error::device(DeviceFault::NoSuchDevice, text))
+        }
     }
 }
 

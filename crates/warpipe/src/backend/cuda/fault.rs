@@ -6,7 +6,7 @@ use std::path::Path;
 
 use super::shutdown_gate;
 use super::sys::{self, CUresult, Fault};
-use crate::error::Error;
+use crate::error::{DeviceFault, Error};
 
 impl Fault {
     /// Whether the driver returned one of `codes`.
@@ -38,7 +38,10 @@ impl Fault {
 impl From<Fault> for Error {
     fn from(fault: Fault) -> Error {
         match fault {
-            Fault::Symbol(symbol) => Error::DriverSymbol { symbol },
+            Fault::Symbol(symbol) => Error::device(
+                DeviceFault::OldDriver,
+                format!("the CUDA driver lacks {symbol}"),
+            ),
             Fault::Call {
                 code: CUresult::NOT_INITIALIZED,
                 ..
@@ -81,21 +84,21 @@ fn permission_error(path: &Path) -> Option<Error> {
         .open(path);
     match opened {
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
-            Some(Error::DevicePermission {
-                path: path.to_owned(),
-            })
+            let text = format!("no permission on {}", path.display());
+            Some(Error::device(DeviceFault::NoPermission, text))
         }
         _ => None,
     }
 }
 
-/// [`Error::NoDevice`], with the value of `CUDA_VISIBLE_DEVICES` if that may hide the GPUs.
+/// [`DeviceFault::NoGpu`], with the value of `CUDA_VISIBLE_DEVICES` if that may hide the GPUs.
 pub(super) fn no_device() -> Error {
     let cause = match std::env::var_os("CUDA_VISIBLE_DEVICES") {
         Some(value) => format!(" (CUDA_VISIBLE_DEVICES is {value:?})"),
         None => String::new(),
     };
-    Error::NoDevice { cause }
+    let text = format!("the CUDA driver lists no GPU{cause}");
+    Error::device(DeviceFault::NoGpu, text)
 }
 
 fn name(code: CUresult) -> String {

@@ -17,7 +17,7 @@ use rustix::mm::ProtFlags;
 use super::memory::{SEALS, check_sealed_memfd, map};
 use crate::backend::pointer::{IpcEventCount, kind_outside, mapping_at};
 use crate::backend::{DeviceId, DevicePtr, IpcBytes, PointerInfo, PointerKind};
-use crate::error::{Error, LegacyFault, Result};
+use crate::error::{Error, HandleFault, Result};
 use crate::fork::per_process::InheritedOnFork;
 use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::origin::{Liveness, ProcessOrigin};
@@ -232,7 +232,7 @@ impl DeviceMalloc {
         let mut opened = self.opened.lock();
         let entry = opened
             .get_mut(&base)
-            .ok_or_else(|| Error::legacy(LegacyFault::NotOpen { ptr: base }))?;
+            .ok_or_else(|| Error::legacy(HandleFault::NotOpen { ptr: base }))?;
         entry.times -= 1;
         if entry.times > 0 {
             return Ok(0);
@@ -306,7 +306,7 @@ fn open_file(pid: i32, number: u32, file: File) -> Result<CloseOnForkFd> {
 }
 
 fn refused(words: &str) -> Error {
-    Error::legacy(LegacyFault::Refused(words.into()))
+    Error::legacy(HandleFault::Refused(words.into()))
 }
 
 fn page_multiple(bytes: u64) -> Result<u64> {

@@ -6,7 +6,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::backend::{Access, RawRegion};
-use crate::error::{Error, Result};
+use crate::error::{DeviceFault, Error, Result};
 use crate::os::{above_standard, set_length};
 
 /// The handle of an imported region: it keeps no descriptor, since the mapping holds the memory.
@@ -106,9 +106,9 @@ pub(super) fn import(fds: &[BorrowedFd<'_>], piece: u64, access: Access) -> Resu
 
 /// Checks that each of `fds` is a sealed memfd of exactly `piece` bytes. Returns the length of all.
 fn check_pieces(fds: &[BorrowedFd<'_>], piece: u64) -> Result<usize> {
-    let refused = |found| Error::NotDeviceMemory {
-        wanted: "sealed memfds",
-        found,
+    let refused = |found: String| {
+        let text = format!("the descriptor received is not sealed memfds: {found}");
+        Error::device(DeviceFault::NotShareable, text)
     };
     let page = rustix::param::page_size() as u64;
     let bytes = piece
@@ -156,10 +156,11 @@ pub(super) unsafe fn import_over(
 ) -> Result<()> {
     let bytes = check_pieces(fds, piece)? as u64;
     if bytes != region.bytes {
-        return Err(Error::NotDeviceMemory {
-            wanted: "memory of the region's length",
-            found: format!("{bytes} bytes instead of {}", region.bytes),
-        });
+        let text = format!(
+            "the descriptor received is not memory of the region's length: {bytes} bytes instead of {}",
+            region.bytes
+        );
+        return Err(Error::device(DeviceFault::NotShareable, text));
     }
     // SAFETY: the caller's promise.
     unsafe { map_over(region, fds, piece, access) }

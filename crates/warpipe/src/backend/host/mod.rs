@@ -23,7 +23,7 @@ use super::{
     Access, Backend, DeviceId, DeviceInfo, DeviceKind, DevicePtr, IpcBytes, PointerInfo,
     PointerKind, RawEvent, RawRegion, RawStream, Retained, Rows, StreamOp, TimelineWord,
 };
-use crate::error::{Error, LegacyFault, Result};
+use crate::error::{Error, HandleFault, Result};
 use crate::fork::per_process::InheritedOnFork;
 use crate::kernel::{Kernel, KernelLaunch};
 
@@ -436,7 +436,7 @@ impl super::Ipc for HostBackend {
     fn open_legacy(&self, handle: &IpcBytes, bytes: u64, owner: DeviceId) -> Result<DevicePtr> {
         if owner != self.info.id {
             let (owner, device) = (owner.to_string(), self.info.id.to_string());
-            return Err(Error::legacy(LegacyFault::Device { owner, device }));
+            return Err(Error::legacy(HandleFault::Device { owner, device }));
         }
         let (base, is_new) = self.malloc.open(handle, bytes)?;
         if is_new {

@@ -115,10 +115,7 @@ impl Hook for FullQueue {
         let fails = waited.timed_out() || state.fails;
         state.fails &= state.waiting > 0;
         if fails {
-            Err(Error::Injected {
-                method: "batch",
-                call: 1,
-            })
+            Err(Error::injected("batch", 1))
         } else {
             Ok(ops.to_vec())
         }

@@ -533,7 +533,7 @@ mod tests {
                 "what it could not see is kept"
             );
             assert!(
-                matches!(claimed, Err(Error::DescriptorLimit { .. })),
+                claimed.as_ref().is_err_and(Error::is_descriptor_limit),
                 "{claimed:?}"
             );
             assert_eq!(domain.clean().unwrap(), [name]);
@@ -563,7 +563,7 @@ mod tests {
             rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).unwrap();
             assert_eq!(holder, Some(crate::error::Holder { pid: None }));
             assert!(
-                matches!(opened, Err(Error::DescriptorLimit { .. })),
+                opened.as_ref().is_err_and(Error::is_descriptor_limit),
                 "{opened:?}"
             );
             drop(claim);

@@ -272,7 +272,7 @@ fn a_client_whose_admission_cannot_be_sent_hears_the_reason_and_no_notification_
             client.store(id, Ordering::SeqCst);
             let attached = crate::ipc::ClientSession::attach(&at, None, &[], Duration::ZERO);
             let refused = attached.map(drop).unwrap_err();
-            if !matches!(refused, Error::Refused { .. }) {
+            if !matches!(refused, Error::Refused { denied: false, .. }) {
                 client.store(0, Ordering::SeqCst);
                 panic!("{refused}");
             }

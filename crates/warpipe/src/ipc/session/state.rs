@@ -118,10 +118,7 @@ impl SessionState {
     pub(super) fn owner_gone(&self) -> Error {
         match self.cause.get() {
             Some(EndCause::Rejected(text)) => {
-                return Error::Refused {
-                    name: self.name.clone(),
-                    text: text.clone(),
-                };
+                return Error::refused(&self.name, text);
             }
             Some(EndCause::NoRoom(code)) => {
                 let context = format!("a message of {:?}, which ended the session", self.name);
@@ -303,10 +300,7 @@ impl ConnectionUser for SessionState {
             // What lies unread may have been given back.
             return Next::Stop;
         }
-        let refused = |text| Error::Refused {
-            name: self.name.clone(),
-            text,
-        };
+        let refused = |text: String| Error::refused(&self.name, text);
         connection::read(self.socket.as_fd(), &self.name, |received| {
             match received {
                 Ok(Received::Message(Message::Reply { serial, body, .. }, fds)) => {

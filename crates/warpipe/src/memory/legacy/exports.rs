@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard};
 use super::{LegacyHandle, other_device};
 use crate::backend::{DeviceId, DevicePtr, IpcBytes, PointerKind};
 use crate::device::Device;
-use crate::error::{Error, LegacyFault, Result};
+use crate::error::{Error, HandleFault, Result};
 use crate::fork::per_process::PerProcess;
 
 /// The most allocations that may be exported at once.
@@ -47,7 +47,7 @@ pub(super) fn find(handle: &LegacyHandle, device: &Device) -> Result<DevicePtr> 
         .iter()
         .find(|((owner, _), known)| *owner == handle.fields.owner && **known == wanted);
     let stale = |reason: &str| {
-        Error::legacy(LegacyFault::Stale {
+        Error::legacy(HandleFault::Stale {
             pid: handle.pid(),
             reason: reason.into(),
         })

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::LegacyHandle;
 use crate::backend::{DeviceId, DevicePtr, IpcBytes};
 use crate::device::Device;
-use crate::error::{Error, LegacyFault, Result};
+use crate::error::{Error, HandleFault, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::memory::slice::wait_for;
 use crate::memory::weak_cache::WeakCache;
@@ -181,7 +181,7 @@ pub(super) fn open(handle: &LegacyHandle, device: &Device) -> Result<(DevicePtr,
     )?;
     // A handle that says something else of what is open is not to reach beyond it.
     let Some(base) = import.base.filter(|_| import.bytes == bytes) else {
-        return Err(Error::legacy(LegacyFault::Range {
+        return Err(Error::legacy(HandleFault::Range {
             offset: 0,
             bytes,
             allocation: import.bytes,

@@ -44,8 +44,8 @@ impl Publisher {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Range`] for bytes that do not lie in the memory; [`Error::Argument`] for memory of
-    /// another device or domain than the publisher's; as [`loan`](Self::loan).
+    /// [`Error::Argument`] for bytes that do not lie in the memory, and for memory of another device or
+    /// domain than the publisher's; as [`loan`](Self::loan).
     pub fn loan_in(
         &self,
         memory: &Published,

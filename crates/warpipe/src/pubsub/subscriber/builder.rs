@@ -70,11 +70,9 @@ impl SubscriberBuilder {
     ///
     /// # Errors
     /// [`NotFound`](crate::Error::NotFound), [`OtherKind`](crate::Error::OtherKind),
-    /// [`Handshake`](crate::Error::Handshake), [`AccessDenied`](crate::Error::AccessDenied),
-    /// [`PeerAccess`](crate::Error::PeerAccess),
-    /// [`NotDeviceMemory`](crate::Error::NotDeviceMemory),
-    /// [`DescriptorLimit`](crate::Error::DescriptorLimit), or an error of the device. On an error
-    /// nothing is left behind.
+    /// [`Handshake`](crate::Error::Handshake), [`Refused`](crate::Error::Refused),
+    /// [`Device`](crate::Error::Device), [`Os`](crate::Error::Os), or an error of the driver. On an
+    /// error nothing is left behind.
     pub fn build(self) -> Result<Subscriber> {
         self.wait_for_publisher(Duration::ZERO)
     }

@@ -333,7 +333,7 @@ fn a_subscriber_that_follows_a_name_attaches_again_after_it_has_closed_its_link(
     subscriber.attached.as_ref().unwrap().link.fail(own);
     let told = subscriber.receive(&stream, Duration::ZERO).optional();
     assert!(
-        matches!(told, Err(Error::DescriptorLimit { .. })),
+        told.as_ref().is_err_and(Error::is_descriptor_limit),
         "{told:?}"
     );
     std::thread::scope(|scope| {

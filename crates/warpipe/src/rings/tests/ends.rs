@@ -173,7 +173,11 @@ fn a_ring_that_takes_no_consumer_refuses_one_without_a_call_of_the_driver() {
     let refused = |why: &str| {
         let before = driver.hook().calls();
         match place.open() {
-            Err(Error::Refused { text, .. }) => assert!(text.contains(why), "{text}"),
+            Err(Error::Refused {
+                denied: false,
+                text,
+                ..
+            }) => assert!(text.contains(why), "{text}"),
             other => panic!("{other:?}"),
         }
         assert_eq!(driver.hook().calls(), before);

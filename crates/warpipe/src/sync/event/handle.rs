@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use crate::backend::{DeviceId, IpcBytes};
-use crate::error::{Error, EventHandleFault, HandleFault, Result};
+use crate::error::{Error, HandleFault, Result};
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::handle::{self, DriverHandle, HandleKind, text_form};
 
@@ -46,17 +46,15 @@ impl EventHandle {
     /// Parses and checks bytes of [`to_bytes`](Self::to_bytes).
     ///
     /// # Errors
-    /// [`Error::EventHandle`].
+    /// [`Error::Handle`].
     pub fn from_bytes(bytes: &[u8]) -> Result<EventHandle> {
         EventHandle::of_payload(handle::from_bytes(HandleKind::Event, bytes))
     }
 
     fn of_payload(payload: Result<HandleBody, HandleFault>) -> Result<EventHandle> {
-        let body = payload.map_err(|found| fault(found.into()))?;
+        let body = payload.map_err(fault)?;
         if EndpointName::new(&body.endpoint).is_err() {
-            return Err(fault(
-                HandleFault::Damaged("it has no name of an endpoint").into(),
-            ));
+            return Err(fault(HandleFault::Damaged("it has no name of an endpoint")));
         }
         Ok(EventHandle { body })
     }
@@ -74,8 +72,8 @@ impl EventHandle {
     }
 }
 
-pub(super) fn fault(fault: EventHandleFault) -> Error {
-    Error::EventHandle { fault }
+pub(super) fn fault(fault: HandleFault) -> Error {
+    Error::handle("event handle", fault)
 }
 
 text_form!(EventHandle, HandleKind::Event);
@@ -148,7 +146,10 @@ mod tests {
             assert!(
                 matches!(
                     text[..cut].parse::<EventHandle>(),
-                    Err(Error::EventHandle { .. })
+                    Err(Error::Handle {
+                        what: "event handle",
+                        ..
+                    })
                 ),
                 "cut at {cut}"
             );

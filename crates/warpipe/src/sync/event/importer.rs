@@ -13,7 +13,7 @@ use super::layout::{
 };
 use super::{EventState, Recording, living};
 use crate::device::Device;
-use crate::error::{Error, EventHandleFault, Result};
+use crate::error::{Error, HandleFault, Result};
 use crate::fork::per_process::PerProcess;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
@@ -96,7 +96,7 @@ impl EventImporter {
         let now = wait.cancellable_within(Duration::ZERO);
         let (session, _) = ClientSession::attach(&at, Some(device.info().id), &[], now)?;
         if session.generation() != body.generation {
-            return Err(fault(EventHandleFault::Dropped));
+            return Err(fault(HandleFault::Dropped));
         }
         let open_events = Arc::new(OpenEvents::default());
         session.observe(open_events.clone())?;
@@ -146,18 +146,18 @@ impl EventImporter {
         wait: &Wait<'_>,
     ) -> Result<Arc<EventState>> {
         if index as usize >= EVENTS_PER_PAGE * PAGES_MAX {
-            return Err(fault(EventHandleFault::Dropped));
+            return Err(fault(HandleFault::Dropped));
         }
         // The page comes first: the exporter reports the event there from the moment of the
         // opening.
         let event_page = match self.page(index as usize / EVENTS_PER_PAGE, wait) {
             // A page that does not exist has no such event.
-            Err(Error::Refused { .. }) => return Err(fault(EventHandleFault::Dropped)),
+            Err(Error::Refused { denied: false, .. }) => return Err(fault(HandleFault::Dropped)),
             event_page => event_page?,
         };
         let wait = wait.cancellable_within(REPLY_TIMEOUT);
         if !self.ask::<bool>(&EventRequest::Open { index, serial }, wait)? {
-            return Err(fault(EventHandleFault::Dropped));
+            return Err(fault(HandleFault::Dropped));
         }
         let mut opened = self.open_events.opened.locked();
         if let Some(open) = opened.get_mut(&(index, serial)) {

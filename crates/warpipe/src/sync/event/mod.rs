@@ -31,7 +31,7 @@ use self::layout::{EventWords, max_by_time};
 use crate::backend::RawEvent;
 use crate::clock::now_ns;
 use crate::device::Device;
-use crate::error::{Error, EventHandleFault, Result};
+use crate::error::{Error, HandleFault, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::fork::per_process::PerProcess;
 use crate::ipc::domain::Domain;
@@ -234,10 +234,10 @@ impl Event {
     /// this user. Waits for the answers of its exporter, each 5 s at most.
     ///
     /// # Errors
-    /// [`Error::EventHandle`]; [`Error::NotFound`] when its exporter is gone, or
+    /// [`Error::Handle`]; [`Error::NotFound`] when its exporter is gone, or
     /// [`Error::PeerGone`] when it ends meanwhile; [`Error::Timeout`] when it does not answer;
-    /// [`Error::Domain`], [`Error::AccessDenied`], [`Error::Handshake`], [`Error::Protocol`],
-    /// [`Error::LegacyHandle`], or an error of the device or the system.
+    /// [`Error::Domain`], [`Error::Refused`], [`Error::Handshake`], [`Error::Protocol`],
+    /// [`Error::Handle`], or an error of the device or the system.
     pub fn open<'w>(
         handle: &EventHandle,
         device: &Device,
@@ -268,12 +268,12 @@ impl Event {
         let body = &handle.body;
         if body.device.kind != device.info().id.kind {
             let (owner, device) = (body.device.to_string(), device.info().id.to_string());
-            return Err(fault(EventHandleFault::Device { owner, device }));
+            return Err(fault(HandleFault::Device { owner, device }));
         }
         if let Some(exporter) = EventExporter::named(&body.endpoint, body.generation) {
             let inner = exporter
                 .find(body.index, body.serial)
-                .ok_or_else(|| fault(EventHandleFault::Dropped))?;
+                .ok_or_else(|| fault(HandleFault::Dropped))?;
             return Ok(Event {
                 inner: LeakOnFork::new(inner),
             });

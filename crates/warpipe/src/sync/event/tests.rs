@@ -127,8 +127,9 @@ fn an_event_opened_in_its_own_process_is_the_event_itself_until_it_is_dropped() 
     assert!(
         matches!(
             dropped,
-            Error::EventHandle {
-                fault: EventHandleFault::Dropped
+            Error::Handle {
+                what: "event handle",
+                fault: HandleFault::Dropped
             }
         ),
         "{dropped}"
@@ -184,8 +185,9 @@ fn an_event_of_another_kind_of_device_or_of_nobody_is_not_opened() {
     assert!(
         matches!(
             other,
-            Error::EventHandle {
-                fault: EventHandleFault::Device { .. }
+            Error::Handle {
+                what: "event handle",
+                fault: HandleFault::Device { .. }
             }
         ),
         "{other}"
@@ -393,7 +395,13 @@ fn a_failed_open_while_the_exporter_ends_is_reported_as_owner_gone() {
     };
     let refused = open();
     assert!(
-        matches!(refused, Error::Injected { .. }),
+        matches!(
+            refused,
+            Error::Driver {
+                code: Error::INJECTED,
+                ..
+            }
+        ),
         "its maker lives: {refused}"
     );
     let refused = std::thread::scope(|scope| {

@@ -70,7 +70,16 @@ fn a_permit_whose_release_the_driver_refuses_is_handed_on_once_the_work_is_done(
         eventually("the other one waits in line", || creator.waiting() == 1);
         hook.hook().aim("batch", 1);
         let refused = permit.release(&first).unwrap_err();
-        assert!(matches!(refused, Error::Injected { .. }), "{refused}");
+        assert!(
+            matches!(
+                refused,
+                Error::Driver {
+                    code: Error::INJECTED,
+                    ..
+                }
+            ),
+            "{refused}"
+        );
         assert_eq!(
             (creator.available(), creator.waiting()),
             (0, 1),

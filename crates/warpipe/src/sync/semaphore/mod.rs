@@ -130,7 +130,7 @@ impl Opener<Semaphore> {
     /// Opens the semaphore of this name.
     ///
     /// # Errors
-    /// [`Error::NotFound`], [`Error::OtherKind`], [`Error::AccessDenied`], [`Error::Timeout`];
+    /// [`Error::NotFound`], [`Error::OtherKind`], [`Error::Refused`], [`Error::Timeout`];
     /// [`Error::Refused`], also when it is for another kind of device; [`Error::Protocol`] for a
     /// creator that is broken; [`Error::Driver`], [`Error::Os`].
     pub fn open<'w>(self, wait: impl Into<Wait<'w>>) -> Result<Semaphore> {

@@ -12,10 +12,11 @@ fn header(entries: &[String]) -> Vec<u8> {
 
 /// The tensor and the reason of a refusal.
 fn refused(entries: &[String], data_bytes: u64) -> (String, String) {
-    match parse(&header(entries), data_bytes) {
-        Err(WeightsFault::Tensor { name, reason }) => (name, reason),
-        other => panic!("{other:?}"),
-    }
+    let fault = parse(&header(entries), data_bytes).unwrap_err();
+    let of_tensor = fault.text.strip_prefix("tensor \"");
+    let parts = of_tensor.and_then(|text| text.split_once("\": "));
+    let (name, reason) = parts.unwrap_or_else(|| panic!("{fault:?}"));
+    (name.into(), reason.into())
 }
 
 #[test]
@@ -141,7 +142,8 @@ fn bytes_behind_the_last_tensor_are_refused() {
     let fault = parse(&text, 9).unwrap_err();
     let described = LENGTH_BYTES + text.len() as u64 + 8;
     let found = described + 1;
-    assert_eq!(fault, WeightsFault::Truncated { found, described });
+    assert_eq!(fault, truncated(found, described));
+    assert!(fault.text.contains(&described.to_string()), "{fault}");
 }
 
 #[test]
@@ -159,7 +161,7 @@ fn a_description_with_a_field_too_few_too_many_or_twice_is_refused() {
     ] {
         let text = format!(r#"{{"w":{info}}}"#);
         let fault = parse(text.as_bytes(), 1).unwrap_err();
-        let is_named = matches!(&fault, WeightsFault::Tensor { name, .. } if name == "w");
+        let is_named = fault.text.starts_with("tensor \"w\": ");
         assert!(is_named, "{fault:?}");
     }
 }
@@ -229,10 +231,7 @@ fn more_tensors_or_metadata_than_the_limit_are_told_as_a_limit() {
         .map(|index| entry(&format!("{index:x}"), "U8", "[0]", 0, 0))
         .collect();
     assert_eq!(parse(&header(&entries[1..]), 0).unwrap().len(), TENSORS_MAX);
-    let limit = |what| WeightsFault::Limit {
-        what,
-        limit: TENSORS_MAX as u64,
-    };
+    let limit = |what| WeightsFault::limit(what, TENSORS_MAX as u64);
     assert_eq!(parse(&header(&entries), 0).unwrap_err(), limit("tensors"));
     let entries: Vec<String> = (0..=TENSORS_MAX)
         .map(|index| format!(r#""{index:x}":"""#))
@@ -249,13 +248,8 @@ fn a_headers_length_is_believed_only_where_the_file_has_room_for_it() {
     assert_eq!(length(2), Ok(2));
     for wrong in [0, 1, 101, HEADER_BYTES_MAX, u64::MAX, 1 << 63] {
         let fault = length(wrong).unwrap_err();
-        assert!(
-            matches!(
-                fault,
-                WeightsFault::HeaderLength { found, allowed: 100, .. } if found == wrong
-            ),
-            "{fault:?}"
-        );
+        let told = format!("its header would have {wrong} bytes, allowed are 2 to 100");
+        assert!(fault.text.starts_with(&told), "{fault:?}");
     }
     let fault = length(100u64.swap_bytes()).unwrap_err().to_string();
     assert!(fault.contains("big endian"), "{fault}");

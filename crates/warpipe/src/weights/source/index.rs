@@ -37,8 +37,8 @@ impl Index {
     }
 
     pub(super) fn read(path: &Path) -> Result<Index> {
-        let fault = |text: String| of_file(path, WeightsFault::Index(text));
-        let limit = |what, limit| of_file(path, WeightsFault::Limit { what, limit });
+        let fault = |text: String| of_file(path, of_index(&text));
+        let limit = |what, limit| of_file(path, WeightsFault::limit(what, limit));
         let (fd, stamp) = open_regular(path)?;
         if stamp.bytes > INDEX_BYTES_MAX {
             return Err(limit("bytes of the index", INDEX_BYTES_MAX));
@@ -115,8 +115,13 @@ impl Index {
         let (name, file) = (shortened(name), self.files[*file].to_string_lossy());
         let file = shortened(&file);
         let text = format!("has tensor {name:?} in {file:?}, which lacks it");
-        of_file(&self.path, WeightsFault::Index(text))
+        of_file(&self.path, of_index(&text))
     }
+}
+
+fn of_index(text: &str) -> WeightsFault {
+    let next = "download the folder again, or name its safetensors files one by one";
+    WeightsFault::new(format!("the index {text}"), next)
 }
 
 /// The path of a file in the index's folder or below it. An index may come from anywhere: it must

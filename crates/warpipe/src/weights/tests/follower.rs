@@ -195,7 +195,16 @@ fn a_device_that_fails_at_any_part_leaves_the_former_version_there() {
     for part in [1, 2] {
         backend.hook().aim("import_over", part);
         let failed = update(&mut follower).unwrap_err();
-        assert!(matches!(failed, Error::Injected { .. }), "{failed}");
+        assert!(
+            matches!(
+                failed,
+                Error::Driver {
+                    code: Error::INJECTED,
+                    ..
+                }
+            ),
+            "{failed}"
+        );
         assert_eq!(
             (follower.weights().version(), byte_of(follower.weights())),
             (1, 1)
@@ -277,7 +286,7 @@ impl Hook for Refusing {
         };
         self.0.fetch_sub(left.min(1), SeqCst);
         match left {
-            1 | 2 => Err(Error::Injected { method, call: left }),
+            1 | 2 => Err(Error::injected(method, left)),
             _ => Ok(()),
         }
     }
@@ -299,7 +308,16 @@ fn an_update_after_one_that_could_not_restore_the_former_version_restores_it_bef
     drop(keeper);
     backend.hook().0.store(1, SeqCst);
     let failed = update(&mut follower).unwrap_err();
-    assert!(matches!(failed, Error::Injected { .. }), "{failed}");
+    assert!(
+        matches!(
+            failed,
+            Error::Driver {
+                code: Error::INJECTED,
+                ..
+            }
+        ),
+        "{failed}"
+    );
     assert_eq!(update(&mut follower).unwrap(), None);
     assert_eq!(byte_of(follower.weights()), 1);
 }

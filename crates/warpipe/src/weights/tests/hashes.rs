@@ -166,7 +166,16 @@ fn a_version_that_its_publisher_could_not_hash_stays_offered_and_says_so() {
     backend.hook().aim("launch", 1);
     let published = weights.publish(&stage.domain, "w", WAIT).unwrap();
     let told = published.wait_for_hashes(WAIT).unwrap_err();
-    assert!(matches!(told, Error::Injected { .. }), "{told}");
+    assert!(
+        matches!(
+            told,
+            Error::Driver {
+                code: Error::INJECTED,
+                ..
+            }
+        ),
+        "{told}"
+    );
     assert!(!published.wait_for_hashes(WAIT).unwrap());
     let shared = stage.opener().open(WAIT).unwrap();
     assert_eq!((byte_of(&shared), shared.is_hashed()), (4, false));

@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 
 use super::{Stage, WAIT, byte_of};
 use crate::device_types::DeviceKind;
-use crate::error::{Error, PointerKind};
+use crate::error::{DeviceFault, Error, PointerKind};
 use crate::fork::CloseOnForkFd;
 use crate::hostile::in_a_forked_child;
 use crate::ipc::OutgoingReply;
@@ -299,7 +299,7 @@ fn pieces_of_a_wrong_number_length_or_kind_are_refused_before_anything_is_mapped
     for (change, words) in changes {
         let told = offered(change);
         assert!(
-            matches!(&told, Err(Error::Refused { text, .. }) if text.contains(words)),
+            matches!(&told, Err(Error::Refused { denied: false, text, .. }) if text.contains(words)),
             "{words}: {told:?}"
         );
     }
@@ -309,13 +309,22 @@ fn pieces_of_a_wrong_number_length_or_kind_are_refused_before_anything_is_mapped
         held.pieces = twice.cloned().collect();
     });
     assert!(
-        matches!(&more, Err(Error::Refused { text, .. }) if text.contains("descriptors")),
+        matches!(&more, Err(Error::Refused { denied: false, text, .. }) if text.contains("descriptors")),
         "{more:?}"
     );
     // A keeper cannot tell memory of a GPU: the device does.
     offered(&|held| held.device.kind = DeviceKind::Cuda).unwrap();
     let refused = stage.opener().open(WAIT).unwrap_err();
-    assert!(matches!(refused, Error::PeerAccess { .. }), "{refused}");
+    assert!(
+        matches!(
+            refused,
+            Error::Device {
+                fault: DeviceFault::OutOfReach,
+                ..
+            }
+        ),
+        "{refused}"
+    );
 }
 
 #[test]

@@ -187,7 +187,7 @@ fn a_keeper_gives_no_number_that_a_process_holds_which_it_did_not_find() {
     session.tell_holding(1 << 48, &WAIT.into()).unwrap();
     let full = stage.weights(3).publish(&stage.domain, "w", WAIT);
     assert!(
-        matches!(&full, Err(Error::Refused { text, .. }) if text.contains("281474976710656")),
+        matches!(&full, Err(Error::Refused { denied: false, text, .. }) if text.contains("281474976710656")),
         "{full:?}"
     );
 }
@@ -242,7 +242,7 @@ fn a_descriptor_whose_close_may_block_is_no_memory_of_a_gpu() {
     let name = weights_name("w").unwrap();
     let told = offer_to_keeper(&stage.domain, &name, &offer.1, &WAIT.into()).map(|_| ());
     assert!(
-        matches!(&told, Err(Error::Refused { text, .. }) if text.contains("memory")),
+        matches!(&told, Err(Error::Refused { denied: false, text, .. }) if text.contains("memory")),
         "{told:?}"
     );
 }

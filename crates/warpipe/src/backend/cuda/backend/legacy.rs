@@ -12,7 +12,7 @@ use crate::backend::pointer::{IpcEventCount, kind_outside};
 use crate::backend::{
     DeviceId, DeviceKind, IPC_EVENTS_MAX, Ipc, IpcBytes, PointerInfo, PointerKind, RawEvent,
 };
-use crate::error::{Error, LegacyFault, Result};
+use crate::error::{DeviceFault, Error, HandleFault, Result};
 use crate::fork::per_process::PerProcess;
 use crate::mutex::LockUnpoisoned;
 
@@ -72,7 +72,7 @@ impl Ipc for CudaBackend {
     fn open_event(&self, handle: &IpcBytes) -> Result<RawEvent> {
         let _current = self.enter()?;
         let refused = |fault: Fault| match fault.is(&REFUSED) {
-            true => Error::legacy(LegacyFault::Refused(fault.words())),
+            true => Error::legacy(HandleFault::Refused(fault.words())),
             false => fault.into(),
         };
         let handle = CUipcHandle { reserved: *handle };
@@ -151,7 +151,7 @@ impl Ipc for CudaBackend {
     fn open_legacy(&self, handle: &IpcBytes, bytes: u64, owner: DeviceId) -> Result<CUdeviceptr> {
         if owner.kind != DeviceKind::Cuda {
             let (owner, device) = (owner.to_string(), self.info.id.to_string());
-            return Err(Error::legacy(LegacyFault::Device { owner, device }));
+            return Err(Error::legacy(HandleFault::Device { owner, device }));
         }
         let _current = self.enter()?;
         self.check_peer(owner)?;
@@ -178,7 +178,7 @@ impl Ipc for CudaBackend {
         let current = self.enter_unless_gone()?;
         // Before the driver can give the address to another allocation.
         let mut opened = self.ipc_handles.opened.locked();
-        let not_open = || Error::legacy(LegacyFault::NotOpen { ptr: base });
+        let not_open = || Error::legacy(HandleFault::NotOpen { ptr: base });
         let entry = opened.get_mut(&base).ok_or_else(not_open)?;
         entry.times -= 1;
         if entry.times == 0 {
@@ -254,7 +254,7 @@ impl CudaBackend {
             .and_then(|offset| allocation.checked_sub(offset))
             .unwrap_or(0);
         if left < bytes {
-            return Err(Error::legacy(LegacyFault::Range {
+            return Err(Error::legacy(HandleFault::Range {
                 offset: 0,
                 bytes,
                 allocation: left,
@@ -271,13 +271,13 @@ impl CudaBackend {
             return fault.into();
         }
         match self.sees(owner) {
-            Ok(false) => Error::NoSuchDevice {
-                wanted: owner.to_string(),
-                available:
-                    "other GPUs alone: the owner of this memory is hidden from this process (CUDA_VISIBLE_DEVICES)"
-                        .into(),
-            },
-            _ => Error::legacy(LegacyFault::Refused(fault.words())),
+            Ok(false) => {
+                let text = format!(
+                    "no device {owner}; there are other GPUs alone: the owner of this memory is hidden from this process (CUDA_VISIBLE_DEVICES)"
+                );
+                Error::device(DeviceFault::NoSuchDevice, text)
+            }
+            _ => Error::legacy(HandleFault::Refused(fault.words())),
         }
     }
 

@@ -13,11 +13,10 @@ use super::super::sys::Fault;
 use super::super::sys::*;
 use super::super::waits;
 use super::CudaBackend;
-use crate::backend::{Access, DeviceId, DevicePtr, RawRegion, Regions, unreclaimed};
-use crate::error::{Error, Result};
+use crate::backend::{Access, DeviceId, DevicePtr, RawRegion, Regions, out_of_reach, unreclaimed};
+use crate::error::{DeviceFault, Error, Result};
 use crate::mutex::LockUnpoisoned;
 use crate::os;
-use crate::slow_path::{self, SlowPath};
 
 /// The expected kind of a descriptor, for errors.
 const WANTED: &str = "CUDA memory";
@@ -55,7 +54,7 @@ impl Regions for CudaBackend {
         // After a reset its address or handle may belong to another allocation. The memory stays,
         // and no stream of this process uses it.
         let _current = self.enter().inspect_err(|error| {
-            if matches!(error, Error::DeviceReset { .. }) {
+            if error.is_reset() {
                 self.held.fetch_sub(region.bytes, Ordering::Relaxed);
             }
         })?;
@@ -301,12 +300,7 @@ impl CudaBackend {
     }
 
     pub(in crate::backend::cuda) fn peer_error(&self, owner: DeviceId, reason: String) -> Error {
-        slow_path::count(SlowPath::NoPeerAccess, 0);
-        Error::PeerAccess {
-            reader: format!("{} ({})", self.info.name, self.info.id),
-            owner: owner.to_string(),
-            reason,
-        }
+        out_of_reach(&self.info, owner, &reason)
     }
 
     /// Queues the remaining part of an unfinished region for another attempt.
@@ -365,10 +359,8 @@ pub(in crate::backend::cuda) fn duplicate(fd: BorrowedFd<'_>) -> Result<OwnedFd>
 }
 
 pub(in crate::backend::cuda) fn not_memory(found: String) -> Error {
-    Error::NotDeviceMemory {
-        wanted: WANTED,
-        found,
-    }
+    let text = format!("the descriptor received is not {WANTED}: {found}");
+    Error::device(DeviceFault::NotShareable, text)
 }
 
 pub(in crate::backend::cuda) fn import_error(fault: Fault) -> Error {

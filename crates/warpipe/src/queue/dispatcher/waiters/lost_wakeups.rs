@@ -9,6 +9,7 @@ use super::super::super::tests::{QueueFixture, SOON};
 use super::super::super::worker_session::SessionEnd;
 use super::super::super::{Queue, Worker};
 use super::*;
+use crate::error::JobEnd;
 use crate::ipc::message::wait_readable;
 use crate::runtime::heartbeat::Uptime;
 use crate::tensor::Layout;
@@ -239,7 +240,16 @@ fn a_worker_whose_socket_closed_keeps_its_leases_while_its_queue_stands_still() 
     assert!(!job.is_done().unwrap());
     assert_eq!(end_with(&|clock| clock.advance(SOON)), 0);
     let late = job.wait(&fixture.stream, SOON).unwrap_err();
-    assert!(matches!(late, Error::DeadLettered { .. }), "{late}");
+    assert!(
+        matches!(
+            late,
+            Error::Job {
+                end: JobEnd::DeadLettered { .. },
+                ..
+            }
+        ),
+        "{late}"
+    );
     drop(lease);
 }
 
