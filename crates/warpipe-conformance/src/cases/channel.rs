@@ -587,7 +587,10 @@ fn another_device(context: &Context) -> Result<()> {
     if let Err(fault) =
         peer.try_ask(&Order::Subscribe(crate::peer::SubscriberPlan::of("across")))?
     {
-        ensure!(fault.kind == "PeerAccess", "{fault}");
+        ensure!(
+            fault.kind == "Device" && fault.text.contains("cannot read memory"),
+            "{fault}"
+        );
         return skip(fault.text);
     }
     for sequence in 1..=20 {

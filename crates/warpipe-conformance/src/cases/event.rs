@@ -356,7 +356,7 @@ fn wrong_handles(context: &Context) -> Result<()> {
         &text[..text.len() - 2],
         &format!("{text}00"),
     ] {
-        peer.refuses(SignalOrder::OpenEvent(wrong.to_string()), "EventHandle")?;
+        peer.refuses(SignalOrder::OpenEvent(wrong.to_string()), "Handle")?;
     }
     let mut changed = text.clone().into_bytes();
     for digit in changed.iter_mut().skip(50).step_by(7) {
@@ -364,7 +364,7 @@ fn wrong_handles(context: &Context) -> Result<()> {
     }
     peer.refuses(
         SignalOrder::OpenEvent(String::from_utf8(changed)?),
-        "EventHandle",
+        "Handle",
     )?;
     peer.signals(SignalOrder::OpenEvent(text))?;
 
@@ -375,7 +375,7 @@ fn wrong_handles(context: &Context) -> Result<()> {
     let gone = peer.try_ask(&Order::Signals(SignalOrder::OpenEvent(text.clone())))?;
     let kind = gone.as_ref().map_err(|fault| fault.kind.as_str());
     ensure!(
-        matches!(kind, Err("NotFound" | "PeerGone" | "LegacyHandle")),
+        matches!(kind, Err("NotFound" | "PeerGone" | "Handle")),
         "a dead exporter's handle gave {gone:?}"
     );
     match Event::open(&parse(&text)?, &context.device, Duration::ZERO) {

@@ -397,7 +397,10 @@ fn events(context: &Context) -> Result<()> {
         peer.ask(&Order::OpenEvent(handles[0].to_vec())).map(drop)
     })?;
     match peer.try_ask(&Order::OpenEvent(vec![7; 64]))? {
-        Err(fault) => ensure!(fault.kind == "LegacyHandle", "{fault}"),
+        Err(fault) => ensure!(
+            fault.kind == "Handle" && fault.text.contains("a usable legacy handle"),
+            "{fault}"
+        ),
         Ok(answer) => bail!("invented bytes gave {answer:?}"),
     }
     let device = &context.device;
