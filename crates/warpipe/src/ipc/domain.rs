@@ -334,7 +334,7 @@ impl Domain {
     }
 
     /// This domain, or the one that another process has made in its place since its directory was
-    /// removed. What takes several steps takes them in one of them.
+    /// removed. A method of several steps calls this once, so that all are in one directory.
     fn current(&self) -> Domain {
         let is_removed = self.is_removed();
         let made_again = is_removed.then(|| self.made_again(false));

@@ -1,6 +1,6 @@
-//! The most links that peers may have at once: in all, for each user, for each process. A user or
-//! process at its limit leaves room for the others, and cannot exhaust this user's descriptors in
-//! flight (`RLIMIT_NOFILE`, `unix(7)`).
+//! The most connections that peers may have at once: in all, for each user, for each process. A
+//! user or process at its limit leaves room for the others, and cannot exhaust this user's
+//! descriptors in flight (`RLIMIT_NOFILE`, `unix(7)`).
 
 use std::collections::HashMap;
 use std::os::fd::AsFd;
@@ -37,7 +37,7 @@ impl PeerLimits {
     }
 }
 
-/// The links of one endpoint, counted.
+/// The connections of one endpoint, counted.
 #[derive(Debug)]
 pub(crate) struct ConnectionQuota {
     limits: PeerLimits,
@@ -46,25 +46,25 @@ pub(crate) struct ConnectionQuota {
 
 #[derive(Debug, Default)]
 struct QuotaTable {
-    /// One for each link.
+    /// One for each connection.
     taken: Mutex<Vec<QuotaKey>>,
-    /// Links that ended before their peers had read what was sent to them.
+    /// Connections that ended before their peers had read what was sent to them.
     unread: Mutex<Vec<(Arc<PeerSocket>, QuotaKey)>>,
 }
 
 /// A process: whether it is known by its number alone, and that number or its pidfd's inode.
 type ProcessKey = (bool, u64);
 
-/// The user and process that a link counts for.
+/// The user and process that a connection counts for.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct QuotaKey {
     uid: u32,
     process: ProcessKey,
 }
 
-/// The permit of one link. Messages that its peer has not read stay in the peer's queue when the
-/// link ends, with their descriptors, which count for this user. So the permit counts, however the
-/// link ended, until the peer has read them or closed.
+/// The permit of one connection. Messages that its peer has not read stay in the peer's queue when
+/// the connection ends, with their descriptors, which count for this user. So the permit counts,
+/// however the connection ended, until the peer has read them or closed.
 #[derive(Debug)]
 pub(crate) struct QuotaPermit {
     table: Arc<QuotaTable>,
@@ -80,8 +80,9 @@ impl ConnectionQuota {
         }
     }
 
-    /// A permit for a link to `peer` over `socket`, or the limit that is reached, and its value.
-    /// Links of this user have no limit per user, and links within this process none per process.
+    /// A permit for a connection to `peer` over `socket`, or the limit that is reached, and its
+    /// value. Connections of this user have no limit per user, and those within this process none
+    /// per process.
     pub(crate) fn take(
         &self,
         peer: &Peer,
@@ -120,7 +121,7 @@ impl ConnectionQuota {
         })
     }
 
-    /// Releases the permits of links with peers that have read their queues or closed by now.
+    /// Releases the permits of connections with peers that have read their queues or closed by now.
     pub(crate) fn release_closed(&self) {
         let mut unread = self.table.unread.locked();
         let read: Vec<_> = unread

@@ -2,9 +2,9 @@
 //!
 //! For every endpoint: [`domain`] (names), [`acceptor`] and [`client_handshake`] (the two ends of a
 //! handshake), [`message`], [`connection`], [`peer`] (the process at the other end, and the proof
-//! of its death). A publisher and its subscribers go on with a link of their own
-//! ([`pubsub`](crate::pubsub)); timelines, events, pools, semaphores, members, weights and memory
-//! have sessions:
+//! of its death), [`limits`]. A publisher, also one of a queue, and its subscribers go on with a
+//! link of their own ([`pubsub`](crate::pubsub)); all other objects have sessions. [`handle`] is
+//! the form of the texts that name objects.
 //!
 //! An [`IpcServer`] owns an endpoint of the domain and answers requests. A [`ClientSession`]
 //! connects to it and is admitted with a first reply: bytes and descriptors (the shared words, a

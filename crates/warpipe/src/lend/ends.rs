@@ -1,6 +1,6 @@
-//! Numbered things that a server has given to clients: a pool's regions, and runs of allocations
-//! ([`pieces`](crate::memory::pieces)). The server notifies each client of the end of what it has.
-//! A stopped client reads nothing; it is notified when it goes on.
+//! The *runs* that a lender's clients may have mapped: a pool's regions, and allocations of other
+//! code ([`pieces`](crate::memory::pieces)). Each client is notified when the lender no longer has
+//! a run; a stopped one reads nothing, and is notified when it goes on.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Mutex;

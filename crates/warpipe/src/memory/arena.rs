@@ -1,5 +1,5 @@
-//! The publisher's memory: regions that grow up to a limit, cut into slots. Its own bookkeeping, no
-//! shared state.
+//! The memory of a publisher or a pool: regions that grow up to a limit, cut into slots.
+//! Bookkeeping of one process, without shared state.
 
 use std::sync::Arc;
 
@@ -33,7 +33,7 @@ pub(crate) struct Slot {
     pub(crate) holders: u32,
     /// The value that the slot's fence word must reach before it is free; 0 for none.
     fence: u64,
-    /// Which of all that were taken; 0 once it is free.
+    /// Counts the slots that were taken, this one included; 0 once it is free.
     serial: u64,
 }
 
@@ -237,7 +237,7 @@ impl Arena {
         }
     }
 
-    /// A place for nothing: where memory is short, news without data still goes.
+    /// A region for a slot without bytes: a sample without data needs no free range.
     fn find_region(&mut self, may_use: impl Fn(usize) -> bool) -> Option<(u32, u64)> {
         let index = (0..self.chunks.len()).find(|&index| may_use(index))?;
         self.chunks[index].slots += 1;
@@ -361,7 +361,7 @@ impl Arena {
         self.slots[id as usize].holders += 1;
     }
 
-    /// The slot is not free before its word on the board reaches `value`.
+    /// The slot is not free before its fence word reaches `value`.
     pub(crate) fn fence(&mut self, id: SlotId, value: u64) {
         self.slots[id as usize].fence = value;
     }

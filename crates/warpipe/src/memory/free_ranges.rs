@@ -1,8 +1,8 @@
 //! The free ranges of one region.
 //!
-//! A freed range is first kept as it is, beside others of its length: most slots of a channel have
-//! the length of one that was freed just now, and are found without a search. Such ranges are joined
-//! with their neighbours only when no range is long enough otherwise.
+//! A freed range is first kept as it is, beside others of its length: most slots have the length of
+//! one that was freed just now, and are found without a search. Such ranges are joined with their
+//! neighbours only when no range is long enough otherwise.
 
 /// Of so many lengths, ranges are kept unjoined.
 const LENGTHS_MAX: usize = 8;

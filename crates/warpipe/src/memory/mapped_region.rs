@@ -40,7 +40,8 @@ struct LeasedRegion {
 /// backends (wrapped, in tests), each with mappings of its own.
 pub(crate) static IMPORTS: WeakCache<ImportKey, MappedRegion> = WeakCache::new();
 
-/// A published region, as one device of this process sees it.
+/// What another process shares, as one device of this process sees it: a published region, or what
+/// a lender lends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct ImportKey {
     process: u64,
@@ -48,6 +49,7 @@ pub(crate) struct ImportKey {
     /// for another one.
     uid: u32,
     generation: [u8; 16],
+    /// The region's number, or the lender's kind.
     id: u64,
     device: usize,
 }

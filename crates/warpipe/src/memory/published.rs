@@ -138,9 +138,9 @@ impl Published {
     /// A ticket for a range of the memory, in bytes. A process that opens it can reach no other
     /// bytes through this library, but maps all of the memory.
     ///
-    /// [`Error::Argument`] for a range that does not lie inside, and for one that ends
-    /// before it begins; as [`ticket`](Self::ticket).
-    /// [`ticket`](Self::ticket).
+    /// # Errors
+    /// [`Error::Argument`] for a range that does not lie inside, and for one that ends before it
+    /// begins; as [`ticket`](Self::ticket).
     pub fn ticket_of(&self, range: impl RangeBounds<u64>) -> Result<Ticket> {
         let (offset, bytes) = offset_and_length(range, self.memory.bytes())?;
         self.memory.mapping.check(self.name(), offset, bytes)?;
@@ -167,7 +167,7 @@ fn offset_and_length(range: impl RangeBounds<u64>, available: u64) -> Result<(u6
         Bound::Excluded(&end) => end,
         Bound::Unbounded => available,
     };
-    // Unbounded at its end, it begins outside, which is told of with what there is.
+    // A range without an end that begins outside is refused by `check`, which says what there is.
     match end.checked_sub(start) {
         Some(bytes) => Ok((start, bytes)),
         None if matches!(range.end_bound(), Bound::Unbounded) => Ok((start, 0)),

@@ -20,7 +20,7 @@ use crate::ipc::{Address, ClientSession, IncomingReply, Kind};
 use crate::origin::ProcessOrigin;
 use crate::wait::Wait;
 
-/// One run of an endpoint.
+/// The generation of an endpoint, which names one run of its owner.
 pub(crate) type Incarnation = [u8; 16];
 
 /// The number of the one memory of a publication.
@@ -239,7 +239,7 @@ impl Ticket {
             .map_or(Ok(()), |owner| check_reach(device, owner))
     }
 
-    /// Comes to its owner. Nobody there is an expiry, if the ticket says that somebody was.
+    /// Opens a session with its owner. If it names an incarnation that is gone, it has expired.
     pub(crate) fn attach(
         &self,
         device: &Device,

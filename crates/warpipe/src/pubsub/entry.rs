@@ -8,9 +8,9 @@ use crate::error::{Error, Result};
 use crate::shm::segment::{Entry, META_BYTES_MAX};
 use crate::tensor::{DType, Layout, RANK_MAX};
 
-/// User metadata of at most [`META_BYTES_MAX`] bytes; of a sample that does not lie in its slot
-/// behind its [place](crate::pubsub::place). The bytes are behind a pointer: most samples have none,
-/// and a sample moves often, so bytes in place would be copied with each move.
+/// The metadata of a sample, at most [`META_BYTES_MAX`] bytes: the user's, behind the tensor's
+/// [place](crate::pubsub::place) if that does not lie in the slot. The bytes are behind a pointer:
+/// most samples have none, and a sample moves often, and would copy them with each move.
 #[derive(Clone, Default)]
 pub(crate) struct Metadata(Option<Arc<[u8]>>);
 

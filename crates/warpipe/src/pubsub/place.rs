@@ -1,6 +1,6 @@
 //! The place of a tensor that is sent where it lies. An entry has it in front of the user's
-//! metadata, by `postcard`; the sample's slot has no bytes. It is untrusted: a receiver reads it once,
-//! and checks what it opens against the layout.
+//! metadata, by `postcard`; the sample's slot has no bytes. It is untrusted: a receiver reads it
+//! once, and checks what it opens against the layout.
 
 use serde::{Deserialize, Serialize};
 

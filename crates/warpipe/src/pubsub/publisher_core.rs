@@ -194,8 +194,9 @@ impl PublisherCore {
     }
 
     /// Withdraws the name, sends `Close` to every subscriber, and keeps the memory until no stream
-    /// of this process writes it any more, and the owners of tensors until no subscriber reads. The `Close` messages are in their sockets when this
-    /// returns, because the process may end then. Only the first call has an effect.
+    /// of this process writes it any more, and the owners of tensors until no subscriber reads. The
+    /// `Close` messages are in their sockets when this returns, because the process may end then.
+    /// Only the first call has an effect.
     pub(super) fn close(self: &Arc<PublisherCore>) {
         self.acceptor.iter().for_each(|it| it.close());
         let mut state = self.lock();

@@ -257,9 +257,8 @@ impl SenderRing {
 
 /// Comes between [publishing](SenderRing::publish_to_one_of_many) to several receivers and the
 /// looks whether they sleep: one fence is cheaper than an exchange for each. Pairs with the fence
-/// in
-/// [`ReceiverRing::fall_asleep`]: in the one order of the two, either the sender sees the sleeper, or
-/// the sleeper sees the sample.
+/// in [`ReceiverRing::fall_asleep`]: in the one order of the two, either the sender sees the
+/// sleeper, or the sleeper sees the sample.
 #[inline]
 pub(crate) fn fence_published() {
     atomic::fence(SeqCst);

@@ -21,7 +21,8 @@ const PREFETCH_MAX: u32 = 256;
 /// The default of [`QueueBuilder::limit`].
 const LIMIT: usize = 1 << 20;
 
-/// Results of one worker that the owner may have taken and not released.
+/// The depth of the ring of one worker's answers. Complete results that the owner keeps are set
+/// aside, and hold no entry.
 const ANSWERS: u32 = 64;
 
 /// The options of a queue, or of a [`Client`](crate::Client): its requests are the jobs of a queue,

@@ -1,12 +1,12 @@
-//! Delivers jobs, by the rule of the [`TimedLock`](crate::runtime::timed_lock).
+//! Delivers jobs.
 //!
 //! A submit gives its own stream work, and the driver may hold that call up. So it has the lock for
-//! submitting, which only users' threads take, and makes the call without the job table's lock: it
-//! records first what it is about to do ([`JobTable::insert`](super::job_table::JobTable::insert)),
-//! and afterwards the result. Meanwhile other threads may read the table, process answers and see
-//! workers end. The lease exists before the call, because its answer may come before the call
-//! returns. Its *position* is not known until then, so until then it neither expires nor ends with
-//! its worker.
+//! submitting (a [`TimedLock`](crate::runtime::timed_lock)), which only users' threads take, and
+//! makes the call without the job table's lock: it records first what it is about to do
+//! ([`JobTable::insert`](super::job_table::JobTable::insert)), and afterwards the result. Meanwhile
+//! other threads may read the table, process answers and see workers end. The lease exists before
+//! the call, because its answer may come before the call returns. Its *position* is not known until
+//! then, so until then it neither expires nor ends with its worker.
 //!
 //! A job that waited is delivered by any thread, once its data is complete: by the CPU alone.
 

@@ -109,7 +109,7 @@ impl ServerBuilder {
     }
 }
 
-/// A client of which the name was found.
+/// A client, by the name that a scan has found.
 #[derive(Debug)]
 struct ClientEntry {
     /// The tag of its worker's events.

@@ -1,6 +1,6 @@
-//! A word that one process alone raises, and a field that keeps its last value when that process
-//! has ended. **This module is marked for unsafe**: it lays out shared memory and hands its
-//! addresses to streams.
+//! A *lane*: a word that one process alone raises, its [signaler](super::signaler), and a field
+//! that keeps the last value when that process has ended. **This module is marked for unsafe**: it
+//! lays out shared memory and hands its addresses to streams.
 //!
 //! Values are from 0 to [`VALUE_MAX`]. Once the signaler is proven dead, or has given up with all
 //! its work done, the word's last value is recorded ([`SharedCounter::end`]) and the word itself is

@@ -1,10 +1,11 @@
-//! Words that several processes share: a sealed memfd of atomics alone. **This module is marked for
-//! unsafe**: it maps and registers memory. A page is one of four kinds:
+//! Pages of words that streams and processes use: atomics alone, in a sealed memfd if other
+//! processes have them. **This module is marked for unsafe**: it maps and registers memory. A page
+//! (of one or more of the system's) is one of four kinds:
 //!
 //! * **private** ([`SharedPage::private`]): of this process alone.
-//! * **of two processes** ([`UnsealedPage`], and a link's [segment](super::segment)): both write it,
-//!   neither can remove a page of it ([`seal`]). Streams wait for words of these two kinds only,
-//!   which a CPU store always releases.
+//! * **of two processes** ([`UnsealedPage`], and a link's [segment](super::segment)): both write
+//!   it, neither can remove a part of it ([`seal`]). Streams wait for words of these two kinds
+//!   only, which a CPU store always releases.
 //! * **of many** ([`SharedPage::create`]): each peer can write it and remove pages. **No stream
 //!   waits for its words**: a device keeps a removed page, which no CPU reaches any more.
 //! * **read-only** for all but its maker ([`SharedPage::publish`]).

@@ -43,7 +43,7 @@ struct Files {
 /// What a [look](NameClaim::look) at the files of a name found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum FilesSeen {
-    /// All is as it was left.
+    /// They are there, or as the last look found them.
     Unchanged,
     /// They had vanished, and are back, with a new listener.
     PutBack,

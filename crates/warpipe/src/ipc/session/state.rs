@@ -150,7 +150,7 @@ impl SessionState {
         }
     }
 
-    /// Adds a waiting request, unless the wait is over; one of zero asks for what is there. While
+    /// Adds a request, unless the wait is over; with a wait of zero it is added all the same. While
     /// [`REQUESTS_MAX`] requests are open, waits for one to end.
     pub(super) fn add_request(&self, serial: u64, wait: &Wait<'_>) -> Result<()> {
         let is_question = wait.limit().is_zero();

@@ -15,8 +15,8 @@ use crate::fork::CloseOnForkFd;
 use crate::memory::arena::{SLOTS_MAX, SlotId};
 use crate::shm::fence_words::FenceWords;
 
-/// How often [`SLOTS_MAX`] slots more are allowed at once. Those of a history cannot be more: its
-/// subscribers map the words once.
+/// The most pieces of [`SLOTS_MAX`] words. A publisher with a history has one: its subscribers map
+/// the words once.
 const PIECES_MAX: usize = 64;
 
 pub(in crate::pubsub) struct SlotFences {

@@ -90,7 +90,7 @@ pub(in crate::pubsub) struct PublisherState {
     /// Each from its welcome until it has left and holds no slot any more. All know all regions
     /// before a sample is placed: see [`announce`](Self::announce).
     pub(in crate::pubsub) links: Vec<SubscriberLink>,
-    /// A link may not know the regions as they are.
+    /// The regions have changed since they were last announced to every link.
     pub(super) must_announce: bool,
     /// For the observer, of links that are no longer in the list: see
     /// [`SubscriberLink::take_untaken`].

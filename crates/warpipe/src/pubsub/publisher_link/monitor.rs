@@ -159,10 +159,10 @@ impl PublisherMonitor {
         self.lost[self.index(position)].load(SeqCst) == position
     }
 
-    /// Releases the streams that wait for a position of a dead publisher, and marks the position
-    /// lost unless its data was complete. The mark and the word move forward only: the reactor, and
-    /// threads that receive, may handle two positions of one entry if the publisher has used it
-    /// again before it was free.
+    /// Releases the streams that wait for a position of a dead or orphaned publisher, and marks the
+    /// position lost unless its data was complete. The mark and the word move forward only: the
+    /// reactor, and threads that receive, may handle two positions of one entry if the publisher
+    /// has used it again before it was free.
     pub(super) fn release_wait(&self, position: u64) {
         let entry = self.segment.entry(position);
         if !entry.ready.reached(position) {
@@ -173,8 +173,8 @@ impl PublisherMonitor {
         }
     }
 
-    /// The publisher is proven dead: samples that are ready by now are whole and count. A stream
-    /// that waits for any other sample is released, and that sample is lost.
+    /// The publisher is proven dead, or orphaned: samples that are ready by now are whole and
+    /// count. A stream that waits for any other sample is released, and that sample is lost.
     pub(super) fn rescue(&self) {
         self.dead.store(true, SeqCst);
         let held = self.held.iter().map(|held| held.load(SeqCst));

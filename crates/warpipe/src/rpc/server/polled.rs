@@ -16,7 +16,7 @@ use crate::fork::CloseOnForkFd;
 use crate::os::timespec;
 use crate::pubsub::Subscriber;
 
-/// A timer for the directory scans of a server; it stands still.
+/// A timer for the directory scans of a server, which is not started.
 pub(super) fn scan_timer() -> Result<CloseOnForkFd> {
     let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
     let timer = CloseOnForkFd::open(|| timerfd_create(TimerfdClockId::Monotonic, flags));

@@ -65,7 +65,8 @@ struct EventHead {
     latest: LastRecording,
     /// Written by the importer: its own.
     importer_latest: LastRecording,
-    /// The serial number of the event in this slot, for diagnostics.
+    /// The lower half of the serial number of the event in this slot: its exporter resets a slot
+    /// that has another one's words.
     serial: AtomicU32,
     /// Written by the exporter: 1 while a third process has the event open and needs the
     /// recordings.

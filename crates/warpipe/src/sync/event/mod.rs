@@ -6,8 +6,8 @@
 //! entry in a page: the last recording, and a [lane](crate::shm::counter) for each recorder.
 //! Streams wait for the lane. The [`exporter`] creates a domain's events in this process, the
 //! [`importer`] opens another process's, and a page that the two share has 256 events;
-//! `docs/design/protocol.md` draws it. An importer misleads only itself: it reaches no other process's
-//! streams.
+//! `docs/design/protocol.md` draws it. An importer misleads only itself: it reaches no other
+//! process's streams.
 
 mod event_slots;
 mod event_table;
@@ -172,7 +172,7 @@ impl EventState {
     }
 }
 
-/// What is still there of a registry of this process.
+/// The values of a registry of this process that still have an owner.
 fn living<T: Send + Sync>(all: &PerProcess<Mutex<Vec<Weak<T>>>>) -> Vec<Arc<T>> {
     let mut all = all.lock();
     all.retain(|known| known.strong_count() > 0);
@@ -333,8 +333,8 @@ impl Event {
     /// its importers may record; waits are for the last recording. Recordings by one process on
     /// several streams are reached in the order of the calls. The first recording of an opened
     /// event waits for an answer of its exporter, up to 5 s, and up to 1 s where `wait` is shorter;
-    /// without it, nothing is recorded. While a third process has the event open, each recording of an opened event waits until the exporter has
-    /// forwarded it.
+    /// without it, nothing is recorded. While a third process has the event open, each recording of
+    /// an opened event waits until the exporter has forwarded it.
     ///
     /// # Errors
     /// [`Error::PeerGone`] when its exporter has died or dropped it; [`Error::Refused`] when seven

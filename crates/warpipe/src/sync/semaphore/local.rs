@@ -78,8 +78,8 @@ impl Drop for ConnectingThread {
     }
 }
 
-/// A place in the line, during a call of the user's. Dropped, by its panic, it is left, and a permit
-/// that has come is handed on.
+/// Keeps the wait slot while the user's code runs. Dropped when that code panics: the wait is
+/// cancelled, and a permit that was granted meanwhile is handed on.
 struct HeldPlace<'a> {
     local: &'a LocalSemaphore,
     slot: WaitSlot,

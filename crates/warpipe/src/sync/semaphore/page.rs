@@ -203,8 +203,8 @@ impl SemaphorePage {
     }
 
     /// Promises that `me`, which has the permit, will signal the returned value. Call it before the
-    /// signal is enqueued, and while the word is at most [`IN_FLIGHT_MAX`] behind. One store makes
-    /// the promise: a member that dies before it has promised nothing.
+    /// signal is enqueued, and while the word is less than [`IN_FLIGHT_MAX`] behind. One store
+    /// makes the promise: a member that dies before it has promised nothing.
     pub(super) fn promise(&self, permit: u32, me: u32) -> u64 {
         let value = self.due(permit).wrapping_add(1);
         self.signaller(permit, value).store(me, SeqCst);

@@ -191,7 +191,8 @@ impl RequestHandler for SemaphoreServer {
         }
     }
 
-    /// The shared page tells. A process that goes on to use its permits breaks the rules.
+    /// By the shared page. A process that still uses its permits after its socket's end breaks the
+    /// rules.
     fn on_suspect(&self, _server_core: &ServerCore, client: &ClientInfo) -> bool {
         u32::try_from(client.id).is_ok_and(|member| self.monitor.shared_page.holds(member))
     }

@@ -46,7 +46,7 @@ pub(super) fn promised_at(permits: u32, permit: u32) -> usize {
     LANES + permits as usize * COUNTER_BYTES + permit as usize * 8
 }
 
-/// Waits until something is so that no other thread tells of, at most for this long.
+/// Polls until `is_so`, which no other thread notifies of, at most for this long.
 pub(super) fn wait_until(timeout: Duration, is_so: &dyn Fn() -> bool) {
     let (mut clock, mut backoff) = (Stopwatch::default(), Backoff::default());
     while !is_so() && clock.elapsed() < timeout {
