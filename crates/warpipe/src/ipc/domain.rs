@@ -247,7 +247,7 @@ impl Domain {
     /// Removes the files of one dead endpoint, as [`clean`](Self::clean) does. Returns whether this
     /// call removed them: not if a process holds the name, or if they are no files of this library.
     pub fn clean_name(&self, name: &EndpointName) -> bool {
-        self.current().clear_up(name)
+        self.current().remove_dead(name)
     }
 
     /// What dead processes have left, by the author in the lock files: the endpoints that name one

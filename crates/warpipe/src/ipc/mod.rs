@@ -36,7 +36,7 @@ use serde::de::DeserializeOwned;
 
 pub use self::peer_state::PeerState;
 pub(crate) use self::server::{IpcServer, ServerCore};
-pub(crate) use self::session::{ClientSession, is_passing, until_found, until_open};
+pub(crate) use self::session::{ClientSession, is_transient, until_found, until_open};
 use crate::backend::DeviceId;
 use crate::error::{Error, Result};
 use crate::fork::CloseOnForkFd;

@@ -233,7 +233,7 @@ pub(crate) struct Process {
 #[derive(Default)]
 struct ProcessState {
     /// How long the process has been suspect, with its lifeline open, while this process ran.
-    orphaned: Option<Uptime>,
+    suspect_for: Option<Uptime>,
     /// The evidence that each registration at the reactor waits for.
     listeners: Vec<(DeathEvidence, u64)>,
 }
@@ -380,7 +380,7 @@ impl Process {
             DeathEvidence::Orphaned(after) => {
                 level >= PROVEN
                     || state
-                        .orphaned
+                        .suspect_for
                         .as_ref()
                         .is_some_and(|clock| clock.ran() >= after)
             }
@@ -422,7 +422,11 @@ impl Process {
             }
             if level == SUSPECT {
                 // Measured at each tick, whether anything waits for it or not.
-                self.state.locked().orphaned.get_or_insert_default().ran();
+                self.state
+                    .locked()
+                    .suspect_for
+                    .get_or_insert_default()
+                    .ran();
             }
         }
         if self.level.load(SeqCst) >= SUSPECT {
@@ -526,7 +530,7 @@ mod tests {
         process
             .state
             .locked()
-            .orphaned
+            .suspect_for
             .as_ref()
             .expect("it is suspect")
             .freeze(2 * LONG);

@@ -177,7 +177,7 @@ impl ServerCore {
     }
 
     /// Sends the last message of a connection.
-    fn say(&self, socket: &PeerSocket, message: &Message) {
+    fn send_refusal(&self, socket: &PeerSocket, message: &Message) {
         acceptor::send_refusal(self.name(), socket, message);
     }
 
@@ -231,7 +231,7 @@ impl ServerCore {
         };
         match self.is_closed.load(Ordering::SeqCst) {
             true => _ = message::send(socket.as_fd(), &Message::Close(CloseReason::Closed), &[]),
-            false => self.say(&socket, &refused.refusal()),
+            false => self.send_refusal(&socket, &refused.refusal()),
         }
     }
 
@@ -377,7 +377,7 @@ impl ConnectionUser for ServerCore {
                 Err(error) => Some(error.to_string()),
             };
             if let Some(reason) = end {
-                self.say(&socket, &refusal(false, reason));
+                self.send_refusal(&socket, &refusal(false, reason));
             }
             self.on_close(id);
             Next::Stop

@@ -50,7 +50,7 @@ impl ClientSession {
         wait: impl Into<Wait<'w>>,
     ) -> Result<(ClientSession, IncomingReply)> {
         let wait = wait.into();
-        until_found(at.domain, &wait, &mut None, is_passing, || {
+        until_found(at.domain, &wait, &mut None, is_transient, || {
             match ClientSession::attach_now(at, device, body, &wait) {
                 // A server that closes without a reply is shutting down: by the second attempt the
                 // name is free or has another server.
@@ -244,19 +244,19 @@ impl ClientSession {
 const FIND_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Waits until a name has an owner that admits this process: tries again after the errors that are
-/// passing, and returns the last of them when the wait is over. Watches the domain with `arrivals`
+/// transient, and returns the last of them when the wait is over. Watches the domain with `arrivals`
 /// meanwhile, or with an instance of its own.
 pub(crate) fn until_found<'w, T>(
     domain: &Domain,
     wait: impl Into<Wait<'w>>,
     arrivals: &mut Option<Arrivals>,
-    is_passing: fn(&Error) -> bool,
+    is_transient: fn(&Error) -> bool,
     mut attempt: impl FnMut() -> Result<T>,
 ) -> Result<T> {
     let wait = wait.into();
     loop {
         let absent = match attempt() {
-            Err(error) if is_passing(&error) => error,
+            Err(error) if is_transient(&error) => error,
             other => return other,
         };
         let left = wait.slice();
@@ -277,7 +277,7 @@ pub(crate) fn until_found<'w, T>(
 }
 
 /// Whether a name may have an owner that admits this process a moment later.
-pub(crate) fn is_passing(error: &Error) -> bool {
+pub(crate) fn is_transient(error: &Error) -> bool {
     use HandshakeFault::{Closed, NoRoom};
     matches!(
         error,

@@ -16,7 +16,7 @@
 //! * An answer that its requester does not wait for any more is given back unused.
 
 pub(crate) mod claims;
-mod ends;
+mod given_runs;
 pub(crate) mod server;
 pub(crate) mod session;
 

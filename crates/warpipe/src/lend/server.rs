@@ -6,7 +6,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::claims::Borrowers;
-use super::ends::Ends;
+use super::given_runs::GivenRuns;
 use super::{Grant, HelloReply, LendNotice, LendReply, LendRequest, Offer, Place, word_at};
 use crate::backend::DeviceId;
 use crate::error::Result;
@@ -26,7 +26,7 @@ pub(crate) struct Lending {
     ready_bytes: u64,
     ready_fd: CloseOnForkFd,
     /// The runs that borrowers may have mapped.
-    runs: Ends,
+    runs: GivenRuns,
 }
 
 /// The part of a lender that differs: what is lent, and to which borrowers.
@@ -74,7 +74,7 @@ impl Lending {
             claims_max,
             ready_bytes: ready.bytes(),
             ready_fd,
-            runs: Ends::default(),
+            runs: GivenRuns::default(),
         }
     }
 

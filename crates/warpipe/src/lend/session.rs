@@ -71,7 +71,7 @@ pub(crate) struct LendSession {
 
 #[derive(Debug)]
 struct SessionParts {
-    state: Arc<SessionState>,
+    state: Arc<BorrowerState>,
     ipc: ClientSession,
 }
 
@@ -87,7 +87,7 @@ type RunKey = (u32, Access);
 
 /// The part of a session that its observer has, too.
 #[derive(Debug)]
-struct SessionState {
+struct BorrowerState {
     terms: &'static Terms,
     words: SharedPage,
     /// Never locked during a driver call.
@@ -104,7 +104,7 @@ struct RunTable {
     is_over: bool,
 }
 
-impl SessionState {
+impl BorrowerState {
     fn word(&self, word: u32) -> &TimelineWord {
         self.words.at(word_at(word))
     }
@@ -112,7 +112,7 @@ impl SessionState {
 
 /// Gives back what comes after its requester has given up, and forgets runs that have ended. Runs on
 /// the reactor's thread: CPU stores, and locks that are not held during driver calls.
-impl SessionObserver for SessionState {
+impl SessionObserver for BorrowerState {
     fn on_closed(&self, _: bool) {
         let mut runs = self.runs.locked();
         runs.is_over = true;
@@ -179,7 +179,7 @@ impl LendSession {
             return Err(Error::protocol(name, "page", found, allowed));
         }
         let of_streams = terms.has_streams.then_some(device);
-        let state = Arc::new(SessionState {
+        let state = Arc::new(BorrowerState {
             terms,
             words: SharedPage::open(of_streams, words, claims_bytes, &name)?,
             runs: Mutex::default(),

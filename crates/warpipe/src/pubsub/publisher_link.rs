@@ -87,8 +87,7 @@ pub(in crate::pubsub) struct RingTerms {
     pub(in crate::pubsub) name: String,
     /// The receiver's.
     pub(in crate::pubsub) device: Device,
-    /// The sender's.
-    pub(in crate::pubsub) owner: DeviceId,
+    pub(in crate::pubsub) sender_device: DeviceId,
     /// The publisher's.
     pub(in crate::pubsub) generation: [u8; 16],
     /// That of the publisher that gave the samples their numbers.
@@ -223,8 +222,8 @@ impl ReceiverEnd {
         self.monitor.sender_state()
     }
 
-    fn set_link_state(&self, sender_state: SenderState) {
-        self.monitor.set_link_state(sender_state);
+    fn set_sender_state(&self, sender_state: SenderState) {
+        self.monitor.set_sender_state(sender_state);
         self.doorbell.ring();
     }
 
@@ -279,7 +278,7 @@ impl ReceiverEnd {
         }
         drop(fault);
         self.end.say_close(close_reason);
-        self.set_link_state(SenderState::Failed);
+        self.set_sender_state(SenderState::Failed);
     }
 
     /// Asks for no more samples. Samples that are held stay valid.
@@ -291,12 +290,12 @@ impl ReceiverEnd {
         match close_reason {
             CloseReason::Closed => {
                 trace::emit(|| TraceEvent::OwnerClosed(self.terms.name.clone(), self.end.peer.pid));
-                self.set_link_state(SenderState::Closed);
+                self.set_sender_state(SenderState::Closed);
             }
             CloseReason::Evicted(reason) | CloseReason::Failed(reason) => {
                 let name = self.terms.name.clone();
                 self.fault.locked().keep(Error::Evicted { name, reason });
-                self.set_link_state(SenderState::Evicted);
+                self.set_sender_state(SenderState::Evicted);
             }
         }
     }
@@ -345,7 +344,7 @@ impl ConnectionUser for ReceiverEnd {
     }
 
     fn on_close(&self, _: u64) {
-        self.set_link_state(SenderState::Suspect);
+        self.set_sender_state(SenderState::Suspect);
     }
 
     /// The publisher's messages are read before its end is reported, in whatever order the two

@@ -126,7 +126,7 @@ impl Receipt {
 
 /// Where a sample's tensor lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Lies {
+pub(super) enum TensorLocation {
     InSlot,
     /// At the [place](super::place) that its metadata begins with, which is not open yet: its
     /// address is not the tensor's.
@@ -146,7 +146,7 @@ pub(crate) struct RawSample {
     /// 0 for none.
     sent_ns: u64,
     is_released: bool,
-    pub(super) lies: Lies,
+    pub(super) location: TensorLocation,
 }
 
 impl RawSample {
@@ -160,16 +160,16 @@ impl RawSample {
             metadata: checked.metadata,
             sent_ns: checked.sent_ns,
             is_released: false,
-            lies: match checked.is_in_place {
-                true => Lies::Unopened,
-                false => Lies::InSlot,
+            location: match checked.is_in_place {
+                true => TensorLocation::Unopened,
+                false => TensorLocation::InSlot,
             },
         }
     }
 
     /// Its tensor has been opened at this address.
-    pub(super) fn lie_at(&mut self, address: DevicePtr, metadata: Metadata) {
-        (self.address, self.metadata, self.lies) = (address, metadata, Lies::InPlace);
+    pub(super) fn open_at(&mut self, address: DevicePtr, metadata: Metadata) {
+        (self.address, self.metadata, self.location) = (address, metadata, TensorLocation::InPlace);
     }
 
     pub(crate) fn metadata(&self) -> &[u8] {
@@ -262,7 +262,7 @@ impl Sample {
     /// Whether it lies in memory of its sender's own, which was [sent without a
     /// copy](crate::Publisher::loan_in). It is read and released as any other.
     pub fn is_in_place(&self) -> bool {
-        self.raw.lies == Lies::InPlace
+        self.raw.location == TensorLocation::InPlace
     }
 
     /// The tensor's layout.

@@ -179,7 +179,7 @@ impl Subscriber {
         // Of this wait alone, unless the subscriber keeps one to reconnect.
         let mut arrivals = self.arrivals.take();
         let keeps = arrivals.is_some();
-        let found = until_found(&domain, wait, &mut arrivals, is_passing, || {
+        let found = until_found(&domain, wait, &mut arrivals, is_transient, || {
             let attached = self.at.attach(wait);
             let link = attached.inspect_err(|_| statistics::write_slow_paths())?;
             self.attach_to(link)
@@ -404,7 +404,7 @@ impl Subscriber {
             // Once more at most: an attempt that begins in this call has no result in it.
             match self.follow() {
                 Ok(true) => {}
-                Err(error) if !is_passing(&error) => return Err(error),
+                Err(error) if !is_transient(&error) => return Err(error),
                 Ok(false) | Err(_) => return Ok(None),
             }
         }
@@ -509,9 +509,9 @@ impl Iterator for Samples<'_> {
 }
 
 /// Whether trying again later can help: also where a stopped publisher may have a successor.
-fn is_passing(error: &Error) -> bool {
+fn is_transient(error: &Error) -> bool {
     let silent = |fault: &HandshakeFault| matches!(fault, HandshakeFault::Silent(_));
-    ipc::is_passing(error) || matches!(error, Error::Handshake { fault, .. } if silent(fault))
+    ipc::is_transient(error) || matches!(error, Error::Handshake { fault, .. } if silent(fault))
 }
 
 /// Whether the error is the end of one link: ended by its publisher, or closed by this end, which

@@ -219,8 +219,8 @@ impl<I, R> JobTable<I, R> {
 
     /// Removes the job that was inserted last. If no worker has seen it, the next job gets its
     /// number. Returns its metadata.
-    pub(super) fn undo_insert(&mut self, id: u64, is_untold: bool) -> Vec<u8> {
-        if is_untold {
+    pub(super) fn undo_insert(&mut self, id: u64, is_unseen: bool) -> Vec<u8> {
+        if is_unseen {
             self.next_job = id;
         }
         self.cancel(id).map_or_else(Vec::new, |job| job.metadata)

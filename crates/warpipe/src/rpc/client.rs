@@ -3,7 +3,7 @@
 use std::ops::Deref;
 use std::time::Duration;
 
-use super::{client_prefix, service_name};
+use super::{check_service_name, client_prefix};
 use crate::clock::now_ns;
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -33,7 +33,7 @@ impl QueueBuilder<Client> {
     /// # Errors
     /// [`Error::Name`] (at most 40 bytes), and the others of [`QueueBuilder::build`].
     pub fn build(self) -> Result<Client> {
-        service_name(&self.name)?;
+        check_service_name(&self.name)?;
         let mut tries = 0;
         loop {
             let [a, b, c, d, ..] = new_generation();

@@ -29,7 +29,7 @@ use crate::ipc::domain::EndpointName;
 const SERVICE_NAME_BYTES_MAX: usize = 40;
 
 /// Checks the name of a service.
-fn service_name(name: &str) -> Result<EndpointName> {
+fn check_service_name(name: &str) -> Result<EndpointName> {
     let too_long = "it is longer than 40 bytes, the most for a service";
     EndpointName::of_at_most(SERVICE_NAME_BYTES_MAX, name, too_long)
 }

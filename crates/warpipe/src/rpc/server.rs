@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
 
-use super::{client_prefix, service_name};
+use super::{check_service_name, client_prefix};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::{CloseOnForkFd, OwnerProcess};
@@ -78,7 +78,7 @@ impl ServerBuilder {
     /// # Errors
     /// [`Error::Name`] (at most 40 bytes), [`Error::Domain`], or an error of the system.
     pub fn build(self) -> Result<Server> {
-        service_name(&self.service)?;
+        check_service_name(&self.service)?;
         let domain = self.shared.domain()?;
         let device = self.shared.device();
         check_limit(&device, self.shared.memory_limit)?;

@@ -128,7 +128,7 @@ impl Files {
     fn make(domain: &Domain, name: &EndpointName, is_open_to_others: bool) -> Result<Files> {
         let place = domain.place(name)?;
         let (lock, listener, socket) =
-            Files::appear(domain, name, is_open_to_others, Some(&place))?;
+            Files::create(domain, name, is_open_to_others, Some(&place))?;
         Ok(Files {
             domain: domain.clone(),
             place,
@@ -141,7 +141,7 @@ impl Files {
     }
 
     /// Locks the name, and listens under it. An error leaves no file.
-    fn appear(
+    fn create(
         domain: &Domain,
         name: &EndpointName,
         is_open_to_others: bool,
@@ -178,7 +178,7 @@ impl Files {
         // the name meanwhile.
         self.remove(name);
         (self.lock, self.listener, self.socket) =
-            Files::appear(&self.domain, name, is_open_to_others, None)?;
+            Files::create(&self.domain, name, is_open_to_others, None)?;
         self.are_missing = false;
         Ok(())
     }

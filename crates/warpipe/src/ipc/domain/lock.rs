@@ -221,7 +221,7 @@ impl Domain {
 
     /// Removes the files of a dead owner of `name`, if they exist and its death is proven. Returns
     /// whether this call did.
-    pub(super) fn clear_up(&self, name: &EndpointName) -> bool {
+    pub(super) fn remove_dead(&self, name: &EndpointName) -> bool {
         let Ok(lock) = LockFile::open(self, name, OFlags::RDWR) else {
             return false;
         };
@@ -355,13 +355,13 @@ mod tests {
                     assert!(start.elapsed() < CLEAR_TIMEOUT);
                     std::thread::yield_now();
                 }
-                assert!(!domain.clear_up(&name), "no other cleaner begins");
+                assert!(!domain.remove_dead(&name), "no other cleaner begins");
                 if removes {
                     std::fs::remove_file(folder.join("a.lock")).unwrap();
                 }
                 drop(lock);
                 let claim = coming.join().unwrap().expect("the name");
-                assert!(!domain.clear_up(&name));
+                assert!(!domain.remove_dead(&name));
                 assert!(folder.join("a.sock").exists() && domain.clean().unwrap().is_empty());
                 drop(claim);
             });

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::state::{PendingRequest, REQUESTS_MAX};
-use super::{is_passing, until_found};
+use super::{is_transient, until_found};
 use crate::error::{Error, HandshakeFault};
 use crate::ipc::connection::{ConnectionEvent, ConnectionUser};
 use crate::ipc::domain::{Domain, EndpointName};
@@ -378,7 +378,7 @@ fn a_client_that_waits_for_a_name_outlasts_its_owners_shortage_and_its_end() {
         &domain,
         Duration::from_secs(10),
         &mut None,
-        is_passing,
+        is_transient,
         || answers.pop().unwrap(),
     );
     assert_eq!(found.unwrap(), "found");
@@ -387,14 +387,14 @@ fn a_client_that_waits_for_a_name_outlasts_its_owners_shortage_and_its_end() {
         &domain,
         Duration::from_secs(10),
         &mut None,
-        is_passing,
+        is_transient,
         || {
             count += 1;
             Err::<(), _>(fault(HandshakeFault::Refused("no".into())))
         },
     );
     assert!(refused.is_err() && count == 1);
-    let late = until_found(&domain, Duration::ZERO, &mut None, is_passing, || {
+    let late = until_found(&domain, Duration::ZERO, &mut None, is_transient, || {
         Err::<(), _>(fault(HandshakeFault::NoRoom("none".into())))
     });
     assert!(late.is_err());

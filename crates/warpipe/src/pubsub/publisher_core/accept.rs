@@ -118,7 +118,7 @@ impl PublisherCore {
         let terms = RingTerms {
             name: self.name.clone(),
             device: self.device.clone(),
-            owner: device,
+            sender_device: device,
             generation,
             source: generation,
             lossless: true,

@@ -108,7 +108,7 @@ impl ConnectOptions {
         let fault = |fault| client.fault(fault);
         let Message::Welcome {
             generation,
-            device: owner,
+            device: sender_device,
             depth,
             lossless,
             source,
@@ -120,9 +120,9 @@ impl ConnectOptions {
             return Err(fault(welcome.unexpected("Welcome")));
         };
         let reader = self.device.info().id;
-        if owner.kind != reader.kind {
+        if sender_device.kind != reader.kind {
             return Err(fault(HandshakeFault::Device {
-                publisher: owner.to_string(),
+                publisher: sender_device.to_string(),
                 subscriber: reader.to_string(),
             }));
         }
@@ -142,7 +142,7 @@ impl ConnectOptions {
         let terms = RingTerms {
             name: client.name.clone(),
             device: self.device.clone(),
-            owner,
+            sender_device,
             generation,
             source,
             lossless,

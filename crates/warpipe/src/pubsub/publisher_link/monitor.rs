@@ -132,7 +132,7 @@ impl PublisherMonitor {
     }
 
     /// Moves away from `Open`, once.
-    pub(super) fn set_link_state(&self, sender_state: SenderState) {
+    pub(super) fn set_sender_state(&self, sender_state: SenderState) {
         let (open, now) = (SenderState::Open as u8, sender_state as u8);
         let _ = self
             .sender_state

@@ -44,13 +44,23 @@ impl ReceiverEnd {
             let allowed = format!("a larger one, beside fewer than {OPEN_MAX}");
             return Err(self.wrong("region number", found, allowed));
         }
-        let RingTerms { device, owner, .. } = &self.terms;
+        let RingTerms {
+            device,
+            sender_device,
+            ..
+        } = &self.terms;
         let unit = device.backend().granularity();
         if bytes == 0 || !bytes.is_multiple_of(unit) || bytes > i64::MAX as u64 {
             let allowed = format!("a multiple of {unit}");
             return Err(self.wrong("region length", format!("{bytes} bytes"), allowed));
         }
-        let region = Region::import(device, &[fds[0].as_fd()], bytes, Access::Read, *owner)?;
+        let region = Region::import(
+            device,
+            &[fds[0].as_fd()],
+            bytes,
+            Access::Read,
+            *sender_device,
+        )?;
         fds[0].approve();
         region.identify(self.terms.generation, id.into());
         self.regions().push((id, Arc::new(region)));

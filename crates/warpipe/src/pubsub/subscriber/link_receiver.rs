@@ -19,7 +19,7 @@ use crate::pubsub::place::Place;
 use crate::pubsub::publisher_link::{OpenMemory, PublisherLink, SenderState};
 use crate::pubsub::ring::ReceiverRing;
 use crate::pubsub::sample::{
-    Discontinuity, Lies, PreviousPublisher, Rare, RawSample, Receipt, Sample,
+    Discontinuity, PreviousPublisher, Rare, RawSample, Receipt, Sample, TensorLocation,
 };
 use crate::runtime::heartbeat::Uptime;
 use crate::shm::segment::DEPTH_MAX;
@@ -139,7 +139,7 @@ impl LinkReceiver {
         ended: &mut Option<EndedLink>,
     ) -> Result<Option<Sample>> {
         while let Some(taken) = self.next()? {
-            if taken.lies == Lies::Unopened {
+            if taken.location == TensorLocation::Unopened {
                 self.taken = Some(taken);
                 return Ok(None);
             }
@@ -172,7 +172,7 @@ impl LinkReceiver {
         let taken = self.next()?;
         if taken
             .as_ref()
-            .is_some_and(|taken| taken.lies != Lies::InSlot)
+            .is_some_and(|taken| taken.location != TensorLocation::InSlot)
         {
             return Err(self.fail(violation("flags", "a tensor in place", "a slot")));
         }
@@ -184,12 +184,12 @@ impl LinkReceiver {
     /// False if there is none to open. A sample that cannot be opened is released; one whose `wait`
     /// is over stays the next.
     pub(super) fn open_taken(&mut self, domain: &Domain, wait: &Wait<'_>) -> Result<bool> {
-        let is_unopened = |taken: &mut RawSample| taken.lies == Lies::Unopened;
+        let is_unopened = |taken: &mut RawSample| taken.location == TensorLocation::Unopened;
         let Some(mut taken) = self.taken.take_if(is_unopened) else {
             return Ok(false);
         };
         match self.open(&taken, domain, wait) {
-            Ok((address, metadata)) => taken.lie_at(address, metadata),
+            Ok((address, metadata)) => taken.open_at(address, metadata),
             Err(error @ Error::Timeout { .. }) => {
                 self.taken = Some(taken);
                 return Err(error);

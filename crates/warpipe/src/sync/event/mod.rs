@@ -50,7 +50,7 @@ crate::ipc::messages!(event_table::EventRequest, event_table::PageRequest);
 pub(crate) use handle::forged;
 
 /// The time that a dying process may take to close its socket: 205 ms were measured under MPS.
-const MAKER_DEATH_WAIT: Duration = Duration::from_millis(500);
+const EXPORTER_DEATH_WAIT: Duration = Duration::from_millis(500);
 
 /// The options of an event. See [`Event::builder`].
 #[derive(Debug, Clone)]
@@ -296,7 +296,7 @@ impl Event {
         // A driver cannot open an event of a dying process, and its error does not give that
         // reason.
         let raw = raw.map_err(
-            |error| match importer.session.ends_within(MAKER_DEATH_WAIT) {
+            |error| match importer.session.ends_within(EXPORTER_DEATH_WAIT) {
                 true => importer.session.owner_gone(),
                 false => error,
             },

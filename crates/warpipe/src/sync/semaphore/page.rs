@@ -37,7 +37,7 @@ const HANDED: usize = 8;
 const BITS: usize = 64;
 const WAIT_SLOTS_AT: usize = PAGE_BYTES;
 const WAIT_SLOT_BYTES: usize = 64;
-const PERMIT: usize = WAIT_SLOTS_AT + WAIT_SLOTS as usize * WAIT_SLOT_BYTES;
+const PERMITS_AT: usize = WAIT_SLOTS_AT + WAIT_SLOTS as usize * WAIT_SLOT_BYTES;
 const PERMIT_BYTES: usize = 64;
 
 /// Offsets in a wait slot.
@@ -52,8 +52,9 @@ const WORD: usize = 16;
 const SIGNALLERS: usize = 32;
 
 const _: () = assert!(SIGNALLERS + IN_FLIGHT_MAX as usize * size_of::<u32>() == PERMIT_BYTES);
-const _: () =
-    assert!(WORD.is_multiple_of(align_of::<TimelineWord>()) && PERMIT.is_multiple_of(PERMIT_BYTES));
+const _: () = assert!(
+    WORD.is_multiple_of(align_of::<TimelineWord>()) && PERMITS_AT.is_multiple_of(PERMIT_BYTES)
+);
 const _: () =
     assert!(BITS + WAIT_SLOTS as usize / 8 <= PAGE_BYTES && PERMITS_MAX - 1 == STATE_PERMIT as u32);
 
@@ -88,7 +89,7 @@ fn permit_of(state: u64) -> u32 {
 
 /// Bytes of the page for this many permits.
 pub(super) fn bytes_for(permits: u32) -> usize {
-    (PERMIT + permits as usize * PERMIT_BYTES).next_multiple_of(PAGE_BYTES)
+    (PERMITS_AT + permits as usize * PERMIT_BYTES).next_multiple_of(PAGE_BYTES)
 }
 
 /// A wait slot that this member has.
@@ -173,7 +174,7 @@ impl SemaphorePage {
 
     fn in_permit(&self, permit: u32, field: usize) -> usize {
         assert!(permit < self.permits);
-        PERMIT + permit as usize * PERMIT_BYTES + field
+        PERMITS_AT + permit as usize * PERMIT_BYTES + field
     }
 
     fn owner(&self, permit: u32) -> &AtomicU64 {

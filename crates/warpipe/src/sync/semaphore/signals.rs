@@ -83,9 +83,9 @@ impl PairPage {
     }
 }
 
-/// A member that signals this process's waiting streams.
+/// A member that this process's streams wait for, and the page on which it signals.
 #[derive(Debug)]
-struct HeardMember {
+struct AwaitedMember {
     pair_page: PairPage,
     is_dead: bool,
 }
@@ -105,7 +105,7 @@ pub(super) struct MemberSignals {
     /// Pages of former listeners, which stay until this process's streams are past their work.
     replaced: Mutex<Vec<Weak<SharedPage>>>,
     /// No driver call is made under this lock: the reactor takes it.
-    heard: Mutex<BTreeMap<u32, HeardMember>>,
+    awaited: Mutex<BTreeMap<u32, AwaitedMember>>,
 }
 
 impl MemberSignals {
@@ -132,7 +132,7 @@ impl MemberSignals {
             signalers: signalers.collect(),
             listeners: Mutex::default(),
             replaced: Mutex::default(),
-            heard: Mutex::default(),
+            awaited: Mutex::default(),
         }))
     }
 
@@ -165,11 +165,15 @@ impl MemberSignals {
                 let signaler = &self.signalers[permit as usize];
                 signaler.own().wait_op(signaler.last())
             } else {
-                self.heard.locked().get(&signaller).and_then(|heard| {
+                self.awaited.locked().get(&signaller).and_then(|awaited| {
                     // No lane reaches a larger value, not even by its end: such a promise is
                     // garbage.
-                    let promised = heard.pair_page.promised(permit).load(SeqCst).min(VALUE_MAX);
-                    heard.pair_page.lane(permit).wait_op(promised)
+                    let promised = awaited
+                        .pair_page
+                        .promised(permit)
+                        .load(SeqCst)
+                        .min(VALUE_MAX);
+                    awaited.pair_page.lane(permit).wait_op(promised)
                 })
             };
             waits.extend(wait.filter(|wait| !waits.contains(wait)));
@@ -179,7 +183,7 @@ impl MemberSignals {
 
     /// Whether this process's streams can wait for the member's.
     pub(super) fn is_connected(&self, member: u32) -> bool {
-        member == self.member || self.heard.locked().contains_key(&member)
+        member == self.member || self.awaited.locked().contains_key(&member)
     }
 
     /// Makes a page that this member and one that signals to it are to share.
@@ -213,16 +217,16 @@ impl MemberSignals {
             self.drop_page_deferred(pair_page);
             return Ok(false);
         }
-        let earlier = self.heard.locked().insert(
+        let earlier = self.awaited.locked().insert(
             member,
-            HeardMember {
+            AwaitedMember {
                 pair_page,
                 is_dead: false,
             },
         );
         earlier
             .into_iter()
-            .for_each(|heard| self.drop_page_deferred(heard.pair_page));
+            .for_each(|awaited| self.drop_page_deferred(awaited.pair_page));
         Ok(true)
     }
 
@@ -279,11 +283,11 @@ impl MemberSignals {
     /// Runs on the reactor's thread, which no driver call blocks: CPU stores alone. A dead member's
     /// device may have written a lower value after its page was raised.
     pub(super) fn tick(&self) {
-        self.heard
+        self.awaited
             .locked()
             .values()
-            .filter(|heard| heard.is_dead)
-            .for_each(|heard| heard.pair_page.end_waits());
+            .filter(|awaited| awaited.is_dead)
+            .for_each(|awaited| awaited.pair_page.end_waits());
     }
 
     /// Whether listeners have every count that this process's streams have reached.
@@ -298,9 +302,9 @@ impl MemberSignals {
     /// The member is proven dead, or has completed all its signals: streams that wait for it are
     /// released. CPU stores alone.
     pub(super) fn end_waits(&self, member: u32) {
-        if let Some(heard) = self.heard.locked().get_mut(&member) {
-            heard.is_dead = true;
-            heard.pair_page.end_waits();
+        if let Some(awaited) = self.awaited.locked().get_mut(&member) {
+            awaited.is_dead = true;
+            awaited.pair_page.end_waits();
         }
     }
 
@@ -308,10 +312,10 @@ impl MemberSignals {
     pub(super) fn remove_member(&self, member: u32) {
         self.end_waits(member);
         self.remove_listener(member);
-        let heard = self.heard.locked().remove(&member);
-        heard
+        let awaited = self.awaited.locked().remove(&member);
+        awaited
             .into_iter()
-            .for_each(|heard| self.drop_page_deferred(heard.pair_page));
+            .for_each(|awaited| self.drop_page_deferred(awaited.pair_page));
     }
 
     /// Drops a page behind the enqueued work of its streams.
@@ -330,10 +334,10 @@ impl MemberSignals {
             .map(|(_, pair_page)| pair_page.page.clone());
         served
             .chain(
-                self.heard
+                self.awaited
                     .locked()
                     .get(&member)
-                    .map(|heard| heard.pair_page.page.clone()),
+                    .map(|awaited| awaited.pair_page.page.clone()),
             )
             .collect()
     }

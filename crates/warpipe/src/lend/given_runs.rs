@@ -9,19 +9,19 @@ use crate::mutex::LockUnpoisoned;
 
 /// Never held during a driver call, or while a client is told.
 #[derive(Debug, Default)]
-pub(crate) struct Ends {
-    clients: Mutex<HashMap<u64, Given>>,
+pub(crate) struct GivenRuns {
+    clients: Mutex<HashMap<u64, ClientRuns>>,
 }
 
-/// What one client was given, until it is told of the end.
+/// The runs of one client, each until it is told of the end.
 #[derive(Debug, Default)]
-struct Given {
+struct ClientRuns {
     held: HashSet<u32>,
     ended: Vec<u32>,
 }
 
-impl Ends {
-    /// A connected client may have this from now on.
+impl GivenRuns {
+    /// A connected client may map this run from now on.
     pub(crate) fn give(&self, client: u64, number: u32) {
         self.clients
             .locked()
@@ -31,7 +31,7 @@ impl Ends {
             .insert(number);
     }
 
-    /// Whether a connected client has this, and has not been told of its end.
+    /// Whether a connected client may map this run, and has not been told of its end.
     pub(crate) fn has(&self, client: u64, number: u32) -> bool {
         let clients = self.clients.locked();
         clients
@@ -44,7 +44,7 @@ impl Ends {
         self.clients.locked().remove(&client);
     }
 
-    /// The server has this no longer.
+    /// The lender no longer has this run.
     pub(crate) fn end(&self, number: u32) {
         for given in self.clients.locked().values_mut() {
             if given.held.remove(&number) {
@@ -53,8 +53,8 @@ impl Ends {
         }
     }
 
-    /// Calls `tell` for each client and end of which it was not told; false says that it cannot be
-    /// told now.
+    /// Calls `tell` for each client and ended run of which it was not told; false says that it
+    /// cannot be told now.
     pub(crate) fn tell(&self, tell: impl Fn(u64, u32) -> bool) {
         let mut due = vec![];
         for (&client, given) in self.clients.locked().iter_mut() {
@@ -80,7 +80,7 @@ mod tests {
 
     #[test]
     fn a_client_is_told_of_each_end_that_concerns_it_also_if_it_is_stopped_meanwhile() {
-        let (ends, told) = (Ends::default(), RefCell::new(vec![]));
+        let (ends, told) = (GivenRuns::default(), RefCell::new(vec![]));
         for (client, number) in [(1, 10), (1, 11), (1, 11), (2, 11), (3, 10)] {
             ends.give(client, number);
         }
