@@ -1,8 +1,8 @@
-//! A *lane*: a word that one process alone raises, its [signaler](super::signaler), and a field
+//! A *lane*: a word that one process alone raises, its [signaller](super::signaller), and a field
 //! that keeps the last value when that process has ended. **This module is marked for unsafe**: it
 //! lays out shared memory and hands its addresses to streams.
 //!
-//! Values are from 0 to [`VALUE_MAX`]. Once the signaler is proven dead, or has given up with all
+//! Values are from 0 to [`VALUE_MAX`]. Once the signaller is proven dead, or has given up with all
 //! its work done, the word's last value is recorded ([`SharedCounter::end`]) and the word itself is
 //! raised to [`ENDED`], above every value that a stream can wait for. So one store, by the first
 //! process that sees the end, releases every stream that waits, now and later. A released waiter
@@ -34,7 +34,7 @@ pub(super) struct CounterWords {
     pub(super) word: TimelineWord,
     /// 0 while the counter may still be raised, then the last value and 1.
     last: AtomicU64,
-    /// Its signaler's process id, for people.
+    /// Its signaller's process id, for people.
     pid: AtomicU32,
     _reserved: AtomicU32,
 }
@@ -98,12 +98,12 @@ impl SharedCounter {
         self.words().pid.load(SeqCst) as i32
     }
 
-    /// Records this process as the signaler.
+    /// Records this process as the signaller.
     pub(crate) fn write_pid(&self) {
         self.words().pid.store(std::process::id(), SeqCst);
     }
 
-    /// Records the signaler of `other`.
+    /// Records the signaller of `other`.
     pub(crate) fn copy_pid(&self, other: &SharedCounter) {
         self.words()
             .pid
@@ -137,7 +137,7 @@ impl SharedCounter {
         }
     }
 
-    /// As [`end`](Self::end), for the signaler itself, which knows the last value and need not
+    /// As [`end`](Self::end), for the signaller itself, which knows the last value and need not
     /// trust the word.
     pub(crate) fn end_at(&self, value: u64) {
         let words = self.words();

@@ -5,4 +5,4 @@ pub(crate) mod fence_words;
 pub(crate) mod page;
 pub(crate) mod seal;
 pub(crate) mod segment;
-pub(crate) mod signaler;
+pub(crate) mod signaller;

@@ -30,7 +30,7 @@ use crate::runtime::fence::{Fence, StreamSet};
 use crate::runtime::reactor::Reactor;
 use crate::shm::counter::{COUNTER_BYTES, SharedCounter, VALUE_MAX, WaitStatus};
 use crate::shm::page::{PAGE_BYTES, SharedPage};
-use crate::shm::signaler::Signaler;
+use crate::shm::signaller::Signaller;
 use crate::stream::Stream;
 use crate::sync::pair;
 use crate::wait::Wait;
@@ -73,13 +73,13 @@ impl TimelineBuilder {
             LANE_OFFSET,
         );
         let (published, fd) = SharedPage::publish(Some(&device), COUNTER_BYTES)?;
-        let signaler = Arc::new(
-            Signaler::new(lane.clone(), 0)
+        let signaller = Arc::new(
+            Signaller::new(lane.clone(), 0)
                 .publishing(SharedCounter::new(&Arc::new(published), LANE_OFFSET)),
         );
         let timeline_server = Arc::new(TimelineServer {
             device: device.clone(),
-            signaler,
+            signaller,
             signalling: Arc::default(),
             published: fd,
         });
@@ -244,15 +244,15 @@ impl Timeline {
     /// [`Error::Argument`] above [`VALUE_MAX`](Self::VALUE_MAX), or for a stream of another device;
     /// [`Error::Capturing`] for a stream that is being captured; [`Error::Timeout`] while the
     /// driver blocks another thread's signal (its stream's launch queue is full), and nothing was
-    /// signaled; [`Error::Driver`].
+    /// signalled; [`Error::Driver`].
     pub fn signal<'w>(&self, stream: &Stream, value: u64, wait: impl Into<Wait<'w>>) -> Result<()> {
         let TimelineServer {
-            signaler,
+            signaller,
             signalling,
             ..
         } = &*self.signals()?.timeline_server;
         stream.check_usable(&self.device)?;
-        signaler
+        signaller
             .raise_within(wait, stream, signalling, &[], |last| {
                 self.check_above(value, last)
             })
@@ -265,8 +265,8 @@ impl Timeline {
     /// As for [`signal`](Self::signal), and [`Error::SignalPending`] while a stream has yet to
     /// signal an earlier value.
     pub fn signal_now<'w>(&self, value: u64, wait: impl Into<Wait<'w>>) -> Result<()> {
-        let signaler = &self.signals()?.timeline_server.signaler;
-        signaler.raise_now(wait, |last, reached| {
+        let signaller = &self.signals()?.timeline_server.signaller;
+        signaller.raise_now(wait, |last, reached| {
             self.above_reached(value, last, reached)
         })
     }
@@ -288,7 +288,7 @@ impl Timeline {
         self.owner_process.check()?;
         stream.check_usable(&self.device)?;
         let limit = match &self.role {
-            TimelineRole::Owner { signals, .. } => signals.timeline_server.signaler.last(),
+            TimelineRole::Owner { signals, .. } => signals.timeline_server.signaller.last(),
             TimelineRole::Importer { .. } => VALUE_MAX,
         };
         if value > limit {
@@ -428,17 +428,17 @@ struct OwnerSignals {
 
 impl Drop for OwnerSignals {
     fn drop(&mut self) {
-        let signaler = self.timeline_server.signaler.clone();
+        let signaller = self.timeline_server.signaller.clone();
         let mut signalled = Fence::later(self.timeline_server.signalling.clone());
         let mut waited = Fence::later(self.waiting.clone());
         let mut has_ended = false;
         self.reactor.drop_after(move || {
-            let is_caught_up = signaler.catch_up();
+            let is_caught_up = signaller.catch_up();
             if !signalled.is_reached() || !is_caught_up {
                 return false;
             }
             if !std::mem::replace(&mut has_ended, true) {
-                signaler.end();
+                signaller.end();
             }
             waited.is_reached()
         });

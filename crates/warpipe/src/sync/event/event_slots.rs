@@ -13,7 +13,7 @@ use crate::ipc::peer::Process;
 use crate::ipc::{ClientInfo, Disconnected, Rejection};
 use crate::runtime::reactor::Reactor;
 use crate::shm::counter::SharedCounter;
-use crate::shm::signaler::Signaler;
+use crate::shm::signaller::Signaller;
 
 #[derive(Default)]
 pub(super) struct ExporterState {
@@ -42,9 +42,9 @@ pub(super) struct EventSlot {
     pub(super) event_words: EventWords,
     pub(super) serial: u64,
     pub(super) phase: SlotPhase,
-    /// The signaler of lane 0. It outlives the event: pending signals of its streams belong to its
+    /// The signaller of lane 0. It outlives the event: pending signals of its streams belong to its
     /// count.
-    pub(super) signaler: Arc<Signaler>,
+    pub(super) signaller: Arc<Signaller>,
     pub(super) openings: Vec<Opening>,
     /// Whether any importer has ever opened it.
     pub(super) is_shared: bool,
@@ -147,7 +147,7 @@ impl EventSlot {
     }
 
     pub(super) fn end_all(&self) {
-        self.signaler.end();
+        self.signaller.end();
         (1..LANES_PER_EVENT).for_each(|lane| self.end_lane(lane));
     }
 
@@ -176,7 +176,7 @@ impl EventSlot {
     fn remove(&mut self, client: u64) {
         self.take_over_lane(client);
         self.openings.retain(|opening| opening.client != client);
-        drop(self.signaler.remove(client));
+        drop(self.signaller.remove(client));
         self.tell_of_others();
     }
 
@@ -215,7 +215,7 @@ impl EventSlot {
                 lane.bring_up(mirror.value())
             }
         }
-        self.signaler.add_late(client, &words.lane(0), reactor);
+        self.signaller.add_late(client, &words.lane(0), reactor);
     }
 }
 
@@ -232,7 +232,7 @@ impl ExporterState {
             event_words: event_page.event_words(index),
             serial: 1,
             phase: SlotPhase::Free,
-            signaler: Arc::new(event_page.signaler(index, 0, 0)),
+            signaller: Arc::new(event_page.signaller(index, 0, 0)),
             openings: Vec::new(),
             is_shared: false,
             is_forwarding: false,
@@ -281,8 +281,8 @@ impl ExporterState {
         }
         slot.event_words.lanes().for_each(|lane| lane.reset());
         slot.is_shared = false;
-        slot.signaler =
-            Arc::new(self.pages[index as usize / EVENTS_PER_PAGE].signaler(index, 0, 0));
+        slot.signaller =
+            Arc::new(self.pages[index as usize / EVENTS_PER_PAGE].signaller(index, 0, 0));
         self.free_slot(index);
     }
 

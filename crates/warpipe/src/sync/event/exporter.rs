@@ -112,7 +112,7 @@ impl EventExporter {
         let slot = &mut state.slots[index as usize];
         slot.phase = SlotPhase::Live(Weak::new());
         slot.event_words.forget_latest(slot.serial);
-        let lane = OnceLock::from((0, slot.signaler.clone()));
+        let lane = OnceLock::from((0, slot.signaller.clone()));
         let state = EventState::new(index, slot.serial, slot.event_words.clone());
         Ok(EventState { lane, ..state })
     }

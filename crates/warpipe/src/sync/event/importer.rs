@@ -24,7 +24,7 @@ use crate::runtime::fence::{Fence, StreamSet};
 use crate::runtime::reactor::{DropReadiness, EventSource, Next, Reactor};
 use crate::runtime::timed_lock::TimedLock;
 use crate::shm::counter::SharedCounter;
-use crate::shm::signaler::Signaler;
+use crate::shm::signaller::Signaller;
 use crate::sync::pair;
 use crate::wait::Wait;
 
@@ -191,7 +191,7 @@ impl EventImporter {
         &self,
         state: &'s EventState,
         wait: &Wait<'_>,
-    ) -> Result<&'s (usize, Arc<Signaler>)> {
+    ) -> Result<&'s (usize, Arc<Signaller>)> {
         let (index, key) = (state.index, (state.index, state.serial));
         let opened = self.open_events.opened.locked();
         let page = opened.get(&key).map(|open| open.page.clone());
@@ -208,7 +208,7 @@ impl EventImporter {
             return Err(Error::protocol(self.session.name(), "lane", found, allowed));
         }
         // Before anything is recorded there: another thread's grant has the same count.
-        let start = || (number, Arc::new(page.signaler(index, number, from)));
+        let start = || (number, Arc::new(page.signaller(index, number, from)));
         Ok(state.lane.get_or_init(start))
     }
 
@@ -391,7 +391,7 @@ mod tests {
             users: 1,
         };
         open.opened.locked().insert((7, 1), opened);
-        let maker = exporters.signaler(7, 0, 0);
+        let maker = exporters.signaller(7, 0, 0);
         assert!(maker.add(1, &event_words.lane(0)));
         open.on_orphaned();
         // The word is set back, below the value that other streams wait for.

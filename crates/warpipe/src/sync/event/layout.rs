@@ -12,7 +12,7 @@ use crate::error::Result;
 use crate::runtime::closer::PeerFd;
 use crate::shm::counter::{COUNTER_BYTES, SharedCounter};
 use crate::shm::page::{AtomicsOnly, SharedPage};
-use crate::shm::signaler::Signaler;
+use crate::shm::signaller::Signaller;
 
 /// The recorders of one event: its exporter (lane 0), and seven of its openings.
 pub(super) const LANES_PER_EVENT: usize = 8;
@@ -138,19 +138,19 @@ impl EventPage {
         }
     }
 
-    /// The signaler of a lane with the count `from`.
-    pub(super) fn signaler(&self, index: u32, lane: usize, from: u64) -> Signaler {
+    /// The signaller of a lane with the count `from`.
+    pub(super) fn signaller(&self, index: u32, lane: usize, from: u64) -> Signaller {
         let shared = self.event_words(index);
         let Some(own) = self.own.clone() else {
-            return Signaler::new(shared.lane(lane), from);
+            return Signaller::new(shared.lane(lane), from);
         };
         let own = EventWords {
             page: own,
             ..shared
         };
-        let signaler = Signaler::new(own.lane(lane), from);
-        signaler.add(0, &shared.lane(lane));
-        signaler
+        let signaller = Signaller::new(own.lane(lane), from);
+        signaller.add(0, &shared.lane(lane));
+        signaller
     }
 }
 

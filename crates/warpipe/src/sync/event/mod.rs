@@ -40,7 +40,7 @@ use crate::options::{EndpointOptions, option_setters};
 use crate::runtime::fence::StreamSet;
 use crate::runtime::timed_lock::{TimedGuard, TimedLock};
 use crate::shm::counter::{SharedCounter, WaitStatus};
-use crate::shm::signaler::Signaler;
+use crate::shm::signaller::Signaller;
 use crate::stream::Stream;
 use crate::wait::Wait;
 
@@ -155,7 +155,7 @@ struct EventState {
     serial: u64,
     event_words: EventWords,
     /// The lane on which this process records; an importer has it from its first recording on.
-    lane: OnceLock<(usize, Arc<Signaler>)>,
+    lane: OnceLock<(usize, Arc<Signaller>)>,
     /// Locked while a thread records.
     recording: TimedLock,
 }
@@ -349,9 +349,9 @@ impl Event {
         stream.check_usable(&inner.device)?;
         let wait = wait.into();
         // Without the turn: the cancellation of `wait` is asked meanwhile.
-        let (lane, signaler) = inner.own_lane(&wait)?;
+        let (lane, signaller) = inner.own_lane(&wait)?;
         let turn = (inner.state.recording).lock(wait, || "recording".into())?;
-        inner.record(&turn, *lane, signaler, stream)
+        inner.record(&turn, *lane, signaller, stream)
     }
 
     /// Has `stream` wait for the last recording (`cuStreamWaitEvent`), and returns that recording
@@ -487,7 +487,7 @@ impl EventInner {
 
     /// The lane of this process's recordings. An importer asks for it first; an exporter has its own
     /// from the beginning.
-    fn own_lane(&self, wait: &Wait<'_>) -> Result<&(usize, Arc<Signaler>)> {
+    fn own_lane(&self, wait: &Wait<'_>) -> Result<&(usize, Arc<Signaller>)> {
         match (self.state.lane.get(), &self.role) {
             (Some(lane), _) => Ok(lane),
             (None, EventRole::Importer(importer)) => importer.lane(&self.state, wait),
@@ -502,7 +502,7 @@ impl EventInner {
         &self,
         _turn: &TimedGuard<'_>,
         lane: usize,
-        signaler: &Signaler,
+        signaller: &Signaller,
         stream: &Stream,
     ) -> Result<Recording> {
         let state = &self.state;
@@ -518,7 +518,7 @@ impl EventInner {
             // SAFETY: both handles are live.
             unsafe { stream.backend().record_event(owned.raw, stream.raw())? };
         }
-        let count = signaler.raise(stream, self.streams(), |last| Ok(last + 1))?;
+        let count = signaller.raise(stream, self.streams(), |last| Ok(last + 1))?;
         let (recording, now_ns) = (Recording { lane, count }, now_ns());
         match &self.role {
             EventRole::Exporter(exporter) => {

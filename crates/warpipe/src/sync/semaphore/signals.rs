@@ -2,7 +2,7 @@
 //! sealed against removal. (Any member can write and remove pages of the semaphore's own page.)
 //!
 //! A member that releases a permit behind a stream counts that release in its own memory
-//! ([`Signaler`]). Its stream signals the count there and to every *listener*, a member with
+//! ([`Signaller`]). Its stream signals the count there and to every *listener*, a member with
 //! streams that have had to wait for it. A stream that gets a permit waits for all releases that
 //! its last signallers have *promised*: the signaller's CPU stores a promise in the listener's page
 //! before the permit is handed on. A third member can change only the list of signallers: then a
@@ -27,7 +27,7 @@ use crate::runtime::reactor::Reactor;
 use crate::runtime::timed_lock::LOCK_TIMEOUT;
 use crate::shm::counter::{COUNTER_BYTES, SharedCounter, VALUE_MAX};
 use crate::shm::page::{SharedPage, UnsealedPage};
-use crate::shm::signaler::Signaler;
+use crate::shm::signaller::Signaller;
 use crate::stream::Stream;
 
 /// The most listeners of one member: the creator and all others.
@@ -100,7 +100,7 @@ pub(super) struct MemberSignals {
     pub(super) streams: Arc<StreamSet>,
     pub(super) reactor: Arc<Reactor>,
     /// This member's releases, for each permit.
-    signalers: Vec<Arc<Signaler>>,
+    releases: Vec<Arc<Signaller>>,
     listeners: Mutex<Vec<(u32, PairPage)>>,
     /// Pages of former listeners, which stay until this process's streams are past their work.
     replaced: Mutex<Vec<Weak<SharedPage>>>,
@@ -120,8 +120,8 @@ impl MemberSignals {
             device,
             permits as usize * COUNTER_BYTES,
         )?);
-        let signalers = (0..permits as usize)
-            .map(|permit| Signaler::new(SharedCounter::new(&own, permit * COUNTER_BYTES), 0))
+        let releases = (0..permits as usize)
+            .map(|permit| Signaller::new(SharedCounter::new(&own, permit * COUNTER_BYTES), 0))
             .map(Arc::new);
         Ok(Arc::new(MemberSignals {
             member,
@@ -129,7 +129,7 @@ impl MemberSignals {
             device: device.clone(),
             streams: Arc::default(),
             reactor: reactor.clone(),
-            signalers: signalers.collect(),
+            releases: releases.collect(),
             listeners: Mutex::default(),
             replaced: Mutex::default(),
             awaited: Mutex::default(),
@@ -137,15 +137,15 @@ impl MemberSignals {
     }
 
     fn permits(&self) -> u32 {
-        self.signalers.len() as u32
+        self.releases.len() as u32
     }
 
     /// Signals a release of `permit` behind the stream's work, after `before`. The permit is not
     /// handed on here.
     pub(super) fn release(&self, permit: u32, stream: &Stream, before: &[StreamOp]) -> Result<()> {
-        let signaler = &self.signalers[permit as usize];
+        let signaller = &self.releases[permit as usize];
         let next = |last| Ok(last + 1);
-        let count = signaler.raise_within(LOCK_TIMEOUT, stream, &self.streams, before, next)?;
+        let count = signaller.raise_within(LOCK_TIMEOUT, stream, &self.streams, before, next)?;
         for (_, pair_page) in self.listeners.locked().iter() {
             pair_page.promised(permit).fetch_max(count, SeqCst);
         }
@@ -162,8 +162,8 @@ impl MemberSignals {
         let mut waits: Vec<StreamOp> = Vec::new();
         for signaller in signallers {
             let wait = if signaller == self.member {
-                let signaler = &self.signalers[permit as usize];
-                signaler.own().wait_op(signaler.last())
+                let releases = &self.releases[permit as usize];
+                releases.own().wait_op(releases.last())
             } else {
                 self.awaited.locked().get(&signaller).and_then(|awaited| {
                     // No lane reaches a larger value, not even by its end: such a promise is
@@ -252,11 +252,11 @@ impl MemberSignals {
             permits: self.permits(),
         };
         self.listeners.locked().push((member, pair_page.clone()));
-        for (permit, signaler) in (0..).zip(&self.signalers) {
-            signaler.add_late(member.into(), &pair_page.lane(permit), &self.reactor);
+        for (permit, signaller) in (0..).zip(&self.releases) {
+            signaller.add_late(member.into(), &pair_page.lane(permit), &self.reactor);
             pair_page
                 .promised(permit)
-                .fetch_max(signaler.last(), SeqCst);
+                .fetch_max(signaller.last(), SeqCst);
         }
         pair_page.is_served().store(1, SeqCst);
         Ok(())
@@ -273,9 +273,9 @@ impl MemberSignals {
         };
         let (_, pair_page) = listeners.swap_remove(index);
         drop(listeners);
-        self.signalers
+        self.releases
             .iter()
-            .for_each(|signaler| drop(signaler.remove(member.into())));
+            .for_each(|signaller| drop(signaller.remove(member.into())));
         self.replaced.locked().push(Arc::downgrade(&pair_page.page));
         self.drop_page_deferred(pair_page);
     }
@@ -292,9 +292,9 @@ impl MemberSignals {
 
     /// Whether listeners have every count that this process's streams have reached.
     pub(super) fn catch_up(&self) -> bool {
-        self.signalers
+        self.releases
             .iter()
-            .filter(|signaler| !signaler.catch_up())
+            .filter(|signaller| !signaller.catch_up())
             .count()
             == 0
     }

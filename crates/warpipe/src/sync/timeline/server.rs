@@ -14,12 +14,12 @@ use crate::runtime::fence::{Fence, StreamSet};
 use crate::runtime::reactor::DropReadiness;
 use crate::shm::counter::SharedCounter;
 use crate::shm::page::{PAGE_BYTES, SharedPage};
-use crate::shm::signaler::Signaler;
+use crate::shm::signaller::Signaller;
 
 /// Signals to each importer in a page of its own.
 pub(super) struct TimelineServer {
     pub(super) device: Device,
-    pub(super) signaler: Arc<Signaler>,
+    pub(super) signaller: Arc<Signaller>,
     /// The streams that signal it.
     pub(super) signalling: Arc<StreamSet>,
     pub(super) published: CloseOnForkFd,
@@ -29,10 +29,10 @@ impl TimelineServer {
     /// Stops signals to an importer, and drops its page behind the enqueued ones. A living
     /// importer's streams are released.
     fn remove_importer(&self, server_core: &ServerCore, client: &ClientInfo) {
-        let Some(copy) = self.signaler.remove(client.id) else {
+        let Some(copy) = self.signaller.remove(client.id) else {
             return;
         };
-        let signaler = self.signaler.clone();
+        let signaller = self.signaller.clone();
         let mut fence = Fence::later(self.signalling.clone());
         server_core.reactor().drop_after(move || {
             // Before the fence: a signal that is being enqueued holds the page.
@@ -42,7 +42,7 @@ impl TimelineServer {
             if !fence.is_reached() {
                 return DropReadiness::Busy;
             }
-            copy.end_at(signaler.own().value());
+            copy.end_at(signaller.own().value());
             DropReadiness::Ready
         });
     }
@@ -74,7 +74,7 @@ impl RequestHandler for TimelineServer {
         let copy = SharedCounter::new(&Arc::new(page), LANE_OFFSET);
         // It may have sent one before.
         self.remove_importer(server_core, client);
-        (self.signaler).add_late(client.id, &copy, server_core.reactor());
+        (self.signaller).add_late(client.id, &copy, server_core.reactor());
         Ok(OutgoingReply::default())
     }
 

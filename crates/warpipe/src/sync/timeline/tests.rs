@@ -349,7 +349,7 @@ fn importers_agree_on_the_last_value_of_an_owner_that_died_between_their_copies(
     let TimelineRole::Owner { signals, .. } = &owner.role else {
         panic!("the owner")
     };
-    signals.timeline_server.signaler.reach_in_part(4, 1);
+    signals.timeline_server.signaller.reach_in_part(4, 1);
     for importer in &importers {
         let TimelineRole::Importer { death_handler, .. } = &importer.role else {
             panic!("an opened timeline")

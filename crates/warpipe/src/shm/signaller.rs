@@ -1,8 +1,8 @@
-//! The one signaler of a [counter](crate::shm::counter). **This module is marked for unsafe**: it
+//! The one signaller of a [counter](crate::shm::counter). **This module is marked for unsafe**: it
 //! hands words to streams.
 //!
 //! No lock is held while a stream is given work: a full launch queue holds such a call up until the
-//! stream goes on, and the control thread, which admits peers, and the reactor take the signaler's
+//! stream goes on, and the control thread, which admits peers, and the reactor take the signaller's
 //! state lock. So one thread raises at a time ([`TimedLock`]): it copies the list of words to
 //! signal, has the stream signal them without the lock, and then records the value. The CPU brings
 //! a copy that is added meanwhile up to that value, when the own counter has reached it; streams
@@ -27,22 +27,22 @@ use crate::wait::Wait;
 /// take it away, so a stream of this process that waits for an earlier value is released whatever
 /// happens elsewhere. Each process that follows has a *copy* in a page of its own, which the same
 /// streams signal. If the followers have to agree on the last value after this process's death, the
-/// signaler also *publishes* the counter: no copy is ever ahead of the published one.
+/// signaller also *publishes* the counter: no copy is ever ahead of the published one.
 #[derive(Debug)]
-pub(crate) struct Signaler {
+pub(crate) struct Signaller {
     own: SharedCounter,
     published: Option<SharedCounter>,
     /// Held by the thread that raises.
     signal_lock: TimedLock,
     /// Never held across a driver call.
-    state: Mutex<SignalerState>,
+    state: Mutex<SignallerState>,
 }
 
 /// Copies, by a number that the caller chooses.
 type Copies = Vec<(u64, SharedCounter)>;
 
 #[derive(Debug)]
-struct SignalerState {
+struct SignallerState {
     /// The highest value given to a stream, or stored.
     last: u64,
     /// The value that is being given to a stream now; else equal to `last`.
@@ -59,8 +59,8 @@ struct SignalerState {
     ops: Vec<StreamOp>,
 }
 
-/// A signaler while it has late copies.
-struct LateCopies(Arc<Signaler>);
+/// A signaller while it has late copies.
+struct LateCopies(Arc<Signaller>);
 
 impl EventSource for LateCopies {
     fn on_ready(&self, _: u64) -> Next {
@@ -84,12 +84,12 @@ enum SignalFailure {
 /// execute side by side.
 const ORDERED_MAX: usize = 4;
 
-impl Signaler {
-    /// The signaler of a counter that stands at `from`; `own` lies in memory of this process alone.
-    pub(crate) fn new(own: SharedCounter, from: u64) -> Signaler {
+impl Signaller {
+    /// The signaller of a counter that stands at `from`; `own` lies in memory of this process alone.
+    pub(crate) fn new(own: SharedCounter, from: u64) -> Signaller {
         own.words().word.store(from);
         let (copies, late, ops) = Default::default();
-        let state = SignalerState {
+        let state = SignallerState {
             last: from,
             next: from,
             stream: None,
@@ -97,7 +97,7 @@ impl Signaler {
             late,
             ops,
         };
-        Signaler {
+        Signaller {
             own,
             published: None,
             signal_lock: TimedLock::default(),
@@ -106,10 +106,10 @@ impl Signaler {
     }
 
     /// Publishes the counter, too. To be called before the counter is raised.
-    pub(crate) fn publishing(self, counter: SharedCounter) -> Signaler {
+    pub(crate) fn publishing(self, counter: SharedCounter) -> Signaller {
         counter.write_pid();
         counter.words().word.store(self.last());
-        Signaler {
+        Signaller {
             published: Some(counter),
             ..self
         }
@@ -125,7 +125,7 @@ impl Signaler {
         self.lock().last
     }
 
-    fn lock(&self) -> MutexGuard<'_, SignalerState> {
+    fn lock(&self) -> MutexGuard<'_, SignallerState> {
         self.state.locked()
     }
 
@@ -165,7 +165,7 @@ impl Signaler {
         self.bring_up_late(&mut self.lock())
     }
 
-    fn bring_up_late(&self, state: &mut SignalerState) -> bool {
+    fn bring_up_late(&self, state: &mut SignallerState) -> bool {
         let reached = self.own.words().word.load();
         state.late.retain(|(copy, last)| {
             copy.bring_up(reached.min(*last));
@@ -343,7 +343,7 @@ impl Signaler {
             .for_each(|counter| counter.words().word.store(value));
     }
 
-    fn is_done(&self, state: &SignalerState) -> bool {
+    fn is_done(&self, state: &SignallerState) -> bool {
         self.own.words().word.reached(state.last)
     }
 }
@@ -365,10 +365,10 @@ mod tests {
         )
     }
 
-    fn signaler(copy: &SharedCounter) -> Signaler {
-        let signaler = Signaler::new(counter(), 0);
-        assert!(signaler.add(1, copy));
-        signaler
+    fn signaller(copy: &SharedCounter) -> Signaller {
+        let signaller = Signaller::new(counter(), 0);
+        assert!(signaller.add(1, copy));
+        signaller
     }
 
     fn next(last: u64) -> Result<u64> {
@@ -385,23 +385,23 @@ mod tests {
             device.stream().unwrap(),
             StreamSet::default(),
         );
-        let signaler = signaler(&counter);
+        let signaller = signaller(&counter);
         let (go, held) = std::sync::mpsc::channel::<()>();
         slow.call(move || assert!(held.recv().is_err())).unwrap();
-        signaler
+        signaller
             .raise(&slow, &streams, |last| Ok(last + 1))
             .unwrap();
-        signaler
+        signaller
             .raise(&quick, &streams, |last| Ok(last + 1))
             .unwrap();
         assert_eq!(
-            (counter.value(), signaler.last()),
+            (counter.value(), signaller.last()),
             (0, 2),
             "the second waits for the first"
         );
         drop(go);
         assert!(counter.wait_host(&device, 2, WAIT).unwrap());
-        // Both: the signaler's own word, which comes last, is unmapped with this frame.
+        // Both: the signaller's own word, which comes last, is unmapped with this frame.
         for stream in [&slow, &quick] {
             stream.synchronize(WAIT).unwrap();
         }
@@ -416,7 +416,7 @@ mod tests {
             device.stream().unwrap(),
             StreamSet::default(),
         );
-        let signaler = signaler(&copies[0]);
+        let signaller = signaller(&copies[0]);
         let ((go, held), (go_on, held_on)) = (
             std::sync::mpsc::channel::<()>(),
             std::sync::mpsc::channel::<()>(),
@@ -425,19 +425,19 @@ mod tests {
         slower
             .call(move || assert!(held_on.recv().is_err()))
             .unwrap();
-        signaler
+        signaller
             .raise(&slow, &streams, |last| Ok(last + 1))
             .unwrap();
-        signaler
+        signaller
             .raise(&slower, &streams, |last| Ok(last + 1))
             .unwrap();
-        assert!(!signaler.add(2, &copies[1]));
-        signaler
+        assert!(!signaller.add(2, &copies[1]));
+        signaller
             .raise(&slower, &streams, |last| Ok(last + 1))
             .unwrap();
         drop(go);
-        assert!(signaler.own().wait_host(&device, 1, WAIT).unwrap());
-        assert!(!signaler.catch_up());
+        assert!(signaller.own().wait_host(&device, 1, WAIT).unwrap());
+        assert!(!signaller.catch_up());
         assert_eq!(
             copies[1].value(),
             1,
@@ -445,7 +445,7 @@ mod tests {
         );
         drop(go_on);
         slower.synchronize(WAIT).unwrap();
-        assert!(signaler.catch_up());
+        assert!(signaller.catch_up());
         assert_eq!(copies.each_ref().map(SharedCounter::value), [3, 3]);
     }
 
@@ -453,13 +453,13 @@ mod tests {
     fn many_copies_have_every_value_before_the_own_counter_has() {
         let (device, copies, published) = (Device::host(), [0; 9].map(|_| counter()), counter());
         let (stream, streams) = (device.stream().unwrap(), StreamSet::default());
-        let signaler = signaler(&copies[0]).publishing(published.clone());
-        (1..9).for_each(|index| assert!(signaler.add(index as u64 + 1, &copies[index])));
-        signaler.raise(&stream, &streams, |_| Ok(4)).unwrap();
-        assert!(signaler.own().wait_host(&device, 4, WAIT).unwrap());
+        let signaller = signaller(&copies[0]).publishing(published.clone());
+        (1..9).for_each(|index| assert!(signaller.add(index as u64 + 1, &copies[index])));
+        signaller.raise(&stream, &streams, |_| Ok(4)).unwrap();
+        assert!(signaller.own().wait_host(&device, 4, WAIT).unwrap());
         assert_eq!(copies.each_ref().map(SharedCounter::value), [4; 9]);
-        assert!(signaler.remove(3).unwrap().is_same(&copies[2]));
-        signaler.raise_now(WAIT, |_, _| Ok(5)).unwrap();
+        assert!(signaller.remove(3).unwrap().is_same(&copies[2]));
+        signaller.raise_now(WAIT, |_, _| Ok(5)).unwrap();
         assert_eq!(
             (copies[2].value(), copies[3].value(), published.value()),
             (4, 5, 5)
@@ -477,37 +477,37 @@ mod tests {
             device.stream().unwrap(),
             StreamSet::default(),
         );
-        let signaler = signaler(&copies[0]);
-        assert!(signaler.add(2, &copies[1]));
-        signaler.raise(&stream, &streams, next).unwrap();
+        let signaller = signaller(&copies[0]);
+        assert!(signaller.add(2, &copies[1]));
+        signaller.raise(&stream, &streams, next).unwrap();
         wrapped.hook().hold("batch");
         std::thread::scope(|scope| {
-            let held_up = scope.spawn(|| signaler.raise(&stream, &streams, next));
+            let held_up = scope.spawn(|| signaller.raise(&stream, &streams, next));
             wrapped.hook().wait_for(1);
             assert!(
-                !signaler.add(3, &late),
+                !signaller.add(3, &late),
                 "the value that is on its way is still to come"
             );
-            assert_eq!((late.value(), signaler.last()), (1, 1));
-            assert!(signaler.remove(2).unwrap().is_same(&copies[1]));
+            assert_eq!((late.value(), signaller.last()), (1, 1));
+            assert!(signaller.remove(2).unwrap().is_same(&copies[1]));
             assert_eq!(
                 Arc::strong_count(copies[1].page()),
                 2,
                 "the stream is about to be given a word of its page"
             );
-            let second = signaler
+            let second = signaller
                 .raise_within(Duration::from_millis(10), &other, &streams, &[], next)
                 .unwrap_err();
             assert!(matches!(second, Error::Timeout { .. }), "{second}");
-            let now = signaler.raise_now(Duration::ZERO, |last, _| next(last));
+            let now = signaller.raise_now(Duration::ZERO, |last, _| next(last));
             assert!(matches!(now, Err(Error::Timeout { .. })), "{now:?}");
             wrapped.hook().unblock();
             assert_eq!(held_up.join().unwrap().unwrap(), 2);
         });
-        assert!(signaler.own().wait_host(&device, 2, WAIT).unwrap() && signaler.catch_up());
+        assert!(signaller.own().wait_host(&device, 2, WAIT).unwrap() && signaller.catch_up());
         assert_eq!((late.value(), Arc::strong_count(copies[1].page())), (2, 1));
-        assert_eq!(signaler.raise(&other, &streams, next).unwrap(), 3);
-        assert!(signaler.own().wait_host(&device, 3, WAIT).unwrap());
+        assert_eq!(signaller.raise(&other, &streams, next).unwrap(), 3);
+        assert!(signaller.own().wait_host(&device, 3, WAIT).unwrap());
         assert_eq!(
             (copies[0].value(), copies[1].value(), late.value()),
             (3, 2, 3)
@@ -520,9 +520,9 @@ mod tests {
         let device = Device::from_backend(wrapped.clone());
         let (copy, late) = (counter(), counter());
         let (stream, streams) = (device.stream().unwrap(), StreamSet::default());
-        let signaler = signaler(&copy);
+        let signaller = signaller(&copy);
         wrapped.hook().aim("batch", 1);
-        let refused = signaler.raise(&stream, &streams, |last| {
+        let refused = signaller.raise(&stream, &streams, |last| {
             assert_eq!(last, 0);
             Ok(5)
         });
@@ -536,10 +536,10 @@ mod tests {
             ),
             "{refused:?}"
         );
-        assert!(signaler.add(2, &late), "nothing is to come");
-        signaler.raise(&stream, &streams, next).unwrap();
-        assert!(signaler.own().wait_host(&device, 1, WAIT).unwrap());
-        assert_eq!((copy.value(), late.value(), signaler.last()), (1, 1, 1));
+        assert!(signaller.add(2, &late), "nothing is to come");
+        signaller.raise(&stream, &streams, next).unwrap();
+        assert!(signaller.own().wait_host(&device, 1, WAIT).unwrap());
+        assert_eq!((copy.value(), late.value(), signaller.last()), (1, 1, 1));
     }
 
     #[test]
@@ -553,21 +553,21 @@ mod tests {
                 device.stream().unwrap(),
                 StreamSet::default(),
             );
-            let signaler = signaler(&copies[0]).publishing(published.clone());
-            (1..9).for_each(|index| assert!(signaler.add(index as u64 + 1, &copies[index])));
+            let signaller = signaller(&copies[0]).publishing(published.clone());
+            (1..9).for_each(|index| assert!(signaller.add(index as u64 + 1, &copies[index])));
             let (go, held) = std::sync::mpsc::channel::<()>();
             stream.call(move || assert!(held.recv().is_err())).unwrap();
             wrapped.hook().aim("batch", call);
-            assert_eq!(signaler.raise(&stream, &streams, next).unwrap(), 1);
+            assert_eq!(signaller.raise(&stream, &streams, next).unwrap(), 1);
             assert!(wrapped.hook().has_struck());
-            signaler.raise(&other, &streams, next).unwrap();
+            signaller.raise(&other, &streams, next).unwrap();
             assert_eq!(
                 copies.each_ref().map(SharedCounter::value),
                 [0; 9],
                 "the work before it is not done"
             );
             drop(go);
-            assert!(signaler.own().wait_host(&device, 2, WAIT).unwrap());
+            assert!(signaller.own().wait_host(&device, 2, WAIT).unwrap());
             assert_eq!(copies.each_ref().map(SharedCounter::value), [2; 9]);
             assert_eq!(published.value(), 2);
         }
