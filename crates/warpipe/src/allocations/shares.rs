@@ -15,7 +15,7 @@ use crate::fork::CloseOnForkFd;
 use crate::ipc::{ClientInfo, Rejection, ServerCore};
 use crate::lend::claims::{Borrowers, Ended};
 use crate::lend::server::{Lender, Lending};
-use crate::lend::{LendReply, Offer, Place};
+use crate::lend::{LendReply, Offer, OfferPlace};
 use crate::memory::legacy::LegacyHandle;
 use crate::memory::pieces::Run;
 use crate::mutex::LockUnpoisoned;
@@ -202,7 +202,7 @@ impl Shares {
     pub(super) fn pose_as_of_another_process(&self, number: u64) {
         let mut state = self.lock();
         let share = state.unclaimed.get_mut(&number).unwrap();
-        let Place::Legacy(bytes) = &mut share.offer.place else {
+        let OfferPlace::Legacy(bytes) = &mut share.offer.place else {
             panic!("memory of cudaMalloc");
         };
         let handle = LegacyHandle::from_bytes(bytes).unwrap();
@@ -220,7 +220,7 @@ impl Shares {
         ptr: DevicePtr,
         bytes: u64,
         access: Access,
-    ) -> Result<(Place, Option<Arc<HeldRun>>)> {
+    ) -> Result<(OfferPlace, Option<Arc<HeldRun>>)> {
         match self.device.backend().locate(ptr)?.kind {
             PointerKind::Device if access == Access::Read => Err(Error::argument(
                 "memory",
@@ -230,12 +230,12 @@ impl Shares {
             PointerKind::Device => {
                 // SAFETY: the caller's promise.
                 let handle = unsafe { LegacyHandle::export(&self.device, ptr, bytes) }?;
-                Ok((Place::Legacy(handle.to_bytes()), None))
+                Ok((OfferPlace::Legacy(handle.to_bytes()), None))
             }
             _ => {
                 let (run, offset) = Run::around(&self.device, ptr, bytes)?;
                 let held = self.known(run)?;
-                let place = Place::Run {
+                let place = OfferPlace::Run {
                     run: held.number,
                     pieces: held.run.len(),
                     piece: held.run.piece_bytes(),

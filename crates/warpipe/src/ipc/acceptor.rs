@@ -209,7 +209,7 @@ impl Acceptor {
     /// Called at each tick: closes the connections that have been pending for too long.
     pub(crate) fn tick(&self) {
         self.quota.release_closed();
-        self.claim.listener().look();
+        self.claim.listener().update_refusing();
         if self
             .ticks
             .fetch_add(1, Ordering::Relaxed)

@@ -101,8 +101,8 @@ pub(crate) enum Message {
     Reply { serial: u64, body: Vec<u8>, fds: u8 },
     /// Server: the request was rejected.
     RequestFailed { serial: u64, text: String },
-    /// Publisher with a history, once, before the subscriber's `Attached`: the words that say which
-    /// slots are filled. Descriptor: their memory, read-only.
+    /// Publisher with a history, once, before the subscriber's `Attached`: the fence words of its
+    /// slots. Descriptor: their memory, read-only.
     Completions { bytes: u64 },
     /// Publisher, instead of `Welcome`; server, instead of `SessionOpened`: its limit of
     /// connections is reached.

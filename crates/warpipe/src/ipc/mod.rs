@@ -268,10 +268,10 @@ pub(crate) trait RequestHandler: Send + Sync {
         false
     }
 
-    /// A client's process has exited, and a child that it forked may keep its device work running.
-    /// Streams that wait for the client are to be rescued. Memory that its device may touch must
-    /// not be reused before [`on_disconnect`](RequestHandler::on_disconnect). Also called when the
-    /// proof of death follows at once.
+    /// A client's process is proven dead, or [orphaned](peer::DeathEvidence::Orphaned): then a
+    /// child that it forked may keep its device work running. Streams that wait for the client are
+    /// to be rescued. Memory that its device may touch must not be reused before
+    /// [`on_disconnect`](RequestHandler::on_disconnect).
     fn on_orphaned(&self, _server_core: &ServerCore, _client: &ClientInfo) {}
 
     /// A session is over. Called once for each admitted client, unless the server ends first.
@@ -308,8 +308,9 @@ pub(crate) trait SessionObserver: Send + Sync {
     /// its device may.
     fn on_closed(&self, _graceful: bool) {}
 
-    /// The server's process has exited, and a child that it forked may keep its device work
-    /// running. Waits for the server are to be released, and nothing else.
+    /// The server's process is proven dead, or [orphaned](peer::DeathEvidence::Orphaned): then a
+    /// child that it forked may keep its device work running. Waits for the server are to be
+    /// released, and nothing else.
     fn on_orphaned(&self) {}
 
     /// The server is proven dead: that process writes no more, so whatever waits for it is to be

@@ -209,8 +209,8 @@ pub(crate) enum DeathEvidence {
     /// socket's end is reported as well.
     Suspect,
     /// Streams that wait for the process are to be rescued: it is proven dead, or has been suspect
-    /// for this long with its lifeline open. (A process that calls `exec` and leaves an orphan
-    /// never exits, as far as its pidfd shows.)
+    /// for this long with its lifeline open: a child that it forked may hold the driver's files.
+    /// (A process that calls `exec` never exits, as far as its pidfd shows.)
     Orphaned(Duration),
     /// Nothing of the process touches memory any more.
     Proven,

@@ -86,14 +86,14 @@ pub(crate) struct Grant {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Offer {
     pub(crate) bytes: u64,
-    pub(crate) place: Place,
+    pub(crate) place: OfferPlace,
     /// The ready word and its value. `None` if the contents are complete.
     pub(crate) ready: Option<(u32, u64)>,
 }
 
 /// Where the bytes lie.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(crate) enum Place {
+pub(crate) enum OfferPlace {
     /// In a run of `pieces` allocations of `piece` bytes each. No other run of the lender ever has
     /// its number.
     Run {

@@ -7,7 +7,7 @@ use serde::de::DeserializeOwned;
 
 use super::claims::Borrowers;
 use super::given_runs::GivenRuns;
-use super::{Grant, HelloReply, LendNotice, LendReply, LendRequest, Offer, Place, word_at};
+use super::{Grant, HelloReply, LendNotice, LendReply, LendRequest, Offer, OfferPlace, word_at};
 use crate::backend::DeviceId;
 use crate::error::Result;
 use crate::fork::CloseOnForkFd;
@@ -88,7 +88,7 @@ impl Lending {
         offer: Offer,
     ) -> Result<LendReply<R>, T> {
         let (word, value) = borrowers.claim(client.id, lent)?;
-        if let Place::Run { run, .. } = offer.place {
+        if let OfferPlace::Run { run, .. } = offer.place {
             self.runs.give(client.id, run);
         }
         Ok(LendReply::Lent(Grant { word, value, offer }))

@@ -12,7 +12,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::{
-    Grant, HelloReply, LendNotice, LendReply, LendRequest, Offer, Place, RETURNED, word_at,
+    Grant, HelloReply, LendNotice, LendReply, LendRequest, Offer, OfferPlace, RETURNED, word_at,
 };
 use crate::backend::{Access, DeviceId, StreamOp, TimelineWord};
 use crate::backoff::Backoff;
@@ -271,8 +271,10 @@ impl LendSession {
             at_end: Some(value | RETURNED),
         };
         let (slice, claim) = match offer.place {
-            Place::Legacy(ref bytes) => (self.open_legacy(bytes, &offer, claim, contents)?, None),
-            Place::Run { .. } => {
+            OfferPlace::Legacy(ref bytes) => {
+                (self.open_legacy(bytes, &offer, claim, contents)?, None)
+            }
+            OfferPlace::Run { .. } => {
                 let slice = self.open_run(&offer, answers, contents)?;
                 claim.at_end = Some(value);
                 (slice, Some(claim))
@@ -317,7 +319,7 @@ impl LendSession {
         answers: &Wait<'_>,
         contents: &Wait<'_>,
     ) -> Result<DeviceSlice> {
-        let Place::Run {
+        let OfferPlace::Run {
             run,
             pieces,
             piece,

@@ -1,5 +1,10 @@
 //! Memory: regions, the arena that cuts them into slots, and the public types that give regions to
 //! other processes by a descriptor or a ticket.
+//!
+//! From below: a [`region`] is mapped memory; a [`mapped_region`] also has the streams that work on
+//! it, and is unmapped behind them; a [`slice`] is a range, with the streams of one handle. The
+//! handles [`Memory`] (of this process) and [`SharedMemory`] (of another one) dereference to a
+//! slice. A [`ticket`] names [`published`] memory. [`legacy`] handles name memory of `cudaMalloc`.
 
 pub(crate) mod arena;
 mod file;

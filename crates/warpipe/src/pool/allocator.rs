@@ -59,7 +59,7 @@ pub(super) struct PoolAllocator {
 /// The memory that is dropped when this process's streams are past it.
 struct PoolMemory {
     state: Mutex<PoolState>,
-    board: FenceWords,
+    fence_words: FenceWords,
 }
 
 pub(super) struct PoolState {
@@ -91,11 +91,11 @@ impl PoolAllocator {
         let scrubber = device.stream()?;
         let uid = rustix::process::geteuid().as_raw();
         let state = PoolState::new(&device, limit, Users::new(uid, quotas));
-        let (board, fd) = FenceWords::published(&device, SLOTS_MAX)?;
-        let lending = Lending::new(device.info().id, CLAIMS_MAX, (&board, fd));
+        let (fence_words, fd) = FenceWords::published(&device, SLOTS_MAX)?;
+        let lending = Lending::new(device.info().id, CLAIMS_MAX, (&fence_words, fd));
         let memory = PoolMemory {
             state: Mutex::new(state),
-            board,
+            fence_words,
         };
         let memory = DropAfterFence::new(Arc::default(), memory)?;
         Ok(Arc::new_cyclic(|me| PoolAllocator {
@@ -166,7 +166,7 @@ impl PoolAllocator {
             return Ok(());
         };
         if self.device.backend().wait_word(
-            self.memory.board.word(slot as usize),
+            self.memory.fence_words.word(slot as usize),
             value,
             CLEAR_TIMEOUT,
         )? {
@@ -279,7 +279,7 @@ impl PoolAllocator {
     fn clear(&self, ptr: DevicePtr, bytes: u64, slot: SlotId, value: u64) -> Result<()> {
         self.streams().record_use(&self.scrubber);
         let signal = StreamOp::Signal {
-            word: self.memory.board.device_word(slot as usize),
+            word: self.memory.fence_words.device_word(slot as usize),
             value,
         };
         // SAFETY: the stream is live. No user has the block yet. The block lies in a region that is
@@ -302,7 +302,7 @@ impl PoolAllocator {
         self.streams().record_use(stream);
         let value = self.lock().next_fence();
         let signal = StreamOp::Signal {
-            word: self.memory.board.device_word(slot as usize),
+            word: self.memory.fence_words.device_word(slot as usize),
             value,
         };
         // Without the lock, which the control thread takes: a full launch queue may block this
@@ -359,7 +359,7 @@ impl PoolAllocator {
         }
         state
             .arena
-            .collect(|slot, value| self.memory.board.word(slot as usize).reached(value));
+            .collect(|slot, value| self.memory.fence_words.word(slot as usize).reached(value));
     }
 }
 

@@ -9,7 +9,7 @@ use crate::fork::CloseOnForkFd;
 use crate::ipc::{ClientInfo, Rejection, ServerCore};
 use crate::lend::claims::Borrowers;
 use crate::lend::server::{Lender, Lending};
-use crate::lend::{LendReply, Offer, Place};
+use crate::lend::{LendReply, Offer, OfferPlace};
 use crate::memory::arena::SlotId;
 use crate::runtime::fence::Fence;
 
@@ -134,7 +134,7 @@ impl PoolAllocator {
         let chunk = &arena.chunks()[place.region as usize];
         let offer = Offer {
             bytes,
-            place: Place::Run {
+            place: OfferPlace::Run {
                 run: chunk.id,
                 pieces: 1,
                 piece: chunk.region.bytes(),

@@ -11,7 +11,9 @@
 //! other direction (a [`queue`](crate::queue)'s). Each process then has both types for it,
 //! *partners*: the `SubscriberLink` of the ring that it fills, which reads the socket for both, and
 //! the `PublisherLink` of the other ring. Each end of a ring has a `LinkEnd`: those of one process
-//! share the connection. Formats: `docs/design/protocol.md`. Deaths: `docs/design/recovery.md`.
+//! share the connection. A `PublisherLink` is the handle of a `ReceiverEnd`, which stays until no
+//! stream uses its memory; a `LinkReceiver` takes the samples of one. Formats:
+//! `docs/design/protocol.md`. Deaths: `docs/design/recovery.md`.
 
 mod builder;
 pub(crate) mod entry;

@@ -22,7 +22,7 @@ pub(crate) struct LinkedSubscriber {
 pub(crate) struct SubscriberChanges {
     pub(crate) doorbell: Arc<LocalDoorbell>,
     has_news: AtomicBool,
-    /// The jobs of the queue that no worker has: for the statistics.
+    /// The jobs of the queue that no worker has: the publisher writes its statistics.
     jobs_waiting: AtomicU64,
 }
 

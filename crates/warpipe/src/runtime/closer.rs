@@ -92,7 +92,7 @@ impl Listener {
 
     /// Called at each tick. While some user has [too many](over_limit) pending descriptors, none
     /// come in (Linux 6.16) before the peer has been [screened](Self::screen).
-    pub(crate) fn look(&self) {
+    pub(crate) fn update_refusing(&self) {
         self.set_refusing(is_any_user_over_limit());
     }
 

@@ -1,4 +1,5 @@
-//! Timeline words of one process: one per slot, reached when the work that filled the slot is done.
+//! *Fence words*: timeline words of one process, one per slot, each reached when the work that
+//! filled the slot is done.
 
 use crate::backend::{DevicePtr, TimelineWord};
 use crate::device::Device;

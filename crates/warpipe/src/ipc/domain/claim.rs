@@ -1,7 +1,7 @@
 //! A name that this process holds: its lock, and the socket that listens under it.
 //!
 //! Other programs may remove the files: a cleaner of old files, a logout, a person. So the owner
-//! looks for them now and then, and puts them back. Until then its [`Place`] keeps the name.
+//! looks for them now and then, and puts them back. Until then its [`NamePlace`] keeps the name.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use rustix::fs::Stat;
 
 use super::lock::LockFile;
-use super::place::Place;
+use super::place::NamePlace;
 use super::{Domain, EndpointName};
 use crate::error::Result;
 use crate::fork::leak_on_fork::LeakOnFork;
@@ -30,7 +30,7 @@ pub(crate) struct NameClaim {
 #[derive(Debug)]
 struct Files {
     domain: Domain,
-    place: Place,
+    place: NamePlace,
     lock: LockFile,
     listener: Arc<Listener>,
     /// The file of the listener.
@@ -145,7 +145,7 @@ impl Files {
         domain: &Domain,
         name: &EndpointName,
         is_open_to_others: bool,
-        place: Option<&Place>,
+        place: Option<&NamePlace>,
     ) -> Result<(LockFile, Arc<Listener>, Stat)> {
         let lock = domain.lock(name, place)?;
         let listening = domain.listen(name, is_open_to_others);

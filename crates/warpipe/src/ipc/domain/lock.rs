@@ -7,7 +7,7 @@
 //! for [`CLEARING`] and keeps it. So no cleaner costs an owner its name or removes the files of a
 //! living one. A cleaner opens existing files and makes none.
 //!
-//! An owner also has the [`Place`] of its name, which no other program can remove.
+//! An owner also has the [`NamePlace`] of its name, which no other program can remove.
 
 use std::os::fd::AsFd;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
 use super::author::{Author, LOCK_BYTES_MAX};
-use super::place::{EXIT_TIMEOUT, LIVE_AFTER, Place};
+use super::place::{EXIT_TIMEOUT, LIVE_AFTER, NamePlace};
 use super::{Domain, EndpointName};
 use crate::backoff::Backoff;
 use crate::error::{Error, Holder, Result};
@@ -128,7 +128,7 @@ impl Domain {
     /// Takes the lock of `name` for its next owner, and removes the files that a dead one left.
     /// `place` is that of the next owner; `None` for an owner that has it already, and has lost its
     /// files.
-    pub(super) fn lock(&self, name: &EndpointName, place: Option<&Place>) -> Result<LockFile> {
+    pub(super) fn lock(&self, name: &EndpointName, place: Option<&NamePlace>) -> Result<LockFile> {
         let mut contested = place;
         let (dying, mut backoff) = (Uptime::default(), Backoff::default());
         let mut tries = 0;

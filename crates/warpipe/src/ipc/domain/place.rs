@@ -30,12 +30,12 @@ const PUT_BACK_TIMEOUT: Duration = Duration::from_secs(4);
 /// A directory cannot be opened for writing, so the lock is one for reading, which several may
 /// have: the one that finds another one's has to go.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(super) struct NamePlace {
     directory: CloseOnForkFd,
     byte: i64,
 }
 
-impl Place {
+impl NamePlace {
     /// Whether another process has this place.
     fn is_contested(&self) -> bool {
         ofd_is_locked(self.directory.as_fd(), self.byte).unwrap_or(false)
@@ -74,18 +74,18 @@ impl Place {
 impl Domain {
     /// The place of `name`, which is not taken by that. Where the file system has no such locks,
     /// the lock file alone keeps the name.
-    pub(super) fn place(&self, name: &EndpointName) -> Result<Place> {
+    pub(super) fn place(&self, name: &EndpointName) -> Result<NamePlace> {
         let directory = CloseOnForkFd::open(|| self.open_directory())
             .map_err(|error| Error::os("openat", self.inner.path.display().to_string(), error))?;
         let byte = name_byte(name.as_str());
-        Ok(Place { directory, byte })
+        Ok(NamePlace { directory, byte })
     }
 
     /// Waits for the owner of a name that has lost its files to put them back.
     ///
     /// # Errors
     /// There is an owner.
-    pub(super) fn wait_for_owner_of(&self, name: &EndpointName, place: &Place) -> Result<()> {
+    pub(super) fn wait_for_owner_of(&self, name: &EndpointName, place: &NamePlace) -> Result<()> {
         let taken = |holder| Error::NameTaken {
             name: name.to_string(),
             holder,

@@ -52,6 +52,7 @@ impl PublisherCore {
                 .map_err(|error| refusal_for(&error))?;
         let (wake, their_wake) = PeerDoorbell::pair().map_err(|error| refusal_for(&error))?;
         let end = LinkEnd::new(connection.peer.into(), wake, connection.socket);
+        // Never but in tests: a sender of replies has no name, and its link comes of `reply_over`.
         let may_set_aside = self.options.kind == Kind::Results;
         let mut link = SubscriberLink::new(connection.id, end, rings.0, policy, may_set_aside);
         link.quota_permit = Some(connection.quota_permit);

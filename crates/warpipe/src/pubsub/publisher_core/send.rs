@@ -116,7 +116,7 @@ impl PublisherCore {
 
     /// Finds a position on every live recipient's link, and the signals that complete the sample
     /// there. A recipient without a position misses this sample. [`publish`](Self::publish) must
-    /// follow. Returns the value of the slot's own word that is signalled, too, if it is.
+    /// follow. Returns the value of the slot's fence word that is signalled, too, if it is.
     fn place(&self, state: &mut PublisherState, slot: SlotId, to: Recipients) -> Option<u64> {
         let PublisherState {
             arena,
@@ -133,7 +133,7 @@ impl PublisherCore {
             }
         }
         // Without a reader, or with one of another user, which can write `ready` and `released` as
-        // if sender and receiver had, the slot's own word says when the slot is done; beside a
+        // if sender and receiver had, the slot's fence word says when the slot is done; beside a
         // foreign reader's that costs a second device operation. (A reader of this user could write
         // this process's memory anyway.) Sent again later, a sample is ordered behind that word,
         // too.

@@ -49,7 +49,7 @@ pub(in crate::pubsub) struct PublisherMonitor {
     held: Vec<AtomicU64>,
     /// For each entry, the position that the publisher's death left incomplete.
     lost: Vec<AtomicU64>,
-    /// The publisher's own words, if it has a history.
+    /// The publisher's fence words, if it has a history.
     completions: OnceLock<Completions>,
 }
 
@@ -76,7 +76,7 @@ impl PublisherMonitor {
         }
     }
 
-    /// Takes the publisher's own words, before any of its samples.
+    /// Takes the publisher's fence words, before any of its samples.
     pub(super) fn set_completions(&self, fence_words: FenceWords) {
         let entries = self.held.iter().map(|_| Default::default()).collect();
         let _ = self.completions.set(Completions {
@@ -94,7 +94,7 @@ impl PublisherMonitor {
         self.segment.index(position) as usize
     }
 
-    /// Records the publisher's own word for a sample of the history, before the sample is
+    /// Records the fence word for a sample of the history, before the sample is
     /// [held](Self::hold).
     pub(in crate::pubsub) fn note_completion(
         &self,
@@ -117,7 +117,7 @@ impl PublisherMonitor {
         Ok(())
     }
 
-    /// Whether the publisher's own word says that the data at a position is complete.
+    /// Whether a fence word of the publisher's says that the data at a position is complete.
     fn is_complete(&self, position: u64) -> bool {
         self.completions.get().is_some_and(|completions| {
             let [at, word, value] = &completions.entries[self.index(position)];

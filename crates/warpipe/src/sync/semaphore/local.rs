@@ -80,12 +80,12 @@ impl Drop for ConnectingThread {
 
 /// Keeps the wait slot while the user's code runs. Dropped when that code panics: the wait is
 /// cancelled, and a permit that was granted meanwhile is handed on.
-struct HeldPlace<'a> {
+struct HeldSlot<'a> {
     local: &'a LocalSemaphore,
     slot: WaitSlot,
 }
 
-impl Drop for HeldPlace<'_> {
+impl Drop for HeldSlot<'_> {
     fn drop(&mut self) {
         let LocalSemaphore {
             shared_page,
@@ -160,9 +160,9 @@ impl LocalSemaphore {
             let left = match is_spinning {
                 true => wait.time_left(),
                 false => {
-                    let place = HeldPlace { local: self, slot };
+                    let held = HeldSlot { local: self, slot };
                     let left = wait.slice();
-                    std::mem::forget(place);
+                    std::mem::forget(held);
                     left
                 }
             };

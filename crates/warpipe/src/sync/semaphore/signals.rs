@@ -34,16 +34,17 @@ use crate::stream::Stream;
 pub(super) const LISTENERS_MAX: usize = 257;
 
 /// The offset of the counts in a page.
-const LANES: usize = 64;
+const LANES_AT: usize = 64;
 
 /// Bytes of a pair's page, for this many permits.
 pub(super) fn bytes_for(permits: u32) -> usize {
-    (LANES + permits as usize * (COUNTER_BYTES + 8)).next_multiple_of(crate::shm::page::PAGE_BYTES)
+    (LANES_AT + permits as usize * (COUNTER_BYTES + 8))
+        .next_multiple_of(crate::shm::page::PAGE_BYTES)
 }
 
 /// The offset of a permit's promise in a page for this many permits.
 pub(super) fn promised_at(permits: u32, permit: u32) -> usize {
-    LANES + permits as usize * COUNTER_BYTES + permit as usize * 8
+    LANES_AT + permits as usize * COUNTER_BYTES + permit as usize * 8
 }
 
 /// Polls until `is_so`, which no other thread notifies of, at most for this long.
@@ -70,7 +71,7 @@ impl PairPage {
     /// The signaller's releases of a permit that its streams have reached.
     fn lane(&self, permit: u32) -> SharedCounter {
         debug_assert!(permit < self.permits);
-        SharedCounter::new(&self.page, LANES + permit as usize * COUNTER_BYTES)
+        SharedCounter::new(&self.page, LANES_AT + permit as usize * COUNTER_BYTES)
     }
 
     /// The signaller's releases of a permit that are enqueued.
