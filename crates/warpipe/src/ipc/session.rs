@@ -244,8 +244,8 @@ impl ClientSession {
 const FIND_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Waits until a name has an owner that admits this process: tries again after the errors that are
-/// transient, and returns the last of them when the wait is over. Watches the domain with `arrivals`
-/// meanwhile, or with an instance of its own.
+/// transient, and returns the last of them when the wait is over. Watches the domain with
+/// `arrivals` meanwhile, or with an instance of its own.
 pub(crate) fn until_found<'w, T>(
     domain: &Domain,
     wait: impl Into<Wait<'w>>,

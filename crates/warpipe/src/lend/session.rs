@@ -110,8 +110,8 @@ impl BorrowerState {
     }
 }
 
-/// Gives back what comes after its requester has given up, and forgets runs that have ended. Runs on
-/// the reactor's thread: CPU stores, and locks that are not held during driver calls.
+/// Gives back what comes after its requester has given up, and forgets runs that have ended. Runs
+/// on the reactor's thread: CPU stores, and locks that are not held during driver calls.
 impl SessionObserver for BorrowerState {
     fn on_closed(&self, _: bool) {
         let mut runs = self.runs.locked();
@@ -489,8 +489,8 @@ pub(crate) struct Borrowed {
 struct Hold {
     session: Arc<LendSession>,
     /// What is mapped by descriptors needs nothing of the lender. `None` for a legacy handle, whose
-    /// mapping has the claim: the memory may be freed once it is released, and is not to while it is
-    /// open here.
+    /// mapping has the claim: the memory may be freed once it is released, and is not to while it
+    /// is open here.
     claim: Option<Claim>,
 }
 

@@ -30,8 +30,8 @@ use crate::origin::{Liveness, ProcessOrigin};
 /// every importer maps the whole allocation around it. Tensors that this library allocates have
 /// none of these limits.
 ///
-/// It is plain data, and goes from process to process as text (`Display`, `FromStr`; serde writes the
-/// same) or as bytes.
+/// It is plain data, and goes from process to process as text (`Display`, `FromStr`; serde writes
+/// the same) or as bytes.
 ///
 /// ```
 /// use warpipe::{Device, LegacyHandle};
@@ -123,8 +123,8 @@ impl LegacyHandle {
     ///
     /// # Errors
     /// [`Error::PeerGone`] when the exporter is dead; [`Error::Handle`] when it has freed
-    /// the memory, or for a handle of another machine or backend; [`Error::Device`] for a GPU that this
-    /// process cannot reach or see; [`Error::Os`], [`Error::Driver`].
+    /// the memory, or for a handle of another machine or backend; [`Error::Device`] for a GPU that
+    /// this process cannot reach or see; [`Error::Os`], [`Error::Driver`].
     pub fn open(&self, device: &Device) -> Result<LegacyMemory> {
         let (ptr, import) = self.import(device)?;
         Ok(LegacyMemory::new(device, ptr, self.fields.bytes, import))

@@ -21,8 +21,8 @@ use crate::fork::driver_files::EXPORTED;
 ///
 /// Two ways lead to another process: a [`Ticket`](crate::Ticket), which is a text, or the bare
 /// descriptor ([`export_fd`](Memory::export_fd)) over a socket of the user's own. The memory lives
-/// as long as any process has it open, whether or not its maker lives. Its methods to read and write are
-/// those of [`DeviceSlice`]; `to_vec` waits for the streams of all clones.
+/// as long as any process has it open, whether or not its maker lives. Its methods to read and
+/// write are those of [`DeviceSlice`]; `to_vec` waits for the streams of all clones.
 ///
 /// ```
 /// use std::time::Duration;

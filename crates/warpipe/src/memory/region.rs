@@ -54,8 +54,8 @@ impl Region {
         Ok(Region::of(device, raw, row))
     }
 
-    /// Maps a peer's allocations of `piece` bytes each into one range; the descriptors are checked by
-    /// the backend.
+    /// Maps a peer's allocations of `piece` bytes each into one range; the descriptors are checked
+    /// by the backend.
     pub(crate) fn import(
         device: &Device,
         fds: &[BorrowedFd<'_>],

@@ -156,8 +156,8 @@ impl Ticket {
 
     /// Fetches the memory from its owner and maps it on `device`, once in a process. Each call
     /// contacts the owner: a ticket of an owner that is gone opens nothing, even if this process
-    /// has the memory open. It waits for an owner that has not published yet; an expired ticket is an
-    /// error at once: that owner does not come back.
+    /// has the memory open. It waits for an owner that has not published yet; an expired ticket is
+    /// an error at once: that owner does not come back.
     ///
     /// # Errors
     /// [`Error::NotFound`]: it has not been published yet, or its owner has died (`was_there`).

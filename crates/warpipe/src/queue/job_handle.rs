@@ -42,9 +42,9 @@ impl JobHandle {
     /// until its deadline. Its data is complete then; work on `stream` may read it at once.
     ///
     /// # Errors
-    /// [`Error::Timeout`], after which it can be waited for again; [`JobEnd::DeadLettered`] when all
-    /// attempts failed; [`JobEnd::Rejected`]; [`JobEnd::Expired`]; [`JobEnd::Taken`] when
-    /// the outcome was taken before; [`Error::Argument`] for a stream of another device, and the
+    /// [`Error::Timeout`], after which it can be waited for again; [`JobEnd::DeadLettered`] when
+    /// all attempts failed; [`JobEnd::Rejected`]; [`JobEnd::Expired`]; [`JobEnd::Taken`] when the
+    /// outcome was taken before; [`Error::Argument`] for a stream of another device, and the
     /// outcome stays; [`Error::QueueClosed`], also when the client is gone; [`Error::Forked`].
     pub fn wait<'w>(&self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<JobResult> {
         let dispatcher = self.dispatcher()?;

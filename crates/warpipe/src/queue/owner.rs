@@ -182,8 +182,8 @@ impl Queue {
     ///
     /// # Errors
     /// [`Error::Timeout`], also when there is no job; [`JobEnd::DeadLettered`](crate::JobEnd) and
-    /// [`JobEnd::Rejected`](crate::JobEnd), once, in that job's place; [`Error::Argument`] for a stream
-    /// of another device; [`Error::QueueClosed`]; [`Error::Forked`].
+    /// [`JobEnd::Rejected`](crate::JobEnd), once, in that job's place; [`Error::Argument`] for a
+    /// stream of another device; [`Error::QueueClosed`]; [`Error::Forked`].
     pub fn next_result<'w>(&self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<JobResult> {
         stream.check_of(self.device())?;
         let wait = wait.into();

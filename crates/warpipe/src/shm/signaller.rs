@@ -85,7 +85,8 @@ enum SignalFailure {
 const ORDERED_MAX: usize = 4;
 
 impl Signaller {
-    /// The signaller of a counter that stands at `from`; `own` lies in memory of this process alone.
+    /// The signaller of a counter that stands at `from`; `own` lies in memory of this process
+    /// alone.
     pub(crate) fn new(own: SharedCounter, from: u64) -> Signaller {
         own.words().word.store(from);
         let (copies, late, ops) = Default::default();

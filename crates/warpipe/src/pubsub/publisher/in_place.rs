@@ -15,11 +15,11 @@ impl Publisher {
     /// without a copy, when the loan is [sent](SampleMut::send). Subscribers map all of the memory,
     /// with the access that the publication gives, when they receive a first sample in it.
     ///
-    /// `owner` is kept until the loan is discarded, or no subscriber reads the tensor any more: each
-    /// has released it, and its streams are past it, or is proven dead. Then it is dropped, on a
-    /// thread of the library or in a call on the publisher. Where the publisher is dropped before,
-    /// the owner is kept on. Let nothing write the tensor meanwhile, and keep the publication: a
-    /// subscriber that has not opened the memory needs it.
+    /// `owner` is kept until the loan is discarded, or no subscriber reads the tensor any more:
+    /// each has released it, and its streams are past it, or is proven dead. Then it is dropped, on
+    /// a thread of the library or in a call on the publisher. Where the publisher is dropped
+    /// before, the owner is kept on. Let nothing write the tensor meanwhile, and keep the
+    /// publication: a subscriber that has not opened the memory needs it.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -44,8 +44,8 @@ impl Publisher {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Argument`] for bytes that do not lie in the memory, and for memory of another device or
-    /// domain than the publisher's; as [`loan`](Self::loan).
+    /// [`Error::Argument`] for bytes that do not lie in the memory, and for memory of another
+    /// device or domain than the publisher's; as [`loan`](Self::loan).
     pub fn loan_in(
         &self,
         memory: &Published,
@@ -90,8 +90,8 @@ impl Publisher {
     /// As [`LegacyHandle::export`] and [`loan`](Self::loan).
     ///
     /// # Safety
-    /// The allocation stays as long as `owner` lives, and as long as a subscriber has it open, which
-    /// may be as long as that is attached: see [`LegacyHandle::export`].
+    /// The allocation stays as long as `owner` lives, and as long as a subscriber has it open,
+    /// which may be as long as that is attached: see [`LegacyHandle::export`].
     pub unsafe fn loan_at(
         &self,
         ptr: DevicePtr,

@@ -28,8 +28,8 @@ pub struct SampleMut {
     pub(super) address: DevicePtr,
     pub(in crate::pubsub) layout: Layout,
     pub(super) metadata: Metadata,
-    /// How many bytes of the metadata are the place of a tensor that does not lie in the slot; 0 for
-    /// one that does.
+    /// How many bytes of the metadata are the place of a tensor that does not lie in the slot; 0
+    /// for one that does.
     pub(super) place_bytes: u8,
     /// The stream that last got work on this loan. A dropped loan returns behind this stream and
     /// `earlier`.

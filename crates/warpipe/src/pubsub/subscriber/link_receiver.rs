@@ -179,10 +179,10 @@ impl LinkReceiver {
         Ok(taken.inspect(|taken| self.link.keep(taken.receipt.position)))
     }
 
-    /// Opens the memory of the sample that was taken, if it does not lie in its slot and is not open:
-    /// without a lock, because the driver may take long, and so may the owner of published memory.
-    /// False if there is none to open. A sample that cannot be opened is released; one whose `wait`
-    /// is over stays the next.
+    /// Opens the memory of the sample that was taken, if it does not lie in its slot and is not
+    /// open: without a lock, because the driver may take long, and so may the owner of published
+    /// memory. False if there is none to open. A sample that cannot be opened is released; one
+    /// whose `wait` is over stays the next.
     pub(super) fn open_taken(&mut self, domain: &Domain, wait: &Wait<'_>) -> Result<bool> {
         let is_unopened = |taken: &mut RawSample| taken.location == TensorLocation::Unopened;
         let Some(mut taken) = self.taken.take_if(is_unopened) else {

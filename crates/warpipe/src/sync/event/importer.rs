@@ -58,7 +58,8 @@ struct OpenEvents {
 struct OpenEvent {
     page: EventPage,
     state: Arc<EventState>,
-    /// The handles that this process has opened, and dropped ones with streams that are not past it.
+    /// The handles that this process has opened, and dropped ones with streams that are not past
+    /// it.
     users: u32,
 }
 

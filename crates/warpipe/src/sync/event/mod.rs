@@ -341,9 +341,9 @@ impl Event {
     /// others record it; [`Error::Argument`] for a stream of another device; [`Error::Capturing`]
     /// for a stream that is being captured; [`Error::Driver`]. [`Error::Timeout`] while another
     /// thread's recording is blocked, by the driver (its stream's launch queue is full) or by the
-    /// exporter: nothing was recorded, unless a third process has the event open and its exporter is
-    /// stopped. The recording is then made, and its forwarding, which takes up to 5 s whatever `wait`
-    /// says, has failed.
+    /// exporter: nothing was recorded, unless a third process has the event open and its exporter
+    /// is stopped. The recording is then made, and its forwarding, which takes up to 5 s whatever
+    /// `wait` says, has failed.
     pub fn record<'w>(&self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<Recording> {
         let inner = self.inner.get()?;
         stream.check_usable(&inner.device)?;
@@ -485,8 +485,8 @@ impl EventInner {
         }
     }
 
-    /// The lane of this process's recordings. An importer asks for it first; an exporter has its own
-    /// from the beginning.
+    /// The lane of this process's recordings. An importer asks for it first; an exporter has its
+    /// own from the beginning.
     fn own_lane(&self, wait: &Wait<'_>) -> Result<&(usize, Arc<Signaller>)> {
         match (self.state.lane.get(), &self.role) {
             (Some(lane), _) => Ok(lane),

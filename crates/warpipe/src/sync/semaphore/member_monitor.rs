@@ -83,8 +83,8 @@ impl MemberMonitor {
             || matches!(self.watched_members.locked().get(&member), Some(Some(_)))
     }
 
-    /// Whether a member has left or is dead, since [`expect_member`](Self::expect_member). Ask again
-    /// behind what is to end with it: its end may have been handled before that was there.
+    /// Whether a member has left or is dead, since [`expect_member`](Self::expect_member). Ask
+    /// again behind what is to end with it: its end may have been handled before that was there.
     pub(super) fn has_ended(&self, member: u32) -> bool {
         if member == self.signals.member || member == CREATOR {
             return false;

@@ -486,7 +486,8 @@ impl SemaphorePage {
     /// Takes back the wait slot of an absent member, and wakes a present one that has a permit.
     fn sweep_slot(&self, slot: u32, is_present: &impl Fn(u32) -> bool) {
         let (word, ours) = (self.slot_state(slot), state(CREATOR, CLAIMED, 0, 0));
-        // Twice: an exchange fails if the wait has just been granted, and the second takes that back.
+        // Twice: an exchange fails if the wait has just been granted, and the second takes that
+        // back.
         for _ in 0..2 {
             let seen = word.load(SeqCst);
             if phase_of(seen) == FREE {

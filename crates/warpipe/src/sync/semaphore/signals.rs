@@ -192,8 +192,8 @@ impl MemberSignals {
         UnsealedPage::create(bytes_for(self.permits()))
     }
 
-    /// Waits until `member` has sealed the page and signals there. False if the time is over before,
-    /// or `is_pointless`.
+    /// Waits until `member` has sealed the page and signals there. False if the time is over
+    /// before, or `is_pointless`.
     pub(super) fn connect(
         &self,
         member: u32,
