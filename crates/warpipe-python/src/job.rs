@@ -148,8 +148,10 @@ impl Results {
     /// The result as Python has it. One that a signal's handler keeps from the caller is the next again.
     fn give(&self, py: Python<'_>, result: warpipe::JobResult) -> PyResult<Py<Result>> {
         let result = hand_over(py, DropDetached::new(result), |unused| {
-            if let Ok(end) = self.endpoint.end() {
-                end.unused().push(unused.into_inner());
+            if let Ok(end) = self.endpoint.end()
+                && let Ok(mut list) = end.unused()
+            {
+                list.push(unused.into_inner());
             }
         })?;
         Result::new(py, result.into_inner(), &self.endpoint.device)
@@ -159,11 +161,11 @@ impl Results {
         // Asked first: a job submitted before the shutdown is seen below.
         let may_end = !self.follow || self.endpoint.is_shut();
         let end = self.endpoint.end()?;
-        let unused = end.unused().pop();
+        let unused = end.unused()?.pop();
         if let Some(unused) = unused {
             return Ok(Found::Result(unused));
         }
-        let queue = end.queue();
+        let queue = end.queue()?;
         if may_end {
             match queue.next_result(&self.endpoint.stream, Duration::ZERO) {
                 Ok(result) => return Ok(Found::Result(result)),

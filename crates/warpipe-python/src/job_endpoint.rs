@@ -42,21 +42,22 @@ impl QueueOrClient {
         QueueOrClient::Queue(queue, Mutex::default())
     }
 
-    /// A queue's own.
-    pub fn queue(&self) -> &warpipe::Queue {
-        match self {
-            QueueOrClient::Queue(queue, _) => queue,
-            QueueOrClient::Client(_) => unreachable!("a queue's end is a queue"),
-        }
+    /// A queue's own. A client is no queue: Python may call `Queue.drain(client)`.
+    pub fn queue(&self) -> Outcome<&warpipe::Queue> {
+        Ok(self.queue_and_unused()?.0)
     }
 
     /// The results that a queue returns before others.
-    pub fn unused(&self) -> MutexGuard<'_, Vec<warpipe::JobResult>> {
+    pub fn unused(&self) -> Outcome<MutexGuard<'_, Vec<warpipe::JobResult>>> {
+        let (_, unused) = self.queue_and_unused()?;
+        Ok(unused.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn queue_and_unused(&self) -> Outcome<(&warpipe::Queue, &Mutex<Vec<warpipe::JobResult>>)> {
         match self {
-            QueueOrClient::Queue(_, unused) => unused.lock(),
-            QueueOrClient::Client(_) => unreachable!("a client's results have handles"),
+            QueueOrClient::Queue(queue, unused) => Ok((queue, unused)),
+            QueueOrClient::Client(_) => Err(Fault::argument("the object", "a client", "a queue")),
         }
-        .unwrap_or_else(PoisonError::into_inner)
     }
 
     fn loan_within(&self, layout: &Layout, wait: Wait<'_>) -> Result<warpipe::Loan, Error> {
@@ -214,7 +215,9 @@ impl JobEndpoint {
     /// Cancels the jobs that no worker holds.
     pub fn cancel_waiting(&self) -> Outcome<()> {
         self.cancelled().underway += 1;
-        let done = self.end().and_then(|end| Ok(end.queue().cancel_waiting()?));
+        let done = self
+            .end()
+            .and_then(|end| Ok(end.queue()?.cancel_waiting()?));
         let mut cancelled = self.cancelled();
         cancelled.underway -= 1;
         cancelled.jobs.extend(done.iter().flatten());

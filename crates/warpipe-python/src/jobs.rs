@@ -163,7 +163,7 @@ impl Jobs {
         let timeout = optional(timeout, "timeout")?;
         let goes_on = || self.endpoint.end().map(drop);
         waiting(py, timeout, goes_on, |wait| {
-            let drained = self.endpoint.end()?.queue().drain(wait);
+            let drained = self.endpoint.end()?.queue()?.drain(wait);
             let what = || format!("the end of the jobs of {:?}", self.endpoint.name);
             drained.map_err(|late| Fault::from(late).of(what))
         })
@@ -179,7 +179,7 @@ impl Jobs {
         optional(timeout, "timeout")?;
         let shut = py.detach(|| -> Outcome<_> {
             let end = self.endpoint.end()?;
-            let shut = end.queue().shutdown(Duration::ZERO).optional()?;
+            let shut = end.queue()?.shutdown(Duration::ZERO).optional()?;
             if cancel_waiting {
                 self.endpoint.cancel_waiting()?;
             }
@@ -215,7 +215,7 @@ impl Jobs {
 
     #[getter]
     fn _memory_in_use<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let used = py.detach(|| Outcome::Ok(self.endpoint.end()?.queue().memory_in_use()))?;
+        let used = py.detach(|| Outcome::Ok(self.endpoint.end()?.queue()?.memory_in_use()))?;
         tuples::memory_use(py, used)
     }
 

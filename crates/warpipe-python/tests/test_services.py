@@ -158,6 +158,18 @@ def test_a_signal_ends_every_wait_of_a_service(open_client, server):
     assert pending.result().tobytes() == b"z"
 
 
+def test_a_client_is_no_queue(open_client):
+    client = open_client()
+    for use in (
+        lambda: warpipe.Queue.drain(client),
+        lambda: warpipe.Queue.shutdown(client, cancel_futures=True),
+        lambda: next(warpipe.Queue.results(client)),
+        lambda: warpipe.Queue.memory_in_use.fget(client),
+    ):
+        with pytest.raises(warpipe.ArgumentError, match="a client; allowed is a queue"):
+            use()
+
+
 def test_servers_of_other_processes_share_the_load(open_client, place):  # noqa: F811
     client = open_client()
     with process(serve, *place, 5) as (_one, first), process(serve, *place, 5) as (_two, second):
