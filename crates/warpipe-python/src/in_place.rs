@@ -175,7 +175,11 @@ pub fn loan(
     // Dropped on any thread of the library.
     let owner = LibraryHeld::new(source);
     let loan = match place {
-        Some((memory, offset)) => publisher.loan_in(&memory, offset, &layout, owner),
+        // A subscriber may open the memory after this publisher is closed.
+        Some((memory, offset)) => {
+            let owner = (owner, memory.clone());
+            publisher.loan_in(&memory, offset, &layout, owner)
+        }
         // SAFETY: the tensor keeps its allocation, as PyTorch's caching allocator does while
         // subscribers exist; see `Publisher.send`.
         None => unsafe { publisher.loan_at(address, &layout, owner) },

@@ -402,6 +402,9 @@ impl Publisher {
     /// those that are still read after that are kept until they are not.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.home.check()?;
+        // Which would keep tensors for subscribers to come.
+        let open = self.inner.get();
+        call(py, || open.map_or(Ok(()), |it| it.end_history()))?;
         in_slices(py, self.block, |slice| {
             let is_done = self.inner.get().map_or(Ok(0), |it| it.in_place())? == 0;
             if !is_done {

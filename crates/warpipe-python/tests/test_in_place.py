@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import warnings
 import weakref
 
@@ -222,6 +223,16 @@ def test_late_subscribers_get_it_from_the_history(open_publisher, open_subscribe
     until(lambda: publisher.in_place == 0, "the tensor")
 
 
+def test_close_does_not_wait_for_a_tensor_that_only_the_history_keeps(domain, device, tensor):
+    publisher = warpipe.Publisher("a", domain=domain, device=device, history=1, timeout=None)
+    publisher.send(tensor, zero_copy="require")
+    assert publisher.in_place == 1
+    closing = threading.Thread(target=publisher.close, daemon=True)
+    closing.start()
+    until(lambda: publisher.closed, "the close")
+    closing.join(LIMIT_SECONDS)
+
+
 def test_no_metadata_makes_a_sample_lie_elsewhere(link, tensor):
     publisher, subscriber = link
     publisher.send(tensor, metadata=b"placed", zero_copy="require")
@@ -346,22 +357,42 @@ def test_memory_that_pytorch_frees_goes_with_the_next_tensor_and_with_the_subscr
 
 SENDS_POOLED = """
 import storages, sys, warpipe
-publisher = warpipe.Publisher("a", domain=sys.argv[1])
+publisher = warpipe.Publisher("a", domain=sys.argv[1], timeout=0.2)
 publisher.wait_for_subscribers(1)
 tensor = storages.Allocated(publisher.device)
 publisher.send(tensor, zero_copy="require")
+if len(sys.argv) > 2:
+    publisher.close()
 print("sent", flush=True)
 sys.stdin.read()
 """
 
 
+def sends_pooled(domain, *closes):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+    command = [sys.executable, "-c", SENDS_POOLED, str(domain.path), *closes]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+
+
+@HAS_POOL
+def test_a_frame_of_the_pool_can_be_received_after_its_publisher_has_closed(domain, device):
+    sender = sends_pooled(domain, "closes")
+    try:
+        with warpipe.Subscriber("a", domain=domain, device=device, wait=LIMIT_SECONDS, timeout=LIMIT_SECONDS) as subscriber:
+            assert sender.stdout.readline() == b"sent\n"
+            with subscriber.receive() as frame:
+                assert frame.in_place and frame.tobytes() == bytes(storages.NBYTES)
+        owned = lambda: [one for one in domain.endpoints() if one.alive]
+        until(lambda: not owned(), "the end of the memory's name")
+    finally:
+        sender.kill()
+        sender.communicate()
+
+
 @HAS_POOL
 @kills
 def test_a_frame_of_the_pool_is_read_only_and_outlives_its_publisher(domain, device):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
-    sender = subprocess.Popen(
-        [sys.executable, "-c", SENDS_POOLED, str(domain.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-    )
+    sender = sends_pooled(domain)
     try:
         with warpipe.Subscriber("a", domain=domain, device=device, wait=LIMIT_SECONDS, timeout=LIMIT_SECONDS) as subscriber:
             frame = subscriber.receive()

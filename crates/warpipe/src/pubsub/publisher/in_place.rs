@@ -129,4 +129,14 @@ impl Publisher {
     pub fn in_place(&self) -> Result<usize> {
         Ok(self.core.get()?.drop_free_owners())
     }
+
+    /// Keeps no history any more, and with it no tensor that no subscriber has.
+    ///
+    /// # Errors
+    /// [`Error::Forked`].
+    #[doc(hidden)] // For the Python package.
+    pub fn end_history(&self) -> Result<()> {
+        self.core.get()?.end_history();
+        Ok(())
+    }
 }

@@ -190,6 +190,12 @@ impl PublisherCore {
         owners.add(slot, owner, arena);
     }
 
+    /// Keeps no history any more.
+    pub(in crate::pubsub) fn end_history(&self) {
+        let PublisherState { history, arena, .. } = &mut *self.lock();
+        history.end(arena);
+    }
+
     /// Drops the owners of tensors that no subscriber reads any more. Returns how many are left.
     pub(in crate::pubsub) fn drop_free_owners(&self) -> usize {
         let mut state = self.lock();
