@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ import weakref
 import numpy as np
 import pytest
 import storages
-from conftest import DEVICE, until
+from conftest import DEVICE, stop, until
 from peers import LIMIT_SECONDS, kill, process, receive_in_place, said
 from test_processes import kills, place  # noqa: F401
 
@@ -384,6 +385,23 @@ def test_a_frame_of_the_pool_can_be_received_after_its_publisher_has_closed(doma
                 assert frame.in_place and frame.tobytes() == bytes(storages.NBYTES)
         owned = lambda: [one for one in domain.endpoints() if one.alive]
         until(lambda: not owned(), "the end of the memory's name")
+    finally:
+        sender.kill()
+        sender.communicate()
+
+
+@HAS_POOL
+def test_a_frame_of_a_publisher_that_is_stopped_is_received_when_it_goes_on(domain, device):
+    sender = sends_pooled(domain)
+    try:
+        with warpipe.Subscriber("a", domain=domain, device=device, wait=LIMIT_SECONDS, timeout=LIMIT_SECONDS) as subscriber:
+            assert sender.stdout.readline() == b"sent\n"
+            stop(sender)
+            with pytest.raises(warpipe.HandshakeError):
+                subscriber.receive()
+            os.kill(sender.pid, signal.SIGCONT)
+            with subscriber.receive() as frame:
+                assert (frame.in_place, frame.sequence) == (True, 1)
     finally:
         sender.kill()
         sender.communicate()

@@ -490,7 +490,8 @@ class _Subscriber(_Named):
 
         Raises ``TimeoutError``; ``PeerGoneError`` once all its completed frames have been
         received (not with ``reconnect``); for a tensor that was sent in place
-        ``PeerGoneError``, ``HandleError``, ``TicketExpiredError``; ``EvictedError``,
+        ``PeerGoneError``, ``HandleError``, ``TicketExpiredError``, and, of a publisher that is
+        stopped, ``HandshakeError``: the frame stays the next; ``EvictedError``,
         ``ProtocolError``, ``LinkClosedError``, ``ClosedError``, ``DriverError``.
         """
     def try_receive(self) -> Sample | None:

@@ -8,7 +8,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use crate::backend::DevicePtr;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::Kind;
 use crate::ipc::domain::Domain;
@@ -182,7 +182,7 @@ impl LinkReceiver {
     /// Opens the memory of the sample that was taken, if it does not lie in its slot and is not
     /// open: without a lock, because the driver may take long, and so may the owner of published
     /// memory. False if there is none to open. A sample that cannot be opened is released; one
-    /// whose `wait` is over stays the next.
+    /// whose `wait` is over, or with an owner that does not answer, stays the next.
     pub(super) fn open_taken(&mut self, domain: &Domain, wait: &Wait<'_>) -> Result<bool> {
         let is_unopened = |taken: &mut RawSample| taken.location == TensorLocation::Unopened;
         let Some(mut taken) = self.taken.take_if(is_unopened) else {
@@ -190,7 +190,7 @@ impl LinkReceiver {
         };
         match self.open(&taken, domain, wait) {
             Ok((address, metadata)) => taken.open_at(address, metadata),
-            Err(error @ Error::Timeout { .. }) => {
+            Err(error) if error.kind() == ErrorKind::Timeout => {
                 self.taken = Some(taken);
                 return Err(error);
             }
