@@ -129,6 +129,9 @@ pub(crate) fn messages(number: u64) -> Vec<Message> {
         },
         Message::CloseRegion { id: small },
         Message::RegionClosed { id: small },
+        Message::Returned {
+            positions: vec![number],
+        },
         Message::NoRoom { text: text.clone() },
         Message::Attached,
         Message::Close(CloseReason::Closed),
