@@ -163,13 +163,17 @@ impl Waits {
         }
     }
 
+    /// Takes back one note of each wait: another stream may have been given the same wait.
     fn withdraw(&mut self, context: Context, ops: &[StreamOp]) {
-        self.noted.retain(|noted| {
-            let is_refused = |op: &StreamOp| {
-                matches!(*op, StreamOp::Wait { word, value } if word == noted.word && value == noted.value)
+        for op in ops {
+            let is_it = |noted: &Wait| {
+                let (word, value) = (noted.word, noted.value);
+                noted.context == context && *op == StreamOp::Wait { word, value }
             };
-            noted.context != context || !ops.iter().any(is_refused)
-        });
+            if let Some(index) = self.noted.iter().position(is_it) {
+                self.noted.remove(index);
+            }
+        }
     }
 
     fn hold_back(&mut self) {
@@ -323,6 +327,18 @@ mod tests {
         waits.withdraw(1, &[page.wait(2, 1), page.wait(3, 1)]);
         assert!(waits.is_any_open(), "the first one");
         page.words[1].store(1, Release);
+        assert!(!waits.is_any_open());
+    }
+
+    #[test]
+    fn a_refused_wait_leaves_the_same_wait_of_another_stream_open() {
+        let mut waits = Waits::default();
+        let page = Page::new(&mut waits, 1 << 40);
+        waits.note(1, &[page.wait(1, 1)]);
+        waits.note(1, &[page.wait(1, 1)]);
+        waits.withdraw(1, &[page.wait(1, 1)]);
+        assert!(waits.is_any_open(), "the one that was enqueued");
+        waits.withdraw(1, &[page.wait(1, 1)]);
         assert!(!waits.is_any_open());
     }
 
