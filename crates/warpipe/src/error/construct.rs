@@ -35,6 +35,13 @@ impl Error {
         }
     }
 
+    /// Whether what a receive returns is of one sample: the next receive gives the next one.
+    #[doc(hidden)] // For the bridge and the command line.
+    pub fn is_of_one_sample(&self) -> bool {
+        let is_unopened = matches!(self, Error::Handle { .. } | Error::TicketExpired { .. });
+        is_unopened || matches!(self, Error::SampleLost { .. })
+    }
+
     /// Whether the process, the system or this user has no descriptor left, or none in flight: an
     /// [`Error::Os`] with `EMFILE`, `ENFILE` or `ETOOMANYREFS`.
     pub fn is_descriptor_limit(&self) -> bool {

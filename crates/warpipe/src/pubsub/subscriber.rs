@@ -22,7 +22,7 @@ use self::wait::{DOORBELL, TickRinger, WAKE, watch_descriptor};
 use super::publisher_link::{ConnectOptions, PublisherLink};
 use super::sample::{PreviousPublisher, Sample};
 use crate::device::Device;
-use crate::error::{Error, HandshakeFault, Result};
+use crate::error::{Error, ErrorKind, HandshakeFault, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
 use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::ipc::Kind;
@@ -274,8 +274,9 @@ impl Subscriber {
     /// the memory of a sample: these close the link, which is [`Error::LinkClosed`] from then on;
     /// for a sample [in place](Sample::is_in_place) with memory that cannot be opened, which is
     /// missing before the next one, the errors of [`LegacyHandle::open`](crate::LegacyHandle::open)
-    /// and [`Ticket::open`](crate::Ticket::open); an owner that does not answer within 5 s is
-    /// [`Error::Handshake`], and the sample stays the next;
+    /// and [`Ticket::open`](crate::Ticket::open), and in place of their `PeerGone`
+    /// [`Error::SampleLost`]; an owner that does not answer within 5 s is [`Error::Handshake`], and
+    /// the sample stays the next;
     /// [`Error::Capturing`] for a stream that is being captured, and nothing is taken;
     /// [`Error::Forked`]; errors of the device.
     pub fn receive<'w>(&mut self, stream: &Stream, wait: impl Into<Wait<'w>>) -> Result<Sample> {
@@ -358,8 +359,8 @@ impl Subscriber {
     }
 
     /// All samples until the publisher has gone, each waited for as long as `limit`: the iterator
-    /// ends when the publisher closed gracefully, and returns the error once for any other end but
-    /// a timeout.
+    /// ends when the publisher closed gracefully, and returns the error once for any other end. A
+    /// timeout is no end, nor is a sample that is lost or cannot be opened.
     pub fn samples<'a>(&'a mut self, stream: &'a Stream, limit: Duration) -> Samples<'a> {
         Samples {
             subscriber: self,
@@ -501,7 +502,8 @@ impl Iterator for Samples<'_> {
                 None
             }
             Err(error) => {
-                self.is_over = !matches!(error, Error::Timeout { .. });
+                let is_end = error.kind() != ErrorKind::Timeout;
+                self.is_over = is_end && !error.is_of_one_sample();
                 Some(Err(error))
             }
             Ok(sample) => Some(Ok(sample)),

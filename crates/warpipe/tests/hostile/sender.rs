@@ -296,6 +296,36 @@ fn a_place_that_cannot_be_opened_costs_its_sample_alone() {
     unsafe { device.backend().free_plain(plain) }.unwrap();
 }
 
+/// As after the death of a sender whose last samples are complete, and lie in their slots.
+#[test]
+fn memory_that_died_with_its_process_is_lost_with_its_sample_and_ends_no_loop() {
+    let scratch = Scratch::new();
+    let (mut fake, mut subscriber) = Fake::attach(&scratch, true);
+    let (device, stream) = (Device::host(), stream());
+    let plain = device.backend().allocate_plain(4096).unwrap();
+    // SAFETY: freed below, and opened by nobody.
+    let handle = unsafe { LegacyHandle::export(&device, plain, 1000) }.unwrap();
+    fake.send_in_place(&Place::Legacy(&handle.of_another_process().to_bytes()));
+    fake.send_in_place(&Place::Legacy(b""));
+    fake.send(|_| ());
+    let mut samples = subscriber.samples(&stream, LONG);
+    let gone = samples.next().unwrap().unwrap_err();
+    assert!(
+        matches!(gone, Error::SampleLost { sequence: 1, .. }),
+        "{gone}"
+    );
+    let garbled = samples.next().unwrap().unwrap_err();
+    assert!(matches!(garbled, Error::Handle { .. }), "{garbled}");
+    let next = samples.next().unwrap().unwrap();
+    assert_eq!(
+        (next.sequence(), next.discontinuity().map(|gap| gap.missing)),
+        (3, None),
+        "none was received before"
+    );
+    // SAFETY: allocated above, and read by no stream.
+    unsafe { device.backend().free_plain(plain) }.unwrap();
+}
+
 /// The listener of a stopped process: connections succeed, and nobody answers.
 #[test]
 fn a_wait_for_a_silent_owner_of_memory_can_be_cancelled_and_takes_nothing() {

@@ -181,7 +181,8 @@ impl LinkReceiver {
 
     /// Opens the memory of the sample that was taken, if it does not lie in its slot and is not
     /// open: without a lock, because the driver may take long, and so may the owner of published
-    /// memory. False if there is none to open. A sample that cannot be opened is released; one
+    /// memory. False if there is none to open. A sample that cannot be opened is released, and lost
+    /// if its memory is gone with its sender: the link's end is told behind the last sample. One
     /// whose `wait` is over, or with an owner that does not answer, stays the next.
     pub(super) fn open_taken(&mut self, domain: &Domain, wait: &Wait<'_>) -> Result<bool> {
         let is_unopened = |taken: &mut RawSample| taken.location == TensorLocation::Unopened;
@@ -197,7 +198,10 @@ impl LinkReceiver {
             Err(error) => {
                 // It is given back once its data is complete.
                 self.link.keep(taken.receipt.position);
-                return Err(error);
+                return Err(match error {
+                    Error::PeerGone { .. } => self.link.lost(taken.receipt.sequence),
+                    error => error,
+                });
             }
         }
         self.taken = Some(taken);
