@@ -21,7 +21,7 @@ use crate::pubsub::place::Place;
 use crate::pubsub::ring::SenderRing;
 use crate::shm::segment::{Entry, Segment};
 use crate::wait::{OptionalExtension, Wait};
-use crate::{Device, Error, Layout, LegacyHandle, Memory, Subscriber};
+use crate::{Device, Error, ErrorKind, Layout, LegacyHandle, Memory, Subscriber};
 
 const REGION_BYTES: u64 = 2 << 20;
 
@@ -332,7 +332,7 @@ fn a_wait_for_a_silent_owner_of_memory_can_be_cancelled_and_takes_nothing() {
     let scratch = Scratch::new();
     let (mut fake, mut subscriber) = Fake::attach(&scratch, true);
     let silent = EndpointName::new("silent").unwrap();
-    let _claim = scratch.domain.claim(&silent, false).unwrap();
+    let claim = scratch.domain.claim(&silent, false).unwrap();
     let (name, incarnation, offset) = ("silent", [1; 16], 0);
     fake.send_in_place(&Place::Published {
         name,
@@ -348,7 +348,11 @@ fn a_wait_for_a_silent_owner_of_memory_can_be_cancelled_and_takes_nothing() {
     }
     fake.send(|_| ());
     let refused = subscriber.receive(&stream(), LONG).unwrap_err();
-    assert!(!matches!(refused, Error::Timeout { .. }), "{refused}");
+    assert!(matches!(refused, Error::Handshake { .. }), "{refused}");
+    // It stays the next, until its memory has no owner any more.
+    drop(claim);
+    let expired = subscriber.receive(&stream(), LONG).unwrap_err();
+    assert_ne!(expired.kind(), ErrorKind::Timeout, "{expired}");
     assert!(!subscriber.receive(&stream(), LONG).unwrap().is_in_place());
 }
 
