@@ -2,8 +2,8 @@
 //!
 //! Every variant carries the facts needed to act (the name, the peer, the bytes, the driver's own
 //! code). Match on [`Error::kind`] to decide what to do next, on the variant for its context. `{}`
-//! prints the fact; [`Error::hint`] is the next step for a person, and [`Error::hint_in`] says it in
-//! the words of another language.
+//! prints the fact; [`Error::hint`] is the next step for a person, and [`Error::hint_in`] says it
+//! in the words of another language.
 
 mod construct;
 mod fault;

@@ -389,9 +389,9 @@ pub trait Streams {
 /// Copies that a stream makes. A part of [`Backend`].
 pub trait Copies {
     /// `cuMemcpyAsync` for one row, `cuMemcpy3DAsync` for long ones in up to three dimensions, else
-    /// a kernel of this library: enqueues a copy between device addresses (regions or
-    /// registered memory), also of tensors of different layouts, as one operation. The kernel reaches the same memory as `stream`'s device, and no other device's
-    /// memory.
+    /// a kernel of this library: enqueues a copy between device addresses (regions or registered
+    /// memory), also of tensors of different layouts, as one operation. The kernel reaches the same
+    /// memory as `stream`'s device, and no other device's memory.
     ///
     /// # Safety
     /// All rows stay mapped until the copy is done, readable on one side and writable on the other,

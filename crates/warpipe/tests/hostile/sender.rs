@@ -296,7 +296,7 @@ fn a_place_that_cannot_be_opened_costs_its_sample_alone() {
     unsafe { device.backend().free_plain(plain) }.unwrap();
 }
 
-/// As after the death of a sender whose last samples are complete, and lie in their slots.
+/// As after the death of a sender with last samples that are complete, and lie in their slots.
 #[test]
 fn memory_that_died_with_its_process_is_lost_with_its_sample_and_ends_no_loop() {
     let scratch = Scratch::new();

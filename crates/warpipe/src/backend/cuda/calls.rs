@@ -1,5 +1,5 @@
-//! Driver calls whose C types or statuses are not what a caller wants, as functions with Rust's. All
-//! others are made by their own names.
+//! The driver calls that take or give other types than a caller wants, or statuses that are no
+//! errors to it, as functions with Rust's types. All others are made by their own names.
 //!
 //! Functions are `unsafe` where the driver would follow a handle or pointer that the caller must
 //! vouch for.

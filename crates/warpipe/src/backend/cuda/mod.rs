@@ -1,8 +1,8 @@
 //! The CUDA driver API: `libcuda.so.1`, loaded at run time.
 //!
 //! `sys` has the driver's header as Rust types, and each function as a checked call of its name;
-//! `calls` has those whose types or statuses a caller wants otherwise; `fault` turns a status into a
-//! typed error; [`CudaBackend`] implements the trait. Every call is made inside the gate of
+//! `calls` has functions with Rust's types for some of them; `fault` turns a status into a typed
+//! error; [`CudaBackend`] implements the trait. Every call is made inside the gate of
 //! `shutdown_gate`.
 //!
 //! One primary context for each device is retained for the life of the process, the same that the

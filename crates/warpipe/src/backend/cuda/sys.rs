@@ -218,8 +218,8 @@ pub(super) const DEVICE_ATTRIBUTE_MPS_ENABLED: c_uint = 133;
 
 /// Declares the table: a type for each function's pointer, a field for it, the lookup by its name,
 /// and the checked call. A function with a result stores it at the address that is its first
-/// parameter in C. Only one that is `[safe]` may be called with any arguments: it gets plain values,
-/// and numbers and handles that the driver looks up.
+/// parameter in C. Only one that is `[safe]` may be called with any arguments: it gets plain
+/// values, and numbers and handles that the driver looks up.
 macro_rules! functions {
     ($($([$safety:tt])? fn $name:ident($($argument:ident: $type:ty),* $(,)?) $(-> $out:ty)?;)*) => {
         /// The types of the functions, under the functions' names.

@@ -7,7 +7,7 @@
 //! driver 580.159.04: results/history/h200-recovery). So the library does not call it while a wait
 //! that it enqueued itself is open, and enqueues none meanwhile: the thread that would enqueue one
 //! could be the one to end it, behind an allocation. Kernels and the user's own waits are not seen:
-//! for those it waits as `cuMemFree` does, and [`UNREGISTERING_MAX`] later waits are enqueued again.
+//! for those it waits as `cuMemFree` does, and waits are enqueued again [`UNREGISTERING_MAX`] later.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Mutex;
@@ -26,8 +26,8 @@ const POSTPONED_MAX: usize = 1024;
 /// the open waits by more than those recorded since its last pass.
 const LOOKS: usize = 2;
 
-/// How long waits are held back for one unregistration: many times what it takes by itself. It looks
-/// at the streams when it begins.
+/// How long waits are held back for one unregistration: many times what it takes by itself. It
+/// looks at the streams when it begins.
 const UNREGISTERING_MAX: Duration = Duration::from_millis(10);
 
 static WAITS: PerProcess<Mutex<Waits>> = PerProcess::new();
@@ -109,7 +109,8 @@ pub(super) fn reset(context: Context) {
 }
 
 /// Whether memory must stay registered for now because a wait is open. No stream uses the memory,
-/// so no wait on its own words is open. If not, [`unregistering`] follows, and no wait comes between.
+/// so no wait on its own words is open. If not, [`unregistering`] follows, and no wait comes
+/// between.
 pub(super) fn postpone(host: *mut u8) -> bool {
     let mut waits = WAITS.lock();
     waits.forget(host);

@@ -182,8 +182,8 @@ impl LinkReceiver {
     /// Opens the memory of the sample that was taken, if it does not lie in its slot and is not
     /// open: without a lock, because the driver may take long, and so may the owner of published
     /// memory. False if there is none to open. A sample that cannot be opened is released, and lost
-    /// if its memory is gone with its sender: the link's end is told behind the last sample. One
-    /// whose `wait` is over, or with an owner that does not answer, stays the next.
+    /// if its memory is gone with its sender: the link's end is told behind the last sample. It
+    /// stays the next if `wait` is over, or the owner of its memory does not answer.
     pub(super) fn open_taken(&mut self, domain: &Domain, wait: &Wait<'_>) -> Result<bool> {
         let is_unopened = |taken: &mut RawSample| taken.location == TensorLocation::Unopened;
         let Some(mut taken) = self.taken.take_if(is_unopened) else {
