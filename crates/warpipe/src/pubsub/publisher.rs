@@ -8,7 +8,7 @@ use std::sync::Arc;
 use self::loan::check_length;
 pub use self::loan::{SampleMut, SendError};
 use super::builder::{PublisherBuilder, SubscriberInfo};
-use super::publisher_core::PublisherCore;
+use super::publisher_core::{Given, PublisherCore, Recipients, SendFailure};
 use super::subscriber::Subscriber;
 use super::subscriber_link::{LinkPhase, SubscriberLink};
 use crate::backend::DevicePtr;
@@ -152,9 +152,38 @@ impl Publisher {
     /// As [`loan`](Self::loan), [`SampleMut::write`] and [`SampleMut::send`].
     pub fn send_slice(&self, stream: &Stream, layout: &Layout, bytes: &[u8]) -> Result<u64> {
         check_length(layout, bytes)?;
-        let mut sample = self.loan(layout)?;
-        sample.write(stream, bytes)?;
-        Ok(sample.send(stream)?)
+        // Without a `SampleMut`: moving its layout and metadata takes longer than a small send.
+        let (slot, address) = self.core.take_slot(layout.bytes(), None)?;
+        let given = Given {
+            slot,
+            layout,
+            metadata: &Metadata::EMPTY,
+            is_in_place: false,
+        };
+        let filled = self.fill(stream, address, bytes).map_err(SendFailure::from);
+        let sent = filled.and_then(|()| self.core.send(given, stream, Recipients::All, None));
+        match sent {
+            Ok(delivery) => Ok(delivery.sequence),
+            Err(SendFailure::AfterPublish(error)) => Err(error),
+            Err(SendFailure::BeforePublish(error)) => {
+                // Behind the copy, which may be enqueued even if a later step failed.
+                let device = stream.check_of(&self.core.device);
+                let behind = device.map_or(&[][..], |()| std::slice::from_ref(stream));
+                let _ = self.core.return_slot(slot, behind);
+                Err(error)
+            }
+        }
+    }
+
+    fn fill(&self, stream: &Stream, slot: DevicePtr, bytes: &[u8]) -> Result<()> {
+        stream.check_of(&self.core.device)?;
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the stream is live; the caller has taken the slot, which is as long as the
+        // layout that was compared with `bytes`, and keeps it until the stream has passed this
+        // copy: it is sent or returned behind the stream's work.
+        unsafe { stream.upload(slot, bytes) }
     }
 
     /// Loans, copies from another device pointer on `stream` and sends. Returns the sequence

@@ -310,7 +310,9 @@ impl Subscriber {
     }
 
     fn wait_for_sample(&mut self, stream: &Stream, wait: &Wait<'_>) -> Result<Sample> {
-        if let Some(sample) = self.open_next(stream, wait)? {
+        if self.attached.as_ref().is_some_and(|at| at.taken.is_some())
+            && let Some(sample) = self.open_next(stream, wait)?
+        {
             return Ok(sample);
         }
         let is_polled = self.is_polled.load(Ordering::Relaxed);
@@ -390,12 +392,19 @@ impl Subscriber {
     /// Polls once, for a stream that was [checked](Self::check_stream). With `reconnect`, also
     /// polls a publisher that is attached during the call: samples that it sent before it was asked
     /// to ring did not ring.
+    #[inline]
     fn poll(&mut self, stream: &Stream) -> Result<Option<Sample>> {
+        match self.attached.as_ref().is_some_and(|at| at.is_quiet()) {
+            true => Ok(None),
+            false => self.poll_link(stream),
+        }
+    }
+
+    /// Not inline: a poll that finds nothing would set up the frame of one that takes a sample.
+    #[inline(never)]
+    fn poll_link(&mut self, stream: &Stream) -> Result<Option<Sample>> {
         loop {
             if let Some(attached) = &mut self.attached {
-                if attached.is_quiet() {
-                    return Ok(None);
-                }
                 match attached.poll(stream, &mut self.ended) {
                     Err(error) if self.options.reconnect && is_an_end(&error) => {
                         self.detach(&error)
