@@ -7,24 +7,21 @@ mod link_receiver;
 mod tests;
 mod wait;
 
-use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
-
-use rustix::event::epoll;
 
 pub use builder::SubscriberBuilder;
 pub(crate) use link_receiver::Replies;
 
 use self::link_receiver::{EndedLink, LinkReceiver};
-use self::wait::{DOORBELL, TickRinger, WAKE, watch_descriptor};
+use self::wait::{DOORBELL, TickRinger, WAKE};
 use super::publisher_link::{ConnectOptions, PublisherLink};
 use super::sample::{PreviousPublisher, Sample};
 use crate::device::Device;
 use crate::error::{Error, ErrorKind, HandshakeFault, Result};
+use crate::fork::OwnerProcess;
 use crate::fork::leak_on_fork::LeakOnFork;
-use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::ipc::Kind;
 use crate::ipc::client_handshake::HandshakeLimit;
 use crate::ipc::domain::{Arrivals, Domain, EndpointName};
@@ -35,6 +32,7 @@ use crate::options::EndpointOptions;
 use crate::pubsub::entry::Violation;
 use crate::runtime::attempt::Attempt;
 use crate::runtime::doorbell::LocalDoorbell;
+use crate::runtime::epoll::{EpollSet, EventFlags};
 use crate::runtime::reactor::Reactor;
 use crate::runtime::spin::Polls;
 use crate::statistics::{self, EndpointRow, EndpointWords, Role};
@@ -87,7 +85,7 @@ pub struct Subscriber {
     /// Rings the doorbell when a new publisher may have appeared. Only with `reconnect`.
     arrivals: Option<Arrivals>,
     /// Everything that can end a wait, in one descriptor.
-    pub(crate) readable: CloseOnForkFd,
+    pub(crate) readable: EpollSet,
     /// An event loop polls `readable`: this end counts as asleep whenever no call of this type
     /// runs.
     is_polled: AtomicBool,
@@ -129,9 +127,8 @@ impl Subscriber {
         wait: &Wait<'_>,
     ) -> Result<Subscriber> {
         let doorbell = Arc::new(LocalDoorbell::new()?);
-        let readable = CloseOnForkFd::open(|| epoll::create(epoll::CreateFlags::CLOEXEC));
-        let readable = readable.map_err(|e| Error::os("epoll_create1", "a subscriber", e))?;
-        watch_descriptor(&readable, doorbell.as_fd(), DOORBELL)?;
+        let readable = EpollSet::new("a subscriber")?;
+        readable.add(&*doorbell, DOORBELL, EventFlags::IN)?;
         let rings = || domain.ring_at_arrivals(doorbell.clone());
         let arrivals = options.reconnect.then(rings).transpose()?;
         let row = EndpointRow::open(&EndpointWords {
@@ -189,7 +186,8 @@ impl Subscriber {
     }
 
     fn attach_to(&mut self, link: Arc<PublisherLink>) -> Result<()> {
-        watch_descriptor(&self.readable, link.end.peer_doorbell.as_fd(), WAKE)
+        self.readable
+            .add(&*link.end.peer_doorbell, WAKE, EventFlags::IN)
             .inspect_err(|_| link.leave())?;
         self.row.set_domain(self.at.domain.identity());
         self.row.attach_to(link.terms.generation);
@@ -476,7 +474,7 @@ impl Subscriber {
             if ended.generation == old.link.terms.generation {
                 ended.publisher = publisher;
             }
-            let _ = epoll::delete(&self.readable, old.link.end.peer_doorbell.as_fd());
+            self.readable.remove(&*old.link.end.peer_doorbell);
         }
     }
 }

@@ -6,23 +6,22 @@ mod waiters;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use rustix::event::epoll;
-
 use self::waiters::{OWN_DOORBELL, Waiters};
 use super::job_table::{JobTable, QueueRules, Stage};
 use super::worker_session::{AnswerLink, Jobs, WorkerSession};
 use crate::error::{Error, Result};
+use crate::fork::OwnerProcess;
 use crate::fork::thread::Thread;
-use crate::fork::{CloseOnForkFd, OwnerProcess};
 use crate::ipc::domain::Domain;
 use crate::mutex::LockUnpoisoned;
 use crate::pubsub::{Publisher, Replies, RetainedSlot, SubscriberChanges};
+use crate::runtime::epoll::{EpollSet, EventFlags};
 use crate::runtime::heartbeat::Uptime;
 use crate::runtime::releasable::ReleasableGuard;
 use crate::runtime::timed_lock::TimedLock;
 
 /// Each ring wakes one sleeper, once.
-const EPOLL_FLAGS: epoll::EventFlags = epoll::EventFlags::IN.union(epoll::EventFlags::ET);
+const EPOLL_FLAGS: EventFlags = EventFlags::IN.union(EventFlags::ET);
 
 /// All that the queue's lock guards. The lock is never held across a call of the driver that gives
 /// a stream work: see [`delivery`](super::delivery).
@@ -147,7 +146,7 @@ pub(super) struct Dispatcher {
     /// Wakes the queue's own thread when no other thread leads any more.
     pub(super) resume: Condvar,
     pub(super) submit_lock: TimedLock,
-    pub(super) readable: CloseOnForkFd,
+    pub(super) readable: EpollSet,
 }
 
 impl Dispatcher {
@@ -159,15 +158,8 @@ impl Dispatcher {
         publisher: Publisher,
         observer: Arc<SubscriberChanges>,
     ) -> Result<Arc<Dispatcher>> {
-        let readable = CloseOnForkFd::open(|| epoll::create(epoll::CreateFlags::CLOEXEC));
-        let readable = readable.map_err(|e| Error::os("epoll_create1", "a queue", e))?;
-        epoll::add(
-            &readable,
-            &observer.doorbell,
-            epoll::EventData::new_u64(OWN_DOORBELL),
-            EPOLL_FLAGS,
-        )
-        .map_err(|e| Error::os("epoll_ctl", "a queue's doorbell", e))?;
+        let readable = EpollSet::new("a queue")?;
+        readable.add(&*observer.doorbell, OWN_DOORBELL, EPOLL_FLAGS)?;
         let dispatcher = Arc::new(Dispatcher {
             owner_process: OwnerProcess::current(),
             spin,
@@ -253,8 +245,8 @@ impl Dispatcher {
             let Some(answers) = subscriber.receive_replies(name, &self.domain) else {
                 continue;
             };
-            let tag = epoll::EventData::new_u64(id);
-            if epoll::add(&self.readable, answers.descriptor(), tag, EPOLL_FLAGS).is_err() {
+            let watched = self.readable.add(answers.descriptor(), id, EPOLL_FLAGS);
+            if watched.is_err() {
                 let reason = "its queue has no room for it";
                 self.publisher.expel(id, reason);
                 continue;
@@ -279,7 +271,7 @@ impl Dispatcher {
         }
         state.return_untaken(self.publisher.take_untaken());
         for session in state.remove_ended() {
-            let _ = epoll::delete(&self.readable, session.answers.descriptor());
+            self.readable.remove(session.answers.descriptor());
         }
     }
 

@@ -2,13 +2,10 @@
 
 mod polled;
 
-use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
-
-use rustix::event::epoll;
 
 use super::{check_service_name, client_prefix};
 use crate::device::Device;
@@ -21,6 +18,7 @@ use crate::pubsub::Subscriber;
 use crate::queue::{Lease, Worker, WorkerBuilder};
 use crate::runtime::attempt::Attempt;
 use crate::runtime::doorbell::LocalDoorbell;
+use crate::runtime::epoll::{EpollSet, EventFlags};
 use crate::runtime::spin::Polls;
 use crate::stream::Stream;
 use crate::wait::{SLICE, Wait};
@@ -82,13 +80,12 @@ impl ServerBuilder {
         let domain = self.shared.domain()?;
         let device = self.shared.device();
         check_limit(&device, self.shared.memory_limit)?;
-        let readable = CloseOnForkFd::open(|| epoll::create(epoll::CreateFlags::CLOEXEC));
-        let readable = readable.map_err(|e| Error::os("epoll_create1", "a server", e))?;
+        let readable = EpollSet::new("a server")?;
         let doorbell = Arc::new(LocalDoorbell::new()?);
         let arrivals = domain.ring_at_arrivals(doorbell.clone())?;
         let scan_timer = polled::scan_timer()?;
-        watch_descriptor(&readable, &doorbell, DOORBELL)?;
-        watch_descriptor(&readable, &scan_timer, SCAN_TIMER)?;
+        readable.add(&*doorbell, DOORBELL, EventFlags::IN)?;
+        readable.add(&scan_timer, SCAN_TIMER, EventFlags::IN)?;
         Ok(Server {
             owner_process: OwnerProcess::current(),
             spin: self.shared.spin,
@@ -148,7 +145,7 @@ pub struct Server {
     is_polled: AtomicBool,
     /// For a server that is polled, and so sleeps in no call of its own.
     scan_timer: CloseOnForkFd,
-    readable: CloseOnForkFd,
+    readable: EpollSet,
     last_scan: Option<Instant>,
     /// Why the last scan could not begin to attach to a client: this process is short of threads.
     attach_error: Option<Error>,
@@ -265,7 +262,7 @@ impl Server {
                 }
                 Err(_) => {
                     // It has gone, or its link has failed. The next attempt shows which of the two.
-                    let _ = epoll::delete(&self.readable, &worker.jobs.readable);
+                    self.readable.remove(&worker.jobs.readable);
                     client.state = ClientState::Failed(Instant::now());
                 }
             }
@@ -354,8 +351,8 @@ impl Server {
             let ClientState::Attaching(attempt) = &client.state else {
                 continue;
             };
-            let watch =
-                |it: &Worker| watch_descriptor(&self.readable, &it.jobs.readable, client.id);
+            let (readable, id) = (&self.readable, client.id);
+            let watch = |it: &Worker| readable.add(&it.jobs.readable, id, EventFlags::IN);
             client.state = match attempt.result() {
                 None => continue,
                 Some(Ok(worker)) if watch(&worker).is_ok() => ClientState::Attached(worker.into()),
@@ -400,14 +397,4 @@ impl Server {
             }
         }
     }
-}
-
-fn watch_descriptor(readable: &CloseOnForkFd, fd: impl AsFd, what: u64) -> Result<()> {
-    epoll::add(
-        readable,
-        fd,
-        epoll::EventData::new_u64(what),
-        epoll::EventFlags::IN,
-    )
-    .map_err(|e| Error::os("epoll_ctl", "a server's descriptor", e))
 }

@@ -12,25 +12,22 @@
 mod deferred;
 
 use std::collections::HashMap;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
-use rustix::event::epoll;
-
 pub(crate) use self::deferred::{Deferred, DropReadiness, IntoDeferred};
 use self::deferred::{DropCounts, FenceThread, FencedDrop, hand, reap};
 use crate::backend::unreclaimed;
 use crate::clock::now_ns;
-use crate::error::{Error, Result};
-use crate::fork::CloseOnForkFd;
+use crate::error::Result;
 use crate::fork::per_process::PerProcess;
 use crate::fork::thread::Thread;
 use crate::mutex::LockUnpoisoned;
-use crate::os::timespec;
 use crate::runtime::doorbell::LocalDoorbell;
+use crate::runtime::epoll::{EpollSet, EventFlags};
 use crate::runtime::{closer, reserve};
 
 /// How often heartbeats are written and checked.
@@ -93,7 +90,7 @@ pub(crate) type ControlTask = Box<dyn FnOnce() + Send>;
 
 /// The reactor of this process.
 pub(crate) struct Reactor {
-    epoll: CloseOnForkFd,
+    epoll: EpollSet,
     doorbell: LocalDoorbell,
     state: Mutex<ReactorState>,
     tasks: Sender<ControlTask>,
@@ -140,7 +137,7 @@ impl std::fmt::Debug for Registration {
 /// The events of a control-thread registration: one event, and then none until it has been handled.
 /// Without `EPOLLONESHOT`, epoll would report a closed peer (`EPOLLHUP`) again and again, even with
 /// an empty interest mask.
-const ONCE: epoll::EventFlags = epoll::EventFlags::IN.union(epoll::EventFlags::ONESHOT);
+const ONCE: EventFlags = EventFlags::IN.union(EventFlags::ONESHOT);
 
 /// The reactor of this process.
 static CURRENT: PerProcess<Mutex<Option<Arc<Reactor>>>> = PerProcess::new();
@@ -173,13 +170,11 @@ impl Reactor {
     }
 
     fn start(overdue_after: Duration) -> Result<Arc<Reactor>> {
-        let epoll = CloseOnForkFd::open(|| epoll::create(epoll::CreateFlags::CLOEXEC))
-            .map_err(|e| Error::os("epoll_create1", "the reactor", e))?;
         let (tasks, queue) = mpsc::channel::<ControlTask>();
         let (fenced_drops, new) = mpsc::channel::<FencedDrop>();
         let (deferred, drop_queue) = mpsc::channel::<Deferred>();
         let reactor = Arc::new(Reactor {
-            epoll,
+            epoll: EpollSet::new("the reactor")?,
             doorbell: LocalDoorbell::new()?,
             state: Mutex::default(),
             tasks,
@@ -188,7 +183,9 @@ impl Reactor {
             deferred,
             next_id: AtomicU64::new(DOORBELL + 1),
         });
-        reactor.add(reactor.doorbell.as_fd(), DOORBELL, epoll::EventFlags::IN)?;
+        reactor
+            .epoll
+            .add(&reactor.doorbell, DOORBELL, EventFlags::IN)?;
         let runner = reactor.clone();
         Thread::start("warpipe-control", move || {
             for task in queue {
@@ -214,11 +211,6 @@ impl Reactor {
         hand(&self.tasks, task);
     }
 
-    fn add(&self, fd: BorrowedFd<'_>, id: u64, events: epoll::EventFlags) -> Result<()> {
-        epoll::add(&self.epoll, fd, epoll::EventData::new_u64(id), events)
-            .map_err(|e| Error::os("epoll_ctl", "a watched descriptor", e))
-    }
-
     /// Calls `target` with `tag` at each event of `watch`, until the result is dropped or
     /// `on_ready` returns [`Next::Stop`].
     pub(crate) fn register(
@@ -229,9 +221,9 @@ impl Reactor {
     ) -> Result<Registration> {
         let (fd, events) = match watch {
             Watch::Readable(fd) if runs_on_control_thread(target) => (Some(fd), ONCE),
-            Watch::Readable(fd) => (Some(fd), epoll::EventFlags::IN),
-            Watch::Hangup(fd) => (Some(fd), epoll::EventFlags::empty()),
-            Watch::Trigger => (None, epoll::EventFlags::empty()),
+            Watch::Readable(fd) => (Some(fd), EventFlags::IN),
+            Watch::Hangup(fd) => (Some(fd), EventFlags::empty()),
+            Watch::Trigger => (None, EventFlags::empty()),
         };
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let entry = RegistrationEntry {
@@ -242,7 +234,7 @@ impl Reactor {
         // Under the lock of the registrations: no event finds none.
         let mut state = self.state.locked();
         if let Some(fd) = fd {
-            self.add(fd, id, events)?;
+            self.epoll.add(fd, id, events)?;
         }
         state.registrations.insert(id, entry);
         let reactor = self.clone();
@@ -267,22 +259,14 @@ impl Reactor {
     }
 
     fn run(self: &Arc<Self>) {
-        let mut events = Vec::with_capacity(64);
         let mut last_tick = Instant::now();
         loop {
-            events.clear();
-            let timeout = self
-                .ticks()
-                .then(|| TICK.saturating_sub(last_tick.elapsed()));
-            let timeout = timeout.map(timespec);
-            // epoll_wait fails only when it is interrupted: the descriptor is ours and open.
-            let _ = epoll::wait(
-                &self.epoll,
-                rustix::buffer::spare_capacity(&mut events),
-                timeout.as_ref(),
-            );
-            for event in &events {
-                self.dispatch(event.data.u64());
+            let limit = match self.ticks() {
+                true => TICK.saturating_sub(last_tick.elapsed()),
+                false => Duration::MAX,
+            };
+            for id in self.epoll.wait(limit) {
+                self.dispatch(id);
             }
             let triggered = std::mem::take(&mut self.state.locked().triggered);
             triggered.into_iter().for_each(|id| self.dispatch(id));
@@ -346,12 +330,7 @@ impl Reactor {
     fn rearm(&self, id: u64) {
         let state = self.state.locked();
         if let Some(fd) = state.registrations.get(&id).and_then(|entry| entry.fd) {
-            let _ = epoll::modify(
-                &self.epoll,
-                watched(fd),
-                epoll::EventData::new_u64(id),
-                ONCE,
-            );
+            self.epoll.rearm(watched(fd), id, ONCE);
         }
     }
 
@@ -360,9 +339,9 @@ impl Reactor {
         if let Some(fd) = state.registrations.remove(&id).and_then(|entry| entry.fd) {
             // A descriptor must be open here: if it was closed before, another one may have its
             // number, and that one would be watched no longer. Tests count such ends.
-            let _deleted = epoll::delete(&self.epoll, watched(fd));
+            let _is_removed = self.epoll.remove(watched(fd));
             #[cfg(test)]
-            if _deleted.is_err() {
+            if !_is_removed {
                 CLOSED_BEFORE.fetch_add(1, Ordering::Relaxed);
             }
         }

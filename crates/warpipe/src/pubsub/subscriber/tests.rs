@@ -1,6 +1,6 @@
 //! Regression tests for lost wake-ups of a subscriber that follows one publisher after the other.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::time::Instant;
 

@@ -1,17 +1,12 @@
 //! How a subscriber sleeps until something may have come: one epoll descriptor over its sources.
 
-use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use rustix::event::epoll;
-
 use super::{RETRY, Subscriber};
-use crate::error::{Error, Result};
-use crate::fork::CloseOnForkFd;
-use crate::os::timespec;
+use crate::error::Result;
 use crate::pubsub::sample::Sample;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::reactor::{EventSource, Next};
@@ -47,7 +42,7 @@ impl Subscriber {
         if self.must_look_again() {
             RETRY
         } else {
-            Duration::from_secs(3600)
+            Duration::MAX
         }
     }
 
@@ -108,10 +103,10 @@ impl Subscriber {
     /// [`drain_rung`](Self::drain_rung) before the next sleep: each of those system calls here
     /// would be part of a sample's latency.
     pub(super) fn sleep(&mut self, limit: Duration) {
-        let mut room = [const { MaybeUninit::uninit() }; 2];
-        if let Ok((events, _)) = epoll::wait(&self.readable, &mut room, Some(&timespec(limit))) {
-            self.rung |= events.iter().fold(0, |rung, event| rung | event.data.u64());
-        }
+        self.rung = self
+            .readable
+            .wait(limit)
+            .fold(self.rung, |rung, tag| rung | tag);
     }
 
     /// Drains the sources that ended a sleep; a silent one is not read. Comes before
@@ -128,7 +123,7 @@ impl Subscriber {
             if attached.link.end.peer_doorbell.is_closed() {
                 // The closed doorbell would be readable for ever; the local doorbell reports the
                 // end itself.
-                let _ = epoll::delete(&self.readable, attached.link.end.peer_doorbell.as_fd());
+                self.readable.remove(&*attached.link.end.peer_doorbell);
             }
         }
     }
@@ -168,18 +163,4 @@ impl std::os::fd::AsRawFd for Subscriber {
     fn as_raw_fd(&self) -> std::os::fd::RawFd {
         self.as_fd().as_raw_fd()
     }
-}
-
-pub(super) fn watch_descriptor(
-    readable: &CloseOnForkFd,
-    fd: BorrowedFd<'_>,
-    what: u64,
-) -> Result<()> {
-    epoll::add(
-        readable,
-        fd,
-        epoll::EventData::new_u64(what),
-        epoll::EventFlags::IN,
-    )
-    .map_err(|e| Error::os("epoll_ctl", "a subscriber's descriptor", e))
 }

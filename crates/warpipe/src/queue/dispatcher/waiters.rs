@@ -14,12 +14,9 @@ use std::cell::Cell;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use rustix::event::epoll;
-
 use super::{Dispatcher, State, StateGuard, WorkerSession};
 use crate::backoff::Backoff;
 use crate::error::{Error, Result};
-use crate::os::timespec;
 use crate::pubsub::Receipt;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::reactor::TICK;
@@ -335,12 +332,10 @@ impl Dispatcher {
     /// Sleeps until a worker or the queue itself rings, and drains the doorbells that rang. Each
     /// ring wakes one sleeper, which then does all pending work. Returns whether any rang.
     fn sleep(&self, limit: Duration) -> bool {
-        let mut room = [const { std::mem::MaybeUninit::uninit() }; 16];
-        let Ok((events, _)) = epoll::wait(&self.readable, &mut room, Some(&timespec(limit))) else {
-            return false;
-        };
-        for event in &*events {
-            match event.data.u64() {
+        let mut has_rung = false;
+        for tag in self.readable.wait(limit) {
+            has_rung = true;
+            match tag {
                 OWN_DOORBELL => self.observer.doorbell.drain(),
                 id => self
                     .lock()
@@ -349,7 +344,7 @@ impl Dispatcher {
                     .for_each(|session| session.answers.drain()),
             }
         }
-        !events.is_empty()
+        has_rung
     }
 
     /// A thread polls from now on: workers need not ring.

@@ -1,11 +1,9 @@
 //! How a server sleeps and is woken: in a call of its own, or in a caller's event loop.
 
-use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use rustix::event::epoll;
 use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, timerfd_create, timerfd_settime,
 };
@@ -46,11 +44,8 @@ impl Server {
 
     /// Drains the events that come within `limit`.
     pub(super) fn wait_events(&mut self, limit: Duration) {
-        let mut room = [const { MaybeUninit::uninit() }; 16];
-        if let Ok((events, _)) = epoll::wait(&self.readable, &mut room, Some(&timespec(limit))) {
-            for event in events {
-                self.handle_event(event.data.u64());
-            }
+        for tag in self.readable.wait(limit) {
+            self.handle_event(tag);
         }
     }
 }
