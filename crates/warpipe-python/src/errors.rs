@@ -168,7 +168,6 @@ exceptions! {
     Protocol { name } => "ProtocolError", (endpoint: name);
     SampleLost { name sequence pid } => "SampleLostError",
         (endpoint: name, sequence: sequence, pid: pid);
-    Evicted { name } => "EvictedError", (endpoint: name);
     LinkClosed { name } => "LinkClosedError", (endpoint: name);
     Timeout { waited } => "TimeoutError", (waited: waited.as_secs_f64());
     Full { name depth } => "FullError", (endpoint: name, depth: depth);
@@ -187,18 +186,14 @@ exceptions! {
     Refused { name denied } => if *denied { "AccessDeniedError" } else { "RefusedError" },
         (endpoint: name);
     Handle { what } => "HandleError", (what: what);
-    NotOwner { name pid } => "NotOwnerError", (endpoint: name, pid: pid);
-    SignalPending { name value last reached } => "SignalPendingError",
-        (endpoint: name, value: value, last: last, reached: reached);
     EventNotRecorded { event } => "EventNotRecordedError", (event: event);
     EventLost { event pid } => "EventLostError", (event: event, pid: pid);
     EventLimit { limit } => "EventLimitError", (limit: limit);
     NotExportable { ptr kind } => "NotExportableError", (ptr: ptr, kind: kind.to_string());
     Forked {} => "ForkedError", ();
     WeightsFile { path } => "WeightsFileError", (path: path);
-    WeightsDamaged { name version tensors } => "WeightsDamagedError",
+    WeightsUnverified { name version tensors } => of_weights(tensors),
         (endpoint: name, version: version, tensors: tensors);
-    WeightsUnhashed { name version } => "WeightsUnhashedError", (endpoint: name, version: version);
     WeightsMismatch { difference } => "WeightsMismatchError",
         (missing: &difference.missing, unexpected: &difference.unexpected,
          different: at_other_places(&difference.different), uncomputed: Vec::<String>::new());
@@ -237,6 +232,13 @@ fn of_device(fault: DeviceFault) -> &'static str {
         DeviceFault::NoPermission => "DevicePermissionError",
         DeviceFault::NoSuchDevice => "NoSuchDeviceError",
         _ => "DeviceError",
+    }
+}
+
+fn of_weights(damaged: &[String]) -> &'static str {
+    match damaged {
+        [] => "WeightsUnhashedError",
+        _ => "WeightsDamagedError",
     }
 }
 

@@ -111,9 +111,9 @@ impl Timeline {
     /// Signals ``value`` after the work on ``stream`` so far, and returns at once; without a stream
     /// now, from the CPU.
     ///
-    /// Raises ``NotOwnerError``, ``ArgumentError``, ``SignalPendingError`` (from the CPU, while a
-    /// stream has yet to signal), ``ArgumentError``, ``TimeoutError`` after 10 s behind another
-    /// thread's signal, ``ClosedError``, ``DriverError``.
+    /// Raises ``RefusedError`` to all but the owner, ``ArgumentError`` (from the CPU also while a
+    /// stream has yet to signal), ``TimeoutError`` after 10 s behind another thread's signal,
+    /// ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (value, *, stream = None))]
     fn signal(
         &self,

@@ -150,7 +150,7 @@ def test_what_a_timeline_cannot_do_is_said(where, streams):
     owner.signal(3)
     with pytest.raises(warpipe.ArgumentError, match='value is 2; allowed is above 3, to which timeline "frames"'):
         owner.signal(2, stream=streams[0])
-    with pytest.raises(warpipe.NotOwnerError):
+    with pytest.raises(warpipe.RefusedError):
         frames.signal(4)
     with pytest.raises(warpipe.TimeoutError, match="value 9"):
         frames.wait(9, timeout=0.01)

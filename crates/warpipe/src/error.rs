@@ -168,28 +168,6 @@ pub enum Error {
         /// Whether this user is not let in.
         denied: bool,
     },
-    /// Only the process that made a timeline signals it.
-    #[error("timeline {name:?} belongs to process {pid}, which alone may signal it")]
-    NotOwner {
-        /// The timeline's name.
-        name: String,
-        /// The process id of its owner.
-        pid: i32,
-    },
-    /// The CPU was to signal a timeline while a stream has yet to signal it.
-    #[error(
-        "timeline {name:?} stands at {reached}, and a stream has yet to signal {last}: {value} cannot come before it"
-    )]
-    SignalPending {
-        /// The timeline's name.
-        name: String,
-        /// The value asked for.
-        value: u64,
-        /// The last value given to a stream.
-        last: u64,
-        /// The value reached.
-        reached: u64,
-    },
     /// An event that was never recorded: there is nothing to wait for.
     #[error("event {event} has never been recorded")]
     EventNotRecorded {
@@ -258,16 +236,8 @@ pub enum Error {
         /// The sender's process id.
         pid: i32,
     },
-    /// The publisher closed this subscriber's link because the subscriber was unresponsive for too
-    /// long.
-    #[error("the publisher of {name:?} evicted this subscriber: {reason}")]
-    Evicted {
-        /// The endpoint name.
-        name: String,
-        /// The reason.
-        reason: String,
-    },
-    /// This side has closed the link, for a reason that was reported when it happened.
+    /// The link has ended and its peer lives: this side has closed it, for a reason that was
+    /// reported when it happened, or the publisher evicted a subscriber that did not answer.
     #[error("the link to {name:?} is closed: {reason}")]
     LinkClosed {
         /// The kind of the endpoint.
@@ -339,27 +309,19 @@ pub enum Error {
         /// The fault.
         fault: WeightsFault,
     },
-    /// Tensors of published weights are not what their publisher wrote: other content hashes.
+    /// Published weights are not proven to be what their publisher wrote.
     #[error(
-        "version {version} of the weights {name:?} is damaged: the content hash of {} differs",
-        fault::names(tensors)
+        "version {version} of the weights {name:?} {}",
+        fault::unverified(tensors)
     )]
-    WeightsDamaged {
+    WeightsUnverified {
         /// The weights' name.
         name: String,
         /// The version.
         version: u64,
-        /// The tensors that differ, in the order of their offsets.
+        /// The tensors with another content hash, in the order of their offsets: they are damaged.
+        /// None of a version without hashes to compare.
         tensors: Vec<String>,
-    },
-    /// Tensors of published weights have no content hash: nothing shows whether they are what their
-    /// publisher wrote.
-    #[error("version {version} of the weights {name:?} has no content hashes to compare")]
-    WeightsUnhashed {
-        /// The weights' name.
-        name: String,
-        /// The version.
-        version: u64,
     },
     /// A version of weights that cannot take the place of the one that is followed: its tensors lie
     /// at other places. Nothing was changed.

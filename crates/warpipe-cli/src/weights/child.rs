@@ -204,10 +204,12 @@ fn verify(args: &ChildArgs) -> anyhow::Result<ChildLine> {
                 read_seconds: start.elapsed().as_secs_f64(),
             }));
         }
-        Err(Error::WeightsDamaged {
+        Err(Error::WeightsUnverified {
+            version, tensors, ..
+        }) if tensors.is_empty() => (version, Refusal::Unhashed),
+        Err(Error::WeightsUnverified {
             version, tensors, ..
         }) => (version, Refusal::Damaged { tensors }),
-        Err(Error::WeightsUnhashed { version, .. }) => (version, Refusal::Unhashed),
         Err(error) => return Err(error.into()),
     };
     Ok(ChildLine::NotTaken(NotTaken { version, reason }))

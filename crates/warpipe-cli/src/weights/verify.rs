@@ -25,10 +25,12 @@ pub fn run(args: &WeightsVerifyArgs) -> anyhow::Result<Exit> {
     let start = Instant::now();
     let (version, damaged, hashed) = match opener.verify(Duration::ZERO) {
         Ok(version) => (version, Vec::new(), true),
-        Err(Error::WeightsDamaged {
+        Err(Error::WeightsUnverified {
             version, tensors, ..
-        }) => (version, tensors, true),
-        Err(Error::WeightsUnhashed { version, .. }) => (version, Vec::new(), false),
+        }) => {
+            let hashed = !tensors.is_empty();
+            (version, tensors, hashed)
+        }
         Err(error) => return Err(error.into()),
     };
     let taken = start.elapsed();

@@ -168,7 +168,7 @@ fn late_signals(context: &Context) -> Result<()> {
     streams
         .iter()
         .try_for_each(|stream| stream.synchronize(PATIENCE))?;
-    peer.refuses(SignalOrder::Signal(7), "NotOwner")?;
+    peer.refuses(SignalOrder::Signal(7), "Refused")?;
     peer.dismiss()
 }
 

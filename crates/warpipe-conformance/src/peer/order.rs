@@ -478,10 +478,10 @@ macro_rules! variants {
 
 variants! {
     Device Driver Capturing DeviceMemory Os Name Domain ForeignFile
-    NameTaken NotFound OtherKind TicketExpired Refused NotOwner SignalPending
+    NameTaken NotFound OtherKind TicketExpired Refused
     EventNotRecorded EventLost Handshake Protocol PeerGone SampleLost
-    Evicted LinkClosed Timeout Full MemoryLimit QuotaExceeded WeightsFile WeightsDamaged
-    WeightsUnhashed WeightsMismatch
+    LinkClosed Timeout Full MemoryLimit QuotaExceeded WeightsFile WeightsUnverified
+    WeightsMismatch
     NotExportable EventLimit QueueFull
     Handle Job QueueClosed Layout Argument Forked
 }

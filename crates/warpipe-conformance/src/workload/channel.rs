@@ -72,10 +72,7 @@ impl Channel {
             bail!("it is subscribed")
         };
         let received = subscriber.receive(&self.receiving, self.site.patience);
-        if matches!(
-            received,
-            Err(Error::LinkClosed { .. } | Error::Evicted { .. })
-        ) {
+        if matches!(received, Err(Error::LinkClosed { .. })) {
             self.subscriber = None;
         }
         Ok(received?)

@@ -140,12 +140,9 @@ class SampleLostError(ConnectionError):
     pid: int
 
 
-class EvictedError(ConnectionError):
-    """The publisher closed this subscriber's link."""
-
-
 class LinkClosedError(ConnectionError):
-    """This side has closed the link, for a reason that was told when it happened."""
+    """The link has ended and its peer lives: this side has closed it, for a reason that was told when it happened, or the
+    publisher evicted a subscriber that did not answer."""
 
 
 class NotFoundError(ConnectionError, ConnectionRefusedError):
@@ -249,22 +246,6 @@ class HandleError(Error, ValueError):
     or ``"legacy handle"``."""
 
     what: str
-
-
-class NotOwnerError(Error, RuntimeError):
-    """Somebody else's timeline was to be signalled. Attributes: ``endpoint``, ``pid``."""
-
-    endpoint: str
-    pid: int
-
-
-class SignalPendingError(Error, RuntimeError):
-    """A stream has yet to signal an earlier value. Attributes: ``endpoint``, ``value``, ``last``, ``reached``."""
-
-    endpoint: str
-    value: int
-    last: int
-    reached: int
 
 
 class EventNotRecordedError(Error, RuntimeError):

@@ -491,7 +491,7 @@ class _Subscriber(_Named):
         Raises ``TimeoutError``; ``PeerGoneError`` once all its completed frames have been
         received (not with ``reconnect``); for a tensor that was sent in place
         ``PeerGoneError``, ``HandleError``, ``TicketExpiredError``, and, of a publisher that is
-        stopped, ``HandshakeError``: the frame stays the next; ``EvictedError``,
+        stopped, ``HandshakeError``: the frame stays the next; ``LinkClosedError``,
         ``ProtocolError``, ``LinkClosedError``, ``ClosedError``, ``DriverError``.
         """
     def try_receive(self) -> Sample | None:
@@ -989,9 +989,9 @@ class Timeline(_Named):
         """Signals ``value`` after the work on ``stream`` so far, and returns at once; without a stream
         now, from the CPU.
 
-        Raises ``NotOwnerError``, ``ArgumentError``, ``SignalPendingError`` (from the CPU, while a
-        stream has yet to signal), ``ArgumentError``, ``TimeoutError`` after 10 s behind another
-        thread's signal, ``ClosedError``, ``DriverError``.
+        Raises ``RefusedError`` to all but the owner, ``ArgumentError`` (from the CPU also while a
+        stream has yet to signal), ``TimeoutError`` after 10 s behind another thread's signal,
+        ``ClosedError``, ``DriverError``.
         """
     def wait(self, value: int, *, stream: _StreamLike | None = None, timeout: float | None = 10.0) -> None:
         """Has ``stream`` wait for ``value``, and returns at once; without a stream the CPU waits, at

@@ -364,8 +364,16 @@ impl WeightsFault {
     }
 }
 
+/// What is wrong with weights of which these tensors have another content hash.
+pub(super) fn unverified(tensors: &[String]) -> String {
+    match tensors {
+        [] => "has no content hashes to compare".into(),
+        _ => format!("is damaged: the content hash of {} differs", names(tensors)),
+    }
+}
+
 /// The tensors of an error, for people: the first ones by name.
-pub(super) fn names(tensors: &[String]) -> String {
+fn names(tensors: &[String]) -> String {
     const SHOWN: usize = 3;
     let shown: Vec<String> = tensors
         .iter()

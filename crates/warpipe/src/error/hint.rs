@@ -40,9 +40,6 @@ impl Error {
 
     /// [`hint`](Error::hint) in the words of another interface of this library.
     pub fn hint_in(&self, language: Language) -> Option<Cow<'static, str>> {
-        if let Error::SignalPending { last, .. } = self {
-            return Some(format!("signal it on a stream, or wait for {last}").into());
-        }
         let hint = match self {
             Error::Os { call, source, .. } => of_system(call, source),
             other => other.fixed_hint(),
@@ -91,11 +88,11 @@ impl Error {
             Error::Handle { fault, .. } => of_handle(fault),
             Error::NotExportable { kind, .. } => of_pointer(*kind),
             Error::WeightsFile { fault, .. } => fault.next,
-            Error::WeightsDamaged { .. } => {
+            Error::WeightsUnverified { tensors, .. } if !tensors.is_empty() => {
                 "end the process that wrote to their memory, then publish the weights again \
                  (`warpipe weights drop`, then `serve`)"
             }
-            Error::WeightsUnhashed { .. } => {
+            Error::WeightsUnverified { .. } => {
                 "publish the weights with hashes (`hash` is `device` or `later`; a publisher that \
                  hashes later has to live until it is done), or `warpipe weights serve` their files"
             }
@@ -137,7 +134,7 @@ impl Error {
             Error::LinkClosed {
                 kind: Kind::Queue, ..
             } => "attach to the queue again",
-            Error::Evicted { .. } | Error::LinkClosed { .. } => "subscribe again",
+            Error::LinkClosed { .. } => "subscribe again",
             Error::SampleLost { .. } => "discard what was computed from it",
             Error::EventLost { .. } => "discard what depends on it",
             Error::Timeout { .. } => {
@@ -155,7 +152,6 @@ impl Error {
             Error::QuotaExceeded { .. } => {
                 "release blocks of that user, in all of its processes, or have the pool's owner raise its quota"
             }
-            Error::NotOwner { .. } => "signal a timeline of your own",
             Error::EventNotRecorded { .. } => "record it first, then tell others to wait for it",
             Error::EventLimit { .. } => "give some of them up",
             other => other.hint_of_jobs(),
@@ -395,18 +391,6 @@ mod tests {
             assert!(hint.contains(word), "{call}: {hint}");
         }
         assert_eq!(hint("read", libc::EIO), None);
-    }
-
-    #[test]
-    fn a_hint_names_the_value_to_wait_for() {
-        let error = Error::SignalPending {
-            name: "t".into(),
-            value: 4,
-            last: 7,
-            reached: 1,
-        };
-        let hint = error.hint().unwrap();
-        assert!(hint.ends_with("wait for 7"), "{hint}");
     }
 
     #[test]

@@ -96,10 +96,13 @@ impl Error {
             Error::Refused { .. } => ErrorKind::Refused,
             Error::Protocol { .. } => ErrorKind::Protocol,
             Error::PeerGone { .. } => ErrorKind::PeerGone,
-            Error::Evicted { .. } | Error::LinkClosed { .. } => ErrorKind::LinkClosed,
-            Error::SampleLost { .. } | Error::EventLost { .. } | Error::WeightsDamaged { .. } => {
-                ErrorKind::DataLost
+            Error::LinkClosed { .. } => ErrorKind::LinkClosed,
+            Error::WeightsUnverified { tensors, .. } if tensors.is_empty() => {
+                ErrorKind::InvalidState
             }
+            Error::SampleLost { .. }
+            | Error::EventLost { .. }
+            | Error::WeightsUnverified { .. } => ErrorKind::DataLost,
             Error::Timeout { .. } => ErrorKind::Timeout,
             Error::Job { end, .. } => of_job(end),
             Error::Handshake { fault, .. } => of_handshake(fault),
@@ -111,12 +114,9 @@ impl Error {
             | Error::Layout { .. }
             | Error::Argument { .. } => ErrorKind::InvalidInput,
             Error::Capturing { .. }
-            | Error::NotOwner { .. }
-            | Error::SignalPending { .. }
             | Error::EventNotRecorded { .. }
             | Error::QueueClosed { .. }
-            | Error::Forked
-            | Error::WeightsUnhashed { .. } => ErrorKind::InvalidState,
+            | Error::Forked => ErrorKind::InvalidState,
         }
     }
 }

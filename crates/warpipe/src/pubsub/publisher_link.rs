@@ -56,12 +56,17 @@ impl LinkFault {
     fn keep(&mut self, error: Error) {
         if self.reason.is_empty() {
             self.reason = match &error {
-                Error::Evicted { reason, .. } => reason.clone(),
+                Error::LinkClosed { reason, .. } => reason.clone(),
                 other => other.to_string(),
             };
             self.error = Some(error);
         }
     }
+}
+
+fn closed(name: String, reason: String) -> Error {
+    let kind = Kind::Publisher;
+    Error::LinkClosed { kind, name, reason }
 }
 
 /// The receiving end of one link, shared by its subscriber and all its samples. The end itself is
@@ -249,12 +254,7 @@ impl ReceiverEnd {
         let (name, reason) = (self.terms.name.clone(), fault.reason.clone());
         match (fault.error.take(), self.sender_state()) {
             (Some(error), _) => error,
-            (None, SenderState::Evicted) => Error::Evicted { name, reason },
-            (None, SenderState::Failed) => Error::LinkClosed {
-                kind: Kind::Publisher,
-                name,
-                reason,
-            },
+            (None, SenderState::Evicted | SenderState::Failed) => closed(name, reason),
             (None, sender_state) => {
                 let graceful = sender_state == SenderState::Closed;
                 Error::peer_gone(Kind::Publisher, name, self.end.peer.pid, graceful)
@@ -293,8 +293,9 @@ impl ReceiverEnd {
                 self.set_sender_state(SenderState::Closed);
             }
             CloseReason::Evicted(reason) | CloseReason::Failed(reason) => {
-                let name = self.terms.name.clone();
-                self.fault.locked().keep(Error::Evicted { name, reason });
+                let reason = format!("the publisher evicted this subscriber: {reason}");
+                let evicted = closed(self.terms.name.clone(), reason);
+                self.fault.locked().keep(evicted);
                 self.set_sender_state(SenderState::Evicted);
             }
         }

@@ -267,7 +267,8 @@ impl Subscriber {
     ///
     /// # Errors
     /// [`Error::Timeout`]; [`Error::PeerGone`] once every sample that the publisher completed has
-    /// been received (not with `reconnect`); [`Error::Evicted`]; [`Error::Protocol`], and
+    /// been received (not with `reconnect`); [`Error::LinkClosed`] when it evicted this
+    /// subscriber; [`Error::Protocol`], and
     /// [`Error::Os`] or [`Error::DeviceMemory`] when this process lacks resources for
     /// the memory of a sample: these close the link, which is [`Error::LinkClosed`] from then on;
     /// for a sample [in place](Sample::is_in_place) with memory that cannot be opened, which is
@@ -527,8 +528,5 @@ fn is_transient(error: &Error) -> bool {
 /// Whether the error is the end of one link: ended by its publisher, or closed by this end, which
 /// has reported why.
 fn is_an_end(error: &Error) -> bool {
-    matches!(
-        error,
-        Error::PeerGone { .. } | Error::Evicted { .. } | Error::LinkClosed { .. }
-    )
+    matches!(error, Error::PeerGone { .. } | Error::LinkClosed { .. })
 }

@@ -121,7 +121,7 @@ impl<'a> FakeWorker<'a> {
         loop {
             match self.jobs.receive(&self.fixture.stream, SOON) {
                 Ok(job) => drop(job),
-                Err(Error::Evicted { .. }) => break,
+                Err(Error::LinkClosed { .. }) => break,
                 Err(other) => panic!("a liar was told {other}"),
             }
         }

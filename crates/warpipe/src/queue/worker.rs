@@ -159,7 +159,7 @@ impl Worker {
                 .timed_out(|| format!("a job of {:?} (its queue has none to give)", self.queue())),
             Error::PeerGone { graceful, .. } => self.answers.queue_gone("", graceful),
             // The queue lives, and goes on without this worker.
-            Error::Evicted { reason, .. } | Error::LinkClosed { reason, .. } => Error::LinkClosed {
+            Error::LinkClosed { reason, .. } => Error::LinkClosed {
                 kind: Kind::Queue,
                 name: self.queue().to_string(),
                 reason,

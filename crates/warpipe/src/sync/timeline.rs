@@ -240,7 +240,7 @@ impl Timeline {
     /// on the device for the previous one.
     ///
     /// # Errors
-    /// [`Error::NotOwner`]; [`Error::Argument`] unless it is above the last value;
+    /// [`Error::Refused`] to all but the owner; [`Error::Argument`] unless it is above the last value;
     /// [`Error::Argument`] above [`VALUE_MAX`](Self::VALUE_MAX), or for a stream of another device;
     /// [`Error::Capturing`] for a stream that is being captured; [`Error::Timeout`] while the
     /// driver blocks another thread's signal (its stream's launch queue is full), and nothing was
@@ -262,7 +262,7 @@ impl Timeline {
     /// Signals `value` now, from the CPU.
     ///
     /// # Errors
-    /// As for [`signal`](Self::signal), and [`Error::SignalPending`] while a stream has yet to
+    /// As for [`signal`](Self::signal), and [`Error::Argument`] while a stream has yet to
     /// signal an earlier value.
     pub fn signal_now<'w>(&self, value: u64, wait: impl Into<Wait<'w>>) -> Result<()> {
         let signaller = &self.signals()?.timeline_server.signaller;
@@ -365,22 +365,21 @@ impl Timeline {
             TimelineRole::Owner { signals, .. } => signals.get(),
             TimelineRole::Importer { session, .. } => {
                 self.owner_process.check()?;
-                Err(Error::NotOwner {
-                    name: self.name.clone(),
-                    pid: session.pid(),
-                })
+                let owner = session.pid();
+                let text = format!("it belongs to process {owner}, which alone may signal it");
+                Err(Error::refused(&self.name, text))
             }
         }
     }
 
     fn above_reached(&self, value: u64, last: u64, reached: u64) -> Result<u64> {
         if reached < last {
-            return Err(Error::SignalPending {
-                name: self.name.clone(),
-                value,
-                last,
-                reached,
-            });
+            let (name, next) = (&self.name, "signal it on a stream, or wait for that value");
+            let allowed = format!(
+                "a signal when timeline {name:?}, which stands at {reached}, has reached {last}, \
+                 which a stream has yet to signal: {next}"
+            );
+            return Err(Error::argument("value", value, allowed));
         }
         self.check_above(value, last)
     }

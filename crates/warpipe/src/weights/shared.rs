@@ -111,10 +111,10 @@ impl Opener<SharedWeights> {
     /// The device reads all of the memory.
     ///
     /// # Errors
-    /// [`Error::WeightsDamaged`], and [`Error::WeightsUnhashed`] for a version with tensors that have no
-    /// hash to compare: a candidate is dropped then, and an older one, if there is one, takes its
-    /// place, and a version that is offered stays offered; [`Error::Timeout`] when the keeper has no
-    /// version; as [`open`](Opener::open).
+    /// [`Error::WeightsUnverified`], also for a version with tensors that have no hash to compare: a
+    /// candidate is dropped then, and an older one, if there is one, takes its place, and a version
+    /// that is offered stays offered; [`Error::Timeout`] when the keeper has no version; as
+    /// [`open`](Opener::open).
     pub fn verify<'w>(&self, wait: impl Into<Wait<'w>>) -> Result<u64> {
         let name = weights_name(self.name())?;
         let (domain, device) = (self.chosen_domain()?, self.chosen_device());
@@ -132,16 +132,13 @@ impl Opener<SharedWeights> {
         };
         keeper.request(&checked, &Duration::ZERO.into())?;
         let (name, version) = (name.to_string(), version.number);
-        if !tensors.is_empty() {
-            return Err(Error::WeightsDamaged {
+        match is_hashed && tensors.is_empty() {
+            true => Ok(version),
+            false => Err(Error::WeightsUnverified {
                 name,
                 version,
                 tensors,
-            });
-        }
-        match is_hashed {
-            true => Ok(version),
-            false => Err(Error::WeightsUnhashed { name, version }),
+            }),
         }
     }
 }

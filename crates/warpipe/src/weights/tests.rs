@@ -326,7 +326,7 @@ fn a_damaged_version_is_never_offered_and_an_older_one_takes_its_place() {
     let keeper = stage.keeper();
     let damaged = stage.opener().verify(WAIT).unwrap_err();
     assert!(
-        matches!(&damaged, Error::WeightsDamaged { version: 2, tensors, .. } if *tensors == ["b"]),
+        matches!(&damaged, Error::WeightsUnverified { version: 2, tensors, .. } if *tensors == ["b"]),
         "{damaged}"
     );
     assert!(
@@ -444,7 +444,7 @@ fn every_damaged_tensor_is_listed() {
     stream.synchronize(WAIT).unwrap();
     let damaged = stage.opener().verify(WAIT).unwrap_err();
     assert!(
-        matches!(&damaged, Error::WeightsDamaged { tensors, .. } if *tensors == ["a", "b"]),
+        matches!(&damaged, Error::WeightsUnverified { tensors, .. } if *tensors == ["a", "b"]),
         "{damaged}"
     );
 }
@@ -467,7 +467,10 @@ fn damage_in_any_part_of_a_tensor_is_found() {
         };
         write(!bytes[place]);
         let damaged = stage.opener().verify(WAIT).unwrap_err();
-        assert!(matches!(damaged, Error::WeightsDamaged { .. }), "{damaged}");
+        assert!(
+            matches!(damaged, Error::WeightsUnverified { .. }),
+            "{damaged}"
+        );
         write(bytes[place]);
     }
     assert_eq!(stage.opener().verify(WAIT).unwrap(), 1);

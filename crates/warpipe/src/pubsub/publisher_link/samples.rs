@@ -321,7 +321,7 @@ mod tests {
             let arrival = scene.take();
             arrival.receipt.link.return_slot(1);
             let end = scene.subscriber.receive(&scene.stream, SOON);
-            let Err(Error::Evicted { reason, .. }) = end else {
+            let Err(Error::LinkClosed { reason, .. }) = end else {
                 panic!("{end:?}");
             };
             assert!(reason.contains("one that was set aside"), "{reason}");

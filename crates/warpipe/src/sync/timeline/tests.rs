@@ -129,12 +129,12 @@ fn only_the_owner_signals() {
     let pid = std::process::id() as i32;
     let refused = importer.signal(&stage.stream(), 1, WAIT).unwrap_err();
     assert!(
-        matches!(&refused, Error::NotOwner { pid: told, .. } if *told == pid),
+        matches!(&refused, Error::Refused { text, .. } if text.contains(&format!("process {pid},"))),
         "{refused}"
     );
     assert!(matches!(
         importer.signal_now(1, WAIT),
-        Err(Error::NotOwner { .. })
+        Err(Error::Refused { .. })
     ));
     assert!(!importer.is_owner());
 }
@@ -147,15 +147,8 @@ fn the_cpu_cannot_overtake_a_stream() {
     owner.signal(&slow, 3, WAIT).unwrap();
     let pending = owner.signal_now(4, WAIT).unwrap_err();
     assert!(
-        matches!(
-            pending,
-            Error::SignalPending {
-                value: 4,
-                last: 3,
-                reached: 0,
-                ..
-            }
-        ),
+        matches!(&pending, Error::Argument { found, allowed, .. }
+            if found == "4" && allowed.contains("stands at 0, has reached 3,")),
         "{pending}"
     );
     drop(go);
