@@ -46,7 +46,7 @@ const RETRY: Duration = Duration::from_millis(100);
 /// Receives the tensors of one publisher.
 ///
 /// Not shared between threads (a cursor has one owner), but its samples may go anywhere. It can be
-/// polled: [`AsFd`] gives a descriptor that is readable when a [`receive`](Self::receive) without a
+/// polled: [`AsFd`](std::os::fd::AsFd) gives a descriptor that is readable when a [`receive`](Self::receive) without a
 /// wait is worth a call. Receive until it says [`Error::Timeout`] before waiting on it.
 ///
 /// ```
@@ -481,7 +481,7 @@ impl Subscriber {
 }
 
 impl Subscriber {
-    /// Makes the descriptor of [`AsFd`] readable once: for a caller that keeps a sample aside for
+    /// Makes the descriptor of [`AsFd`](std::os::fd::AsFd) readable once: for a caller that keeps a sample aside for
     /// an event loop.
     pub fn ring(&self) {
         self.at.doorbell.ring();
