@@ -46,8 +46,9 @@ const RETRY: Duration = Duration::from_millis(100);
 /// Receives the tensors of one publisher.
 ///
 /// Not shared between threads (a cursor has one owner), but its samples may go anywhere. It can be
-/// polled: [`AsFd`](std::os::fd::AsFd) gives a descriptor that is readable when a [`receive`](Self::receive) without a
-/// wait is worth a call. Receive until it says [`Error::Timeout`] before waiting on it.
+/// polled: [`AsFd`](std::os::fd::AsFd) gives a descriptor that is readable when a
+/// [`receive`](Self::receive) without a wait is worth a call. Receive until it says
+/// [`Error::Timeout`] before waiting on it.
 ///
 /// ```
 /// # use std::time::Duration;
@@ -481,8 +482,8 @@ impl Subscriber {
 }
 
 impl Subscriber {
-    /// Makes the descriptor of [`AsFd`](std::os::fd::AsFd) readable once: for a caller that keeps a sample aside for
-    /// an event loop.
+    /// Makes the descriptor of [`AsFd`](std::os::fd::AsFd) readable once: for a caller that keeps a
+    /// sample aside for an event loop.
     pub fn ring(&self) {
         self.at.doorbell.ring();
     }

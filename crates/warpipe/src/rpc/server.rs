@@ -124,8 +124,8 @@ enum ClientState {
 }
 
 /// Answers the requests of all clients of a service, together with the service's other servers.
-/// Belongs to one thread at a time; its leases may go anywhere. It can be polled: [`AsFd`]. For an
-/// example see [`Client`](super::Client).
+/// Belongs to one thread at a time; its leases may go anywhere. It can be polled:
+/// [`AsFd`](std::os::fd::AsFd). For an example see [`Client`](super::Client).
 ///
 /// Dropped, it takes no more requests: those that it was sent and has not accepted go to other
 /// servers.
