@@ -1758,8 +1758,8 @@ warpipe_status warpipe_memory_get_info(const warpipe_memory *memory, warpipe_mem
 // (cuMemcpyHtoDAsync). The source may be reused when the call returns.
 //
 // WARPIPE_INVALID_INPUT: beyond the memory's end, memory that was given for reading, or a stream
-// of another device; WARPIPE_INVALID_STATE for memory of a legacy handle; WARPIPE_TIMEOUT when
-// too many copies wait behind streams that stand still; WARPIPE_DEVICE_FAILED.
+// of another device; WARPIPE_TIMEOUT when too many copies wait behind streams that stand still;
+// WARPIPE_DEVICE_FAILED.
 //
 // Requires: data is the address of bytes bytes; stream is a stream of the memory's device.
 warpipe_status warpipe_memory_write(const warpipe_memory *memory,
@@ -1772,8 +1772,7 @@ warpipe_status warpipe_memory_write(const warpipe_memory *memory,
 // called with on this memory, at most timeout_ns nanoseconds, and copies bytes bytes from byte
 // offset on to memory of the host.
 //
-// WARPIPE_INVALID_INPUT: beyond the memory's end; WARPIPE_INVALID_STATE for memory of a legacy
-// handle; WARPIPE_TIMEOUT; WARPIPE_DEVICE_FAILED.
+// WARPIPE_INVALID_INPUT: beyond the memory's end; WARPIPE_TIMEOUT; WARPIPE_DEVICE_FAILED.
 //
 // Requires: buffer is the address of bytes bytes that nothing else uses during the call.
 warpipe_status warpipe_memory_copy_to(const warpipe_memory *memory,

@@ -74,11 +74,7 @@ pub unsafe extern "C" fn warpipe_legacy_open(
         let found: LegacyHandle = unsafe { text("legacy_handle", legacy_handle) }?.parse()?;
         let streams = streams_of(device)?;
         let memory = found.open(streams.device())?;
-        let owner = found.device();
-        Ok(MemoryObject::of(
-            MemoryKind::Legacy { memory, owner },
-            &streams,
-        ))
+        Ok(MemoryObject::of(MemoryKind::Legacy(memory), &streams))
     };
     // SAFETY: the caller's promise.
     unsafe { make("memory", memory, open) }
@@ -99,7 +95,7 @@ pub extern "C" fn warpipe_legacy_close(
 ) -> warpipe_status {
     run(|| {
         consume(memory, |held, _| match held.take() {
-            Some(MemoryKind::Legacy { memory, .. }) => Ok(memory.close(timeout(timeout_ns))?),
+            Some(MemoryKind::Legacy(memory)) => Ok(memory.close(timeout(timeout_ns))?),
             other => {
                 *held = other;
                 let said = "this memory was not opened by a legacy handle; close it with warpipe_memory_close";

@@ -2,6 +2,7 @@
 //! marked for unsafe**: it borrows a descriptor that the caller names.
 
 use std::ffi::{c_char, c_void};
+use std::ops::Deref;
 use std::os::fd::{BorrowedFd, IntoRawFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, RwLock, TryLockError, TryLockResult};
@@ -67,69 +68,45 @@ pub(crate) enum MemoryKind {
     /// A block of another process's pool.
     Lent(LentBuffer),
     /// Another allocator's, opened by a legacy handle.
-    Legacy {
-        memory: LegacyMemory,
-        owner: DeviceId,
-    },
+    Legacy(LegacyMemory),
 }
 
-/// The range that an object stands for.
-enum Range<'a> {
-    /// Of memory that this library made.
-    Slice(&'a DeviceSlice),
-    /// Of another allocator's, and the device that owns it.
-    Legacy(&'a LegacyMemory, DeviceId),
+impl Deref for MemoryKind {
+    type Target = DeviceSlice;
+
+    fn deref(&self) -> &DeviceSlice {
+        match self {
+            MemoryKind::Owned(memory) => memory,
+            MemoryKind::Shared(memory) => memory,
+            MemoryKind::Block { block, .. } => block,
+            MemoryKind::Lent(block) => block,
+            MemoryKind::Legacy(memory) => memory,
+        }
+    }
 }
 
 impl MemoryKind {
-    fn range(&self) -> Range<'_> {
-        match self {
-            MemoryKind::Owned(memory) => Range::Slice(memory),
-            MemoryKind::Shared(memory) => Range::Slice(memory),
-            MemoryKind::Block { block, .. } => Range::Slice(block),
-            MemoryKind::Lent(block) => Range::Slice(block),
-            MemoryKind::Legacy { memory, owner } => Range::Legacy(memory, *owner),
-        }
-    }
-
-    /// The range, for a copy by the library.
-    fn to_copy(&self) -> Result<&DeviceSlice, Failure> {
-        match self.range() {
-            Range::Slice(slice) => Ok(slice),
-            Range::Legacy(..) => {
-                let said = "memory of a legacy handle is copied with warpipe_stream_copy or cudaMemcpyAsync";
-                Err(Failure::State(said.into()))
-            }
-        }
-    }
-
     fn name(&self) -> &str {
         match self {
             MemoryKind::Shared(memory) => memory.name(),
             MemoryKind::Block { pool, .. } => pool,
             MemoryKind::Lent(block) => block.name(),
-            MemoryKind::Owned(_) | MemoryKind::Legacy { .. } => "",
+            MemoryKind::Owned(_) | MemoryKind::Legacy(_) => "",
         }
     }
 
     fn info(&self) -> warpipe_memory_info {
-        let (data, bytes, owner, access) = match self.range() {
-            Range::Slice(slice) => (slice.ptr(), slice.bytes(), slice.owner(), slice.access()),
-            Range::Legacy(memory, owner) => {
-                (memory.ptr(), memory.bytes(), owner, Access::ReadWrite)
-            }
-        };
         let mapped_bytes = match self {
             MemoryKind::Owned(memory) => memory.info().mapped_bytes,
             _ => 0,
         };
         warpipe_memory_info {
-            data,
-            bytes,
+            data: self.ptr(),
+            bytes: self.bytes(),
             mapped_bytes,
-            is_cuda: owner.kind == DeviceKind::Cuda,
-            is_read_only: access == Access::Read,
-            uuid: owner.uuid,
+            is_cuda: self.owner().kind == DeviceKind::Cuda,
+            is_read_only: self.access() == Access::Read,
+            uuid: self.owner().uuid,
             name: fixed(self.name()),
         }
     }
@@ -283,8 +260,8 @@ pub unsafe extern "C" fn warpipe_memory_get_info(
 /// (`cuMemcpyHtoDAsync`). The source may be reused when the call returns.
 ///
 /// `WARPIPE_INVALID_INPUT`: beyond the memory's end, memory that was given for reading, or a stream
-/// of another device; `WARPIPE_INVALID_STATE` for memory of a legacy handle; `WARPIPE_TIMEOUT` when
-/// too many copies wait behind streams that stand still; `WARPIPE_DEVICE_FAILED`.
+/// of another device; `WARPIPE_TIMEOUT` when too many copies wait behind streams that stand still;
+/// `WARPIPE_DEVICE_FAILED`.
 ///
 /// # Safety
 /// `data` is the address of `bytes` bytes; `stream` is a stream of the memory's device.
@@ -302,7 +279,7 @@ pub unsafe extern "C" fn warpipe_memory_write(
             let data = slice("data", data.cast::<u8>(), bytes)?;
             (data, streams.get(stream)?)
         };
-        Ok(memory.to_copy()?.write(&stream, offset, data)?)
+        Ok(memory.write(&stream, offset, data)?)
     };
     call(memory, |memory| memory.with(write))
 }
@@ -311,8 +288,7 @@ pub unsafe extern "C" fn warpipe_memory_write(
 /// called with on this memory, at most `timeout_ns` nanoseconds, and copies `bytes` bytes from byte
 /// `offset` on to memory of the host.
 ///
-/// `WARPIPE_INVALID_INPUT`: beyond the memory's end; `WARPIPE_INVALID_STATE` for memory of a legacy
-/// handle; `WARPIPE_TIMEOUT`; `WARPIPE_DEVICE_FAILED`.
+/// `WARPIPE_INVALID_INPUT`: beyond the memory's end; `WARPIPE_TIMEOUT`; `WARPIPE_DEVICE_FAILED`.
 ///
 /// # Safety
 /// `buffer` is the address of `bytes` bytes that nothing else uses during the call.
@@ -327,8 +303,7 @@ pub unsafe extern "C" fn warpipe_memory_copy_to(
     let copy = |memory: &MemoryKind, _: &Streams| {
         // SAFETY: the caller's promise; bytes of any value are valid.
         let buffer = unsafe { slice_mut("buffer", buffer.cast::<u8>(), bytes) }?;
-        let slice = memory.to_copy()?;
-        Ok(slice.copy_to(offset, buffer, timeout(timeout_ns))?)
+        Ok(memory.copy_to(offset, buffer, timeout(timeout_ns))?)
     };
     call(memory, |memory| memory.with(copy))
 }
@@ -347,10 +322,7 @@ pub unsafe extern "C" fn warpipe_memory_used_on(
     let use_on = |memory: &MemoryKind, streams: &Streams| {
         // SAFETY: the caller's promise.
         let stream = unsafe { streams.get(stream) }?;
-        match memory.range() {
-            Range::Slice(slice) => slice.used_on(&stream),
-            Range::Legacy(memory, _) => memory.used_by(&stream)?,
-        }
+        memory.used_on(&stream);
         Ok(())
     };
     call(memory, |memory| memory.with(use_on))

@@ -443,15 +443,21 @@ fn a_legacy_handle_opens_the_memory_at_its_own_address() {
     assert_eq!((found.data, found.bytes), (malloc.1 + 64, 256));
     assert!(!found.is_cuda && !found.is_read_only);
     ok!(warpipe_memory_used_on(opened, fixture.stream));
-    let mut byte = 0_u8;
+    let mut byte = 7_u8;
     let buffer = (&raw mut byte).cast();
+    ok!(warpipe_memory_write(
+        opened,
+        fixture.stream,
+        255,
+        buffer.cast_const(),
+        1
+    ));
+    byte = 0;
+    ok!(warpipe_memory_copy_to(opened, 255, buffer, 1, LONG));
+    assert_eq!(byte, 7);
     fails!(
-        WARPIPE_INVALID_STATE,
-        warpipe_memory_copy_to(opened, 0, buffer, 1, LONG)
-    );
-    fails!(
-        WARPIPE_INVALID_STATE,
-        warpipe_memory_write(opened, fixture.stream, 0, buffer.cast_const(), 1)
+        WARPIPE_INVALID_INPUT,
+        warpipe_memory_copy_to(opened, 256, buffer, 1, LONG)
     );
     ok!(warpipe_legacy_close(opened, LONG));
     fails!(WARPIPE_INVALID_OBJECT, warpipe_legacy_close(opened, LONG));

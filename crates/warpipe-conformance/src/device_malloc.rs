@@ -74,8 +74,8 @@ pub fn export(device: &Device, ptr: DevicePtr) -> warpipe::Result<LegacyHandle> 
 /// Wrong words, or those of the device.
 pub fn check(memory: &LegacyMemory, seed: u64, error_counters: &mut ErrorCounters) -> Result<()> {
     let stream = memory.device().stream()?;
-    memory.used_by(&stream)?;
-    // SAFETY: the range stays mapped until the stream is past its work (`used_by`), and it is
+    memory.used_on(&stream);
+    // SAFETY: the range stays mapped until the stream is past its work (`used_on`), and it is
     // waited for.
     let check = unsafe { error_counters.check(&stream, memory.ptr(), memory.bytes() / 8, seed)? };
     stream.synchronize(PATIENCE)?;
@@ -89,8 +89,8 @@ pub fn check(memory: &LegacyMemory, seed: u64, error_counters: &mut ErrorCounter
 /// # Errors
 /// Those of a launch.
 pub fn fill_late(memory: &LegacyMemory, stream: &Stream, seed: u64, late: Duration) -> Result<()> {
-    memory.used_by(stream)?;
-    // SAFETY: the range is writable and stays mapped until the stream is past its work (`used_by`).
+    memory.used_on(stream);
+    // SAFETY: the range is writable and stays mapped until the stream is past its work (`used_on`).
     unsafe { fill_words(stream, memory.ptr(), memory.bytes() / 8, seed, late)? };
     Ok(())
 }

@@ -138,78 +138,56 @@ pub struct MemoryOwner {
     memory: Option<OwnedMemory>,
 }
 
+/// What memory is made of.
+enum Parts<'a> {
+    /// One range, which the library keeps mapped for its streams.
+    One(&'a warpipe::DeviceSlice),
+    Weights(&'a OpenWeights),
+    Malloc(&'a DeviceMalloc),
+}
+
 impl OwnedMemory {
-    /// The address of the first byte.
-    pub fn ptr(&self) -> DevicePtr {
+    fn parts(&self) -> Parts<'_> {
         match self {
-            OwnedMemory::Own(inner) => inner.ptr(),
-            OwnedMemory::Shared(inner) => inner.ptr(),
-            OwnedMemory::Legacy(inner) => inner.ptr(),
-            OwnedMemory::Block(block) => block.ptr(),
-            OwnedMemory::Lent(block) => block.ptr(),
-            OwnedMemory::Weights(weights) => {
-                let now = weights.now();
-                now.parts().next().map_or(0, |(_, part)| part.ptr())
-            }
-            OwnedMemory::Foreign(inner) => inner.ptr(),
-            OwnedMemory::Malloc(malloc) => malloc.ptr,
+            OwnedMemory::Own(inner) => Parts::One(inner),
+            OwnedMemory::Shared(inner) => Parts::One(inner),
+            OwnedMemory::Legacy(inner) => Parts::One(inner),
+            OwnedMemory::Block(block) => Parts::One(block),
+            OwnedMemory::Lent(block) => Parts::One(block),
+            OwnedMemory::Foreign(inner) => Parts::One(inner),
+            OwnedMemory::Weights(weights) => Parts::Weights(weights),
+            OwnedMemory::Malloc(malloc) => Parts::Malloc(malloc),
         }
     }
 
-    /// The length in bytes.
-    pub fn bytes(&self) -> u64 {
-        match self {
-            OwnedMemory::Own(inner) => inner.bytes(),
-            OwnedMemory::Shared(inner) => inner.bytes(),
-            OwnedMemory::Legacy(inner) => inner.bytes(),
-            OwnedMemory::Block(block) => block.bytes(),
-            OwnedMemory::Lent(block) => block.bytes(),
-            OwnedMemory::Weights(weights) => weights.now().bytes(),
-            OwnedMemory::Foreign(inner) => inner.bytes(),
-            OwnedMemory::Malloc(malloc) => malloc.bytes,
+    /// The address of the first byte, the length in bytes, and whether it may only be read: of
+    /// weights, which may lie in several ranges, nothing.
+    pub fn range(&self) -> (DevicePtr, u64, bool) {
+        match self.parts() {
+            Parts::One(slice) => (slice.ptr(), slice.bytes(), slice.access() == Access::Read),
+            Parts::Weights(_) => (0, 0, true),
+            Parts::Malloc(malloc) => (malloc.ptr, malloc.bytes, false),
         }
     }
 
     /// The device that it is mapped on.
     pub fn device(&self) -> &warpipe::Device {
-        match self {
-            OwnedMemory::Own(inner) => inner.device(),
-            OwnedMemory::Shared(inner) => inner.device(),
-            OwnedMemory::Legacy(inner) => inner.device(),
-            OwnedMemory::Block(block) => block.device(),
-            OwnedMemory::Lent(block) => block.device(),
-            OwnedMemory::Weights(weights) => &weights.device,
-            OwnedMemory::Foreign(inner) => inner.device(),
-            OwnedMemory::Malloc(malloc) => &malloc.device,
+        match self.parts() {
+            Parts::One(slice) => slice.device(),
+            Parts::Weights(weights) => &weights.device,
+            Parts::Malloc(malloc) => &malloc.device,
         }
     }
 
-    /// Whether it may only be read.
-    pub fn is_read_only(&self) -> bool {
-        match self {
-            OwnedMemory::Shared(inner) => inner.access() == Access::Read,
-            OwnedMemory::Lent(block) => block.access() == Access::Read,
-            OwnedMemory::Foreign(inner) => inner.access() == Access::Read,
-            OwnedMemory::Weights(_) => true,
-            _ => false,
-        }
-    }
-
-    fn used_on(&self, stream: &warpipe::Stream) -> Outcome<()> {
-        match self {
-            OwnedMemory::Own(inner) => inner.used_on(stream),
-            OwnedMemory::Shared(inner) => inner.used_on(stream),
-            OwnedMemory::Legacy(inner) => inner.used_by(stream)?,
-            OwnedMemory::Block(block) => block.used_on(stream),
-            OwnedMemory::Lent(block) => block.used_on(stream),
-            OwnedMemory::Weights(weights) => {
+    fn used_on(&self, stream: &warpipe::Stream) {
+        match self.parts() {
+            Parts::One(slice) => slice.used_on(stream),
+            Parts::Weights(weights) => {
                 let now = weights.now();
                 now.parts().for_each(|(_, part)| part.used_on(stream));
             }
-            OwnedMemory::Foreign(inner) => inner.used_on(stream),
-            OwnedMemory::Malloc(_) => {}
+            Parts::Malloc(_) => {}
         }
-        Ok(())
     }
 
     /// Releases it after `stream`, which is after all users.
@@ -224,11 +202,7 @@ impl OwnedMemory {
                     std::mem::forget(malloc);
                 }
             }
-            other => {
-                if other.used_on(stream).is_err() {
-                    std::mem::forget(other);
-                }
-            }
+            other => other.used_on(stream),
         }
     }
 }
@@ -296,7 +270,7 @@ impl MemoryOwner {
     /// Orders `consumer` after this package's copies. Call without the interpreter.
     pub fn fence(&self, consumer: &Consumer) -> Outcome<()> {
         self.home.check()?;
-        self.memory().used_on(consumer.linked())?;
+        self.memory().used_on(consumer.linked());
         if let Some(own) = self
             .copying()?
             .filter(|own| own.raw() != consumer.linked().raw())

@@ -34,9 +34,9 @@ pub struct View {
 impl View {
     /// All of it, as bytes.
     pub fn of(what: &'static str, place: OwnedMemory) -> Outcome<PyClassInitializer<View>> {
-        let (lowest, device, read_only) =
-            (place.ptr(), place.device().clone(), place.is_read_only());
-        let layout = Layout::contiguous(DType::U8, &[place.bytes()])?;
+        let (lowest, bytes, read_only) = place.range();
+        let device = place.device().clone();
+        let layout = Layout::contiguous(DType::U8, &[bytes])?;
         let hold = MemoryHolder::Owned(Arc::new(MemoryOwner::new(place)));
         Ok(View::over(
             what,

@@ -144,7 +144,7 @@ fn by_handle(stage: &Stage, stream: &Stream, handle: &LegacyHandle) -> Outcome<[
     ensure(memory.bytes() == TENSOR_BYTES, || {
         format!("a tensor of {} bytes came", memory.bytes())
     })?;
-    memory.used_by(stream)?;
+    memory.used_on(stream);
     let mut bytes = [0; TENSOR_BYTES as usize];
     // SAFETY: as long as the memory, which the producer keeps until this process has ended.
     unsafe {

@@ -184,7 +184,7 @@ impl Workload for Handles {
         let device = &site.context.device;
         let memory = site.apart(|| DeviceMalloc::new(device, WORDS, seed))?;
         let opened = memory.export()?.open(device)?;
-        opened.used_by(stream)?;
+        opened.used_on(stream);
         site.apart(|| device_malloc::check(&opened, seed, error_counters))?;
         let closed = opened.close(site.patience);
         site.apart(|| {

@@ -127,7 +127,9 @@ impl LegacyHandle {
     /// this process cannot reach or see; [`Error::Os`], [`Error::Driver`].
     pub fn open(&self, device: &Device) -> Result<LegacyMemory> {
         let (ptr, import) = self.import(device)?;
-        Ok(LegacyMemory::new(device, ptr, self.fields.bytes, import))
+        let (devices, range) = ((device, self.fields.owner), (ptr, self.fields.bytes));
+        // SAFETY: the handle's range of the allocation, which is open.
+        Ok(unsafe { LegacyMemory::new(devices, range, import) })
     }
 
     /// The address of the range here, and the open allocation, unless it is of this process.

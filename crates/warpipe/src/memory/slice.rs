@@ -41,11 +41,22 @@ impl MappedMemory {
             _kept: kept,
         }
     }
+
+    /// Memory that the slice's owner itself keeps mapped until the slice's streams are past it.
+    pub(crate) fn kept_by_caller((device, owner): (&Device, DeviceId)) -> MappedMemory {
+        MappedMemory {
+            device: device.clone(),
+            owner,
+            streams: Arc::default(),
+            owner_process: OwnerProcess::current(),
+            _kept: Arc::new(()),
+        }
+    }
 }
 
 /// A range of device memory: an address, a length, a device, and the streams that work on it.
-/// [`Memory`](crate::Memory), [`SharedMemory`](crate::SharedMemory), [`Buffer`](crate::Buffer) and
-/// [`LentBuffer`](crate::LentBuffer) dereference to it.
+/// [`Memory`](crate::Memory), [`SharedMemory`](crate::SharedMemory), [`Buffer`](crate::Buffer),
+/// [`LentBuffer`](crate::LentBuffer) and [`LegacyMemory`](crate::LegacyMemory) dereference to it.
 ///
 /// It cannot be cloned or kept: the handle that it is borrowed from says how long the range is this
 /// user's.

@@ -1,19 +1,19 @@
 //! The imports of this process: each allocation is opened once, however many handles it has, and
-//! closed when no stream uses it. **This module is marked for unsafe**: it closes mappings.
+//! closed when no stream uses it. **This module is marked for unsafe**: it closes mappings, and makes
+//! slices of them.
 
+use std::ops::Deref;
 use std::sync::Arc;
 
 use super::LegacyHandle;
-use crate::backend::{DeviceId, DevicePtr, IpcBytes};
+use crate::backend::{Access, DeviceId, DevicePtr, IpcBytes};
 use crate::device::Device;
 use crate::error::{Error, HandleFault, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
-use crate::memory::slice::wait_for;
+use crate::memory::slice::{DeviceSlice, MappedMemory, wait_for};
 use crate::memory::weak_cache::WeakCache;
 use crate::origin::ProcessOrigin;
-use crate::runtime::fence::StreamSet;
 use crate::runtime::reactor::Reactor;
-use crate::stream::Stream;
 use crate::wait::Wait;
 
 /// The open allocations of this process.
@@ -59,62 +59,43 @@ impl Drop for Import {
     }
 }
 
-/// An open range of another process's memory, or of this process's own if it is the exporter.
+/// An open range of another process's memory, or of this process's own if it is the exporter. Its
+/// methods to read and write are those of [`DeviceSlice`].
 ///
 /// The memory stays mapped until the last handle of its allocation is dropped *and* the streams
-/// that were recorded by [`used_by`](LegacyMemory::used_by) are past their work. It may be read and
+/// that were recorded by [`used_on`](DeviceSlice::used_on) are past their work. It may be read and
 /// written: with legacy handles there is no other way.
 #[derive(Debug)]
 pub struct LegacyMemory {
-    device: Device,
-    ptr: DevicePtr,
-    bytes: u64,
-    streams: StreamSet,
+    slice: DeviceSlice,
     /// `None` for this process's own memory, which needs no close, and while dropping.
     import: LeakOnFork<Option<Arc<Import>>>,
 }
 
+impl Deref for LegacyMemory {
+    type Target = DeviceSlice;
+
+    fn deref(&self) -> &DeviceSlice {
+        &self.slice
+    }
+}
+
 impl LegacyMemory {
-    pub(super) fn new(
-        device: &Device,
-        ptr: DevicePtr,
-        bytes: u64,
+    /// # Safety
+    /// `bytes` bytes at `ptr` may be written as long as `import`, or are this process's own.
+    pub(super) unsafe fn new(
+        devices: (&Device, DeviceId),
+        (ptr, bytes): (DevicePtr, u64),
         import: Option<Arc<Import>>,
     ) -> LegacyMemory {
+        let memory = MappedMemory::kept_by_caller(devices);
+        let name = "memory of a legacy handle".into();
+        // SAFETY: the caller's promise; the drop keeps the import until the streams are past it.
+        let slice = unsafe { DeviceSlice::new(memory, ptr, bytes, Access::ReadWrite, &name) };
         LegacyMemory {
-            device: device.clone(),
-            ptr,
-            bytes,
-            streams: StreamSet::default(),
+            slice: slice.waiting_for_all(),
             import: LeakOnFork::new(import),
         }
-    }
-
-    /// The address of the range's first byte, for kernels and copies of the device.
-    pub fn ptr(&self) -> DevicePtr {
-        self.ptr
-    }
-
-    /// The range's length in bytes.
-    pub fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
-    /// The device with which it was opened.
-    pub fn device(&self) -> &Device {
-        &self.device
-    }
-
-    /// Records that work of `stream` uses the memory, which is not unmapped before that work is
-    /// done, whenever this handle is dropped. Call it before the work is enqueued, once for each
-    /// stream.
-    ///
-    /// # Errors
-    /// [`Error::Forked`].
-    pub fn used_by(&self, stream: &Stream) -> Result<()> {
-        self.import.get()?;
-        self.streams.record_use(stream);
-        Ok(())
     }
 
     /// `cuIpcCloseMemHandle`, if this is the last handle of its allocation: waits until the
@@ -127,7 +108,7 @@ impl LegacyMemory {
     pub fn close<'w>(mut self, wait: impl Into<Wait<'w>>) -> Result<()> {
         self.import.get()?;
         // After an error the drop closes it.
-        wait_for(&self.streams, &wait.into())?;
+        wait_for(self.slice.streams(), &wait.into())?;
         let import = self.import.take().and_then(Arc::into_inner);
         import.map_or(Ok(()), |mut last| last.close())
     }
@@ -143,7 +124,7 @@ impl Drop for LegacyMemory {
         let Some(import) = self.import.take() else {
             return;
         };
-        let (reactor, mut fence) = (import.reactor.clone(), self.streams.fence_busy());
+        let (reactor, mut fence) = (import.reactor.clone(), self.slice.streams().fence_busy());
         // Only what calls the driver, or has to wait, is left to other threads.
         if !fence.is_reached() {
             reactor.drop_value_after(fence, import);
