@@ -3,7 +3,7 @@
 #[macro_use]
 mod common;
 
-use std::ffi::{CStr, CString, c_char};
+use std::ffi::{CStr, CString, c_char, c_void};
 use std::fs::File;
 use std::os::fd::FromRawFd;
 
@@ -444,7 +444,7 @@ fn a_legacy_handle_opens_the_memory_at_its_own_address() {
     assert!(!found.is_cuda && !found.is_read_only);
     ok!(warpipe_memory_used_on(opened, fixture.stream));
     let mut byte = 7_u8;
-    let buffer = (&raw mut byte).cast();
+    let buffer = (&raw mut byte).cast::<c_void>();
     ok!(warpipe_memory_write(
         opened,
         fixture.stream,

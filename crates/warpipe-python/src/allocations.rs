@@ -180,7 +180,7 @@ impl AllocationClient {
         })?;
         Bound::new(
             py,
-            View::of("the allocation", OwnedMemory::Foreign(opened))?.add_subclass(OpenAllocation),
+            View::of("the allocation", OwnedMemory::Lent(opened))?.add_subclass(OpenAllocation),
         )
     }
 }
@@ -217,7 +217,7 @@ impl AllocationWatch {
     fn check(&self, py: Python<'_>) -> PyResult<()> {
         self.home.check()?;
         let check = || match self.owner.upgrade().as_deref().map(MemoryOwner::memory) {
-            Some(OwnedMemory::Foreign(memory)) => memory.check(),
+            Some(OwnedMemory::Lent(memory)) => memory.check(),
             _ => Ok(()),
         };
         call(py, check)

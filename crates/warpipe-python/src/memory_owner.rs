@@ -32,8 +32,6 @@ pub enum OwnedMemory {
     Lent(warpipe::LentBuffer),
     /// With this process's place among the holders of the version.
     Weights(OpenWeights),
-    /// Memory that another process's library has allocated.
-    Foreign(warpipe::OpenAllocation),
     /// Memory without a descriptor, for tests.
     Malloc(DeviceMalloc),
 }
@@ -154,7 +152,6 @@ impl OwnedMemory {
             OwnedMemory::Legacy(inner) => Parts::One(inner),
             OwnedMemory::Block(block) => Parts::One(block),
             OwnedMemory::Lent(block) => Parts::One(block),
-            OwnedMemory::Foreign(inner) => Parts::One(inner),
             OwnedMemory::Weights(weights) => Parts::Weights(weights),
             OwnedMemory::Malloc(malloc) => Parts::Malloc(malloc),
         }

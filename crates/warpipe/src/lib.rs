@@ -152,7 +152,7 @@ mod wait;
 pub mod weights;
 
 pub use allocations::{
-    AllocationClient, AllocationServer, AllocationServerBuilder, AllocationStats, OpenAllocation,
+    AllocationClient, AllocationServer, AllocationServerBuilder, AllocationStats,
 };
 pub use device::{Device, PreferredDevice};
 pub use device_types::{Access, DeviceId, DeviceInfo, DeviceKind, DevicePtr, RawEvent, RawStream};
@@ -164,13 +164,14 @@ pub use ipc::PeerState;
 pub use ipc::domain::{Domain, Endpoint, EndpointName, NAME_BYTES_MAX};
 pub use kernel::{HostKernel, Kernel, KernelLaunch};
 pub use kind::Kind;
+pub use lend::session::LentBuffer;
 pub use members::{Change, Member, MemberBuilder, MemberInfo, Members, MembersBuilder};
 pub use memory::legacy::{LegacyHandle, LegacyMemory};
 pub use memory::{
     DeviceSlice, Export, Memory, MemoryInfo, Publication, Published, SharedMemory, Ticket,
 };
 pub use options::Opener;
-pub use pool::{Buffer, LentBuffer, Pool, PoolBuilder, PoolClient, PoolStats, PoolUsage, Quota};
+pub use pool::{Buffer, Pool, PoolBuilder, PoolClient, PoolStats, PoolUsage, Quota};
 pub use pubsub::{
     Discontinuity, PeerCredentials, Policy, PreviousPublisher, Publisher, PublisherBuilder,
     Receipt, Sample, SampleMut, Samples, SendError, SlotHold, SlotReturn, Subscriber,

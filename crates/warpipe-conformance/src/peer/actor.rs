@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use warpipe::{
-    AllocationClient, AllocationServer, DType, DevicePtr, Error, Layout, LegacyMemory, Member,
-    Memory, OpenAllocation, Published, Publisher, Sample, SampleMut, Stream, Subscriber,
+    AllocationClient, AllocationServer, DType, DevicePtr, Error, Layout, LegacyMemory, LentBuffer,
+    Member, Memory, Published, Publisher, Sample, SampleMut, Stream, Subscriber,
 };
 
 use super::holder::Holder;
@@ -62,7 +62,7 @@ struct Actor {
     gate: Option<mpsc::Sender<()>>,
     opened: Vec<LegacyMemory>,
     plain: Vec<DeviceMalloc>,
-    shares: Vec<OpenAllocation>,
+    shares: Vec<LentBuffer>,
     servers: Vec<AllocationServer>,
     subscribers: Vec<Subscriber>,
     publisher: Option<Publisher>,

@@ -18,7 +18,7 @@ mod shares;
 mod tests;
 
 pub use self::server::{AllocationServer, AllocationServerBuilder};
-pub use self::session::{AllocationClient, OpenAllocation};
+pub use self::session::AllocationClient;
 pub use self::shares::AllocationStats;
 
 /// The most shares that one client may have open at once.

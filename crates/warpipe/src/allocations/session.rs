@@ -1,13 +1,11 @@
 //! The receiver's handles.
 
-use std::ops::Deref;
 use std::sync::Arc;
 
 use super::CLAIMS_MAX;
 use crate::error::{Error, Result};
 use crate::ipc::Kind;
-use crate::lend::session::{Answer, Borrowed, LendSession, Terms};
-use crate::memory::DeviceSlice;
+use crate::lend::session::{Answer, LendSession, LentBuffer, Terms};
 use crate::options::Opener;
 use crate::wait::Wait;
 
@@ -61,17 +59,18 @@ impl AllocationClient {
     }
 
     /// Opens a share, which is this process's from then on, and waits until its
-    /// contents are complete. A share that is not opened in time can be opened again.
+    /// contents are complete. A share that is not opened in time can be opened again. It is for
+    /// reading and writing, as in the process that shared it, or for reading alone, as that says.
     ///
     /// # Errors
     /// [`Error::NotFound`] for a share that was opened already, or withdrawn; [`Error::Timeout`];
     /// [`Error::PeerGone`]; [`Error::Argument`] beyond 16,384 shares at once;
     /// [`Error::Device`], [`Error::Handle`], [`Error::Device`],
     /// [`Error::Os`], [`Error::Driver`].
-    pub fn open_share<'w>(&self, number: u64, wait: impl Into<Wait<'w>>) -> Result<OpenAllocation> {
+    pub fn open_share<'w>(&self, number: u64, wait: impl Into<Wait<'w>>) -> Result<LentBuffer> {
         let wait = wait.into();
         match self.session.ask(number, &wait, &wait)? {
-            Answer::Lent(borrowed) => Ok(OpenAllocation { borrowed }),
+            Answer::Lent(lent) => Ok(lent),
             Answer::Gone | Answer::Refused(()) => Err(Error::NotFound {
                 name: format!("{}, share {number}", self.name()),
                 kind: Kind::Allocations,
@@ -79,33 +78,5 @@ impl AllocationClient {
                 was_there: true,
             }),
         }
-    }
-}
-
-/// Memory of another process's library, open in this process: for reading and writing, as in the
-/// process that shared it, or for reading alone, as that process said. The drop releases it there,
-/// once the recorded streams are past it. Its methods to read and write are those of
-/// [`DeviceSlice`].
-#[derive(Debug)]
-pub struct OpenAllocation {
-    borrowed: Borrowed,
-}
-
-impl Deref for OpenAllocation {
-    type Target = DeviceSlice;
-
-    fn deref(&self) -> &DeviceSlice {
-        &self.borrowed
-    }
-}
-
-impl OpenAllocation {
-    /// Whether the contents can still be used: memory of a legacy handle is gone when its owner
-    /// is, and memory that came as descriptors stays.
-    ///
-    /// # Errors
-    /// [`Error::PeerGone`].
-    pub fn check(&self) -> Result<()> {
-        self.borrowed.check()
     }
 }

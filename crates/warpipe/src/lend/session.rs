@@ -77,7 +77,7 @@ struct SessionParts {
 
 /// A lender's answer to a request for memory.
 pub(crate) enum Answer<R> {
-    Lent(Borrowed),
+    Lent(LentBuffer),
     Gone,
     Refused(R),
 }
@@ -257,7 +257,7 @@ impl LendSession {
         Grant { word, value, offer }: Grant,
         answers: &Wait<'_>,
         contents: &Wait<'_>,
-    ) -> Result<Borrowed> {
+    ) -> Result<LentBuffer> {
         let claims_max = self.terms.claims_max;
         if word >= claims_max || value >= RETURNED {
             let found = format!("{word} and {value}");
@@ -281,7 +281,7 @@ impl LendSession {
             }
         };
         let session = self.clone();
-        Ok(Borrowed {
+        Ok(LentBuffer {
             hold: LeakOnFork::new(Hold { session, claim }),
             slice,
         })
@@ -477,10 +477,15 @@ impl Drop for Claim {
     }
 }
 
-/// Memory that a lender counts as this process's. The drop releases it, once the recorded streams
-/// are past it.
+/// Memory that another process lends: a block of its [`Pool`](crate::Pool), or what its
+/// [`AllocationServer`](crate::AllocationServer) shares. The drop releases it: its owner reuses or
+/// frees it when the recorded streams are past it. Its methods to read and write are those of
+/// [`DeviceSlice`].
+///
+/// A block stays valid when its owner closes the pool, or dies, and so does shared memory that came
+/// as descriptors.
 #[derive(Debug)]
-pub(crate) struct Borrowed {
+pub struct LentBuffer {
     hold: LeakOnFork<Hold>,
     slice: DeviceSlice,
 }
@@ -494,7 +499,7 @@ struct Hold {
     claim: Option<Claim>,
 }
 
-impl Deref for Borrowed {
+impl Deref for LentBuffer {
     type Target = DeviceSlice;
 
     fn deref(&self) -> &DeviceSlice {
@@ -502,15 +507,19 @@ impl Deref for Borrowed {
     }
 }
 
-impl Borrowed {
-    /// The lender's name.
-    pub(crate) fn name(&self) -> &str {
+impl LentBuffer {
+    /// The name of the pool or server.
+    pub fn name(&self) -> &str {
         self.hold.session.name()
     }
 
-    /// Releases it behind the work of `stream` so far, and of the recorded streams. After an error
-    /// it is released as if it were dropped.
-    pub(crate) fn free(mut self, stream: &Stream) -> Result<()> {
+    /// Releases the memory behind the work enqueued on `stream` so far, and on the other recorded
+    /// streams (`cuStreamWriteValue64`). Does not wait: the owner reuses it when that work is done.
+    ///
+    /// # Errors
+    /// [`Error::Driver`], [`Error::Argument`] for a stream of another device, and the memory is
+    /// released as if it were dropped; [`Error::Forked`].
+    pub fn free(mut self, stream: &Stream) -> Result<()> {
         self.slice.gather_on(stream)?;
         let claim = self.hold.claim.as_mut();
         claim.map_or(Ok(()), |claim| claim.release_behind(stream))
@@ -518,7 +527,10 @@ impl Borrowed {
 
     /// Whether the contents can still be used: memory of a legacy handle is gone when its owner is,
     /// and memory that came as descriptors stays.
-    pub(crate) fn check(&self) -> Result<()> {
+    ///
+    /// # Errors
+    /// [`Error::PeerGone`].
+    pub fn check(&self) -> Result<()> {
         let Hold { session, claim } = &*self.hold;
         match claim.is_none() && session.ipc().is_dead() {
             true => Err(session.ipc().owner_gone()),
@@ -527,7 +539,7 @@ impl Borrowed {
     }
 }
 
-impl Drop for Borrowed {
+impl Drop for LentBuffer {
     fn drop(&mut self) {
         if self.hold.get().is_err() {
             return;

@@ -1,6 +1,5 @@
 //! A peer's handles: a pool of another process, and a block of it.
 
-use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,11 +8,9 @@ use super::{CLAIMS_MAX, PoolRefusal, PoolRequest};
 use crate::device::Device;
 use crate::error::{Error, Expiry, Result};
 use crate::ipc::{Kind, REPLY_TIMEOUT};
-use crate::lend::session::{Answer, Borrowed, LendSession, Terms};
-use crate::memory::DeviceSlice;
+use crate::lend::session::{Answer, LendSession, LentBuffer, Terms};
 use crate::memory::ticket::Ticket;
 use crate::options::Opener;
-use crate::stream::Stream;
 use crate::wait::Wait;
 
 static TERMS: Terms = Terms {
@@ -119,7 +116,7 @@ impl PoolClient {
         check_bytes(bytes)?;
         loop {
             match ask(&self.session, PoolRequest::Block { bytes }, &wait)? {
-                Answer::Lent(borrowed) => return Ok(LentBuffer { borrowed }),
+                Answer::Lent(block) => return Ok(block),
                 Answer::Refused(refusal) => {
                     let left = wait.slice();
                     if let Some(error) = refusal.error(self.name(), bytes, left.is_zero()) {
@@ -147,22 +144,6 @@ fn ask(
 ) -> Result<Answer<PoolRefusal>> {
     let answers = wait.cancellable_within(REPLY_TIMEOUT);
     session.ask(request, &answers, &wait.cancellable_within(CLEAR_TIMEOUT))
-}
-
-/// A block of another process's pool. The drop releases it: the owner reuses it when the recorded
-/// streams are past it. It stays valid when its owner closes the pool, or dies. Its methods to read
-/// and write are those of [`DeviceSlice`].
-#[derive(Debug)]
-pub struct LentBuffer {
-    borrowed: Borrowed,
-}
-
-impl Deref for LentBuffer {
-    type Target = DeviceSlice;
-
-    fn deref(&self) -> &DeviceSlice {
-        &self.borrowed
-    }
 }
 
 impl LentBuffer {
@@ -194,7 +175,7 @@ impl LentBuffer {
         })?;
         let lent = PoolRequest::Lent(ticket.wanted().id);
         match ask(&session, lent, &wait) {
-            Ok(Answer::Lent(borrowed)) => Ok(LentBuffer { borrowed }),
+            Ok(Answer::Lent(block)) => Ok(block),
             Ok(Answer::Gone) => Err(ticket.expired(Expiry::Returned)),
             Ok(Answer::Refused(refusal)) => {
                 let refused = refusal.error(session.name(), 0, true);
@@ -205,21 +186,5 @@ impl LentBuffer {
             }
             Err(other) => Err(other),
         }
-    }
-
-    /// The pool's name.
-    pub fn name(&self) -> &str {
-        self.borrowed.name()
-    }
-
-    /// Releases the block behind the work enqueued on `stream` so far, and on the other recorded
-    /// streams (`cuStreamWriteValue64`). Does not wait: the owner reuses the block when that work
-    /// is done.
-    ///
-    /// # Errors
-    /// [`Error::Driver`], [`Error::Argument`] for a stream of another device, and the block is
-    /// released as if it were dropped; [`Error::Forked`].
-    pub fn free(self, stream: &Stream) -> Result<()> {
-        self.borrowed.free(stream)
     }
 }

@@ -16,7 +16,7 @@ use crate::ipc::encode;
 use crate::ipc::peer::Process;
 use crate::lend::{LendRequest, word_at};
 use crate::runtime::reactor::{EventSource, Next};
-use crate::{Device, Domain, Error, Kind, Memory, Stream, Ticket};
+use crate::{Device, Domain, Error, Kind, LentBuffer, Memory, Stream, Ticket};
 
 pub(super) const WAIT: Duration = Duration::from_secs(10);
 pub(super) const MIB: u64 = 1 << 20;
