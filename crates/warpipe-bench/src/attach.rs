@@ -69,13 +69,13 @@ pub fn offer(terms: &Terms, control: &Control) -> anyhow::Result<()> {
     let (device, domain) = terms.place.open()?;
     let memory = Memory::allocate(&device, terms.bytes)?;
     let published = memory.publish(&domain, "attach")?;
-    let (ticket, export) = (published.ticket()?, memory.export()?);
+    let (ticket, info) = (published.ticket()?, memory.info());
     control.send(&Offer {
         ticket,
-        mapped_bytes: export.info.mapped_bytes,
-        owner: export.info.device,
+        mapped_bytes: info.mapped_bytes,
+        owner: info.device,
     })?;
-    control.send_fd(export.fd.as_fd())?;
+    control.send_fd(memory.export_fd()?.as_fd())?;
     control.hear::<()>()
 }
 

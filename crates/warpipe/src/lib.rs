@@ -167,9 +167,7 @@ pub use kind::Kind;
 pub use lend::session::LentBuffer;
 pub use members::{Change, Member, MemberBuilder, MemberInfo, Members, MembersBuilder};
 pub use memory::legacy::{LegacyHandle, LegacyMemory};
-pub use memory::{
-    DeviceSlice, Export, Memory, MemoryInfo, Publication, Published, SharedMemory, Ticket,
-};
+pub use memory::{DeviceSlice, Memory, MemoryInfo, Publication, Published, SharedMemory, Ticket};
 pub use options::Opener;
 pub use pool::{Buffer, Pool, PoolBuilder, PoolClient, PoolStats, PoolUsage, Quota};
 pub use pubsub::{

@@ -137,8 +137,8 @@ fn open_everything(folder: &Path) {
         ),
     );
     let memory = none_taken("memory", Memory::allocate(device, 4096).unwrap());
-    let export = none_taken("a descriptor of it", memory.export().unwrap());
-    let opened = Memory::import_fd(device, &export.fd, &export.info, Access::Read).unwrap();
+    let fd = none_taken("a descriptor of it", memory.export_fd().unwrap());
+    let opened = Memory::import_fd(device, &fd, &memory.info(), Access::Read).unwrap();
     let _opened = none_taken("opened memory", opened);
     let queue = Queue::builder("queue")
         .domain(domain)

@@ -456,8 +456,8 @@ fn no_memory(context: &Context) -> Result<()> {
             ) => {}
             other => bail!("{what} gave {other:?}"),
         }
-        let good = memory.export()?;
-        let shared = Memory::import_fd(&context.device, &good.fd, &good.info, Access::Read)?;
+        let good = memory.export_fd()?;
+        let shared = Memory::import_fd(&context.device, &good, &info, Access::Read)?;
         ensure!(
             shared.to_vec(PATIENCE)?.iter().all(|&byte| byte == 7),
             "behind {what} the good memory is wrong"

@@ -11,8 +11,8 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::{Deserialize, Serialize};
 use warpipe::{
-    Access, Buffer, Domain, LentBuffer, Memory, MemoryInfo, Pool, PoolClient, Published,
-    SharedMemory, Stream, Ticket,
+    Access, Buffer, Domain, LentBuffer, Memory, Pool, PoolClient, Published, SharedMemory, Stream,
+    Ticket,
 };
 
 use super::order::Answer;
@@ -324,10 +324,9 @@ fn access(is_writable: bool) -> Access {
 
 /// Sends a descriptor and what must be known of it, as a user's own program might.
 fn send(memory: &Memory, path: &str) -> Result<()> {
-    let export = memory.export()?;
-    let info: MemoryInfo = export.info;
+    let (fd, info) = (memory.export_fd()?, memory.info());
     let socket = UnixStream::connect(path).context("the case's socket")?;
-    let fds = [export.fd.as_fd()];
+    let fds = [fd.as_fd()];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
     ensure!(

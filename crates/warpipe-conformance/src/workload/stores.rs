@@ -137,9 +137,8 @@ impl Workload for Published {
         let published = publication.build()?;
         let opened = published.ticket()?.open(&context.device, Duration::ZERO)?;
         cross(site, error_counters, stream, &opened, &memory, seed)?;
-        let export = memory.export()?;
-        let imported =
-            Memory::import_fd(&context.device, &export.fd, &export.info, Access::ReadWrite)?;
+        let (fd, info) = (memory.export_fd()?, memory.info());
+        let imported = Memory::import_fd(&context.device, &fd, &info, Access::ReadWrite)?;
         cross(
             site,
             error_counters,

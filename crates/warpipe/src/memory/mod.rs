@@ -22,7 +22,7 @@ mod tests;
 pub(crate) mod ticket;
 pub(crate) mod weak_cache;
 
-pub use self::owned::{Export, Memory, MemoryInfo};
+pub use self::owned::{Memory, MemoryInfo};
 pub use self::published::{Publication, Published};
 pub use self::shared::SharedMemory;
 pub use self::slice::DeviceSlice;

@@ -67,15 +67,6 @@ pub struct MemoryInfo {
     pub device: DeviceId,
 }
 
-/// A descriptor of memory, with its description.
-#[derive(Debug)]
-pub struct Export {
-    /// The right to the memory.
-    pub fd: OwnedFd,
-    /// To be sent along.
-    pub info: MemoryInfo,
-}
-
 impl Memory {
     /// Allocates `bytes` bytes, in all a multiple of the device's unit (2 MiB on CUDA as a rule, a
     /// page on the host): `cuMemCreate`, `cuMemMap`, `cuMemSetAccess`.
@@ -107,8 +98,7 @@ impl Memory {
     /// # Errors
     /// [`Error::Os`]; [`Error::Driver`]; [`Error::Forked`].
     pub fn export_fd(&self) -> Result<OwnedFd> {
-        self.slice.owner_process().check()?;
-        let fd = self.mapping.region().export()?;
+        let fd = self.private_export()?;
         // The caller owns the descriptor: a forked child may keep it, as with any descriptor.
         let copy = rustix::io::fcntl_dupfd_cloexec(&fd, 3)
             .map_err(|e| Error::os("fcntl(F_DUPFD_CLOEXEC)", "a memory's descriptor", e))?;
@@ -122,17 +112,6 @@ impl Memory {
         self.mapping.region().export()
     }
 
-    /// As [`export_fd`](Self::export_fd), with the memory's description.
-    ///
-    /// # Errors
-    /// As [`export_fd`](Self::export_fd).
-    pub fn export(&self) -> Result<Export> {
-        Ok(Export {
-            fd: self.export_fd()?,
-            info: self.info(),
-        })
-    }
-
     /// Maps memory by a descriptor that came over the user's own socket
     /// (`cuMemImportFromShareableHandle`, or `mmap` of a sealed memfd). Checks the descriptor's
     /// type and size. The descriptor may be closed afterwards.
@@ -142,8 +121,8 @@ impl Memory {
     /// # use warpipe::{Device, Memory, backend::Access};
     /// # let device = Device::host();
     /// let memory = Memory::allocate(&device, 100)?;
-    /// let export = memory.export()?; // its `fd` goes over a socket, its `info` beside it
-    /// let shared = Memory::import_fd(&device, &export.fd, &export.info, Access::Read)?;
+    /// let (fd, info) = (memory.export_fd()?, memory.info()); // over a socket, `info` beside `fd`
+    /// let shared = Memory::import_fd(&device, &fd, &info, Access::Read)?;
     /// assert_eq!(shared.to_vec(Duration::from_secs(1))?, [0; 100]);
     /// # Ok::<(), warpipe::Error>(())
     /// ```

@@ -396,7 +396,7 @@ fn a_bare_descriptor_is_imported_with_what_must_be_known_of_it() {
     let device = Device::host();
     let memory = Memory::allocate(&device, 100).unwrap();
     memory.write(&device.stream().unwrap(), 0, b"abc").unwrap();
-    let Export { fd, info } = memory.export().unwrap();
+    let (fd, info) = (memory.export_fd().unwrap(), memory.info());
     drop(memory);
     let shared = Memory::import_fd(&device, &fd, &info, Access::Read).unwrap();
     assert_eq!(&shared.to_vec(WAIT).unwrap()[..4], b"abc\0");

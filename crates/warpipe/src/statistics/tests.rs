@@ -324,9 +324,9 @@ fn the_memory_of_an_owner_and_of_an_importer_has_one_identity() {
     use crate::{Access, Device, Memory};
     let device = Device::host();
     let memory = Memory::allocate(&device, 12_288).unwrap();
-    let export = memory.export().unwrap();
+    let (fd, info) = (memory.export_fd().unwrap(), memory.info());
     let before = own().regions;
-    let opened = Memory::import_fd(&device, &export.fd, &export.info, Access::Read).unwrap();
+    let opened = Memory::import_fd(&device, &fd, &info, Access::Read).unwrap();
     let regions = own().regions;
     let shared: Vec<_> = regions.iter().filter(|it| !before.contains(it)).collect();
     assert!(
