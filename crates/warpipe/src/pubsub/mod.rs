@@ -30,12 +30,12 @@ mod subscriber_link;
 mod unicast;
 
 pub use builder::{PeerCredentials, Policy, PublisherBuilder, SubscriberInfo};
-pub(crate) use observer::SubscriberChanges;
+pub(crate) use observer::{Reply, ReplyLink, SubscriberChanges};
 pub use publisher::{Publisher, SampleMut, SendError};
 pub(crate) use publisher_core::REPLIES;
 pub use publisher_core::{SlotHold, SlotReturn};
 pub(crate) use sample::RawSample;
 pub use sample::{Discontinuity, PreviousPublisher, Receipt, Sample};
-pub(crate) use subscriber::Replies;
+pub(crate) use subscriber::LinkReceiver;
 pub use subscriber::{Samples, Subscriber, SubscriberBuilder};
 pub(crate) use unicast::{Forwarded, RetainedSlot};

@@ -1,10 +1,13 @@
-//! The subscribers of a publisher, as an owner sees them that chooses its recipients: a queue.
+//! The subscribers of a publisher, and their replies, as an owner sees them that chooses its
+//! recipients: a queue.
 
+use std::fmt::Debug;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::publisher_link::PublisherLink;
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::pubsub::entry::Violation;
 use crate::runtime::doorbell::LocalDoorbell;
 
 /// A live subscriber that can be chosen.
@@ -15,6 +18,37 @@ pub(crate) struct LinkedSubscriber {
     pub(crate) pid: i32,
     /// The receiver of its replies, if it sends any.
     pub(in crate::pubsub) replies: Option<Arc<PublisherLink>>,
+}
+
+/// Receives the replies of one subscriber: [`LinkReceiver`](super::LinkReceiver); a model has
+/// another. Dropped, it asks for no more.
+pub(crate) trait ReplyLink {
+    type Reply: Reply;
+
+    /// The next reply, if there is one, without a stream. The error at the end is the same as from
+    /// `receive`.
+    fn take(&mut self) -> Result<Option<Self::Reply>>;
+
+    /// Closes the link because of the sender's violation.
+    fn fail(&self, violation: Violation) -> Error;
+
+    /// Whether the sender is proven dead.
+    fn is_sender_dead(&self) -> bool;
+
+    /// Whether [`take`](Self::take) is worth a call; cheap.
+    fn may_have_news(&self) -> bool;
+}
+
+/// A reply that was taken.
+pub(crate) trait Reply: Debug {
+    fn metadata(&self) -> &[u8];
+
+    /// Whether the data is complete; an error if it never will be.
+    fn is_complete(&self) -> Result<bool>;
+
+    /// Once [`is_complete`](Self::is_complete) is true: gives its entry of the ring back, if
+    /// samples hold more than half of the entries.
+    fn make_room(&mut self);
 }
 
 /// Is notified of subscribers that come and go.

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::observer::Reply;
 use super::publisher_link::{OpenMemory, PublisherLink};
 use crate::backend::DevicePtr;
 use crate::clock::now_ns;
@@ -176,29 +177,9 @@ impl RawSample {
         (self.address, self.metadata, self.location) = (address, metadata, TensorLocation::InPlace);
     }
 
-    pub(crate) fn metadata(&self) -> &[u8] {
-        self.metadata.as_bytes()
-    }
-
-    /// Whether the data is complete; an error if it never will be.
-    #[inline]
-    pub(crate) fn is_complete(&self) -> Result<bool> {
-        self.receipt.check()
-    }
-
     /// A handle to wait for the data without keeping this sample.
     pub(crate) fn receipt(&self) -> Receipt {
         self.receipt.duplicate()
-    }
-
-    /// Once [`is_complete`](Self::is_complete) is true: gives its entry of the ring back, if
-    /// samples hold more than half of the entries.
-    pub(crate) fn make_room(&mut self) {
-        let Receipt { link, position, .. } = &self.receipt;
-        if !self.receipt.is_set_aside && link.is_crowded() {
-            link.set_aside(*position);
-            self.receipt.is_set_aside = true;
-        }
     }
 
     /// The sample, for a stream that waits for its data, or has nothing to wait for.
@@ -210,6 +191,25 @@ impl RawSample {
             rare,
             stream: stream.clone(),
             raw: self,
+        }
+    }
+}
+
+impl Reply for RawSample {
+    fn metadata(&self) -> &[u8] {
+        self.metadata.as_bytes()
+    }
+
+    #[inline]
+    fn is_complete(&self) -> Result<bool> {
+        self.receipt.check()
+    }
+
+    fn make_room(&mut self) {
+        let Receipt { link, position, .. } = &self.receipt;
+        if !self.receipt.is_set_aside && link.is_crowded() {
+            link.set_aside(*position);
+            self.receipt.is_set_aside = true;
         }
     }
 }

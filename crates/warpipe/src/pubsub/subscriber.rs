@@ -12,9 +12,9 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 pub use builder::SubscriberBuilder;
-pub(crate) use link_receiver::Replies;
+pub(crate) use link_receiver::LinkReceiver;
 
-use self::link_receiver::{EndedLink, LinkReceiver};
+use self::link_receiver::EndedLink;
 use self::wait::{DOORBELL, TickRinger, WAKE};
 use super::publisher_link::{ConnectOptions, PublisherLink};
 use super::sample::{PreviousPublisher, Sample};
@@ -30,6 +30,7 @@ use crate::ipc::{self, PeerState, until_found};
 use crate::nvtx;
 use crate::options::EndpointOptions;
 use crate::pubsub::entry::Violation;
+use crate::pubsub::observer::ReplyLink;
 use crate::runtime::attempt::Attempt;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::epoll::{EpollSet, EventFlags};
@@ -201,7 +202,7 @@ impl Subscriber {
         // Set before this ring is first polled: an end that is about to sleep polls once more after
         // this.
         if self.is_asleep.load(Ordering::Relaxed) {
-            attached.ring.fall_asleep();
+            attached.set_asleep(true);
         }
         self.attached = Some(LeakOnFork::new(attached));
         Ok(())
@@ -328,10 +329,10 @@ impl Subscriber {
                 true => self.drain(),
                 false => self.drain_rung(),
             }
-            self.fall_asleep();
+            self.set_asleep(true);
             // A sample published before the flag was set did not ring.
             if let Some(sample) = self.poll_opening(stream, wait)? {
-                self.wake_up();
+                self.set_asleep(false);
                 return Ok(sample);
             }
             let pause = wait.slice();
@@ -339,7 +340,7 @@ impl Subscriber {
                 return self.end_wait(wait);
             }
             self.sleep(pause.min(self.longest_sleep()));
-            self.wake_up();
+            self.set_asleep(false);
             if let Some(sample) = self.poll_opening(stream, wait)? {
                 return Ok(sample);
             }
@@ -348,7 +349,7 @@ impl Subscriber {
 
     /// Ends a wait without a sample.
     fn end_wait<T>(&mut self, wait: &Wait<'_>) -> Result<T> {
-        self.wake_up();
+        self.set_asleep(false);
         if !(self.is_polled.load(Ordering::Relaxed) && self.must_look_again()) {
             self.ringer = None;
         } else if self.ringer.is_none() {

@@ -15,10 +15,9 @@ use super::job_table::DeliveryResult;
 use super::loan::Loan;
 use super::owner::SubmitError;
 use super::wire::DeliveryTag;
-use super::worker_session::AnswerLink;
 use crate::error::Result;
 use crate::pubsub::entry::Metadata;
-use crate::pubsub::{Forwarded, RetainedSlot, SendError};
+use crate::pubsub::{Forwarded, ReplyLink, RetainedSlot, SendError};
 use crate::stream::Stream;
 
 /// So many jobs with incomplete data are passed over at once: each is a look under the table's
@@ -37,13 +36,13 @@ impl Input for RetainedSlot {
 }
 
 /// Makes the call of the submit that was begun, without the lock.
-fn submit_unlocked<A: AnswerLink, I, T>(
+fn submit_unlocked<A: ReplyLink, I, T>(
     guard: &mut StateGuard<'_, A, I>,
     call: impl FnOnce() -> T,
 ) -> T {
-    struct AbortOnPanic<'g, 'a, A: AnswerLink, I>(&'g mut StateGuard<'a, A, I>);
+    struct AbortOnPanic<'g, 'a, A: ReplyLink, I>(&'g mut StateGuard<'a, A, I>);
 
-    impl<A: AnswerLink, I> Drop for AbortOnPanic<'_, '_, A, I> {
+    impl<A: ReplyLink, I> Drop for AbortOnPanic<'_, '_, A, I> {
         fn drop(&mut self) {
             self.0.relock();
             self.0.table.abort_submit();
@@ -67,7 +66,7 @@ pub(super) enum AddOutcome<E> {
 
 /// Adds a job, and posts its input: to a worker if no other job waits before it and a worker has
 /// capacity. The caller has the lock for submitting.
-pub(super) fn add<A: AnswerLink, I: Input, E>(
+pub(super) fn add<A: ReplyLink, I: Input, E>(
     guard: &mut StateGuard<'_, A, I>,
     tag: DeliveryTag,
     metadata: Vec<u8>,
@@ -161,7 +160,7 @@ impl Dispatcher {
     }
 }
 
-impl<A: AnswerLink, I: Input> State<A, I> {
+impl<A: ReplyLink, I: Input> State<A, I> {
     /// Delivers waiting jobs with complete data as long as a worker has capacity, in their order: a
     /// job that has to wait for its data does not hold up those behind it, up to a limit. What a
     /// thread that submits leaves waiting, that thread delivers.

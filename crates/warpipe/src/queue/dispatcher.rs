@@ -8,13 +8,13 @@ use std::time::Duration;
 
 use self::waiters::{OWN_DOORBELL, Waiters};
 use super::job_table::{JobTable, QueueRules, Stage};
-use super::worker_session::{AnswerLink, Jobs, WorkerSession};
+use super::worker_session::{Jobs, WorkerSession};
 use crate::error::{Error, Result};
 use crate::fork::OwnerProcess;
 use crate::fork::thread::Thread;
 use crate::ipc::domain::Domain;
 use crate::mutex::LockUnpoisoned;
-use crate::pubsub::{Publisher, Replies, RetainedSlot, SubscriberChanges};
+use crate::pubsub::{LinkReceiver, Publisher, ReplyLink, RetainedSlot, SubscriberChanges};
 use crate::runtime::epoll::{EpollSet, EventFlags};
 use crate::runtime::heartbeat::Uptime;
 use crate::runtime::releasable::ReleasableGuard;
@@ -26,7 +26,7 @@ const EPOLL_FLAGS: EventFlags = EventFlags::IN.union(EventFlags::ET);
 /// All that the queue's lock guards. The lock is never held across a call of the driver that gives
 /// a stream work: see [`delivery`](super::delivery).
 #[derive(Debug)]
-pub(super) struct State<A: AnswerLink = Replies, I = RetainedSlot> {
+pub(super) struct State<A: ReplyLink = LinkReceiver, I = RetainedSlot> {
     pub(super) table: Jobs<A, I>,
     pub(super) sessions: Vec<WorkerSession<A>>,
     pub(super) waiters: Waiters,
@@ -36,9 +36,10 @@ pub(super) struct State<A: AnswerLink = Replies, I = RetainedSlot> {
     pub(super) uptime: Uptime,
 }
 
-pub(super) type StateGuard<'a, A = Replies, I = RetainedSlot> = ReleasableGuard<'a, State<A, I>>;
+pub(super) type StateGuard<'a, A = LinkReceiver, I = RetainedSlot> =
+    ReleasableGuard<'a, State<A, I>>;
 
-impl<A: AnswerLink, I> State<A, I> {
+impl<A: ReplyLink, I> State<A, I> {
     pub(super) fn new(rules: QueueRules) -> State<A, I> {
         State {
             table: JobTable::new(rules),

@@ -2,14 +2,13 @@
 //! and how it ended. Its leases are in the [job table](super::job_table).
 
 use std::collections::VecDeque;
-use std::fmt::Debug;
 use std::time::Duration;
 
 use super::job_table::JobTable;
 use super::wire::{Answer, DeliveryTag};
 use crate::error::{Error, Result};
-use crate::pubsub::entry::{Violation, violation};
-use crate::pubsub::{RawSample, Replies, RetainedSlot};
+use crate::pubsub::entry::violation;
+use crate::pubsub::{LinkReceiver, RawSample, Reply, ReplyLink, RetainedSlot};
 use crate::runtime::heartbeat::Uptime;
 
 /// After its socket closed without a graceful close, a worker counts as gone at its proven death,
@@ -20,60 +19,9 @@ const DISCONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// The most answers taken from one worker before the others are handled.
 const ANSWERS_PER_TURN: usize = 64;
 
-/// The link over which a worker's answers come: its [`Replies`]; a model has another.
-pub(super) trait AnswerLink {
-    type Arrival: Arrival;
-
-    fn take(&mut self) -> Result<Option<Self::Arrival>>;
-    fn fail(&self, wrong: Violation) -> Error;
-    fn is_sender_dead(&self) -> bool;
-    fn may_have_news(&self) -> bool;
-}
-
-impl AnswerLink for Replies {
-    type Arrival = RawSample;
-
-    fn take(&mut self) -> Result<Option<RawSample>> {
-        (**self).take()
-    }
-
-    fn fail(&self, wrong: Violation) -> Error {
-        (**self).fail(wrong)
-    }
-
-    fn is_sender_dead(&self) -> bool {
-        (**self).is_sender_dead()
-    }
-
-    fn may_have_news(&self) -> bool {
-        (**self).may_have_news()
-    }
-}
-
-/// An answer, with the data of its result.
-pub(super) trait Arrival: Debug {
-    fn metadata(&self) -> &[u8];
-    fn is_complete(&self) -> Result<bool>;
-    fn make_room(&mut self);
-}
-
-impl Arrival for RawSample {
-    fn metadata(&self) -> &[u8] {
-        RawSample::metadata(self)
-    }
-
-    fn is_complete(&self) -> Result<bool> {
-        RawSample::is_complete(self)
-    }
-
-    fn make_room(&mut self) {
-        RawSample::make_room(self);
-    }
-}
-
 /// The job table of a queue. Its inputs are slots of the owner; a model has others.
-pub(super) type Jobs<A = Replies, I = RetainedSlot> =
-    JobTable<I, WorkerResult<<A as AnswerLink>::Arrival>>;
+pub(super) type Jobs<A = LinkReceiver, I = RetainedSlot> =
+    JobTable<I, WorkerResult<<A as ReplyLink>::Reply>>;
 
 /// A result that a worker sent. In the job table its data is complete.
 #[derive(Debug)]
@@ -94,13 +42,13 @@ pub(super) struct SessionEnd {
 }
 
 #[derive(Debug)]
-pub(super) struct WorkerSession<A: AnswerLink = Replies> {
+pub(super) struct WorkerSession<A: ReplyLink = LinkReceiver> {
     /// The worker's subscriber id at the queue's publisher.
     pub(super) id: u64,
     pub(super) pid: i32,
     pub(super) answers: A,
     /// Those with data that is not complete yet.
-    pub(super) pending_results: VecDeque<WorkerResult<A::Arrival>>,
+    pub(super) pending_results: VecDeque<WorkerResult<A::Reply>>,
     /// Set once no answers come any more.
     pub(super) end: Option<SessionEnd>,
     /// The worker has closed gracefully: each pending result still completes, or the worker's
@@ -110,7 +58,7 @@ pub(super) struct WorkerSession<A: AnswerLink = Replies> {
     pub(super) is_leaving: bool,
 }
 
-impl<A: AnswerLink> WorkerSession<A> {
+impl<A: ReplyLink> WorkerSession<A> {
     pub(super) fn new(id: u64, pid: i32, answers: A) -> WorkerSession<A> {
         WorkerSession {
             id,
@@ -170,7 +118,7 @@ impl<A: AnswerLink> WorkerSession<A> {
     /// Receives one answer. An illegal answer ends the link.
     fn receive_answer<I>(
         &mut self,
-        arrival: A::Arrival,
+        arrival: A::Reply,
         jobs: &mut Jobs<A, I>,
         now: Duration,
     ) -> Result<()> {

@@ -10,12 +10,12 @@ use super::super::delivery::{AddOutcome, Input, add};
 use super::super::dispatcher::{State, StateGuard};
 use super::super::job_table::QueueRules;
 use super::super::wire::DeliveryTag;
-use super::super::worker_session::{AnswerLink, Arrival, WorkerSession};
+use super::super::worker_session::WorkerSession;
 use super::{Fault, JOBS_MAX, Truth, World};
 use crate::error::{Error, Result};
 use crate::ipc::Kind;
-use crate::pubsub::Forwarded;
 use crate::pubsub::entry::{Metadata, Violation};
+use crate::pubsub::{Forwarded, Reply, ReplyLink};
 use crate::runtime::releasable::ReleasableGuard;
 
 /// The outcome of an answer's data.
@@ -38,8 +38,8 @@ pub(super) struct Line {
 #[derive(Debug)]
 pub(super) struct Answers(Rc<RefCell<Line>>);
 
-impl AnswerLink for Answers {
-    type Arrival = AnswerData;
+impl ReplyLink for Answers {
+    type Reply = AnswerData;
 
     fn take(&mut self) -> Result<Option<AnswerData>> {
         let mut line = self.0.borrow_mut();
@@ -69,7 +69,7 @@ pub(super) struct AnswerData {
     data: Rc<RefCell<Data>>,
 }
 
-impl Arrival for AnswerData {
+impl Reply for AnswerData {
     fn metadata(&self) -> &[u8] {
         &self.metadata
     }

@@ -23,7 +23,9 @@ use crate::ipc::connection::ConnectionUser;
 use crate::ipc::domain::Domain;
 use crate::ipc::message::{self, CloseReason, Message};
 use crate::pubsub::entry::Metadata;
-use crate::pubsub::{Forwarded, REPLIES, RawSample, Replies, SubscriberChanges};
+use crate::pubsub::{
+    Forwarded, LinkReceiver, REPLIES, RawSample, Reply, ReplyLink, SubscriberChanges,
+};
 use crate::runtime::reactor::{Next, Reactor};
 use crate::stream::Stream;
 use crate::tensor::Layout;
@@ -756,7 +758,7 @@ fn regions_are_given_back_also_where_those_that_have_left_hold_all_that_is_exemp
 fn duplex(
     stage: &Stage,
     observer: &Arc<SubscriberChanges>,
-) -> (Publisher, Subscriber, Publisher, Replies) {
+) -> (Publisher, Subscriber, Publisher, LinkReceiver) {
     const DEPTH: u32 = 2;
     let builder = stage.builder().device(&Device::host()).replies(DEPTH);
     let publisher = builder.observed_by(observer).build().unwrap();

@@ -215,7 +215,7 @@ mod tests {
     use crate::error::Error;
     use crate::ipc::Kind;
     use crate::ipc::domain::Domain;
-    use crate::pubsub::{Policy, Publisher, RawSample, Subscriber};
+    use crate::pubsub::{Policy, Publisher, RawSample, Reply, Subscriber};
     use crate::stream::Stream;
     use crate::tensor::Layout;
 

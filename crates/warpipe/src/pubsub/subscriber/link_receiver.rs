@@ -9,12 +9,11 @@ use std::time::Duration;
 
 use crate::backend::DevicePtr;
 use crate::error::{Error, ErrorKind, Result};
-use crate::fork::leak_on_fork::LeakOnFork;
 use crate::ipc::Kind;
 use crate::ipc::domain::Domain;
 use crate::memory::region::{Kept, Region};
 use crate::pubsub::entry::{Metadata, Violation, violation};
-use crate::pubsub::observer::LinkedSubscriber;
+use crate::pubsub::observer::{LinkedSubscriber, Reply, ReplyLink};
 use crate::pubsub::place::Place;
 use crate::pubsub::publisher_link::{OpenMemory, PublisherLink, SenderState};
 use crate::pubsub::ring::ReceiverRing;
@@ -64,13 +63,9 @@ pub(crate) struct LinkReceiver {
     row: Arc<EndpointRow>,
 }
 
-/// Receives the replies of one subscriber, over its link's second ring. Dropped, it asks for no
-/// more.
-pub(crate) type Replies = LeakOnFork<LinkReceiver>;
-
 impl LinkedSubscriber {
     /// The receiver of its replies; `None` if it sends none. There is one for each subscriber.
-    pub(crate) fn receive_replies(&self, name: &str, domain: &Domain) -> Option<Replies> {
+    pub(crate) fn receive_replies(&self, name: &str, domain: &Domain) -> Option<LinkReceiver> {
         let link = self.replies.clone()?;
         let row = Arc::new(EndpointRow::open(&EndpointWords {
             kind: Kind::Results,
@@ -82,7 +77,7 @@ impl LinkedSubscriber {
             depth: 0,
             memory_max: 0,
         }));
-        Some(Replies::new(LinkReceiver::new(link, 0, row)))
+        Some(LinkReceiver::new(link, 0, row))
     }
 }
 
@@ -164,19 +159,6 @@ impl LinkReceiver {
             }
         }
         Ok(None)
-    }
-
-    /// The next sample, if there is one, without a stream. The error at the end is the same as from
-    /// `receive`.
-    pub(crate) fn take(&mut self) -> Result<Option<RawSample>> {
-        let taken = self.next()?;
-        if taken
-            .as_ref()
-            .is_some_and(|taken| taken.location != TensorLocation::InSlot)
-        {
-            return Err(self.fail(violation("flags", "a tensor in place", "a slot")));
-        }
-        Ok(taken.inspect(|taken| self.link.keep(taken.receipt.position)))
     }
 
     /// Opens the memory of the sample that was taken, if it does not lie in its slot and is not
@@ -411,24 +393,6 @@ impl LinkReceiver {
         Ok(RawSample::new(receipt, region, checked))
     }
 
-    /// Closes the link because of the sender's violation.
-    pub(crate) fn fail(&self, violation: Violation) -> Error {
-        let Violation {
-            field,
-            found,
-            allowed,
-        } = violation;
-        let name = &self.link.terms.name;
-        self.link.fail(Error::protocol(name, field, found, allowed));
-        self.link.why_over()
-    }
-
-    /// Whether [`take`](Self::take) is worth a call; cheap.
-    #[inline]
-    pub(crate) fn may_have_news(&self) -> bool {
-        self.ring.may_have_news() || self.link.sender_state() != SenderState::Open
-    }
-
     /// Sets whether the sender is asked to ring [`descriptor`](Self::descriptor) with each sample.
     pub(crate) fn set_asleep(&self, asleep: bool) {
         match asleep {
@@ -447,10 +411,40 @@ impl LinkReceiver {
     pub(crate) fn drain(&self) {
         self.link.end.peer_doorbell.drain();
     }
+}
 
-    /// Whether the sender is proven dead.
-    pub(crate) fn is_sender_dead(&self) -> bool {
+impl ReplyLink for LinkReceiver {
+    type Reply = RawSample;
+
+    fn take(&mut self) -> Result<Option<RawSample>> {
+        let taken = self.next()?;
+        if taken
+            .as_ref()
+            .is_some_and(|taken| taken.location != TensorLocation::InSlot)
+        {
+            return Err(self.fail(violation("flags", "a tensor in place", "a slot")));
+        }
+        Ok(taken.inspect(|taken| self.link.keep(taken.receipt.position)))
+    }
+
+    fn fail(&self, violation: Violation) -> Error {
+        let Violation {
+            field,
+            found,
+            allowed,
+        } = violation;
+        let name = &self.link.terms.name;
+        self.link.fail(Error::protocol(name, field, found, allowed));
+        self.link.why_over()
+    }
+
+    fn is_sender_dead(&self) -> bool {
         self.link.is_dead()
+    }
+
+    #[inline]
+    fn may_have_news(&self) -> bool {
+        self.ring.may_have_news() || self.link.sender_state() != SenderState::Open
     }
 }
 

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use super::{RETRY, Subscriber};
 use crate::error::Result;
+use crate::pubsub::observer::ReplyLink;
 use crate::pubsub::sample::Sample;
 use crate::runtime::doorbell::LocalDoorbell;
 use crate::runtime::reactor::{EventSource, Next};
@@ -80,22 +81,15 @@ impl Subscriber {
         Ok(None)
     }
 
-    /// Asks the publisher to ring for samples. Poll once more before sleeping: samples published
-    /// before did not ring.
-    pub(crate) fn fall_asleep(&self) {
-        self.is_asleep.store(true, Ordering::Relaxed);
-        if let Some(attached) = &self.attached {
-            attached.ring.fall_asleep();
-        }
-    }
-
-    pub(crate) fn wake_up(&self) {
-        if self.is_polled.load(Ordering::Relaxed) {
+    /// Sets whether the publisher is asked to ring for samples; one that is polled always asks.
+    /// Poll once more before sleeping: samples published before did not ring.
+    pub(crate) fn set_asleep(&self, asleep: bool) {
+        if !asleep && self.is_polled.load(Ordering::Relaxed) {
             return;
         }
-        self.is_asleep.store(false, Ordering::Relaxed);
+        self.is_asleep.store(asleep, Ordering::Relaxed);
         if let Some(attached) = &self.attached {
-            attached.ring.wake_up();
+            attached.set_asleep(asleep);
         }
     }
 
@@ -110,7 +104,7 @@ impl Subscriber {
     }
 
     /// Drains the sources that ended a sleep; a silent one is not read. Comes before
-    /// [`fall_asleep`](Self::fall_asleep): behind it, a ring for a sample could be lost.
+    /// [`set_asleep`](Self::set_asleep): behind it, a ring for a sample could be lost.
     pub(super) fn drain_rung(&mut self) {
         let rung = std::mem::take(&mut self.rung);
         if rung & DOORBELL != 0 {
@@ -147,7 +141,7 @@ impl AsFd for Subscriber {
     /// there is no publisher.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.is_polled.store(true, Ordering::Relaxed);
-        self.fall_asleep();
+        self.set_asleep(true);
         if self
             .attached
             .as_ref()

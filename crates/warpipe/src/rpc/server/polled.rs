@@ -25,10 +25,8 @@ impl Server {
     /// Sets whether the clients are asked to ring. The clients of a polled server always are.
     pub(super) fn set_asleep(&self, asleep: bool) {
         if asleep || !self.is_polled.load(Relaxed) {
-            self.requests().for_each(|requests| match asleep {
-                true => requests.fall_asleep(),
-                false => requests.wake_up(),
-            });
+            self.requests()
+                .for_each(|requests| requests.set_asleep(asleep));
         }
     }
 

@@ -11,6 +11,7 @@ use super::super::super::{Queue, Worker};
 use super::*;
 use crate::error::JobEnd;
 use crate::ipc::message::wait_readable;
+use crate::pubsub::ReplyLink;
 use crate::runtime::heartbeat::Uptime;
 use crate::tensor::Layout;
 
