@@ -113,9 +113,9 @@ pub(crate) struct ReceiverEnd {
     replies: Mutex<Option<Segment>>,
     /// Of a link without replies.
     reads_socket: bool,
-    /// Of a link with replies, once there is one: the sender of the other ring; and the number of
-    /// the link there.
-    partner: OnceLock<(Weak<dyn PartnerCore>, u64)>,
+    /// Of a link with replies, once there is one: the sender of the other ring, which reads the
+    /// socket for both; and the number of the link there.
+    partner: OnceLock<(Weak<dyn EventSource>, u64)>,
     fault: Mutex<LinkFault>,
     set_aside: SetAside,
     pub(super) monitor: PublisherMonitor,
@@ -138,12 +138,6 @@ pub(crate) struct ReceiverEnd {
     pub(super) reactor: Arc<Reactor>,
 }
 
-/// The sender of the other ring of a link with replies. It reads the socket for both.
-pub(in crate::pubsub) trait PartnerCore: Send + Sync {
-    /// As [`connection::read_out`], for its link with this number.
-    fn read_out(&self, link: u64);
-}
-
 impl PublisherLink {
     /// A link that is not [watched](ReceiverEnd::watch) yet.
     pub(in crate::pubsub) fn new(
@@ -152,7 +146,7 @@ impl PublisherLink {
         replies: Option<Segment>,
         end: LinkEnd,
         doorbell: &Arc<LocalDoorbell>,
-        partner: Option<(Weak<dyn PartnerCore>, u64)>,
+        partner: Option<(Weak<dyn EventSource>, u64)>,
     ) -> Result<Arc<PublisherLink>> {
         let (segment, reactor) = (Arc::new(segment), Reactor::of_process()?);
         let streams = Arc::<StreamSet>::default();
@@ -185,7 +179,7 @@ impl ReceiverEnd {
     /// The ring of the replies, once: `other`, their sender, reads the socket from now on.
     pub(in crate::pubsub) fn take_replies(
         &self,
-        other: (Weak<dyn PartnerCore>, u64),
+        other: (Weak<dyn EventSource>, u64),
     ) -> Option<Segment> {
         let replies = self.replies.locked().take()?;
         let _ = self.partner.set(other);
@@ -357,7 +351,9 @@ impl ConnectionUser for ReceiverEnd {
         } else if let Some((other, link)) = self.partner.get()
             && let Some(other) = other.upgrade()
         {
-            other.read_out(*link);
+            other.on_ready(ConnectionEvent::Suspect.tag(*link));
+            // This may be its last holder, and dropping it calls the driver.
+            self.reactor.drop_on_reaper(other);
         }
         self.monitor.rescue();
         self.on_close(0);

@@ -11,7 +11,7 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, Weak};
 
 use super::super::link_end::LinkEnd;
-use super::super::publisher_link::{PartnerCore, PublisherLink, RingTerms};
+use super::super::publisher_link::{PublisherLink, RingTerms};
 use super::super::subscriber_link::{LinkPhase, SubscriberLink};
 use super::PublisherCore;
 use super::state::PublisherState;
@@ -27,6 +27,7 @@ use crate::runtime::closer::PeerFd;
 use crate::runtime::doorbell::PeerDoorbell;
 use crate::runtime::fence::Fence;
 use crate::runtime::reactor::{DropReadiness, EventSource, Next, new_generation};
+use crate::runtime::releasable::ReleasableGuard;
 use crate::shm::segment::{OpenError, Segment};
 use crate::slow_path::{self, SlowPath};
 use crate::statistics;
@@ -34,9 +35,6 @@ use crate::trace::{self, TraceEvent};
 
 /// The number of the one link over which replies are sent.
 pub(crate) const REPLIES: u64 = 1;
-
-/// The most messages taken from one socket in one reactor call.
-const MESSAGES_AT_ONCE: usize = 16;
 
 impl PublisherCore {
     /// Makes the link of a new subscriber and sends it. The error is the answer to one that is
@@ -125,7 +123,7 @@ impl PublisherCore {
             lossless: true,
         };
         let end = link.end.of_replies();
-        let sender: (Weak<dyn PartnerCore>, u64) = (self.this.clone(), link.id);
+        let sender: (Weak<dyn EventSource>, u64) = (self.this.clone(), link.id);
         let partner =
             PublisherLink::new(terms, segment, None, end, &observer.doorbell, Some(sender))?;
         partner.watch(ORPHAN_TIMEOUT)?;
@@ -221,13 +219,9 @@ impl PublisherCore {
                 }
             }
             Ok(()) => {
-                trace::emit(|| {
-                    TraceEvent::SubscriberAttached(
-                        self.name.to_string(),
-                        link.id,
-                        link.end.peer.pid,
-                        link.end.peer.uid,
-                    )
+                let uid = link.end.peer.uid;
+                self.trace(link, |name, id, pid| {
+                    TraceEvent::SubscriberAttached(name, id, pid, uid)
                 });
                 link.phase = LinkPhase::Joining;
                 state.history.has_joiners = true;
@@ -241,14 +235,13 @@ impl PublisherCore {
         }
     }
 
+    fn trace(&self, link: &SubscriberLink, event: impl FnOnce(String, u64, i32) -> TraceEvent) {
+        trace::emit(|| event(self.name.clone(), link.id, link.end.peer.pid));
+    }
+
     fn trace_left(&self, link: &SubscriberLink, reason: &dyn ToString) {
-        trace::emit(|| {
-            TraceEvent::SubscriberLeft(
-                self.name.to_string(),
-                link.id,
-                link.end.peer.pid,
-                reason.to_string(),
-            )
+        self.trace(link, |name, id, pid| {
+            TraceEvent::SubscriberLeft(name, id, pid, reason.to_string())
         });
     }
 
@@ -344,13 +337,8 @@ impl PublisherCore {
         for link in state.links.iter_mut().filter(|link| link.is_live()) {
             let silence = link.silence();
             if silence > limit {
-                trace::emit(|| {
-                    TraceEvent::SubscriberEvicted(
-                        self.name.to_string(),
-                        link.id,
-                        link.end.peer.pid,
-                        silence.as_millis() as u64,
-                    )
+                self.trace(link, |name, id, pid| {
+                    TraceEvent::SubscriberEvicted(name, id, pid, silence.as_millis() as u64)
                 });
                 link.leave(Some(CloseReason::Evicted(format!(
                     "no sign of life for {silence:.1?}"
@@ -371,27 +359,19 @@ impl ConnectionOwner for PublisherCore {
     }
 }
 
-impl PartnerCore for PublisherCore {
-    fn read_out(&self, link: u64) {
-        connection::read_out(self, link);
-    }
-}
-
 impl ConnectionUser for PublisherCore {
     /// The messages are read under the lock: threads that read at the same time take them in order.
     fn on_message(&self, id: u64) -> Next {
-        let mut state = self.lock();
-        for _ in 0..MESSAGES_AT_ONCE {
+        let mut state = ReleasableGuard::new(&self.state, self.lock());
+        let link = state.find(id).filter(|link| link.reads_socket());
+        let Some(socket) = link.map(|link| link.end.socket.clone()) else {
+            return Next::Stop;
+        };
+        connection::read(socket.as_fd(), &self.name, |received| {
             let Some(link) = state.find(id).filter(|link| link.reads_socket()) else {
                 return Next::Stop;
             };
-            let handled = match message::receive(link.end.socket(), &self.name) {
-                Ok(Received::Nothing) => return Next::Keep,
-                Ok(Received::End) => {
-                    drop(state);
-                    self.on_close(id);
-                    return Next::Stop;
-                }
+            let handled = match received {
                 Ok(Received::Message(Message::Attached, _))
                     if link.phase == LinkPhase::Attaching =>
                 {
@@ -400,15 +380,17 @@ impl ConnectionUser for PublisherCore {
                         return Next::Stop;
                     };
                     // Without the lock, which every sender takes: the driver may need a moment.
-                    drop(state);
-                    let registered = segment.register(fd.as_fd());
+                    let registered = state.unlocked(|| segment.register(fd.as_fd()));
                     drop(segment);
-                    state = self.lock();
                     self.go_live(&mut state, id, registered);
                     Ok(())
                 }
                 Ok(Received::Message(message, fds)) => {
                     self.handle_message(&mut state, id, message, fds)
+                }
+                Ok(_) => {
+                    state.unlocked(|| self.on_close(id));
+                    return Next::Stop;
                 }
                 Err(error) => Err(error),
             };
@@ -419,8 +401,8 @@ impl ConnectionUser for PublisherCore {
                 }
                 return Next::Stop;
             }
-        }
-        Next::Keep
+            Next::Keep
+        })
     }
 
     /// A leaving subscriber is finished, any other is suspect from now on.
@@ -431,9 +413,7 @@ impl ConnectionUser for PublisherCore {
                 partner.on_close(id);
             }
             if link.is_staying() {
-                trace::emit(|| {
-                    TraceEvent::SubscriberSuspect(self.name.to_string(), id, link.end.peer.pid)
-                });
+                self.trace(link, TraceEvent::SubscriberSuspect);
                 link.leave(None);
                 link.phase = LinkPhase::Suspect;
             }
@@ -447,9 +427,7 @@ impl ConnectionUser for PublisherCore {
     fn on_proven(&self, id: u64) {
         let mut state = self.lock();
         if let Some(link) = state.find(id) {
-            trace::emit(|| {
-                TraceEvent::SubscriberDied(self.name.to_string(), id, link.end.peer.pid)
-            });
+            self.trace(link, TraceEvent::SubscriberDied);
             link.ring.mark_receiver_dead();
             link.leave(None);
             self.free_soon(id);
