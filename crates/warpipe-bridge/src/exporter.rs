@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
-use warpipe::{DeviceKind, Error as Local, Sample, Stream, Subscriber};
+use warpipe::{DeviceKind, Error as Local, ErrorKind, Sample, Stream, Subscriber};
 
 use crate::error::{Error, Result};
 use crate::lane::{Content, LaneCounts, LaneSender, Outgoing, SLICE};
@@ -169,7 +169,9 @@ impl Export {
             }
             let sample = match subscriber.receive(stream, SLICE) {
                 Ok(sample) => sample,
-                Err(Local::Timeout { .. }) => continue,
+                // One waits for the owner of its memory, or is missing before the next one.
+                Err(error) if error.kind() == ErrorKind::Timeout => continue,
+                Err(error) if error.is_of_one_sample() => continue,
                 Err(Local::PeerGone { graceful, .. }) => {
                     return Ok(if graceful { End::Closed } else { End::Died });
                 }

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use serde_json::json;
 use warpipe::{
-    Device, Discontinuity, Domain, EndpointName, Error, HandshakeFault, Sample, Stream, Subscriber,
-    clock,
+    Device, Discontinuity, Domain, EndpointName, Error, ErrorKind, HandshakeFault, Sample, Stream,
+    Subscriber, clock,
 };
 
 use crate::args::SubArgs;
@@ -92,6 +92,7 @@ impl Run<'_> {
                     }
                     break;
                 }
+                Err(error) if error.is_of_one_sample() => self.count_lost(&error),
                 Err(error) => return Err(error.into()),
             }
         }
@@ -108,8 +109,9 @@ impl Run<'_> {
             return Ok(None);
         }
         let receive = || self.subscriber.receive(&self.stream, LOOK);
-        let passes =
-            |error: &Error| matches!(error, Error::Timeout { .. } | Error::NotFound { .. });
+        let passes = |error: &Error| {
+            error.kind() == ErrorKind::Timeout || matches!(error, Error::NotFound { .. })
+        };
         self.interrupt.wait(self.args.timeout, receive, passes)
     }
 
@@ -119,13 +121,17 @@ impl Run<'_> {
         self.missing = self.missing.saturating_add(missing);
         match self.read(sample, gap) {
             Ok(()) => self.samples += 1,
-            Err(error) if matches!(error.downcast_ref(), Some(Error::SampleLost { .. })) => {
-                self.lost += 1;
-                crate::note(&error.to_string());
-            }
-            Err(error) => return Err(error),
+            Err(error) => match error.downcast_ref() {
+                Some(lost @ Error::SampleLost { .. }) => self.count_lost(lost),
+                _ => return Err(error),
+            },
         }
         Ok(())
+    }
+
+    fn count_lost(&mut self, error: &Error) {
+        self.lost += 1;
+        crate::note(&error.to_string());
     }
 
     /// Waits for the sample, saves it if that was asked for, gives it back, and reports it.

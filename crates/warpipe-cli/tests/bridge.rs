@@ -14,7 +14,9 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use serde_json::Value;
-use warpipe::{DType, Device, Domain, Error, Layout, Policy, Publisher, Sample, Subscriber};
+use warpipe::{
+    DType, Device, Domain, Error, Layout, Memory, Policy, Publisher, Sample, Subscriber,
+};
 
 use support::{PATIENCE, Running, World};
 use warpipe_testkit::ChildProcess;
@@ -108,6 +110,36 @@ fn a_name_of_one_domain_has_the_same_samples_numbers_and_layouts_in_another() {
         assert_eq!(sample.metadata(), [number]);
         assert_eq!(sample.to_vec(LONG).unwrap(), bytes);
     }
+}
+
+#[test]
+fn a_tensor_in_place_that_cannot_be_opened_is_missing_and_ends_nothing() {
+    let pair = Pair::new();
+    let (near, far) = pair.domains();
+    let publisher = publisher(&near);
+    let _bridges = (pair.exporter(&[]), pair.importer(&[]));
+    let mut subscriber = subscriber(&far);
+    let local = ["sub", "camera/front", "--device", "host", "--count", "3"];
+    let local = pair.near.start(&[&local[..], &["--json"]].concat());
+    publisher.wait_for_subscribers(2, LONG).unwrap();
+    let (device, layout) = (Device::host(), Layout::bytes_only(4096).unwrap());
+    let stream = device.stream().unwrap();
+    publisher.send_bytes(&stream, b"first").unwrap();
+    assert_eq!(next(&mut subscriber), (1, b"first".to_vec()));
+    let memory = Memory::allocate(&device, 4096).unwrap();
+    let published = memory.publish(&near, "memory").unwrap();
+    let loan = publisher.loan_in(&published, 0, &layout, memory).unwrap();
+    drop(published);
+    loan.send(&stream).unwrap();
+    publisher.send_bytes(&stream, b"third").unwrap();
+    let third = subscriber.receive(&stream, LONG).unwrap();
+    assert_eq!(
+        (third.sequence(), third.to_vec(LONG).unwrap()),
+        (3, b"third".to_vec())
+    );
+    assert_eq!(third.discontinuity().map(|gap| gap.missing), Some(1));
+    let done = local.end().event("done");
+    assert_eq!((&done["samples"], &done["lost"]), (&2.into(), &1.into()));
 }
 
 /// The next sample's number and contents.
