@@ -177,7 +177,7 @@ impl Subscriber {
     ///
     /// Raises ``TimeoutError``; ``PeerGoneError`` once all its completed frames have been
     /// received (not with ``reconnect``); for a tensor that was sent in place
-    /// ``PeerGoneError``, ``HandleError``, ``TicketExpiredError``, and, of a publisher that is
+    /// ``SampleLostError``, ``HandleError``, ``TicketExpiredError``, and, of a publisher that is
     /// stopped, ``HandshakeError``: the frame stays the next; ``LinkClosedError``,
     /// ``ProtocolError``, ``LinkClosedError``, ``ClosedError``, ``DriverError``.
     #[pyo3(signature = (timeout = Timeout::Usual), text_signature = "($self, timeout=...)")]

@@ -1,11 +1,14 @@
 //! Tensors that are sent where they lie. **This module is marked for unsafe**: it lends memory of
 //! another allocator.
 
+use std::mem::MaybeUninit;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use warpipe::{DType, Layout, Memory, Published, Publisher, Stream};
-use warpipe_testkit::eventually;
+use rustix::event::epoll;
+use warpipe::{DType, Layout, Memory, OptionalExtension, Published, Publisher, Stream};
+use warpipe_testkit::{eventually, wait_readable};
 
 use super::{Case, all_whole};
 use crate::PATIENCE;
@@ -30,6 +33,14 @@ pub(super) const CASES: &[Case] = &[
     Case::new(
         "the owner of a tensor in place outlives its publisher until the reader's death",
         closed_publisher,
+    ),
+    Case::new(
+        "a publisher that is closed evicts a stopped subscriber, and drops what that has not taken",
+        closed_before_a_stopped_subscriber,
+    ),
+    Case::new(
+        "a poll for a tensor in memory of a stopped process waits for nothing, and gets it later",
+        stopped_owner,
     ),
 ];
 
@@ -129,4 +140,52 @@ fn closed_publisher(context: &Context) -> Result<()> {
     ensure!(Arc::strong_count(&owner) == 2, "it is still read");
     peer.kill()?;
     is_dropped(&owner)
+}
+
+fn closed_before_a_stopped_subscriber(context: &Context) -> Result<()> {
+    let publisher = context.publisher("in-place");
+    let publisher = publisher
+        .evict_after(Some(Duration::from_secs(1)))
+        .build()?;
+    let (stream, memory) = (context.stream()?, publish(context)?);
+    let mut peer = context.peer()?;
+    peer.subscribe("in-place")?;
+    peer.stop()?;
+    let owner = Arc::new(());
+    send(&publisher, &memory, &owner, &stream)?;
+    drop(publisher);
+    is_dropped(&owner)?;
+    peer.go_on()?;
+    peer.dismiss()
+}
+
+fn stopped_owner(context: &Context) -> Result<()> {
+    let mut peer = context.peer()?;
+    peer.publish(PublisherPlan::of("in-place"))?;
+    let mut subscriber = context.subscriber("in-place").build()?;
+    let (stream, mut error_counters) = (context.stream()?, context.error_counters()?);
+    peer.ask(&Order::SendInPlace(Batch::of(1, WORDS, 3)))?;
+    peer.stop()?;
+    for _ in 0..10 {
+        let none = subscriber.receive(&stream, Duration::ZERO).optional()?;
+        ensure!(none.is_none(), "its owner does not answer");
+    }
+    let edges = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+    let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
+    epoll::add(&edges, &subscriber, epoll::EventData::new_u64(0), flags)?;
+    let sleeps = eventually(PATIENCE, || {
+        let none = subscriber.receive(&stream, Duration::ZERO).optional();
+        matches!(none, Ok(None)) && wait_readable(&subscriber, Duration::ZERO).is_ok_and(|it| !it)
+    });
+    ensure!(sleeps, "an event loop sleeps until the answer");
+    peer.go_on()?;
+    let sample = loop {
+        ensure!(wait_readable(&edges, PATIENCE)?, "the answer is told");
+        epoll::wait(&edges, &mut [MaybeUninit::uninit()], None)?;
+        if let Some(sample) = subscriber.receive(&stream, Duration::ZERO).optional()? {
+            break sample;
+        }
+    };
+    ensure!(sample.is_in_place() && error_counters.finish(sample)? == 0);
+    peer.dismiss()
 }

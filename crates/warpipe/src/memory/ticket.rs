@@ -172,22 +172,20 @@ impl Ticket {
         SharedMemory::whole(&self.fetch(device, &wait.into())?, self.name())?.range(offset, bytes)
     }
 
-    /// The memory around what it names, mapped on `device`. Unlike [`open`](Self::open), contacts
-    /// the owner only if this process does not have the memory open.
+    /// The memory around what it names, if this process has it open on `device`: the owner is not
+    /// contacted.
     ///
     /// # Errors
-    /// As [`open`](Self::open).
-    pub(crate) fn map(&self, device: &Device, wait: &Wait<'_>) -> Result<Arc<MappedRegion>> {
+    /// Those of [`open`](Self::open) that need no owner.
+    pub(crate) fn known(&self, device: &Device) -> Result<Option<Arc<MappedRegion>>> {
         self.check(Kind::Memory, device)?;
         let key = |run| ImportKey::new(self.fields.owner, run, PUBLISHED_ID, device);
-        let known = self
-            .fields
-            .incarnation
-            .and_then(|run| IMPORTS.get(&key(run)));
-        known.map_or_else(|| self.fetch(device, wait), Ok)
+        let run = self.fields.incarnation;
+        Ok(run.and_then(|run| IMPORTS.get(&key(run))))
     }
 
-    fn fetch(&self, device: &Device, wait: &Wait<'_>) -> Result<Arc<MappedRegion>> {
+    /// The memory around what it names, mapped on `device`.
+    pub(crate) fn fetch(&self, device: &Device, wait: &Wait<'_>) -> Result<Arc<MappedRegion>> {
         let (session, incoming) = self.attach(device, &[], wait)?;
         let key = ImportKey::new(session.uid(), session.generation(), PUBLISHED_ID, device);
         let import = || {

@@ -2,17 +2,23 @@
 //! metadata, by `postcard`; the sample's slot has no bytes. It is untrusted: a receiver reads it
 //! once, and checks what it opens against the layout.
 
+use std::sync::Arc;
+use std::time::Duration;
+
 use serde::{Deserialize, Serialize};
 
 use super::entry::{Violation, violation};
 use crate::backend::DevicePtr;
 use crate::device::Device;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ipc::Kind;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::memory::legacy::{LegacyHandle, check_range};
+use crate::memory::mapped_region::MappedRegion;
 use crate::memory::region::Kept;
 use crate::memory::ticket::{Incarnation, Ticket, Wanted};
+use crate::runtime::attempt::Attempt;
+use crate::runtime::doorbell::LocalDoorbell;
 use crate::wait::Wait;
 
 /// Where the first of the tensor's bytes lies.
@@ -27,6 +33,9 @@ pub(crate) enum Place<'a> {
         offset: u64,
     },
 }
+
+/// Published memory that is fetched from its owner, which may be stopped.
+pub(crate) type Asked = Attempt<Arc<MappedRegion>>;
 
 impl<'a> Place<'a> {
     pub(crate) fn to_bytes(&self) -> Vec<u8> {
@@ -44,17 +53,17 @@ impl<'a> Place<'a> {
 
     /// Opens the `bytes` bytes there: their address here, and what keeps them mapped, unless they
     /// are this process's own. Memory that is open here is found without a call of the driver, or a
-    /// message to its owner.
+    /// message to its owner. Else its owner is `asked`, and the doorbell rings at the answer.
     ///
     /// # Errors
     /// As [`LegacyHandle::open`], or as [`Ticket::open`] of a ticket for one run of the owner; of
-    /// bytes that do not lie there, too.
+    /// bytes that do not lie there, too. [`Error::Timeout`] until there is an answer.
     pub(crate) fn open(
         &self,
         bytes: u64,
-        domain: &Domain,
-        device: &Device,
-        wait: &Wait<'_>,
+        (domain, device): (&Domain, &Device),
+        asked: &mut Option<Asked>,
+        doorbell: &Arc<LocalDoorbell>,
     ) -> Result<(DevicePtr, Option<Kept>)> {
         match *self {
             Place::Legacy(handle) => {
@@ -71,12 +80,33 @@ impl<'a> Place<'a> {
                 let (wanted, kind) = (Wanted::published(offset, Some(bytes)), Kind::Memory);
                 let endpoint = EndpointName::new(name)?;
                 let ticket = Ticket::new(domain, &endpoint, kind, Some(incarnation), wanted, None)?;
-                let mapping = ticket.map(device, wait)?;
+                let mapping = fetch(ticket, device, asked, doorbell)?;
                 mapping.check(name, offset, bytes)?;
                 Ok((mapping.region().ptr() + offset, Some(mapping)))
             }
         }
     }
+}
+
+/// The memory around what the ticket names.
+fn fetch(
+    ticket: Ticket,
+    device: &Device,
+    asked: &mut Option<Asked>,
+    doorbell: &Arc<LocalDoorbell>,
+) -> Result<Arc<MappedRegion>> {
+    let found = match asked {
+        Some(attempt) => attempt.result(),
+        None => ticket.known(device)?.map(Ok),
+    };
+    if found.is_some() {
+        *asked = None;
+    } else if asked.is_none() {
+        let (name, device) = (ticket.name().to_string(), device.clone());
+        let reach = move |wait: &Wait<'_>| ticket.fetch(&device, wait);
+        *asked = Some(Attempt::start(&name, doorbell.clone(), reach, drop)?);
+    }
+    found.unwrap_or_else(|| Err(Error::timeout("", Duration::ZERO)))
 }
 
 #[cfg(test)]

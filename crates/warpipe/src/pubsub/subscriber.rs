@@ -38,7 +38,7 @@ use crate::runtime::reactor::Reactor;
 use crate::runtime::spin::Polls;
 use crate::statistics::{self, EndpointRow, EndpointWords, Role};
 use crate::stream::Stream;
-use crate::wait::Wait;
+use crate::wait::{OptionalExtension, Wait};
 
 /// How often attaching is tried again without a sign of a new publisher, while a name cannot be
 /// attached to for the moment.
@@ -291,17 +291,18 @@ impl Subscriber {
     }
 
     /// As [`poll`](Self::poll), and opens the memory of a sample that does not lie in its slot.
-    fn poll_opening(&mut self, stream: &Stream, wait: &Wait<'_>) -> Result<Option<Sample>> {
+    fn poll_opening(&mut self, stream: &Stream) -> Result<Option<Sample>> {
         match self.poll(stream)? {
-            None => self.open_next(stream, wait),
+            None => self.open_next(stream),
             polled => Ok(polled),
         }
     }
 
-    /// The next sample, if its memory had to be opened first.
-    fn open_next(&mut self, stream: &Stream, wait: &Wait<'_>) -> Result<Option<Sample>> {
+    /// The next sample, if its memory had to be opened first, and is open.
+    fn open_next(&mut self, stream: &Stream) -> Result<Option<Sample>> {
         while let Some(attached) = &mut self.attached
-            && attached.open_taken(&self.at.domain, wait)?
+            && let opened = attached.open_taken(&self.at)
+            && opened.optional()? == Some(true)
         {
             if let Some(sample) = self.poll(stream)? {
                 return Ok(Some(sample));
@@ -312,7 +313,7 @@ impl Subscriber {
 
     fn wait_for_sample(&mut self, stream: &Stream, wait: &Wait<'_>) -> Result<Sample> {
         if self.attached.as_ref().is_some_and(|at| at.taken.is_some())
-            && let Some(sample) = self.open_next(stream, wait)?
+            && let Some(sample) = self.open_next(stream)?
         {
             return Ok(sample);
         }
@@ -331,7 +332,7 @@ impl Subscriber {
             }
             self.set_asleep(true);
             // A sample published before the flag was set did not ring.
-            if let Some(sample) = self.poll_opening(stream, wait)? {
+            if let Some(sample) = self.poll_opening(stream)? {
                 self.set_asleep(false);
                 return Ok(sample);
             }
@@ -341,7 +342,7 @@ impl Subscriber {
             }
             self.sleep(pause.min(self.longest_sleep()));
             self.set_asleep(false);
-            if let Some(sample) = self.poll_opening(stream, wait)? {
+            if let Some(sample) = self.poll_opening(stream)? {
                 return Ok(sample);
             }
         }
@@ -376,7 +377,11 @@ impl Subscriber {
     /// The error of a wait that ended without a sample.
     fn nothing_within(&self, wait: &Wait<'_>) -> Error {
         wait.timed_out(|| {
+            let is_asked = |at: &LeakOnFork<LinkReceiver>| at.asked.is_some();
             let cause = match self.publisher_pid() {
+                Some(_) if self.attached.as_ref().is_some_and(is_asked) => {
+                    "the owner of its memory has not answered".into()
+                }
                 Some(pid) => format!("process {pid} publishes it, and has sent no other"),
                 None => "it has no publisher now".into(),
             };
@@ -444,10 +449,8 @@ impl Subscriber {
             .at
             .domain
             .connect(&self.at.name, self.options.kind, None)?;
-        let reach = move |is_cancelled: &AtomicBool| {
-            let cancelled = || is_cancelled.load(Ordering::SeqCst);
-            let wait = Wait::at_most(options.timeout).unless(&cancelled);
-            options.shake_hands(socket, &HandshakeLimit::new(options.timeout, &wait))
+        let reach = move |wait: &Wait<'_>| {
+            options.shake_hands(socket, &HandshakeLimit::new(options.timeout, wait))
         };
         let leave = |link: Arc<PublisherLink>| link.leave();
         Attempt::start(

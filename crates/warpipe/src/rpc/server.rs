@@ -325,7 +325,7 @@ impl Server {
             .device(&self.device)
             .answer_timeout(self.options.answer_timeout);
         let (domain, client) = (self.domain.clone(), name.clone());
-        let reach = move |_: &_| {
+        let reach = move |_: &Wait<'_>| {
             let built = builder.build();
             if matches!(built, Err(Error::NotFound { .. })) {
                 // Each name is used once, so no other process takes it again. One that is held

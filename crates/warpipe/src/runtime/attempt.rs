@@ -3,6 +3,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use super::doorbell::LocalDoorbell;
 use crate::error::{Error, HandshakeFault, Result};
@@ -10,6 +11,7 @@ use crate::fork::leak_on_fork::LeakOnFork;
 use crate::fork::thread::Thread;
 use crate::mutex::LockUnpoisoned;
 use crate::runtime::reactor::catch_panic;
+use crate::wait::Wait;
 
 /// An attempt to reach the peer of a name. Dropped, it is cancelled.
 #[derive(Debug)]
@@ -28,12 +30,12 @@ struct AttemptState<T> {
 }
 
 impl<T: Send + 'static> Attempt<T> {
-    /// Calls `reach`, which ends early once its argument is set. Rings the doorbell when there is a
-    /// result.
+    /// Calls `reach`, which ends early once its argument is cancelled. Rings the doorbell when there
+    /// is a result.
     pub(crate) fn start(
         name: &str,
         doorbell: Arc<LocalDoorbell>,
-        reach: impl FnOnce(&AtomicBool) -> Result<T> + Send + 'static,
+        reach: impl FnOnce(&Wait<'_>) -> Result<T> + Send + 'static,
         discard: fn(T),
     ) -> Result<Attempt<T>> {
         let shared = Arc::new(AttemptState {
@@ -45,7 +47,9 @@ impl<T: Send + 'static> Attempt<T> {
         let run = move || {
             // A panic has ended the attempt: another one is due.
             let fault = HandshakeFault::Closed;
-            let reached = catch_panic(|| reach(&state.is_cancelled));
+            let cancelled = || state.is_cancelled.load(SeqCst);
+            let wait = Wait::at_most(Duration::MAX).unless(&cancelled);
+            let reached = catch_panic(|| reach(&wait));
             let result = reached.unwrap_or(Err(Error::handshake(name, fault)));
             *state.result.locked() = Some(result);
             doorbell.ring();
@@ -92,7 +96,7 @@ mod tests {
         alone(module_path!(), test, || {
             let doorbell = Arc::new(LocalDoorbell::new().unwrap());
             let (go, wait) = std::sync::mpsc::channel::<()>();
-            let reach = move |_: &AtomicBool| Ok(wait.recv().is_err());
+            let reach = move |_: &Wait<'_>| Ok(wait.recv().is_err());
             let attempt = Attempt::start("a", doorbell, reach, drop).unwrap();
             let mut attempt = Some(attempt);
             in_a_forked_child(|| {

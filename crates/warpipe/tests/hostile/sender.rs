@@ -339,6 +339,8 @@ fn a_wait_for_a_silent_owner_of_memory_can_be_cancelled_and_takes_nothing() {
         incarnation,
         offset,
     });
+    let poll = subscriber.receive(&stream(), Duration::ZERO).unwrap_err();
+    assert!(matches!(poll, Error::Timeout { .. }), "{poll}");
     for _ in 0..2 {
         let looks = Cell::new(0);
         let cancelled = || looks.replace(looks.get() + 1) >= 1;

@@ -14,8 +14,8 @@ use crate::ipc::domain::Domain;
 use crate::memory::region::{Kept, Region};
 use crate::pubsub::entry::{Metadata, Violation, violation};
 use crate::pubsub::observer::{LinkedSubscriber, Reply, ReplyLink};
-use crate::pubsub::place::Place;
-use crate::pubsub::publisher_link::{OpenMemory, PublisherLink, SenderState};
+use crate::pubsub::place::{Asked, Place};
+use crate::pubsub::publisher_link::{ConnectOptions, OpenMemory, PublisherLink, SenderState};
 use crate::pubsub::ring::ReceiverRing;
 use crate::pubsub::sample::{
     Discontinuity, PreviousPublisher, Rare, RawSample, Receipt, Sample, TensorLocation,
@@ -24,7 +24,6 @@ use crate::runtime::heartbeat::Uptime;
 use crate::shm::segment::DEPTH_MAX;
 use crate::statistics::{EndpointRow, EndpointWords, Role};
 use crate::stream::Stream;
-use crate::wait::Wait;
 
 /// How much memory of samples that are not in their slots is kept open for later ones.
 const OPEN_MAX: usize = 8;
@@ -54,7 +53,9 @@ pub(crate) struct LinkReceiver {
     /// A sample taken from the ring that the device refused to wait for, or that is to be
     /// [opened](Self::open_taken). It is the next to be admitted.
     pub(super) taken: Option<RawSample>,
-    /// The memory of `taken`, once that is open.
+    /// The memory of `taken`, while its owner is asked for it.
+    pub(super) asked: Option<Asked>,
+    /// That memory, once it is open.
     opened: Option<OpenMemory>,
     /// The memory that samples were opened in last, which the next ones mostly lie in: the driver
     /// takes long to open memory.
@@ -111,6 +112,7 @@ impl LinkReceiver {
             repeated: 0,
             region_missing: None,
             taken: None,
+            asked: None,
             opened: None,
             open: VecDeque::new(),
             row,
@@ -162,16 +164,16 @@ impl LinkReceiver {
     }
 
     /// Opens the memory of the sample that was taken, if it does not lie in its slot and is not
-    /// open: without a lock, because the driver may take long, and so may the owner of published
-    /// memory. False if there is none to open. A sample that cannot be opened is released, and lost
-    /// if its memory is gone with its sender: the link's end is told behind the last sample. It
-    /// stays the next if `wait` is over, or the owner of its memory does not answer.
-    pub(super) fn open_taken(&mut self, domain: &Domain, wait: &Wait<'_>) -> Result<bool> {
+    /// open: without a lock, because the driver may take long. False if there is none to open. A
+    /// sample that cannot be opened is released, and lost if its memory is gone with its sender: the
+    /// link's end is told behind the last sample. It stays the next while the owner of its memory is
+    /// asked, which is [`Error::Timeout`], and if that does not answer.
+    pub(super) fn open_taken(&mut self, at: &ConnectOptions) -> Result<bool> {
         let is_unopened = |taken: &mut RawSample| taken.location == TensorLocation::Unopened;
         let Some(mut taken) = self.taken.take_if(is_unopened) else {
             return Ok(false);
         };
-        match self.open(&taken, domain, wait) {
+        match self.open(&taken, at) {
             Ok((address, metadata)) => taken.open_at(address, metadata),
             Err(error) if error.kind() == ErrorKind::Timeout => {
                 self.taken = Some(taken);
@@ -191,16 +193,11 @@ impl LinkReceiver {
     }
 
     /// Opens the memory of a sample: the tensor's address and the user's metadata.
-    fn open(
-        &mut self,
-        taken: &RawSample,
-        domain: &Domain,
-        wait: &Wait<'_>,
-    ) -> Result<(DevicePtr, Metadata)> {
+    fn open(&mut self, taken: &RawSample, at: &ConnectOptions) -> Result<(DevicePtr, Metadata)> {
         let read = Place::read(taken.metadata());
         let (place, metadata) = read.map_err(|violation| self.fail(violation))?;
-        let (bytes, device) = (taken.layout.bytes(), &self.link.terms.device);
-        let (address, memory) = place.open(bytes, domain, device, wait)?;
+        let (bytes, asked) = (taken.layout.bytes(), &mut self.asked);
+        let (address, memory) = place.open(bytes, (&at.domain, &at.device), asked, &at.doorbell)?;
         self.opened = memory.map(|memory| self.keep_open(memory)).transpose()?;
         Ok((address, Metadata::new(metadata)?))
     }

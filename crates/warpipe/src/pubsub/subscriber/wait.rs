@@ -65,12 +65,12 @@ impl Subscriber {
         let is_long = self.options.shared.spin > SLICE;
         let has_news = |subscriber: &Subscriber| {
             let attached = subscriber.attached.as_ref();
-            attached.is_some_and(|attached| attached.ring.may_have_news())
+            attached.is_some_and(|it| it.taken.is_some() || it.ring.may_have_news())
         };
         while polls.pass() {
             for _ in 0..LOOKS {
                 if has_news(self) {
-                    return self.poll_opening(stream, wait);
+                    return self.poll_opening(stream);
                 }
                 std::hint::spin_loop();
             }
@@ -145,7 +145,7 @@ impl AsFd for Subscriber {
         if self
             .attached
             .as_ref()
-            .is_none_or(|at| at.taken.is_some() || at.ring.may_have_news())
+            .is_none_or(|at| at.taken.is_some() && at.asked.is_none() || at.ring.may_have_news())
         {
             self.at.doorbell.ring();
         }
