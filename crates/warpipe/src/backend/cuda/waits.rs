@@ -66,8 +66,9 @@ struct Waits {
     noted: VecDeque<Wait>,
     /// Host addresses of mappings with a postponed unregistration.
     postponed: BTreeSet<usize>,
-    /// When waits are enqueued again, although memory is being unregistered.
-    held_until: Option<Instant>,
+    /// Host addresses of memory that is being unregistered, each with the time from which on waits
+    /// are enqueued all the same.
+    unregistering: BTreeMap<usize, Instant>,
 }
 
 /// Records memory that has been registered. It stays mapped until [`unregistering`].
@@ -95,7 +96,7 @@ pub(super) fn refused(context: Context, ops: &[StreamOp]) {
 fn note_in_turn(waits: &PerProcess<Mutex<Waits>>, context: Context, ops: &[StreamOp]) {
     loop {
         let mut waits = waits.lock();
-        if waits.held_until.is_none_or(|until| Instant::now() >= until) {
+        if !waits.are_held_back() {
             return waits.note(context, ops);
         }
         drop(waits);
@@ -120,25 +121,25 @@ pub(super) fn postpone(host: *mut u8) -> bool {
         waits.postponed.insert(host.addr());
         return true;
     }
-    waits.hold_back();
+    waits.hold_back(host);
     false
 }
 
-/// Waits are held back as long as it lives, or [`UNREGISTERING_MAX`].
-pub(super) struct Unregistering(());
+/// Waits are held back as long as it lives, or [`UNREGISTERING_MAX`]. It has the host address.
+pub(super) struct Unregistering(usize);
 
 /// Removes memory that is unregistered next, and may be unmapped after that.
 pub(super) fn unregistering(host: *mut u8) -> Unregistering {
     let mut waits = WAITS.lock();
     waits.forget(host);
     waits.postponed.remove(&host.addr());
-    waits.hold_back();
-    Unregistering(())
+    waits.hold_back(host);
+    Unregistering(host.addr())
 }
 
 impl Drop for Unregistering {
     fn drop(&mut self) {
-        WAITS.lock().held_until = None;
+        WAITS.lock().unregistering.remove(&self.0);
     }
 }
 
@@ -177,8 +178,14 @@ impl Waits {
         }
     }
 
-    fn hold_back(&mut self) {
-        self.held_until = Some(Instant::now() + UNREGISTERING_MAX);
+    fn hold_back(&mut self, host: *mut u8) {
+        let until = Instant::now() + UNREGISTERING_MAX;
+        self.unregistering.insert(host.addr(), until);
+    }
+
+    fn are_held_back(&self) -> bool {
+        let mut all = self.unregistering.values();
+        all.any(|&until| Instant::now() < until)
     }
 
     fn end(&mut self, context: Context) {
@@ -229,6 +236,7 @@ impl Waits {
 
 #[cfg(test)]
 mod tests {
+    use std::ptr;
     use std::sync::atomic::AtomicBool;
     use std::sync::atomic::Ordering::Release;
 
@@ -347,13 +355,14 @@ mod tests {
     fn a_wait_is_enqueued_behind_an_unregistration_that_is_under_way_but_not_for_ever() {
         let waits = PerProcess::<Mutex<Waits>>::new();
         let page = Page::new(&mut waits.lock(), 1 << 40);
-        waits.lock().held_until = Some(Instant::now() + Duration::from_secs(600));
+        let until = Instant::now() + Duration::from_secs(600);
+        waits.lock().unregistering.insert(1, until);
         let begun = AtomicBool::new(false);
         std::thread::scope(|scope| {
             let noted = scope.spawn(|| {
                 begun.store(true, Release);
                 note_in_turn(&waits, 1, &[page.wait(1, 1)]);
-                waits.lock().held_until
+                waits.lock().are_held_back()
             });
             while !begun.load(Acquire) {
                 std::thread::yield_now();
@@ -362,13 +371,26 @@ mod tests {
                 std::thread::yield_now();
                 assert!(waits.lock().noted.is_empty());
             }
-            waits.lock().held_until = None;
-            assert_eq!(noted.join().unwrap(), None);
+            waits.lock().unregistering.clear();
+            assert!(!noted.join().unwrap());
         });
         assert!(waits.lock().is_any_open());
-        waits.lock().hold_back();
+        waits.lock().hold_back(ptr::without_provenance_mut(1));
         note_in_turn(&waits, 1, &[page.wait(2, 1)]);
         assert_eq!(waits.lock().noted.len(), 2);
+    }
+
+    #[test]
+    fn waits_are_held_back_until_every_unregistration_is_over() {
+        let unregistering = |at| unregistering(ptr::without_provenance_mut(at));
+        let is_held = |host: usize| WAITS.lock().unregistering.contains_key(&host);
+        for (first, last) in [(1, 2), (2, 1)] {
+            let mut both = BTreeMap::from([(1, unregistering(1)), (2, unregistering(2))]);
+            both.remove(&first);
+            assert!(!is_held(first) && is_held(last));
+            drop(both);
+            assert!(!is_held(last));
+        }
     }
 
     #[test]
