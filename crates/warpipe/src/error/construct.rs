@@ -215,6 +215,12 @@ mod tests {
 
     use super::*;
 
+    /// A poll that finds nothing returns one by value.
+    #[test]
+    fn an_error_is_small() {
+        assert!(size_of::<Error>() <= 96, "{} bytes", size_of::<Error>());
+    }
+
     #[test]
     fn an_error_that_gives_its_loan_back_says_each_cause_once() {
         let failed = crate::SendError {

@@ -369,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_or_locked_file_system_and_a_limit_of_threads_have_a_next_step() {
+    fn a_full_or_locked_file_system_and_a_limit_of_the_system_have_a_next_step() {
         let hint = |call, code| {
             let source = io::Error::from_raw_os_error(code);
             let context = "x".into();
@@ -386,6 +386,8 @@ mod tests {
             ("openat", libc::EROFS, "written"),
             ("openat", libc::EACCES, "permissions"),
             ("pwrite", libc::EFBIG, "ulimit -f"),
+            ("pipe2", libc::EMFILE, "close something"),
+            ("sendmsg", libc::ETOOMANYREFS, "end some of the processes"),
         ] {
             let hint = hint(call, code).unwrap_or_default();
             assert!(hint.contains(word), "{call}: {hint}");
