@@ -17,7 +17,6 @@ use super::last_writers::LastWriter;
 use crate::backend::TimelineWord;
 use crate::device::Device;
 use crate::lend::claims::Borrowers;
-use crate::lend::word_at;
 use crate::memory::arena::SlotId;
 use crate::shm::page::SharedPage;
 use crate::verify::histories::Draw;
@@ -432,7 +431,7 @@ impl Play {
             Some(Job::Release { word, value }) => {
                 peer.device.pop_front();
                 peer.hands.retain(|hand| hand.word != word);
-                peer.page.at::<TimelineWord>(word_at(word)).store(value);
+                peer.page.word(word as usize).store(value);
                 Ok(())
             }
             None => Ok(()),

@@ -13,10 +13,9 @@ use super::allocator::PoolState;
 use super::allocator::block::LentBlock;
 use super::allocator::users::{Quotas, Users};
 use super::last_writers::LastWriter;
-use crate::backend::{Access, TimelineWord};
+use crate::backend::Access;
 use crate::device::Device;
 use crate::lend::claims::Borrowers;
-use crate::lend::word_at;
 use crate::memory::arena::SlotId;
 use crate::shm::page::SharedPage;
 use crate::verify::{page, process};
@@ -336,7 +335,7 @@ impl Play {
         if let Some(index) = hands.iter().position(|hand| hand.is_given_back) {
             let hand = hands.remove(index);
             self.pages[number]
-                .at::<TimelineWord>(word_at(hand.word))
+                .word(hand.word as usize)
                 .store(hand.value);
         }
     }
@@ -412,7 +411,7 @@ impl Play {
         *lies = true;
         for hand in hands {
             self.pages[number]
-                .at::<TimelineWord>(word_at(hand.word))
+                .word(hand.word as usize)
                 .store(hand.value);
         }
     }
@@ -515,7 +514,7 @@ impl Play {
             let page = self.pages.get(&number)?;
             Some(
                 (0..CLAIMS_MAX)
-                    .map(|word| page.at::<TimelineWord>(word_at(word)).load())
+                    .map(|word| page.word(word as usize).load())
                     .collect::<Vec<_>>(),
             )
         };

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use super::CLAIMS_MAX;
-use crate::backend::{Access, DevicePtr, PointerKind, StreamOp};
+use crate::backend::{Access, DevicePtr, PointerKind};
 use crate::debug::opaque_debug;
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -21,7 +21,7 @@ use crate::memory::pieces::Run;
 use crate::mutex::LockUnpoisoned;
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::reactor::Reactor;
-use crate::shm::fence_words::FenceWords;
+use crate::shm::page::{SharedPage, words_bytes};
 use crate::stream::Stream;
 
 /// The most shares of a server that wait for their streams at once.
@@ -71,7 +71,7 @@ struct HeldRun {
 pub(super) struct Shares {
     device: Device,
     /// Words that the sharing streams store when the contents are complete.
-    ready: DropAfterFence<FenceWords>,
+    ready: DropAfterFence<SharedPage>,
     lending: Lending,
     /// Never held during a driver call.
     state: Mutex<State>,
@@ -96,7 +96,7 @@ struct State {
 
 impl Shares {
     pub(super) fn new(device: Device) -> Result<Shares> {
-        let (ready, fd) = FenceWords::published(&device, READY_MAX as usize)?;
+        let (ready, fd) = SharedPage::publish(Some(&device), words_bytes(READY_MAX as usize))?;
         Ok(Shares {
             lending: Lending::new(device.info().id, CLAIMS_MAX, (&ready, fd)),
             device,
@@ -303,10 +303,7 @@ impl Shares {
         state.last_ready += 1;
         let value = state.last_ready;
         drop(state);
-        let signal = StreamOp::Signal {
-            word: self.ready.device_word(word as usize),
-            value,
-        };
+        let signal = self.ready.signal(word as usize, value);
         self.ready.streams().record_use(stream);
         // SAFETY: the page is dropped only when this stream, recorded above, is past its stores.
         let stored = unsafe { stream.batch(&[signal]) };

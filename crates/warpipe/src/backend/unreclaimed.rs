@@ -184,8 +184,7 @@ mod tests {
     use crate::error::Error;
     use crate::memory::region::Region;
     use crate::runtime::reactor::Reactor;
-    use crate::shm::fence_words::FenceWords;
-    use crate::shm::page::SharedPage;
+    use crate::shm::page::{PAGE_BYTES, SharedPage};
     use crate::shm::segment::Segment;
 
     fn is_mapped(address: usize) -> bool {
@@ -260,7 +259,7 @@ mod tests {
         crate::hostile::alone(module_path!(), test, || {
             let hook = Wrapped::new(Device::host().backend().clone(), Refusing::default());
             let device = Device::from_backend(hook.clone());
-            let fence_words = FenceWords::new(&device, 1).unwrap();
+            let fence_words = SharedPage::private(&device, PAGE_BYTES).unwrap();
             let page = SharedPage::create(Some(&device), 1).unwrap().0;
             let (_made, fd) = Segment::create(&device, 2, [7; 16]).unwrap();
             let segment = Segment::open(&device, fd.as_fd(), 2, 0, [7; 16]).unwrap().0;

@@ -4,8 +4,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::{RETURNED, word_at};
-use crate::backend::TimelineWord;
+use super::RETURNED;
 use crate::ipc::limits::QuotaPermit;
 use crate::ipc::peer::{DeathEvidence, Process};
 use crate::shm::page::SharedPage;
@@ -107,7 +106,7 @@ impl<T> Borrowers<T> {
         is_wanted: impl Fn(&T) -> bool,
     ) -> Option<T> {
         self.by_client.get_mut(&client)?.take(|page, claim| {
-            let word: &TimelineWord = page.at(word_at(claim.word));
+            let word = page.word(claim.word as usize);
             is_wanted(&claim.lent) && word.is(claim.value | RETURNED)
         })
     }
@@ -202,7 +201,7 @@ impl<T> Borrower<T> {
     fn collect(&mut self, ended: &mut Ended<T>) {
         let mut at = 0;
         while let Some(claim) = self.open.get(at) {
-            let word: &TimelineWord = self.page.at(word_at(claim.word));
+            let word = self.page.word(claim.word as usize);
             // Exactly the value: an honest borrower stores it, and random writes hardly ever do.
             let list = if word.is(claim.value) {
                 &mut ended.released

@@ -22,17 +22,12 @@ pub(crate) mod session;
 
 use serde::{Deserialize, Serialize};
 
-use crate::backend::{Access, DeviceId, TimelineWord};
+use crate::backend::{Access, DeviceId};
 
 crate::ipc::messages!(HelloReply, LendRequest<u64>, LendReply<()>, LendNotice,);
 
 /// In a borrower's word: its requester gave up, and has not used the memory.
 pub(crate) const RETURNED: u64 = 1 << 62;
-
-/// Where a word lies in a borrower's page.
-pub(crate) fn word_at(word: u32) -> usize {
-    word as usize * size_of::<TimelineWord>()
-}
 
 /// The lender's first reply. Two descriptors go with it: the borrower's page of words, and the
 /// lender's page of ready words.

@@ -7,15 +7,14 @@ use serde::de::DeserializeOwned;
 
 use super::claims::Borrowers;
 use super::given_runs::GivenRuns;
-use super::{Grant, HelloReply, LendNotice, LendReply, LendRequest, Offer, OfferPlace, word_at};
+use super::{Grant, HelloReply, LendNotice, LendReply, LendRequest, Offer, OfferPlace};
 use crate::backend::DeviceId;
 use crate::error::Result;
 use crate::fork::CloseOnForkFd;
 use crate::ipc::{
     ClientInfo, Disconnected, OutgoingReply, Rejection, RequestHandler, ServerCore, decode,
 };
-use crate::shm::fence_words::FenceWords;
-use crate::shm::page::SharedPage;
+use crate::shm::page::{SharedPage, words_bytes};
 
 /// What the sessions of a lender have in common.
 #[derive(Debug)]
@@ -67,12 +66,12 @@ impl Lending {
     pub(crate) fn new(
         owner: DeviceId,
         claims_max: u32,
-        (ready, ready_fd): (&FenceWords, CloseOnForkFd),
+        (ready, ready_fd): (&SharedPage, CloseOnForkFd),
     ) -> Lending {
         Lending {
             owner,
             claims_max,
-            ready_bytes: ready.bytes(),
+            ready_bytes: ready.bytes() as u64,
             ready_fd,
             runs: GivenRuns::default(),
         }
@@ -127,7 +126,7 @@ impl<L: Lender> RequestHandler for L {
                 "its memory is on {owner}, which {device} cannot reach"
             )));
         }
-        let (page, fd) = SharedPage::create(None, word_at(claims_max))?;
+        let (page, fd) = SharedPage::create(None, words_bytes(claims_max as usize))?;
         let hello = HelloReply {
             owner,
             claims_bytes: page.bytes() as u64,

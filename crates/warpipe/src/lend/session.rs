@@ -11,9 +11,7 @@ use std::sync::{Arc, Mutex};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::{
-    Grant, HelloReply, LendNotice, LendReply, LendRequest, Offer, OfferPlace, RETURNED, word_at,
-};
+use super::{Grant, HelloReply, LendNotice, LendReply, LendRequest, Offer, OfferPlace, RETURNED};
 use crate::backend::{Access, DeviceId, StreamOp, TimelineWord};
 use crate::backoff::Backoff;
 use crate::device::Device;
@@ -31,8 +29,7 @@ use crate::mutex::LockUnpoisoned;
 use crate::options::Attachment;
 use crate::runtime::closer::PeerFd;
 use crate::runtime::drop_after_fence::DropAfterFence;
-use crate::shm::fence_words::FenceWords;
-use crate::shm::page::SharedPage;
+use crate::shm::page::{SharedPage, words_bytes};
 use crate::stream::Stream;
 use crate::wait::Wait;
 
@@ -64,7 +61,7 @@ pub(crate) struct LendSession {
     device: Device,
     owner: DeviceId,
     terms: &'static Terms,
-    ready: FenceWords,
+    ready: SharedPage,
     /// Goes when this process's streams have stored their words.
     shared: DropAfterFence<SessionParts>,
 }
@@ -106,7 +103,7 @@ struct RunTable {
 
 impl BorrowerState {
     fn word(&self, word: u32) -> &TimelineWord {
-        self.words.at(word_at(word))
+        self.words.word(word as usize)
     }
 }
 
@@ -172,7 +169,7 @@ impl LendSession {
     ) -> Result<LendSession> {
         let name = ipc.name().to_string();
         let (hello, [words, ready]): (HelloReply, _) = reply.open(&name)?;
-        let claims_bytes = word_at(terms.claims_max);
+        let claims_bytes = words_bytes(terms.claims_max as usize);
         if hello.claims_bytes != claims_bytes as u64 {
             let found = format!("{} bytes", hello.claims_bytes);
             let allowed = format!("{claims_bytes} bytes");
@@ -185,7 +182,7 @@ impl LendSession {
             runs: Mutex::default(),
             given_back: AtomicU64::new(0),
         });
-        let ready = FenceWords::read(ready, hello.ready_bytes, &name)?;
+        let ready = SharedPage::read(ready, hello.ready_bytes as usize, &name)?;
         ipc.observe(state.clone())?;
         Ok(LendSession {
             device: device.clone(),
@@ -458,7 +455,7 @@ impl Claim {
     fn release_behind(&mut self, stream: &Stream) -> Result<()> {
         let shared = &self.session.shared;
         shared.streams().record_use(stream);
-        let Some(word) = shared.state.words.device_ptr(word_at(self.word)) else {
+        let Some(word) = shared.state.words.device_word(self.word as usize) else {
             return Ok(());
         };
         let value = self.value;

@@ -12,7 +12,7 @@ use self::block::{LentBlock, PoolCounts};
 use self::users::{Quotas, Room, Users};
 use super::last_writers::LastWriter;
 use super::{CLAIMS_MAX, PoolRefusal};
-use crate::backend::{Access, DevicePtr, StreamOp};
+use crate::backend::{Access, DevicePtr};
 use crate::backoff::Backoff;
 use crate::debug::opaque_debug;
 use crate::device::Device;
@@ -29,7 +29,7 @@ use crate::mutex::LockUnpoisoned;
 use crate::runtime::drop_after_fence::DropAfterFence;
 use crate::runtime::fence::StreamSet;
 use crate::runtime::reactor::Reactor;
-use crate::shm::fence_words::FenceWords;
+use crate::shm::page::{SharedPage, words_bytes};
 use crate::stream::Stream;
 use crate::wait::Wait;
 
@@ -59,7 +59,7 @@ pub(super) struct PoolAllocator {
 /// The memory that is dropped when this process's streams are past it.
 struct PoolMemory {
     state: Mutex<PoolState>,
-    fence_words: FenceWords,
+    fence_words: SharedPage,
 }
 
 pub(super) struct PoolState {
@@ -91,7 +91,7 @@ impl PoolAllocator {
         let scrubber = device.stream()?;
         let uid = rustix::process::geteuid().as_raw();
         let state = PoolState::new(&device, limit, Users::new(uid, quotas));
-        let (fence_words, fd) = FenceWords::published(&device, SLOTS_MAX)?;
+        let (fence_words, fd) = SharedPage::publish(Some(&device), words_bytes(SLOTS_MAX))?;
         let lending = Lending::new(device.info().id, CLAIMS_MAX, (&fence_words, fd));
         let memory = PoolMemory {
             state: Mutex::new(state),
@@ -278,10 +278,7 @@ impl PoolAllocator {
 
     fn clear(&self, ptr: DevicePtr, bytes: u64, slot: SlotId, value: u64) -> Result<()> {
         self.streams().record_use(&self.scrubber);
-        let signal = StreamOp::Signal {
-            word: self.memory.fence_words.device_word(slot as usize),
-            value,
-        };
+        let signal = self.memory.fence_words.signal(slot as usize, value);
         // SAFETY: the stream is live. No user has the block yet. The block lies in a region that is
         // dropped, as the fence words are, only when this stream, recorded above, is past it.
         unsafe {
@@ -301,10 +298,7 @@ impl PoolAllocator {
     pub(super) fn release_behind(&self, slot: SlotId, stream: &Stream) -> Result<()> {
         self.streams().record_use(stream);
         let value = self.lock().next_fence();
-        let signal = StreamOp::Signal {
-            word: self.memory.fence_words.device_word(slot as usize),
-            value,
-        };
+        let signal = self.memory.fence_words.signal(slot as usize, value);
         // Without the lock, which the control thread takes: a full launch queue may block this
         // call. The slot stays the owner's until it is released below.
         // SAFETY: the fence words are dropped only when this stream, recorded above, is past its

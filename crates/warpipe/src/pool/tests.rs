@@ -9,12 +9,12 @@ use std::time::{Duration, Instant};
 
 use super::allocator::PoolAllocator;
 use super::*;
+use crate::backend::Access;
 use crate::backend::testing::{Hook, Wrapped};
-use crate::backend::{Access, TimelineWord};
 use crate::error::Expiry;
 use crate::ipc::encode;
 use crate::ipc::peer::Process;
-use crate::lend::{LendRequest, word_at};
+use crate::lend::LendRequest;
 use crate::runtime::reactor::{EventSource, Next};
 use crate::{Device, Domain, Error, Kind, LentBuffer, Memory, Stream, Ticket};
 
@@ -501,7 +501,7 @@ fn garbage_in_a_peers_page_frees_nothing() {
     for value in [0, 2, 1 << 40, u64::MAX] {
         (0..CLAIMS_MAX).for_each(|word| {
             let words = client.session().words();
-            words.at::<TimelineWord>(word_at(word)).store(value)
+            words.word(word as usize).store(value)
         });
         assert!(is_limit(stage.pool.allocate(1, Duration::ZERO)), "{value}");
     }

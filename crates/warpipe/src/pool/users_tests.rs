@@ -10,7 +10,7 @@ use super::tests::{MIB, Stage, WAIT, busy, eventually};
 use super::*;
 use crate::backend::testing::{Holding, Wrapped};
 use crate::ipc::{decode, encode};
-use crate::lend::{LendReply, LendRequest, word_at};
+use crate::lend::{LendReply, LendRequest};
 use crate::{Error, LentBuffer};
 
 const NO_WAIT: Duration = Duration::ZERO;
@@ -359,11 +359,7 @@ fn a_client_that_says_released_and_goes_on_writing_damages_blocks_of_its_own_use
     let (client, stream) = (client(&stage), stage.device.stream().unwrap());
     let block = client.allocate(MIB, Duration::ZERO).unwrap();
     // The value that releases it: the first of the session's.
-    client
-        .session()
-        .words()
-        .at::<crate::backend::TimelineWord>(word_at(0))
-        .store(1);
+    client.session().words().word(0).store(1);
     assert!(eventually(|| stage.pool.usage(own_uid()).blocks == 0));
     let theirs = [(); 2].map(|()| stage.pool.allocate_for(tenant(0), MIB, WAIT).unwrap());
     block.write(&stream, 0, &vec![0xEE; 1 << 20]).unwrap();
@@ -530,7 +526,7 @@ fn a_session_that_closes_while_it_has_blocks_keeps_its_place_until_it_has_none()
         );
     }
     allocator.lock().borrowers.all().for_each(|it| {
-        let word: &crate::backend::TimelineWord = it.page().at(word_at(0));
+        let word = it.page().word(0);
         word.store(1);
     });
     assert_eq!(stage.pool.usage(own_uid()).blocks, 0);

@@ -1,7 +1,6 @@
 //! Memory that several processes map: sealed memfds that hold only atomics, and the words in them.
 
 pub(crate) mod counter;
-pub(crate) mod fence_words;
 pub(crate) mod page;
 pub(crate) mod seal;
 pub(crate) mod segment;

@@ -18,7 +18,7 @@ use rustix::fs::SealFlags;
 use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::atomic::{AtomicU32, AtomicU64};
-use crate::backend::{DevicePtr, TimelineWord, host, unreclaimed};
+use crate::backend::{DevicePtr, StreamOp, TimelineWord, host, unreclaimed};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::fork::{CloseOnForkFd, OwnerProcess};
@@ -283,6 +283,30 @@ impl SharedPage {
         registered.and_then(|registered| Some(registered.ptr? + offset as u64))
     }
 
+    /// How many timeline words it has.
+    pub(crate) fn words(&self) -> usize {
+        self.bytes() / size_of::<TimelineWord>()
+    }
+
+    /// The timeline word of this number.
+    #[inline]
+    pub(crate) fn word(&self, number: usize) -> &TimelineWord {
+        self.at(words_bytes(number))
+    }
+
+    /// The device address of the timeline word of this number. `None` without a device.
+    #[inline]
+    pub(crate) fn device_word(&self, number: usize) -> Option<DevicePtr> {
+        self.device_ptr(words_bytes(number))
+    }
+
+    /// The operation that signals the timeline word of this number, of a page that a device has.
+    #[inline]
+    pub(crate) fn signal(&self, number: usize, value: u64) -> StreamOp {
+        let word = self.device_word(number).unwrap_or_default();
+        StreamOp::Signal { word, value }
+    }
+
     /// Drops the page once this process has no other handle of it, and then all of `streams` are
     /// past their work: a thread that has a handle may still give a stream work on the page.
     pub(crate) fn drop_after_streams(self: Arc<Self>, streams: Arc<StreamSet>, reactor: &Reactor) {
@@ -294,6 +318,11 @@ impl SharedPage {
             fence.is_reached().into()
         });
     }
+}
+
+/// The bytes of so many timeline words: also where the next one lies.
+pub(crate) fn words_bytes(words: usize) -> usize {
+    words * size_of::<TimelineWord>()
 }
 
 fn check_length(bytes: usize, name: &str) -> Result<()> {

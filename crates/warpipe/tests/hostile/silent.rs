@@ -27,7 +27,6 @@ use crate::ipc::{AccessPolicy, Address, ClientSession, IpcServer, Kind, RequestH
 use crate::memory::region::Region;
 use crate::runtime::closer::{PeerFd, pending_closes};
 use crate::runtime::doorbell::PeerDoorbell;
-use crate::shm::fence_words::FenceWords;
 use crate::shm::page::{PAGE_BYTES, SharedPage};
 use crate::{Device, Subscriber};
 
@@ -60,18 +59,15 @@ fn checking_a_descriptor_calls_no_file_system() {
     let test = "checking_a_descriptor_calls_no_file_system";
     in_a_process(test, |silent, files| {
         type Taker = fn(&dyn Fn() -> PeerFd) -> bool;
-        let takers: [(&str, Taker); 7] = [
+        let takers: [(&str, Taker); 6] = [
             ("a page", |fd| {
                 SharedPage::open(None, fd(), PAGE_BYTES, "test").is_err()
             }),
-            ("a page to be read", |fd| {
+            ("a page to be read, or the words of a history", |fd| {
                 SharedPage::read(fd(), PAGE_BYTES, "test").is_err()
             }),
             ("a page of two", |fd| {
                 SharedPage::seal(&Device::host(), fd(), PAGE_BYTES, "test").is_err()
-            }),
-            ("the words of a history", |fd| {
-                FenceWords::read(fd(), PAGE_BYTES as u64, "test").is_err()
             }),
             ("a region", |fd| {
                 let owner: DeviceId = Device::host().info().id;

@@ -13,7 +13,7 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::fork::CloseOnForkFd;
 use crate::memory::arena::{SLOTS_MAX, SlotId};
-use crate::shm::fence_words::FenceWords;
+use crate::shm::page::{SharedPage, words_bytes};
 
 /// The most pieces of [`SLOTS_MAX`] words. A publisher with a history has one: its subscribers map
 /// the words once.
@@ -21,7 +21,7 @@ const PIECES_MAX: usize = 64;
 
 pub(in crate::pubsub) struct SlotFences {
     /// Each of [`SLOTS_MAX`] words, made when the slots before are all in use.
-    pieces: [OnceLock<FenceWords>; PIECES_MAX],
+    pieces: [OnceLock<SharedPage>; PIECES_MAX],
     device: Device,
     /// The words' memory, for subscribers of a history.
     published: Option<CloseOnForkFd>,
@@ -33,10 +33,10 @@ impl SlotFences {
     /// One word for each slot, which subscribers can map if `is_published`.
     pub(super) fn new(device: &Device, is_published: bool) -> Result<SlotFences> {
         let (words, published) = if is_published {
-            let (words, fd) = FenceWords::published(device, SLOTS_MAX)?;
+            let (words, fd) = SharedPage::publish(Some(device), words_bytes(SLOTS_MAX))?;
             (words, Some(fd))
         } else {
-            (FenceWords::new(device, SLOTS_MAX)?, None)
+            (SharedPage::private(device, words_bytes(SLOTS_MAX))?, None)
         };
         let pieces = std::array::from_fn(|_| OnceLock::new());
         let _ = pieces[0].set(words);
@@ -51,7 +51,7 @@ impl SlotFences {
     /// The words' length in bytes and descriptor, if they are published.
     pub(super) fn published(&self) -> Option<(u64, BorrowedFd<'_>)> {
         let fd = self.published.as_ref()?;
-        Some((self.pieces[0].get()?.bytes(), fd.as_fd()))
+        Some((self.pieces[0].get()?.bytes() as u64, fd.as_fd()))
     }
 
     /// Makes the words of more slots, which calls the driver. Returns how many slots have one; no
@@ -62,14 +62,14 @@ impl SlotFences {
             && let Some(next) = self.pieces.get(made().count())
         {
             // Another thread may have made it meanwhile.
-            let _ = next.set(FenceWords::new(&self.device, SLOTS_MAX)?);
+            let _ = next.set(SharedPage::private(&self.device, words_bytes(SLOTS_MAX))?);
         }
         Ok(made().count() * SLOTS_MAX)
     }
 
     /// The words that a slot's is one of, and its number there. An arena hands out no slot without.
     #[inline]
-    fn words_of(&self, slot: SlotId) -> (&FenceWords, usize) {
+    fn words_of(&self, slot: SlotId) -> (&SharedPage, usize) {
         let (piece, number) = (slot as usize / SLOTS_MAX, slot as usize % SLOTS_MAX);
         let words = self.pieces[piece].get();
         (words.expect("made before its slots are allowed"), number)
@@ -86,8 +86,7 @@ impl SlotFences {
     pub(super) fn next(&self, slot: SlotId) -> (u64, StreamOp) {
         let value = self.last.fetch_add(1, Ordering::Relaxed) + 1;
         let (words, number) = self.words_of(slot);
-        let word = words.device_word(number);
-        (value, StreamOp::Signal { word, value })
+        (value, words.signal(number, value))
     }
 
     #[inline]

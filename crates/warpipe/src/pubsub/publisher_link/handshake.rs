@@ -17,7 +17,7 @@ use crate::ipc::{Address, Kind};
 use crate::pubsub::link_end::LinkEnd;
 use crate::runtime::closer::{PeerFd, PeerSocket};
 use crate::runtime::doorbell::{LocalDoorbell, PeerDoorbell};
-use crate::shm::fence_words::FenceWords;
+use crate::shm::page::SharedPage;
 use crate::shm::segment::{OpenError, Segment};
 use crate::wait::Wait;
 
@@ -89,7 +89,7 @@ impl ConnectOptions {
                 Message::CloseRegion { id } => link.close_region(id)?,
                 Message::Completions { bytes } if !link.monitor.has_completions() => {
                     let [fd] = exactly(fds);
-                    let words = FenceWords::read(fd, bytes, &client.name)?;
+                    let words = SharedPage::read(fd, bytes as usize, &client.name)?;
                     link.monitor.set_completions(words);
                 }
                 other => return Err(client.fault(other.unexpected("Region or Attached"))),

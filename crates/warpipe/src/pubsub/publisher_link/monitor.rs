@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 
 use crate::atomic::{AtomicBool, AtomicU8, AtomicU64};
 use crate::pubsub::entry::{Completion, Violation, violation};
-use crate::shm::fence_words::FenceWords;
+use crate::shm::page::SharedPage;
 use crate::shm::segment::Segment;
 
 /// The state of the sender of a link's ring, as this end sees it.
@@ -57,7 +57,7 @@ pub(in crate::pubsub) struct PublisherMonitor {
 /// existed.
 #[derive(Debug)]
 struct Completions {
-    fence_words: FenceWords,
+    fence_words: SharedPage,
     /// For each entry: the position, and the word and the value that it reaches when that
     /// position's data is complete.
     entries: Vec<[AtomicU64; 3]>,
@@ -77,7 +77,7 @@ impl PublisherMonitor {
     }
 
     /// Takes the publisher's fence words, before any of its samples.
-    pub(super) fn set_completions(&self, fence_words: FenceWords) {
+    pub(super) fn set_completions(&self, fence_words: SharedPage) {
         let entries = self.held.iter().map(|_| Default::default()).collect();
         let _ = self.completions.set(Completions {
             fence_words,
@@ -187,15 +187,16 @@ impl PublisherMonitor {
 mod tests {
     use super::*;
     use crate::device::Device;
+    use crate::shm::page::PAGE_BYTES;
 
     const DEPTH: u32 = 2;
 
     /// A monitor of a link, and the publisher's fence words.
-    fn monitor() -> (PublisherMonitor, FenceWords) {
+    fn monitor() -> (PublisherMonitor, SharedPage) {
         let device = Device::host();
         let segment = Arc::new(Segment::create(&device, DEPTH, [7; 16]).unwrap().0);
-        let (fence_words, fd) = FenceWords::published(&device, 4).unwrap();
-        let copy = FenceWords::read(fd.into(), fence_words.bytes(), "test").unwrap();
+        let (fence_words, fd) = SharedPage::publish(Some(&device), PAGE_BYTES).unwrap();
+        let copy = SharedPage::read(fd.into(), PAGE_BYTES, "test").unwrap();
         let monitor = PublisherMonitor::new(&segment);
         monitor.set_completions(copy);
         (monitor, fence_words)
