@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 use super::event_slots::{EventSlot, SlotPhase};
 use super::event_table::EventTable;
 use super::layout::{EventPage, PAGES_MAX};
-use super::{EventInner, EventState, living};
+use super::{EventInner, EventState};
 use crate::backend::IPC_EVENTS_MAX;
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -29,6 +29,13 @@ pub(super) struct EventExporter {
 
 static EXPORTERS: PerProcess<Mutex<Vec<Weak<EventExporter>>>> = PerProcess::new();
 
+/// The exporters that still have an owner.
+fn living() -> Vec<Arc<EventExporter>> {
+    let mut all = EXPORTERS.lock();
+    all.retain(|known| known.strong_count() > 0);
+    all.iter().filter_map(Weak::upgrade).collect()
+}
+
 impl EventExporter {
     /// The exporter of this process for a domain, a device and the users that it admits; created if
     /// there is none.
@@ -42,7 +49,7 @@ impl EventExporter {
                 && exporter.access.admits_the_same_as(access)
                 && Arc::ptr_eq(exporter.device.backend(), device.backend())
         };
-        if let Some(exporter) = living(&EXPORTERS).into_iter().find(matches) {
+        if let Some(exporter) = living().into_iter().find(matches) {
             return Ok(exporter);
         }
         let exporter = Arc::new(EventExporter::open(domain, device, access)?);
@@ -52,7 +59,7 @@ impl EventExporter {
 
     /// The exporter of this process that a handle names.
     pub(super) fn named(endpoint: &str, generation: [u8; 16]) -> Option<Arc<EventExporter>> {
-        living(&EXPORTERS).into_iter().find(|exporter| {
+        living().into_iter().find(|exporter| {
             exporter.generation == generation && exporter.name.as_str() == endpoint
         })
     }

@@ -11,14 +11,15 @@ use super::handle::{HandleBody, fault};
 use super::layout::{
     EVENTS_PER_PAGE, EventPage, EventWords, FROM_MAX, LANES_PER_EVENT, PAGE_BYTES, PAGES_MAX,
 };
-use super::{EventState, Recording, living};
+use super::{EventState, Recording};
 use crate::device::Device;
 use crate::error::{Error, HandleFault, Result};
-use crate::fork::per_process::PerProcess;
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{
     Address, ClientSession, IncomingReply, Kind, REPLY_TIMEOUT, SessionObserver, decode, encode,
 };
+use crate::memory::mapped_region::ImportKey;
+use crate::memory::weak_cache::WeakCache;
 use crate::mutex::LockUnpoisoned;
 use crate::runtime::fence::{Fence, StreamSet};
 use crate::runtime::reactor::{DropReadiness, EventSource, Next, Reactor};
@@ -63,7 +64,7 @@ struct OpenEvent {
     users: u32,
 }
 
-static IMPORTERS: PerProcess<Mutex<Vec<Weak<EventImporter>>>> = PerProcess::new();
+static IMPORTERS: WeakCache<ImportKey, EventImporter> = WeakCache::new();
 
 impl EventImporter {
     /// The session with the process that a handle names; opened if there is none.
@@ -73,12 +74,12 @@ impl EventImporter {
         device: &Device,
         wait: &Wait<'_>,
     ) -> Result<Arc<EventImporter>> {
-        if let Some(importer) = EventImporter::known(body, device) {
-            return Ok(importer);
-        }
-        let importer = EventImporter::connect(body, domain, device, wait)?;
-        IMPORTERS.lock().push(Arc::downgrade(&importer));
-        Ok(importer)
+        let key = ImportKey::new(domain.owner(), body.generation, Kind::Events as u64, device);
+        let is_good = |known: &EventImporter| {
+            known.body.endpoint == body.endpoint && !known.session.is_over()
+        };
+        let connect = || EventImporter::connect(body, domain, device, wait);
+        IMPORTERS.get_or(&key, is_good, connect)
     }
 
     pub(super) fn connect(
@@ -119,15 +120,6 @@ impl EventImporter {
         });
         let _ = importer.open_events.importer.set(Arc::downgrade(&importer));
         Ok(importer)
-    }
-
-    fn known(body: &HandleBody, device: &Device) -> Option<Arc<EventImporter>> {
-        living(&IMPORTERS).into_iter().find(|importer| {
-            importer.body.generation == body.generation
-                && importer.body.endpoint == body.endpoint
-                && Arc::ptr_eq(importer.device.backend(), device.backend())
-                && !importer.session.is_over()
-        })
     }
 
     fn ask<'w, T: DeserializeOwned>(

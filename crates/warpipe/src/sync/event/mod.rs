@@ -19,7 +19,7 @@ mod layout;
 mod tests;
 
 use std::fmt;
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use self::exporter::EventExporter;
@@ -33,7 +33,6 @@ use crate::clock::now_ns;
 use crate::device::Device;
 use crate::error::{Error, HandleFault, Result};
 use crate::fork::leak_on_fork::LeakOnFork;
-use crate::fork::per_process::PerProcess;
 use crate::ipc::domain::Domain;
 use crate::ipc::handle::{DriverHandle, path_of};
 use crate::options::{EndpointOptions, option_setters};
@@ -170,13 +169,6 @@ impl EventState {
             recording: TimedLock::default(),
         }
     }
-}
-
-/// The values of a registry of this process that still have an owner.
-fn living<T: Send + Sync>(all: &PerProcess<Mutex<Vec<Weak<T>>>>) -> Vec<Arc<T>> {
-    let mut all = all.lock();
-    all.retain(|known| known.strong_count() > 0);
-    all.iter().filter_map(Weak::upgrade).collect()
 }
 
 enum EventRole {
