@@ -45,7 +45,6 @@ impl AllocationServerBuilder {
                 server,
                 shares: handler,
             }),
-            name: name.to_string(),
         })
     }
 }
@@ -81,7 +80,6 @@ impl AllocationServerBuilder {
 #[derive(Debug)]
 pub struct AllocationServer {
     inner: LeakOnFork<Inner>,
-    name: String,
 }
 
 #[derive(Debug)]
@@ -101,7 +99,7 @@ impl AllocationServer {
 
     /// The server's name.
     pub fn name(&self) -> &str {
-        &self.name
+        self.inner.server.server_core().name()
     }
 
     /// The device of the memory that it shares.

@@ -277,9 +277,9 @@ impl LendSession {
                 (slice, Some(claim))
             }
         };
-        let session = self.clone();
         Ok(LentBuffer {
-            hold: LeakOnFork::new(Hold { session, claim }),
+            session: self.clone(),
+            claim: LeakOnFork::new(claim),
             slice,
         })
     }
@@ -483,17 +483,12 @@ impl Drop for Claim {
 /// as descriptors.
 #[derive(Debug)]
 pub struct LentBuffer {
-    hold: LeakOnFork<Hold>,
-    slice: DeviceSlice,
-}
-
-#[derive(Debug)]
-struct Hold {
     session: Arc<LendSession>,
     /// What is mapped by descriptors needs nothing of the lender. `None` for a legacy handle, whose
     /// mapping has the claim: the memory may be freed once it is released, and is not to while it
     /// is open here.
-    claim: Option<Claim>,
+    claim: LeakOnFork<Option<Claim>>,
+    slice: DeviceSlice,
 }
 
 impl Deref for LentBuffer {
@@ -507,7 +502,7 @@ impl Deref for LentBuffer {
 impl LentBuffer {
     /// The name of the pool or server.
     pub fn name(&self) -> &str {
-        self.hold.session.name()
+        self.session.name()
     }
 
     /// Releases the memory behind the work enqueued on `stream` so far, and on the other recorded
@@ -518,7 +513,7 @@ impl LentBuffer {
     /// released as if it were dropped; [`Error::Forked`].
     pub fn free(mut self, stream: &Stream) -> Result<()> {
         self.slice.gather_on(stream)?;
-        let claim = self.hold.claim.as_mut();
+        let claim = self.claim.as_mut();
         claim.map_or(Ok(()), |claim| claim.release_behind(stream))
     }
 
@@ -528,9 +523,8 @@ impl LentBuffer {
     /// # Errors
     /// [`Error::PeerGone`].
     pub fn check(&self) -> Result<()> {
-        let Hold { session, claim } = &*self.hold;
-        match claim.is_none() && session.ipc().is_dead() {
-            true => Err(session.ipc().owner_gone()),
+        match self.claim.is_none() && self.session.ipc().is_dead() {
+            true => Err(self.session.ipc().owner_gone()),
             false => Ok(()),
         }
     }
@@ -538,16 +532,16 @@ impl LentBuffer {
 
 impl Drop for LentBuffer {
     fn drop(&mut self) {
-        if self.hold.get().is_err() {
+        if self.claim.get().is_err() {
             return;
         }
-        let Some(claim) = self.hold.claim.take_if(|claim| claim.at_end.is_some()) else {
+        let Some(claim) = self.claim.take_if(|claim| claim.at_end.is_some()) else {
             return;
         };
         let mut fence = self.slice.streams().fence_busy();
         // The claim's drop releases it.
         if !fence.is_reached() {
-            let reactor = self.hold.session.shared.reactor();
+            let reactor = self.session.shared.reactor();
             reactor.drop_value_after(fence, claim);
         }
     }
