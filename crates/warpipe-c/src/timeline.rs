@@ -106,9 +106,9 @@ pub unsafe extern "C" fn warpipe_timeline_open(
 /// device for the previous one.
 ///
 /// `WARPIPE_INVALID_INPUT` unless the value is above the last one and at most
-/// `WARPIPE_TIMELINE_VALUE_MAX`, or for a stream of another device; `WARPIPE_INVALID_STATE` for a
-/// timeline that was opened, or a stream that is being captured; `WARPIPE_TIMEOUT` after 10 s in
-/// which the driver blocks another thread's signal; `WARPIPE_DEVICE_FAILED`.
+/// `WARPIPE_TIMELINE_VALUE_MAX`, or for a stream of another device; `WARPIPE_REFUSED` for a timeline
+/// that was opened; `WARPIPE_INVALID_STATE` for a stream that is being captured; `WARPIPE_TIMEOUT`
+/// after 10 s in which the driver blocks another thread's signal; `WARPIPE_DEVICE_FAILED`.
 ///
 /// # Safety
 /// `stream` is a stream of the timeline's device.
@@ -126,7 +126,7 @@ pub unsafe extern "C" fn warpipe_timeline_signal(
 
 /// Signals `value` now, from the CPU.
 ///
-/// As `warpipe_timeline_signal`; `WARPIPE_INVALID_STATE` also while a stream has yet to signal an
+/// As `warpipe_timeline_signal`; `WARPIPE_INVALID_INPUT` also while a stream has yet to signal an
 /// earlier value.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpipe_timeline_signal_now(

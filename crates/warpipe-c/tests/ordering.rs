@@ -69,13 +69,10 @@ fn a_value_is_signalled_by_its_owner_alone_and_only_grows() {
         &opening(&fixture)
     ));
     fails!(
-        WARPIPE_INVALID_STATE,
+        WARPIPE_REFUSED,
         warpipe_timeline_signal(opened, fixture.stream, 1)
     );
-    fails!(
-        WARPIPE_INVALID_STATE,
-        warpipe_timeline_signal_now(opened, 1)
-    );
+    fails!(WARPIPE_REFUSED, warpipe_timeline_signal_now(opened, 1));
     ok!(warpipe_timeline_signal_now(owner, 2));
     for wrong in [0, 2, WARPIPE_TIMELINE_VALUE_MAX + 1, u64::MAX] {
         fails!(
