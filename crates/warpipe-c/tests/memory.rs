@@ -7,7 +7,7 @@ use std::ffi::{CStr, CString, c_char, c_void};
 use std::fs::File;
 use std::os::fd::FromRawFd;
 
-use common::{Fixture, LONG, Plain, SHORT, none, text};
+use common::{Fixture, LONG, Malloc, Plain, SHORT, none, text};
 use warpipe_c::*;
 
 plain! { warpipe_memory_info, warpipe_publish_options }
@@ -412,24 +412,6 @@ fn publishing_refuses_options_of_no_size_or_of_a_newer_library() {
     );
     ok!(warpipe_published_close(published));
     ok!(warpipe_memory_close(memory));
-}
-
-/// Memory of another allocator, freed at its end.
-struct Malloc(warpipe::Device, u64);
-
-impl Malloc {
-    fn new(bytes: u64) -> Malloc {
-        let device = warpipe::Device::host();
-        let data = device.backend().allocate_plain(bytes);
-        Malloc(device, data.expect("the host has memory"))
-    }
-}
-
-impl Drop for Malloc {
-    fn drop(&mut self) {
-        // SAFETY: allocated in `new`, and freed once, after the test has closed it.
-        unsafe { self.0.backend().free_plain(self.1) }.expect("it was allocated");
-    }
 }
 
 #[test]

@@ -1,6 +1,7 @@
 // A forked child begins anew on the host device, whatever its parent's threads did; and calls at the
 // end of a thread and of the program.
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -59,6 +60,56 @@ static void use_the_library(void) {
   OK(warpipe_device_close(device));
 }
 
+static void count_release(void *calls) {
+  atomic_fetch_add((atomic_int *)calls, 1);
+}
+
+// A child owns nothing of its parent's: it releases no tensor that the parent lends.
+static void fork_with_a_loan(void) {
+  warpipe_device *device = NULL;
+  OK(warpipe_device_open("host", &device));
+  warpipe_publisher_options options = {.size = sizeof options, .device = device};
+  warpipe_publisher *publisher = NULL;
+  OK(warpipe_publisher_create("c/processes/lender", &options, &publisher));
+  warpipe_memory *memory = NULL;
+  OK(warpipe_memory_allocate(device, 64, &memory));
+  warpipe_published *published = NULL;
+  OK(warpipe_memory_publish(memory, "c/processes/memory", NULL, &published));
+  warpipe_layout layout;
+  const uint64_t shape[1] = {64};
+  OK(warpipe_layout_contiguous(WARPIPE_UINT8, shape, 1, &layout));
+  atomic_int lent = 0, refused = 0;
+  warpipe_loan *loan = NULL, *second = NULL;
+  OK(warpipe_publisher_loan_in(publisher, published, 0, &layout, count_release, &lent, &loan));
+
+  const pid_t child = fork();
+  CHECK(child >= 0);
+  if (child == 0) {
+    alarm(CHILD_SECONDS);
+    const warpipe_status status = warpipe_publisher_loan_in(publisher, published, 0, &layout,
+                                                            count_release, &refused, &second);
+    FAILS(status, WARPIPE_INVALID_STATE, "fork");
+    CHECK(atomic_load(&refused) == 1 && second == NULL);
+    (void)warpipe_loan_close(loan);
+    (void)warpipe_publisher_close(publisher);
+    (void)warpipe_published_close(published);
+    (void)warpipe_memory_close(memory);
+    CHECK(atomic_load(&lent) == 0);
+    _exit(0);
+  }
+  int status = 0;
+  CHECK(waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  OK(warpipe_loan_close(loan));
+  OK(warpipe_publisher_close(publisher));
+  OK(warpipe_published_close(published));
+  OK(warpipe_memory_close(memory));
+  OK(warpipe_device_close(device));
+  while (atomic_load(&lent) == 0)
+    CHECK(sched_yield() == 0);
+  CHECK(atomic_load(&lent) == 1);
+}
+
 static void fork_and_use(void) {
   for (int count = 0; count < CHILDREN; count++) {
     const pid_t child = fork();
@@ -102,6 +153,7 @@ static void at_exit(void) {
 
 int main(void) {
   CHECK(atexit(at_exit) == 0);
+  if (FORKS_BESIDE_THREADS) fork_with_a_loan();
   if (!FORKS_BESIDE_THREADS) fork_and_use();
   OK(warpipe_device_open("host", &last_device));
   OK(warpipe_stream_synchronize(last_device, NULL, LIMIT));

@@ -239,6 +239,25 @@ impl Drop for Fixture {
     }
 }
 
+/// Memory of another allocator, freed at its end.
+#[derive(Debug)]
+pub struct Malloc(warpipe::Device, pub u64);
+
+impl Malloc {
+    pub fn new(bytes: u64) -> Malloc {
+        let device = warpipe::Device::host();
+        let data = device.backend().allocate_plain(bytes);
+        Malloc(device, data.expect("the host has memory"))
+    }
+}
+
+impl Drop for Malloc {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `new`, and freed once, after the test has closed it.
+        unsafe { self.0.backend().free_plain(self.1) }.expect("it was allocated");
+    }
+}
+
 /// The bytes that came with a sample or job.
 pub fn metadata(info: &warpipe_sample_info) -> Vec<u8> {
     if info.metadata.is_null() {
