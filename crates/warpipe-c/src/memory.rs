@@ -64,7 +64,7 @@ pub(crate) enum MemoryKind {
     /// Opened by a ticket or a descriptor.
     Shared(SharedMemory),
     /// A block of this process's pool.
-    Block { block: Buffer, pool: String },
+    Block(Buffer),
     /// A block of another process's pool.
     Lent(LentBuffer),
     /// Another allocator's, opened by a legacy handle.
@@ -78,7 +78,7 @@ impl Deref for MemoryKind {
         match self {
             MemoryKind::Owned(memory) => memory,
             MemoryKind::Shared(memory) => memory,
-            MemoryKind::Block { block, .. } => block,
+            MemoryKind::Block(block) => block,
             MemoryKind::Lent(block) => block,
             MemoryKind::Legacy(memory) => memory,
         }
@@ -88,10 +88,8 @@ impl Deref for MemoryKind {
 impl MemoryKind {
     fn name(&self) -> &str {
         match self {
-            MemoryKind::Shared(memory) => memory.name(),
-            MemoryKind::Block { pool, .. } => pool,
-            MemoryKind::Lent(block) => block.name(),
             MemoryKind::Owned(_) | MemoryKind::Legacy(_) => "",
+            named => DeviceSlice::name(named),
         }
     }
 
@@ -437,7 +435,7 @@ pub unsafe extern "C" fn warpipe_memory_lend(
 ) -> warpipe_status {
     let lend = |memory: &MemoryKind, _: &Streams| {
         let access = access_of("access", access)?;
-        let MemoryKind::Block { block, .. } = memory else {
+        let MemoryKind::Block(block) = memory else {
             let said = "this memory is no block of a pool of this process; publish it instead (warpipe_memory_publish)";
             return Err(Failure::State(said.into()));
         };
@@ -466,7 +464,7 @@ pub unsafe extern "C" fn warpipe_memory_free_on(
             // SAFETY: the caller's promise.
             let stream = unsafe { streams.get(stream) }?;
             match held.take() {
-                Some(MemoryKind::Block { block, .. }) => Ok(block.free(&stream)?),
+                Some(MemoryKind::Block(block)) => Ok(block.free(&stream)?),
                 Some(MemoryKind::Lent(block)) => Ok(block.free(&stream)?),
                 other => {
                     *held = other;

@@ -205,8 +205,7 @@ pub unsafe extern "C" fn warpipe_pool_allocate(
 }
 
 fn block_of(pool: &OnDevice<Pool>, block: Buffer) -> MemoryObject {
-    let name = pool.name().into();
-    MemoryObject::of(MemoryKind::Block { block, pool: name }, &pool.streams)
+    MemoryObject::of(MemoryKind::Block(block), &pool.streams)
 }
 
 /// As `warpipe_pool_allocate`, in a region of the user `uid`: its processes, and no others, can

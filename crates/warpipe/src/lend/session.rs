@@ -500,11 +500,6 @@ impl Deref for LentBuffer {
 }
 
 impl LentBuffer {
-    /// The name of the pool or server.
-    pub fn name(&self) -> &str {
-        self.session.name()
-    }
-
     /// Releases the memory behind the work enqueued on `stream` so far, and on the other recorded
     /// streams (`cuStreamWriteValue64`). Does not wait: the owner reuses it when that work is done.
     ///

@@ -50,9 +50,4 @@ impl SharedMemory {
             mapping: self.mapping.clone(),
         })
     }
-
-    /// The name under which it was opened.
-    pub fn name(&self) -> &str {
-        self.slice.name()
-    }
 }

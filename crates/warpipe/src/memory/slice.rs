@@ -64,7 +64,6 @@ pub struct DeviceSlice {
     ptr: DevicePtr,
     bytes: u64,
     access: Access,
-    /// For messages to people.
     name: Arc<str>,
     /// The streams of this handle: readers wait for these alone.
     streams: Arc<StreamSet>,
@@ -117,6 +116,11 @@ impl DeviceSlice {
             streams: self.streams.clone(),
             mapping: self.mapping.clone(),
         })
+    }
+
+    /// The name under which it was opened, or that of its pool; for other memory, what it is.
+    pub fn name(&self) -> &str {
+        &self.name
     }
 
     /// Its device address in this process.
@@ -232,10 +236,6 @@ impl DeviceSlice {
             self.mapping.streams.record_use(&stream);
         }
         copied
-    }
-
-    pub(crate) fn name(&self) -> &str {
-        &self.name
     }
 
     /// The streams of this handle.
