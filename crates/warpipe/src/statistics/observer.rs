@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use rustix::fs::{AtFlags, FileType, MemfdFlags, Mode, OFlags, Statx, StatxFlags};
 
-use self::search::{Search, visible_processes};
+pub use self::search::Observer;
 use super::layout::{
     self, MAGIC, PAGE_BYTES, PAGE_WORDS, Table, VERSION, endpoint, header, link, region,
 };
@@ -227,38 +227,12 @@ pub struct Observation {
     pub unsearched: usize,
 }
 
-/// Finds and reads the pages of this user's processes; root finds those of all users.
-#[derive(Debug, Default)]
-pub struct Observer {
-    search: Search,
-}
-
 /// Why a descriptor is no readable page.
 pub(super) enum Refusal {
     /// Another file: the number has been used again, or another process's page.
     Other,
     /// A page, or a file that pretends to be one.
     Bad(String),
-}
-
-impl Observer {
-    /// An observer that has found nothing yet.
-    pub fn new() -> Observer {
-        Observer::default()
-    }
-
-    /// Looks at every process that this one may look into. A look takes a limited time, whatever
-    /// other users' processes do.
-    pub fn observe(&mut self) -> Observation {
-        self.search.observe(visible_processes())
-    }
-
-    /// Looks at one process of this user's alone.
-    #[cfg(test)]
-    pub(crate) fn observe_one(&mut self, pid: i32) -> Observation {
-        let user = rustix::process::geteuid().as_raw();
-        self.search.observe(vec![(pid, user)])
-    }
 }
 
 pub(super) fn read_descriptor(pid: i32, fd: i32) -> Result<Process, Refusal> {

@@ -42,16 +42,17 @@ enum Known {
     NotBefore(u64),
 }
 
-/// What the looks so far have found.
+/// Finds and reads the pages of this user's processes; root finds those of all users.
 #[derive(Debug)]
-pub(in crate::statistics) struct Search {
+pub struct Observer {
+    /// What the looks so far have found.
     known: HashMap<i32, Known>,
     links_per_user: usize,
 }
 
-impl Default for Search {
-    fn default() -> Search {
-        Search {
+impl Default for Observer {
+    fn default() -> Observer {
+        Observer {
             known: HashMap::new(),
             links_per_user: LINKS_PER_USER,
         }
@@ -64,9 +65,27 @@ struct Turns {
     links_left: usize,
 }
 
-impl Search {
+impl Observer {
+    /// An observer that has found nothing yet.
+    pub fn new() -> Observer {
+        Observer::default()
+    }
+
+    /// Looks at every process that this one may look into. A look takes a limited time, whatever
+    /// other users' processes do.
+    pub fn observe(&mut self) -> Observation {
+        self.look_at(visible_processes())
+    }
+
+    /// Looks at one process of this user's alone.
+    #[cfg(test)]
+    pub(crate) fn observe_one(&mut self, pid: i32) -> Observation {
+        let user = rustix::process::geteuid().as_raw();
+        self.look_at(vec![(pid, user)])
+    }
+
     /// Looks at these processes, each with its user.
-    pub(in crate::statistics) fn observe(&mut self, processes: Vec<(i32, u32)>) -> Observation {
+    fn look_at(&mut self, processes: Vec<(i32, u32)>) -> Observation {
         let present: HashMap<i32, u32> = processes.into_iter().collect();
         self.known.retain(|pid, _| present.contains_key(pid));
         let mut observation = Observation::default();
@@ -204,7 +223,7 @@ fn find_page(pid: i32, from: u64, limit: usize, read: &mut usize) -> Result<Foun
 }
 
 /// The processes that this one may look into, each with its user.
-pub(in crate::statistics) fn visible_processes() -> Vec<(i32, u32)> {
+fn visible_processes() -> Vec<(i32, u32)> {
     let own = rustix::process::geteuid();
     let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
     let processes = entries.filter_map(|entry| {
@@ -249,12 +268,12 @@ mod tests {
         let own = std::process::id() as i32;
         let crowd = [crowded(900), crowded(900)];
         let pids = crowd.each_ref().map(|it| it.pid().as_raw_nonzero().get());
-        let mut search = Search {
+        let mut observer = Observer {
             links_per_user: 500,
-            ..Search::default()
+            ..Observer::default()
         };
         let mut look = |processes: &[(i32, u32)]| {
-            let seen = search.observe(processes.to_vec());
+            let seen = observer.look_at(processes.to_vec());
             let found: Vec<i32> = seen.processes.iter().map(|it| it.pid).collect();
             (found, seen.unsearched)
         };
@@ -266,12 +285,12 @@ mod tests {
         assert_eq!(look(&all), (vec![own], 1));
         assert_eq!(look(&all), (vec![own], 0));
         // Nor does one process of a user hide the others of that user for long.
-        let mut search = Search {
+        let mut observer = Observer {
             links_per_user: 500,
-            ..Search::default()
+            ..Observer::default()
         };
         let mine = [(pids[0], 1), (own, 1)];
-        let found = (0..3).any(|_| !search.observe(mine.to_vec()).processes.is_empty());
+        let found = (0..3).any(|_| !observer.look_at(mine.to_vec()).processes.is_empty());
         assert!(found);
     }
 }
