@@ -112,7 +112,7 @@ impl KeeperBuilder {
             offers: Arc::default(),
             ending: LocalDoorbell::new()?,
         });
-        let handler = Arc::new(KeeperHandler(core.clone()));
+        let handler = Arc::new(core.clone());
         // Before the search: a process that becomes a holder from now on has asked this keeper.
         let server = self.shared.serve(&name, Kind::Weights, handler)?;
         let found = takeover::find(&domain, &name);
@@ -349,6 +349,29 @@ impl KeeperCore {
         Ok(number)
     }
 
+    fn begin_offer(
+        self: &Arc<Self>,
+        client: u64,
+        endpoint: String,
+    ) -> Result<OutgoingReply, Rejection> {
+        if !endpoint.starts_with(&offer_prefix(self.name.as_str())) {
+            return Err(Rejection::new(format!(
+                "{endpoint:?} is no offer of these weights"
+            )));
+        }
+        let (core, offer) = (self.clone(), self.offers.clone());
+        if Arc::strong_count(&offer) > 1 + OFFERS_MAX {
+            return Err(Rejection::new(format!(
+                "it fetches {OFFERS_MAX} offers already"
+            )));
+        }
+        Thread::start("warpipe-weights", move || {
+            let _fetched = &offer;
+            core.take_offer(client, &endpoint);
+        })?;
+        OutgoingReply::new(&KeeperReply::Noted, vec![])
+    }
+
     /// Fetches the offer of `client` and tells the result.
     fn take_offer(&self, client: u64, endpoint: &str) {
         let server = self.server.wait().clone();
@@ -400,31 +423,7 @@ fn tell_offered(server: &ServerCore) {
     }
 }
 
-struct KeeperHandler(Arc<KeeperCore>);
-
-impl KeeperHandler {
-    fn begin_offer(&self, client: u64, endpoint: String) -> Result<OutgoingReply, Rejection> {
-        let core = &self.0;
-        if !endpoint.starts_with(&offer_prefix(core.name.as_str())) {
-            return Err(Rejection::new(format!(
-                "{endpoint:?} is no offer of these weights"
-            )));
-        }
-        let (core, offer) = (core.clone(), core.offers.clone());
-        if Arc::strong_count(&offer) > 1 + OFFERS_MAX {
-            return Err(Rejection::new(format!(
-                "it fetches {OFFERS_MAX} offers already"
-            )));
-        }
-        Thread::start("warpipe-weights", move || {
-            let _fetched = &offer;
-            core.take_offer(client, &endpoint);
-        })?;
-        OutgoingReply::new(&KeeperReply::Noted, vec![])
-    }
-}
-
-impl RequestHandler for KeeperHandler {
+impl RequestHandler for Arc<KeeperCore> {
     fn on_connect(
         &self,
         _: &ServerCore,
@@ -440,7 +439,6 @@ impl RequestHandler for KeeperHandler {
         client: &ClientInfo,
         body: &[u8],
     ) -> Result<OutgoingReply, Rejection> {
-        let core = &self.0;
         let nothing = |candidate| OutgoingReply::new(&KeeperReply::Nothing { candidate }, vec![]);
         let request = decode(body, server_core.name())?;
         let is_own = client.uid == rustix::process::geteuid().as_raw();
@@ -455,41 +453,41 @@ impl RequestHandler for KeeperHandler {
         }
         match request {
             KeeperRequest::Offered => {
-                let state = core.state.locked();
+                let state = self.state.locked();
                 match &state.offered {
-                    Some(held) => core.reply_with(held),
+                    Some(held) => self.reply_with(held),
                     None => nothing(state.candidate()),
                 }
             }
             KeeperRequest::Candidate => {
-                let state = core.state.locked();
+                let state = self.state.locked();
                 match state.candidates.last().or(state.offered.as_ref()) {
-                    Some(held) => core.reply_with(held),
+                    Some(held) => self.reply_with(held),
                     None => nothing(None),
                 }
             }
-            KeeperRequest::Pieces { version, first } => match core.state.locked().find(version) {
+            KeeperRequest::Pieces { version, first } => match self.state.locked().find(version) {
                 Some(held) => held.reply_pieces(&KeeperReply::Pieces, first),
                 None => OutgoingReply::new(&KeeperReply::Replaced, vec![]),
             },
             KeeperRequest::Take { name } => self.begin_offer(client.id, name),
             KeeperRequest::Checked { version, is_sound } => {
                 // Closed behind the lock.
-                let replaced = core.state.locked().check(version, is_sound);
+                let replaced = self.state.locked().check(version, is_sound);
                 if replaced.is_some() {
-                    core.note_offered(server_core);
+                    self.note_offered(server_core);
                     tell_offered(server_core);
                 }
                 OutgoingReply::new(&KeeperReply::Noted, vec![])
             }
             KeeperRequest::End => {
                 // Closed behind the lock.
-                let _given_up = core.state.locked().end();
-                core.ending.ring();
+                let _given_up = self.state.locked().end();
+                self.ending.ring();
                 OutgoingReply::new(&KeeperReply::Noted, vec![])
             }
             KeeperRequest::Holding { number } => {
-                core.state.locked().know(number);
+                self.state.locked().know(number);
                 OutgoingReply::new(&KeeperReply::Noted, vec![])
             }
         }

@@ -55,15 +55,9 @@ pub(super) struct Current {
     held: Arc<Held>,
     /// The same version, once it has its hashes. A forked child reads it without a lock.
     hashed: OnceLock<Arc<Held>>,
-    progress: Mutex<Progress>,
+    /// `None` while hashes are to come; then the error for which there are none, until it was told.
+    progress: Mutex<Option<Option<Error>>>,
     changed: Condvar,
-}
-
-#[derive(Debug)]
-struct Progress {
-    /// No hashes come any more.
-    is_over: bool,
-    error: Option<Error>,
 }
 
 impl Current {
@@ -79,10 +73,7 @@ impl Current {
             holder: Mutex::new(holder),
             held: held.clone(),
             hashed: OnceLock::new(),
-            progress: Mutex::new(Progress {
-                is_over: unhashed.is_none(),
-                error: None,
-            }),
+            progress: Mutex::new(unhashed.is_none().then_some(None)),
             changed: Condvar::new(),
         });
         let Some(unhashed) = unhashed else {
@@ -120,21 +111,17 @@ impl Current {
     }
 
     fn end(&self, done: Result<()>) {
-        *self.progress.locked() = Progress {
-            is_over: true,
-            error: done.err(),
-        };
+        *self.progress.locked() = Some(done.err());
         self.changed.notify_all();
     }
 
     /// Waits until the keeper has the hashes that come later, if any do.
     pub(super) fn wait_for_hashes(&self, wait: &Wait<'_>) -> Result<()> {
-        let is_pending = |progress: &Progress| !progress.is_over;
-        let mut progress = wait.sleep_while(&self.progress, &self.changed, is_pending);
-        if !progress.is_over {
+        let mut progress = wait.sleep_while(&self.progress, &self.changed, Option::is_none);
+        let Some(error) = progress.as_mut() else {
             return Err(Error::timeout("the content hashes", wait.limit()));
-        }
-        progress.error.take().map_or(Ok(()), Err)
+        };
+        error.take().map_or(Ok(()), Err)
     }
 }
 
