@@ -10,7 +10,7 @@ use crate::error::{Error, Result, returns_to_caller};
 use crate::fork::OwnerProcess;
 use crate::ipc::Kind;
 use crate::nvtx;
-use crate::pubsub::{Publisher, REPLIES, Sample, SendError, Subscriber};
+use crate::pubsub::{Publisher, REPLIES, Sample, SendError};
 use crate::stream::Stream;
 use crate::tensor::Layout;
 use crate::wait::Wait;
@@ -19,33 +19,28 @@ use crate::wait::Wait;
 #[derive(Debug)]
 pub(super) struct AnswerPublisher {
     pub(super) publisher: Publisher,
-    queue: String,
-    queue_pid: i32,
+    pub(super) queue_pid: i32,
     owner_process: OwnerProcess,
 }
 
 impl AnswerPublisher {
-    pub(super) fn new(publisher: Publisher, queue: String, jobs: &Subscriber) -> AnswerPublisher {
+    pub(super) fn new(publisher: Publisher, queue_pid: i32) -> AnswerPublisher {
         AnswerPublisher {
             publisher,
-            queue,
-            queue_pid: jobs.publisher_pid().unwrap_or_default(),
+            queue_pid,
             owner_process: OwnerProcess::current(),
         }
     }
 
+    /// The queue's name.
     pub(super) fn queue(&self) -> &str {
-        &self.queue
-    }
-
-    pub(super) fn queue_pid(&self) -> i32 {
-        self.queue_pid
+        self.publisher.name()
     }
 
     pub(super) fn queue_gone(&self, detail: impl ToString, graceful: bool) -> Error {
         Error::PeerGone {
             kind: Kind::Queue,
-            name: self.queue.clone(),
+            name: self.queue().to_string(),
             pid: self.queue_pid,
             graceful,
             detail: detail.to_string(),
@@ -395,7 +390,7 @@ impl Lease {
 
     /// The process that owns the job's queue: of a request the client.
     pub fn queue_pid(&self) -> i32 {
-        self.answer_handle.answers.queue_pid()
+        self.answer_handle.answers.queue_pid
     }
 
     /// `CLOCK_MONOTONIC` nanoseconds by which the answer is wanted, if at all.

@@ -77,10 +77,10 @@ impl WorkerBuilder {
             })
             .loan_timeout(self.answer_timeout)
             .build_over(&jobs)?;
-        let answers = AnswerPublisher::new(answers, self.name, &jobs);
+        let queue_pid = jobs.publisher_pid().unwrap_or_default();
         Ok(Worker {
             jobs,
-            answers: Arc::new(answers),
+            answers: Arc::new(AnswerPublisher::new(answers, queue_pid)),
         })
     }
 }
@@ -115,7 +115,7 @@ impl Worker {
 
     /// The process that owns the queue.
     pub fn queue_pid(&self) -> i32 {
-        self.answers.queue_pid()
+        self.answers.queue_pid
     }
 
     /// Takes the next job, and waits for it if there is none. `stream` will wait, on the device,
