@@ -10,7 +10,6 @@ mod monitor;
 mod regions;
 mod samples;
 
-use std::ops::Deref;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
@@ -25,7 +24,6 @@ use crate::backend::DeviceId;
 use crate::clock::now_ns;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::fork::OwnerProcess;
 use crate::ipc::connection::{self, ConnectionEvent, ConnectionUser};
 use crate::ipc::message::{self, CloseReason, Message, Received};
 use crate::ipc::peer::DeathEvidence;
@@ -74,17 +72,7 @@ fn closed(name: String, reason: String) -> Error {
 /// stream may wait for this link's publisher, and is released by that death.
 ///
 /// Its streams are those that have waited for, read or released a sample.
-#[derive(Debug)]
-pub(crate) struct PublisherLink(DropAfterFence<Arc<ReceiverEnd>>);
-
-impl Deref for PublisherLink {
-    type Target = ReceiverEnd;
-
-    #[inline]
-    fn deref(&self) -> &ReceiverEnd {
-        &self.0
-    }
-}
+pub(crate) type PublisherLink = DropAfterFence<Arc<ReceiverEnd>>;
 
 /// What a receiver is told of its ring.
 #[derive(Debug)]
@@ -106,7 +94,6 @@ pub(crate) struct ReceiverEnd {
     /// Declared first: the registrations end before their descriptors are closed.
     registrations: OnceLock<Vec<Registration>>,
     me: Weak<ReceiverEnd>,
-    pub(super) owner_process: OwnerProcess,
     pub(super) terms: RingTerms,
     doorbell: Arc<LocalDoorbell>,
     /// The ring of the replies, until its sender takes it.
@@ -135,12 +122,12 @@ pub(crate) struct ReceiverEnd {
     /// The stream for copies to the host, made for the first copy: a stream for each copy would
     /// cost more than the hand-over.
     copies: OnceLock<Stream>,
-    pub(super) reactor: Arc<Reactor>,
+    reactor: Arc<Reactor>,
 }
 
 impl PublisherLink {
     /// A link that is not [watched](ReceiverEnd::watch) yet.
-    pub(in crate::pubsub) fn new(
+    pub(in crate::pubsub) fn of_ring(
         terms: RingTerms,
         segment: Segment,
         replies: Option<Segment>,
@@ -153,7 +140,6 @@ impl PublisherLink {
         let end = Arc::new_cyclic(|me| ReceiverEnd {
             registrations: OnceLock::new(),
             me: me.clone(),
-            owner_process: OwnerProcess::current(),
             terms,
             doorbell: doorbell.clone(),
             reads_socket: replies.is_none() && partner.is_none(),
@@ -171,7 +157,7 @@ impl PublisherLink {
             copies: OnceLock::new(),
             reactor,
         });
-        Ok(Arc::new(PublisherLink(DropAfterFence::new(streams, end)?)))
+        Ok(Arc::new(DropAfterFence::new(streams, end)?))
     }
 }
 

@@ -54,7 +54,7 @@ impl Receipt {
     /// # Errors
     /// [`Error::SampleLost`]; [`Error::Forked`].
     pub fn check(&self) -> Result<bool> {
-        self.link.owner_process.check()?;
+        self.link.owner_process().check()?;
         Ok(self.is_set_aside || self.link.completion(self.position, self.sequence)?)
     }
 
@@ -116,7 +116,7 @@ impl Receipt {
         }
         let receipt = self.duplicate();
         self.link
-            .reactor
+            .reactor()
             .call_after(fence, move || receipt.give_back());
     }
 
@@ -221,7 +221,7 @@ impl Drop for RawSample {
             return;
         }
         let link = &self.receipt.link;
-        match link.owner_process.is_current() {
+        match link.owner_process().is_current() {
             true => self.receipt.give_back(),
             // A forked child must not give up the parent's mappings and words.
             false => std::mem::forget(link.clone()),
@@ -328,7 +328,7 @@ impl Sample {
     /// for a stream of another device; [`Error::Driver`]; [`Error::Forked`].
     pub fn wait_on(&self, stream: &Stream) -> Result<()> {
         let Receipt { link, position, .. } = &self.raw.receipt;
-        link.owner_process.check()?;
+        link.owner_process().check()?;
         stream.check_usable(self.stream.device())?;
         if self.raw.receipt.is_set_aside || link.admit(*position, stream)? {
             return Ok(());
@@ -413,7 +413,7 @@ impl Sample {
     /// now; [`Error::Driver`] when the release could not be enqueued; [`Error::Forked`].
     pub fn release(mut self) -> Result<Receipt> {
         let receipt = &self.raw.receipt;
-        receipt.link.owner_process.check()?;
+        receipt.link.owner_process().check()?;
         // If this fails, the drop tries once more, and closes the link when that fails, too.
         receipt.release(&self.stream)?;
         let receipt = receipt.duplicate();
@@ -437,7 +437,7 @@ impl Sample {
 impl Drop for Sample {
     fn drop(&mut self) {
         let receipt = &self.raw.receipt;
-        if self.raw.is_released || !receipt.link.owner_process.is_current() {
+        if self.raw.is_released || !receipt.link.owner_process().is_current() {
             return;
         }
         match receipt.release(&self.stream) {

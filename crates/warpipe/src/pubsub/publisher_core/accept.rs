@@ -125,7 +125,7 @@ impl PublisherCore {
         let end = link.end.of_replies();
         let sender: (Weak<dyn EventSource>, u64) = (self.this.clone(), link.id);
         let partner =
-            PublisherLink::new(terms, segment, None, end, &observer.doorbell, Some(sender))?;
+            PublisherLink::of_ring(terms, segment, None, end, &observer.doorbell, Some(sender))?;
         partner.watch(ORPHAN_TIMEOUT)?;
         link.partner = Some(partner);
         // Of the memory in which the replies lie.

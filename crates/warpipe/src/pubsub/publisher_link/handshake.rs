@@ -148,7 +148,7 @@ impl ConnectOptions {
             lossless,
         };
         let end = LinkEnd::new(client.peer.clone(), wake, client.socket.clone());
-        let link = PublisherLink::new(terms, segment, replies, end, &self.doorbell, None)?;
+        let link = PublisherLink::of_ring(terms, segment, replies, end, &self.doorbell, None)?;
         Ok((link, regions))
     }
 }

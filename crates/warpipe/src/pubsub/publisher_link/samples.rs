@@ -79,12 +79,12 @@ impl PublisherLink {
 
     #[inline]
     pub(in crate::pubsub) fn record_use(&self, stream: &Stream) {
-        self.streams.record_use(stream);
+        self.streams().record_use(stream);
     }
 
     /// Keeps memory beside the regions mapped until this link's streams are past it.
     pub(in crate::pubsub) fn hold(&self, memory: Kept) -> Result<OpenMemory> {
-        let held = DropAfterFence::new(self.streams.clone(), memory)?;
+        let held = DropAfterFence::new(self.streams().clone(), memory)?;
         Ok(Arc::new(held))
     }
 
@@ -112,7 +112,7 @@ impl PublisherLink {
     /// Has the fence thread call `done` until it returns true, however long the peer takes.
     fn try_until(self: &Arc<Self>, done: impl Fn(&PublisherLink) -> bool + Send + 'static) {
         let me = self.clone();
-        self.reactor.drop_after(move || match done(&me) {
+        self.reactor().drop_after(move || match done(&me) {
             false => DropReadiness::Held,
             true => DropReadiness::Ready,
         });
