@@ -439,7 +439,6 @@ macro_rules! atomics {
 
 atomics! {
     AtomicBool: bool => AtomicU8, u8;
-    AtomicU8: u8 => AtomicU8, u8;
     AtomicU32: u32 => AtomicU32, u32;
     AtomicU64: u64 => AtomicU64, u64;
 }

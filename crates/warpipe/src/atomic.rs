@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use rustix::thread::{Timespec, futex};
 
-pub(crate) use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, fence};
+pub(crate) use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, fence};
 
 /// The longest sleep: the kernel refuses times beyond its clock, and callers look again anyway.
 const SLEEP_MAX: Duration = Duration::from_secs(3600);

@@ -30,7 +30,7 @@ fn monitor(segment: &Arc<Segment>) -> Arc<PublisherMonitor> {
     let monitor = PublisherMonitor::new(segment);
     // Its words are made.
     monitor.hold(0);
-    let _ = (monitor.has_lost(POSITION), monitor.sender_state());
+    let _ = monitor.has_lost(POSITION);
     Arc::new(monitor)
 }
 

@@ -17,7 +17,6 @@ use std::time::Duration;
 
 pub(super) use self::handshake::ConnectOptions;
 use self::monitor::PublisherMonitor;
-pub(super) use self::monitor::SenderState;
 pub(super) use self::samples::OpenMemory;
 use self::samples::SetAside;
 use crate::backend::DeviceId;
@@ -40,6 +39,19 @@ use crate::shm::segment::Segment;
 use crate::statistics;
 use crate::stream::Stream;
 use crate::trace::{self, TraceEvent};
+
+/// How a ring ended, as its receiver sees it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Ended {
+    /// The publisher closed gracefully. Samples that it sent will still complete.
+    Closed,
+    /// The publisher closed this link alone.
+    Evicted,
+    /// This side closed it, because of the fault stored beside.
+    Failed,
+    /// The socket closed without a `Close` message.
+    Suspect,
+}
 
 /// Why this link ended: the error for the first caller that asks, and its text for all later
 /// callers.
@@ -103,6 +115,8 @@ pub(crate) struct ReceiverEnd {
     /// Of a link with replies, once there is one: the sender of the other ring, which reads the
     /// socket for both; and the number of the link there.
     partner: OnceLock<(Weak<dyn EventSource>, u64)>,
+    /// Set once no more samples come: the first end counts.
+    ended: OnceLock<Ended>,
     fault: Mutex<LinkFault>,
     set_aside: SetAside,
     pub(super) monitor: PublisherMonitor,
@@ -145,6 +159,7 @@ impl PublisherLink {
             reads_socket: replies.is_none() && partner.is_none(),
             replies: Mutex::new(replies),
             partner: partner.map_or_else(OnceLock::new, OnceLock::from),
+            ended: OnceLock::new(),
             fault: Mutex::default(),
             set_aside: SetAside::default(),
             monitor: PublisherMonitor::new(&segment),
@@ -193,23 +208,19 @@ impl ReceiverEnd {
         Ok(())
     }
 
-    /// Whether no more samples come over it.
-    pub(super) fn has_ended(&self) -> bool {
-        self.sender_state() != SenderState::Open
+    /// Whether, and how, it has ended: no more samples come over it.
+    #[inline]
+    pub(super) fn ended(&self) -> Option<Ended> {
+        self.ended.get().copied()
+    }
+
+    fn end_as(&self, ended: Ended) {
+        let _ = self.ended.set(ended);
+        self.doorbell.ring();
     }
 
     pub(super) fn regions(&self) -> MutexGuard<'_, Vec<(u32, Arc<Region>)>> {
         self.regions.locked()
-    }
-
-    #[inline]
-    pub(super) fn sender_state(&self) -> SenderState {
-        self.monitor.sender_state()
-    }
-
-    fn set_sender_state(&self, sender_state: SenderState) {
-        self.monitor.set_sender_state(sender_state);
-        self.doorbell.ring();
     }
 
     /// Samples that the publisher did not give to this subscriber because of its policy.
@@ -221,22 +232,21 @@ impl ReceiverEnd {
         if self.is_dead() {
             return PeerState::Dead;
         }
-        self.end.peer_state(match self.sender_state() {
-            SenderState::Suspect | SenderState::Failed => Some(PeerState::Suspect),
-            SenderState::Closed | SenderState::Evicted => Some(PeerState::Leaving),
-            SenderState::Open => None,
-        })
+        self.end.peer_state(self.ended().map(|ended| match ended {
+            Ended::Suspect | Ended::Failed => PeerState::Suspect,
+            Ended::Closed | Ended::Evicted => PeerState::Leaving,
+        }))
     }
 
     /// Why no more samples will come.
     pub(super) fn why_over(&self) -> Error {
         let mut fault = self.fault.locked();
         let (name, reason) = (self.terms.name.clone(), fault.reason.clone());
-        match (fault.error.take(), self.sender_state()) {
+        match (fault.error.take(), self.ended()) {
             (Some(error), _) => error,
-            (None, SenderState::Evicted | SenderState::Failed) => closed(name, reason),
-            (None, sender_state) => {
-                let graceful = sender_state == SenderState::Closed;
+            (None, Some(Ended::Evicted | Ended::Failed)) => closed(name, reason),
+            (None, ended) => {
+                let graceful = ended == Some(Ended::Closed);
                 Error::peer_gone(Kind::Publisher, name, self.end.peer.pid, graceful)
             }
         }
@@ -253,12 +263,12 @@ impl ReceiverEnd {
         // Before the message: its answer may end the link at once, for a later reason.
         let mut fault = self.fault.locked();
         // Also of a publisher that has closed: why its last samples are not received.
-        if matches!(self.sender_state(), SenderState::Open | SenderState::Closed) {
+        if matches!(self.ended(), None | Some(Ended::Closed)) {
             fault.keep(error);
         }
         drop(fault);
         self.end.say_close(close_reason);
-        self.set_sender_state(SenderState::Failed);
+        self.end_as(Ended::Failed);
     }
 
     /// Asks for no more samples. Samples that are held stay valid.
@@ -270,13 +280,13 @@ impl ReceiverEnd {
         match close_reason {
             CloseReason::Closed => {
                 trace::emit(|| TraceEvent::OwnerClosed(self.terms.name.clone(), self.end.peer.pid));
-                self.set_sender_state(SenderState::Closed);
+                self.end_as(Ended::Closed);
             }
             CloseReason::Evicted(reason) | CloseReason::Failed(reason) => {
                 let reason = format!("the publisher evicted this subscriber: {reason}");
                 let evicted = closed(self.terms.name.clone(), reason);
                 self.fault.locked().keep(evicted);
-                self.set_sender_state(SenderState::Evicted);
+                self.end_as(Ended::Evicted);
             }
         }
     }
@@ -289,9 +299,9 @@ impl ReceiverEnd {
     ) -> Result<(), Message> {
         match message {
             // Each brings a descriptor: a publisher that goes on sending them is not read.
-            Message::Region { .. } if self.has_ended() => return Err(message),
+            Message::Region { .. } if self.ended().is_some() => return Err(message),
             // Not needed.
-            Message::CloseRegion { .. } if self.sender_state() == SenderState::Failed => {}
+            Message::CloseRegion { .. } if self.ended() == Some(Ended::Failed) => {}
             Message::Region { id, bytes } => {
                 self.change_soon(move |link| link.map(id, bytes, &fds))
             }
@@ -305,7 +315,7 @@ impl ReceiverEnd {
 impl ConnectionUser for ReceiverEnd {
     fn on_message(&self, _: u64) -> Next {
         connection::read(self.end.socket(), &self.terms.name, |received| {
-            if self.sender_state() == SenderState::Failed {
+            if self.ended() == Some(Ended::Failed) {
                 // Further messages of this publisher are not needed, however many it sends.
                 return Next::Stop;
             }
@@ -325,7 +335,7 @@ impl ConnectionUser for ReceiverEnd {
     }
 
     fn on_close(&self, _: u64) {
-        self.set_sender_state(SenderState::Suspect);
+        self.end_as(Ended::Suspect);
     }
 
     /// The publisher's messages are read before its end is reported, in whatever order the two

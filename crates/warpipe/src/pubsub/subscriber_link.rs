@@ -143,7 +143,7 @@ impl SubscriberLink {
     pub(super) fn has_partner_ended(&self) -> bool {
         self.partner
             .as_ref()
-            .is_none_or(|partner| partner.has_ended())
+            .is_none_or(|partner| partner.ended().is_some())
     }
 
     /// Whether its socket is still read: a message of the peer may be for this end or its partner.

@@ -5,43 +5,15 @@
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, OnceLock};
 
-use crate::atomic::{AtomicBool, AtomicU8, AtomicU64};
+use crate::atomic::{AtomicBool, AtomicU64};
 use crate::pubsub::entry::{Completion, Violation, violation};
 use crate::shm::page::SharedPage;
 use crate::shm::segment::Segment;
-
-/// The state of the sender of a link's ring, as this end sees it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u8)]
-pub(in crate::pubsub) enum SenderState {
-    Open = 0,
-    /// The publisher closed gracefully. Samples that it sent will still complete.
-    Closed = 1,
-    /// The publisher closed this link alone.
-    Evicted = 2,
-    /// This side closed it, because of the fault stored beside.
-    Failed = 3,
-    /// The socket closed without a `Close` message.
-    Suspect = 4,
-}
-
-impl SenderState {
-    fn from_bits(bits: u8) -> SenderState {
-        match bits {
-            0 => SenderState::Open,
-            1 => SenderState::Closed,
-            2 => SenderState::Evicted,
-            3 => SenderState::Failed,
-            _ => SenderState::Suspect,
-        }
-    }
-}
 
 /// See the [module](self).
 #[derive(Debug)]
 pub(in crate::pubsub) struct PublisherMonitor {
     segment: Arc<Segment>,
-    sender_state: AtomicU8,
     /// The publisher is proven dead, or [orphaned](crate::ipc::peer::DeathEvidence::Orphaned), and
     /// stuck streams are rescued.
     dead: AtomicBool,
@@ -68,7 +40,6 @@ impl PublisherMonitor {
         let words = || (0..segment.depth()).map(|_| AtomicU64::new(0));
         PublisherMonitor {
             segment: segment.clone(),
-            sender_state: AtomicU8::new(SenderState::Open as u8),
             dead: AtomicBool::new(false),
             held: words().collect(),
             lost: words().collect(),
@@ -124,19 +95,6 @@ impl PublisherMonitor {
             let word = || completions.fence_words.word(word.load(SeqCst) as usize);
             at.load(SeqCst) == position && word().reached(value.load(SeqCst))
         })
-    }
-
-    #[inline]
-    pub(super) fn sender_state(&self) -> SenderState {
-        SenderState::from_bits(self.sender_state.load(SeqCst))
-    }
-
-    /// Moves away from `Open`, once.
-    pub(super) fn set_sender_state(&self, sender_state: SenderState) {
-        let (open, now) = (SenderState::Open as u8, sender_state as u8);
-        let _ = self
-            .sender_state
-            .compare_exchange(open, now, SeqCst, SeqCst);
     }
 
     /// Records a position that is handed out. Returns whether the publisher is dead, so that no

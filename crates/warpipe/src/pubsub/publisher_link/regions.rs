@@ -13,7 +13,7 @@ use std::sync::atomic::Ordering::SeqCst;
 
 use rustix::io::Errno;
 
-use super::{ReceiverEnd, RingTerms, SenderState};
+use super::{Ended, ReceiverEnd, RingTerms};
 use crate::backend::Access;
 use crate::error::{Error, Result};
 use crate::ipc::message::{self, Message};
@@ -80,7 +80,7 @@ impl ReceiverEnd {
         let link = self.me.clone();
         self.reactor.run_on_control_thread(Box::new(move || {
             let Some(link) = link.upgrade() else { return };
-            let is_needed = || link.sender_state() != SenderState::Failed;
+            let is_needed = || link.ended() != Some(Ended::Failed);
             if is_needed()
                 && let Err(error) = change(&link)
                 && is_needed()

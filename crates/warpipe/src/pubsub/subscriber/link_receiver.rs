@@ -15,7 +15,7 @@ use crate::memory::region::{Kept, Region};
 use crate::pubsub::entry::{Metadata, Violation, violation};
 use crate::pubsub::observer::{LinkedSubscriber, Reply, ReplyLink};
 use crate::pubsub::place::{Asked, Place};
-use crate::pubsub::publisher_link::{ConnectOptions, OpenMemory, PublisherLink, SenderState};
+use crate::pubsub::publisher_link::{ConnectOptions, Ended, OpenMemory, PublisherLink};
 use crate::pubsub::ring::ReceiverRing;
 use crate::pubsub::sample::{
     Discontinuity, PreviousPublisher, Rare, RawSample, Receipt, Sample, TensorLocation,
@@ -222,15 +222,15 @@ impl LinkReceiver {
     fn next(&mut self) -> Result<Option<RawSample>> {
         // Read before the ring: samples sent before the end must be found before the end is
         // reported.
-        let sender_state = self.link.sender_state();
-        if sender_state == SenderState::Failed {
+        let ended = self.link.ended();
+        if ended == Some(Ended::Failed) {
             return Err(self.link.why_over());
         }
         if let Some(kept) = self.taken.take() {
             return Ok(Some(kept));
         }
         match self.take_new() {
-            Ok(None) if sender_state == SenderState::Open || self.is_region_due() => {
+            Ok(None) if ended.is_none() || self.is_region_due() => {
                 self.check_missing_region().map(|()| None)
             }
             Ok(None) => Err(self.link.why_over()),
@@ -441,7 +441,7 @@ impl ReplyLink for LinkReceiver {
 
     #[inline]
     fn may_have_news(&self) -> bool {
-        self.ring.may_have_news() || self.link.sender_state() != SenderState::Open
+        self.ring.may_have_news() || self.link.ended().is_some()
     }
 }
 
@@ -488,7 +488,7 @@ mod tests {
         drop(publisher);
         let attached = subscriber.attached.as_mut().unwrap();
         let start = Instant::now();
-        while attached.link.sender_state() == SenderState::Open || attached.link.is_mapping() {
+        while attached.link.ended().is_none() || attached.link.is_mapping() {
             assert!(start.elapsed() < Duration::from_secs(10));
             std::thread::yield_now();
         }
