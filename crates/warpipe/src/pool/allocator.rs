@@ -272,7 +272,7 @@ impl PoolAllocator {
         let last_writers = &mut state.users.region(region).last_writers;
         last_writers.set(range, LastWriter::User(uid));
         state.counts.allocations += 1;
-        state.update_high_water();
+        state.counts.high_water = state.counts.high_water.max(state.used());
         Ok(cleared_at)
     }
 

@@ -55,8 +55,4 @@ impl PoolState {
         let lent = self.arena.slots().filter(is_lent);
         (owned.sum(), lent.map(|(_, slot)| slot.bytes()).sum())
     }
-
-    pub(in crate::pool) fn update_high_water(&mut self) {
-        self.counts.high_water = self.counts.high_water.max(self.used());
-    }
 }

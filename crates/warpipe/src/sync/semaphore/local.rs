@@ -174,7 +174,10 @@ impl LocalSemaphore {
             };
             match progress {
                 WaitProgress::Granted { permit, passed } => return Ok((permit, passed)),
-                WaitProgress::Lost => return Err(self.slot_lost()),
+                WaitProgress::Lost => {
+                    let (field, allowed) = ("waiter's place", "its waiter's own until it leaves");
+                    return Err(Error::protocol(self.name(), field, "overwritten", allowed));
+                }
                 WaitProgress::Waiting if give_up => {
                     self.check_open()?;
                     return Err(self.no_permit(wait));
@@ -185,11 +188,6 @@ impl LocalSemaphore {
                 }
             }
         }
-    }
-
-    fn slot_lost(&self) -> Error {
-        let allowed = "its waiter's own until it leaves";
-        Error::protocol(self.name(), "waiter's place", "overwritten", allowed)
     }
 
     pub(super) fn has_room_for_work(&self, permit: u32) -> bool {
@@ -358,11 +356,6 @@ impl LocalSemaphore {
         }
     }
 
-    fn word_address(&self, permit: u32) -> Result<u64> {
-        let missing = || Error::argument("device", "none", "the one it was opened on");
-        self.shared_page.device_word(permit).ok_or_else(missing)
-    }
-
     /// The waits of a stream that gets the permit.
     fn waits(&self, permit: u32) -> Vec<StreamOp> {
         self.signals.waits(
@@ -393,7 +386,9 @@ impl LocalSemaphore {
         } else {
             self.waits(permit)
         };
-        let word = self.word_address(permit)?;
+        let word = self.shared_page.device_word(permit);
+        let word =
+            word.ok_or_else(|| Error::argument("device", "none", "the one it was opened on"))?;
         let value = self.shared_page.promise(permit, self.member);
         // For the CPUs that read the permit: no stream waits for this word.
         before.push(StreamOp::Signal { word, value });
