@@ -9,9 +9,8 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use super::allocator::PoolState;
-use super::allocator::block::LentBlock;
 use super::allocator::users::{Quotas, Users};
+use super::allocator::{LentBlock, PoolState};
 use super::last_writers::LastWriter;
 use crate::backend::Access;
 use crate::device::Device;

@@ -1,14 +1,12 @@
 //! The state that all handles of one pool share: its memory and the users of each block. **This
 //! module is marked for unsafe**: it enqueues work on blocks by address.
 
-pub(super) mod block;
 pub(super) mod users;
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, Weak};
 use std::time::Duration;
 
-use self::block::{LentBlock, PoolCounts};
 use self::users::{Quotas, Room, Users};
 use super::last_writers::LastWriter;
 use super::{CLAIMS_MAX, PoolRefusal};
@@ -19,10 +17,10 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::ipc::domain::{Domain, EndpointName};
 use crate::ipc::{Kind, ServerCore};
-use crate::lend::claims::Borrowers;
+use crate::lend::claims::{Borrowers, Ended};
 use crate::lend::server::Lending;
 use crate::memory::DeviceSlice;
-use crate::memory::arena::{Arena, SLOTS_MAX, SlotId};
+use crate::memory::arena::{Arena, Chunk, SLOTS_MAX, Slot, SlotId};
 use crate::memory::slice::MappedMemory;
 use crate::memory::ticket::{Incarnation, Ticket, Wanted};
 use crate::mutex::LockUnpoisoned;
@@ -73,6 +71,22 @@ pub(super) struct PoolState {
     pub(super) users: Users,
     fences: u64,
     next_lend: u64,
+}
+
+/// A block that is lent under a number.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct LentBlock {
+    pub(super) slot: SlotId,
+    pub(super) bytes: u64,
+    pub(super) access: Access,
+}
+
+/// Counters for [`Pool::stats`](crate::Pool::stats).
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct PoolCounts {
+    pub(super) allocations: u64,
+    pub(super) waits: u64,
+    pub(super) high_water: u64,
 }
 
 /// A block that was taken, and the value of the fence word at which it is cleared.
@@ -416,6 +430,40 @@ impl PoolState {
             );
             id
         })
+    }
+
+    /// Takes back the blocks that peers have released, and returns those of dead ones.
+    pub(super) fn collect_released(&mut self) -> Vec<SlotId> {
+        let Ended {
+            released,
+            returned,
+            dead,
+        } = self.borrowers.collect();
+        released
+            .into_iter()
+            .chain(returned)
+            .for_each(|slot| self.arena.release(slot));
+        dead
+    }
+
+    pub(super) fn release_owner(&mut self, slot: SlotId) {
+        self.lent_blocks.retain(|_, lend| lend.slot != slot);
+        if self.owned.remove(&slot) {
+            self.arena.release(slot);
+        }
+    }
+
+    /// Bytes that are not free: a user has them, or a stream has not completed its work on them.
+    pub(super) fn used(&self) -> u64 {
+        self.arena.chunks().iter().map(Chunk::used).sum()
+    }
+
+    /// Bytes of the owner's blocks, and of the peers'. A block that both have counts in both.
+    pub(super) fn held(&self) -> (u64, u64) {
+        let owned = self.owned.iter().map(|&slot| self.arena.slot(slot).bytes());
+        let is_lent = |(id, slot): &(SlotId, &Slot)| slot.holders > self.owned.contains(id).into();
+        let lent = self.arena.slots().filter(is_lent);
+        (owned.sum(), lent.map(|(_, slot)| slot.bytes()).sum())
     }
 
     /// Records that a second user has the block: its contents are foreign to every user from now

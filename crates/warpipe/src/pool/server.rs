@@ -1,7 +1,6 @@
 //! The owner's side of its peers: blocks as claims, and their return.
 
-use super::allocator::block::LentBlock;
-use super::allocator::{PoolAllocator, PoolState};
+use super::allocator::{LentBlock, PoolAllocator, PoolState};
 use super::{PoolRefusal, PoolRequest};
 use crate::backend::Access;
 use crate::error::{Error, Result};

@@ -1,6 +1,6 @@
 //! The owner's acts, and the device's progress.
 
-use super::super::allocator::block::LentBlock;
+use super::super::allocator::LentBlock;
 use super::{Fault, Lent, OWNER, Play, Work};
 use crate::backend::Access;
 
